@@ -1,0 +1,1 @@
+"""Pure bits: integers in, bytes out. Knows no grids, files or models."""

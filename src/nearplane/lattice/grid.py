@@ -1,0 +1,85 @@
+"""The grid that weights are rounded to, and a matrix that has been rounded to one.
+
+A grid is data: per tensor, per row, grouped, in activation order, per column or unclipped are all the same class, and the
+solver never asks which. It does not know how its steps were chosen (`scale.py`) nor how codes are stored (`formats/`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """Values a weight may take: `value = scale[:, group] * (code - zero[:, group])` with `low <= code <= high`.
+
+    Args:
+        scale: (out or 1, groups) steps, positive.
+        zero: (out or 1, groups) offsets in steps; 0 on symmetric grids.
+        group: (in,) group of every column.
+        low, high: limits of the codes, inclusive; None where codes are unbounded.
+    """
+
+    scale: Tensor
+    zero: Tensor
+    group: Tensor
+    low: int | None = None
+    high: int | None = None
+
+    def columns(self, index: Tensor | slice | int) -> tuple[Tensor, Tensor]:
+        """Return scale and zero of the columns at `index`, each (out or 1, columns)."""
+        group = self.group[index]
+        return self.scale[:, group], self.zero[:, group]
+
+    def round(self, x: Tensor, index: Tensor | slice | int) -> tuple[Tensor, Tensor]:
+        """Round `x`, the columns at `index`, to the grid: (codes, values), both in the dtype of `x`."""
+        scale, zero = self.columns(index)
+        codes = (x / scale + zero).round_()
+        if self.low is not None or self.high is not None:
+            codes = codes.clamp_(self.low, self.high)
+        return codes, scale * (codes - zero)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Turn (out, in) codes into (out, in) values, in the dtype of the scale."""
+        scale, zero = self.columns(slice(None))
+        return scale * (codes.to(scale.dtype) - zero)
+
+    def steps(self) -> Tensor:
+        """Return the step of every column, (out or 1, in)."""
+        return self.scale[:, self.group]
+
+    def clipped(self, codes: Tensor, targets: Tensor) -> Tensor:
+        """Return (out, in) bool: where `targets` lie more than half a step beyond the limits of the grid."""
+        scale, zero = self.columns(slice(None))
+        position = targets / scale + zero
+        outside = torch.zeros_like(codes, dtype=torch.bool)
+        if self.low is not None:
+            outside |= position < self.low - 0.5
+        if self.high is not None:
+            outside |= position > self.high + 0.5
+        return outside
+
+    def to(self, *args: torch.dtype | torch.device | str) -> Grid:
+        """Return the grid with steps and offsets on another device or in another dtype, as `Tensor.to`."""
+        group = self.group.to(*(a for a in args if not isinstance(a, torch.dtype))) if args else self.group
+        return replace(self, scale=self.scale.to(*args), zero=self.zero.to(*args), group=group)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedMatrix:
+    """A matrix on a grid.
+
+    Args:
+        codes: (out, in) int32, in the column order of the weight.
+        grid: steps and limits; its scales are already what the format stores.
+    """
+
+    codes: Tensor
+    grid: Grid
+
+    def decode(self) -> Tensor:
+        """Return the (out, in) values, in the dtype of the grid's scale."""
+        return self.grid.decode(self.codes)

@@ -1,0 +1,27 @@
+"""What calibration knows of one layer's inputs: second moments, plain tensors. Imports no transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """Second moments of the rows that a layer multiplies, averaged over tokens.
+
+    Args:
+        H: (in, in) float64, `X_hat^T X_hat / tokens` of the quantized network's inputs.
+        tokens: rows that were averaged.
+        C: (in, in) float64, `X^T X_hat / tokens` with X the original network's inputs; None where no correction is wanted.
+        S: (out, in) float64, `E[(r - r_hat) x_hat^T]`, the mismatch of the residual stream that the layer's output is
+            added to; None where it is added to none.
+        held_out: the same moments over the last fifth of the windows alone (they are part of the whole); None without C.
+    """
+
+    H: Tensor
+    tokens: int
+    C: Tensor | None = None
+    S: Tensor | None = None
+    held_out: Statistics | None = None
