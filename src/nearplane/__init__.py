@@ -1,1 +1,50 @@
+"""Quantize language models by the lattice mathematics behind GPTQ.
+
+    import nearplane
+    record = nearplane.quantize("path/to/model", "out", bits=4, group_size=128, calibration="text.txt")
+    print(nearplane.evaluate("out", "heldout.txt", against="path/to/model"))
+
+Importing does nothing: torch and transformers are imported when something is called.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from nearplane.errors import CalibrationError, FormatError, ModelError, NearplaneError, NumericalError, RecipeError
+from nearplane.recipe import Calibration, Recipe, Rule
+
+if TYPE_CHECKING:
+    from nearplane.evaluate import evaluate
+    from nearplane.matrix import quantize_matrix
+    from nearplane.quantize import quantize
+
 __version__ = "0.1.0"
+__all__ = [
+    "Calibration", "CalibrationError", "FormatError", "ModelError", "NearplaneError", "NumericalError", "Recipe",
+    "RecipeError", "Rule", "evaluate", "quantize", "quantize_matrix",
+]  # fmt: skip
+
+
+
+HOMES = {"quantize": "nearplane.quantize", "evaluate": "nearplane.evaluate", "quantize_matrix": "nearplane.matrix"}
+
+
+class _Package(ModuleType):
+    """The package itself: `nearplane.quantize` is the function, whoever imported the module of that name first."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in HOMES:
+            raise AttributeError(f"module 'nearplane' has no attribute {name!r}")
+        return getattr(import_module(HOMES[name]), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, ModuleType) and HOMES.get(name) == value.__name__:
+            value = getattr(value, name)  # the import system binds a submodule to its package: bind what it is named for
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,0 +1,210 @@
+"""The command line: parse, call, print. No logic; every command imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, Parameter
+
+from nearplane import __version__
+from nearplane.errors import NearplaneError
+from nearplane.recipe import Calibration, Device, Format, Recipe, Rule
+
+app = App(
+    name="nearplane",
+    version=__version__,
+    help="Shrink language models: GPTQ as a closest-vector problem on a lattice.",
+    help_format="plaintext",
+)
+Flat = Parameter(name="*")
+Switch = Annotated[bool, Parameter(negative="")]
+
+
+@app.command
+def quantize(
+    model: str,
+    out: Path,
+    *,
+    rule: Annotated[Rule | None, Flat] = None,
+    tokens: Annotated[Calibration | None, Flat] = None,
+    format: Format = "compressed-tensors",
+    ignore: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    device: Device = "auto",
+    overwrite: Switch = False,
+    trust_remote_code: Switch = False,
+    json: Switch = False,
+) -> None:
+    """Quantize MODEL into the folder OUT.
+
+    Args:
+        model: A local folder of safetensors, or a hub id.
+        out: Folder to write.
+        format: Of the checkpoint: compressed-tensors (vLLM, transformers), gptq or gptq_v2 (most GPTQ readers).
+        ignore: Regular expression; layers whose full name it is found in stay as they are. May be repeated.
+        device: Where to compute; auto is the GPU where there is one.
+        overwrite: Replace what is in OUT.
+        trust_remote_code: Run model code that comes with the checkpoint.
+        json: Print the record as JSON instead of a summary.
+    """
+    from nearplane import quantize as run
+
+    recipe = Recipe(rule=rule or Rule(), calibration=tokens or Calibration(), format=format, ignore=ignore)
+    record = run(
+        model, out, recipe, device=device, overwrite=overwrite, trust_remote_code=trust_remote_code, progress=_progress
+    )
+    if json:
+        print(record.to_json())
+        return
+    losses = [layer.relative_loss for layer in record.layers]
+    worst = max(record.layers, key=lambda layer: layer.relative_loss)
+    better = [layer.nearest_loss / layer.loss for layer in record.layers if layer.loss > 0]
+    print(f"{len(record.layers)} layers quantized to {record.rate:.3f} bits per weight in {record.seconds:.1f} s: {out}")
+    print(f"weight files {record.bytes / 1e6:,.1f} MB, calibrated on {record.tokens:,} tokens")
+    print(f"relative loss: mean {sum(losses) / len(losses):.2e}, worst {worst.relative_loss:.2e} ({worst.name})")
+    if better:
+        print(f"rounding the same targets to nearest would lose {sorted(better)[len(better) // 2]:.1f} times as much (median layer)")
+    if unsound := [layer for layer in record.layers if layer.dead]:
+        print(f"{sum(layer.dead for layer in unsound)} inputs of {len(unsound)} layers were always 0 and decode to 0")
+    for name, reason in record.skipped:
+        print(f"left as it is: {name} ({reason})")
+
+
+@app.command
+def evaluate(
+    model: str,
+    *,
+    text: Path,
+    seqlen: int | None = None,
+    samples: int | None = None,
+    against: str | None = None,
+    device: Device = "auto",
+    trust_remote_code: Switch = False,
+    json: Switch = False,
+) -> None:
+    """Measure the perplexity of MODEL on a text.
+
+    The text is tokenized whole without special tokens and cut into windows that do not overlap; the first token of a window
+    is not scored.
+
+    Args:
+        model: A folder or hub id: any transformers checkpoint, or what nearplane wrote.
+        text: A .txt or .jsonl file or a folder of them.
+        seqlen: Tokens of a window. Default: 2048, or the model's positions if fewer.
+        samples: Windows, the first ones of the text. Default: all.
+        against: The original: adds KL(original || model) and how often both predict the same token.
+        device: Where to compute; auto is the GPU where there is one.
+        trust_remote_code: Run model code that comes with the checkpoint.
+        json: Print JSON.
+    """
+    from nearplane import evaluate as run
+
+    result = run(
+        model, text, seqlen=seqlen, samples=samples, against=against, device=device,
+        trust_remote_code=trust_remote_code, progress=_progress,
+    )  # fmt: skip
+    if json:
+        print(_json(asdict(result)))
+        return
+    print(f"perplexity {result.perplexity:.4f} ({result.tokens:,} tokens scored in {result.windows} windows of {result.seqlen})")
+    if result.kl is not None and result.agreement is not None:
+        print(f"KL to the original {result.kl:.5f} nats per token, same top token {100 * result.agreement:.2f} %")
+
+
+@app.command
+def inspect(out: Path, *, json: Switch = False) -> None:
+    """Show layers, grids, losses and sizes of a checkpoint that nearplane wrote.
+
+    Args:
+        out: Its folder.
+        json: Print the record as JSON.
+    """
+    from nearplane.record import read_record
+
+    record = read_record(out)
+    if json:
+        print(record.to_json())
+        return
+    rule = record.recipe.rule
+    print(f"{record.source} quantized by {rule.solver}, {record.recipe.format}, {record.device}, {record.seconds:.1f} s")
+    print(f"{record.windows} windows of {record.seqlen} tokens; versions {record.versions}")
+    columns = ("layer", "shape", "grid", "bits/weight", "relative loss", "nearest/this", "bound/this", "clipped %", "correction")
+    _table(columns, (
+        (layer.name, f"{layer.out_features} x {layer.in_features}", _grid(layer.bits, layer.symmetric, layer.group_size),
+         f"{layer.rate:.3f}", f"{layer.relative_loss:.3e}", f"{layer.nearest_loss / layer.loss:.2f}" if layer.loss else "-",
+         f"{layer.worst_case / layer.damped_loss:.2f}" if layer.damped_loss else "-", f"{100 * layer.clipped:.2f}",
+         f"{layer.correction:.2f}")
+        for layer in record.layers
+    ))  # fmt: skip
+    for name, reason in record.skipped:
+        print(f"left as it is: {name} ({reason})")
+    print(f"total: {record.rate:.3f} bits per quantized weight, weight files {record.bytes / 1e6:,.1f} MB")
+
+
+@app.command
+def demo(out: Path = Path("demo-out"), *, json: Switch = False) -> None:
+    """Quantize the small model that ships with nearplane to 4, 3 and 2 bits and measure what is left of it.
+
+    Args:
+        out: Folder for the checkpoints; replaced if it is there.
+        json: Print JSON.
+    """
+    from nearplane.demo import run
+
+    rows = list(run(out, _progress))
+    if json:
+        print(_json([asdict(row) for row in rows]))
+        return
+    columns = ("grid", "solver", "bits/weight", "weight files", "perplexity", "excess nats", "KL to original", "time")
+    _table(columns, (
+        (row.grid, row.solver, f"{row.rate:.3f}", f"{row.bytes / 1e6:.2f} MB", f"{row.perplexity:.3f}", f"{row.excess:.4f}",
+         f"{row.kl:.4f}", f"{row.seconds:.1f} s")
+        for row in rows
+    ))  # fmt: skip
+    first = next(row for row in rows if row.folder and row.solver == "nearest-plane")
+    print(f"checkpoints: {out}. Serve one on a machine with vLLM: vllm serve {first.folder}")
+
+
+def _grid(bits: int, symmetric: bool, group_size: int | None) -> str:
+    return f"{bits}-bit {'sym' if symmetric else 'asym'} g{group_size or '-'}"
+
+
+def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*columns, box=box.SIMPLE)
+    for row in rows:
+        table.add_row(*row)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(table)
+
+
+def _json(data: Any) -> str:
+    return json.dumps(data, indent=1)
+
+
+def _progress(items: Iterable[Any], label: str, total: int) -> Iterator[Any]:
+    """Show a bar on the error stream while items pass through."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    parts = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    with Progress(*parts, console=Console(stderr=True), transient=True) as bar:
+        yield from bar.track(items, total=total)
+
+
+def main() -> None:
+    """Run the command line; an error that nearplane raises on purpose is one sentence and exit code 1."""
+    try:
+        app()
+    except NearplaneError as error:
+        print(f"nearplane: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,84 @@
+"""Small integers in 32-bit words: the dense little-endian bit stream of GPTQ and compressed-tensors.
+
+Code `i` of a row takes the bits `i*bits ... (i+1)*bits - 1` of the row's stream, and word `r` holds the bits
+`32*r ... 32*r + 31`, low bits first. So 32 codes fill `bits` words exactly; codes straddle words only where `bits` does not
+divide 32 (3, 5, 6, 7).
+
+Eight codes take `bits` whole bytes: they are collected in one 64-bit integer whose low `bits` bytes are copied out. Like
+torch's own `Tensor.view(dtype)` in safetensors files, this takes a little-endian machine for granted.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BITS = range(2, 9)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Pack unsigned integers along the last axis; the last word of a row is filled up with zero bits.
+
+    Args:
+        codes: (..., n) of any integer dtype, in 0 ... 2^bits - 1.
+        bits: 2 ... 8.
+
+    Returns:
+        (..., ceil(n*bits / 32)) int32 words.
+
+    Raises:
+        ValueError: `bits` or a code is outside its range.
+    """
+    _check(bits)
+    if codes.numel():
+        low, high = (int(limit) for limit in codes.aminmax())
+        if low < 0 or high >= 2**bits:
+            raise ValueError(f"codes must lie in 0 ... {2**bits - 1}, found {low} ... {high}")
+    n = codes.shape[-1]
+    blocks = -(-n // 32)
+    codes = torch.nn.functional.pad(codes.to(torch.uint8), (0, 32 * blocks - n))
+    eights = torch.zeros(*codes.shape[:-1], 4 * blocks, dtype=torch.int64, device=codes.device)
+    for j in range(8):
+        eights |= codes[..., j::8].to(torch.int64) << (bits * j)
+    stream = eights.unsqueeze(-1).view(torch.uint8)[..., :bits]  # (..., 4*blocks, bits) bytes
+    words = stream.reshape(*codes.shape[:-1], 4 * blocks * bits).view(torch.int32)
+    return words[..., : words_of(n, bits)].contiguous()
+
+
+def unpack(words: Tensor, bits: int, n: int) -> Tensor:
+    """Read `n` integers from every row of packed words: the inverse of `pack`.
+
+    Args:
+        words: (..., ceil(n*bits / 32)) int32.
+        bits: 2 ... 8.
+        n: codes per row.
+
+    Returns:
+        (..., n) uint8 codes in 0 ... 2^bits - 1.
+
+    Raises:
+        ValueError: `bits` is outside its range, or the words are not int32 or not as many as `n` codes take.
+    """
+    _check(bits)
+    if words.dtype != torch.int32 or words.shape[-1] != words_of(n, bits):
+        raise ValueError(
+            f"{n} codes of {bits} bits take {words_of(n, bits)} torch.int32 words, found {words.shape[-1]} {words.dtype}"
+        )
+    blocks = -(-n // 32)
+    words = torch.nn.functional.pad(words, (0, blocks * bits - words.shape[-1])).contiguous()
+    stream = words.view(torch.uint8).view(*words.shape[:-1], 4 * blocks, bits)
+    eights = torch.nn.functional.pad(stream, (0, 8 - bits)).view(torch.int64).squeeze(-1)  # (..., 4*blocks)
+    codes = torch.empty(*words.shape[:-1], 32 * blocks, dtype=torch.uint8, device=words.device)
+    for j in range(8):
+        codes[..., j::8] = (eights >> (bits * j)) & (2**bits - 1)
+    return codes[..., :n].contiguous()
+
+
+def words_of(n: int, bits: int) -> int:
+    """Return the number of 32-bit words that `n` codes take."""
+    return -(-n * bits // 32)
+
+
+def _check(bits: int) -> None:
+    if bits not in BITS:
+        raise ValueError(f"codes of {BITS[0]} to {BITS[-1]} bits can be packed, found {bits}")

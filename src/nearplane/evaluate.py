@@ -1,0 +1,122 @@
+"""evaluate(): perplexity of a model on a text, and its divergence from the original.
+
+Reads every format that `quantize` writes with readers of our own, and any plain transformers folder. Everything is computed in
+float32 on the decoded weights.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from nearplane.divergence import Divergence, divergence
+from nearplane.errors import CalibrationError
+from nearplane.formats.folder import quantization_of, read_dense
+from nearplane.models.data import read_windows
+from nearplane.models.layers import stored_transposed
+from nearplane.models.stream import find_folder, positions_of
+from nearplane.recipe import Device
+
+BATCH_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What was measured.
+
+    Args:
+        perplexity: exp of the mean negative log-likelihood.
+        nll: mean negative log-likelihood, nats per scored token.
+        tokens: scored; the first token of a window is not.
+        windows, seqlen: of the text.
+        kl: mean KL(original || this) in nats per scored token; None without an original.
+        agreement: fraction of scored tokens at which both hold the same token for the most likely; None likewise.
+    """
+
+    perplexity: float
+    nll: float
+    tokens: int
+    windows: int
+    seqlen: int
+    kl: float | None = None
+    agreement: float | None = None
+
+
+def evaluate(
+    model: str | Path,
+    text: str | Path,
+    *,
+    seqlen: int | None = None,
+    samples: int | None = None,
+    against: str | Path | None = None,
+    device: Device = "auto",
+    trust_remote_code: bool = False,
+    progress: Callable[[Iterable[Any], str, int], Iterable[Any]] = lambda items, label, total: items,
+) -> Evaluation:
+    """Measure perplexity, and with `against` the divergence from the original.
+
+    Args:
+        model: a folder or hub id: any transformers checkpoint, or what `quantize` wrote.
+        text: .txt, .jsonl or a folder of them, tokenized whole without special tokens, cut into windows that do not overlap.
+        seqlen: tokens of a window; None: 2048, or the model's positions if fewer.
+        samples: windows, the first ones of the text; None: all.
+        against: the original.
+
+    Raises:
+        CalibrationError: the text is missing, empty or shorter than one window.
+        ModelError, FormatError: a model cannot be read.
+    """
+    place = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+    network, tokenizer = load_dense(model, place, trust_remote_code=trust_remote_code)
+    original = None if against is None else load_dense(against, place, trust_remote_code=trust_remote_code)[0]
+    positions = positions_of(network.config)
+    if seqlen is not None and positions is not None and seqlen > positions:
+        raise CalibrationError(f"--seqlen {seqlen} is more than the {positions} positions of the model; pass at most {positions}.")
+    seqlen = seqlen or min(2048, positions or 2048)
+    windows = read_windows(tokenizer, text, samples=samples or sys.maxsize, seqlen=seqlen)
+    batches = windows.split(max(1, BATCH_TOKENS // seqlen))
+    nll, apart = 0.0, Divergence()
+    for batch in progress(batches, "evaluating", len(batches)):
+        predicted = log_probabilities(network, batch.to(place))
+        nll -= float(predicted.gather(-1, batch[:, 1:, None].to(place)).double().sum())
+        if original is not None:
+            apart += divergence(log_probabilities(original, batch.to(place)), predicted)
+    tokens = windows[:, 1:].numel()
+    return Evaluation(
+        perplexity=math.exp(nll / tokens), nll=nll / tokens, tokens=tokens, windows=len(windows), seqlen=seqlen,
+        kl=apart.kl / tokens if against is not None else None,
+        agreement=apart.agreed / tokens if against is not None else None,
+    )  # fmt: skip
+
+
+@torch.inference_mode()
+def log_probabilities(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """Return (windows, seqlen - 1, vocabulary) float32 log-probabilities of every next token of `tokens` (windows, seqlen)."""
+    return model(tokens, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+
+
+def load_dense(
+    source: str | Path, device: torch.device, *, trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model in float32 with every weight decoded, and its tokenizer."""
+    folder = find_folder(str(source))
+    code = {"trust_remote_code": trust_remote_code}
+    if quantization_of(folder) is None:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **code)
+    else:
+        config = AutoConfig.from_pretrained(folder, **code)
+        del config.quantization_config
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(config, **code)
+        transposed = stored_transposed(skeleton)
+        weights = {name: w.T.contiguous() if name in transposed else w for name, w in read_dense(folder)}
+        model = type(skeleton).from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32)
+    return model.to(device).eval(), AutoTokenizer.from_pretrained(folder, **code)

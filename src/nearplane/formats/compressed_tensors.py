@@ -1,0 +1,199 @@
+"""compressed-tensors `pack-quantized`, which transformers, vLLM and SGLang load without further packages of ours.
+
+    NAME.weight_packed  (out, ceil(in*bits/32)) int32    codes + 2^(bits-1), a dense bit stream along the inputs
+    NAME.weight_scale   (out, groups)           model's  groups of neighbours; 1 group where group_size is None
+    NAME.weight_shape   (2,)                    int64    out, in
+
+What is written is what transformers 5.23.0 with compressed-tensors 0.20.0 loads. Reading knows also
+`NAME.weight_zero_point` (ceil(out*bits/32), groups) int32, packed along the outputs, and `NAME.weight_g_idx` (in,).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nearplane.coding.pack import pack, unpack, words_of
+from nearplane.errors import FormatError, RecipeError
+from nearplane.formats.integers import Integers, consecutive, expect
+from nearplane.lattice.grid import QuantizedMatrix
+
+KEY = "weight_packed"  # the tensor that every quantized layer has
+SUFFIXES = (KEY, "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+SCALES = {torch.float16, torch.bfloat16, torch.float32}
+
+
+def check(
+    name: str, shape: tuple[int, int], kind: str, *, bits: int, group_size: int | None, symmetric: bool, permuted: bool
+) -> None:
+    """Refuse a layer that readers of this format cannot load.
+
+    Args:
+        name: of the layer.
+        shape: (out, in).
+        kind: class of the module: "Linear", "Conv1D", ...
+        bits, group_size, symmetric: of its grid.
+        permuted: whether groups are not runs of neighbouring inputs.
+
+    Raises:
+        RecipeError: with the way out.
+    """
+    if kind != "Linear":
+        raise RecipeError(
+            f"{name} is a {kind}; compressed-tensors is loaded for Linear layers only. "
+            f"Use --format gptq for Conv1D, or leave it as it is with --ignore."
+        )
+    if not symmetric:
+        raise RecipeError(
+            f"{name}: asymmetric weights in compressed-tensors do not load in transformers 5.23.0, which expects their packed "
+            f"zero-points in another shape. Use --format gptq_v2, or symmetric weights."
+        )
+    if permuted:
+        raise RecipeError(
+            f"{name}: its groups follow the order of the solver, which transformers refuses in compressed-tensors "
+            f"(actorder=group). Use --groups static, or --format gptq_v2."
+        )
+    if not 2 <= bits <= 8:
+        raise RecipeError(f"{name}: {bits} bits asked for; compressed-tensors holds 2 to 8.")
+    if group_size is not None and shape[1] % group_size:
+        raise RecipeError(
+            f"{name} has {shape[1]} inputs, not a multiple of the group size {group_size}, which compressed-tensors requires. "
+            f"Use another --group-size (none for one step a row), or leave it as it is with --ignore."
+        )
+
+
+def scale_dtype(model_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of scales in a model of this dtype: the same one, for readers multiply in it."""
+    return model_dtype if model_dtype in SCALES else torch.float32
+
+
+def pack_layer(name: str, matrix: QuantizedMatrix, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the tensors of one layer.
+
+    Args:
+        name: of the layer.
+        matrix: symmetric, groups of neighbours; the integers are stored as they are.
+        dtype: of the scales, see `scale_dtype`.
+
+    Raises:
+        FormatError: the format cannot hold the matrix exactly.
+    """
+    stored = Integers.of(name, matrix, dtype)
+    if not stored.symmetric:
+        raise FormatError(f"{name}: an asymmetric matrix; compressed-tensors is written for symmetric ones only.")
+    return {
+        f"{name}.weight_packed": pack(stored.codes, stored.bits),
+        f"{name}.weight_scale": stored.scale.contiguous(),
+        f"{name}.weight_shape": torch.tensor(matrix.codes.shape, dtype=torch.int64),
+    }
+
+
+def unpack_layer(name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> QuantizedMatrix:
+    """Return the matrix that `pack_layer` stored.
+
+    Args:
+        name: of the layer.
+        tensors: at least those of the layer, by full name.
+        config: the checkpoint's quantization_config.
+
+    Raises:
+        FormatError: a tensor is missing or not what the config says, or the config uses what is not understood.
+    """
+    bits, group_size, symmetric = _scheme(config)
+    out, columns = (int(n) for n in expect(name, tensors, "weight_shape", (2,), {torch.int64, torch.int32}))
+    groups = -(-columns // group_size) if group_size else 1
+    dense, padded = words_of(columns, bits), -(-columns // (32 // bits))
+    found = tensors.get(f"{name}.weight_packed")
+    if found is not None and found.shape[-1] == padded != dense:
+        raise FormatError(
+            f"{name}.weight_packed has {padded} words a row: {bits}-bit codes padded to whole words, as compressed-tensors wrote "
+            f"them before it packed densely ({dense} words). Convert the checkpoint with a recent compressed-tensors."
+        )
+    words = expect(name, tensors, "weight_packed", (out, dense), {torch.int32})
+    scale = expect(name, tensors, "weight_scale", (out, groups), SCALES)
+    zeros = torch.full((out, groups), 2 ** (bits - 1), dtype=torch.uint8)
+    if not symmetric:
+        packed = expect(name, tensors, "weight_zero_point", (words_of(out, bits), groups), {torch.int32})
+        zeros = unpack(packed.T.contiguous(), bits, out).T
+    group = consecutive(columns, group_size)
+    if f"{name}.weight_g_idx" in tensors:
+        group = expect(name, tensors, "weight_g_idx", (columns,), {torch.int32, torch.int64}).to(torch.int64)
+        if bool(((group < 0) | (group >= groups)).any()):
+            raise FormatError(f"{name}.weight_g_idx names groups outside 0 to {groups - 1}.")
+    codes = unpack(words, bits, columns)
+    return Integers(codes=codes, zeros=zeros, scale=scale, group=group, bits=bits, symmetric=symmetric).matrix()
+
+
+def quantization_config(
+    *,
+    bits: int,
+    group_size: int | None,
+    symmetric: bool,
+    order: str,
+    static_groups: bool,
+    damp: float | str,
+    ignore: Sequence[str],
+    quantized: Sequence[str],
+    version: str,
+) -> dict[str, Any]:
+    """Return `quantization_config` of config.json.
+
+    Args:
+        bits, group_size, symmetric: of every quantized layer.
+        order, static_groups: of the solve; kept for readers of the file, groups are runs of neighbours in any case.
+        damp, quantized, version: this format has no place for them.
+        ignore: names of *all* modules left alone that are Linear or a subclass of it, in blocks or not ("lm_head").
+    """
+    del damp, quantized, version
+    weights = {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": symmetric,
+        "strategy": "group" if group_size else "channel",
+        "group_size": group_size,
+        "actorder": "static" if order != "natural" and static_groups else None,
+        "dynamic": False,
+    }
+    scheme = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": None,
+        "output_activations": None,
+        "format": "pack-quantized",
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": scheme},
+        "ignore": list(ignore),
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+def _scheme(config: Mapping[str, Any]) -> tuple[int, int | None, bool]:
+    """Return bits, group size and symmetry of the only scheme of a config."""
+    groups = list((config.get("config_groups") or {}).values())
+    if len(groups) != 1 or not isinstance(groups[0], Mapping):
+        raise FormatError(f"compressed-tensors: {len(groups)} schemes in config_groups; exactly one, spelled out, is understood.")
+    weights = groups[0].get("weights") or {}
+    used = {
+        "format": (config.get("format"), {"pack-quantized"}),
+        "quantization_status": (config.get("quantization_status"), {"compressed"}),
+        "input_activations": (groups[0].get("input_activations"), {None}),
+        "output_activations": (groups[0].get("output_activations"), {None}),
+        "kv_cache_scheme": (config.get("kv_cache_scheme"), {None}),
+        "weights.type": (weights.get("type"), {"int"}),
+        "weights.strategy": (weights.get("strategy"), {"group", "channel"}),
+        "weights.num_bits": (weights.get("num_bits"), set(range(2, 9))),
+    }
+    for option, (value, understood) in used.items():
+        if isinstance(value, dict | list) or value not in understood:
+            expected = " or ".join(sorted(map(str, understood)))
+            raise FormatError(f"compressed-tensors: {option} is {value!r}, understood is {expected}.")
+    group_size = weights.get("group_size") if weights["strategy"] == "group" else None
+    return int(weights["num_bits"]), group_size, bool(weights.get("symmetric", True))

@@ -1,0 +1,273 @@
+"""The checkpoint folder around quantized layers: written shard by shard, unloadable until it is whole, and read back.
+
+Knows names and tensors, not modules. What a layer's tensors look like is said in `compressed_tensors.py` and `gptq.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from nearplane.errors import FormatError, RecipeError
+from nearplane.formats import compressed_tensors, gptq
+from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.record import NAME as RECORD
+from nearplane.shards import INCOMPLETE, ShardReader, ShardWriter
+
+CONFIG, GPTQ_CONFIG = "config.json", "quantize_config.json"
+OURS = ("*.safetensors", "*.json", "*.jinja", "*.model", "vocab.txt", "merges.txt", INCOMPLETE)  # deleted when overwritten
+WEIGHTS = (
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".onnx_data", ".ot", ".tflite", ".npz",
+    ".index.json",
+)  # fmt: skip
+TEMPLATES = "additional_chat_templates"  # the only folder that a tokenizer saves
+
+
+class Layout(Protocol):
+    """What a format offers; modules and frozen objects both do."""
+
+    KEY: str
+    SUFFIXES: tuple[str, ...]
+
+    def check(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        kind: str,
+        *,
+        bits: int,
+        group_size: int | None,
+        symmetric: bool,
+        permuted: bool,
+    ) -> None: ...
+    def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype: ...
+    def pack_layer(self, name: str, matrix: QuantizedMatrix, dtype: torch.dtype) -> dict[str, Tensor]: ...
+    def unpack_layer(self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> QuantizedMatrix: ...
+
+
+FORMATS: dict[str, Any] = {"compressed-tensors": compressed_tensors, "gptq": gptq.V1, "gptq_v2": gptq.V2}  # of `Layout`
+
+
+def layout_of(config: Mapping[str, Any]) -> Layout:
+    """Return the format of a quantization_config.
+
+    Raises:
+        FormatError: it is none of `FORMATS`.
+    """
+    method = config.get("quant_method")
+    name = config.get("checkpoint_format") or config.get("format") or "gptq" if method == "gptq" else method
+    if name not in FORMATS:
+        raise FormatError(f"Weights quantized as {method} ({name}) are not understood, only {', '.join(FORMATS)}.")
+    return FORMATS[name]
+
+
+def open_writer(
+    out: Path,
+    source: Path,
+    config: Mapping[str, Any],
+    *,
+    dtype: torch.dtype,
+    shards: int,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+) -> Writer:
+    """Return a writer for the folder `out`; nothing is touched before its `with` block begins.
+
+    Args:
+        out: a new or empty folder, or with `overwrite` one that this program wrote.
+        source: the folder of the model that is quantized.
+        config: quantization_config as the format made it.
+        dtype: of the model; scales have what `scale_dtype` makes of it.
+        shards: how often `close_block` will be called.
+        overwrite: replace a checkpoint in `out`.
+        trust_remote_code: copy the model's Python files.
+
+    Raises:
+        RecipeError: `out` is in use, or it is, holds or lies in `source`.
+    """
+    here, there = out.resolve(), source.resolve()
+    if here == there or here in there.parents or there in here.parents:
+        raise RecipeError(f"The output {out} is, holds or lies in the model's own folder {source}. Choose another folder.")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        if not overwrite:
+            raise RecipeError(f"{out} exists and is not empty. Choose another folder, or replace it with --overwrite.")
+        if not (out / RECORD).is_file() and not (out / INCOMPLETE).is_file():
+            raise RecipeError(f"{out} holds files but neither {RECORD} nor {INCOMPLETE}: it is not ours to overwrite. Empty it first.")
+    return Writer(out, source, config, dtype, shards, trust_remote_code)
+
+
+class Writer:
+    """Writes a checkpoint; marked INCOMPLETE and without config.json, so that nothing loads it, until all of it is there.
+
+    Set `record_json` before the `with` block ends.
+    """
+
+    def __init__(
+        self, out: Path, source: Path, config: Mapping[str, Any], dtype: torch.dtype, shards: int, trust_remote_code: bool
+    ) -> None:
+        self.record_json: str | None = None
+        self._out, self._source, self._config = out, source, dict(config)
+        self._layout = layout_of(config)
+        self._scale_dtype = self._layout.scale_dtype(dtype)
+        self._total = shards
+        self._remote_code = trust_remote_code
+        self._shards: ShardWriter
+        self._pending: dict[str, Tensor] = {}
+
+    def __enter__(self) -> Writer:
+        with _disk(self._out):
+            for pattern in OURS:
+                for path in self._out.glob(pattern):
+                    path.unlink()
+            self._shards = ShardWriter(self._out, self._total)
+        return self
+
+    def add(self, name: str, matrix: QuantizedMatrix, bias: Tensor | None = None) -> int:
+        """Collect one layer for the next shard and return the bytes of its tensors, bias not counted.
+
+        What was packed is read back as a reader would, and compared.
+
+        Raises:
+            FormatError: the format cannot hold the matrix, or the config does not describe it.
+        """
+        tensors = self._layout.pack_layer(name, matrix, self._scale_dtype)
+        if not _equal(self._layout.unpack_layer(name, tensors, self._config), matrix):
+            raise FormatError(f"{name}: read back, the layer is another one: it does not have the grid that the config describes.")
+        self._pending |= tensors
+        if bias is not None:
+            self._pending[f"{name}.bias"] = bias
+        return sum(tensor.nbytes for tensor in tensors.values())
+
+    def close_block(self, rest: Mapping[str, Tensor]) -> int:
+        """Write one shard: the layers collected since the last one, and `rest` as it is. Return its size in bytes."""
+        if twice := self._pending.keys() & rest.keys():
+            raise FormatError(f"{', '.join(sorted(twice))} would be written twice: as part of a quantized layer and as it was.")
+        size = self._shards.write(self._pending | dict(rest))
+        self._pending = {}
+        return size
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None:
+            return
+        if self._pending or self.record_json is None:
+            raise FormatError(f"{self._out}: layers without a shard or no record; call close_block and set record_json first.")
+        config = json.loads((self._source / CONFIG).read_text()) | {"quantization_config": self._config}
+        with _disk(self._out):
+            self._copy()
+            if self._config["quant_method"] == "gptq":
+                _write_json(self._out / GPTQ_CONFIG, self._config)
+            (self._out / RECORD).write_text(self.record_json)
+            _write_json(self._out / CONFIG, config)
+            try:
+                self._shards.finish()
+            except BaseException:
+                (self._out / CONFIG).unlink()
+                raise
+
+    def _copy(self) -> None:
+        """Copy what belongs to the model beside its weights: tokenizer, templates, generation_config, licence."""
+        for path in sorted(self._source.iterdir()):
+            name = path.name
+            if path.is_dir():
+                if name == TEMPLATES:
+                    shutil.copytree(path, self._out / name, dirs_exist_ok=True)
+            elif not (
+                name.startswith((".", "README"))
+                or name.endswith(WEIGHTS)
+                or name in (CONFIG, GPTQ_CONFIG, RECORD)
+                or (path.suffix == ".py" and not self._remote_code)
+            ):
+                shutil.copyfile(path, self._out / name)
+
+
+def quantization_of(folder: Path) -> dict[str, Any] | None:
+    """Return the quantization_config of a folder's config.json, or None where weights are not quantized.
+
+    Raises:
+        FormatError: there is no config.json, or it is not JSON.
+    """
+    try:
+        config = json.loads((folder / CONFIG).read_text())
+        return config.get("quantization_config")
+    except (OSError, ValueError, AttributeError) as error:
+        raise FormatError(f"{folder / CONFIG} cannot be read ({error}). A model's folder has one.") from error
+
+
+def read_matrices(folder: Path) -> Iterator[tuple[str, QuantizedMatrix]]:
+    """Yield (name, matrix) of every quantized layer of a folder, one in memory at a time.
+
+    Raises:
+        FormatError: a layer is not what its format says, or the format is not understood.
+    """
+    config = quantization_of(folder)
+    if config is None:
+        return
+    layout, reader = layout_of(config), ShardReader(folder)
+    for name, parts in _layers(layout, reader).items():
+        yield name, layout.unpack_layer(name, reader.read(parts), config)
+
+
+def read_dense(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield (parameter name, tensor) of a folder as if it had never been quantized, one in memory at a time.
+
+    A quantized layer is its float32 values `scale * (code - zero)` as `name.weight`, (out, in); a Conv1D module has them
+    transposed. Everything else is as stored.
+
+    Raises:
+        FormatError: a layer is not what its format says, or the format is not understood.
+    """
+    config, reader = quantization_of(folder), ShardReader(folder)
+    layers = {} if config is None else _layers(layout_of(config), reader)
+    packed = {part for parts in layers.values() for part in parts}
+    for name in reader.names():
+        if name not in packed:
+            yield name, reader.read([name])[name]
+    for name, matrix in read_matrices(folder):
+        yield f"{name}.weight", matrix.decode()
+
+
+def _layers(layout: Layout, reader: ShardReader) -> dict[str, list[str]]:
+    """Return the names of the tensors of every quantized layer, by the name of the layer."""
+    names = set(reader.names())
+    layers = [name.removesuffix(f".{layout.KEY}") for name in reader.names() if name.endswith(f".{layout.KEY}")]
+    return {layer: [part for s in layout.SUFFIXES if (part := f"{layer}.{s}") in names] for layer in layers}
+
+
+def _equal(one: QuantizedMatrix, other: QuantizedMatrix) -> bool:
+    """Return whether two matrices have the same integers, steps, groups and limits."""
+    a, b = one.grid, other.grid
+    return (
+        (a.low, a.high) == (b.low, b.high)
+        and torch.equal(one.codes, other.codes.to(torch.int32))
+        and torch.equal(a.group, b.group.to(torch.int64))
+        and a.scale.shape[1] == b.scale.shape[1]
+        and bool((a.scale == b.scale).all() and (a.zero == b.zero).all())
+    )
+
+
+def _write_json(path: Path, data: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2) + "\n")
+
+
+class _disk:  # noqa: N801  (a context manager used like a function)
+    """Turn what the file system refuses into a sentence."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, OSError):
+            raise FormatError(
+                f"{self.folder} could not be written ({error}). Free some space or choose another folder, and run again with "
+                f"--overwrite; what is there is marked {INCOMPLETE} and does not load."
+            ) from error

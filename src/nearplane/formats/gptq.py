@@ -1,0 +1,200 @@
+"""The checkpoint of GPTQ, which gptqmodel, transformers, vLLM and SGLang load; versions 1 and 2 differ in the stored zero.
+
+    NAME.qweight  (in*bits/32, out)      int32  codes + 2^(bits-1) where symmetric, a dense bit stream along the inputs
+    NAME.qzeros   (groups, out*bits/32)  int32  zeros, packed along the outputs; version 1 stores each one less
+    NAME.scales   (groups, out)          fp16
+    NAME.g_idx    (in,)                  int32  group of every input
+
+A version 1 zero of 0 would be stored as -1, which its readers take for different things: so asymmetric matrices are written
+in version 2, and a version 1 file that may hold such a zero is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nearplane.coding.pack import pack, unpack, words_of
+from nearplane.errors import FormatError, RecipeError
+from nearplane.formats.integers import Integers, consecutive, expect
+from nearplane.lattice.grid import QuantizedMatrix
+
+BITS = (2, 3, 4, 8)
+GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)  # what gptqmodel's kernels take, besides one step a row
+
+
+@dataclass(frozen=True, slots=True)
+class GPTQ:
+    """One version of the format, with the functions that every format has; see `compressed_tensors.py` for their arguments."""
+
+    version: str
+    less: int  # what is subtracted from a zero to store it
+
+    KEY = "qweight"
+    SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
+
+    def check(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        kind: str,
+        *,
+        bits: int,
+        group_size: int | None,
+        symmetric: bool,
+        permuted: bool,
+    ) -> None:
+        """Refuse a layer that readers of this format cannot load.
+
+        Raises:
+            RecipeError: with the way out.
+        """
+        del permuted  # g_idx holds any grouping
+        if kind not in ("Linear", "Conv1D"):
+            raise RecipeError(f"{name} is a {kind}; GPTQ checkpoints hold Linear and Conv1D layers. Leave it with --ignore.")
+        if bits not in BITS:
+            raise RecipeError(f"{name}: {bits} bits asked for; GPTQ holds 2, 3, 4 or 8. Use --format compressed-tensors for 5 to 7.")
+        if not symmetric and self.less:
+            raise RecipeError(
+                f"{name}: asymmetric weights cannot be told apart from overflow in version 1 of GPTQ, and gptqmodel refuses "
+                f"them. Use --format gptq_v2."
+            )
+        if group_size is not None and group_size not in GROUP_SIZES and group_size != shape[1]:
+            sizes = ", ".join(map(str, GROUP_SIZES))
+            raise RecipeError(f"{name}: groups of {group_size} asked for; readers of GPTQ take {sizes} or none.")
+        if group_size is not None and shape[1] % group_size:
+            raise RecipeError(
+                f"{name} has {shape[1]} inputs, not a multiple of the group size {group_size}. "
+                f"Use another --group-size (none for one step a row), or leave it as it is with --ignore."
+            )
+        for size, side in zip(shape, ("outputs", "inputs"), strict=True):
+            whole = 32 if bits == 3 else 32 // bits
+            if size % whole:
+                raise RecipeError(
+                    f"{name} has {size} {side}; GPTQ packs {bits}-bit codes in whole words and needs a multiple of {whole}. "
+                    f"Leave it as it is with --ignore, or use --format compressed-tensors."
+                )
+
+    def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of scales: fp16 in every model."""
+        del model_dtype
+        return torch.float16
+
+    def pack_layer(self, name: str, matrix: QuantizedMatrix, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the tensors of one layer.
+
+        Raises:
+            FormatError: the format cannot hold the matrix exactly.
+        """
+        stored = Integers.of(name, matrix, dtype)
+        if stored.bits not in BITS or dtype != torch.float16:
+            raise FormatError(f"{name}: {stored.bits} bits with {dtype} scales; GPTQ holds 2, 3, 4 or 8 bits with float16.")
+        if self.less and not stored.symmetric:
+            raise FormatError(f"{name}: an asymmetric matrix; version 1 of GPTQ is written for symmetric ones only.")
+        return {
+            f"{name}.qweight": pack(stored.codes, stored.bits).T.contiguous(),
+            f"{name}.qzeros": pack((stored.zeros - self.less).T, stored.bits),
+            f"{name}.scales": stored.scale.T.contiguous(),
+            f"{name}.g_idx": stored.group.to(torch.int32),
+        }
+
+    def unpack_layer(self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> QuantizedMatrix:
+        """Return the matrix that `pack_layer` stored.
+
+        Raises:
+            FormatError: a tensor is missing or not what the config says, or the config uses what is not understood.
+        """
+        bits, group_size, symmetric = _scheme(config)
+        group = expect(name, tensors, "g_idx", (None,), {torch.int32, torch.int64}).to(torch.int64)
+        columns = len(group)
+        groups = -(-columns // group_size) if group_size else 1
+        words = expect(name, tensors, "qweight", (words_of(columns, bits), None), {torch.int32})
+        out = words.shape[1]
+        scale = expect(name, tensors, "scales", (groups, out), {torch.float16, torch.bfloat16, torch.float32})
+        packed = expect(name, tensors, "qzeros", (groups, words_of(out, bits)), {torch.int32})
+        zeros = unpack(packed, bits, out)
+        if self.less and bool((zeros == 2**bits - 1).any()):
+            raise FormatError(
+                f"{name}.qzeros holds {2**bits - 1}, which readers of version 1 of GPTQ take for a zero of 0 or of {2**bits}. "
+                f"Write the checkpoint as gptq_v2."
+            )
+        if not config.get("desc_act") and not torch.equal(group, consecutive(columns, group_size)):
+            raise FormatError(f"{name}.g_idx is not {group_size} neighbours a group although desc_act is false: readers differ.")
+        if bool(((group < 0) | (group >= groups)).any()):
+            raise FormatError(f"{name}.g_idx names groups outside 0 to {groups - 1}.")
+        return Integers(
+            codes=unpack(words.T.contiguous(), bits, columns),
+            zeros=(zeros + self.less).T,
+            scale=scale.T,
+            group=group,
+            bits=bits,
+            symmetric=symmetric,
+        ).matrix()
+
+    def quantization_config(
+        self,
+        *,
+        bits: int,
+        group_size: int | None,
+        symmetric: bool,
+        order: str,
+        static_groups: bool,
+        damp: float | str,
+        ignore: Sequence[str],
+        quantized: Sequence[str],
+        version: str,
+    ) -> dict[str, Any]:
+        """Return `quantization_config` of config.json, which is also quantize_config.json.
+
+        Args:
+            bits, group_size, symmetric: of every quantized layer.
+            order, static_groups, damp: of the solve; `desc_act` is true only where groups are not runs of neighbours.
+            ignore: names of modules left alone; those outside the blocks may be among them.
+            quantized: names of all quantized modules.
+            version: of nearplane.
+        """
+        config: dict[str, Any] = {
+            "quant_method": "gptq",
+            "checkpoint_format": self.version,
+            "format": self.version,
+            "bits": bits,
+            "group_size": group_size or -1,
+            "sym": symmetric,
+            "desc_act": order != "natural" and not static_groups and group_size is not None,
+            "lm_head": False,
+            "pack_dtype": "int32",
+            "meta": {"quantizer": [f"nearplane:{version}"], "order": order, "static_groups": static_groups, "damp": damp},
+        }
+        blocks = {_list_of(name) for name in quantized}
+        if skipped := [name for name in ignore if _list_of(name) in blocks]:
+            config["dynamic"] = {f"-:^{re.escape(name)}$": {} for name in skipped}  # gptqmodel, vLLM, SGLang
+            config["modules_in_block_to_quantize"] = [list(quantized)]  # transformers, through optimum
+        return config
+
+
+V1 = GPTQ("gptq", less=1)
+V2 = GPTQ("gptq_v2", less=0)
+
+
+def _list_of(name: str) -> str:
+    """Return the name of the module list that holds a module's block: "model.layers" of "model.layers.3.mlp.up_proj"."""
+    return re.split(r"\.\d+(?:\.|$)", name)[0]
+
+
+def _scheme(config: Mapping[str, Any]) -> tuple[int, int | None, bool]:
+    """Return bits, group size and symmetry of a config."""
+    bits, group_size = config.get("bits"), config.get("group_size", 128)
+    if bits not in BITS:
+        raise FormatError(f"GPTQ: bits is {bits!r}, understood is {', '.join(map(str, BITS))}.")
+    if str(config.get("pack_dtype") or "int32").removeprefix("torch.") != "int32":
+        raise FormatError(f"GPTQ: pack_dtype is {config['pack_dtype']!r}, understood is int32.")
+    if config.get("rotation"):
+        raise FormatError(f"GPTQ: rotation is {config['rotation']!r}; rotated weights are not understood.")
+    if any(key.startswith("+:") or not key.startswith("-:") for key in config.get("dynamic") or {}):
+        raise FormatError("GPTQ: dynamic gives some layers a scheme of their own, which is not understood.")
+    return int(bits), None if group_size in (-1, None) else int(group_size), bool(config.get("sym", True))

@@ -1,0 +1,123 @@
+"""A quantized matrix as files hold it: unsigned codes and zeros, and scales in their storage dtype.
+
+The solver writes symmetric codes around 0; every format here stores them `2^(bits-1)` higher. Nothing is ever re-rounded:
+what a file cannot hold exactly is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nearplane.errors import FormatError
+from nearplane.lattice.grid import Grid, QuantizedMatrix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Integers:
+    """`value = scale[:, group] * (codes - zeros[:, group])` with everything in 0 ... 2^bits - 1.
+
+    Args:
+        codes: (out, in) uint8.
+        zeros: (out, groups) uint8; 2^(bits-1) on symmetric grids.
+        scale: (out, groups) in the storage dtype.
+        group: (in,) int64 group of every column.
+    """
+
+    codes: Tensor
+    zeros: Tensor
+    scale: Tensor
+    group: Tensor
+    bits: int
+    symmetric: bool
+
+    @classmethod
+    def of(cls, name: str, matrix: QuantizedMatrix, dtype: torch.dtype) -> Integers:
+        """Take the solver's integers as they are, scales in `dtype`.
+
+        Raises:
+            FormatError: the limits are no b-bit range, a code or zero is outside them, or a scale is not exact in `dtype`.
+        """
+        grid, out = matrix.grid, len(matrix.codes)
+        bits, symmetric = _range(name, grid)
+        offset = 2 ** (bits - 1) if symmetric else 0
+        if symmetric and bool((grid.zero != 0).any()):
+            raise FormatError(f"{name}: zeros of a symmetric grid must be 0, found up to {float(grid.zero.abs().max())}.")
+        scale = grid.scale.to(dtype)
+        if not bool((torch.isfinite(scale) & (scale == grid.scale)).all()):
+            raise FormatError(
+                f"{name}: a scale is not exact in {dtype}, which the file stores. Round scales to it before the solve."
+            )
+        return cls(
+            codes=_bytes(f"{name}: codes", matrix.codes, offset, bits),
+            zeros=_bytes(f"{name}: zeros", grid.zero, offset, bits).expand(out, -1),
+            scale=scale.expand(out, -1),
+            group=grid.group.to(torch.int64),
+            bits=bits,
+            symmetric=symmetric,
+        )
+
+    def matrix(self) -> QuantizedMatrix:
+        """Return codes and grid in the solver's conventions, scales and zeros in float32 or wider."""
+        offset = 2 ** (self.bits - 1) if self.symmetric else 0
+        dtype = torch.promote_types(self.scale.dtype, torch.float32)
+        grid = Grid(
+            scale=self.scale.to(dtype),
+            zero=self.zeros.to(dtype) - offset,
+            group=self.group,
+            low=-offset,
+            high=2**self.bits - 1 - offset,
+        )
+        return QuantizedMatrix(codes=self.codes.to(torch.int32) - offset, grid=grid)
+
+
+def consecutive(columns: int, group_size: int | None) -> Tensor:
+    """Return (in,) the group of every column where groups are runs of neighbours; one group without a size."""
+    return torch.arange(columns) // (group_size or max(columns, 1))
+
+
+def expect(
+    name: str, tensors: Mapping[str, Tensor], suffix: str, shape: tuple[int | None, ...], dtypes: set[torch.dtype]
+) -> Tensor:
+    """Return the tensor `name.suffix`; None in `shape` stands for any size.
+
+    Raises:
+        FormatError: it is missing, or its shape or dtype is another one.
+    """
+    tensor = tensors.get(f"{name}.{suffix}")
+    if tensor is None:
+        raise FormatError(f"{name}.{suffix} is missing; the layer has {', '.join(sorted(tensors)) or 'no tensors'}.")
+    fits = tensor.ndim == len(shape) and all(size in (None, n) for size, n in zip(shape, tensor.shape, strict=True))
+    if not fits or tensor.dtype not in dtypes:
+        found = f"{tensor.dtype} {tuple(tensor.shape)}".removeprefix("torch.")
+        expected = " or ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        sizes = ", ".join("any" if size is None else str(size) for size in shape)
+        raise FormatError(
+            f"{name}.{suffix} is {found}, expected {expected} ({sizes}): "
+            f"the file is damaged, or packed in a way that this version does not read."
+        )
+    return tensor
+
+
+def _range(name: str, grid: Grid) -> tuple[int, bool]:
+    """Return bits and whether the grid is symmetric."""
+    if grid.low is not None and grid.high is not None:
+        for bits in range(2, 9):
+            if (grid.low, grid.high) == (0, 2**bits - 1):
+                return bits, False
+            if (grid.low, grid.high) == (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1):
+                return bits, True
+    raise FormatError(f"{name}: codes from {grid.low} to {grid.high} are not those of 2 to 8 bits, which this format stores.")
+
+
+def _bytes(what: str, integers: Tensor, offset: int, bits: int) -> Tensor:
+    """Return integers + offset as uint8, all in 0 ... 2^bits - 1."""
+    low, high = (float(limit) for limit in integers.aminmax())
+    if not (low >= -offset and high <= 2**bits - 1 - offset):  # so that NaN is refused, too
+        raise FormatError(f"{what} from {low:g} to {high:g} found, {-offset} to {2**bits - 1 - offset} expected.")
+    if integers.is_floating_point() and bool((integers != integers.round()).any()):
+        raise FormatError(f"{what} must be whole numbers.")
+    return (integers + offset).to(torch.uint8)

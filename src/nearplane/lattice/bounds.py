@@ -1,0 +1,80 @@
+"""What was lost in one matrix: exact losses, the worst case that Babai's theorem allows, and the expected loss.
+
+All losses are means over out * in. `loss` is measured under the undamped `H`: what the user cares about. The bounds hold for
+the damped problem, row by row, where nothing clips.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nearplane.lattice.factor import Factor
+from nearplane.lattice.grid import QuantizedMatrix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """Losses of one quantized matrix against its target.
+
+    Args:
+        loss: `tr(E H E^T) / (out * in)`, E the target minus the values.
+        damped_loss: the same under `H + lambda I`; equals `sum_j d_j ||t_j - values_j||^2 / (out * in)` of the sweep.
+        relative_loss: `loss` over `tr(W H W^T) / (out * in)`.
+        worst_case: `1/4 sum_j d_j s_j^2`, mean over rows, / in: bounds `damped_loss` where nothing clips.
+        expected: a third of it, the mean for a uniform offset.
+        gamma: no grid point is closer than 1/gamma times this error, the largest over rows that do not clip.
+        clipped: fraction of codes at which the sweep's target lay outside the grid.
+        clipped_rows: fraction of rows with such a code: the bounds do not hold for them.
+    """
+
+    loss: float
+    damped_loss: float
+    relative_loss: float
+    worst_case: float
+    expected: float
+    gamma: float
+    clipped: float
+    clipped_rows: float
+
+
+def quadratic(E: Tensor, H: Tensor) -> Tensor:
+    """Return (out,) `e H e^T` of every row of `E` (out, in)."""
+    return ((E @ H) * E).sum(1)
+
+
+def certify(W: Tensor, target: Tensor, matrix: QuantizedMatrix, H: Tensor, factor: Factor) -> Certificate:
+    """Measure a quantized matrix against its target.
+
+    Args:
+        W: (out, in) weights, whose energy under `H` the relative loss refers to.
+        target: (out, in) what was quantized: the weights, or the corrected target.
+        matrix: codes and grid.
+        H: (in, in) undamped, in the dtype that the certificate is computed in.
+        factor: of the damped `H`, in the order of the sweep.
+    """
+    T = target.to(H.dtype)
+    grid = matrix.grid.to(H.dtype)
+    E = T - grid.decode(matrix.codes)  # (out, in)
+    size = E.numel()
+    loss = quadratic(E, H).sum()
+    damped = loss + factor.shift * E.square().sum()
+    swept = E[:, factor.order] @ factor.U.to(H.dtype) - E[:, factor.order]  # (out, in), the error fed to each column
+    outside = grid.clipped(matrix.codes, T.index_add(1, factor.order, swept))
+    rows = ~outside.any(1)
+    profile = (grid.steps().square()[:, factor.order] * factor.d.to(H.dtype)).expand(len(E), -1)  # (out, in), d_j s_j^2
+    bound = profile.sum(1) / 4
+    tails = profile.flip(1).cumsum(1).flip(1)
+    gammas = (tails / profile).amax(1).sqrt()[rows]
+    return Certificate(
+        loss=float(loss / size),
+        damped_loss=float(damped / size),
+        relative_loss=float(loss / quadratic(W.to(H.dtype), H).sum().clamp(min=torch.finfo(H.dtype).tiny)),
+        worst_case=float(bound.mean() / E.shape[1]),
+        expected=float(bound.mean() / E.shape[1] / 3),
+        gamma=float(gammas.max()) if len(gammas) else float("inf"),
+        clipped=float(outside.double().mean()),
+        clipped_rows=float((~rows).double().mean()),
+    )

@@ -1,0 +1,145 @@
+"""Steps of a grid: from the range of the weights, by search, or by least squares once the codes are known.
+
+Steps are rounded to the dtype they will be stored in *before* anything is measured with them. All functions take weights
+(..., g), one group along the last axis, so that one call fits every group of a matrix or one group of every row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from nearplane.errors import NumericalError
+from nearplane.lattice.grid import Grid, QuantizedMatrix
+
+Search = Literal["minmax", "mse", "hessian"]
+NORM = 2.4  # of the error search, as in GPTQ's own
+SHRINKS = tuple(1 - 0.8 * i / 80 for i in range(80))  # factors by which the search narrows the range
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """How steps are fitted: everything but the weights.
+
+    Args:
+        bits: of a code.
+        symmetric: codes -2^(b-1) .. 2^(b-1)-1 without zero-point, else 0 .. 2^b-1 with an integer one.
+        search: "minmax": the range; "mse": the shrunken range with the least p-norm error; "hessian": the same with squared
+            errors weighted by importance.
+        storage: dtype in which steps are stored.
+    """
+
+    bits: int
+    symmetric: bool
+    search: Search
+    storage: torch.dtype
+
+    @property
+    def low(self) -> int:
+        """Smallest code."""
+        return -(2 ** (self.bits - 1)) if self.symmetric else 0
+
+    @property
+    def high(self) -> int:
+        """Largest code."""
+        return self.low + 2**self.bits - 1
+
+    def grid(self, W: Tensor, group_size: int | None, importance: Tensor | None = None) -> Grid:
+        """Fit every group of `W` (out, in); `importance` (in,) weighs squared errors where the search asks for it."""
+        n = W.shape[1]
+        size = group_size or n
+        groups = W.reshape(len(W), n // size, size)
+        weight = None if importance is None else importance.to(W.dtype).reshape(1, n // size, size)
+        scale, zero = self.fit(groups, weight)
+        group = torch.arange(n, device=W.device) // size
+        return Grid(scale=scale, zero=zero, group=group, low=self.low, high=self.high)
+
+    def fit(self, weights: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return scale and zero (...) for weights (..., g)."""
+        minimum, maximum = weights.amin(-1).clamp(max=0), weights.amax(-1).clamp(min=0)
+        scale, zero = self._from_range(minimum, maximum)
+        if self.search == "minmax":
+            return scale, zero
+        least = torch.full_like(scale, torch.inf)
+        best, best_zero = scale.clone(), zero.clone()
+        for shrink in SHRINKS:
+            scale, zero = self._from_range(minimum * shrink, maximum * shrink)
+            error = self._error(weights, scale, zero, importance)
+            better = error < least
+            least = torch.where(better, error, least)
+            best, best_zero = torch.where(better, scale, best), torch.where(better, zero, best_zero)
+        return best, best_zero
+
+    def _from_range(self, minimum: Tensor, maximum: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the smallest step, and the zero, whose grid reaches from `minimum` <= 0 to `maximum` >= 0."""
+        if self.symmetric:
+            scale = stored(torch.maximum(minimum / self.low, maximum / self.high), self.storage)
+            return scale, torch.zeros_like(scale)
+        scale = stored((maximum - minimum) / self.high, self.storage)
+        return scale, (-minimum / scale).round_().clamp_(self.low, self.high)
+
+    def _error(self, weights: Tensor, scale: Tensor, zero: Tensor, importance: Tensor | None) -> Tensor:
+        codes = (weights / scale[..., None]).add_(zero[..., None]).round_().clamp_(self.low, self.high)
+        error = codes.sub_(zero[..., None]).mul_(scale[..., None]).sub_(weights)
+        if self.search == "hessian" and importance is not None:
+            return error.square_().mul_(importance).sum(-1)
+        return error.abs_().pow_(NORM).sum(-1)
+
+
+def stored(scale: Tensor, storage: torch.dtype) -> Tensor:
+    """Round steps to what `storage` can hold, in the dtype of `scale`; a group of zeros gets step 1.
+
+    Raises:
+        NumericalError: a step is too large for `storage`.
+    """
+    info = torch.finfo(storage)
+    rounded = scale.to(storage).to(scale.dtype)
+    if bool(torch.isinf(rounded).any()):
+        raise NumericalError(f"A step of {float(scale.max()):.3g} does not fit {storage}: the weights are too large for it.")
+    tiny = info.smallest_normal * info.eps
+    return torch.where(scale == 0, torch.ones_like(scale), rounded.clamp(min=tiny))
+
+
+def absmax_codes(w: Tensor, bits: int = 8) -> tuple[Tensor, Tensor]:
+    """Quantize a vector by its largest magnitude: codes `round(high w / max|w|)`, and the step."""
+    high = 2 ** (bits - 1) - 1
+    scale = w.abs().amax() / high
+    return (w / scale).round().to(torch.int32), scale
+
+
+def zero_point_codes(w: Tensor, bits: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize a vector by its range to signed codes: `round(w / scale + zero)`, the step, and the zero."""
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    scale = (w.amax() - w.amin()) / (high - low)
+    zero = -(w.amin() / scale).round() + low
+    return (w / scale + zero).round().clamp(low, high).to(torch.int32), scale, zero
+
+
+def least_squares_steps(W: Tensor, matrix: QuantizedMatrix, H: Tensor, storage: torch.dtype) -> Grid:
+    """Return the grid whose steps minimise `tr(E H E^T)` for the codes as they are, one least-squares problem a row.
+
+    A step that would leave [1/3, 3] times its old value (a group that hardly matters) keeps that value.
+
+    Args:
+        W: (out, in) float64 target.
+        matrix: its codes and the grid they were found on.
+        H: (in, in) float64, damped as the solve that made the codes.
+    """
+    grid = matrix.grid
+    groups = grid.scale.shape[1]
+    V = matrix.codes.to(W.dtype) - grid.zero.to(W.dtype)[:, grid.group]  # (out, in), values in steps
+    member = torch.nn.functional.one_hot(grid.group, groups).to(W.dtype)  # (in, groups)
+    b = (V * (W @ H)) @ member  # (out, groups)
+    A = torch.empty(len(W), groups, groups, dtype=W.dtype, device=W.device)
+    for g in range(groups):
+        columns = (grid.group == g).nonzero()[:, 0]
+        A[:, g] = ((V[:, columns] @ H[columns]) * V) @ member
+    ridge = 1e-6 * A.diagonal(dim1=1, dim2=2).mean(1).clamp(min=1e-30)
+    A.diagonal(dim1=1, dim2=2).add_(ridge[:, None])
+    solved = torch.linalg.solve(A, b).to(grid.scale.dtype)
+    old = grid.scale.expand(len(W), -1)
+    kept = (solved > old / 3) & (solved < old * 3)
+    return replace(grid, scale=torch.where(kept, stored(torch.where(kept, solved, old), storage), old))

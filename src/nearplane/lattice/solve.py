@@ -1,0 +1,108 @@
+"""Round a matrix to a grid: Babai's nearest plane (= GPTQ) and plain rounding. Any grid, any device.
+
+The sweep runs in rounding order on the transposed matrix (columns first, so that the rows of a block are contiguous). Blocks of
+columns are swept one by one; what earlier blocks did wrong reaches a block as one matrix product. Inside a block the torch form
+here is the reference; on the CPU in float32 a compiled kernel with the same meaning does the work (`sweep_cpu.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from nearplane.errors import NumericalError
+from nearplane.lattice.factor import Factor
+from nearplane.lattice.grid import Grid, QuantizedMatrix
+from nearplane.lattice.sweep_cpu import sweep_block
+
+Refit = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+"""From the *current* weights (out, g) of a group and its index to scale and zero, each (out,)."""
+
+
+def round_to_nearest(W: Tensor, grid: Grid) -> QuantizedMatrix:
+    """Round every weight of `W` (out, in) on its own."""
+    codes, _ = grid.round(W, slice(None))
+    return QuantizedMatrix(codes=codes.to(torch.int32), grid=grid)
+
+
+def nearest_plane(W: Tensor, grid: Grid, factor: Factor, *, refit: Refit | None = None, block: int = 128) -> QuantizedMatrix:
+    """Round each row of `W` to the lattice of `grid` by Babai's nearest-plane algorithm.
+
+    Column by column, in `factor.order`, the error already made is fed forward:
+
+        codes_j = round((W_j + E_{<j} U_{<j,j}) / scale_j + zero_j)
+
+    Args:
+        W: (out, in) weights, float32 or float64; the sweep runs in their dtype.
+        grid: steps and limits of every column; see `Grid`.
+        factor: of the layer's Hessian; see `factorize`.
+        refit: for dynamic groups: called when the sweep reaches the first column of a group, with the group's weights as
+            they then are; its scale and zero replace those of `grid`.
+        block: columns swept before the error is propagated as one matrix product.
+
+    Returns:
+        Codes int32 in the column order of `W`, and the grid, with the fitted steps where `refit` was given.
+
+    Raises:
+        NumericalError: `W` or the factor is not finite.
+
+    Babai (1986); equal to GPTQ (Frantar et al., 2022) with the same order (Chen et al., 2025, Theorem 1).
+    """
+    if not (bool(torch.isfinite(W).all()) and bool(torch.isfinite(factor.d).all())):
+        raise NumericalError("A weight or the factor of the Hessian is NaN or Inf.")
+    order, U = factor.order, factor.U.to(W.dtype)
+    WT = W.T[order].contiguous()  # (in, out)
+    E = torch.empty_like(WT)  # (in, out), weight minus value
+    codes = torch.empty(WT.shape, dtype=torch.int32, device=W.device)
+    scale, zero = (part.to(W.dtype).expand(W.shape[0], -1).clone().T.contiguous() for part in (grid.scale, grid.zero))  # (groups, out)
+    group = grid.group[order]  # (in,)
+    sweep = sweep_block if WT.device.type == "cpu" and WT.dtype == torch.float32 else sweep_block_torch
+    for a, b, reached in _blocks(group, block, refit is not None):
+        if refit is not None and reached is not None:
+            members = (group == reached).nonzero()[:, 0]
+            current = WT[members] + U[:a, members].T @ E[:a]  # (g, out)
+            scale[reached], zero[reached] = refit(current.T, reached)
+        target = torch.addmm(WT[a:b], U[:a, a:b].T, E[:a])  # (b - a, out)
+        sweep(target, WT[a:b], scale, zero, group[a:b], grid.low, grid.high, U[a:b, a:b], codes[a:b], E[a:b])
+    back = torch.empty_like(codes)
+    back[order] = codes
+    if refit is not None:
+        grid = replace(grid, scale=scale.T.contiguous(), zero=zero.T.contiguous())
+    return QuantizedMatrix(codes=back.T.contiguous(), grid=grid)
+
+
+def sweep_block_torch(
+    target: Tensor, WT: Tensor, scale: Tensor, zero: Tensor, group: Tensor, low: int | None, high: int | None,
+    U: Tensor, codes: Tensor, E: Tensor,
+) -> None:  # fmt: skip
+    """Sweep one block of columns; fills `codes` and `E`. The oracle of the compiled kernel, and the form for every device.
+
+    Args:
+        target: (b, out) weights with the error of earlier blocks fed forward.
+        WT: (b, out) weights.
+        scale, zero: (groups, out).
+        group: (b,) group of every column of the block.
+        U: (b, b) the block's own triangle.
+    """
+    for j, g in enumerate(group.tolist()):
+        t = target[j] + U[:j, j] @ E[:j]
+        code = (t / scale[g] + zero[g]).round_()
+        if low is not None or high is not None:
+            code.clamp_(low, high)
+        codes[j] = code
+        E[j] = WT[j] - scale[g] * (code - zero[g])
+
+
+def _blocks(group: Tensor, block: int, dynamic: bool) -> Iterator[tuple[int, int, int | None]]:
+    """Yield (first, past the last, group first reached here or None) so that a new group always starts a block."""
+    starts: dict[int, int] = {}
+    if dynamic:
+        for j, g in enumerate(group.tolist()):
+            starts.setdefault(g, j)
+    reached = {j: g for g, j in starts.items()}
+    bounds = sorted({*range(0, len(group), block), *reached, len(group)})
+    for a, b in zip(bounds, bounds[1:], strict=False):
+        yield a, b, reached.get(a)

@@ -1,0 +1,186 @@
+"""quantize(): the main path. Read this file and you have read the program.
+
+A model is quantized one block at a time: its weights stay on disk, two activation streams (of the original and of the
+quantized network) pass through the block that is in memory, and each layer is written as soon as it is solved.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nearplane.errors import CalibrationError, RecipeError
+from nearplane.formats.folder import FORMATS, Writer, open_writer
+from nearplane.matrix import Inputs, quantize_matrix, with_bytes
+from nearplane.models.calibrate import Observed, Stream, observe, skeleton, stages
+from nearplane.models.data import read_windows
+from nearplane.models.stream import Block, Model, open_model
+from nearplane.record import LayerRecord, RunRecord
+from nearplane.recipe import Device, Recipe
+
+Progress = Callable[[Iterable[Any], str, int], Iterable[Any]]
+DEFAULT_SEQLEN = 2048
+
+
+def silent(items: Iterable[Any], label: str, total: int) -> Iterable[Any]:
+    """Pass items through; the command line puts a progress bar here."""
+    return items
+
+
+def quantize(
+    model: str | Path,
+    out: str | Path,
+    recipe: Recipe | None = None,
+    *,
+    device: Device = "auto",
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    progress: Progress = silent,
+    **spellings: Any,
+) -> RunRecord:
+    """Quantize a language model into a checkpoint that other programs load.
+
+    Args:
+        model: a local folder of safetensors, or a hub id.
+        out: folder to write.
+        recipe: what to do; or give its fields (or other tools' names for them) as keywords: `bits=4, group_size=128, ...`.
+        device: where to compute; auto is the GPU where there is one.
+        overwrite: replace what is in `out`.
+        trust_remote_code: run model code that comes with the checkpoint.
+        progress: wraps the iterator over layers: (items, label, total) -> items.
+        spellings: see `Recipe.from_spellings`.
+
+    Returns:
+        What was done and measured; also in `out/nearplane.json`.
+
+    Raises:
+        NearplaneError: of the kind that names the cause; nothing that was there before is lost.
+    """
+    if recipe is not None and spellings:
+        raise RecipeError(f"Give a recipe or keywords, not both (found a recipe and {', '.join(spellings)}).")
+    recipe = recipe or Recipe.from_spellings(**spellings)
+    began = time.perf_counter()
+    place = _device(device)
+    source = open_model(str(model), trust_remote_code=trust_remote_code, ignore=recipe.ignore)
+    check(source, recipe)
+    seqlen = _seqlen(recipe, source)
+    tokens = None
+    if recipe.rule.solver != "round-to-nearest":
+        wanted = recipe.calibration
+        tokens = read_windows(source.tokenizer(), wanted.calibration, samples=wanted.samples, seqlen=seqlen, seed=wanted.seed)
+    record = RunRecord(
+        recipe=recipe, source=str(model), versions=_versions(), device=str(place), seqlen=seqlen,
+        windows=0 if tokens is None else len(tokens), tokens=0 if tokens is None else tokens.numel(),
+        skipped=tuple(source.skipped),
+    )  # fmt: skip
+    with open_writer(Path(out), source.folder, recipe=recipe, shards=len(source.blocks) + 1, overwrite=overwrite) as writer:
+        solved = quantized_layers(source, recipe, tokens, writer, place)
+        layers = tuple(progress(solved, "quantizing", sum(len(block.layers) for block in source.blocks)))
+        record = replace(record, layers=layers, seconds=time.perf_counter() - began, bytes=writer.size)
+        writer.record_json = record.to_json()
+    return record
+
+
+def quantized_layers(
+    model: Model, recipe: Recipe, tokens: torch.Tensor | None, writer: Writer, device: torch.device
+) -> Iterator[LayerRecord]:
+    """Quantize and write layer after layer, block after block; yields what was measured of each."""
+    dtype = torch.float32 if device.type == "cpu" else model.dtype
+    storage = FORMATS[recipe.format].scale_dtype(model.dtype)
+    correct = recipe.rule.correct
+    stream = None if tokens is None else skeleton(model, tokens, device=device, dtype=dtype, two_streams=correct)
+    for block in model.blocks:
+        with block.on(device, dtype, original=correct and stream is not None):
+            for observed in observations(block, stream, recipe):
+                for layer, matrix, record in solve_together(observed, recipe, storage):
+                    layer.write(matrix.decode())  # the next stage sees it
+                    size = writer.add(model.source_name(f"{layer.name}.weight").removesuffix(".weight"), matrix)
+                    yield with_bytes(record, size)
+            if stream is not None:
+                stream.advance(block)
+        writer.close_block(model.reader.read(_unquantized(model, block)))
+    writer.close_block(model.reader.read(model.rest()))
+
+
+def observations(block: Block, stream: Stream | None, recipe: Recipe) -> Iterator[Observed]:
+    """Yield the layers of a block by shared input, with what calibration sees of it once the stages before are solved."""
+    if stream is None:
+        for layer in block.quantized_layers():
+            yield Observed(layers=(layer,), statistics={})
+        return
+    groups = stages(block, stream)
+    if not recipe.calibration.true_sequential:
+        yield from observe(block, groups, stream, correct=recipe.rule.correct, last=True)
+        return
+    for group in groups:  # q/k/v, then o, then gate/up, then down
+        yield from observe(block, [group], stream, correct=recipe.rule.correct, last=group is groups[-1])
+
+
+def solve_together(observed: Observed, recipe: Recipe, storage: torch.dtype) -> Iterator[tuple[Any, Any, LayerRecord]]:
+    """Solve layers that share one input, and so one factorization."""
+    shared: Inputs | None = None
+    for layer in observed.layers:
+        rule = recipe.for_layer(layer.name)
+        assert rule is not None, "ignored layers are not observed"
+        W = layer.read()
+        statistics = observed.statistics.get(layer.name)
+        if statistics is None:
+            shared = Inputs(torch.eye(W.shape[1], dtype=torch.float64, device=W.device))
+        else:
+            shared = shared.of(statistics) if shared else Inputs(statistics)
+        matrix, record = quantize_matrix(W, shared, rule, storage=storage, name=layer.name)
+        yield layer, matrix, record
+
+
+def check(model: Model, recipe: Recipe) -> None:
+    """Refuse what cannot work before any work starts.
+
+    Raises:
+        RecipeError: names the layer and the way out.
+    """
+    layers = [layer for block in model.blocks for layer in block.layers]
+    if not layers:
+        raise RecipeError(f"Nothing to quantize: every layer is ignored or of a type that is not handled ({len(model.skipped)}).")
+    for layer in layers:
+        rule = recipe.for_layer(layer.name)
+        assert rule is not None, "ignored layers are not listed"
+        if rule.group_size is not None and layer.shape[1] % rule.group_size:
+            raise RecipeError(
+                f"{layer.name} has {layer.shape[1]} inputs, not a multiple of --group-size {rule.group_size}. "
+                f"Choose a group size that divides all layers, none for one step a row, or leave the layer out with --ignore."
+            )
+        FORMATS[recipe.format].check(
+            layer.name, layer.shape, layer.kind,
+            bits=rule.bits, group_size=rule.group_size, symmetric=rule.symmetric, permuted=False,
+        )  # fmt: skip
+
+
+def _unquantized(model: Model, block: Block) -> list[str]:
+    """Names in the checkpoint of the block's tensors that are not the weight of a quantized layer."""
+    quantized = {model.source_name(f"{layer.name}.weight") for layer in block.layers}
+    return [name for name in model.block_names(block) if name not in quantized]
+
+
+def _seqlen(recipe: Recipe, model: Model) -> int:
+    asked, positions = recipe.calibration.seqlen, model.positions
+    if asked is not None and positions is not None and asked > positions:
+        raise CalibrationError(f"--seqlen {asked} is more than the {positions} positions of the model; pass at most {positions}.")
+    return asked or min(DEFAULT_SEQLEN, positions or DEFAULT_SEQLEN)
+
+
+def _device(device: Device) -> torch.device:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RecipeError("--device cuda: this machine has no CUDA device that torch can use; pass --device cpu.")
+    return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _versions() -> dict[str, str]:
+    packages = ("nearplane", "torch", "transformers", "numba", "safetensors")
+    return {"python": platform.python_version()} | {name: version(name) for name in packages}

@@ -1,0 +1,236 @@
+"""What a run should do, as frozen data: the command's flags, the JSON in the record and the Python keywords are all this.
+
+Needs no torch. Other tools' spellings are translated here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+from nearplane.errors import RecipeError
+
+Order = Literal["natural", "activation", "pivoted", "reversed"]
+Solver = Literal["nearest-plane", "round-to-nearest"]
+Scale = Literal["minmax", "mse", "hessian"]
+Groups = Literal["static", "current"]
+Format = Literal["compressed-tensors", "gptq", "gptq_v2"]
+Device = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """How one matrix is quantized.
+
+    Args:
+        bits: Bits of a code, 2 to 8.
+        group_size: Weights that share a step, or none for one step a row.
+        symmetric: Whether grids have no zero-point.
+        order: Which column is rounded first.
+        solver: nearest-plane is Babai's algorithm (GPTQ); round-to-nearest needs no calibration and loses more.
+        scale: How steps are found: range of the weights, p-norm error search, or errors weighted by the Hessian.
+        groups: Fit steps before the sweep (static) or to the current weights when it reaches a group.
+        damp: Damping relative to the mean of the Hessian's diagonal, or auto: the least of 1e-4, 1e-3, ... that factors.
+        correct: Whether targets make up for what the layers before lost.
+    """
+
+    bits: int = 4
+    group_size: int | None = 128
+    symmetric: bool = True
+    order: Order = "pivoted"
+    solver: Solver = "nearest-plane"
+    scale: Scale = "mse"
+    groups: Groups = "static"
+    damp: float | Literal["auto"] = 0.01
+    correct: bool = True
+
+    def __post_init__(self) -> None:
+        _within("bits", self.bits, 2 <= self.bits <= 8, "a whole number from 2 to 8")
+        _within("group_size", self.group_size, self.group_size is None or self.group_size > 0, "a positive number or none")
+        _within("damp", self.damp, self.damp == "auto" or 0 <= self.damp < 10, "auto or a number from 0 to 10")
+        _one_of("order", self.order, Order)
+        _one_of("solver", self.solver, Solver)
+        _one_of("scale", self.scale, Scale)
+        _one_of("groups", self.groups, Groups)
+
+    @property
+    def grid_bits(self) -> float:
+        """Bits per weight of codes, 16-bit steps and zero-points; one step a row counts as nothing."""
+        side = 16 + (0 if self.symmetric else self.bits)
+        return self.bits + (side / self.group_size if self.group_size else 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Which tokens the layers are calibrated on.
+
+    Args:
+        calibration: A .txt or .jsonl file, a folder of them, or a data set as name:config:split. Default: FineWeb-Edu sample-10BT.
+        samples: Windows of tokens.
+        seqlen: Tokens of a window. Default: 2048, or the model's positions if fewer.
+        seed: Of the shuffle of data sets.
+        true_sequential: Whether each layer of a block sees the quantized ones before it.
+    """
+
+    calibration: str | None = None
+    samples: int = 256
+    seqlen: int | None = None
+    seed: int = 0
+    true_sequential: bool = True
+
+    def __post_init__(self) -> None:
+        _within("samples", self.samples, self.samples > 0, "a positive number")
+        _within("seqlen", self.seqlen, self.seqlen is None or self.seqlen > 1, "at least 2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """All that a run is told.
+
+    Args:
+        rule: How every matrix is quantized.
+        calibration: Tokens.
+        format: Of the checkpoint that is written.
+        ignore: Regular expressions; layers whose full name one of them is found in stay as they are.
+    """
+
+    rule: Rule = field(default_factory=Rule)
+    calibration: Calibration = field(default_factory=Calibration)
+    format: Format = "compressed-tensors"
+    ignore: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _one_of("format", self.format, Format)
+        for pattern in self.ignore:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise RecipeError(f"ignore: {pattern!r} is not a regular expression ({error}).") from error
+
+    def for_layer(self, name: str) -> Rule | None:
+        """Return the rule of the layer with this full name, or None if it is to stay as it is."""
+        return None if any(re.search(pattern, name) for pattern in self.ignore) else self.rule
+
+    def to_json(self) -> str:
+        """Return the recipe as JSON."""
+        return json.dumps(asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Recipe:
+        """Read what `to_json` wrote."""
+        data = json.loads(text)
+        rule, calibration = Rule(**data.pop("rule")), Calibration(**data.pop("calibration"))
+        return cls(rule=rule, calibration=calibration, ignore=tuple(data.pop("ignore")), **data)
+
+    @classmethod
+    def from_spellings(cls, **spellings: Any) -> Recipe:
+        """Build a recipe from flat keywords: our own field names, or those of GPTQModel, llm-compressor, auto-round and GPTQ.
+
+        Raises:
+            RecipeError: a keyword is unknown, given twice under two names, or has a value that means nothing here.
+        """
+        chosen: dict[str, Any] = {}
+        for word, value in spellings.items():
+            for name, meaning in _translated(word, value).items():
+                if name in chosen and chosen[name] != meaning:
+                    raise RecipeError(f"{word}={value!r} contradicts another keyword that already set {name}={chosen[name]!r}.")
+                chosen[name] = meaning
+        if isinstance(ignored := chosen.get("ignore", ()), str):
+            chosen["ignore"] = (ignored,)
+        parts = {part: {name: chosen.pop(name) for name in _names(part) & chosen.keys()} for part in (Rule, Calibration)}
+        if "ignore" in chosen:
+            chosen["ignore"] = tuple(chosen["ignore"])
+        return cls(rule=Rule(**parts[Rule]), calibration=Calibration(**parts[Calibration]), **chosen)
+
+
+def _names(part: type) -> set[str]:
+    return {f.name for f in fields(part)}
+
+
+def _group_size(value: Any) -> dict[str, Any]:
+    return {"group_size": None if value in (-1, 0, None, "none") else value}
+
+
+def _order(value: Any) -> dict[str, Any]:
+    return {"order": "activation" if value in (True, "static", "weight", "group", "dynamic") else "natural"}
+
+
+def _actorder(value: Any) -> dict[str, Any]:
+    return _order(value) | ({"groups": "current"} if value in ("group", "dynamic") else {})
+
+
+def _strategy(value: Any) -> dict[str, Any]:
+    if value == "channel":
+        return {"group_size": None}
+    if value == "group":
+        return {}
+    raise RecipeError(f"strategy={value!r} is not offered: use 'group' with group_size, or 'channel'.")
+
+
+def _scheme(value: Any) -> dict[str, Any]:
+    if not (match := re.fullmatch(r"W([2-8])A16(_ASYM)?", str(value).upper())):
+        raise RecipeError(f"scheme={value!r} is not offered: weights are quantized to W2A16 .. W8A16, or W4A16_ASYM and the like.")
+    return {"bits": int(match[1]), "symmetric": match[2] is None}
+
+
+def _mse(value: Any) -> dict[str, Any]:
+    return {"scale": "mse" if value else "minmax"}
+
+
+def _observer(value: Any) -> dict[str, Any]:
+    meanings = {"minmax": "minmax", "memoryless_minmax": "minmax", "mse": "mse", "memoryless_mse": "mse", "imatrix_mse": "hessian"}
+    if value not in meanings:
+        raise RecipeError(f"observer={value!r} is not offered: expected one of {', '.join(meanings)}.")
+    return {"scale": meanings[value]}
+
+
+def _ignored(value: Any) -> dict[str, Any]:
+    """llm-compressor's list: names, or regular expressions behind "re:"."""
+    patterns = [value] if isinstance(value, str) else list(value or ())
+    return {"ignore": tuple(p.removeprefix("re:") for p in patterns)}
+
+
+def _dynamic(value: Any) -> dict[str, Any]:
+    if any(not key.startswith("-:") for key in value):
+        raise RecipeError("dynamic: only '-:regex' (leave these layers as they are) is offered; use ignore.")
+    return {"ignore": tuple(key.removeprefix("-:") for key in value)}
+
+
+SPELLINGS: Mapping[str, str | Callable[[Any], dict[str, Any]]] = {
+    "w_bit": "bits", "wbits": "bits", "num_bits": "bits", "weight_bit_width": "bits", "scheme": _scheme,
+    "group_size": _group_size, "groupsize": _group_size, "weight_group_size": _group_size, "strategy": _strategy,
+    "sym": "symmetric",
+    "desc_act": _order, "act_order": _order, "actorder": _actorder,
+    "damp_percent": "damp", "dampening_frac": "damp", "percdamp": "damp",
+    "static_groups": lambda value: {"groups": "static" if value else "current"},
+    "mse": _mse, "observer": _observer,
+    "nsamples": "samples", "num_calibration_samples": "samples", "num_samples": "samples",
+    "max_seq_length": "seqlen", "model_seqlen": "seqlen", "sequence_length": "seqlen",
+    "dataset": "calibration", "calibration_dataset": "calibration",
+    "ignore": _ignored, "ignore_layers": _ignored, "dynamic": _dynamic,
+    "checkpoint_format": "format",
+}  # fmt: skip
+
+
+def _translated(word: str, value: Any) -> dict[str, Any]:
+    meaning = SPELLINGS.get(word)
+    if callable(meaning):
+        return meaning(value)
+    known = _names(Rule) | _names(Calibration) | {"format", "ignore"}
+    name = meaning or word
+    if name not in known:
+        raise RecipeError(f"{word} is not a keyword of quantize(). Expected one of {', '.join(sorted(known | SPELLINGS.keys()))}.")
+    return {name: value}
+
+
+def _within(name: str, value: object, good: bool, expected: str) -> None:
+    if isinstance(value, bool) or not good:
+        raise RecipeError(f"{name} is {value!r}; expected {expected}.")
+
+
+def _one_of(name: str, value: object, choices: Any) -> None:
+    if value not in choices.__args__:
+        raise RecipeError(f"{name} is {value!r}; expected one of {', '.join(choices.__args__)}.")

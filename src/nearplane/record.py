@@ -1,0 +1,134 @@
+"""What a run measured, as frozen data: `nearplane.json` in every checkpoint. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nearplane.errors import FormatError
+from nearplane.recipe import Recipe
+
+NAME = "nearplane.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRecord:
+    """One quantized layer. Losses are means over out * in, see `lattice/bounds.py`; they refer to the quantized target.
+
+    Args:
+        name: Full name of the layer.
+        out_features, in_features: Shape of the weight.
+        loss: Exact loss under the undamped Hessian.
+        relative_loss: The same over the energy of the weights under that Hessian.
+        nearest_loss: Loss of rounding the same target to nearest on the same grid.
+        damped_loss: Loss under the damped Hessian, which the next two refer to.
+        worst_case: Babai's bound on it; holds for rows that do not clip.
+        expected: A third of the bound.
+        gamma: The error is at most gamma times the least possible, for rows that do not clip.
+        clipped, clipped_rows: Fraction of codes, of rows, whose target lay outside the grid.
+        correction: How far the target went from the weights to the full correction, 0 to 1.
+        damp: Damping used, relative to the mean of the Hessian's diagonal.
+        dead: Inputs that were always 0.
+        tokens: Rows that the Hessian was averaged over.
+        order, bits, group_size, symmetric: Of the rule.
+        seconds: For statistics shared, an equal part; solve and measurement included.
+        bytes: Of the layer's tensors in the file.
+    """
+
+    name: str
+    out_features: int
+    in_features: int
+    loss: float
+    relative_loss: float
+    nearest_loss: float
+    damped_loss: float
+    worst_case: float
+    expected: float
+    gamma: float
+    clipped: float
+    clipped_rows: float
+    correction: float
+    damp: float
+    dead: int
+    tokens: int
+    order: str
+    bits: int
+    group_size: int | None
+    symmetric: bool
+    seconds: float
+    bytes: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Bits per weight in the file."""
+        return 8 * self.bytes / (self.out_features * self.in_features)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """One run.
+
+    Args:
+        recipe: What it was told.
+        source: The model as the user named it.
+        versions: Of the packages that computed it.
+        device: That it ran on.
+        windows, seqlen, tokens: Calibration windows, their length, and their product.
+        layers: In the order they were quantized.
+        skipped: (name, reason) of weights that were left as they are although the recipe did not ask for it.
+        seconds: Of the whole run.
+        bytes: Of all weight files together.
+    """
+
+    recipe: Recipe
+    source: str
+    versions: dict[str, str]
+    device: str
+    windows: int
+    seqlen: int
+    tokens: int
+    layers: tuple[LayerRecord, ...] = ()
+    skipped: tuple[tuple[str, str], ...] = ()
+    seconds: float = 0.0
+    bytes: int = 0
+    version: int = field(default=1)
+
+    def to_json(self) -> str:
+        """Return the record as JSON."""
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> RunRecord:
+        """Read what `to_json` wrote.
+
+        Raises:
+            FormatError: it is not a record of this version.
+        """
+        try:
+            data: dict[str, Any] = json.loads(text)
+            recipe = Recipe.from_json(json.dumps(data.pop("recipe")))
+            layers = tuple(LayerRecord(**layer) for layer in data.pop("layers"))
+            skipped = tuple((name, reason) for name, reason in data.pop("skipped"))
+            return cls(recipe=recipe, layers=layers, skipped=skipped, **data)
+        except (ValueError, KeyError, TypeError) as error:
+            raise FormatError(f"{NAME} is not a record that this version of nearplane reads ({error}).") from error
+
+    @property
+    def rate(self) -> float:
+        """Bits per quantized weight in the file, all tensors of the quantized layers counted."""
+        weights = sum(layer.out_features * layer.in_features for layer in self.layers)
+        return 8 * sum(layer.bytes for layer in self.layers) / weights if weights else 0.0
+
+
+def read_record(folder: Path) -> RunRecord:
+    """Read the record of the checkpoint in a folder.
+
+    Raises:
+        FormatError: there is none, or it cannot be read.
+    """
+    path = folder / NAME
+    if not path.is_file():
+        raise FormatError(f"{folder} holds no {NAME}: expected a folder that nearplane quantize wrote and finished.")
+    return RunRecord.from_json(path.read_text())
