@@ -80,7 +80,10 @@ def quantize(
         windows=0 if tokens is None else len(tokens), tokens=0 if tokens is None else tokens.numel(),
         skipped=tuple(source.skipped),
     )  # fmt: skip
-    with open_writer(Path(out), source.folder, recipe=recipe, shards=len(source.blocks) + 1, overwrite=overwrite) as writer:
+    with open_writer(
+        Path(out), source.folder, quantization_config(source, recipe), dtype=source.dtype, shards=len(source.blocks) + 1,
+        overwrite=overwrite, trust_remote_code=trust_remote_code,
+    ) as writer:  # fmt: skip
         solved = quantized_layers(source, recipe, tokens, writer, place)
         layers = tuple(progress(solved, "quantizing", sum(len(block.layers) for block in source.blocks)))
         record = replace(record, layers=layers, seconds=time.perf_counter() - began, bytes=writer.size)
@@ -96,16 +99,16 @@ def quantized_layers(
     storage = FORMATS[recipe.format].scale_dtype(model.dtype)
     correct = recipe.rule.correct
     stream = None if tokens is None else skeleton(model, tokens, device=device, dtype=dtype, two_streams=correct)
-    for block in model.blocks:
+    for index, block in enumerate(model.blocks):
         with block.on(device, dtype, original=correct and stream is not None):
             for observed in observations(block, stream, recipe):
                 for layer, matrix, record in solve_together(observed, recipe, storage):
                     layer.write(matrix.decode())  # the next stage sees it
-                    size = writer.add(model.source_name(f"{layer.name}.weight").removesuffix(".weight"), matrix)
+                    size = writer.add(_stored_name(model, layer.name), matrix)
                     yield with_bytes(record, size)
             if stream is not None:
                 stream.advance(block)
-        writer.close_block(model.reader.read(_unquantized(model, block)))
+        writer.close_block(model.reader.read(_unquantized(model, index)))
     writer.close_block(model.reader.read(model.rest()))
 
 
@@ -162,10 +165,26 @@ def check(model: Model, recipe: Recipe) -> None:
         )  # fmt: skip
 
 
-def _unquantized(model: Model, block: Block) -> list[str]:
-    """Names in the checkpoint of the block's tensors that are not the weight of a quantized layer."""
-    quantized = {model.source_name(f"{layer.name}.weight") for layer in block.layers}
-    return [name for name in model.block_names(block) if name not in quantized]
+def quantization_config(model: Model, recipe: Recipe) -> dict[str, Any]:
+    """Return what config.json will say of the quantized weights."""
+    rule = recipe.rule
+    quantized = [layer.name for block in model.blocks for layer in block.layers]
+    config: dict[str, Any] = FORMATS[recipe.format].quantization_config(
+        bits=rule.bits, group_size=rule.group_size, symmetric=rule.symmetric, order=rule.order, static_groups=rule.groups == "static",
+        damp=rule.damp, ignore=sorted(model.linears() - set(quantized)), quantized=quantized, version=version("nearplane"),
+    )  # fmt: skip
+    return config
+
+
+def _stored_name(model: Model, layer: str) -> str:
+    """Name in the checkpoint of a layer whose weight is quantized."""
+    return model.source_name(f"{layer}.weight").removesuffix(".weight")
+
+
+def _unquantized(model: Model, index: int) -> list[str]:
+    """Names in the checkpoint of a block's tensors that are not the weight of a quantized layer."""
+    quantized = {f"{_stored_name(model, layer.name)}.weight" for layer in model.blocks[index].layers}
+    return [name for name in model.block_names(index) if name not in quantized]
 
 
 def _seqlen(recipe: Recipe, model: Model) -> int:

@@ -40,7 +40,7 @@ class Rule:
     bits: int = 4
     group_size: int | None = 128
     symmetric: bool = True
-    order: Order = "pivoted"
+    order: Order = "activation"
     solver: Solver = "nearest-plane"
     scale: Scale = "mse"
     groups: Groups = "static"
@@ -55,6 +55,8 @@ class Rule:
         _one_of("solver", self.solver, Solver)
         _one_of("scale", self.scale, Scale)
         _one_of("groups", self.groups, Groups)
+        if self.solver == "round-to-nearest" and self.scale == "hessian":
+            raise RecipeError("scale 'hessian' needs calibration, which solver 'round-to-nearest' does without; use 'mse'.")
 
     @property
     def grid_bits(self) -> float:

@@ -1,11 +1,11 @@
 """Small integers in 32-bit words: the dense little-endian bit stream of GPTQ and compressed-tensors.
 
 Code `i` of a row takes the bits `i*bits ... (i+1)*bits - 1` of the row's stream, and word `r` holds the bits
-`32*r ... 32*r + 31`, low bits first. So 32 codes fill `bits` words exactly; codes straddle words only where `bits` does not
-divide 32 (3, 5, 6, 7).
+`32*r ... 32*r + 31`, low bits first. So 32 codes fill `bits` words exactly, and codes straddle words only where `bits`
+does not divide 32 (3, 5, 6, 7).
 
-Eight codes take `bits` whole bytes: they are collected in one 64-bit integer whose low `bits` bytes are copied out. Like
-torch's own `Tensor.view(dtype)` in safetensors files, this takes a little-endian machine for granted.
+Eight codes take `bits` whole bytes: they are collected in one 64-bit integer whose low `bits` bytes are copied out.
+This takes a little-endian machine for granted.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def unpack(words: Tensor, bits: int, n: int) -> Tensor:
     _check(bits)
     if words.dtype != torch.int32 or words.shape[-1] != words_of(n, bits):
         raise ValueError(
-            f"{n} codes of {bits} bits take {words_of(n, bits)} torch.int32 words, found {words.shape[-1]} {words.dtype}"
+            f"{n} codes of {bits} bits take {words_of(n, bits)} words of torch.int32, "
+            f"found {words.shape[-1]} of {words.dtype}"
         )
     blocks = -(-n // 32)
     words = torch.nn.functional.pad(words, (0, blocks * bits - words.shape[-1])).contiguous()

@@ -48,8 +48,8 @@ def check(
         )
     if not symmetric:
         raise RecipeError(
-            f"{name}: asymmetric weights in compressed-tensors do not load in transformers 5.23.0, which expects their packed "
-            f"zero-points in another shape. Use --format gptq_v2, or symmetric weights."
+            f"{name}: asymmetric weights in compressed-tensors do not load in transformers 5.23.0, which expects their "
+            f"packed zero-points in another shape. Use --format gptq_v2, or symmetric weights."
         )
     if permuted:
         raise RecipeError(
@@ -60,8 +60,8 @@ def check(
         raise RecipeError(f"{name}: {bits} bits asked for; compressed-tensors holds 2 to 8.")
     if group_size is not None and shape[1] % group_size:
         raise RecipeError(
-            f"{name} has {shape[1]} inputs, not a multiple of the group size {group_size}, which compressed-tensors requires. "
-            f"Use another --group-size (none for one step a row), or leave it as it is with --ignore."
+            f"{name} has {shape[1]} inputs, not a multiple of the group size {group_size}, which compressed-tensors "
+            f"requires. Use another --group-size (none for one step a row), or leave it as it is with --ignore."
         )
 
 
@@ -109,8 +109,9 @@ def unpack_layer(name: str, tensors: Mapping[str, Tensor], config: Mapping[str, 
     found = tensors.get(f"{name}.weight_packed")
     if found is not None and found.shape[-1] == padded != dense:
         raise FormatError(
-            f"{name}.weight_packed has {padded} words a row: {bits}-bit codes padded to whole words, as compressed-tensors wrote "
-            f"them before it packed densely ({dense} words). Convert the checkpoint with a recent compressed-tensors."
+            f"{name}.weight_packed has {padded} words a row: {bits}-bit codes padded to whole words, as "
+            f"compressed-tensors wrote them before it packed densely ({dense} words). Dense packing is expected: write "
+            f"the checkpoint again with a newer version."
         )
     words = expect(name, tensors, "weight_packed", (out, dense), {torch.int32})
     scale = expect(name, tensors, "weight_scale", (out, groups), SCALES)
@@ -179,7 +180,9 @@ def _scheme(config: Mapping[str, Any]) -> tuple[int, int | None, bool]:
     """Return bits, group size and symmetry of the only scheme of a config."""
     groups = list((config.get("config_groups") or {}).values())
     if len(groups) != 1 or not isinstance(groups[0], Mapping):
-        raise FormatError(f"compressed-tensors: {len(groups)} schemes in config_groups; exactly one, spelled out, is understood.")
+        raise FormatError(
+            f"compressed-tensors: config_groups has {len(groups)} schemes; one, spelled out, is understood."
+        )
     weights = groups[0].get("weights") or {}
     used = {
         "format": (config.get("format"), {"pack-quantized"}),

@@ -22,10 +22,10 @@ from nearplane.record import NAME as RECORD
 from nearplane.shards import INCOMPLETE, ShardReader, ShardWriter
 
 CONFIG, GPTQ_CONFIG = "config.json", "quantize_config.json"
-OURS = ("*.safetensors", "*.json", "*.jinja", "*.model", "vocab.txt", "merges.txt", INCOMPLETE)  # deleted when overwritten
+REPLACED = ("*.safetensors", "*.json", "*.jinja", "*.model", "vocab.txt", "merges.txt")  # deleted by --overwrite
 WEIGHTS = (
-    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".onnx_data", ".ot", ".tflite", ".npz",
-    ".index.json",
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".onnx_data", ".ot", ".tflite",
+    ".npz", ".index.json",
 )  # fmt: skip
 TEMPLATES = "additional_chat_templates"  # the only folder that a tokenizer saves
 
@@ -94,23 +94,32 @@ def open_writer(
     """
     here, there = out.resolve(), source.resolve()
     if here == there or here in there.parents or there in here.parents:
-        raise RecipeError(f"The output {out} is, holds or lies in the model's own folder {source}. Choose another folder.")
+        raise RecipeError(f"The output {out} is, holds or lies in the model's folder {source}. Choose another folder.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         if not overwrite:
             raise RecipeError(f"{out} exists and is not empty. Choose another folder, or replace it with --overwrite.")
         if not (out / RECORD).is_file() and not (out / INCOMPLETE).is_file():
-            raise RecipeError(f"{out} holds files but neither {RECORD} nor {INCOMPLETE}: it is not ours to overwrite. Empty it first.")
+            raise RecipeError(
+                f"{out} holds files but neither {RECORD} nor {INCOMPLETE}: nearplane did not write it. Empty it first, "
+                f"or choose another folder."
+            )
     return Writer(out, source, config, dtype, shards, trust_remote_code)
 
 
 class Writer:
-    """Writes a checkpoint; marked INCOMPLETE and without config.json, so that nothing loads it, until all of it is there.
+    """Writes a checkpoint: INCOMPLETE and without config.json until it is whole, so that nothing loads it before.
 
     Set `record_json` before the `with` block ends.
     """
 
     def __init__(
-        self, out: Path, source: Path, config: Mapping[str, Any], dtype: torch.dtype, shards: int, trust_remote_code: bool
+        self,
+        out: Path,
+        source: Path,
+        config: Mapping[str, Any],
+        dtype: torch.dtype,
+        shards: int,
+        trust_remote_code: bool,
     ) -> None:
         self.record_json: str | None = None
         self._out, self._source, self._config = out, source, dict(config)
@@ -120,13 +129,20 @@ class Writer:
         self._remote_code = trust_remote_code
         self._shards: ShardWriter
         self._pending: dict[str, Tensor] = {}
+        self._size = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of the shards written so far."""
+        return self._size
 
     def __enter__(self) -> Writer:
         with _disk(self._out):
-            for pattern in OURS:
+            (self._out / CONFIG).unlink(missing_ok=True)  # first: from here on nothing loads what is there
+            self._shards = ShardWriter(self._out, self._total)
+            for pattern in REPLACED:
                 for path in self._out.glob(pattern):
                     path.unlink()
-            self._shards = ShardWriter(self._out, self._total)
         return self
 
     def add(self, name: str, matrix: QuantizedMatrix, bias: Tensor | None = None) -> int:
@@ -139,7 +155,9 @@ class Writer:
         """
         tensors = self._layout.pack_layer(name, matrix, self._scale_dtype)
         if not _equal(self._layout.unpack_layer(name, tensors, self._config), matrix):
-            raise FormatError(f"{name}: read back, the layer is another one: it does not have the grid that the config describes.")
+            raise FormatError(
+                f"{name}: what was packed reads back differently: the config describes another grid than its."
+            )
         self._pending |= tensors
         if bias is not None:
             self._pending[f"{name}.bias"] = bias
@@ -148,16 +166,19 @@ class Writer:
     def close_block(self, rest: Mapping[str, Tensor]) -> int:
         """Write one shard: the layers collected since the last one, and `rest` as it is. Return its size in bytes."""
         if twice := self._pending.keys() & rest.keys():
-            raise FormatError(f"{', '.join(sorted(twice))} would be written twice: as part of a quantized layer and as it was.")
+            raise FormatError(f"{', '.join(sorted(twice))}: given as part of a quantized layer and again as it was.")
         size = self._shards.write(self._pending | dict(rest))
         self._pending = {}
+        self._size += size
         return size
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if kind is not None:
             return
         if self._pending or self.record_json is None:
-            raise FormatError(f"{self._out}: layers without a shard or no record; call close_block and set record_json first.")
+            raise FormatError(f"{self._out}: layers without a shard, or no record. Call close_block, set record_json.")
         config = json.loads((self._source / CONFIG).read_text()) | {"quantization_config": self._config}
         with _disk(self._out):
             self._copy()
@@ -217,8 +238,8 @@ def read_matrices(folder: Path) -> Iterator[tuple[str, QuantizedMatrix]]:
 def read_dense(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield (parameter name, tensor) of a folder as if it had never been quantized, one in memory at a time.
 
-    A quantized layer is its float32 values `scale * (code - zero)` as `name.weight`, (out, in); a Conv1D module has them
-    transposed. Everything else is as stored.
+    A quantized layer is its float32 values `scale * (code - zero)` as `name.weight`, (out, in); a Conv1D module has
+    them transposed. Everything else is as stored.
 
     Raises:
         FormatError: a layer is not what its format says, or the format is not understood.
@@ -265,9 +286,11 @@ class _disk:  # noqa: N801  (a context manager used like a function)
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if isinstance(error, OSError):
             raise FormatError(
-                f"{self.folder} could not be written ({error}). Free some space or choose another folder, and run again with "
-                f"--overwrite; what is there is marked {INCOMPLETE} and does not load."
+                f"{self.folder} could not be written ({error}). Free some space or choose another folder, and run "
+                f"again with --overwrite; what is there is marked {INCOMPLETE} and does not load."
             ) from error

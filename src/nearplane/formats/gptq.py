@@ -1,12 +1,12 @@
-"""The checkpoint of GPTQ, which gptqmodel, transformers, vLLM and SGLang load; versions 1 and 2 differ in the stored zero.
+"""The checkpoint of GPTQ, which gptqmodel, transformers, vLLM and SGLang load; versions 1 and 2 differ in stored zeros.
 
     NAME.qweight  (in*bits/32, out)      int32  codes + 2^(bits-1) where symmetric, a dense bit stream along the inputs
     NAME.qzeros   (groups, out*bits/32)  int32  zeros, packed along the outputs; version 1 stores each one less
     NAME.scales   (groups, out)          fp16
     NAME.g_idx    (in,)                  int32  group of every input
 
-A version 1 zero of 0 would be stored as -1, which its readers take for different things: so asymmetric matrices are written
-in version 2, and a version 1 file that may hold such a zero is refused.
+A version 1 zero of 0 would be stored as -1, which its readers take for different things: so asymmetric matrices are
+written in version 2, and a version 1 file that may hold such a zero is refused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)  # what gptqmodel's kernels take
 
 @dataclass(frozen=True, slots=True)
 class GPTQ:
-    """One version of the format, with the functions that every format has; see `compressed_tensors.py` for their arguments."""
+    """One version of the format, with the functions that every format has; `compressed_tensors.py` explains them."""
 
     version: str
     less: int  # what is subtracted from a zero to store it
@@ -56,13 +56,17 @@ class GPTQ:
         """
         del permuted  # g_idx holds any grouping
         if kind not in ("Linear", "Conv1D"):
-            raise RecipeError(f"{name} is a {kind}; GPTQ checkpoints hold Linear and Conv1D layers. Leave it with --ignore.")
+            raise RecipeError(
+                f"{name} is a {kind}; GPTQ holds Linear and Conv1D layers. Leave it as it is with --ignore."
+            )
         if bits not in BITS:
-            raise RecipeError(f"{name}: {bits} bits asked for; GPTQ holds 2, 3, 4 or 8. Use --format compressed-tensors for 5 to 7.")
+            raise RecipeError(
+                f"{name}: {bits} bits asked for; GPTQ holds 2, 3, 4 or 8. Use --format compressed-tensors."
+            )
         if not symmetric and self.less:
             raise RecipeError(
-                f"{name}: asymmetric weights cannot be told apart from overflow in version 1 of GPTQ, and gptqmodel refuses "
-                f"them. Use --format gptq_v2."
+                f"{name}: asymmetric weights are ambiguous in version 1 of GPTQ, which stores zeros less one, and "
+                f"gptqmodel refuses them. Use --format gptq_v2."
             )
         if group_size is not None and group_size not in GROUP_SIZES and group_size != shape[1]:
             sizes = ", ".join(map(str, GROUP_SIZES))
@@ -76,8 +80,8 @@ class GPTQ:
             whole = 32 if bits == 3 else 32 // bits
             if size % whole:
                 raise RecipeError(
-                    f"{name} has {size} {side}; GPTQ packs {bits}-bit codes in whole words and needs a multiple of {whole}. "
-                    f"Leave it as it is with --ignore, or use --format compressed-tensors."
+                    f"{name} has {size} {side}; GPTQ packs {bits}-bit codes in whole words and needs a multiple of "
+                    f"{whole}. Leave it as it is with --ignore, or use --format compressed-tensors."
                 )
 
     def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
@@ -93,7 +97,9 @@ class GPTQ:
         """
         stored = Integers.of(name, matrix, dtype)
         if stored.bits not in BITS or dtype != torch.float16:
-            raise FormatError(f"{name}: {stored.bits} bits with {dtype} scales; GPTQ holds 2, 3, 4 or 8 bits with float16.")
+            raise FormatError(
+                f"{name}: {stored.bits} bits, {dtype} scales; GPTQ holds 2, 3, 4 or 8 bits, float16 scales."
+            )
         if self.less and not stored.symmetric:
             raise FormatError(f"{name}: an asymmetric matrix; version 1 of GPTQ is written for symmetric ones only.")
         return {
@@ -120,11 +126,13 @@ class GPTQ:
         zeros = unpack(packed, bits, out)
         if self.less and bool((zeros == 2**bits - 1).any()):
             raise FormatError(
-                f"{name}.qzeros holds {2**bits - 1}, which readers of version 1 of GPTQ take for a zero of 0 or of {2**bits}. "
-                f"Write the checkpoint as gptq_v2."
+                f"{name}.qzeros holds {2**bits - 1}, which some readers of version 1 of GPTQ take for a zero of 0 and "
+                f"others for {2**bits}. Convert the checkpoint to gptq_v2 with the program that made it."
             )
         if not config.get("desc_act") and not torch.equal(group, consecutive(columns, group_size)):
-            raise FormatError(f"{name}.g_idx is not {group_size} neighbours a group although desc_act is false: readers differ.")
+            raise FormatError(
+                f"{name}.g_idx permutes groups of {group_size} although desc_act is false: readers differ."
+            )
         if bool(((group < 0) | (group >= groups)).any()):
             raise FormatError(f"{name}.g_idx names groups outside 0 to {groups - 1}.")
         return Integers(
@@ -168,7 +176,12 @@ class GPTQ:
             "desc_act": order != "natural" and not static_groups and group_size is not None,
             "lm_head": False,
             "pack_dtype": "int32",
-            "meta": {"quantizer": [f"nearplane:{version}"], "order": order, "static_groups": static_groups, "damp": damp},
+            "meta": {
+                "quantizer": [f"nearplane:{version}"],
+                "order": order,
+                "static_groups": static_groups,
+                "damp": damp,
+            },
         }
         blocks = {_list_of(name) for name in quantized}
         if skipped := [name for name in ignore if _list_of(name) in blocks]:
@@ -182,7 +195,7 @@ V2 = GPTQ("gptq_v2", less=0)
 
 
 def _list_of(name: str) -> str:
-    """Return the name of the module list that holds a module's block: "model.layers" of "model.layers.3.mlp.up_proj"."""
+    """Return the module list that a module's block is in: "model.layers" for "model.layers.3.mlp.up_proj"."""
     return re.split(r"\.\d+(?:\.|$)", name)[0]
 
 

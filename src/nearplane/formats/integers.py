@@ -1,7 +1,7 @@
 """A quantized matrix as files hold it: unsigned codes and zeros, and scales in their storage dtype.
 
-The solver writes symmetric codes around 0; every format here stores them `2^(bits-1)` higher. Nothing is ever re-rounded:
-what a file cannot hold exactly is an error.
+The solver writes symmetric codes around 0; every format here stores them `2^(bits-1)` higher. Nothing is ever
+re-rounded: what a file cannot hold exactly is an error.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ class Integers:
         """Take the solver's integers as they are, scales in `dtype`.
 
         Raises:
-            FormatError: the limits are no b-bit range, a code or zero is outside them, or a scale is not exact in `dtype`.
+            FormatError: the limits are not those of 2 to 8 bits, a code or zero is outside them, or a scale is not
+                exact in `dtype`.
         """
         grid, out = matrix.grid, len(matrix.codes)
         bits, symmetric = _range(name, grid)
         offset = 2 ** (bits - 1) if symmetric else 0
         if symmetric and bool((grid.zero != 0).any()):
-            raise FormatError(f"{name}: zeros of a symmetric grid must be 0, found up to {float(grid.zero.abs().max())}.")
+            raise FormatError(f"{name}: a symmetric grid has zeros of 0, found up to {float(grid.zero.abs().max())}.")
         scale = grid.scale.to(dtype)
         if not bool((torch.isfinite(scale) & (scale == grid.scale)).all()):
             raise FormatError(
@@ -110,7 +111,9 @@ def _range(name: str, grid: Grid) -> tuple[int, bool]:
                 return bits, False
             if (grid.low, grid.high) == (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1):
                 return bits, True
-    raise FormatError(f"{name}: codes from {grid.low} to {grid.high} are not those of 2 to 8 bits, which this format stores.")
+    raise FormatError(
+        f"{name}: codes from {grid.low} to {grid.high} are not a range of 2 to 8 bits, which files store."
+    )
 
 
 def _bytes(what: str, integers: Tensor, offset: int, bits: int) -> Tensor:

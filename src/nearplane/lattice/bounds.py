@@ -64,10 +64,11 @@ def certify(W: Tensor, target: Tensor, matrix: QuantizedMatrix, H: Tensor, facto
     swept = E[:, factor.order] @ factor.U.to(H.dtype) - E[:, factor.order]  # (out, in), the error fed to each column
     outside = grid.clipped(matrix.codes, T.index_add(1, factor.order, swept))
     rows = ~outside.any(1)
-    profile = (grid.steps().square()[:, factor.order] * factor.d.to(H.dtype)).expand(len(E), -1)  # (out, in), d_j s_j^2
+    d = factor.d.to(H.dtype).masked_fill(factor.dead[factor.order], factor.shift)  # undamped, a dead input costs nothing
+    profile = (grid.steps().square()[:, factor.order] * d).expand(len(E), -1)  # (out, in), d_j s_j^2
     bound = profile.sum(1) / 4
     tails = profile.flip(1).cumsum(1).flip(1)
-    gammas = (tails / profile).amax(1).sqrt()[rows]
+    gammas = torch.where(profile > 0, tails / profile, 1).amax(1).sqrt()[rows]
     return Certificate(
         loss=float(loss / size),
         damped_loss=float(damped / size),

@@ -80,7 +80,7 @@ def factorize(
             U = L.flip(0, 1)
             lengths = U.diagonal().clone()
             return Factor(order=p, U=U.div_(lengths).contiguous(), d=lengths.square(), damp=candidate, shift=shift, dead=dead)
-        failed = len(p) - int(info) if int(info) else int((L.diagonal() <= 0).nonzero()[0])
+        failed = len(p) - int(info) if int(info) else len(p) - 1 - int((~(L.diagonal() > 0)).nonzero()[0])
     raise NumericalError(
         f"The Hessian is not positive definite: the pivot of column {int(p[failed])} is not positive with damping {damp}. "
         "Use more calibration tokens, a larger --damp, or --damp auto."

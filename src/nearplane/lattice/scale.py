@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import NumericalError
+from nearplane.lattice.bounds import quadratic
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 
 Search = Literal["minmax", "mse", "hessian"]
@@ -106,22 +107,29 @@ def stored(scale: Tensor, storage: torch.dtype) -> Tensor:
 def absmax_codes(w: Tensor, bits: int = 8) -> tuple[Tensor, Tensor]:
     """Quantize a vector by its largest magnitude: codes `round(high w / max|w|)`, and the step."""
     high = 2 ** (bits - 1) - 1
-    scale = w.abs().amax() / high
+    scale = _positive(w.abs().amax() / high, w)
     return (w / scale).round().to(torch.int32), scale
 
 
 def zero_point_codes(w: Tensor, bits: int = 8) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize a vector by its range to signed codes: `round(w / scale + zero)`, the step, and the zero."""
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
-    scale = (w.amax() - w.amin()) / (high - low)
+    scale = _positive((w.amax() - w.amin()) / (high - low), w)
     zero = -(w.amin() / scale).round() + low
     return (w / scale + zero).round().clamp(low, high).to(torch.int32), scale, zero
+
+
+def _positive(scale: Tensor, w: Tensor) -> Tensor:
+    """Return the step, or for a vector without a range one that holds its value exactly."""
+    level = w.abs().amax()
+    return torch.where(scale == 0, torch.where(level == 0, 1, level), scale)
 
 
 def least_squares_steps(W: Tensor, matrix: QuantizedMatrix, H: Tensor, storage: torch.dtype) -> Grid:
     """Return the grid whose steps minimise `tr(E H E^T)` for the codes as they are, one least-squares problem a row.
 
-    A step that would leave [1/3, 3] times its old value (a group that hardly matters) keeps that value.
+    A step that would leave [1/3, 3] times its old value (a group that hardly matters) keeps that value, and a row keeps all of
+    its steps where the others, or their rounding to `storage`, would do worse: the loss never rises.
 
     Args:
         W: (out, in) float64 target.
@@ -137,9 +145,11 @@ def least_squares_steps(W: Tensor, matrix: QuantizedMatrix, H: Tensor, storage: 
     for g in range(groups):
         columns = (grid.group == g).nonzero()[:, 0]
         A[:, g] = ((V[:, columns] @ H[columns]) * V) @ member
-    ridge = 1e-6 * A.diagonal(dim1=1, dim2=2).mean(1).clamp(min=1e-30)
-    A.diagonal(dim1=1, dim2=2).add_(ridge[:, None])
-    solved = torch.linalg.solve(A, b).to(grid.scale.dtype)
     old = grid.scale.expand(len(W), -1)
+    ridge = 1e-6 * A.diagonal(dim1=1, dim2=2).mean(1, keepdim=True).clamp(min=1e-30)  # (out, 1), towards the old steps
+    A.diagonal(dim1=1, dim2=2).add_(ridge)
+    solved = torch.linalg.solve(A, b + ridge * old).to(old.dtype)
     kept = (solved > old / 3) & (solved < old * 3)
-    return replace(grid, scale=torch.where(kept, stored(torch.where(kept, solved, old), storage), old))
+    fitted = replace(grid, scale=torch.where(kept, stored(torch.where(kept, solved, old), storage), old))
+    before, after = (quadratic(W - g.to(W.dtype).decode(matrix.codes), H) for g in (grid, fitted))
+    return replace(grid, scale=torch.where((after < before)[:, None], fitted.scale, old))

@@ -19,11 +19,17 @@ from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.sweep_cpu import sweep_block
 
 Refit = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-"""From the *current* weights (out, g) of a group and its index to scale and zero, each (out,)."""
+"""From the *current* weights (out, g) of a group, in the column order of `W`, and its index to scale and zero, each (out,)."""
 
 
 def round_to_nearest(W: Tensor, grid: Grid) -> QuantizedMatrix:
-    """Round every weight of `W` (out, in) on its own."""
+    """Round every weight of `W` (out, in) on its own.
+
+    Raises:
+        NumericalError: `W` is not finite.
+    """
+    if not bool(torch.isfinite(W).all()):
+        raise NumericalError("A weight is NaN or Inf.")
     codes, _ = grid.round(W, slice(None))
     return QuantizedMatrix(codes=codes.to(torch.int32), grid=grid)
 
@@ -59,10 +65,11 @@ def nearest_plane(W: Tensor, grid: Grid, factor: Factor, *, refit: Refit | None 
     codes = torch.empty(WT.shape, dtype=torch.int32, device=W.device)
     scale, zero = (part.to(W.dtype).expand(W.shape[0], -1).clone().T.contiguous() for part in (grid.scale, grid.zero))  # (groups, out)
     group = grid.group[order]  # (in,)
+    position = order.argsort()  # (in,), when each column is rounded
     sweep = sweep_block if WT.device.type == "cpu" and WT.dtype == torch.float32 else sweep_block_torch
     for a, b, reached in _blocks(group, block, refit is not None):
         if refit is not None and reached is not None:
-            members = (group == reached).nonzero()[:, 0]
+            members = position[grid.group == reached]
             current = WT[members] + U[:a, members].T @ E[:a]  # (g, out)
             scale[reached], zero[reached] = refit(current.T, reached)
         target = torch.addmm(WT[a:b], U[:a, a:b].T, E[:a])  # (b - a, out)

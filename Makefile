@@ -1,0 +1,41 @@
+# Two commands need nothing but Python 3.11+ and make: `make demo` and `make test`. Each makes .venv by itself.
+TORCH ?= torch==2.13.0
+PYTHON ?= python3
+VENV := .venv
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
+SOURCES := $(shell find src -type f -not -name '*.pyc')
+
+.PHONY: demo test bench check clean
+
+demo: $(VENV)/.installed
+	$(VENV)/bin/nearplane demo
+
+test: $(VENV)/.tested-with
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check src tests benchmarks tools examples
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+	rm -rf build/wheel && $(VENV)/bin/python -m build --quiet --wheel --no-isolation --outdir build/wheel
+	$(PIP) --no-deps --force-reinstall build/wheel/*.whl   # the tests see what users install, not the checkout
+	$(VENV)/bin/python -m pytest
+
+bench: $(VENV)/.tested-with
+	$(PIP) --no-deps --force-reinstall .
+	$(VENV)/bin/python benchmarks/solver.py
+
+$(VENV)/.torch:
+	$(PYTHON) -c 'import sys; sys.exit(f"Python 3.11 or newer is needed, found {sys.version}") if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) "$(TORCH)"      # first and pinned: what follows is content with it and pulls in no CUDA packages
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml $(SOURCES)
+	$(PIP) . "$(TORCH)"
+	touch $@
+
+$(VENV)/.tested-with: $(VENV)/.installed pyproject.toml
+	$(PIP) ".[test]" hatchling "$(TORCH)"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build demo-out

@@ -1,0 +1,84 @@
+"""The embedded default: a small trained model, text to calibrate and text to measure on, and the demonstration that uses them.
+
+`README.md` in this folder is the model's card.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from nearplane.evaluate import Evaluation, evaluate
+from nearplane.quantize import quantize, silent
+from nearplane.recipe import Calibration, Recipe, Rule
+from nearplane.shards import ShardReader
+
+HERE = Path(str(files(__name__)))
+MODEL, CALIBRATION, HELD_OUT = HERE / "model", HERE / "calibration.txt", HERE / "heldout.txt"
+SEQLEN, CALIBRATION_WINDOWS, EVALUATION_WINDOWS = 256, 96, 96
+GRIDS = (  # bits, group size, symmetric, format
+    (4, 128, True, "compressed-tensors"),
+    (3, 64, False, "gptq_v2"),
+    (2, 32, False, "gptq_v2"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the demonstration's table.
+
+    Args:
+        grid: In words.
+        solver: nearest-plane or round-to-nearest; "-" for the original.
+        rate: Bits per quantized weight in the file.
+        bytes: Of the weight files.
+        perplexity: On held-out text.
+        excess: Negative log-likelihood above the original's, nats per token.
+        kl: KL to the original, nats per token.
+        seconds: To quantize.
+        folder: The checkpoint; None for the original.
+    """
+
+    grid: str
+    solver: str
+    rate: float
+    bytes: int
+    perplexity: float
+    excess: float
+    kl: float
+    seconds: float
+    folder: Path | None = None
+
+
+def run(out: Path, progress: Callable[[Iterable[Any], str, int], Iterable[Any]] = silent) -> Iterator[Row]:
+    """Quantize the demo model to 4, 3 and 2 bits into folders below `out` and yield what each is worth."""
+    original = _measure(MODEL, progress)
+    size = sum(path.stat().st_size for path in MODEL.glob("*.safetensors"))
+    dtype = ShardReader(MODEL).dtype("model.norm.weight").lower()
+    yield Row(
+        grid=f"original ({dtype})", solver="-", rate=16.0, bytes=size, perplexity=original.perplexity, excess=0.0, kl=0.0, seconds=0.0
+    )
+    for bits, group_size, symmetric, format in GRIDS:
+        for solver in ("round-to-nearest", "nearest-plane"):
+            rule = Rule(bits=bits, group_size=group_size, symmetric=symmetric, solver=solver)  # type: ignore[arg-type]
+            tokens = Calibration(calibration=str(CALIBRATION), samples=CALIBRATION_WINDOWS, seqlen=SEQLEN)
+            folder = out / f"{bits}-bit-{solver}"
+            if folder.exists():
+                shutil.rmtree(folder)
+            recipe = Recipe(rule=rule, calibration=tokens, format=format)  # type: ignore[arg-type]
+            record = quantize(MODEL, folder, recipe, progress=progress)
+            result = _measure(folder, progress)
+            yield Row(
+                grid=f"{bits}-bit {'sym' if symmetric else 'asym'} g{group_size}", solver=solver, rate=record.rate,
+                bytes=record.bytes, perplexity=result.perplexity, excess=result.nll - original.nll, kl=result.kl or 0.0,
+                seconds=record.seconds, folder=folder,
+            )  # fmt: skip
+
+
+def _measure(model: Path, progress: Callable[[Iterable[Any], str, int], Iterable[Any]]) -> Evaluation:
+    against = None if model == MODEL else MODEL
+    return evaluate(model, HELD_OUT, seqlen=SEQLEN, samples=EVALUATION_WINDOWS, against=against, progress=progress)

@@ -1,0 +1,155 @@
+"""What of a network can be quantized: its blocks, by structure, and the matrices in them, by exact type.
+
+Knows modules; not where their weights come from, nor what becomes of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
+
+from nearplane.errors import ModelError
+
+Kind = Literal["Linear", "Conv1D", "Conv2d"]
+IGNORED = "ignored"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Layer:
+    """A view of one weight matrix, however its module stores it: `output rows = rows(x) @ read().T + bias`.
+
+    Args:
+        name: of the module in the whole model, "model.layers.0.self_attn.q_proj".
+        kind: how the module stores and applies it.
+        shape: (out, in).
+        module: that holds it; on the meta device while the weights are on disk.
+        calls: how often one forward runs the module, once calibration has looked.
+        adds: whether the output is added to a residual stream as it is, once calibration has looked.
+    """
+
+    name: str
+    kind: Kind
+    shape: tuple[int, int]
+    module: nn.Module
+    calls: int = 1
+    adds: bool = False
+
+    def read(self) -> Tensor:
+        """Return the weights in memory of their own: (out, in) float32, or float64 if the module is."""
+        stored = self.module.weight.detach()
+        wide = torch.float64 if stored.dtype == torch.float64 else torch.float32
+        match self.kind:
+            case "Linear":
+                values = stored
+            case "Conv1D":
+                values = stored.T
+            case "Conv2d":
+                values = stored.flatten(1)
+        return values.to(wide, copy=True, memory_format=torch.contiguous_format)
+
+    def write(self, values: Tensor) -> None:
+        """Put (out, in) `values` in the module, in its own dtype."""
+        stored = self.module.weight.data
+        match self.kind:
+            case "Linear":
+                stored.copy_(values)
+            case "Conv1D":
+                stored.copy_(values.T)
+            case "Conv2d":
+                stored.copy_(values.view_as(stored))
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Return the rows that the matrix multiplies when the module is given `x`: (tokens, in), in the order of `x`."""
+        if self.kind != "Conv2d":
+            return x.reshape(-1, x.shape[-1])
+        conv = self.module
+        patches = F.unfold(x, conv.kernel_size, conv.dilation, conv.padding, conv.stride)  # (images, in, places)
+        return patches.transpose(1, 2).reshape(-1, self.shape[1])
+
+    def bound(self, module: nn.Module) -> Layer:
+        """Return the same view of another copy of the module."""
+        return replace(self, module=module)
+
+
+def as_layer(name: str, module: nn.Module) -> Layer | None:
+    """View a module as one matrix; None if it is of no type that is handled. Subclasses (routers) are not."""
+    weight = getattr(module, "weight", None)
+    kind = type(module)
+    if kind is nn.Linear:
+        return Layer(name=name, kind="Linear", shape=tuple(weight.shape), module=module)
+    if kind is Conv1D:
+        return Layer(name=name, kind="Conv1D", shape=tuple(weight.shape[::-1]), module=module)
+    if kind is nn.Conv2d and module.groups == 1 and module.padding_mode == "zeros" and not isinstance(module.padding, str):
+        return Layer(name=name, kind="Conv2d", shape=(weight.shape[0], weight[0].numel()), module=module)
+    return None
+
+
+def find_layers(
+    block: nn.Module, prefix: str, ignore: Sequence[str] = ()
+) -> tuple[list[Layer], list[tuple[str, str]]]:
+    """Find the matrices of a block.
+
+    Args:
+        block: the module to look into.
+        prefix: its name in the whole model.
+        ignore: regular expressions; what one of them is found in (`re.search`, on the full name) stays as it is.
+
+    Returns:
+        The layers in module order, and (name, reason) of every other module with a floating-point weight of two or more
+        dimensions of its own: the reason is its type, or `IGNORED`.
+    """
+    layers: list[Layer] = []
+    skipped: list[tuple[str, str]] = []
+    for path, module in block.named_modules():
+        name = f"{prefix}.{path}" if path else prefix
+        own = [p for p in module.parameters(recurse=False) if p.dim() >= 2 and p.is_floating_point()]
+        if not own:
+            continue
+        layer = as_layer(name, module)
+        if any(re.search(pattern, name) for pattern in ignore):
+            skipped.append((name, IGNORED))
+        elif layer is None:
+            shapes = ", ".join("x".join(map(str, p.shape)) for p in own)
+            skipped.append((name, f"{type(module).__name__} ({shapes}) is of no type that is handled"))
+        else:
+            layers.append(layer)
+    return layers, skipped
+
+
+def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """Find the list of blocks that make up the depth of a network.
+
+    It is the outermost ModuleList of transformers' GradientCheckpointingLayers, the largest one if there are several;
+    without any, the ModuleList with the most parameters among those whose every member holds a matrix.
+
+    Raises:
+        ModelError: there is no such list.
+    """
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)]
+    marked: list[tuple[str, nn.ModuleList]] = []
+    for name, module in lists:  # named_modules goes from the outside in
+        inside = any(name.startswith(f"{outer}.") for outer, _ in marked)
+        if not inside and all(isinstance(member, GradientCheckpointingLayer) for member in module):
+            marked.append((name, module))
+    found = marked or [(name, module) for name, module in lists if all(find_layers(member, "")[0] for member in module)]
+    if not found:
+        raise ModelError(
+            f"no blocks found in {type(model).__name__}: it has no list of modules that all hold a Linear, Conv1D or Conv2d. "
+            f"nearplane quantizes models made of a stack of blocks."
+        )
+    return max(found, key=lambda entry: sum(p.numel() for p in entry[1].parameters()))
+
+
+def stored_transposed(model: nn.Module) -> set[str]:
+    """Return the names of the weights that are stored as (in, out), with and without the prefix of the base model."""
+    names = {f"{name}.weight" for name, module in model.named_modules() if type(module) is Conv1D}
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    return names | {name.removeprefix(prefix) for name in names}

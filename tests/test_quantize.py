@@ -1,0 +1,224 @@
+"""The main path on real (tiny) models: what is written is what was solved, other programs load it, and nothing is lost."""
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import nearplane
+from nearplane import Calibration, NearplaneError, Recipe, Rule
+from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
+from nearplane.formats.folder import read_dense, read_matrices
+from nearplane.record import read_record
+
+FAST = {"calibration": str(CALIBRATION), "samples": 8, "seqlen": 64, "group_size": 64}
+GRIDS = [("compressed-tensors", 4, True), ("compressed-tensors", 3, True), ("gptq", 4, True), ("gptq_v2", 2, False)]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Two blocks of the demo model: real weights, a real tokenizer, seconds to quantize."""
+    folder = tmp_path_factory.mktemp("models") / "small"
+    model = AutoModelForCausalLM.from_pretrained(MODEL, num_hidden_layers=2)
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((MODEL / name).read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module", params=GRIDS, ids=lambda grid: f"{grid[0]}-{grid[1]}")
+def quantized(request, small, tmp_path_factory):
+    format, bits, symmetric = request.param
+    out = tmp_path_factory.mktemp("out") / "checkpoint"
+    record = nearplane.quantize(small, out, bits=bits, symmetric=symmetric, format=format, **FAST)
+    return out, record
+
+
+def test_the_checkpoint_holds_every_layer_and_everything_else_unchanged(quantized, small):
+    out, record = quantized
+    matrices, dense = dict(read_matrices(out)), dict(read_dense(out))
+    original = load_file(small / "model.safetensors")
+    assert [layer.name for layer in record.layers] == list(matrices) and len(matrices) == 14
+    assert dense.keys() == original.keys()
+    for name, tensor in original.items():
+        if name.removesuffix(".weight") not in matrices:
+            assert torch.equal(dense[name], tensor)
+
+
+def test_the_record_in_the_folder_is_the_record_returned(quantized):
+    out, record = quantized
+    assert read_record(out) == record
+    assert record.bytes == sum(path.stat().st_size for path in out.glob("*.safetensors"))
+    assert 0 < record.rate < 5.1
+
+
+def test_evaluation_computes_with_the_decoded_weights(quantized, small):
+    """Against a model that is given the decoded weights by hand."""
+    out, _ = quantized
+    reference = AutoModelForCausalLM.from_pretrained(small, dtype=torch.float32)
+    reference.load_state_dict({name: tensor.float() for name, tensor in read_dense(out)}, strict=False)
+    from nearplane.evaluate import load_dense
+
+    model, _ = load_dense(out, torch.device("cpu"))
+    tokens = torch.arange(64)[None]
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, reference(tokens).logits)
+
+
+def test_from_pretrained_gives_the_logits_of_the_decoded_weights(small, tmp_path):
+    """compressed-tensors, through nothing but transformers."""
+    nearplane.quantize(small, tmp_path / "out", bits=4, **FAST)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    reference = AutoModelForCausalLM.from_pretrained(small, dtype=torch.bfloat16)
+    reference.load_state_dict(dict(read_dense(tmp_path / "out")), strict=False)
+    tokens = torch.arange(64)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens).logits, reference(tokens).logits)
+
+
+def test_the_same_run_writes_the_same_bytes(small, tmp_path):
+    for out in ("a", "b"):
+        nearplane.quantize(small, tmp_path / out, bits=3, **FAST)
+    names = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "b").iterdir())
+    for name in names:
+        if name != "nearplane.json":  # holds seconds
+            assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
+
+
+def test_recorded_losses_are_those_of_the_files(small, tmp_path):
+    """The first layers see the original inputs: their loss can be computed from the model and the text alone."""
+    record = nearplane.quantize(small, tmp_path / "out", bits=3, **FAST)
+    from nearplane.models.data import read_windows
+    from transformers import AutoTokenizer
+
+    tokens = read_windows(AutoTokenizer.from_pretrained(small), CALIBRATION, samples=8, seqlen=64)
+    model = AutoModelForCausalLM.from_pretrained(small, dtype=torch.float32)
+    seen: list[torch.Tensor] = []
+    layer = model.model.layers[0].self_attn.q_proj
+    layer.register_forward_pre_hook(lambda module, args: seen.append(args[0].flatten(0, 1).double()))
+    with torch.no_grad():
+        model(tokens)
+    values = dict(read_matrices(tmp_path / "out"))["model.layers.0.self_attn.q_proj"].decode().double()
+    lost = (seen[0] @ (layer.weight.double() - values).T).square().mean() / values.shape[1]
+    assert record.layers[0].loss == pytest.approx(float(lost), rel=1e-6)
+
+
+def test_nearest_plane_keeps_more_of_the_network_than_rounding(small, tmp_path):
+    """On held-out text, by a factor: the reason to calibrate at all."""
+    kl = {}
+    for solver in ("nearest-plane", "round-to-nearest"):
+        nearplane.quantize(small, tmp_path / solver, bits=3, solver=solver, **{**FAST, "samples": 32})
+        kl[solver] = nearplane.evaluate(tmp_path / solver, HELD_OUT, seqlen=64, samples=64, against=small).kl
+    assert kl["nearest-plane"] < kl["round-to-nearest"] / 1.5
+
+
+def test_rounding_to_nearest_needs_no_calibration(small, tmp_path):
+    record = nearplane.quantize(small, tmp_path / "out", solver="round-to-nearest", group_size=64)
+    assert record.tokens == 0
+    assert all(layer.loss == layer.nearest_loss for layer in record.layers)
+
+
+def test_ignored_layers_stay_and_are_named_in_the_config(small, tmp_path):
+    record = nearplane.quantize(small, tmp_path / "out", ignore=["down_proj", r"layers\.0\."], **FAST)
+    assert len(record.layers) == 6
+    assert record.skipped == ()
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert {"lm_head", "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"} <= set(config["ignore"])
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out")(torch.arange(8)[None]).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("words", [{"groups": "current"}, {"true_sequential": False}, {"scale": "hessian", "order": "pivoted"}])
+def test_every_way_of_solving_runs_end_to_end(small, tmp_path, words):
+    record = nearplane.quantize(small, tmp_path / "out", bits=3, **FAST, **words)
+    assert sum(layer.loss < layer.nearest_loss for layer in record.layers) >= 12
+
+
+def refused(small, out, said, **words):
+    with pytest.raises(NearplaneError, match=said):
+        nearplane.quantize(small, out, **{**FAST, **words})
+
+
+def test_bad_requests_are_refused_before_anything_is_written(small, tmp_path):
+    out = tmp_path / "out"
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "short.txt").write_text("Too short.")
+    refused(small, out, r"model\.layers\.0\.self_attn\.q_proj has 256 inputs", group_size=96)
+    refused(small, out, "asymmetric", symmetric=False)
+    refused(small, out, "compressed-tensors", bits=5, format="gptq")
+    refused(small, out, "positions", seqlen=10_000)
+    refused(small, out, "empty.txt", calibration=str(tmp_path / "empty.txt"))
+    refused(small, out, "short.txt", calibration=str(tmp_path / "short.txt"))
+    refused(small, out, "missing.txt", calibration=str(tmp_path / "missing.txt"))
+    refused(small, out, "Nothing to quantize", ignore=["."])
+    refused(tmp_path / "nowhere", out, "nowhere")
+    refused(small, small, "own folder")
+    assert not out.exists()
+
+
+def test_a_folder_in_use_is_left_alone(small, tmp_path):
+    (tmp_path / "notes.txt").write_text("precious")
+    refused(small, tmp_path, "not empty")
+    refused(small, tmp_path, "not ours", overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_overwrite_replaces_a_checkpoint(small, tmp_path):
+    nearplane.quantize(small, tmp_path / "out", bits=4, **FAST)
+    nearplane.quantize(small, tmp_path / "out", bits=3, overwrite=True, **FAST)
+    assert read_record(tmp_path / "out").recipe.rule.bits == 3
+
+
+def test_a_weight_that_is_not_finite_is_named_and_what_was_written_does_not_load(small, tmp_path):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for path in small.iterdir():
+        (broken / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
+    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+    refused(broken, tmp_path / "out", r"model\.layers\.1\.mlp\.up_proj\.weight")
+    assert (tmp_path / "out" / "INCOMPLETE").exists()
+    with pytest.raises((OSError, ValueError)):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with pytest.raises(NearplaneError, match="config.json"):
+        nearplane.evaluate(tmp_path / "out", HELD_OUT)
+
+
+def test_a_truncated_file_is_refused(small, tmp_path):
+    for path in small.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    refused(tmp_path, tmp_path.parent / "out-of-truncated", "model.safetensors")
+
+
+def test_a_hessian_that_is_not_definite_names_layer_and_damping(small, tmp_path):
+    """Fewer tokens than inputs, and no damping."""
+    refused(small, tmp_path / "out", r"q_proj.*damping 0", damp=0.0, samples=2)
+    record = nearplane.quantize(small, tmp_path / "auto", damp="auto", **{**FAST, "samples": 2})
+    assert all(layer.damp >= 1e-4 for layer in record.layers)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sets a limit on file sizes as Linux has it")
+def test_a_full_disk_is_one_sentence_and_what_was_written_does_not_load(small, tmp_path):
+    def limit():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+
+    command = [sys.executable, "-m", "nearplane", "quantize", str(small), str(tmp_path / "out"), "--calibration", str(CALIBRATION)]
+    result = subprocess.run([*command, "--samples", "4", "--seqlen", "64"], preexec_fn=limit, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "could not be written" in result.stderr and "Traceback" not in result.stderr
+    assert (tmp_path / "out" / "INCOMPLETE").exists() and not (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_recipe_and_keywords_together_are_refused(small, tmp_path):
+    with pytest.raises(NearplaneError, match="not both"):
+        nearplane.quantize(small, tmp_path / "out", Recipe(rule=Rule(), calibration=Calibration()), bits=3)

@@ -1,0 +1,109 @@
+"""A recipe is data: it survives JSON, refuses nonsense, and understands other tools' words."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nearplane import Calibration, Recipe, RecipeError, Rule
+
+rules = st.builds(
+    Rule,
+    bits=st.integers(2, 8),
+    group_size=st.none() | st.integers(1, 4096),
+    symmetric=st.booleans(),
+    order=st.sampled_from(["natural", "activation", "pivoted", "reversed"]),
+    groups=st.sampled_from(["static", "current"]),
+    damp=st.just("auto") | st.floats(0, 1),
+    correct=st.booleans(),
+)
+
+
+@given(rules, st.lists(st.sampled_from(["lm_head", r"layers\.0\.", "mlp$"]), max_size=2))
+def test_a_recipe_survives_json(rule, ignore):
+    recipe = Recipe(rule=rule, calibration=Calibration(calibration="a.txt"), format="gptq", ignore=tuple(ignore))
+    assert Recipe.from_json(recipe.to_json()) == recipe
+    json.loads(recipe.to_json())
+
+
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        ({"sym": False, "desc_act": True}, {"symmetric": False, "order": "activation"}),
+        ({"desc_act": False}, {"order": "natural"}),
+        ({"actorder": "group"}, {"order": "activation", "groups": "current"}),
+        ({"actorder": "static"}, {"order": "activation"}),
+        ({"group_size": -1}, {"group_size": None}),
+        ({"damp_percent": 0.05}, {"damp": 0.05}),
+        ({"dampening_frac": 0.02}, {"damp": 0.02}),
+        ({"percdamp": 0.03}, {"damp": 0.03}),
+        ({"wbits": 3}, {"bits": 3}),
+        ({"scheme": "W3A16"}, {"bits": 3, "symmetric": True}),
+        ({"scheme": "W4A16_ASYM"}, {"bits": 4, "symmetric": False}),
+        ({"strategy": "channel"}, {"group_size": None}),
+        ({"mse": True}, {"scale": "mse"}),
+        ({"observer": "minmax"}, {"scale": "minmax"}),
+        ({"static_groups": False}, {"groups": "current"}),
+        ({"nsamples": 7, "dataset": "x.txt"}, {"samples": 7, "calibration": "x.txt"}),
+        ({"num_calibration_samples": 9, "max_seq_length": 64}, {"samples": 9, "seqlen": 64}),
+        ({"ignore": ["re:.*head", "mlp"]}, {"ignore": (".*head", "mlp")}),
+        ({"dynamic": {"-:down": {}}}, {"ignore": ("down",)}),
+        ({"true_sequential": False}, {"true_sequential": False}),
+        ({"checkpoint_format": "gptq_v2"}, {"format": "gptq_v2"}),
+    ],
+)
+def test_other_tools_spellings_are_understood(words, fields):
+    recipe = Recipe.from_spellings(**words)
+    found = {name: getattr(part, name) for part in (recipe, recipe.rule, recipe.calibration) for name in fields if hasattr(part, name)}
+    assert found == fields
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"bits": 9}, "from 2 to 8"),
+        ({"bits": 1}, "from 2 to 8"),
+        ({"bitz": 4}, "bitz is not a keyword"),
+        ({"bits": 4, "scheme": "W3A16"}, "contradicts"),
+        ({"scheme": "NVFP4"}, "not offered"),
+        ({"order": "random"}, "expected one of natural"),
+        ({"group_size": -5}, "positive number or none"),
+        ({"damp": -1.0}, "auto or a number"),
+        ({"samples": 0}, "positive"),
+        ({"seqlen": 1}, "at least 2"),
+        ({"ignore": ["("]}, "not a regular expression"),
+        ({"format": "awq"}, "expected one of compressed-tensors"),
+        ({"dynamic": {"+:x": {"bits": 8}}}, "only '-:regex'"),
+        ({"solver": "round-to-nearest", "scale": "hessian"}, "needs calibration"),
+    ],
+)
+def test_nonsense_is_refused_in_one_sentence(words, said):
+    with pytest.raises(RecipeError, match=said):
+        Recipe.from_spellings(**words)
+
+
+def test_ignored_layers_have_no_rule():
+    recipe = Recipe(ignore=(r"layers\.0\.", "down"))
+    assert recipe.for_layer("model.layers.0.self_attn.q_proj") is None
+    assert recipe.for_layer("model.layers.1.mlp.down_proj") is None
+    assert recipe.for_layer("model.layers.10.self_attn.q_proj") == recipe.rule
+
+
+def test_grid_bits_count_steps_and_zeros():
+    assert Rule(bits=4, group_size=128).grid_bits == 4.125
+    assert Rule(bits=2, group_size=32, symmetric=False).grid_bits == 2 + 18 / 32
+    assert Rule(bits=4, group_size=None).grid_bits == 4
+
+
+def test_importing_nearplane_imports_no_torch():
+    """`--help` has to answer at once."""
+    code = "import nearplane, nearplane.recipe, nearplane.record, nearplane.cli, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_function_is_not_hidden_by_the_module_of_its_name():
+    code = "import nearplane.evaluate, nearplane.quantize, nearplane; assert callable(nearplane.quantize) and callable(nearplane.evaluate)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
