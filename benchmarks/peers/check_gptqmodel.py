@@ -94,10 +94,10 @@ def export(folder: Path) -> None:
 
 
 def compare(folder: Path) -> int:
-    """Load the folder with gptqmodel, dequantize every layer with its own code, and count weights that differ from ours.
+    """Load the folder with gptqmodel, dequantize every layer with its own code, and count weights unequal to ours.
 
-    It is loaded in float16, the dtype of the scales: loaded in bfloat16, gptqmodel rounds the scales to it and multiplies in it.
-    Our float32 products are rounded to float16 once, as its own are.
+    It is loaded in float16, the dtype of the scales: loaded in bfloat16, gptqmodel rounds the scales to it as well. Our
+    float32 products are rounded to float16 once, as its own are.
     """
     import torch
     from gptqmodel import BACKEND, GPTQModel

@@ -53,6 +53,7 @@ def quantize(
     """
     from nearplane import quantize as run
 
+    _quiet()
     recipe = Recipe(rule=rule or Rule(), calibration=tokens or Calibration(), format=format, ignore=ignore)
     record = run(
         model, out, recipe, device=device, overwrite=overwrite, trust_remote_code=trust_remote_code, progress=_progress
@@ -103,6 +104,7 @@ def evaluate(
     """
     from nearplane import evaluate as run
 
+    _quiet()
     result = run(
         model, text, seqlen=seqlen, samples=samples, against=against, device=device,
         trust_remote_code=trust_remote_code, progress=_progress,
@@ -155,6 +157,7 @@ def demo(out: Path = Path("demo-out"), *, json: Switch = False) -> None:
     """
     from nearplane.demo import run
 
+    _quiet()
     rows = list(run(out, _progress))
     if json:
         print(_json([asdict(row) for row in rows]))
@@ -183,6 +186,13 @@ def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
         table.add_row(*row)
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)
+
+
+def _quiet() -> None:
+    """Keep transformers' own progress bars from between ours."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
 
 def _json(data: Any) -> str:

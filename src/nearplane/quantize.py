@@ -19,8 +19,9 @@ import torch
 from nearplane.errors import CalibrationError, RecipeError
 from nearplane.formats.folder import FORMATS, Writer, open_writer
 from nearplane.matrix import Inputs, quantize_matrix, with_bytes
-from nearplane.models.calibrate import Observed, Stream, observe, skeleton, stages
+from nearplane.models.calibrate import Observed, observe, stages
 from nearplane.models.data import read_windows
+from nearplane.models.skeleton import Stream, skeleton
 from nearplane.models.stream import Block, Model, open_model
 from nearplane.record import LayerRecord, RunRecord
 from nearplane.recipe import Device, Recipe

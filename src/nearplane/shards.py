@@ -117,6 +117,7 @@ class ShardWriter:
                 f"{path} could not be written ({error}). Free some space and run again with --overwrite; "
                 f"what is there is marked {INCOMPLETE} and does not load."
             ) from error
+        path.chmod((self.folder / INCOMPLETE).stat().st_mode)  # safetensors makes files that only their owner may read
         self.weight_map |= dict.fromkeys(tensors, name)
         self.size += sum(value.nbytes for value in tensors.values())
         return path.stat().st_size

@@ -1,4 +1,4 @@
-"""A tiny Llama on disk, rounded to nearest and written in a format: what the tests of this chapter read back."""
+"""A tiny Llama on disk."""
 
 from __future__ import annotations
 
@@ -7,51 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
-
-from nearplane.formats.folder import FORMATS, open_writer
-from nearplane.lattice.grid import Grid, QuantizedMatrix
-
-
-def random_matrix(
-    out: int,
-    columns: int,
-    *,
-    bits: int,
-    group_size: int | None,
-    symmetric: bool,
-    permuted: bool = False,
-    dtype: torch.dtype = torch.float16,
-    seed: int = 0,
-) -> QuantizedMatrix:
-    """Return random codes of the whole range on a random grid with scales that `dtype` holds exactly."""
-    generator = torch.Generator().manual_seed(seed)
-    low = -(2 ** (bits - 1)) if symmetric else 0
-    group = torch.arange(columns) // (group_size or columns)
-    groups = int(group.max()) + 1
-    if permuted:
-        group = group[torch.randperm(columns, generator=generator)]
-    zero = torch.zeros(out, groups)
-    if not symmetric:
-        zero = torch.randint(0, 2**bits, (out, groups), generator=generator).float()
-    scale = (0.01 + torch.rand(out, groups, generator=generator)).to(dtype).float()
-    codes = torch.randint(low, low + 2**bits, (out, columns), generator=generator, dtype=torch.int32)
-    return QuantizedMatrix(codes=codes, grid=Grid(scale=scale, zero=zero, group=group, low=low, high=low + 2**bits - 1))
-
-
-def rounded(W: Tensor, *, bits: int, group_size: int | None, symmetric: bool, dtype: torch.dtype) -> QuantizedMatrix:
-    """Round (out, in) weights to nearest on the grid of their range, scales in `dtype`."""
-    out, columns = W.shape
-    low = -(2 ** (bits - 1)) if symmetric else 0
-    groups = W.float().reshape(out, -1, group_size or columns)
-    least, most = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-    width = 2 * torch.maximum(-least, most) if symmetric else most - least
-    scale = (width / (2**bits - 1)).to(dtype).float()
-    zero = torch.zeros_like(scale) if symmetric else (-least / scale).round().clamp(0, 2**bits - 1)
-    group = torch.arange(columns) // (group_size or columns)
-    grid = Grid(scale=scale, zero=zero, group=group, low=low, high=low + 2**bits - 1)
-    return QuantizedMatrix(codes=grid.round(W.float(), slice(None))[0].to(torch.int32), grid=grid)
+from checkpoints import tiny_llama
 
 
 @pytest.fixture(scope="session")
@@ -71,78 +27,3 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[torch.dtype], 
         return folders[dtype]
 
     return make
-
-
-def tiny_llama(hidden: int = 128, intermediate: int = 352) -> LlamaForCausalLM:
-    """Return a random Llama with two blocks and an untied head."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-        tie_word_embeddings=False,
-        attention_bias=True,
-    )
-    model = LlamaForCausalLM(config).eval()
-    for name, parameter in model.named_parameters():
-        if name.endswith(".bias"):
-            torch.nn.init.normal_(parameter, std=0.02)
-    return model
-
-
-def write_folder(
-    out: Path,
-    source: Path,
-    format: str,
-    *,
-    bits: int,
-    group_size: int | None,
-    symmetric: bool = True,
-    ignore: tuple[str, ...] = ("lm_head",),
-    **options: bool,
-) -> dict[str, QuantizedMatrix]:
-    """Round every linear layer of a Llama folder to nearest, write it, and return what was written."""
-    model = LlamaForCausalLM.from_pretrained(source)
-    layout = FORMATS[format]
-    linear = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n not in ignore}
-    config = layout.quantization_config(
-        bits=bits,
-        group_size=group_size,
-        symmetric=symmetric,
-        order="natural",
-        static_groups=True,
-        damp=0.01,
-        ignore=ignore,
-        quantized=tuple(linear),
-        version="0",
-    )
-    matrices: dict[str, QuantizedMatrix] = {}
-    writer = open_writer(out, source, config, dtype=model.dtype, shards=len(model.model.layers) + 1, **options)
-    with writer, torch.no_grad():
-        for i, block in enumerate(model.model.layers):
-            prefix = f"model.layers.{i}"
-            rest = {f"{prefix}.{name}": tensor for name, tensor in block.state_dict().items()}
-            for name, module in block.named_modules(prefix=prefix):
-                if name in linear:
-                    layout.check(
-                        name,
-                        tuple(module.weight.shape),
-                        type(module).__name__,
-                        bits=bits,
-                        group_size=group_size,
-                        symmetric=symmetric,
-                        permuted=False,
-                    )
-                    dtype = layout.scale_dtype(model.dtype)
-                    matrices[name] = rounded(
-                        module.weight, bits=bits, group_size=group_size, symmetric=symmetric, dtype=dtype
-                    )
-                    writer.add(name, matrices[name], module.bias)
-                    rest = {key: tensor for key, tensor in rest.items() if not key.startswith(f"{name}.")}
-            writer.close_block(rest)
-        writer.close_block({n: t for n, t in model.state_dict().items() if not n.startswith("model.layers.")})
-        writer.record_json = '{"version": 1}'
-    return matrices

@@ -185,11 +185,11 @@ class Writer:
             if self._config["quant_method"] == "gptq":
                 _write_json(self._out / GPTQ_CONFIG, self._config)
             (self._out / RECORD).write_text(self.record_json)
-            _write_json(self._out / CONFIG, config)
             try:
+                _write_json(self._out / CONFIG, config)
                 self._shards.finish()
             except BaseException:
-                (self._out / CONFIG).unlink()
+                (self._out / CONFIG).unlink(missing_ok=True)
                 raise
 
     def _copy(self) -> None:

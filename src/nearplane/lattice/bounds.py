@@ -64,7 +64,7 @@ def certify(W: Tensor, target: Tensor, matrix: QuantizedMatrix, H: Tensor, facto
     swept = E[:, factor.order] @ factor.U.to(H.dtype) - E[:, factor.order]  # (out, in), the error fed to each column
     outside = grid.clipped(matrix.codes, T.index_add(1, factor.order, swept))
     rows = ~outside.any(1)
-    d = factor.d.to(H.dtype).masked_fill(factor.dead[factor.order], factor.shift)  # undamped, a dead input costs nothing
+    d = factor.d.to(H.dtype).masked_fill(factor.dead[factor.order], factor.shift)  # a dead input has no length
     profile = (grid.steps().square()[:, factor.order] * d).expand(len(E), -1)  # (out, in), d_j s_j^2
     bound = profile.sum(1) / 4
     tails = profile.flip(1).cumsum(1).flip(1)

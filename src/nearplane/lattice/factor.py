@@ -73,7 +73,7 @@ def factorize(
     for candidate in AUTO_DAMPS if damp == "auto" else (float(damp),):
         shift = candidate * mean
         damped = H.clone()
-        damped.diagonal().add_(shift + (dead & (shift == 0)))  # a dead input gets any positive length: nothing hangs on it
+        damped.diagonal().add_(shift).masked_fill_(dead & (shift == 0), 1)  # any length does: nothing hangs on it
         p, flipped = _permuted(damped, order)
         L, info = torch.linalg.cholesky_ex(flipped)
         if int(info) == 0 and bool((L.diagonal() > 0).all()):

@@ -8,28 +8,22 @@ the weights): 0 + 1/3 + 1/3 + 1 for each stream and 1 for the quantized stream's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from nearplane.errors import CalibrationError, ModelError
+from nearplane.errors import CalibrationError
 from nearplane.models.layers import Layer
+from nearplane.models.skeleton import Stream, finite, skeleton
 from nearplane.models.statistics import Statistics
-from nearplane.models.stream import Block, Model
+from nearplane.models.stream import Block
+from nearplane.models.watch import Additions, Hooks, Stop, until_stopped, wide
 from nearplane.parallel import sum_
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """How the network calls a block for one batch, apart from the hidden states."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    positional: bool  # whether the hidden states are the first argument, or `hidden_states=`
+__all__ = ["Observed", "Stream", "observe", "skeleton", "stages"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,83 +39,6 @@ class Observed:
     statistics: dict[str, Statistics]
 
 
-class Stream:
-    """Hidden states on their way through the network, batch by batch: (windows, seqlen, hidden) each.
-
-    Attributes:
-        quantized: inputs of the next block in the quantized network.
-        original: the same in the original one; None if only one stream runs. Before the first block both are the same tensors.
-        calls: {block name: its other arguments, by batch}.
-        ahead: whether `original` has passed the block that `quantized` still stands before.
-    """
-
-    def __init__(self, hidden: list[Tensor], calls: dict[str, list[Call]], *, two_streams: bool) -> None:
-        self.quantized = hidden
-        self.original = list(hidden) if two_streams else None
-        self.calls, self.ahead = calls, False
-        self.sizes = [len(x) for x in hidden]  # windows of each batch
-
-    def forward(self, block: Block, module: nn.Module, batch: int, hidden: Tensor) -> Tensor:
-        """Run a copy of a block on one batch and return the hidden states that come out."""
-        call = self.calls[block.name][batch]
-        hidden = hidden.clone()  # a block may work in place
-        if call.positional:
-            output = module(hidden, *call.args, **call.kwargs)
-        else:
-            output = module(hidden_states=hidden, **call.kwargs)
-        return output[0] if isinstance(output, tuple) else output
-
-    @torch.no_grad()
-    def advance(self, block: Block) -> None:
-        """Move both streams past a block; each batch of the old hidden states is freed as the new one is there.
-
-        Raises:
-            CalibrationError: what comes out is not finite.
-        """
-        for batch in range(len(self.sizes)):
-            self.quantized[batch] = _finite(self.forward(block, block.quantized, batch, self.quantized[batch]), block)
-            if self.original is not None and not self.ahead:
-                self.original[batch] = _finite(self.forward(block, block.original, batch, self.original[batch]), block)
-        self.ahead = False
-        del self.calls[block.name]
-
-
-@torch.no_grad()
-def skeleton(
-    model: Model, tokens: Tensor, *, device: torch.device | str, dtype: torch.dtype, batch: int = 8, two_streams: bool = True
-) -> Stream:
-    """Run the network without its blocks: learn the inputs of the first one and the other arguments of all.
-
-    Every block is replaced by a recorder that returns its input, so embeddings, masks and rotary tables are computed as the
-    model does; they are in memory only for this.
-
-    Args:
-        model: whose blocks are to be calibrated.
-        tokens: (windows, seqlen) int64.
-        device, dtype: where and in what to compute; hidden states stay there.
-        batch: windows at a time.
-        two_streams: keep hidden states of the original network beside those of the quantized one.
-
-    Raises:
-        ModelError: the blocks do not run one after the other, each on what the one before returned.
-    """
-    place = torch.device(device)
-    tape = _Tape([block.name for block in model.blocks])
-    recorders = [_Recorder(block.empty, index, tape) for index, block in enumerate(model.blocks)]
-    network = model.around(recorders, place, dtype)
-    if (head := network.get_output_embeddings()) is not None:
-        head.register_forward_pre_hook(_stop)
-    with model.blocks[0].on(place, dtype, original=False) as first:
-        tape.probe = first.quantized
-        _until_stopped(lambda: network(tokens[:1].to(place), use_cache=False))
-        tape.probe = None
-    for part in tokens.split(batch):
-        tape.begin()
-        _until_stopped(lambda part=part: network(part.to(place), use_cache=False))
-        tape.check()
-    return Stream(tape.hidden, tape.calls, two_streams=two_streams)
-
-
 @torch.no_grad()
 def stages(block: Block, stream: Stream) -> list[tuple[Layer, ...]]:
     """Group the layers of a block by the input that they share, in the order they run: q/k/v, then o, gate/up, down.
@@ -134,13 +51,13 @@ def stages(block: Block, stream: Stream) -> list[tuple[Layer, ...]]:
     layers = block.quantized_layers()
     inputs: dict[str, list[tuple[Any, ...]]] = {}
     held: list[Tensor] = []  # while they live, no other tensor takes their memory
-    additions = _Additions()
+    additions = Additions()
 
     def entering(layer: Layer, x: Tensor) -> None:
         inputs.setdefault(layer.name, []).append(_identity(layer, x))
         held.append(x)
 
-    with additions, _Hooks() as hooks:
+    with additions, Hooks() as hooks:
         for layer in layers:
             hooks.before(layer, entering)
             hooks.after(layer, additions.watch)
@@ -201,7 +118,7 @@ def observe(
         if correct:
             original, output = look(block.original, batch, stream.original[batch], to_the_end=last)
             if last:
-                stream.original[batch] = _finite(output, block)
+                stream.original[batch] = finite(output, block)
         quantized, _ = look(block.quantized, batch, stream.quantized[batch])
         for index, seen in enumerate(quantized):
             cut = seen.tokens * min(max(first_held - before, 0), size) // size
@@ -300,14 +217,14 @@ class _Look:
 
         def done() -> None:
             if not to_the_end and not any(missing.values()) and self.adding <= additions.found.keys():
-                raise _Stop
+                raise Stop
 
-        additions = _Additions(done)
-        with additions, _Hooks() as hooks:
+        additions = Additions(done)
+        with additions, Hooks() as hooks:
             for group, record in zip(self.groups, seen, strict=True):
 
                 def entering(layer: Layer, x: Tensor, record: _Seen = record) -> None:
-                    record.rows.append(_wide(layer.rows(x)))
+                    record.rows.append(wide(layer.rows(x)))
                     missing[layer.name] -= 1
                     done()
 
@@ -315,205 +232,13 @@ class _Look:
                 for layer in group:
                     if layer.name in self.adding:
                         hooks.after(here[layer.name], additions.watch)
-            output = _until_stopped(lambda: self.stream.forward(self.block, module, batch, hidden))
+            output = until_stopped(lambda: self.stream.forward(self.block, module, batch, hidden))
             additions.finish()
         for group, record in zip(self.groups, seen, strict=True):
             for layer in group:
                 if layer.name in additions.found:
                     record.added[layer.name] = additions.found[layer.name].reshape(-1, layer.shape[0])
         return seen, output
-
-
-class _Additions(TorchFunctionMode):
-    """Sees what is added to the outputs of some layers, by watching every addition.
-
-    The other operand of the addition that consumes an output is `r`. As long as the sum goes straight into another addition
-    (`mlp + attention + hidden`), that operand joins `r`; the first other use of the sum ends it.
-    """
-
-    ADDITIONS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__"})
-
-    def __init__(self, done: Callable[[], None] = lambda: None) -> None:
-        super().__init__()
-        self.found: dict[str, Tensor] = {}
-        self._done = done
-        self._open: dict[str, tuple[Tensor, Tensor | None]] = {}  # the output or the sum so far, and r so far
-
-    def watch(self, layer: Layer, output: Tensor) -> None:
-        """Look out for the addition that consumes this output."""
-        if layer.kind != "Conv2d" and isinstance(output, Tensor):
-            self._open[layer.name] = (output, None)
-
-    def finish(self) -> None:
-        """The block has ended: sums that went into no other addition are complete."""
-        self.found |= {name: r for name, (_, r) in self._open.items() if r is not None}
-        self._open.clear()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not self._open:
-            return func(*args, **kwargs)
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        plain = kwargs.get("alpha", 1) == 1 and "out" not in kwargs and len(tensors) == 2
-        others: dict[str, Tensor] = {}  # copies, made before the addition may overwrite them
-        touched = {name for name, (now, _) in self._open.items() if any(_same(value, now) for value in tensors)}
-        if getattr(func, "__name__", "") in self.ADDITIONS and plain and tensors[0].shape == tensors[1].shape:
-            for name in touched:
-                other = tensors[1] if _same(tensors[0], self._open[name][0]) else tensors[0]
-                others[name] = _wide(other)
-        result = func(*args, **kwargs)
-        if not isinstance(result, (Tensor, tuple, list)):
-            return result  # a question about the tensor, not a use of it
-        for name in touched:
-            now, r = self._open[name]
-            if name in others:
-                self._open[name] = (result, others[name] if r is None else r + others[name].view_as(r))
-            elif r is not None and not (isinstance(result, Tensor) and _same(result, now)):
-                self.found[name] = r
-                del self._open[name]
-                self._done()
-        return result
-
-
-class _Hooks:
-    """Hooks on modules, removed at the end."""
-
-    def __init__(self) -> None:
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> _Hooks:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def before(self, layer: Layer, see: Callable[[Layer, Tensor], None]) -> None:
-        """Call `see(layer, input)` when the layer is about to run."""
-        self._handles.append(
-            layer.module.register_forward_pre_hook(
-                lambda module, args, kwargs: see(layer, args[0] if args else kwargs["input"]), with_kwargs=True
-            )
-        )
-
-    def after(self, layer: Layer, see: Callable[[Layer, Tensor], None]) -> None:
-        """Call `see(layer, output)` when the layer has run."""
-        self._handles.append(layer.module.register_forward_hook(lambda module, args, output: see(layer, output)))
-
-
-class _Tape:
-    """What the recorders write on: the first block's inputs and every block's calls."""
-
-    def __init__(self, names: list[str]) -> None:
-        self.hidden: list[Tensor] = []
-        self.calls: dict[str, list[Call]] = {name: [] for name in names}
-        self.probe: nn.Module | None = None
-        self._names = names
-        self._extra: tuple[Any, ...] | None = None  # what a block returns beside hidden states; None if no tuple
-        self._pool: dict[tuple[Any, ...], Tensor] = {}  # arguments that are equal in all batches are kept once
-        self.begin()
-
-    def begin(self) -> None:
-        """A new batch begins."""
-        self._next = 0
-        self._current: Tensor | None = None
-        self._given: list[Tensor] = []
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # id: (tensor of this batch, what is kept for it)
-
-    def record(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Keep a block's arguments and return its input the way the block would return its output."""
-        hidden, args, named, positional = _taken_apart(args, kwargs)
-        if self.probe is not None:
-            output = self.probe(hidden, *args, **named) if positional else self.probe(hidden_states=hidden, **named)
-            self._extra = output[1:] if isinstance(output, tuple) else None
-            raise _Stop
-        name = self._names[index]
-        if index != self._next:
-            raise ModelError(f"{name} runs out of turn: nearplane needs blocks that run once each, in order.")
-        if index and not _same(hidden, self._current):
-            raise ModelError(f"The model changes hidden states before {name}: nearplane needs blocks that follow each other.")
-        if not index:
-            self.hidden.append(hidden)
-        leaf = iter(range(1_000_000))
-        keep = lambda value: self._keep(name, index, next(leaf), value)  # noqa: E731
-        self.calls[name].append(Call(args=_mapped(keep, args), kwargs=_mapped(keep, named), positional=positional))
-        self._next, self._current = index + 1, hidden
-        if self._next == len(self._names):
-            raise _Stop
-        if self._extra is None:
-            return hidden
-        extra = _mapped(lambda value: torch.zeros_like(value) if isinstance(value, Tensor) else value, self._extra)
-        _mapped(lambda value: self._given.append(value) if isinstance(value, Tensor) else None, extra)
-        return (hidden, *extra)
-
-    def check(self) -> None:
-        """Raise unless every block has run."""
-        if self._next != len(self._names):
-            raise ModelError(f"{self._names[self._next]} did not run: nearplane needs blocks that run once each, in order.")
-
-    def _keep(self, name: str, index: int, leaf: int, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if any(value is given for given in self._given):
-            raise ModelError(f"{name} is given more than hidden states by the block before it; that cannot be replayed.")
-        if id(value) not in self._kept:
-            first = self._pool.setdefault((index, leaf, value.shape, value.dtype), value)
-            self._kept[id(value)] = (value, first if first is value or torch.equal(first, value) else value)
-        return self._kept[id(value)][1]
-
-
-class _Recorder(nn.Module):
-    """Stands in for a block; has all its other attributes."""
-
-    def __init__(self, block: nn.Module, index: int, tape: _Tape) -> None:
-        super().__init__()
-        for name, value in (("block", block), ("index", index), ("tape", tape)):
-            object.__setattr__(self, name, value)  # the block is no submodule: its weights stay on disk
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "block"), name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.tape.record(self.index, args, kwargs)
-
-
-class _Stop(Exception):  # noqa: N818  (it ends a forward that has shown what it was run for)
-    """All there was to see has been seen."""
-
-
-def _stop(*_: Any) -> None:
-    raise _Stop
-
-
-def _until_stopped(run: Callable[[], Any]) -> Any:
-    """Run; None if it was stopped."""
-    try:
-        return run()
-    except _Stop:
-        return None
-
-
-def _taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...], dict[str, Any], bool]:
-    """Split a block's arguments: (hidden states, other args, other kwargs, whether they came by position)."""
-    if args:
-        return args[0], args[1:], kwargs, True
-    return kwargs["hidden_states"], (), {name: value for name, value in kwargs.items() if name != "hidden_states"}, False
-
-
-def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Apply a function to everything inside tuples, lists and dicts."""
-    if type(value) in (tuple, list):
-        return type(value)(_mapped(function, item) for item in value)
-    if type(value) is dict:
-        return {key: _mapped(function, item) for key, item in value.items()}
-    return function(value)
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are views of all of the same memory."""
-    return a is b or (a.data_ptr() == b.data_ptr() and a.numel() == b.numel() and a.dtype == b.dtype and not a.is_meta)
 
 
 def _identity(layer: Layer, x: Tensor) -> tuple[Any, ...]:
@@ -523,16 +248,5 @@ def _identity(layer: Layer, x: Tensor) -> tuple[Any, ...]:
     return (x.data_ptr(), x.shape, x.stride(), x.dtype, x._version, unfolding)
 
 
-def _wide(x: Tensor) -> Tensor:
-    """Copy to float32, or float64 if it is that."""
-    return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32, copy=True)
-
-
 def _plus(total: Tensor | None, product: Tensor) -> Tensor:
     return product.double() if total is None else total.add_(product)
-
-
-def _finite(hidden: Tensor, block: Block) -> Tensor:
-    if not torch.isfinite(hidden).all():
-        raise CalibrationError(f"{block.name} returns NaN or Inf. Check the checkpoint, or compute in a wider dtype.")
-    return hidden

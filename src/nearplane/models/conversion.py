@@ -1,0 +1,206 @@
+"""Which tensors of a checkpoint make up which parameters of a network, by transformers' own renaming rules.
+
+All that nearplane needs of transformers' loading internals is in this file: key conversion, and the initialisation of buffers
+that no checkpoint holds. Knows nothing of blocks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.initialization import guard_torch_init_functions
+
+from nearplane.errors import ModelError, NumericalError
+from nearplane.shards import ShardReader
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How parameters come out of the checkpoint: one tensor as it is, or several through a conversion (fused experts)."""
+
+    targets: list[str]
+    sources: list[tuple[str, str]] = field(default_factory=list)  # (name in the checkpoint, pattern that matched)
+    converter: WeightConverter | None = None
+
+
+class Weights:
+    """The parameters of a network on the meta device, as a checkpoint holds them.
+
+    Raises:
+        ModelError: the checkpoint lacks parameters of the network.
+    """
+
+    def __init__(self, network: PreTrainedModel, reader: ShardReader) -> None:
+        self.network, self.reader = network, reader
+        self._aliases = _aliases(network)
+        self._loads, self._unused = _plan(network, reader)
+        names = [name for name, _ in network.named_parameters(remove_duplicate=False)]
+        if missing := [name for name in names if self._find(name) is None]:
+            raise ModelError(
+                f"{reader.folder}: the checkpoint lacks {len(missing)} of the {len(names)} parameters of "
+                f"{type(network).__name__}, first {missing[0]}. Is it complete, and is config.json its own?"
+            )
+
+    def source_name(self, parameter: str) -> str:
+        """Return the name in the checkpoint of a parameter.
+
+        Raises:
+            ModelError: it is not stored as one tensor of its own.
+        """
+        load = self._find(parameter)
+        if load is None or load.converter is not None:
+            how = "not stored" if load is None else f"made of {len(load.sources)} tensors"
+            raise ModelError(f"{parameter} is {how} in the checkpoint {self.reader.folder} and has no name of its own there.")
+        return load.sources[0][0]
+
+    def names_below(self, prefix: str) -> list[str]:
+        """Return the names in the checkpoint of all that belongs to a submodule, used by it or not."""
+        loads = {id(load): load for load in self._loads.values() if any(t.startswith(prefix) for t in load.targets)}
+        unused = [name for name, target in self._unused.items() if target.startswith(prefix)]
+        return [name for load in loads.values() for name, _ in load.sources] + unused
+
+    def fill(
+        self, root: nn.Module, prefix: str, device: torch.device, dtype: torch.dtype, *, without: str | None = None
+    ) -> None:
+        """Give a copy of a part of the network its weights from disk and its computed buffers.
+
+        Args:
+            root: a copy of the submodule `prefix`, on the meta device; changed in place.
+            prefix: its name in the network with a dot behind it, "" for all of it.
+            device, dtype: of the weights; buffers keep their dtype.
+            without: prefix of what stays on the meta device.
+
+        Raises:
+            ModelError: a tensor is unreadable or of the wrong shape.
+            NumericalError: a tensor is not finite; the message names it.
+        """
+        parameters = {prefix + name: p for name, p in root.named_parameters(remove_duplicate=False)}
+        buffers = {prefix + name: b for name, b in root.named_buffers() if prefix + name in self._loads}
+        wanted = parameters | buffers
+        if without is not None:
+            wanted = {name: empty for name, empty in wanted.items() if not name.startswith(without)}
+        done: set[str] = set()
+        for name in wanted:
+            if name in done:
+                continue
+            load = self._find(name)
+            assert load is not None, name
+            for target, tensor in self._read(load).items():
+                places = [place for place in self._aliases.get(target, (target,)) if place in wanted]
+                if not places:
+                    continue
+                empty = wanted[places[0]]
+                tensor = _checked(tensor.to(device), empty, dtype if target in parameters else empty.dtype, load.sources[0][0])
+                _put(root, [place.removeprefix(prefix) for place in places], tensor)
+                done.update(places)
+        self._compute_buffers(root, prefix, device)
+
+    def _find(self, parameter: str) -> Load | None:
+        """Return how a parameter, or one tied to it, comes out of the checkpoint."""
+        return next((self._loads[name] for name in self._aliases.get(parameter, (parameter,)) if name in self._loads), None)
+
+    def _read(self, load: Load) -> dict[str, Tensor]:
+        """Read what a load needs and convert it: {parameter: tensor}."""
+        tensors = self.reader.read([name for name, _ in load.sources])
+        if load.converter is None:
+            return {load.targets[0]: tensors[load.sources[0][0]]}
+        converter = deepcopy(load.converter)
+        for name, pattern in load.sources:
+            converter.add_tensor(load.targets[0], name, pattern, lambda tensor=tensors[name]: tensor)
+        converted = converter.convert(load.targets[0], model=self.network, config=self.network.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
+
+    @torch.no_grad()
+    def _compute_buffers(self, root: nn.Module, prefix: str, device: torch.device) -> None:
+        """Compute the buffers that no checkpoint holds (rotary frequencies, masks) as from_pretrained does."""
+        for path, module in root.named_modules():
+            empty = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
+            if not empty:
+                continue
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers leaves these alone
+            for name, buffer in empty.items():
+                module._buffers[name] = torch.zeros_like(buffer, device=device)
+            with guard_torch_init_functions():
+                _owner(self.network, prefix + path)._init_weights(module)
+
+
+def _aliases(network: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return all names of each parameter that has more than one (tied embeddings): {name: names}."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return {name: tuple(group) for group in names.values() if len(group) > 1 for name in group}
+
+
+def _plan(network: PreTrainedModel, reader: ShardReader) -> tuple[dict[str, Load], dict[str, str]]:
+    """Work out how every parameter comes out of the checkpoint.
+
+    Returns:
+        {parameter or buffer: load}, and of tensors that the network has no use for {name in the checkpoint: in the network}.
+    """
+    conversions = get_model_conversion_mapping(network)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    known, base = network.state_dict(), network.base_model_prefix
+    loads: dict[str, Load] = {}
+    unused: dict[str, str] = {}
+    for name in sorted(reader.names(), key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, base, known)
+        if target not in known and name in known:
+            target, pattern = name, None
+        if target not in known:
+            unused[name] = target if target.startswith(f"{base}.") else f"{base}.{target}"
+        elif pattern is None:
+            loads[target] = Load(targets=[target], sources=[(name, name)])
+        else:
+            converter = by_pattern[pattern]
+            first, *others = converter.target_patterns
+            load = loads.setdefault(target, Load(targets=[target], converter=converter))
+            load.sources.append((name, pattern))
+            for other in (target.replace(first, pattern) for pattern in others):
+                if other not in loads:
+                    load.targets.append(other)
+                    loads[other] = load
+    return loads, unused
+
+
+def _checked(tensor: Tensor, empty: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """Cast a tensor that was read, if it is what the network expects."""
+    if tensor.shape != empty.shape:
+        raise ModelError(f"{name} gives {tuple(tensor.shape)} where config.json asks for {tuple(empty.shape)}: not its own.")
+    if not tensor.is_floating_point():
+        return tensor
+    if not torch.isfinite(tensor := tensor.to(dtype)).all():
+        raise NumericalError(f"{name} holds NaN or Inf as {dtype}. Fetch the checkpoint again.")
+    return tensor
+
+
+def _put(root: nn.Module, names: Sequence[str], tensor: Tensor) -> None:
+    """Set a parameter or buffer, under all its names."""
+    parameter = nn.Parameter(tensor, requires_grad=False)
+    for name in names:
+        path, _, last = name.rpartition(".")
+        module = root.get_submodule(path)
+        if last in module._parameters:
+            module._parameters[last] = parameter
+        else:
+            module._buffers[last] = tensor
+
+
+def _owner(network: PreTrainedModel, path: str) -> PreTrainedModel:
+    """Return the innermost model of transformers that holds a module: it knows how the module's buffers are computed."""
+    owner = network
+    for name, module in network.named_modules():
+        if isinstance(module, PreTrainedModel) and (path == name or path.startswith(f"{name}.")):
+            owner = module
+    return owner

@@ -1,0 +1,205 @@
+"""Activation streams: what enters each block of a network, found by running the network without its blocks.
+
+Knows how blocks are called; not what is measured on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nearplane.errors import CalibrationError, ModelError
+from nearplane.models.stream import Block, Model
+from nearplane.models.watch import Stop, same, stop, until_stopped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """How the network calls a block for one batch, apart from the hidden states."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    positional: bool  # whether the hidden states are the first argument, or `hidden_states=`
+
+
+class Stream:
+    """Hidden states on their way through the network, batch by batch: (windows, seqlen, hidden) each.
+
+    Attributes:
+        quantized: inputs of the next block in the quantized network.
+        original: the same in the original one; None if only one stream runs. Before the first block both are the same tensors.
+        calls: {block name: its other arguments, by batch}.
+        ahead: whether `original` has passed the block that `quantized` still stands before.
+    """
+
+    def __init__(self, hidden: list[Tensor], calls: dict[str, list[Call]], *, two_streams: bool) -> None:
+        self.quantized = hidden
+        self.original = list(hidden) if two_streams else None
+        self.calls, self.ahead = calls, False
+        self.sizes = [len(x) for x in hidden]  # windows of each batch
+
+    def forward(self, block: Block, module: nn.Module, batch: int, hidden: Tensor) -> Tensor:
+        """Run a copy of a block on one batch and return the hidden states that come out."""
+        call = self.calls[block.name][batch]
+        hidden = hidden.clone()  # a block may work in place
+        if call.positional:
+            output = module(hidden, *call.args, **call.kwargs)
+        else:
+            output = module(hidden_states=hidden, **call.kwargs)
+        return output[0] if isinstance(output, tuple) else output
+
+    @torch.no_grad()
+    def advance(self, block: Block) -> None:
+        """Move both streams past a block; each batch of the old hidden states is freed as the new one is there.
+
+        Raises:
+            CalibrationError: what comes out is not finite.
+        """
+        for batch in range(len(self.sizes)):
+            self.quantized[batch] = finite(self.forward(block, block.quantized, batch, self.quantized[batch]), block)
+            if self.original is not None and not self.ahead:
+                self.original[batch] = finite(self.forward(block, block.original, batch, self.original[batch]), block)
+        self.ahead = False
+        del self.calls[block.name]
+
+
+@torch.no_grad()
+def skeleton(
+    model: Model, tokens: Tensor, *, device: torch.device | str, dtype: torch.dtype, batch: int = 8, two_streams: bool = True
+) -> Stream:
+    """Run the network without its blocks: learn the inputs of the first one and the other arguments of all.
+
+    Every block is replaced by a recorder that returns its input, so embeddings, masks and rotary tables are computed as the
+    model does; they are in memory only for this.
+
+    Args:
+        model: whose blocks are to be calibrated.
+        tokens: (windows, seqlen) int64.
+        device, dtype: where and in what to compute; hidden states stay there.
+        batch: windows at a time.
+        two_streams: keep hidden states of the original network beside those of the quantized one.
+
+    Raises:
+        ModelError: the blocks do not run one after the other, each on what the one before returned.
+    """
+    place = torch.device(device)
+    tape = _Tape([block.name for block in model.blocks])
+    recorders = [_Recorder(block.empty, index, tape) for index, block in enumerate(model.blocks)]
+    network = model.around(recorders, place, dtype)
+    if (head := network.get_output_embeddings()) is not None:
+        head.register_forward_pre_hook(stop)
+    with model.blocks[0].on(place, dtype, original=False) as first:
+        tape.probe = first.quantized
+        until_stopped(lambda: network(tokens[:1].to(place), use_cache=False))
+        tape.probe = None
+    for part in tokens.split(batch):
+        tape.begin()
+        until_stopped(lambda part=part: network(part.to(place), use_cache=False))
+        tape.check()
+    return Stream(tape.hidden, tape.calls, two_streams=two_streams)
+
+
+class _Tape:
+    """What the recorders write on: the first block's inputs and every block's calls."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.hidden: list[Tensor] = []
+        self.calls: dict[str, list[Call]] = {name: [] for name in names}
+        self.probe: nn.Module | None = None
+        self._names = names
+        self._extra: tuple[Any, ...] | None = None  # what a block returns beside hidden states; None if no tuple
+        self._pool: dict[tuple[Any, ...], Tensor] = {}  # arguments that are equal in all batches are kept once
+        self.begin()
+
+    def begin(self) -> None:
+        """A new batch begins."""
+        self._next = 0
+        self._current: Tensor | None = None
+        self._given: list[Tensor] = []
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # id: (tensor of this batch, what is kept for it)
+
+    def record(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Keep a block's arguments and return its input the way the block would return its output."""
+        hidden, args, named, positional = _taken_apart(args, kwargs)
+        if self.probe is not None:
+            output = self.probe(hidden, *args, **named) if positional else self.probe(hidden_states=hidden, **named)
+            self._extra = output[1:] if isinstance(output, tuple) else None
+            raise Stop
+        name = self._names[index]
+        if index != self._next:
+            raise ModelError(f"{name} runs out of turn: nearplane needs blocks that run once each, in order.")
+        if index and not same(hidden, self._current):
+            raise ModelError(f"The model changes hidden states before {name}: nearplane needs blocks that follow each other.")
+        if not index:
+            self.hidden.append(hidden)
+        leaf = count()
+
+        def keep(value: Any) -> Any:
+            return self._keep(name, index, next(leaf), value)
+
+        self.calls[name].append(Call(args=_mapped(keep, args), kwargs=_mapped(keep, named), positional=positional))
+        self._next, self._current = index + 1, hidden
+        if self._next == len(self._names):
+            raise Stop
+        if self._extra is None:
+            return hidden
+        extra = _mapped(lambda value: torch.zeros_like(value) if isinstance(value, Tensor) else value, self._extra)
+        _mapped(lambda value: self._given.append(value) if isinstance(value, Tensor) else None, extra)
+        return (hidden, *extra)
+
+    def check(self) -> None:
+        """Raise unless every block has run."""
+        if self._next != len(self._names):
+            raise ModelError(f"{self._names[self._next]} did not run: nearplane needs blocks that run once each, in order.")
+
+    def _keep(self, name: str, index: int, leaf: int, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if any(value is given for given in self._given):
+            raise ModelError(f"{name} is given more than hidden states by the block before it; that cannot be replayed.")
+        if id(value) not in self._kept:
+            first = self._pool.setdefault((index, leaf, value.shape, value.dtype), value)
+            self._kept[id(value)] = (value, first if first is value or torch.equal(first, value) else value)
+        return self._kept[id(value)][1]
+
+
+class _Recorder(nn.Module):
+    """Stands in for a block; has all its other attributes."""
+
+    def __init__(self, block: nn.Module, index: int, tape: _Tape) -> None:
+        super().__init__()
+        for name, value in (("block", block), ("index", index), ("tape", tape)):
+            object.__setattr__(self, name, value)  # the block is no submodule: its weights stay on disk
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "block"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.tape.record(self.index, args, kwargs)
+
+
+def _taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...], dict[str, Any], bool]:
+    """Split a block's arguments: (hidden states, other args, other kwargs, whether they came by position)."""
+    if args:
+        return args[0], args[1:], kwargs, True
+    return kwargs["hidden_states"], (), {name: value for name, value in kwargs.items() if name != "hidden_states"}, False
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply a function to everything inside tuples, lists and dicts."""
+    if type(value) in (tuple, list):
+        return type(value)(_mapped(function, item) for item in value)
+    if type(value) is dict:
+        return {key: _mapped(function, item) for key, item in value.items()}
+    return function(value)
+
+
+def finite(hidden: Tensor, block: Block) -> Tensor:
+    if not torch.isfinite(hidden).all():
+        raise CalibrationError(f"{block.name} returns NaN or Inf. Check the checkpoint, or compute in a wider dtype.")
+    return hidden

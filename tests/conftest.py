@@ -1,0 +1,23 @@
+"""Settings of hypothesis, and a seeded generator. No default dtype is set and no global seed is touched."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "default", max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile(
+    "nightly", max_examples=500, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    """Return a generator that every test starts from the same seed."""
+    return torch.Generator().manual_seed(0)

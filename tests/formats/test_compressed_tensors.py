@@ -1,0 +1,276 @@
+"""compressed-tensors, judged by the readers that will meet it: transformers and compressed-tensors themselves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, LlamaForCausalLM
+
+from checkpoints import random_matrix, write_folder
+from nearplane.coding.pack import pack
+from nearplane.errors import FormatError, RecipeError
+from nearplane.formats import compressed_tensors as layout
+from nearplane.formats.folder import read_dense
+from nearplane.formats.integers import Integers
+
+IDS = torch.arange(48)[None] % 64
+
+
+def config(bits: int = 4, group_size: int | None = 32, symmetric: bool = True, **changes: Any) -> dict[str, Any]:
+    made = layout.quantization_config(
+        bits=bits,
+        group_size=group_size,
+        symmetric=symmetric,
+        order="pivoted",
+        static_groups=True,
+        damp="auto",
+        ignore=["lm_head"],
+        quantized=["a"],
+        version="0",
+    )
+    return json.loads(json.dumps(made | changes))  # as a reader gets it
+
+
+def check(**changes: Any) -> None:
+    case = {"bits": 4, "group_size": 32, "symmetric": True, "permuted": False, "shape": (64, 352), "kind": "Linear"}
+    layout.check("model.layers.3.mlp.up_proj", **(case | changes))
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_what_is_packed_reads_back_exactly(data: st.DataObject) -> None:
+    bits = data.draw(st.integers(2, 8))
+    group_size, columns = data.draw(
+        st.sampled_from([(32, 96), (128, 256), (8, 24), (None, 172), (None, 33), (None, 1)])
+    )
+    dtype = data.draw(st.sampled_from([torch.float16, torch.bfloat16, torch.float32]))
+    out = data.draw(st.integers(1, 9))
+    matrix = random_matrix(out, columns, bits=bits, group_size=group_size, symmetric=True, dtype=dtype)
+    tensors = layout.pack_layer("a", matrix, dtype)
+    back = layout.unpack_layer("a", tensors, config(bits, group_size))
+    assert tensors["a.weight_scale"].dtype == dtype
+    assert torch.equal(back.codes, matrix.codes)
+    assert torch.equal(back.grid.scale, matrix.grid.scale)
+    assert torch.equal(back.grid.zero, matrix.grid.zero)
+    assert torch.equal(back.grid.group, matrix.grid.group)
+    assert torch.equal(back.decode(), matrix.decode())
+    assert (back.grid.low, back.grid.high) == (matrix.grid.low, matrix.grid.high)
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_bytes_are_those_of_compressed_tensors_itself(bits: int) -> None:
+    matrix = random_matrix(3, 96, bits=bits, group_size=32, symmetric=True)
+    tensors = layout.pack_layer("a", matrix, torch.float16)
+    assert torch.equal(tensors["a.weight_packed"], pack_to_int32(matrix.codes.to(torch.int8), bits))
+    assert torch.equal(tensors["a.weight_shape"], torch.tensor([3, 96]))
+
+
+def test_one_row_of_steps_is_stored_for_every_output() -> None:
+    """A grid may share its steps among rows; the format cannot."""
+    matrix = random_matrix(5, 64, bits=4, group_size=32, symmetric=True)
+    shared = replace(matrix, grid=replace(matrix.grid, scale=matrix.grid.scale[:1], zero=matrix.grid.zero[:1]))
+    tensors = layout.pack_layer("a", shared, torch.float16)
+    assert tensors["a.weight_scale"].shape == (5, 2)
+    assert torch.equal(layout.unpack_layer("a", tensors, config()).decode(), shared.decode())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("bits", "group_size"), [(2, 32), (3, 32), (3, None), (4, 32), (4, None), (5, 32), (6, None), (7, 32), (8, 32)]
+)
+def test_from_pretrained_gives_exactly_the_logits_of_the_decoded_weights(
+    tmp_path: Path, source: Callable[..., Path], dtype: torch.dtype, bits: int, group_size: int | None
+) -> None:
+    """The whole point of the format: no package of ours is needed, and nothing is lost on the way."""
+    folder = source(dtype)
+    write_folder(tmp_path / "out", folder, "compressed-tensors", bits=bits, group_size=group_size)
+    assert_loads_as_decoded(tmp_path / "out", folder, dtype)
+
+
+def test_groups_of_128_and_ignored_layers_load_too(tmp_path: Path, source: Callable[..., Path]) -> None:
+    ignored = ("lm_head", "model.layers.1.mlp.down_proj", "model.layers.0.mlp.down_proj")
+    folder = source(torch.bfloat16)
+    matrices = write_folder(tmp_path / "out", folder, "compressed-tensors", bits=4, group_size=128, ignore=ignored)
+    assert not set(ignored) & matrices.keys()
+    assert_loads_as_decoded(tmp_path / "out", folder, torch.bfloat16)
+
+
+def assert_loads_as_decoded(out: Path, folder: Path, dtype: torch.dtype, **options: Any) -> None:
+    reference = LlamaForCausalLM.from_pretrained(folder).eval()
+    untouched = reference(IDS).logits
+    reference.load_state_dict({name: tensor.to(dtype) for name, tensor in read_dense(out)})
+    loaded = AutoModelForCausalLM.from_pretrained(out, **options)
+    assert loaded.dtype == dtype
+    with torch.no_grad():
+        expected, found = reference(IDS).logits, loaded(IDS).logits
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, untouched)
+
+
+def with_zero_points(name: str, matrix: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """What compressed-tensors itself writes for an asymmetric layer."""
+    stored = Integers.of(name, matrix, dtype)
+    return {
+        f"{name}.weight_packed": pack(stored.codes, stored.bits),
+        f"{name}.weight_scale": stored.scale.contiguous(),
+        f"{name}.weight_shape": torch.tensor(matrix.codes.shape),
+        f"{name}.weight_zero_point": pack(stored.zeros.T, stored.bits).T.contiguous(),
+    }
+
+
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (3, None)])
+def test_asymmetric_files_are_read_and_the_reason_not_to_write_them_holds(
+    tmp_path: Path, source: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, bits: int, group_size: int | None
+) -> None:
+    """The plain load fails on the shape of zero-points; the dequantizing load agrees with our reading of them."""
+    monkeypatch.setattr(layout, "check", lambda *args, **options: None)
+    monkeypatch.setattr(layout, "pack_layer", with_zero_points)
+    folder, out = source(torch.bfloat16), tmp_path / "out"
+    write_folder(out, folder, "compressed-tensors", bits=bits, group_size=group_size, symmetric=False)
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        AutoModelForCausalLM.from_pretrained(out)
+    dequantize = CompressedTensorsConfig(dequantize=True)
+    assert_loads_as_decoded(out, folder, torch.bfloat16, quantization_config=dequantize)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "way_out"),
+    [
+        ({"symmetric": False}, "transformers 5.23.0", "--format gptq_v2"),
+        ({"kind": "Conv1D"}, "is a Conv1D", "--format gptq "),
+        ({"kind": "Conv2d"}, "is a Conv2d", "--ignore"),
+        ({"permuted": True}, "actorder=group", "--groups static"),
+        ({"bits": 9}, "9 bits", "2 to 8"),
+        ({"bits": 1}, "1 bits", "2 to 8"),
+        ({"group_size": 128}, "352 inputs", "--group-size"),
+    ],
+)
+def test_what_readers_refuse_is_refused_before_any_work(changes: dict[str, Any], reason: str, way_out: str) -> None:
+    with pytest.raises(RecipeError) as refusal:
+        check(**changes)
+    assert "model.layers.3.mlp.up_proj" in str(refusal.value)
+    assert reason in str(refusal.value)
+    assert way_out in str(refusal.value)
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_what_readers_take_passes(bits: int) -> None:
+    check(bits=bits)
+    check(bits=bits, group_size=None, shape=(65, 173))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float32),
+    ],
+)
+def test_scales_have_the_dtype_of_the_model(dtype: torch.dtype, expected: torch.dtype) -> None:
+    assert layout.scale_dtype(dtype) == expected
+
+
+def test_integers_outside_their_range_are_never_packed() -> None:
+    matrix = random_matrix(4, 64, bits=4, group_size=32, symmetric=True)
+    for codes in (matrix.codes + 1, matrix.codes - 1):
+        with pytest.raises(FormatError, match=r"a: codes from .* -8 to 7 expected"):
+            layout.pack_layer("a", replace(matrix, codes=codes), torch.float16)
+    for low, high in ((-8, 8), (None, None), (0, 14), (-256, 255)):
+        with pytest.raises(FormatError, match=f"from {low} to {high}"):
+            layout.pack_layer("a", replace(matrix, grid=replace(matrix.grid, low=low, high=high)), torch.float16)
+    shifted = replace(matrix, grid=replace(matrix.grid, zero=matrix.grid.zero + 1))
+    with pytest.raises(FormatError, match="symmetric grid has zeros of 0"):
+        layout.pack_layer("a", shifted, torch.float16)
+    asymmetric = random_matrix(4, 64, bits=4, group_size=32, symmetric=False)
+    with pytest.raises(FormatError, match="asymmetric"):
+        layout.pack_layer("a", asymmetric, torch.float16)
+
+
+@pytest.mark.parametrize("scale", [1 + 2**-12, 1e6, float("nan"), float("inf"), 2**-26])
+def test_scales_are_never_rounded(scale: float) -> None:
+    """The solver rounded them before the solve: a scale that is not exact here would decode to other weights."""
+    matrix = random_matrix(4, 64, bits=4, group_size=32, symmetric=True)
+    matrix.grid.scale[2, 1] = scale
+    with pytest.raises(FormatError, match=r"a: a scale is not exact in torch\.float16"):
+        layout.pack_layer("a", matrix, torch.float16)
+
+
+@pytest.mark.parametrize("bits", [3, 5, 6, 7])
+def test_words_padded_as_in_older_versions_are_refused(bits: int) -> None:
+    """Before dense packing a word held 32 // bits codes: the same tensors, read densely, would be other weights."""
+    tensors = layout.pack_layer("a", random_matrix(2, 64, bits=bits, group_size=32, symmetric=True), torch.float16)
+    tensors["a.weight_packed"] = torch.zeros(2, -(-64 // (32 // bits)), dtype=torch.int32)
+    with pytest.raises(FormatError, match="padded to whole words"):
+        layout.unpack_layer("a", tensors, config(bits))
+
+
+def test_groups_by_g_idx_are_read() -> None:
+    """Older writers store act-order groups so; the group of a column is what `weight_g_idx` says."""
+    matrix = random_matrix(4, 64, bits=4, group_size=16, symmetric=True, permuted=True)
+    tensors = layout.pack_layer("a", matrix, torch.float16)
+    tensors["a.weight_g_idx"] = matrix.grid.group.to(torch.int32)
+    back = layout.unpack_layer("a", tensors, config(4, 16))
+    assert torch.equal(back.decode(), matrix.decode())
+    tensors["a.weight_g_idx"][0] = 4
+    with pytest.raises(FormatError, match="outside 0 to 3"):
+        layout.unpack_layer("a", tensors, config(4, 16))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"a.weight_scale": torch.ones(4, 3, dtype=torch.float16)},
+        {"a.weight_scale": torch.ones(4, 2, dtype=torch.float64)},
+        {"a.weight_packed": torch.zeros(4, 9, dtype=torch.int32)},
+        {"a.weight_packed": torch.zeros(4, 8, dtype=torch.int64)},
+        {"a.weight_shape": torch.tensor([4, 65])},
+        {"a.weight_shape": None},
+        {"a.weight_scale": None},
+    ],
+)
+def test_damaged_tensors_are_named(damage: dict[str, torch.Tensor | None]) -> None:
+    tensors = layout.pack_layer("a", random_matrix(4, 64, bits=4, group_size=32, symmetric=True), torch.float16)
+    tensors = {name: tensor for name, tensor in (tensors | damage).items() if tensor is not None}
+    with pytest.raises(FormatError, match=r"a\.weight_\w+ is"):
+        layout.unpack_layer("a", tensors, config())
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("format", "mixed-precision"),
+        ("quantization_status", "frozen"),
+        ("kv_cache_scheme", {"num_bits": 8}),
+        ("input_activations", {"num_bits": 8}),
+        ("strategy", "block"),
+        ("type", "float"),
+        ("num_bits", 1),
+    ],
+)
+def test_schemes_not_understood_are_refused_by_name(option: str, value: object) -> None:
+    tensors = layout.pack_layer("a", random_matrix(4, 64, bits=4, group_size=32, symmetric=True), torch.float16)
+    broken = config()
+    scheme = broken["config_groups"]["group_0"]
+    for place in (broken, scheme, scheme["weights"]):
+        if option in place:
+            place[option] = value
+            break
+    with pytest.raises(FormatError, match=option):
+        layout.unpack_layer("a", tensors, broken)
+
+
+def test_several_schemes_are_refused() -> None:
+    groups = config()["config_groups"]
+    with pytest.raises(FormatError, match="2 schemes"):
+        layout.unpack_layer("a", {}, config(config_groups=groups | {"group_1": groups["group_0"]}))

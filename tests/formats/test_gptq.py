@@ -1,0 +1,259 @@
+"""GPTQ, versions 1 and 2. gptqmodel needs an environment of its own: benchmarks/peers/check_gptqmodel.py asks it."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkpoints import random_matrix
+from nearplane.errors import FormatError, RecipeError
+from nearplane.formats.gptq import GPTQ, V1, V2
+
+BLOCK = "model.layers.3.mlp"
+
+
+def config(layout: GPTQ, bits: int = 4, group_size: int | None = 32, **changes: Any) -> dict[str, Any]:
+    settings = {
+        "bits": bits,
+        "group_size": group_size,
+        "symmetric": True,
+        "order": "natural",
+        "static_groups": True,
+        "damp": 0.01,
+        "ignore": ["lm_head"],
+        "quantized": [f"{BLOCK}.up_proj"],
+        "version": "0",
+    }
+    return json.loads(json.dumps(layout.quantization_config(**(settings | changes))))
+
+
+def field(words: torch.Tensor, bits: int, i: int) -> int:
+    """Code `i` of the stream of a 1-D tensor of words, in Python integers."""
+    stream = sum((word & 0xFFFFFFFF) << (32 * r) for r, word in enumerate(words.tolist()))
+    return (stream >> (bits * i)) & (2**bits - 1)
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_what_is_packed_reads_back_exactly(data: st.DataObject) -> None:
+    layout, symmetric = data.draw(st.sampled_from([(V1, True), (V2, True), (V2, False)]))
+    bits, group_size = data.draw(st.sampled_from([2, 3, 4, 8])), data.draw(st.sampled_from([32, 64, None]))
+    permuted = data.draw(st.booleans()) and group_size is not None
+    matrix = random_matrix(32, 192, bits=bits, group_size=group_size, symmetric=symmetric, permuted=permuted)
+    tensors = layout.pack_layer("a", matrix, torch.float16)
+    order = {"order": "activation", "static_groups": not permuted}
+    back = layout.unpack_layer("a", tensors, config(layout, bits, group_size, symmetric=symmetric, **order))
+    assert torch.equal(back.codes, matrix.codes)
+    assert torch.equal(back.grid.scale, matrix.grid.scale)
+    assert torch.equal(back.grid.zero, matrix.grid.zero)
+    assert torch.equal(back.grid.group, matrix.grid.group)
+    assert torch.equal(back.decode(), matrix.decode())
+    assert (back.grid.low, back.grid.high) == (matrix.grid.low, matrix.grid.high)
+
+
+@pytest.mark.parametrize(
+    ("layout", "bits", "word"),
+    [
+        (V1, 2, "55555555"),
+        (V1, 4, "77777777"),
+        (V1, 8, "7F7F7F7F"),
+        (V2, 2, "AAAAAAAA"),
+        (V2, 4, "88888888"),
+        (V2, 8, "80808080"),
+    ],
+)
+def test_symmetric_zeros_are_the_words_that_readers_know(layout: GPTQ, bits: int, word: str) -> None:
+    tensors = layout.pack_layer("a", random_matrix(32, 64, bits=bits, group_size=32, symmetric=True), torch.float16)
+    assert {f"{w & 0xFFFFFFFF:08X}" for w in tensors["a.qzeros"].flatten().tolist()} == {word}
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"), [(V1, ["DB6DB6DB", "B6DB6DB6", "6DB6DB6D"]), (V2, ["24924924", "49249249", "92492492"])]
+)
+def test_three_bit_zeros_straddle_words(layout: GPTQ, words: list[str]) -> None:
+    """Thirty-two threes (version 1) or fours (version 2) of three bits in three words."""
+    tensors = layout.pack_layer("a", random_matrix(32, 64, bits=3, group_size=None, symmetric=True), torch.float16)
+    assert [f"{w & 0xFFFFFFFF:08X}" for w in tensors["a.qzeros"][0].tolist()] == words
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_every_field_is_where_the_format_says(bits: int) -> None:
+    """Codes run along the inputs of `qweight`, zeros along the outputs of `qzeros`, scales are (groups, out)."""
+    matrix = random_matrix(32, 96, bits=bits, group_size=32, symmetric=False)
+    tensors = V2.pack_layer("a", matrix, torch.float16)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    assert shapes == {"a.qweight": (3 * bits, 32), "a.qzeros": (3, bits), "a.scales": (3, 32), "a.g_idx": (96,)}
+    for n, k in ((0, 0), (31, 95), (5, 10), (7, 21), (1, 63)):
+        assert field(tensors["a.qweight"][:, n], bits, k) == matrix.codes[n, k]
+        assert field(tensors["a.qzeros"][k // 32], bits, n) == matrix.grid.zero[n, k // 32]
+        assert tensors["a.scales"][k // 32, n] == matrix.grid.scale[n, k // 32]
+    assert torch.equal(tensors["a.g_idx"], (torch.arange(96) // 32).to(torch.int32))
+
+
+def test_config_says_what_readers_ask() -> None:
+    made = config(V1, 4, None)
+    assert made["quant_method"] == "gptq"
+    assert made["checkpoint_format"] == made["format"] == "gptq"
+    assert (made["bits"], made["group_size"], made["sym"], made["desc_act"]) == (4, -1, True, False)
+    assert "dynamic" not in made
+    assert made["meta"]["quantizer"] == ["nearplane:0"]  # never another producer's name
+    assert config(V2)["checkpoint_format"] == "gptq_v2"
+
+
+@pytest.mark.parametrize(
+    ("order", "static", "group_size", "expected"),
+    [
+        ("activation", False, 32, True),
+        ("activation", True, 32, False),
+        ("natural", False, 32, False),
+        ("pivoted", False, None, False),
+    ],
+)
+def test_desc_act_is_true_only_where_groups_are_permuted(
+    order: str, static: bool, group_size: int | None, expected: bool
+) -> None:
+    """Readers that see it take slower kernels, or refuse."""
+    assert config(V2, 4, group_size, order=order, static_groups=static)["desc_act"] is expected
+
+
+def test_ignored_layers_of_the_blocks_are_named_to_every_reader() -> None:
+    quantized, ignored = [f"{BLOCK}.up_proj", f"{BLOCK}.down_proj"], ["lm_head", f"{BLOCK}.gate_proj"]
+    made = config(V1, quantized=quantized, ignore=ignored)
+    assert list(made["dynamic"]) == [r"-:^model\.layers\.3\.mlp\.gate_proj$"]
+    pattern = next(iter(made["dynamic"])).removeprefix("-:")
+    assert re.match(pattern, f"{BLOCK}.gate_proj")
+    assert not re.match(pattern, f"{BLOCK}.gate_proj_2")
+    assert made["modules_in_block_to_quantize"] == [quantized]
+
+
+def check(layout: GPTQ, **changes: Any) -> None:
+    case = {"bits": 4, "group_size": 32, "symmetric": True, "permuted": False, "shape": (64, 352), "kind": "Linear"}
+    layout.check(f"{BLOCK}.up_proj", **(case | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "way_out"),
+    [
+        ({"kind": "Conv2d"}, "is a Conv2d", "--ignore"),
+        ({"bits": 5}, "5 bits", "--format compressed-tensors"),
+        ({"bits": 6}, "6 bits", "--format compressed-tensors"),
+        ({"bits": 7}, "7 bits", "--format compressed-tensors"),
+        ({"symmetric": False}, "ambiguous", "--format gptq_v2"),
+        ({"group_size": 128}, "352 inputs", "--group-size"),
+        ({"group_size": 8}, "groups of 8", "16, 32"),
+        ({"shape": (64, 172), "group_size": None}, "172 inputs", "--format compressed-tensors"),
+        ({"shape": (60, 352)}, "60 outputs", "--format compressed-tensors"),
+        ({"shape": (48, 352), "bits": 3}, "48 outputs", "multiple of 32"),
+    ],
+)
+def test_what_readers_refuse_is_refused_before_any_work(changes: dict[str, Any], reason: str, way_out: str) -> None:
+    with pytest.raises(RecipeError) as refusal:
+        check(V1, **changes)
+    assert f"{BLOCK}.up_proj" in str(refusal.value)
+    assert reason in str(refusal.value)
+    assert way_out in str(refusal.value)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("kind", ["Linear", "Conv1D"])
+def test_what_readers_take_passes(bits: int, kind: str) -> None:
+    check(V1, bits=bits, kind=kind)
+    check(V1, bits=bits, kind=kind, permuted=True)
+    check(V2, bits=bits, kind=kind, symmetric=False, group_size=None)
+
+
+def test_scales_are_half_precision_in_every_model() -> None:
+    assert {V1.scale_dtype(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)} == {torch.float16}
+
+
+def test_integers_outside_their_range_are_never_packed() -> None:
+    matrix = random_matrix(32, 64, bits=4, group_size=32, symmetric=False)
+    for codes in (matrix.codes + 1, matrix.codes - 1):
+        with pytest.raises(FormatError, match=r"a: codes from .* 0 to 15 expected"):
+            V2.pack_layer("a", replace(matrix, codes=codes), torch.float16)
+    for zero, found in (
+        (16.0, "zeros from"),
+        (-1.0, "zeros from"),
+        (3.5, "whole numbers"),
+        (float("nan"), "zeros from"),
+    ):
+        grid = replace(matrix.grid, zero=torch.full_like(matrix.grid.zero, zero))
+        with pytest.raises(FormatError, match=f"a: {found}|a: zeros must be whole numbers"):
+            V2.pack_layer("a", replace(matrix, grid=grid), torch.float16)
+    finer = replace(matrix.grid, scale=matrix.grid.scale * (1 + 2**-12))
+    with pytest.raises(FormatError, match="a scale is not exact"):
+        V2.pack_layer("a", replace(matrix, grid=finer), torch.float16)
+    with pytest.raises(FormatError, match="asymmetric"):
+        V1.pack_layer("a", matrix, torch.float16)
+    with pytest.raises(FormatError, match="5 bits"):
+        V1.pack_layer("a", random_matrix(32, 64, bits=5, group_size=32, symmetric=True), torch.float16)
+
+
+def test_every_zero_from_0_to_the_largest_code_survives_version_2() -> None:
+    matrix = random_matrix(32, 32, bits=4, group_size=32, symmetric=False)
+    matrix.grid.zero[:, 0] = torch.arange(32) % 16
+    tensors = V2.pack_layer("a", matrix, torch.float16)
+    assert torch.equal(V2.unpack_layer("a", tensors, config(V2, symmetric=False)).grid.zero, matrix.grid.zero)
+
+
+def test_version_1_with_an_ambiguous_zero_is_refused_not_misread() -> None:
+    """15 stored means 0 to who masks and 16 to who does not; where whole words were subtracted, neighbours are off."""
+    matrix = random_matrix(32, 32, bits=4, group_size=32, symmetric=False)
+    matrix.grid.zero.fill_(5)
+    tensors = V2.pack_layer("a", matrix, torch.float16)
+    tensors["a.qzeros"] -= 0x11111111  # as gptqmodel does
+    asymmetric = config(V1, symmetric=False)
+    assert torch.equal(V1.unpack_layer("a", tensors, asymmetric).decode(), matrix.decode())
+    matrix.grid.zero[3] = 0
+    tensors = V2.pack_layer("a", matrix, torch.float16)
+    tensors["a.qzeros"] -= 0x11111111
+    with pytest.raises(FormatError, match="zero of 0 and others for 16"):
+        V1.unpack_layer("a", tensors, asymmetric)
+
+
+def test_permuted_groups_without_desc_act_are_refused() -> None:
+    """Half of the readers would ignore `g_idx` then."""
+    matrix = random_matrix(32, 64, bits=4, group_size=32, symmetric=True, permuted=True)
+    tensors = V1.pack_layer("a", matrix, torch.float16)
+    with pytest.raises(FormatError, match="desc_act is false"):
+        V1.unpack_layer("a", tensors, config(V1))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"a.scales": torch.ones(3, 32, dtype=torch.float16)},
+        {"a.qzeros": torch.zeros(2, 5, dtype=torch.int32)},
+        {"a.qweight": torch.zeros(7, 32, dtype=torch.int32)},
+        {"a.qweight": torch.zeros(8, dtype=torch.int32)},
+        {"a.g_idx": torch.zeros(64)},
+        {"a.g_idx": None},
+        {"a.qzeros": None},
+    ],
+)
+def test_damaged_tensors_are_named(damage: dict[str, torch.Tensor | None]) -> None:
+    tensors = V1.pack_layer("a", random_matrix(32, 64, bits=4, group_size=32, symmetric=True), torch.float16)
+    tensors = {name: tensor for name, tensor in (tensors | damage).items() if tensor is not None}
+    with pytest.raises(FormatError, match=r"a\.(scales|qzeros|qweight|g_idx) is"):
+        V1.unpack_layer("a", tensors, config(V1))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"bits": 5},
+        {"pack_dtype": "int16"},
+        {"rotation": "hadamard"},
+        {"dynamic": {"+:.*up_proj": {"bits": 8}}},
+    ],
+)
+def test_options_not_understood_are_refused_by_name(changes: dict[str, Any]) -> None:
+    with pytest.raises(FormatError, match=f"GPTQ: {next(iter(changes))}"):
+        V1.unpack_layer("a", {}, config(V1) | changes)

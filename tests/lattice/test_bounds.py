@@ -1,0 +1,199 @@
+"""The certificate: identities, and the theorems it quotes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nearplane.lattice.bounds import Certificate, certify, quadratic
+from nearplane.lattice.factor import Factor, factorize
+from nearplane.lattice.grid import Grid, QuantizedMatrix
+from nearplane.lattice.solve import nearest_plane
+from oracles import closest_vector, run
+from strategies import ORDERS, UNCLIPPED, Problem, problem, problems
+
+
+def close(actual: float, expected: float) -> bool:
+    """Whether two numbers agree to 1e-12."""
+    return abs(actual - expected) <= 1e-12 * abs(expected)
+
+
+def solved(p: Problem, order: str) -> tuple[Factor, QuantizedMatrix, Certificate]:
+    factor = p.factor(order)
+    matrix = nearest_plane(p.W, p.grid, factor)
+    return factor, matrix, certify(p.W, p.W, matrix, p.H, factor)
+
+
+@given(problems(), st.sampled_from(ORDERS))
+def test_the_damped_loss_is_the_sum_of_the_planes_distances(p: Problem, order: str) -> None:
+    """`sum_j d_j ||t_j - v_j||^2`, t_j being the current weights of GPTQ, on every grid, clipped or not."""
+    factor, matrix, certificate = solved(p, order)
+    codes, rounding = run("C25 1 relative error", p.W, p.data(factor), p.grid, factor.order)
+    assume(torch.equal(codes, matrix.codes))
+    residuals = rounding.targets.T - matrix.decode()[:, factor.order]
+    assert close(certificate.damped_loss, float((residuals.square() * factor.d).sum() / p.W.numel()))
+
+
+@given(problems(), st.sampled_from(ORDERS))
+def test_losses_are_traces_under_the_hessian(p: Problem, order: str) -> None:
+    factor, matrix, certificate = solved(p, order)
+    E = p.W - matrix.decode()
+    loss, energy = (float(torch.trace(A @ p.H @ A.T)) for A in (E, p.W))
+    assert close(certificate.damped_loss, float(torch.trace(E @ p.damped_H(factor) @ E.T)) / E.numel())
+    outputs = float((p.X @ E.T).square().sum()) / len(p.X)
+    scale = float(E.square().sum() * p.H.diagonal().sum())  # a singular Hessian may leave a loss of any smallness
+    assert abs(certificate.loss * E.numel() - loss) <= 1e-12 * scale
+    assert abs(certificate.loss * E.numel() - outputs) <= 1e-12 * scale
+    assert close(certificate.relative_loss, certificate.loss * E.numel() / energy)
+
+
+@given(problems(UNCLIPPED), st.sampled_from(ORDERS))
+def test_without_clipping_no_row_is_worse_than_the_bound(p: Problem, order: str) -> None:
+    """Babai: every residual is at most half a step, whatever the weights."""
+    factor, matrix, certificate = solved(p, order)
+    rows = quadratic(p.W - matrix.decode(), p.damped_H(factor))
+    bound = (p.grid.steps().square()[:, factor.order] * factor.d).sum(1) / 4
+    assert bool((rows <= bound * (1 + 1e-12)).all())
+    assert certificate.clipped == 0.0
+    assert certificate.clipped_rows == 0.0
+    assert certificate.damped_loss <= certificate.worst_case * (1 + 1e-12)
+
+
+@given(problems(), st.sampled_from(ORDERS))
+def test_rows_that_do_not_clip_keep_the_bound_on_any_grid(p: Problem, order: str) -> None:
+    factor, matrix, certificate = solved(p, order)
+    codes, rounding = run("C25 1 relative error", p.W, p.data(factor), p.grid, factor.order)
+    assume(torch.equal(codes, matrix.codes))
+    targets = torch.empty_like(p.W)
+    targets[:, factor.order] = rounding.targets.T
+    outside = p.grid.clipped(matrix.codes, targets)
+    assert close(certificate.clipped, float(outside.double().mean()))
+    assert close(certificate.clipped_rows, float(outside.any(1).double().mean()))
+    rows = quadratic(p.W - matrix.decode(), p.damped_H(factor))
+    live = factor.d.masked_fill(factor.dead[factor.order], factor.shift)
+    bound = (p.grid.steps().square()[:, factor.order] * live).sum(1).expand(len(p.W)) / 4
+    inside = ~outside.any(1)
+    assert bool((rows[inside] <= bound[inside] * (1 + 1e-12)).all())
+
+
+@given(problems(UNCLIPPED), st.sampled_from(ORDERS), st.integers(0, 2**32 - 1))
+def test_the_bound_is_tight_at_the_corner_of_the_cell(p: Problem, order: str, seed: int) -> None:
+    """Weights are built whose every residual is half a step less a millionth: the loss is the bound less two millionths."""
+    factor = p.factor(order)
+    g = torch.Generator().manual_seed(seed)
+    codes = torch.randint(-9, 10, p.W.shape, generator=g, dtype=torch.int32)
+    sign = torch.randint(0, 2, p.W.shape, generator=g, dtype=torch.float64) * 2 - 1
+    short = 1 - 2.0**-20
+    residuals = (sign * p.grid.steps() * short / 2)[:, factor.order]
+    E = torch.empty_like(p.W)
+    E[:, factor.order] = torch.linalg.solve_triangular(factor.U, residuals, upper=True, left=False, unitriangular=True)
+    W = p.grid.decode(codes) + E
+    matrix = nearest_plane(W, p.grid, factor)
+    assert torch.equal(matrix.codes, codes)
+    assert close(certify(W, W, matrix, p.H, factor).damped_loss, short**2 * certify(W, W, matrix, p.H, factor).worst_case)
+
+
+def test_the_bound_is_reached_exactly_where_arithmetic_is_exact() -> None:
+    """At the corner itself, a tie in every column: dyadic numbers, not one rounding error."""
+    U = torch.tensor([[1.0, 0.5, -0.25], [0.0, 1.0, 0.75], [0.0, 0.0, 1.0]], dtype=torch.float64)
+    d = torch.tensor([4.0, 1.0, 0.25], dtype=torch.float64)
+    H = U * d @ U.T
+    factor = factorize(H, damp=0.0)
+    assert torch.equal(factor.U, U)
+    step = torch.tensor([[0.5]], dtype=torch.float64)
+    grid = Grid(scale=step, zero=torch.zeros_like(step), group=torch.zeros(3, dtype=torch.int64))
+    residuals = torch.full((1, 3), 0.25, dtype=torch.float64)
+    W = residuals @ torch.linalg.inv(U)
+    certificate = certify(W, W, nearest_plane(W, grid, factor), H, factor)
+    assert certificate.damped_loss == certificate.worst_case == 0.25 / 4 * 5.25 / 3
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_mean_loss_on_gaussian_weights_is_the_expected_one(order: str, generator: torch.Generator) -> None:
+    """A third of the bound, within 5 %: with steps small against the weights every offset is as likely as any other."""
+    p = problem(columns=16, tokens=64, kind="unclipped")
+    W = 100 * torch.randn(20_000, 16, generator=generator, dtype=torch.float64)
+    factor = p.factor(order)
+    certificate = certify(W, W, nearest_plane(W, p.grid, factor), p.H, factor)
+    assert certificate.expected == pytest.approx(certificate.worst_case / 3, rel=1e-12)
+    assert certificate.damped_loss / certificate.expected == pytest.approx(1, rel=0.05)
+
+
+@given(problems(UNCLIPPED, columns=5, full_rank=True, damps=(0.1, 1.0)), st.sampled_from(ORDERS))
+def test_no_grid_point_is_nearer_than_gamma_says(p: Problem, order: str) -> None:
+    """Against all grid points that could be nearer, row by row."""
+    factor, matrix, certificate = solved(p, order)
+    H = p.damped_H(factor)
+    errors = quadratic(p.W - matrix.decode(), H)
+    worst = 1.0
+    for w, s, error in zip(p.W, p.grid.steps().expand_as(p.W), errors.tolist(), strict=True):
+        optimum = closest_vector(w, H, s, within=error)
+        assume(optimum is not None)
+        assert error <= certificate.gamma**2 * optimum * (1 + 1e-12)
+        worst = max(worst, (error / optimum) ** 0.5 if optimum else 1.0)
+    assert worst <= certificate.gamma * (1 + 1e-12)
+
+
+@given(problems(), st.sampled_from(ORDERS))
+def test_gamma_is_never_larger_than_the_seeds(p: Problem, order: str) -> None:
+    """Their factor is `sqrt(1 + max_j ...)`, with the sum over the planes that follow; ours has no 1 beside it."""
+    factor, _, certificate = solved(p, order)
+    assume(certificate.clipped_rows == 0)
+    profile = (p.grid.steps().square()[:, factor.order] * factor.d).expand_as(p.W)
+    tails = profile.flip(1).cumsum(1).flip(1)
+    assert 1.0 <= certificate.gamma <= float((1 + tails / profile).amax().sqrt())
+
+
+def test_equal_planes_give_the_square_root_of_their_number() -> None:
+    """Identity Hessian, one step: gamma^2 = in. (Round to nearest is optimal there; the theorem does not know.)"""
+    H = torch.eye(9, dtype=torch.float64)
+    step = torch.ones(1, 1, dtype=torch.float64)
+    grid = Grid(scale=step, zero=torch.zeros_like(step), group=torch.zeros(9, dtype=torch.int64))
+    W = torch.full((2, 9), 0.3, dtype=torch.float64)
+    factor = factorize(H, damp=0.0)
+    assert certify(W, W, nearest_plane(W, grid, factor), H, factor).gamma == 3.0
+
+
+def test_rows_that_clip_are_counted_and_left_out_of_gamma() -> None:
+    H = torch.eye(4, dtype=torch.float64)
+    scale = torch.tensor([[1.0, 1.0], [1.0, 100.0], [0.1, 0.1]], dtype=torch.float64)
+    grid = Grid(scale=scale, zero=torch.zeros_like(scale), group=torch.tensor([0, 0, 1, 1]), low=-4, high=3)
+    W = torch.tensor([[1, 2, 3, 3], [4, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.float64)
+    factor = factorize(H, damp=0.0)
+    certificate = certify(W, W, nearest_plane(W, grid, factor), H, factor)
+    assert (certificate.clipped, certificate.clipped_rows) == (2 / 12, 2 / 3)
+    assert certificate.gamma == 2.0
+    W[0, 0] = 9
+    assert certify(W, W, nearest_plane(W, grid, factor), H, factor).gamma == float("inf")
+
+
+@given(problems(), st.sampled_from(ORDERS))
+def test_a_matrix_on_the_grid_has_lost_nothing(p: Problem, order: str) -> None:
+    values = p.grid.round(p.W, slice(None))[1]
+    factor = p.factor(order)
+    certificate = certify(values, values, nearest_plane(values, p.grid, factor), p.H, factor)
+    assert (certificate.loss, certificate.damped_loss, certificate.relative_loss) == (0.0, 0.0, 0.0)
+    assert certificate.clipped == 0.0
+
+
+@pytest.mark.parametrize("order", ORDERS[:-1])
+def test_a_dead_input_costs_nothing_without_damping(order: str) -> None:
+    """It is factored with an arbitrary length, which must not show in the bounds."""
+    H = torch.diag(torch.tensor([1e-6, 2e-6, 0.0, 3e-6], dtype=torch.float64))
+    live = torch.tensor([0, 1, 3])
+    step = torch.full((1, 1), 0.5, dtype=torch.float64)
+    W = torch.tensor([[0.3, 0.7, 5.2, 1.1]], dtype=torch.float64)
+
+    def certificate(columns: Tensor) -> Certificate:
+        grid = Grid(scale=step, zero=torch.zeros_like(step), group=torch.zeros(len(columns), dtype=torch.int64))
+        part, h = W[:, columns], H[columns][:, columns]
+        factor = factorize(h, order, damp=0.0)
+        return certify(part, part, nearest_plane(part, grid, factor), h, factor)
+
+    whole, alone = certificate(torch.arange(4)), certificate(live)
+    assert close(whole.worst_case * 4, alone.worst_case * 3)
+    assert close(whole.damped_loss * 4, alone.damped_loss * 3)
+    assert whole.gamma == alone.gamma

@@ -1,0 +1,265 @@
+"""Steps: from the range, by search, by least squares."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nearplane.errors import NumericalError
+from nearplane.lattice.bounds import quadratic
+from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.lattice.scale import NORM, Search, Steps, absmax_codes, least_squares_steps, stored, zero_point_codes
+from nearplane.lattice.solve import nearest_plane, round_to_nearest
+from oracles import absmax, same, zero_point
+from strategies import ORDERS, Problem, groups, problems
+
+STORAGES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+SEARCHES: tuple[Search, ...] = ("minmax", "mse", "hessian")
+BITS = st.integers(2, 8)
+
+
+def fitted(bits: int, symmetric: bool, search: Search = "minmax", storage: torch.dtype = torch.float64) -> Steps:
+    return Steps(bits=bits, symmetric=symmetric, search=search, storage=storage)
+
+
+def rounded(weights: Tensor, scale: Tensor, zero: Tensor, steps: Steps) -> Tensor:
+    """Return the values that weights (..., g) are rounded to."""
+    s, z = scale[..., None], zero[..., None]
+    return s * ((weights / s + z).round().clamp(steps.low, steps.high) - z)
+
+
+@pytest.mark.parametrize(("symmetric", "low", "high"), [(True, -4, 3), (False, 0, 7)])
+def test_codes_of_three_bits(symmetric: bool, low: int, high: int) -> None:
+    steps = fitted(3, symmetric)
+    assert (steps.low, steps.high) == (low, high)
+
+
+@given(groups(), BITS)
+def test_the_symmetric_step_is_the_smallest_that_reaches_both_ends(weights: Tensor, bits: int) -> None:
+    """`low s <= min` and `max <= high s`; a thousandth of a billionth less, and one fails."""
+    steps = fitted(bits, symmetric=True)
+    scale, zero = steps.fit(weights)
+    minimum, maximum = weights.amin(-1), weights.amax(-1)
+    some = (weights != 0).any(-1)
+
+    def reaches(s: Tensor) -> Tensor:
+        return (steps.low * s <= minimum) & (maximum <= steps.high * s)
+
+    assert bool(reaches(scale * (1 + 1e-12)).all())
+    assert not bool(reaches(scale * (1 - 1e-12))[some].any())
+    assert not bool(zero.any())
+
+
+@given(groups(), BITS)
+def test_the_asymmetric_grid_spans_the_range_of_the_weights_and_0(weights: Tensor, bits: int) -> None:
+    steps = fitted(bits, symmetric=False)
+    scale, zero = steps.fit(weights)
+    extent = weights.amax(-1).clamp(min=0) - weights.amin(-1).clamp(max=0)
+    some = (weights != 0).any(-1)
+    assert same((scale * steps.high)[some], extent[some])
+    assert torch.equal(zero, zero.round())
+    assert bool(((zero >= steps.low) & (zero <= steps.high)).all())
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("sign", [1, -1])
+@given(groups(), BITS)
+def test_a_group_of_one_sign_does_not_clip(
+    sign: int, symmetric: bool, storage: torch.dtype, weights: Tensor, bits: int
+) -> None:
+    """Half a step is the largest error, whatever the steps are stored in. (A symmetric grid is not all used.)"""
+    weights = sign * weights.abs()
+    steps = fitted(bits, symmetric, storage=storage)
+    scale, zero = steps.fit(weights)
+    error = (weights - rounded(weights, scale, zero, steps)).abs()
+    assert bool((error <= scale[..., None] / 2 * (1 + 1e-12)).all())
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("search", SEARCHES)
+@given(groups(), BITS, st.booleans())
+def test_steps_are_exactly_what_the_file_will_hold(
+    search: Search, storage: torch.dtype, weights: Tensor, bits: int, symmetric: bool
+) -> None:
+    importance = weights.abs()[:1] + 1
+    scale, _ = fitted(bits, symmetric, search, storage).fit(weights, importance)
+    assert torch.equal(scale.to(storage).to(scale.dtype), scale)
+    assert bool((scale > 0).all())
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_group_of_zeros_gets_step_1_and_decodes_to_zeros(symmetric: bool, search: Search) -> None:
+    steps = fitted(4, symmetric, search, torch.float16)
+    weights = torch.zeros(2, 3, 8)
+    scale, zero = steps.fit(weights, torch.ones(1, 3, 8))
+    assert torch.equal(scale, torch.ones(2, 3))
+    assert torch.equal(rounded(weights, scale, zero, steps), weights)
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("storage", [torch.float16, torch.bfloat16])
+def test_tiny_weights_do_not_get_step_0(
+    storage: torch.dtype, symmetric: bool, search: Search, generator: torch.Generator
+) -> None:
+    """1e-12 is nothing in half precision, and a step of 0 would make NaN of the whole group."""
+    steps = fitted(4, symmetric, search, storage)
+    weights = 1e-12 * torch.randn(3, 16, generator=generator)
+    scale, zero = steps.fit(weights, torch.ones(1, 16))
+    assert bool((scale > 0).all())
+    assert torch.equal(scale.to(storage).to(scale.dtype), scale)
+    assert bool(torch.isfinite(rounded(weights, scale, zero, steps)).all())
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_weights_too_large_for_the_storage_are_refused(search: Search) -> None:
+    weights = torch.tensor([[1e7, -1e7]])
+    with pytest.raises(NumericalError, match=r"float16"):
+        fitted(4, True, search, torch.float16).fit(weights, torch.ones(1, 2))
+    fitted(4, True, search, torch.bfloat16).fit(weights, torch.ones(1, 2))
+
+
+def test_the_largest_step_of_half_precision_is_still_stored() -> None:
+    assert stored(torch.tensor([65504.0]), torch.float16).item() == 65504
+    with pytest.raises(NumericalError):
+        stored(torch.tensor([65520.0]), torch.float16)
+
+
+@given(groups(), BITS, st.booleans(), st.sampled_from(STORAGES))
+def test_the_error_search_is_never_worse_than_the_range(
+    weights: Tensor, bits: int, symmetric: bool, storage: torch.dtype
+) -> None:
+    """In its own norm; the full range is the first candidate."""
+    searched, plain = (fitted(bits, symmetric, search, storage) for search in ("mse", "minmax"))
+    errors = [
+        (rounded(weights, *steps.fit(weights), steps) - weights).abs().pow(NORM).sum(-1) for steps in (searched, plain)
+    ]
+    assert bool((errors[0] <= errors[1] * (1 + 1e-12)).all())
+
+
+@given(groups(), BITS, st.booleans(), st.sampled_from(STORAGES), st.integers(0, 2**32 - 1))
+def test_the_hessian_search_is_never_worse_than_the_range_or_the_plain_search(
+    weights: Tensor, bits: int, symmetric: bool, storage: torch.dtype, seed: int
+) -> None:
+    """In its own metric: squared errors weighted by importance."""
+    importance = torch.rand((1, *weights.shape[1:]), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    best, plain, mse = (
+        ((rounded(weights, *steps.fit(weights, importance), steps) - weights).square() * importance).sum(-1)
+        for steps in (fitted(bits, symmetric, search, storage) for search in ("hessian", "minmax", "mse"))
+    )
+    assert bool((best <= plain * (1 + 1e-12)).all())
+    assert bool((best <= mse * (1 + 1e-12)).all())
+
+
+@given(groups(), BITS, st.booleans(), st.sampled_from(SEARCHES))
+def test_groups_are_fitted_one_by_one(weights: Tensor, bits: int, symmetric: bool, search: Search) -> None:
+    """The grid of a matrix holds for every group what fitting it alone gives."""
+    steps = fitted(bits, symmetric, search, torch.float16)
+    out, number, size = weights.shape
+    importance = torch.arange(1.0, number * size + 1, dtype=torch.float64)
+    grid = steps.grid(weights.reshape(out, -1), size, importance)
+    assert (grid.low, grid.high) == (steps.low, steps.high)
+    assert grid.group.tolist() == [g for g in range(number) for _ in range(size)]
+    for g in range(number):
+        scale, zero = steps.fit(weights[:, g], importance.reshape(number, size)[g])
+        assert torch.equal(grid.scale[:, g], scale)
+        assert torch.equal(grid.zero[:, g], zero)
+
+
+def test_without_a_group_size_there_is_one_step_a_row(generator: torch.Generator) -> None:
+    W = torch.randn(3, 8, generator=generator)
+    grid = fitted(4, True).grid(W, None)
+    assert grid.scale.shape == (3, 1)
+    assert torch.equal(grid.scale, fitted(4, True).grid(W, 8).scale)
+
+
+@given(groups(), BITS, st.sampled_from((-20, 20)), st.booleans(), st.sampled_from(("minmax", "hessian")))
+def test_steps_scale_with_the_weights(
+    weights: Tensor, bits: int, exponent: int, symmetric: bool, search: Search
+) -> None:
+    """By powers of two, exactly."""
+    steps, factor = fitted(bits, symmetric, search), 2.0**exponent
+    importance = torch.ones_like(weights)
+    (scale, zero), (other, other_zero) = (steps.fit(w, importance) for w in (weights, factor * weights))
+    some = (weights != 0).any(-1)
+    assert torch.equal(other[some], factor * scale[some])
+    assert torch.equal(other_zero, zero)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(2, 40))
+def test_absmax_and_zero_point_are_those_of_the_slides(seed: int, size: int) -> None:
+    w = torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    for expected, positions, (codes, *_) in ((*absmax(w), absmax_codes(w)), (*zero_point(w), zero_point_codes(w))):
+        assume(float((positions - positions.floor() - 0.5).abs().min()) > 1e-9)
+        assert torch.equal(codes, expected)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(2, 40))
+def test_absmax_and_zero_point_decode_to_within_half_a_step_and_one(seed: int, size: int) -> None:
+    """Rounding the zero may push the ends of the range over the limit by half a step more."""
+    w = torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    codes, scale = absmax_codes(w)
+    assert bool(((scale * codes - w).abs() <= scale / 2 * (1 + 1e-12)).all())
+    codes, scale, zero = zero_point_codes(w)
+    assert bool(((scale * (codes - zero) - w).abs() <= scale * (1 + 1e-12)).all())
+
+
+@pytest.mark.parametrize("value", [0.0, 0.4, -3.0])
+def test_a_vector_without_a_range_is_held_exactly(value: float) -> None:
+    w = torch.full((5,), value)
+    codes, scale = absmax_codes(w)
+    assert torch.equal(codes.sign(), w.sign().int())
+    codes, scale, zero = zero_point_codes(w)
+    assert torch.equal(scale * (codes - zero), w)
+
+
+def damped_losses(p: Problem, H: Tensor, matrix: QuantizedMatrix) -> Tensor:
+    """Return (out,) the loss of every row under H."""
+    return quadratic(p.W - matrix.decode(), H)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@given(problems(columns=12), st.sampled_from(ORDERS), st.booleans())
+def test_least_squares_steps_never_raise_the_damped_loss(
+    storage: torch.dtype, p: Problem, order: str, nearest: bool
+) -> None:
+    """Not even where some groups keep their steps, or storage rounds them."""
+    if storage == torch.float16:
+        assume(1e-4 < float(p.grid.scale.min()) and float(p.grid.scale.max()) < 1e4)
+    grid = p.grid if storage == torch.float64 else replace(p.grid, scale=p.grid.scale.to(storage).double())
+    factor = p.factor(order)
+    H = p.damped_H(factor)
+    matrix = round_to_nearest(p.W, grid) if nearest else nearest_plane(p.W, grid, factor)
+    better = QuantizedMatrix(codes=matrix.codes, grid=least_squares_steps(p.W, matrix, H, storage))
+    assert bool((damped_losses(p, H, better) <= damped_losses(p, H, matrix) * (1 + 1e-12)).all())
+    assert torch.equal(better.grid.scale.to(storage).double(), better.grid.scale)
+    assert better.grid.scale.shape == (len(p.W), p.grid.scale.shape[1])
+    assert torch.equal(better.grid.zero, grid.zero)
+
+
+@given(problems(("row", "grouped", "permuted", "asymmetric"), full_rank=True, dead=0))
+def test_least_squares_steps_are_those_of_lstsq(p: Problem) -> None:
+    """One call comes within the pull of its ridge, `r / (least eigenvalue + r)` of the way; a few calls arrive."""
+    factor = p.factor("natural")
+    H = p.damped_H(factor)
+    matrix = nearest_plane(p.W, p.grid, factor)
+    L = torch.linalg.cholesky(H)
+    groups = p.grid.scale.shape[1]
+    member = torch.nn.functional.one_hot(p.grid.group, groups).double()
+    V = matrix.codes - p.grid.zero[:, p.grid.group]
+    A = torch.stack([L.T @ (v[:, None] * member) for v in V])  # (out, in, groups), X diag(v) per group
+    eigenvalues = torch.linalg.eigvalsh(A.mT @ A)
+    assume(bool((eigenvalues[:, 0] > 1e-3 * eigenvalues.mean(1)).all()))
+    best = torch.linalg.lstsq(A, (p.W @ L)[..., None]).solution[..., 0]
+    assume(bool(((best > p.grid.scale / 2) & (best < p.grid.scale * 2)).all()))
+    once = least_squares_steps(p.W, matrix, H, torch.float64)
+    ridge = 1e-6 * eigenvalues.mean(1)
+    pull = (ridge / (eigenvalues[:, 0] + ridge))[:, None] + 1e-12
+    assert bool(((once.scale - best).norm(dim=1) <= pull[:, 0] * (p.grid.scale - best).norm(dim=1) + 1e-12 * best.norm(dim=1)).all())

@@ -1,0 +1,254 @@
+"""One matrix from end to end: what is returned, recorded and refused."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nearplane.errors import NumericalError, RecipeError
+from nearplane.lattice.scale import Steps
+from nearplane.lattice.solve import round_to_nearest
+from nearplane.matrix import Inputs, quantize_matrix, with_bytes
+from nearplane.models.statistics import Statistics
+from nearplane.recipe import Rule
+from nearplane.record import LayerRecord
+from strategies import Problem, problem, problems
+
+SOLVERS = ("nearest-plane", "round-to-nearest")
+ORDERS = ("natural", "reversed", "activation", "pivoted")
+
+
+@st.composite
+def rules(draw: st.DrawFn, columns: int) -> Rule:
+    """Draw a rule whose group size divides the columns."""
+    return Rule(
+        bits=draw(st.integers(2, 8)),
+        group_size=draw(st.sampled_from([None, *(d for d in range(1, columns + 1) if columns % d == 0)])),
+        symmetric=draw(st.booleans()),
+        order=draw(st.sampled_from(ORDERS)),
+        solver=draw(st.sampled_from(SOLVERS)),
+        scale=draw(st.sampled_from(("minmax", "mse", "hessian"))),
+        groups=draw(st.sampled_from(("static", "current"))),
+        damp=draw(st.sampled_from((0.01, 0.1, "auto"))),
+    )
+
+
+def untimed(record: LayerRecord) -> LayerRecord:
+    return replace(record, seconds=0.0)
+
+
+@given(st.data(), problems(columns=12), st.sampled_from((torch.float64, torch.float32, torch.bfloat16)))
+def test_the_recorded_losses_are_those_of_the_returned_codes(data: st.DataObject, p: Problem, dtype: torch.dtype) -> None:
+    """Exact in float64 whatever the dtype of the weights: steps were rounded to their storage before the solve."""
+    rule = data.draw(rules(p.W.shape[1]))
+    W, H = p.W.to(dtype), p.H
+    matrix, record = quantize_matrix(W, H, rule, storage=torch.bfloat16)
+    target = W.double().masked_fill(H.diagonal() == 0, 0)
+    E = target - matrix.grid.to(torch.float64).decode(matrix.codes)
+    shift = record.damp * float(H.diagonal().mean())
+    damped = H + shift * torch.eye(len(H), dtype=torch.float64)
+    size = E.numel()
+    assert abs(record.damped_loss - float(torch.trace(E @ damped @ E.T)) / size) <= 1e-12 * record.damped_loss
+    scale = float(E.square().sum() * H.diagonal().sum()) / size  # a singular Hessian may leave a loss of any smallness
+    assert abs(record.loss - float(torch.trace(E @ H @ E.T)) / size) <= 1e-12 * scale
+    assert torch.equal(matrix.grid.scale.bfloat16().to(matrix.grid.scale.dtype), matrix.grid.scale)
+    assert matrix.codes.dtype == torch.int32
+    assert int(matrix.codes.min()) >= matrix.grid.low
+    assert int(matrix.codes.max()) <= matrix.grid.high
+
+
+def test_the_recorded_loss_is_the_trace_to_1e_12_on_a_regular_problem() -> None:
+    p = problem(out=16, columns=32, tokens=256)
+    matrix, record = quantize_matrix(p.W, p.H, Rule(bits=3, group_size=8))
+    E = p.W - matrix.decode()
+    loss = float(torch.trace(E @ p.H @ E.T)) / E.numel()
+    assert record.loss == pytest.approx(loss, rel=1e-12)
+    energy = float(torch.trace(p.W @ p.H @ p.W.T)) / E.numel()
+    assert record.relative_loss == pytest.approx(loss / energy, rel=1e-12)
+
+
+@given(st.data(), problems(columns=12, dead=3))
+def test_dead_inputs_decode_to_0_and_are_counted(data: st.DataObject, p: Problem) -> None:
+    matrix, record = quantize_matrix(p.W, p.H, data.draw(rules(p.W.shape[1])), storage=torch.float64)
+    dead = (p.X == 0).all(0)
+    assert record.dead == int(dead.sum())
+    assert not bool(matrix.decode()[:, dead].any())
+
+
+@given(st.data(), problems(columns=12, dead=0))
+def test_the_nearest_loss_is_that_of_plain_rounding_on_the_same_grid(data: st.DataObject, p: Problem) -> None:
+    rule = data.draw(rules(p.W.shape[1]))
+    matrix, record = quantize_matrix(p.W, p.H, rule, storage=torch.float64)
+    E = p.W - round_to_nearest(p.W, matrix.grid).decode()
+    scale = float(E.square().sum() * p.H.diagonal().sum()) / E.numel()
+    assert abs(record.nearest_loss - float(torch.trace(E @ p.H @ E.T)) / E.numel()) <= 1e-12 * scale
+    if rule.solver == "round-to-nearest":
+        assert record.nearest_loss == record.loss
+
+
+def test_round_to_nearest_needs_nothing_but_the_range() -> None:
+    p = problem()
+    rule = Rule(bits=4, group_size=4, solver="round-to-nearest", scale="minmax")
+    matrix, _ = quantize_matrix(p.W, p.H, rule)
+    grid = Steps(bits=4, symmetric=True, search="minmax", storage=torch.float16).grid(p.W, 4)
+    assert torch.equal(matrix.codes, round_to_nearest(p.W, grid).codes)
+    assert torch.equal(matrix.grid.scale, grid.scale)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_dynamic_groups_weigh_each_weight_by_its_own_column(solver: str) -> None:
+    """The order in which columns are rounded must not mix up their importance: without interaction it decides nothing."""
+    p = problem(columns=12, seed=3)
+    H = torch.diag(p.H.diagonal())
+    rule = Rule(bits=2, group_size=6, scale="hessian", groups="current", solver=solver)
+    by_order = [quantize_matrix(p.W, H, replace(rule, order=order))[0] for order in ORDERS]
+    for matrix in by_order[1:]:
+        assert torch.equal(matrix.codes, by_order[0].codes)
+        assert torch.equal(matrix.grid.scale, by_order[0].grid.scale)
+
+
+def test_the_record_says_what_was_asked_for() -> None:
+    p = problem(out=3, columns=8)
+    rule = Rule(bits=3, group_size=4, symmetric=False, order="activation", damp=0.02)
+    _, record = quantize_matrix(p.W, Statistics(H=p.H, tokens=77), rule, name="layer")
+    fields = asdict(record)
+    expected = dict(
+        name="layer", out_features=3, in_features=8, bits=3, group_size=4, symmetric=False, order="activation",
+        damp=0.02, tokens=77, correction=0.0, dead=0,
+    )  # fmt: skip
+    assert {key: fields[key] for key in expected} == expected
+    assert with_bytes(record, 12).rate == 8 * 12 / 24
+
+
+def test_a_group_size_that_does_not_divide_is_refused_by_name() -> None:
+    p = problem(columns=8)
+    for size in (3, 16):
+        with pytest.raises(RecipeError, match=rf"mlp\.down_proj.*8 inputs.*{size}"):
+            quantize_matrix(p.W, p.H, Rule(group_size=size), name="mlp.down_proj")
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("where", ["weight", "hessian"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_refused_by_name_and_tokens(value: float, where: str, solver: str) -> None:
+    p = problem()
+    W, H = p.W.clone(), p.H
+    (W if where == "weight" else H)[0, 1] = value
+    with pytest.raises(NumericalError, match=r"mlp\.up_proj \(77 tokens\)"):
+        quantize_matrix(W, Statistics(H=H, tokens=77), Rule(group_size=4, solver=solver), name="mlp.up_proj")
+
+
+def test_a_hessian_that_is_not_positive_definite_is_refused_by_name_tokens_column_and_damping() -> None:
+    p = problem()
+    H = torch.eye(8, dtype=torch.float64)
+    H[5, 5] = -1
+    with pytest.raises(NumericalError, match=r"q_proj \(9 tokens\).*column 5 .*0\.01"):
+        quantize_matrix(p.W, Statistics(H=H, tokens=9), Rule(group_size=4), name="q_proj")
+
+
+def test_weights_too_large_for_the_storage_are_refused_by_name() -> None:
+    p = problem()
+    with pytest.raises(NumericalError, match=r"q_proj.*float16"):
+        quantize_matrix(1e8 * p.W, p.H, Rule(group_size=4), name="q_proj")
+
+
+# ---- corrected targets ----
+
+
+def drifted(seed: int, tokens: int, *, noise: float = 0.3, columns: int = 16, out: int = 8) -> dict[str, Tensor]:
+    """Return raw tokens of one and the same drift for every seed: inputs and streams, original and quantized."""
+    fixed, g = torch.Generator().manual_seed(1), torch.Generator().manual_seed(seed)
+    mixing, shift, low = (
+        torch.randn(*shape, generator=fixed, dtype=torch.float64) / columns**0.5
+        for shape in ((columns, columns), (columns, columns), (columns, out))
+    )
+    X = torch.randn(tokens, columns, generator=g, dtype=torch.float64) @ mixing
+    X_hat = X + noise * (X @ shift + 0.3 * torch.randn(tokens, columns, generator=g, dtype=torch.float64))
+    r = torch.randn(tokens, out, generator=g, dtype=torch.float64)
+    return {"X": X, "X_hat": X_hat, "r": r, "r_hat": r - noise * X @ low}
+
+
+def statistics(raw: dict[str, Tensor], *, residual: bool) -> Statistics:
+    """Accumulate what calibration would, the last fifth held out."""
+
+    def moments(tokens: slice) -> Statistics:
+        X, X_hat, lost = raw["X"][tokens], raw["X_hat"][tokens], (raw["r"] - raw["r_hat"])[tokens]
+        n = len(X)
+        return Statistics(H=X_hat.T @ X_hat / n, C=X.T @ X_hat / n, S=lost.T @ X_hat / n if residual else None, tokens=n)
+
+    n = len(raw["X"])
+    return replace(moments(slice(0, n)), held_out=moments(slice(n - n // 5, n)))
+
+
+def output_error(values: Tensor, W: Tensor, raw: dict[str, Tensor], *, residual: bool) -> float:
+    """Return the squared error of the output against the original network's."""
+    error = raw["X"] @ W.T - raw["X_hat"] @ values.T
+    if residual:
+        error = error + raw["r"] - raw["r_hat"]
+    return float(error.square().sum())
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_correction_brings_the_output_nearer_to_the_original_on_fresh_tokens(
+    bits: int, solver: str, residual: bool, generator: torch.Generator
+) -> None:
+    W = torch.randn(8, 16, generator=generator, dtype=torch.float64)
+    known = statistics(drifted(2, 2000), residual=residual)
+    fresh = drifted(3, 2000)
+    rule = Rule(bits=bits, group_size=8, solver=solver)
+    (with_, record), (without, plain) = (
+        quantize_matrix(W, known, replace(rule, correct=correct)) for correct in (True, False)
+    )
+    assert 0.5 < record.correction <= 1.0
+    assert plain.correction == 0.0
+    errors = [output_error(m.decode(), W, fresh, residual=residual) for m in (with_, without)]
+    assert errors[0] < errors[1]
+
+
+def test_identical_networks_are_not_corrected(generator: torch.Generator) -> None:
+    W = torch.randn(8, 16, generator=generator, dtype=torch.float64)
+    known = statistics(drifted(2, 500, noise=0.0), residual=True)
+    (matrix, record), (plain, _) = (
+        quantize_matrix(W, known, Rule(group_size=8, correct=correct)) for correct in (True, False)
+    )
+    assert record.correction == 0.0
+    assert torch.equal(matrix.codes, plain.codes)
+
+
+def test_a_correction_of_noise_alone_is_hardly_trusted(generator: torch.Generator) -> None:
+    """With about as many tokens as inputs the fit is worth little, and the held-out tokens say so."""
+    W = torch.randn(8, 16, generator=generator, dtype=torch.float64)
+    raw = drifted(2, 40)
+    independent = torch.randn(40, 8, generator=generator, dtype=torch.float64)
+    raw |= {"X_hat": raw["X"].clone(), "r": independent, "r_hat": torch.zeros_like(independent)}
+    _, record = quantize_matrix(W, statistics(raw, residual=True), Rule(group_size=8))
+    assert record.correction < 0.5
+
+
+@pytest.mark.parametrize("correct", [True, False])
+def test_shared_inputs_give_what_separate_ones_give(correct: bool, generator: torch.Generator) -> None:
+    """q, k and v share one factor; what differs between them is only the residual mismatch."""
+    known = statistics(drifted(2, 300), residual=True)
+    other = replace(known, S=None, held_out=replace(known.held_out, S=None))
+    shared = Inputs(known)
+    rule = Rule(bits=3, group_size=8, correct=correct)
+    for inputs, alone in ((shared, known), (shared.of(other), other), (shared, known)):
+        W = torch.randn(8, 16, generator=generator, dtype=torch.float64)
+        (matrix, record), (expected, separate) = (quantize_matrix(W, s, rule) for s in (inputs, alone))
+        assert torch.equal(matrix.codes, expected.codes)
+        assert torch.equal(matrix.grid.scale, expected.grid.scale)
+        assert untimed(record) == untimed(separate)
+    assert shared.of(other).factor("pivoted", 0.01) is shared.factor("pivoted", 0.01)
+
+
+def test_factors_are_not_shared_between_inputs_that_differ() -> None:
+    known = statistics(drifted(2, 300), residual=False)
+    with pytest.raises(NumericalError, match="differ"):
+        Inputs(known).of(replace(known, H=known.H.clone()))
