@@ -1,7 +1,7 @@
-"""The sweep of one block of columns on the CPU in float32, compiled by Numba; `solve.py` holds the same algorithm in torch.
+"""The sweep of a block of columns on the CPU in float32, compiled by Numba; `solve.py` has the same algorithm in torch.
 
 Rows are independent, so they are taken in strips that fit the cache: a strip goes through all columns of the block before
-the next one starts. Threads share the rows and never wait for each other. The first call compiles or loads the cached code.
+the next one starts. Threads share the rows and never wait for each other. The first call compiles, later runs load that.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def sweep_block(
     threads = threads or torch.get_num_threads()
     share = -(-out // (16 * threads)) * 16  # rows of one thread, whole cache lines
     if share >= out:
-        _sweep_rows(*arguments, 0, out)
+        _sweep_rows(0, out, *arguments)
         return
     with ThreadPoolExecutor(threads) as pool:
-        for part in [pool.submit(_sweep_rows, *arguments, a, min(a + share, out)) for a in range(0, out, share)]:
+        for part in [pool.submit(_sweep_rows, a, min(a + share, out), *arguments) for a in range(0, out, share)]:
             part.result()
 
 
@@ -87,8 +87,8 @@ def _round(
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def _sweep_rows(
-    target: Floats, W: Floats, scale: Floats, zero: Floats, group: Indices, low: float, high: float,
-    UT: Floats, codes: Integers, E: Floats, start: int, stop: int,
+    start: int, stop: int, target: Floats, W: Floats, scale: Floats, zero: Floats, group: Indices, low: float, high: float,
+    UT: Floats, codes: Integers, E: Floats,
 ) -> None:  # fmt: skip
     """Sweep the rows from `start` to `stop`, strip by strip."""
     width = min(STRIP, stop - start)
@@ -96,9 +96,12 @@ def _sweep_rows(
     e = np.empty((UT.shape[1], width), np.float32)
     for a in range(start, stop, width):
         c = min(a + width, stop)
-        e[:] = 0
+        for k in range(e.shape[0]):
+            for r in range(width):
+                e[k, r] = 0
         for j in range(W.shape[0]):
             g = group[j]
-            t[: c - a] = target[j, a:c]
+            for r in range(a, c):
+                t[r - a] = target[j, r]
             _feed(t, e, UT[j], j)
             _round(t[: c - a], W[j, a:c], scale[g, a:c], zero[g, a:c], low, high, codes[j, a:c], E[j, a:c], e[j])
