@@ -1,4 +1,4 @@
-"""Settings of hypothesis, and a seeded generator. No default dtype is set and no global seed is touched."""
+"""Settings of hypothesis and threads, and a seeded generator. No default dtype is set and no global seed is touched."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ settings.register_profile(
     "nightly", max_examples=500, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+torch.set_num_threads(1)  # matrices are tiny: with more threads than free cores the tests take six times as long
 
 
 @pytest.fixture

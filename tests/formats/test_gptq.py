@@ -46,7 +46,8 @@ def test_what_is_packed_reads_back_exactly(data: st.DataObject) -> None:
     layout, symmetric = data.draw(st.sampled_from([(V1, True), (V2, True), (V2, False)]))
     bits, group_size = data.draw(st.sampled_from([2, 3, 4, 8])), data.draw(st.sampled_from([32, 64, None]))
     permuted = data.draw(st.booleans()) and group_size is not None
-    matrix = random_matrix(32, 192, bits=bits, group_size=group_size, symmetric=symmetric, permuted=permuted)
+    out, columns = (32, 192) if bits == 3 or group_size else data.draw(st.sampled_from([(33, 172), (1, 1), (32, 64)]))
+    matrix = random_matrix(out, columns, bits=bits, group_size=group_size, symmetric=symmetric, permuted=permuted)
     tensors = layout.pack_layer("a", matrix, torch.float16)
     order = {"order": "activation", "static_groups": not permuted}
     back = layout.unpack_layer("a", tensors, config(layout, bits, group_size, symmetric=symmetric, **order))
@@ -148,9 +149,8 @@ def check(layout: GPTQ, **changes: Any) -> None:
         ({"symmetric": False}, "ambiguous", "--format gptq_v2"),
         ({"group_size": 128}, "352 inputs", "--group-size"),
         ({"group_size": 8}, "groups of 8", "16, 32"),
-        ({"shape": (64, 172), "group_size": None}, "172 inputs", "--format compressed-tensors"),
-        ({"shape": (60, 352)}, "60 outputs", "--format compressed-tensors"),
-        ({"shape": (48, 352), "bits": 3}, "48 outputs", "multiple of 32"),
+        ({"shape": (64, 172), "bits": 3, "group_size": None}, "172 inputs", "--format compressed-tensors"),
+        ({"shape": (48, 352), "bits": 3}, "48 outputs", "32 at a time"),
     ],
 )
 def test_what_readers_refuse_is_refused_before_any_work(changes: dict[str, Any], reason: str, way_out: str) -> None:
@@ -167,6 +167,9 @@ def test_what_readers_take_passes(bits: int, kind: str) -> None:
     check(V1, bits=bits, kind=kind)
     check(V1, bits=bits, kind=kind, permuted=True)
     check(V2, bits=bits, kind=kind, symmetric=False, group_size=None)
+    check(V2, bits=bits, kind=kind, group_size=352)
+    if bits != 3:
+        check(V1, bits=bits, kind=kind, group_size=None, shape=(65, 173))
 
 
 def test_scales_are_half_precision_in_every_model() -> None:

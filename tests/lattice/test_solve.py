@@ -23,7 +23,7 @@ from oracles import ALL, Rounding, damped, gptq, gptq_groups, gptq_recursive, la
 from strategies import KINDS, ORDERS, UNCLIPPED, Kind, Problem, problem, problems
 
 TIE = 1e-9
-few = settings(max_examples=max(1, settings().max_examples // 5))
+few = settings(max_examples=max(1, settings().max_examples // 2))
 
 
 def unit_grid(columns: int, step: float = 1.0) -> Grid:

@@ -153,6 +153,7 @@ class Writer:
         Raises:
             FormatError: the format cannot hold the matrix, or the config does not describe it.
         """
+        matrix = QuantizedMatrix(codes=matrix.codes.cpu(), grid=matrix.grid.to("cpu"))
         tensors = self._layout.pack_layer(name, matrix, self._scale_dtype)
         if not _equal(self._layout.unpack_layer(name, tensors, self._config), matrix):
             raise FormatError(

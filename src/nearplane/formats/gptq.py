@@ -1,9 +1,9 @@
 """The checkpoint of GPTQ, which gptqmodel, transformers, vLLM and SGLang load; versions 1 and 2 differ in stored zeros.
 
-    NAME.qweight  (in*bits/32, out)      int32  codes + 2^(bits-1) where symmetric, a dense bit stream along the inputs
-    NAME.qzeros   (groups, out*bits/32)  int32  zeros, packed along the outputs; version 1 stores each one less
-    NAME.scales   (groups, out)          fp16
-    NAME.g_idx    (in,)                  int32  group of every input
+    NAME.qweight  (ceil(in*bits/32), out)      int32  codes + 2^(bits-1) where symmetric, a bit stream along the inputs
+    NAME.qzeros   (groups, ceil(out*bits/32))  int32  zeros, packed along the outputs; version 1 stores each one less
+    NAME.scales   (groups, out)                fp16
+    NAME.g_idx    (in,)                        int32  group of every input
 
 A version 1 zero of 0 would be stored as -1, which its readers take for different things: so asymmetric matrices are
 written in version 2, and a version 1 file that may hold such a zero is refused.
@@ -77,11 +77,10 @@ class GPTQ:
                 f"Use another --group-size (none for one step a row), or leave it as it is with --ignore."
             )
         for size, side in zip(shape, ("outputs", "inputs"), strict=True):
-            whole = 32 if bits == 3 else 32 // bits
-            if size % whole:
+            if bits == 3 and size % 32:
                 raise RecipeError(
-                    f"{name} has {size} {side}; GPTQ packs {bits}-bit codes in whole words and needs a multiple of "
-                    f"{whole}. Leave it as it is with --ignore, or use --format compressed-tensors."
+                    f"{name} has {size} {side}; readers of GPTQ take 3-bit codes 32 at a time. "
+                    f"Leave it as it is with --ignore, use 2, 4 or 8 bits, or --format compressed-tensors."
                 )
 
     def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:

@@ -1,7 +1,7 @@
 """The pivoted rounding order: at each elimination step the smallest remaining Schur complement goes first.
 
 The column eliminated last is rounded first (Chen, Hoefler, Alistarh 2025, Algorithm 4). This is LAPACK's `pstrf` with the
-smallest instead of the largest pivot, blocked the same way, so that nearly all of the work is matrix products.
+smallest instead of the largest pivot, blocked the same way: nearly all of the work is matrix products.
 """
 
 from __future__ import annotations
@@ -9,46 +9,52 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+STRIP = 512  # columns of the lower triangle that one product updates
+
 
 def pivoted_order(H: Tensor, *, panel: int = 64) -> Tensor:
-    """Return the rounding order (in,) by minimal pivots: eliminate the smallest, round it last; ties go to the lower index.
+    """Return the rounding order (in,) by minimal pivots; of equal ones the lowest index is eliminated first.
 
-        k_i = argmin_{k left} S_kk ;  S -= S_{:,k} S_{k,:} / S_kk        S = H at first;  p = (k_n, ..., k_1)
+        k_i = argmin_k S_kk over the columns left ;  S -= S_{:,k} S_{k,:} / S_kk ;  S = H at first ;  p = (k_n, ..., k_1)
+
+    A pivot that is nothing but rounding error (`H` is singular) is passed over without an update: `p` is always a permutation.
 
     Args:
-        H: (in, in) symmetric positive definite, on any device; the order is computed in its dtype.
+        H: (in, in) symmetric, finite, on any device; the order is computed in its dtype.
         panel: columns eliminated between two updates of the remaining matrix.
     """
     n = len(H)
-    S = H  # (left, left) Schur complement as of the last update
-    left = torch.arange(n, device=H.device)  # (left,) columns that S holds, ascending
-    diagonal = H.diagonal().clone()  # (left,) up to date; infinite where eliminated
+    S = H.clone()  # (left, left) Schur complement as of the last update, lower triangle
+    left = torch.arange(n, device=H.device)  # (left,) the columns that S holds, ascending
+    floor = torch.finfo(H.dtype).eps * H.diagonal()
+    diagonal = H.diagonal().clone()  # (left,) of the Schur complement as of the last pivot; infinite where eliminated
     order = torch.empty(n, dtype=torch.long, device=H.device)
-    gone = 0  # columns in S that are eliminated already
     for start in range(0, n, panel):
-        stop = min(start + panel, n)
-        if gone > len(left) // 8:
+        if len(left) - (n - start) > len(left) // 8:  # dropping what is eliminated costs a copy: not at every panel
             kept = torch.isfinite(diagonal).nonzero()[:, 0]
-            left, diagonal, S, gone = left[kept], diagonal[kept], S[kept][:, kept], 0
-        picked, L = _eliminate(S, diagonal, stop - start)
-        order[start:stop] = left[picked]
-        S = torch.addmm(S, L.T, L, alpha=-1) if S is H else S.addmm_(L.T, L, alpha=-1)
-        gone += stop - start
+            left, diagonal = left[kept], diagonal[kept]
+            S = S.index_select(0, kept).index_select(1, kept)
+        picked, L = _eliminate(S, diagonal, floor[left], min(panel, n - start))
+        order[start : start + panel] = left[picked]
+        for a in range(0, len(left), STRIP):
+            S[a:, a : a + STRIP].addmm_(L[:, a:].T, L[:, a : a + STRIP], alpha=-1)
     return order.flip(0)
 
 
-def _eliminate(S: Tensor, diagonal: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """Eliminate the smallest pivots one by one; updates `diagonal`, leaves `S` alone.
+def _eliminate(S: Tensor, diagonal: Tensor, floor: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """Eliminate the smallest pivots one by one. Updates `diagonal`; `S` is due for `S -= L^T L`.
 
     Returns:
-        The pivots (steps,), and L (steps, left), by which the update of the whole is `S - L^T L`.
+        The pivots (steps,), and L (steps, left).
     """
     L = S.new_zeros(steps, len(S))
     picked = torch.empty(steps, dtype=torch.long, device=S.device)
+    index = torch.arange(len(S), device=S.device)
     for i in range(steps):
         k = diagonal.argmin(keepdim=True)  # (1,), never read back: no step waits for the device
-        column = torch.addmv(S.index_select(0, k)[0], L[:i].T, L[:i].index_select(1, k)[:, 0], alpha=-1)  # (left,)
-        L[i] = column / diagonal[k].sqrt()
+        column = torch.where(index < k, S.index_select(0, k)[0], S.index_select(1, k)[:, 0])  # (left,)
+        column = torch.addmv(column, L[:i].T, L[:i].index_select(1, k)[:, 0], alpha=-1)
+        L[i] = torch.where(diagonal[k] > floor[k], column / diagonal[k].sqrt(), 0)
         diagonal -= L[i].square()
         diagonal.index_fill_(0, k, torch.inf)
         picked[i : i + 1] = k

@@ -158,7 +158,7 @@ def least_squares_steps(W: Tensor, matrix: QuantizedMatrix, H: Tensor, storage: 
         columns = (grid.group == g).nonzero()[:, 0]
         A[:, g] = ((V[:, columns] @ H[columns]) * V) @ member
     old = grid.scale.expand(len(W), -1)
-    ridge = 1e-6 * A.diagonal(dim1=1, dim2=2).mean(1, keepdim=True).clamp(min=1e-30)  # (out, 1), towards the old steps
+    ridge = 1e-6 * A.diagonal(dim1=1, dim2=2).mean(1, keepdim=True).clamp(min=1e-300)  # (out, 1), towards the old steps
     A.diagonal(dim1=1, dim2=2).add_(ridge)
     solved = torch.linalg.solve(A, b + ridge * old).to(old.dtype)
     kept = (solved > old / 3) & (solved < old * 3)

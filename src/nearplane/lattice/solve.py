@@ -70,7 +70,9 @@ def nearest_plane(W: Tensor, grid: Grid, factor: Factor, *, refit: Refit | None 
     for a, b, reached in _blocks(group, block, refit is not None):
         if refit is not None and reached is not None:
             members = position[grid.group == reached]
-            current = WT[members] + U[:a, members].T @ E[:a]  # (g, out)
+            rest = slice(a, int(members.max()) + 1)
+            moved = torch.linalg.solve_triangular(U[rest, rest].T, U[:a, rest].T @ E[:a], upper=False, unitriangular=True)
+            current = WT[members] + moved[members - a]  # (g, out), where no later error would be least
             scale[reached], zero[reached] = refit(current.T, reached)
         target = torch.addmm(WT[a:b], U[:a, a:b].T, E[:a])  # (b - a, out)
         sweep(target, WT[a:b], scale, zero, group[a:b], grid.low, grid.high, U[a:b, a:b], codes[a:b], E[a:b])

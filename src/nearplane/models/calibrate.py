@@ -1,9 +1,9 @@
 """What the layers of a network see: activations pass through one block at a time, second moments are summed on the way.
 
-Two streams run side by side, of the original and of the quantized network. With four stages in a block (q/k/v, o, gate/up,
-down) each stage needs a pass of both; every pass stops as soon as it has seen what it is for, and the original stream's last
-pass is also its way to the next block. In multiplications by weights that is 4.33 forwards of a Llama block (attention 1/3 of
-the weights): 0 + 1/3 + 1/3 + 1 for each stream and 1 for the quantized stream's way on.
+Two streams run side by side, of the original and of the quantized network. With four stages in a block (q/k/v, o,
+gate/up, down) each stage needs a pass of both; every pass stops as soon as it has seen what it is for, and the original
+stream's last pass is also its way to the next block. In multiplications by weights that is 4.33 forwards of a Llama
+block (attention a third of the weights): 0 + 1/3 + 1/3 + 1 for each stream and 1 for the quantized stream's way on.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def stages(block: Block, stream: Stream) -> list[tuple[Layer, ...]]:
         stream.forward(block, block.quantized, 0, stream.quantized[0])
         additions.finish()
     if unseen := [layer.name for layer in layers if layer.name not in inputs]:
-        raise CalibrationError(f"No token reached {', '.join(unseen)}; leave them out with --ignore or calibrate on more text.")
+        raise _unreached(", ".join(unseen))
     known = {
         layer.name: replace(
             layer, calls=len(inputs[layer.name]), adds=layer.name in additions.found and len(inputs[layer.name]) == 1
@@ -123,6 +123,11 @@ def observe(
         for index, seen in enumerate(quantized):
             cut = seen.tokens * min(max(first_held - before, 0), size) // size
             pair = None if original is None else original[index]
+            if pair is not None and pair.tokens != seen.tokens:
+                raise CalibrationError(
+                    f"{groups[index][0].name} sees {pair.tokens} tokens in the original network and {seen.tokens} in "
+                    f"the quantized one (routed experts do): leave it out with --ignore, or do without correction."
+                )
             fitted[index].add(seen, pair, slice(0, cut))
             held[index].add(seen, pair, slice(cut, seen.tokens))
         before += size
@@ -134,7 +139,7 @@ def _observed(group: tuple[Layer, ...], fitted: _Moments, held: _Moments, split:
     total, held = (fitted + held).summed(), held.summed() if split else None
     names = ", ".join(layer.name for layer in group)
     if not total.tokens:
-        raise CalibrationError(f"No token reached {names}; leave them out with --ignore or calibrate on more text.")
+        raise _unreached(names)
     for which, tensor in (("quantized", total.H), ("original", total.C), *(("original", S) for S in total.S.values())):
         if tensor is not None and not torch.isfinite(tensor).all():
             raise CalibrationError(
@@ -155,6 +160,10 @@ class _Seen:
     def tokens(self) -> int:
         return sum(len(x) for x in self.rows)
 
+    @property
+    def stacked(self) -> Tensor:
+        return self.rows[0] if len(self.rows) == 1 else torch.cat(self.rows)
+
 
 @dataclass(slots=True)
 class _Moments:
@@ -169,11 +178,11 @@ class _Moments:
         """Add some rows of a batch."""
         if part.start == part.stop:
             return
-        X_hat = torch.cat(quantized.rows)[part]
+        X_hat = quantized.stacked[part]
         self.tokens += len(X_hat)
         self.H = _plus(self.H, X_hat.T @ X_hat)
         if original is not None:
-            self.C = _plus(self.C, torch.cat(original.rows)[part].T @ X_hat)
+            self.C = _plus(self.C, original.stacked[part].T @ X_hat)
             for name, r_hat in quantized.added.items():
                 self.S[name] = _plus(self.S.get(name), (original.added[name] - r_hat)[part].T @ X_hat)
 
@@ -196,16 +205,15 @@ class _Moments:
 
     def of(self, name: str, held: _Moments | None) -> Statistics:
         """Return what is known of one layer."""
-        return Statistics(
-            H=self.H, C=self.C, S=self.S.get(name), tokens=self.tokens, held_out=None if held is None else held.of(name, None)
-        )
+        apart = None if held is None else held.of(name, None)
+        return Statistics(H=self.H, C=self.C, S=self.S.get(name), tokens=self.tokens, held_out=apart)
 
 
 class _Look:
     """Runs copies of a block just far enough to see the inputs of some groups, and what is added to their outputs."""
 
     def __init__(self, block: Block, groups: Sequence[tuple[Layer, ...]], stream: Stream, *, residual: bool) -> None:
-        self.block, self.groups, self.stream, self.residual = block, groups, stream, residual
+        self.block, self.groups, self.stream = block, groups, stream
         self.adding = {layer.name for group in groups for layer in group if layer.adds} if residual else set()
 
     def __call__(
@@ -239,6 +247,12 @@ class _Look:
                 if layer.name in additions.found:
                     record.added[layer.name] = additions.found[layer.name].reshape(-1, layer.shape[0])
         return seen, output
+
+
+def _unreached(names: str) -> CalibrationError:
+    return CalibrationError(
+        f"No token reached {names}: the block does not run them, or not on this text. Leave them out with --ignore."
+    )
 
 
 def _identity(layer: Layer, x: Tensor) -> tuple[Any, ...]:

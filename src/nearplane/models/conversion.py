@@ -1,7 +1,7 @@
 """Which tensors of a checkpoint make up which parameters of a network, by transformers' own renaming rules.
 
-All that nearplane needs of transformers' loading internals is in this file: key conversion, and the initialisation of buffers
-that no checkpoint holds. Knows nothing of blocks.
+All that nearplane needs of transformers' loading internals is in this file: key conversion, and the initialisation of
+buffers that no checkpoint holds. Knows nothing of blocks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nearplane.shards import ShardReader
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How parameters come out of the checkpoint: one tensor as it is, or several through a conversion (fused experts)."""
+    """How parameters come out of the checkpoint: one tensor as it is, or several converted (fused experts)."""
 
     targets: list[str]
     sources: list[tuple[str, str]] = field(default_factory=list)  # (name in the checkpoint, pattern that matched)
@@ -58,7 +58,7 @@ class Weights:
         load = self._find(parameter)
         if load is None or load.converter is not None:
             how = "not stored" if load is None else f"made of {len(load.sources)} tensors"
-            raise ModelError(f"{parameter} is {how} in the checkpoint {self.reader.folder} and has no name of its own there.")
+            raise ModelError(f"{parameter} is {how} in {self.reader.folder}; it has no name of its own there.")
         return load.sources[0][0]
 
     def names_below(self, prefix: str) -> list[str]:
@@ -98,14 +98,16 @@ class Weights:
                 if not places:
                     continue
                 empty = wanted[places[0]]
-                tensor = _checked(tensor.to(device), empty, dtype if target in parameters else empty.dtype, load.sources[0][0])
+                kept = dtype if places[0] in parameters else empty.dtype
+                tensor = _checked(tensor.to(device), empty, kept, load.sources[0][0])
                 _put(root, [place.removeprefix(prefix) for place in places], tensor)
                 done.update(places)
         self._compute_buffers(root, prefix, device)
 
     def _find(self, parameter: str) -> Load | None:
         """Return how a parameter, or one tied to it, comes out of the checkpoint."""
-        return next((self._loads[name] for name in self._aliases.get(parameter, (parameter,)) if name in self._loads), None)
+        names = self._aliases.get(parameter, (parameter,))
+        return next((self._loads[name] for name in names if name in self._loads), None)
 
     def _read(self, load: Load) -> dict[str, Tensor]:
         """Read what a load needs and convert it: {parameter: tensor}."""
@@ -145,7 +147,7 @@ def _plan(network: PreTrainedModel, reader: ShardReader) -> tuple[dict[str, Load
     """Work out how every parameter comes out of the checkpoint.
 
     Returns:
-        {parameter or buffer: load}, and of tensors that the network has no use for {name in the checkpoint: in the network}.
+        {parameter or buffer: load}, and of tensors that the network does not use {name: what its name would be}.
     """
     conversions = get_model_conversion_mapping(network)
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
@@ -177,7 +179,10 @@ def _plan(network: PreTrainedModel, reader: ShardReader) -> tuple[dict[str, Load
 def _checked(tensor: Tensor, empty: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """Cast a tensor that was read, if it is what the network expects."""
     if tensor.shape != empty.shape:
-        raise ModelError(f"{name} gives {tuple(tensor.shape)} where config.json asks for {tuple(empty.shape)}: not its own.")
+        raise ModelError(
+            f"{name} gives {tuple(tensor.shape)} where config.json asks for {tuple(empty.shape)}. "
+            f"The two do not belong together; fetch the checkpoint again."
+        )
     if not tensor.is_floating_point():
         return tensor
     if not torch.isfinite(tensor := tensor.to(dtype)).all():
@@ -198,7 +203,7 @@ def _put(root: nn.Module, names: Sequence[str], tensor: Tensor) -> None:
 
 
 def _owner(network: PreTrainedModel, path: str) -> PreTrainedModel:
-    """Return the innermost model of transformers that holds a module: it knows how the module's buffers are computed."""
+    """Return the innermost transformers model that holds a module: it knows how the buffers are computed."""
     owner = network
     for name, module in network.named_modules():
         if isinstance(module, PreTrainedModel) and (path == name or path.startswith(f"{name}.")):

@@ -12,7 +12,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
@@ -67,12 +66,12 @@ class Layer:
                 stored.copy_(values.view_as(stored))
 
     def rows(self, x: Tensor) -> Tensor:
-        """Return the rows that the matrix multiplies when the module is given `x`: (tokens, in), in the order of `x`."""
+        """Return the rows that the matrix multiplies when the module is given `x`: (tokens, in), in its order."""
         if self.kind != "Conv2d":
             return x.reshape(-1, x.shape[-1])
         conv = self.module
-        patches = F.unfold(x, conv.kernel_size, conv.dilation, conv.padding, conv.stride)  # (images, in, places)
-        return patches.transpose(1, 2).reshape(-1, self.shape[1])
+        patches = nn.functional.unfold(x, conv.kernel_size, conv.dilation, conv.padding, conv.stride)
+        return patches.transpose(1, 2).reshape(-1, self.shape[1])  # patches: (images, in, places)
 
     def bound(self, module: nn.Module) -> Layer:
         """Return the same view of another copy of the module."""
@@ -87,7 +86,7 @@ def as_layer(name: str, module: nn.Module) -> Layer | None:
         return Layer(name=name, kind="Linear", shape=tuple(weight.shape), module=module)
     if kind is Conv1D:
         return Layer(name=name, kind="Conv1D", shape=tuple(weight.shape[::-1]), module=module)
-    if kind is nn.Conv2d and module.groups == 1 and module.padding_mode == "zeros" and not isinstance(module.padding, str):
+    if kind is nn.Conv2d and (module.groups, module.padding_mode, type(module.padding)) == (1, "zeros", tuple):
         return Layer(name=name, kind="Conv2d", shape=(weight.shape[0], weight[0].numel()), module=module)
     return None
 
@@ -133,7 +132,7 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     Raises:
         ModelError: there is no such list.
     """
-    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)]
+    lists = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part)]
     marked: list[tuple[str, nn.ModuleList]] = []
     for name, module in lists:  # named_modules goes from the outside in
         inside = any(name.startswith(f"{outer}.") for outer, _ in marked)
@@ -142,8 +141,8 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     found = marked or [(name, module) for name, module in lists if all(find_layers(member, "")[0] for member in module)]
     if not found:
         raise ModelError(
-            f"no blocks found in {type(model).__name__}: it has no list of modules that all hold a Linear, Conv1D or Conv2d. "
-            f"nearplane quantizes models made of a stack of blocks."
+            f"no blocks found in {type(model).__name__}: it has no list of modules that all hold a Linear, Conv1D or "
+            f"Conv2d. nearplane quantizes models made of a stack of blocks."
         )
     return max(found, key=lambda entry: sum(p.numel() for p in entry[1].parameters()))
 

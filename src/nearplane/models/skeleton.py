@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nearplane.errors import CalibrationError, ModelError
+from nearplane.models.data import check_vocabulary
 from nearplane.models.stream import Block, Model
 from nearplane.models.watch import Stop, same, stop, until_stopped
 
@@ -32,7 +33,7 @@ class Stream:
 
     Attributes:
         quantized: inputs of the next block in the quantized network.
-        original: the same in the original one; None if only one stream runs. Before the first block both are the same tensors.
+        original: the same in the original one; None if only one stream runs. Both start as the same tensors.
         calls: {block name: its other arguments, by batch}.
         ahead: whether `original` has passed the block that `quantized` still stands before.
     """
@@ -70,12 +71,18 @@ class Stream:
 
 @torch.no_grad()
 def skeleton(
-    model: Model, tokens: Tensor, *, device: torch.device | str, dtype: torch.dtype, batch: int = 8, two_streams: bool = True
+    model: Model,
+    tokens: Tensor,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    batch: int = 8,
+    two_streams: bool = True,
 ) -> Stream:
     """Run the network without its blocks: learn the inputs of the first one and the other arguments of all.
 
-    Every block is replaced by a recorder that returns its input, so embeddings, masks and rotary tables are computed as the
-    model does; they are in memory only for this.
+    Every block is replaced by a recorder that returns its input, so embeddings, masks and rotary tables are computed as
+    the model does; they are in memory only for this.
 
     Args:
         model: whose blocks are to be calibrated.
@@ -86,21 +93,23 @@ def skeleton(
 
     Raises:
         ModelError: the blocks do not run one after the other, each on what the one before returned.
+        CalibrationError: a token is not in the model's vocabulary.
     """
+    check_vocabulary(tokens, len(model.network.get_input_embeddings().weight))
     place = torch.device(device)
     tape = _Tape([block.name for block in model.blocks])
     recorders = [_Recorder(block.empty, index, tape) for index, block in enumerate(model.blocks)]
-    network = model.around(recorders, place, dtype)
-    if (head := network.get_output_embeddings()) is not None:
-        head.register_forward_pre_hook(stop)
-    with model.blocks[0].on(place, dtype, original=False) as first:
-        tape.probe = first.quantized
-        until_stopped(lambda: network(tokens[:1].to(place), use_cache=False))
-        tape.probe = None
-    for part in tokens.split(batch):
-        tape.begin()
-        until_stopped(lambda part=part: network(part.to(place), use_cache=False))
-        tape.check()
+    with model.around(recorders, place, dtype) as network:
+        if (head := network.get_output_embeddings()) is not None:
+            head.register_forward_pre_hook(stop)
+        with model.blocks[0].on(place, dtype, original=False) as first:
+            tape.probe = first.quantized
+            until_stopped(lambda: network(tokens[:1].to(place), use_cache=False))
+            tape.probe = None
+        for part in tokens.split(batch):
+            tape.begin()
+            until_stopped(lambda part=part: network(part.to(place), use_cache=False))
+            tape.check()
     return Stream(tape.hidden, tape.calls, two_streams=two_streams)
 
 
@@ -134,7 +143,7 @@ class _Tape:
         if index != self._next:
             raise ModelError(f"{name} runs out of turn: nearplane needs blocks that run once each, in order.")
         if index and not same(hidden, self._current):
-            raise ModelError(f"The model changes hidden states before {name}: nearplane needs blocks that follow each other.")
+            raise ModelError(f"The model changes hidden states before {name}: it cannot be run block by block.")
         if not index:
             self.hidden.append(hidden)
         leaf = count()
@@ -155,13 +164,14 @@ class _Tape:
     def check(self) -> None:
         """Raise unless every block has run."""
         if self._next != len(self._names):
-            raise ModelError(f"{self._names[self._next]} did not run: nearplane needs blocks that run once each, in order.")
+            name = self._names[self._next]
+            raise ModelError(f"{name} did not run: nearplane needs blocks that run once each, in order.")
 
     def _keep(self, name: str, index: int, leaf: int, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         if any(value is given for given in self._given):
-            raise ModelError(f"{name} is given more than hidden states by the block before it; that cannot be replayed.")
+            raise ModelError(f"The block before {name} hands it more than hidden states: that cannot be replayed.")
         if id(value) not in self._kept:
             first = self._pool.setdefault((index, leaf, value.shape, value.dtype), value)
             self._kept[id(value)] = (value, first if first is value or torch.equal(first, value) else value)
@@ -187,7 +197,8 @@ def _taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor,
     """Split a block's arguments: (hidden states, other args, other kwargs, whether they came by position)."""
     if args:
         return args[0], args[1:], kwargs, True
-    return kwargs["hidden_states"], (), {name: value for name, value in kwargs.items() if name != "hidden_states"}, False
+    kwargs = dict(kwargs)
+    return kwargs.pop("hidden_states"), (), kwargs, False
 
 
 def _mapped(function: Callable[[Any], Any], value: Any) -> Any:

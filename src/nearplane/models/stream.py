@@ -52,7 +52,7 @@ def open_model(source: str, *, trust_remote_code: bool = False, ignore: Sequence
     try:
         plain = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
-        raise ModelError(f"{folder} has no readable config.json ({error}). Pass a folder that save_pretrained wrote.") from error
+        raise ModelError(f"{folder} has no readable config.json ({error}). Pass what save_pretrained wrote.") from error
     if (quantized := plain.get("quantization_config")) is not None:
         method = quantized.get("quant_method", "an unnamed method")
         raise ModelError(f"{source} is already quantized with {method}; start from the original.")
@@ -64,7 +64,7 @@ def open_model(source: str, *, trust_remote_code: bool = False, ignore: Sequence
             network = AutoModelForCausalLM.from_config(config, dtype=_dtype(reader), **code).eval()
     except (ValueError, KeyError, ImportError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ModelError(f"{source}: transformers builds no causal language model from its config.json ({reason}).") from error
+        raise ModelError(f"transformers builds no language model from {folder}/config.json ({reason}).") from error
     return Model(folder, network, reader, ignore=ignore, trust_remote_code=trust_remote_code)
 
 
@@ -89,7 +89,8 @@ def find_folder(source: str, *, trust_remote_code: bool = False) -> Path:
         raise ModelError(f"{source} is neither a folder here nor a model on the hub that you may read.") from error
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"{source} is no folder here, and the hub could not be reached to fetch it; pass a local folder or check the connection."
+            f"{source} is no folder here, and the hub could not be reached to fetch it; "
+            f"pass a local folder or check the connection."
         ) from error
 
 
@@ -118,7 +119,13 @@ class Model:
     """
 
     def __init__(
-        self, folder: Path, network: PreTrainedModel, reader: ShardReader, *, ignore: Sequence[str], trust_remote_code: bool
+        self,
+        folder: Path,
+        network: PreTrainedModel,
+        reader: ShardReader,
+        *,
+        ignore: Sequence[str] = (),
+        trust_remote_code: bool = False,
     ) -> None:
         self.folder, self.network, self.reader, self.config = folder, network, reader, network.config
         self.dtype, self.positions = _dtype(reader), positions_of(network.config)
@@ -156,7 +163,7 @@ class Model:
         return self.weights.names_below(f"{self.blocks[index].name}.")
 
     def rest(self) -> list[str]:
-        """Return the names in the checkpoint of what belongs to no block: embeddings, final norm, head, what is unused."""
+        """Return the names in the checkpoint of what belongs to no block: embeddings, norm, head, what is unused."""
         taken = set(self.weights.names_below(f"{self.stack}."))
         return [name for name in self.reader.names() if name not in taken]
 
@@ -164,15 +171,21 @@ class Model:
         """Return the names of all modules that are a Linear or a subclass of it, in blocks or not."""
         return {name for name, module in self.network.named_modules() if isinstance(module, nn.Linear)}
 
-    def around(self, stand_ins: Sequence[nn.Module], device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-        """Return a copy of the network with other modules in place of its blocks, in memory but for its head."""
+    @contextmanager
+    def around(
+        self, stand_ins: Sequence[nn.Module], device: torch.device, dtype: torch.dtype
+    ) -> Iterator[PreTrainedModel]:
+        """Hold a copy of the network with other modules in place of its blocks in memory, but for its head."""
         blocks = nn.ModuleList(stand_ins)
         shared = {id(config): config for config in _configs(self.config)}
         network = deepcopy(self.network, {id(self.network.get_submodule(self.stack)): blocks, **shared})
         head = network.get_output_embeddings()
         where = next((f"{path}." for path, module in network.named_modules() if module is head), None)
-        self.weights.fill(network, "", device, dtype, without=where)
-        return network
+        try:
+            self.weights.fill(network, "", device, dtype, without=where)
+            yield network
+        finally:
+            network.to("meta")
 
 
 class Block:
@@ -224,7 +237,7 @@ def _dtype(reader: ShardReader) -> torch.dtype:
         sizes[reader.dtype(name)] += math.prod(reader.shape(name))
     most = sizes.most_common(1)[0][0]
     if most not in DTYPES:
-        raise ModelError(f"{reader.folder}: the weights are stored as {most}; nearplane starts from {', '.join(DTYPES)}.")
+        raise ModelError(f"{reader.folder}: weights are stored as {most}; nearplane starts from {', '.join(DTYPES)}.")
     return DTYPES[most]
 
 

@@ -60,9 +60,9 @@ class Hooks:
 class Additions(TorchFunctionMode):
     """Sees what is added to the outputs of some layers, by watching every addition.
 
-    The other operand of the addition that consumes an output is `r`. As long as the sum goes straight into another addition
-    (`mlp + attention + hidden`), that operand joins `r`; the first other use of the sum ends it. An output that is put to
-    another use before it is added (`x + 0.04 x^3` in an activation) is not a part of a residual stream.
+    The other operand of the addition that consumes an output is `r`. As long as the sum goes straight into another
+    addition (`mlp + attention + hidden`), that operand joins `r`; the first other use of the sum ends it. An output
+    that is put to another use before it is added (`x + 0.04 x^3` in an activation) does not count as added.
     """
 
     ADDITIONS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__"})
@@ -97,8 +97,8 @@ class Additions(TorchFunctionMode):
             a, b = tensors
             others = {name: wide(b if same(a, self._open[name][0]) else a) for name in touched}
         result = func(*args, **kwargs)
-        if not isinstance(result, (Tensor, tuple, list)):
-            return result  # a question about the tensor, not a use of it
+        if not any(isinstance(value, Tensor) for value in (result if isinstance(result, (tuple, list)) else (result,))):
+            return result  # a question about the tensor (its shape), not a use of it
         for name in touched:
             now, r = self._open[name]
             if name in others:

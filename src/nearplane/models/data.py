@@ -1,0 +1,152 @@
+"""Calibration tokens: from a text file, a jsonl file, a folder of them, or a named data set.
+
+Knows tokenizers and files; nothing of networks. Files are read in their order, data sets are shuffled by a seed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from nearplane.errors import CalibrationError
+
+DEFAULT_DATASET = "HuggingFaceFW/fineweb-edu:sample-10BT:train"
+SUFFIXES = (".txt", ".jsonl")
+SHUFFLED_ROWS = 10_000  # rows of a streamed data set that are held to draw from
+
+
+def read_windows(
+    tokenizer: PreTrainedTokenizerBase, source: str | Path | None, *, samples: int, seqlen: int, seed: int = 0
+) -> Tensor:
+    """Read the first `samples` windows of `seqlen` tokens; fewer if the text ends before.
+
+    A text file is one document, taken raw and tokenized whole; every line of a jsonl file (`text`, or `messages` for
+    the chat template) and every row of a data set is one. Documents are joined with the end-of-sequence token, if there
+    is one, and cut into windows that do not overlap. No other special tokens are added.
+
+    Args:
+        tokenizer: of the model.
+        source: a .txt or .jsonl file, a folder of them, or a data set name[:config][:split]; None: `DEFAULT_DATASET`.
+        samples, seqlen: windows, and tokens of each.
+        seed: of the shuffle of a data set; files are not shuffled.
+
+    Returns:
+        (windows, seqlen) int64.
+
+    Raises:
+        CalibrationError: there is no such text, it is malformed, or it is shorter than one window.
+    """
+    ids: list[int] = []
+    between = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    wanted = samples * seqlen
+    for text in _documents(tokenizer, DEFAULT_DATASET if source is None else source, seed):
+        if ids:
+            ids += between
+        ids += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if len(ids) >= wanted:
+            break
+    windows = min(len(ids) // seqlen, samples)
+    if not windows:
+        raise CalibrationError(
+            f"{source or DEFAULT_DATASET} holds {len(ids)} tokens where one window needs {seqlen}. "
+            f"Pass a longer text with --calibration, or shorter windows with --seqlen."
+        )
+    return torch.tensor(ids[: windows * seqlen], dtype=torch.int64).view(windows, seqlen)
+
+
+def check_vocabulary(tokens: Tensor, size: int) -> None:
+    """Refuse tokens that a model with `size` embeddings cannot look up.
+
+    Raises:
+        CalibrationError: names the token.
+    """
+    if (largest := int(tokens.max())) >= size:
+        raise CalibrationError(
+            f"The tokenizer gives the token id {largest}, the model has a vocabulary of {size} (ids 0 to {size - 1}). "
+            f"The two do not belong together; check the tokenizer files in the model's folder."
+        )
+
+
+def _documents(tokenizer: PreTrainedTokenizerBase, source: str | Path, seed: int) -> Iterator[str]:
+    """Yield the texts of a file, a folder or a data set, one by one."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
+        if not files:
+            raise CalibrationError(f"The folder {source} holds no {' or '.join(SUFFIXES)} file to calibrate on.")
+        for file in files:
+            yield from _documents_in(file, tokenizer)
+    elif path.exists():
+        yield from _documents_in(path, tokenizer)
+    elif path.suffix in SUFFIXES or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]*){0,2}", str(source)):
+        raise CalibrationError(
+            f"{source} does not exist. Pass a {' or '.join(SUFFIXES)} file, a folder of them, "
+            f"or a data set as name:config:split."
+        )
+    else:
+        for number, row in enumerate(_rows(str(source), seed), 1):
+            yield _text(row, f"{source}, row {number}", tokenizer)
+
+
+def _documents_in(file: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Yield the documents of one file."""
+    if file.suffix not in SUFFIXES:
+        raise CalibrationError(f"{file} is no {' or '.join(SUFFIXES)} file; rename plain text to .txt.")
+    try:
+        content = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CalibrationError(f"{file} cannot be read as UTF-8 text ({error}).") from error
+    if not content.strip():
+        raise CalibrationError(f"{file} is empty; pass a file with text.")
+    if file.suffix == ".txt":
+        yield content
+        return
+    for number, line in enumerate(content.split("\n"), 1):
+        if line.strip():
+            place = f"{file}, line {number}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise CalibrationError(f"{place} is not JSON ({error}); every line holds one object.") from error
+            yield _text(row, place, tokenizer)
+
+
+def _text(row: Any, place: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text of a row, chats through the tokenizer's template."""
+    match row:
+        case {"text": str(text)}:
+            return text
+        case {"messages": list(messages)}:
+            try:
+                return str(tokenizer.apply_chat_template(messages, tokenize=False))
+            except Exception as error:  # templates are programs of the model's makers and raise what they like
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                raise CalibrationError(f"{place}: the chat template cannot be applied ({reason}).") from error
+    raise CalibrationError(f"{place} has neither `text` (a string) nor `messages` (a list).")
+
+
+def _rows(source: str, seed: int) -> Iterator[dict[str, Any]]:
+    """Stream a data set of the hub, shuffled."""
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise CalibrationError(
+            f'Reading the data set {source} needs the datasets package: pip install "nearplane[datasets]", '
+            f"or pass a .txt or .jsonl file with --calibration."
+        ) from error
+    name, config, split = [*source.split(":"), "", ""][:3]
+    try:
+        rows = load_dataset(name, config or None, split=split or "train", streaming=True)
+        yield from rows.shuffle(seed=seed, buffer_size=SHUFFLED_ROWS)
+    except Exception as error:  # whatever the network and the readers of many formats raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CalibrationError(
+            f"The data set {source} cannot be read ({reason}); pass a .txt or .jsonl file with --calibration."
+        ) from error
