@@ -1,9 +1,10 @@
 """The seeds' algorithms, written out plainly in float64: what the lattice code is tested against.
 
-[C25] Chen, Hoefler, Alistarh (2507.18553); [B25] Birnick (2508.01077); [F22] Frantar et al. (2210.17323) and the lectures on it.
+[C25] Chen, Hoefler, Alistarh (2507.18553); [B25] Birnick (2508.01077); [F22] Frantar et al. (2210.17323).
 
-Letters are the seeds': `W` is (c, r), its columns are the rows of a layer's weight; `X` is (n, c) with damping already appended
-below it, so that the Hessian is `X^T X`; indices count from 0. Every algorithm rounds by a `Rounding` and returns codes (c, r).
+Letters are the seeds': `W` is (c, r), its columns are the rows of a layer's weight; `X` is (n, c) with damping already
+appended below it, so that the Hessian is `X^T X`; indices count from 0. Every algorithm rounds by a `Rounding` and
+returns codes (c, r).
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def gptq_absolute(W: Tensor, X: Tensor, rounding: Rounding) -> Tensor:
 
 
 def gptq_back_to_front(W: Tensor, X: Tensor, rounding: Rounding) -> Tensor:
-    """[C25] Algorithm 7: the same from the last row to the first, on the upper factor ("UDU") of the inverse Hessian."""
+    """[C25] Algorithm 7: the same from the last row to the first, on the upper factor ("UDU") of H^-1."""
     inverse, Q, codes = inv(unit_upper(inv(X.T @ X))), W.clone(), torch.empty_like(W)
     current = W
     for j in reversed(range(len(W))):
@@ -140,7 +141,7 @@ def gptq_data(W: Tensor, X: Tensor, rounding: Rounding) -> Tensor:
 
 
 def gptq_recursive(W: Tensor, X: Tensor, rounding: Rounding, *, j: int = 0, as_printed: bool = False) -> Tensor:
-    """[B25] GPTQ-REC: round the first weight, drop the first column of X. As printed it divides by L_11, which must be M_11."""
+    """[B25] GPTQ-REC: round the first weight, drop the first column of X. As printed it divides by L_11, not M_11."""
     if len(W) == 0:
         return W
     L = ql(X)[1]
@@ -209,7 +210,7 @@ def least_squares(W: Tensor, X: Tensor, rounding: Rounding) -> Tensor:
 
 
 def lagrange(W: Tensor, X: Tensor, rounding: Rounding, *, downdate: bool = True) -> Tensor:
-    """Tutorial 2: the constrained minimiser by a Lagrange multiplier; without the downdate right for the first row only."""
+    """Tutorial 2: the constrained minimiser (Lagrange); without the downdate right for the first row only."""
     inverse, W, codes = inv(X.T @ X), W.clone(), torch.empty_like(W)
     for j in range(len(W)):
         codes[j], q = rounding(j, W[j])
@@ -252,7 +253,7 @@ def run(name: str, W: Tensor, X: Tensor, grid: Grid, order: Tensor) -> tuple[Ten
 
 
 def min_pivot(H: Tensor) -> tuple[Tensor, float]:
-    """[C25] Algorithm 4: the order in which the smallest diagonal is eliminated, and the least relative gap to the second."""
+    """[C25] Algorithm 4: smallest diagonal first, the order of elimination; and the least relative gap to the next."""
     H, left, sequence, gap = H.clone(), list(range(len(H))), [], torch.inf
     while left:
         diagonal = H.diagonal()[left]
@@ -267,7 +268,7 @@ def min_pivot(H: Tensor) -> tuple[Tensor, float]:
 
 
 def closest_vector(w: Tensor, H: Tensor, s: Tensor, within: float, limit: int = 200_000) -> float | None:
-    """Return the least `(w - s z)^T H (w - s z)` over all integers z by trying them all; None if they are more than `limit`.
+    """Return the least `(w - s z)^T H (w - s z)` over all integers z, by trying; None if over `limit`.
 
     Args:
         w, s: (in,), in <= 6.
@@ -289,7 +290,7 @@ def absmax(w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def zero_point(w: Tensor) -> tuple[Tensor, Tensor]:
-    """CMU slides: int8 codes with `scale = 255 / (max - min)`, `zero = -round(scale min) - 128`; and what was rounded."""
+    """CMU slides: int8 codes with `scale = 255 / (max - min)`, `zero = -round(scale min) - 128`; what was rounded."""
     scale = 255 / (w.max() - w.min())
     x = torch.cat([scale * w, (scale * w.min())[None]])
     return (x[:-1] - x[-1].round() - 128).round().clamp(-128, 127).int(), x

@@ -1,6 +1,6 @@
 """Hypothesis strategies: problems of every shape that the solver may meet.
 
-Hypothesis draws shapes, kinds and a seed; the tensors come from the seed, so that a failing example is one line to repeat.
+Hypothesis draws shapes, kinds and a seed; the tensors come from the seed: a failing example is one line to repeat.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from nearplane.lattice.factor import Factor, factorize
 from nearplane.lattice.grid import Grid
 from oracles import damped
 
-Kind = Literal["tensor", "row", "grouped", "asymmetric", "column", "permuted", "one-sided", "unclipped", "unclipped rows"]
+Kind = Literal[
+    "tensor", "row", "grouped", "asymmetric", "column", "permuted", "one-sided", "unclipped", "unclipped rows"
+]
 KINDS: tuple[Kind, ...] = Kind.__args__
 UNCLIPPED: tuple[Kind, ...] = ("unclipped", "unclipped rows")
 ORDERS = ("natural", "reversed", "activation", "pivoted", "given")
@@ -29,7 +31,8 @@ class Problem:
 
     Args:
         W: (out, in) weights.
-        X: (tokens, in) inputs, undamped.
+        X: (tokens, in) inputs.
+        H: (in, in) their Hessian, undamped.
         grid: to round to.
         damp: relative.
         permutation: (in,), the order named "given".
@@ -37,14 +40,10 @@ class Problem:
 
     W: Tensor
     X: Tensor
+    H: Tensor
     grid: Grid
     damp: float
     permutation: Tensor
-
-    @property
-    def H(self) -> Tensor:
-        """Return the (in, in) undamped Hessian."""
-        return self.X.T @ self.X / len(self.X)
 
     def factor(self, order: str) -> Factor:
         """Factor the Hessian in an order, "given" among them."""
@@ -54,7 +53,7 @@ class Problem:
         """Return (tokens + in, in) inputs with the damping appended."""
         return damped(self.X, factor.shift)
 
-    def damped_H(self, factor: Factor) -> Tensor:
+    def damped_hessian(self, factor: Factor) -> Tensor:
         """Return the (in, in) Hessian that was factored."""
         return self.H + factor.shift * torch.eye(len(self.H), dtype=torch.float64)
 
@@ -71,7 +70,7 @@ def problem(
     weight_scale: float = 1.0,
     input_scale: float = 1.0,
 ) -> Problem:
-    """Build a problem. With fewer tokens than columns the Hessian is singular before damping; the first column never dies."""
+    """Build a problem. With fewer tokens than columns the Hessian is singular undamped; the first column never dies."""
     g = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -82,9 +81,9 @@ def problem(
     X = (normal(tokens, columns) @ mixing) * normal(columns).exp() * input_scale
     killed = torch.randperm(columns - 1, generator=g)[: min(dead, columns - 1)] + 1
     X[:, killed] = 0
-    return Problem(
-        W=W, X=X, grid=_grid(kind, bits, W, weight_scale, g), damp=damp, permutation=torch.randperm(columns, generator=g)
-    )
+    grid = _grid(kind, bits, W, weight_scale, g)
+    permutation = torch.randperm(columns, generator=g)
+    return Problem(W=W, X=X, H=X.T @ X / len(X), grid=grid, damp=damp, permutation=permutation)
 
 
 def _grid(kind: Kind, bits: int, W: Tensor, weight_scale: float, g: torch.Generator) -> Grid:
@@ -108,8 +107,9 @@ def _grid(kind: Kind, bits: int, W: Tensor, weight_scale: float, g: torch.Genera
     if kind == "asymmetric":
         low, high = 0, 2**bits - 1
         zero = torch.randint(0, 2**bits, scale.shape, generator=g).double()
-    limits = {"one-sided": (low, None), "unclipped": (None, None), "unclipped rows": (None, None)}.get(kind, (low, high))
-    return Grid(scale=scale, zero=zero, group=group, low=limits[0], high=limits[1])
+    lowest = None if kind in UNCLIPPED else low
+    highest = None if kind in UNCLIPPED or kind == "one-sided" else high
+    return Grid(scale=scale, zero=zero, group=group, low=lowest, high=highest)
 
 
 def problems(

@@ -44,7 +44,9 @@ def untimed(record: LayerRecord) -> LayerRecord:
 
 
 @given(st.data(), problems(columns=12), st.sampled_from((torch.float64, torch.float32, torch.bfloat16)))
-def test_the_recorded_losses_are_those_of_the_returned_codes(data: st.DataObject, p: Problem, dtype: torch.dtype) -> None:
+def test_the_recorded_losses_are_those_of_the_returned_codes(
+    data: st.DataObject, p: Problem, dtype: torch.dtype
+) -> None:
     """Exact in float64 whatever the dtype of the weights: steps were rounded to their storage before the solve."""
     rule = data.draw(rules(p.W.shape[1]))
     W, H = p.W.to(dtype), p.H
@@ -102,7 +104,7 @@ def test_round_to_nearest_needs_nothing_but_the_range() -> None:
 
 
 def test_dynamic_groups_weigh_each_weight_by_its_own_column() -> None:
-    """The order in which columns are rounded must not mix up their importance: without interaction it decides nothing."""
+    """The order of rounding must not mix up their importance: without interaction it decides nothing."""
     p = problem(columns=12, seed=3)
     H = torch.diag(p.H.diagonal())
     rule = Rule(bits=2, group_size=6, scale="hessian", groups="current")
@@ -179,7 +181,8 @@ def statistics(raw: dict[str, Tensor], *, residual: bool) -> Statistics:
     def moments(tokens: slice) -> Statistics:
         X, X_hat, lost = raw["X"][tokens], raw["X_hat"][tokens], (raw["r"] - raw["r_hat"])[tokens]
         n = len(X)
-        return Statistics(H=X_hat.T @ X_hat / n, C=X.T @ X_hat / n, S=lost.T @ X_hat / n if residual else None, tokens=n)
+        S = lost.T @ X_hat / n if residual else None
+        return Statistics(H=X_hat.T @ X_hat / n, C=X.T @ X_hat / n, S=S, tokens=n)
 
     n = len(raw["X"])
     return replace(moments(slice(0, n)), held_out=moments(slice(n - n // 5, n)))

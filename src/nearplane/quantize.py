@@ -71,8 +71,11 @@ def quantize(
     place = _device(device)
     source = open_model(str(model), trust_remote_code=trust_remote_code, ignore=recipe.ignore)
     check(source, recipe)
-    seqlen = _seqlen(recipe, source)
-    tokens = None
+    writer = open_writer(
+        Path(out), source.folder, quantization_config(source, recipe), dtype=source.dtype, shards=len(source.blocks) + 1,
+        overwrite=overwrite, trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    seqlen, tokens = _seqlen(recipe, source), None
     if recipe.rule.solver != "round-to-nearest":
         wanted = recipe.calibration
         tokens = read_windows(source.tokenizer(), wanted.calibration, samples=wanted.samples, seqlen=seqlen, seed=wanted.seed)
@@ -81,10 +84,7 @@ def quantize(
         windows=0 if tokens is None else len(tokens), tokens=0 if tokens is None else tokens.numel(),
         skipped=tuple(source.skipped),
     )  # fmt: skip
-    with open_writer(
-        Path(out), source.folder, quantization_config(source, recipe), dtype=source.dtype, shards=len(source.blocks) + 1,
-        overwrite=overwrite, trust_remote_code=trust_remote_code,
-    ) as writer:  # fmt: skip
+    with writer:
         solved = quantized_layers(source, recipe, tokens, writer, place)
         layers = tuple(progress(solved, "quantizing", sum(len(block.layers) for block in source.blocks)))
         record = replace(record, layers=layers, seconds=time.perf_counter() - began, bytes=writer.size)

@@ -42,7 +42,7 @@ def test_losses_are_traces_under_the_hessian(p: Problem, order: str) -> None:
     factor, matrix, certificate = solved(p, order)
     E = p.W - matrix.decode()
     loss, energy = (float(torch.trace(A @ p.H @ A.T)) for A in (E, p.W))
-    assert close(certificate.damped_loss, float(torch.trace(E @ p.damped_H(factor) @ E.T)) / E.numel())
+    assert close(certificate.damped_loss, float(torch.trace(E @ p.damped_hessian(factor) @ E.T)) / E.numel())
     outputs = float((p.X @ E.T).square().sum()) / len(p.X)
     scale = float(E.square().sum() * p.H.diagonal().sum())  # a singular Hessian may leave a loss of any smallness
     assert abs(certificate.loss * E.numel() - loss) <= 1e-12 * scale
@@ -54,7 +54,7 @@ def test_losses_are_traces_under_the_hessian(p: Problem, order: str) -> None:
 def test_without_clipping_no_row_is_worse_than_the_bound(p: Problem, order: str) -> None:
     """Babai: every residual is at most half a step, whatever the weights."""
     factor, matrix, certificate = solved(p, order)
-    rows = quadratic(p.W - matrix.decode(), p.damped_H(factor))
+    rows = quadratic(p.W - matrix.decode(), p.damped_hessian(factor))
     bound = (p.grid.steps().square()[:, factor.order] * factor.d).sum(1) / 4
     assert bool((rows <= bound * (1 + 1e-12)).all())
     assert certificate.clipped == 0.0
@@ -72,7 +72,7 @@ def test_rows_that_do_not_clip_keep_the_bound_on_any_grid(p: Problem, order: str
     outside = p.grid.clipped(matrix.codes, targets)
     assert close(certificate.clipped, float(outside.double().mean()))
     assert close(certificate.clipped_rows, float(outside.any(1).double().mean()))
-    rows = quadratic(p.W - matrix.decode(), p.damped_H(factor))
+    rows = quadratic(p.W - matrix.decode(), p.damped_hessian(factor))
     live = factor.d.masked_fill(factor.dead[factor.order], factor.shift)
     bound = (p.grid.steps().square()[:, factor.order] * live).sum(1).expand(len(p.W)) / 4
     inside = ~outside.any(1)
@@ -81,7 +81,7 @@ def test_rows_that_do_not_clip_keep_the_bound_on_any_grid(p: Problem, order: str
 
 @given(problems(UNCLIPPED), st.sampled_from(ORDERS), st.integers(0, 2**32 - 1))
 def test_the_bound_is_tight_at_the_corner_of_the_cell(p: Problem, order: str, seed: int) -> None:
-    """Weights are built whose every residual is half a step less a millionth: the loss is the bound less two millionths."""
+    """Weights whose every residual is half a step less a millionth have the bound less two millionths as loss."""
     factor = p.factor(order)
     g = torch.Generator().manual_seed(seed)
     codes = torch.randint(-9, 10, p.W.shape, generator=g, dtype=torch.int32)
@@ -93,7 +93,8 @@ def test_the_bound_is_tight_at_the_corner_of_the_cell(p: Problem, order: str, se
     W = p.grid.decode(codes) + E
     matrix = nearest_plane(W, p.grid, factor)
     assert torch.equal(matrix.codes, codes)
-    assert close(certify(W, W, matrix, p.H, factor).damped_loss, short**2 * certify(W, W, matrix, p.H, factor).worst_case)
+    certificate = certify(W, W, matrix, p.H, factor)
+    assert close(certificate.damped_loss, short**2 * certificate.worst_case)
 
 
 def test_the_bound_is_reached_exactly_where_arithmetic_is_exact() -> None:
@@ -126,7 +127,7 @@ def test_the_mean_loss_on_gaussian_weights_is_the_expected_one(order: str, gener
 def test_no_grid_point_is_nearer_than_gamma_says(p: Problem, order: str) -> None:
     """Against all grid points that could be nearer, row by row."""
     factor, matrix, certificate = solved(p, order)
-    H = p.damped_H(factor)
+    H = p.damped_hessian(factor)
     errors = quadratic(p.W - matrix.decode(), H)
     worst = 1.0
     for w, s, error in zip(p.W, p.grid.steps().expand_as(p.W), errors.tolist(), strict=True):

@@ -18,7 +18,7 @@ NAMED = ORDERS[:-1]
 @given(problems(), st.sampled_from(ORDERS))
 def test_the_factor_reproduces_the_damped_hessian_in_rounding_order(p: Problem, order: str) -> None:
     factor = p.factor(order)
-    H = p.damped_H(factor)[factor.order][:, factor.order]
+    H = p.damped_hessian(factor)[factor.order][:, factor.order]
     assert same(factor.U * factor.d @ factor.U.T, H)
     assert torch.equal(factor.U, factor.U.triu())
     assert torch.equal(factor.U.diagonal(), torch.ones_like(factor.d))
@@ -30,13 +30,13 @@ def test_the_factor_reproduces_the_damped_hessian_in_rounding_order(p: Problem, 
 def test_u_and_d_are_the_unit_upper_factor_that_the_seeds_invert_for(p: Problem, order: str) -> None:
     """`H = U diag(d) U^T` with U unit upper is unique."""
     factor = p.factor(order)
-    assert same(factor.U, unit_upper(p.damped_H(factor)[factor.order][:, factor.order]))
+    assert same(factor.U, unit_upper(p.damped_hessian(factor)[factor.order][:, factor.order]))
 
 
 @given(problems(), st.sampled_from(ORDERS))
 def test_solve_is_a_solve_with_the_damped_hessian(p: Problem, order: str) -> None:
     factor = p.factor(order)
-    assert same(factor.solve(p.W), torch.linalg.solve(p.damped_H(factor), p.W.T).T)
+    assert same(factor.solve(p.W), torch.linalg.solve(p.damped_hessian(factor), p.W.T).T)
 
 
 @given(problems())
@@ -65,7 +65,7 @@ def test_the_named_orders_are_what_they_say() -> None:
 def test_the_pivoted_order_is_algorithm_4_of_chen_et_al_reversed(p: Problem) -> None:
     """What is eliminated last is rounded first. Problems are left out whose choice hangs on rounding errors."""
     factor = p.factor("pivoted")
-    sequence, gap = min_pivot(p.damped_H(factor))
+    sequence, gap = min_pivot(p.damped_hessian(factor))
     assume(gap > 1e-9)
     assert torch.equal(factor.order, sequence.flip(0))
 
@@ -84,7 +84,7 @@ def test_dead_inputs_are_stepped_over(p: Problem, order: str) -> None:
     assert not bool(off[dead].any())
     assert not bool(off[:, dead].any())
     live = factor.order[~dead]
-    H = p.damped_H(factor)[live][:, live]
+    H = p.damped_hessian(factor)[live][:, live]
     assert same(factor.U[~dead][:, ~dead], unit_upper(H))
 
 
@@ -160,4 +160,4 @@ def test_the_inverse_of_the_factor_is_the_lower_factor_of_gptq() -> None:
     p = problem()
     factor = p.factor("natural")
     L = inv(factor.U).T
-    assert same(L / factor.d @ L.T, inv(p.damped_H(factor)))
+    assert same(L / factor.d @ L.T, inv(p.damped_hessian(factor)))

@@ -1,7 +1,7 @@
 """Nearest plane against every algorithm it is claimed to equal, and the invariances of a lattice.
 
-Codes are compared one by one. Problems in which some oracle stood within 1e-9 steps of a tie are left out (`assume`): there
-rounding errors decide, and both codes are right. They are met about once in a million.
+Codes are compared one by one. Problems in which some oracle stood within 1e-9 steps of a tie are left out (`assume`):
+there rounding errors decide, and both codes are right. They are met about once in a million.
 """
 
 from __future__ import annotations
@@ -48,9 +48,12 @@ def test_codes_equal_those_of_every_algorithm_of_the_seeds(name: str, kind: Kind
     check()
 
 
-@given(problems(), st.sampled_from(ORDERS))
+@given(problems(damps=(0.1, 1.0)), st.sampled_from(ORDERS))
 def test_one_more_gptq_update_after_a_step_of_babai_changes_nothing(p: Problem, order: str) -> None:
-    """[C25] F.4: the update lies in the direction that the step has already settled."""
+    """[C25] F.4: the update lies in the direction that the step has already settled.
+
+    Damping is large, for the targets' sake: the seeds' factors of an inverse lose digits by its condition.
+    """
     factor = p.factor(order)
     X = p.data(factor)
     codes, plain = run("C25 3 Babai", p.W, X, p.grid, factor.order)
@@ -64,7 +67,7 @@ def test_one_more_gptq_update_after_a_step_of_babai_changes_nothing(p: Problem, 
 def test_any_factor_of_the_hessian_gives_the_same_codes(p: Problem, order: str, seed: int) -> None:
     """[C25] Theorem 5: the data may be rotated, or replaced by a square root of the Hessian."""
     factor = p.factor(order)
-    X, H = p.data(factor), p.damped_H(factor)
+    X, H = p.data(factor), p.damped_hessian(factor)
     rotation = torch.linalg.qr(
         torch.randn(len(X), len(X), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     ).Q
@@ -187,9 +190,9 @@ def test_the_recursion_as_printed_differs_by_its_misprint() -> None:
     """[B25] GPTQ-REC divides by L_11 where it must be M_11."""
     p = problem(columns=8, kind="unclipped")
     factor = p.factor("natural")
-    roundings = [Rounding.of(p.grid, 4, torch.arange(8)) for _ in range(2)]
     mended, printed = (
-        gptq_recursive(p.W.T, p.data(factor), r, as_printed=flag) for r, flag in zip(roundings, (False, True), strict=True)
+        gptq_recursive(p.W.T, p.data(factor), Rounding.of(p.grid, 4, torch.arange(8)), as_printed=as_printed)
+        for as_printed in (False, True)
     )
     codes = nearest_plane(p.W, p.grid, factor).codes
     assert torch.equal(mended.T.int(), codes)

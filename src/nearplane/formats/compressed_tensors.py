@@ -184,7 +184,7 @@ def _scheme(config: Mapping[str, Any]) -> tuple[int, int | None, bool]:
             f"compressed-tensors: config_groups has {len(groups)} schemes; one, spelled out, is understood."
         )
     weights = groups[0].get("weights") or {}
-    used = {
+    used: dict[str, tuple[Any, set[Any]]] = {
         "format": (config.get("format"), {"pack-quantized"}),
         "quantization_status": (config.get("quantization_status"), {"compressed"}),
         "input_activations": (groups[0].get("input_activations"), {None}),

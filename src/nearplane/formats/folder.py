@@ -65,7 +65,8 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
     name = config.get("checkpoint_format") or config.get("format") or "gptq" if method == "gptq" else method
     if name not in FORMATS:
         raise FormatError(f"Weights quantized as {method} ({name}) are not understood, only {', '.join(FORMATS)}.")
-    return FORMATS[name]
+    layout: Layout = FORMATS[name]
+    return layout
 
 
 def open_writer(
@@ -216,10 +217,10 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
         FormatError: there is no config.json, or it is not JSON.
     """
     try:
-        config = json.loads((folder / CONFIG).read_text())
-        return config.get("quantization_config")
+        config: dict[str, Any] | None = json.loads((folder / CONFIG).read_text()).get("quantization_config")
     except (OSError, ValueError, AttributeError) as error:
         raise FormatError(f"{folder / CONFIG} cannot be read ({error}). A model's folder has one.") from error
+    return config
 
 
 def read_matrices(folder: Path) -> Iterator[tuple[str, QuantizedMatrix]]:

@@ -1,7 +1,7 @@
 """The pivoted rounding order: at each elimination step the smallest remaining Schur complement goes first.
 
-The column eliminated last is rounded first (Chen, Hoefler, Alistarh 2025, Algorithm 4). This is LAPACK's `pstrf` with the
-smallest instead of the largest pivot, blocked the same way: nearly all of the work is matrix products.
+The column eliminated last is rounded first (Chen, Hoefler, Alistarh 2025, Algorithm 4). This is LAPACK's `pstrf` with
+the smallest instead of the largest pivot, blocked the same way: nearly all of the work is matrix products.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-STRIP = 512  # columns of the lower triangle that one product updates
+STRIP = 512  # rows of the lower triangle that one product updates
 
 
 def pivoted_order(H: Tensor, *, panel: int = 64) -> Tensor:
-    """Return the rounding order (in,) by minimal pivots; of equal ones the lowest index is eliminated first.
+    """Return the rounding order (in,) by minimal pivots; of equal ones the lowest index goes first.
 
-        k_i = argmin_k S_kk over the columns left ;  S -= S_{:,k} S_{k,:} / S_kk ;  S = H at first ;  p = (k_n, ..., k_1)
+        S = H ;  k_i = argmin_k S_kk over the columns left ;  S -= S_{:,k} S_{k,:} / S_kk ;  p = (k_n, ..., k_1)
 
-    A pivot that is nothing but rounding error (`H` is singular) is passed over without an update: `p` is always a permutation.
+    A pivot that is only rounding error (`H` is singular) is passed over without an update: `p` is a permutation always.
 
     Args:
         H: (in, in) symmetric, finite, on any device; the order is computed in its dtype.
@@ -30,14 +30,14 @@ def pivoted_order(H: Tensor, *, panel: int = 64) -> Tensor:
     diagonal = H.diagonal().clone()  # (left,) of the Schur complement as of the last pivot; infinite where eliminated
     order = torch.empty(n, dtype=torch.long, device=H.device)
     for start in range(0, n, panel):
-        if len(left) - (n - start) > len(left) // 8:  # dropping what is eliminated costs a copy: not at every panel
+        if len(left) - (n - start) > len(left) // 4:  # dropping what is eliminated costs a copy: not at every panel
             kept = torch.isfinite(diagonal).nonzero()[:, 0]
-            left, diagonal = left[kept], diagonal[kept]
-            S = S.index_select(0, kept).index_select(1, kept)
+            left, diagonal, S = left[kept], diagonal[kept], S[kept[:, None], kept]
         picked, L = _eliminate(S, diagonal, floor[left], min(panel, n - start))
         order[start : start + panel] = left[picked]
         for a in range(0, len(left), STRIP):
-            S[a:, a : a + STRIP].addmm_(L[:, a:].T, L[:, a : a + STRIP], alpha=-1)
+            b = a + STRIP
+            S[a:b, :b].addmm_(L[:, a:b].T, L[:, :b], alpha=-1)
     return order.flip(0)
 
 

@@ -140,8 +140,8 @@ def _positive(scale: Tensor, w: Tensor) -> Tensor:
 def least_squares_steps(W: Tensor, matrix: QuantizedMatrix, H: Tensor, storage: torch.dtype) -> Grid:
     """Return the grid whose steps minimise `tr(E H E^T)` for the codes as they are, one least-squares problem a row.
 
-    A step that would leave [1/3, 3] times its old value (a group that hardly matters) keeps that value, and a row keeps all of
-    its steps where the others, or their rounding to `storage`, would do worse: the loss never rises.
+    A step that would leave [1/3, 3] times its old value (a group that hardly matters) keeps that value, and a row keeps
+    all of its steps where the others, or their rounding to `storage`, would do worse: the loss never rises.
 
     Args:
         W: (out, in) float64 target.

@@ -19,7 +19,7 @@ from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.sweep_cpu import sweep_block
 
 Refit = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-"""From the *current* weights (out, g) of a group, in the column order of `W`, and its index to scale and zero, each (out,)."""
+"""From the *current* weights (out, g) of a group, in column order, and its index to scale and zero, each (out,)."""
 
 
 def round_to_nearest(W: Tensor, grid: Grid) -> QuantizedMatrix:
@@ -71,7 +71,8 @@ def nearest_plane(W: Tensor, grid: Grid, factor: Factor, *, refit: Refit | None 
         if refit is not None and reached is not None:
             members = position[grid.group == reached]
             rest = slice(a, int(members.max()) + 1)
-            moved = torch.linalg.solve_triangular(U[rest, rest].T, U[:a, rest].T @ E[:a], upper=False, unitriangular=True)
+            fed = U[:a, rest].T @ E[:a]
+            moved = torch.linalg.solve_triangular(U[rest, rest].T, fed, upper=False, unitriangular=True)
             current = WT[members] + moved[members - a]  # (g, out), where no later error would be least
             scale[reached], zero[reached] = refit(current.T, reached)
         target = torch.addmm(WT[a:b], U[:a, a:b].T, E[:a])  # (b - a, out)

@@ -91,9 +91,7 @@ def as_layer(name: str, module: nn.Module) -> Layer | None:
     return None
 
 
-def find_layers(
-    block: nn.Module, prefix: str, ignore: Sequence[str] = ()
-) -> tuple[list[Layer], list[tuple[str, str]]]:
+def find_layers(block: nn.Module, prefix: str, ignore: Sequence[str] = ()) -> tuple[list[Layer], list[tuple[str, str]]]:
     """Find the matrices of a block.
 
     Args:

@@ -1,0 +1,129 @@
+"""Tokens from text, chats and folders; and every way in which they can be missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from nearplane.errors import CalibrationError
+from nearplane.models.data import check_vocabulary, read_windows
+
+TEXT = "The quick brown fox jumps over the lazy dog.\n" * 3
+
+
+def ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def test_a_text_file_gives_its_first_windows_in_order(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    windows = read_windows(tokenizer, tmp_path / "a.txt", samples=3, seqlen=20)
+    assert windows.dtype == torch.int64
+    assert windows.tolist() == torch.tensor(ids(tokenizer, TEXT)[:60]).view(3, 20).tolist()
+
+
+def test_fewer_windows_than_asked_for_are_what_there_is(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    assert len(read_windows(tokenizer, tmp_path / "a.txt", samples=100, seqlen=20)) == len(TEXT) // 20
+
+
+def test_text_is_taken_raw(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """Spaces and line ends at the edges stay; nothing is added."""
+    (tmp_path / "a.txt").write_text("\n  abc \n\n")
+    windows = read_windows(tokenizer, str(tmp_path / "a.txt"), samples=1, seqlen=9)
+    assert tokenizer.decode(windows[0]) == "\n  abc \n\n"
+
+
+def test_lines_of_jsonl_are_joined_by_the_end_token(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    rows = [{"text": "abc", "id": 1}, {"messages": [{"role": "user", "content": "hi"}]}, {"text": "defg"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
+    windows = read_windows(tokenizer, tmp_path / "a.jsonl", samples=9, seqlen=17)
+    assert tokenizer.decode(windows[0]) == "abc<|end|>[user]hi<|end|>defg"
+    assert windows.shape == (1, 17)
+
+
+def test_a_folder_is_its_files_in_sorted_order(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("bbb")
+    (tmp_path / "a.jsonl").write_text('{"text": "aaa"}')
+    (tmp_path / "notes.md").write_text("not this")
+    windows = read_windows(tokenizer, tmp_path, samples=1, seqlen=7)
+    assert tokenizer.decode(windows[0]) == "aaa<|end|>bbb"
+
+
+def test_long_texts_raise_no_warning(
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    assert len(ids(tokenizer, TEXT)) > tokenizer.model_max_length
+    read_windows(tokenizer, tmp_path / "a.txt", samples=1, seqlen=20)
+    assert caplog.records == []
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", "", r"a\.txt is empty"),
+        ("a.txt", " \n\n", r"a\.txt is empty"),
+        ("a.txt", "abc", "holds 3 tokens where one window needs 20"),
+        ("a.jsonl", "\n", r"a\.jsonl is empty"),
+        ("a.jsonl", '{"text": "a"}\n{"text": ', r"a\.jsonl, line 2 is not JSON"),
+        ("a.jsonl", '{"text": "a"}\n\n{"body": "b"}', r"a\.jsonl, line 3 has neither `text`"),
+        ("a.jsonl", '{"text": 7}', r"a\.jsonl, line 1 has neither `text`"),
+        ("a.jsonl", '["text"]', r"a\.jsonl, line 1 has neither `text`"),
+        ("a.jsonl", '{"messages": ["hello"]}', "line 1: the chat template cannot be applied"),
+        ("a.jsonl", '{"text": "abc"}', "holds 3 tokens where one window needs 20"),
+        ("a.csv", "text\nabc", r"a\.csv is no \.txt or \.jsonl file"),
+    ],
+)
+def test_files_that_cannot_be_used_are_named_with_the_reason(
+    name: str, content: str, message: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(CalibrationError, match=message):
+        read_windows(tokenizer, tmp_path / name, samples=1, seqlen=20)
+
+
+def test_text_that_is_not_utf8_is_named(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(CalibrationError, match=r"a\.txt cannot be read as UTF-8"):
+        read_windows(tokenizer, tmp_path / "a.txt", samples=1, seqlen=2)
+
+
+def test_chats_need_a_template(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}')
+    with pytest.raises(CalibrationError, match="line 1: the chat template cannot be applied"):
+        read_windows(bare, tmp_path / "a.jsonl", samples=1, seqlen=2)
+
+
+@pytest.mark.parametrize("source", ["missing.txt", "./missing", "/missing/folder/", "a/b/c", "missing.jsonl"])
+def test_a_missing_file_is_no_data_set(source: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(CalibrationError, match="does not exist"):
+        read_windows(tokenizer, source, samples=1, seqlen=2)
+
+
+def test_an_empty_folder_is_named(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    with pytest.raises(CalibrationError, match=r"holds no \.txt or \.jsonl file"):
+        read_windows(tokenizer, tmp_path, samples=1, seqlen=2)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("datasets") is not None, reason="the message is about its absence")
+@pytest.mark.parametrize("source", [None, "owner/name:config:train", "wikitext"])
+def test_data_sets_say_what_to_install(source: str | None, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(CalibrationError, match=r'pip install "nearplane\[datasets\]".*--calibration'):
+        read_windows(tokenizer, source, samples=1, seqlen=2)
+
+
+def test_tokens_the_model_does_not_know_are_named() -> None:
+    check_vocabulary(torch.tensor([[0, 95]]), 96)
+    with pytest.raises(CalibrationError, match="token id 96, the model has a vocabulary of 96"):
+        check_vocabulary(torch.tensor([[0, 96]]), 96)

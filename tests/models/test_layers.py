@@ -1,0 +1,124 @@
+"""Layers view a matrix however it is stored; blocks are found by structure."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from families import FAMILIES, config_of
+from nearplane.errors import ModelError
+from nearplane.models.layers import IGNORED, as_layer, find_blocks, find_layers, stored_transposed
+
+
+def modules() -> list[tuple[nn.Module, Tensor]]:
+    """Return every kind of module with an input for it, in float64."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    made = [
+        (nn.Linear(6, 4), normal(2, 3, 6)),
+        (nn.Linear(6, 4, bias=False), normal(5, 6)),
+        (Conv1D(4, 6), normal(2, 3, 6)),
+        (nn.Conv2d(3, 4, 2), normal(2, 3, 5, 6)),
+        (nn.Conv2d(3, 4, (3, 2), stride=(2, 1), padding=(1, 2), dilation=(1, 2)), normal(2, 3, 7, 6)),
+    ]
+    return [(module.double(), x) for module, x in made]
+
+
+@pytest.mark.parametrize("index", range(5))
+def test_rows_times_the_weights_is_what_the_module_computes(index: int) -> None:
+    module, x = modules()[index]
+    layer = as_layer("some.name", module)
+    product = layer.rows(x) @ layer.read().T
+    if module.bias is not None:
+        product += module.bias
+    expected = module(x)
+    if layer.kind == "Conv2d":
+        expected = expected.permute(0, 2, 3, 1)  # (images, height, width, out)
+    torch.testing.assert_close(product, expected.reshape(product.shape), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("index", range(5))
+def test_what_is_written_is_read_back_and_kept_in_the_modules_dtype(index: int, generator: torch.Generator) -> None:
+    module, _ = modules()[index]
+    layer = as_layer("some.name", module.bfloat16())
+    values = torch.randint(-8, 8, layer.shape, generator=generator).float()
+    layer.write(values)
+    assert torch.equal(layer.read(), values)
+    assert layer.read().dtype == torch.float32
+    assert module.weight.dtype == torch.bfloat16
+    assert layer.shape == layer.read().shape
+
+
+def test_reading_gives_memory_of_its_own() -> None:
+    layer = as_layer("some.name", nn.Linear(3, 2))
+    before = layer.read()
+    layer.read().zero_()
+    assert torch.equal(layer.read(), before)
+
+
+def test_only_exact_types_are_layers() -> None:
+    class Router(nn.Linear):
+        pass
+
+    refused = [Router(3, 2), nn.Embedding(3, 2), nn.Conv1d(3, 2, 1), nn.LayerNorm(3)]
+    refused += [nn.Conv2d(4, 4, 1, groups=2), nn.Conv2d(4, 4, 3, padding="same")]
+    refused += [nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect")]
+    assert [as_layer("name", module) for module in refused] == [None] * len(refused)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_of_every_family_are_found(family: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_of(family))
+    names = {"gpt2": "transformer.h", "opt": "model.decoder.layers", "gpt_neox": "gpt_neox.layers"}
+    name, blocks = find_blocks(model)
+    assert name == names.get(family, "model.layers")
+    assert len(blocks) == 3
+
+
+def test_without_marked_blocks_the_heaviest_list_whose_members_all_hold_a_layer_is_taken() -> None:
+    model = nn.Module()
+    model.small = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+    model.large = nn.ModuleList(nn.Sequential(nn.Linear(8, 8)) for _ in range(2))
+    model.larger = nn.ModuleList([nn.Linear(99, 99), nn.Embedding(99, 99)])
+    assert find_blocks(model)[0] == "large"
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    with pytest.raises(ModelError, match="no blocks found in Linear"):
+        find_blocks(nn.Linear(2, 2))
+
+
+def test_matrices_that_are_not_handled_are_named_with_their_type() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_of("mixtral"))
+    layers, skipped = find_layers(model.model.layers[0], "model.layers.0")
+    assert [layer.name.split(".")[-1] for layer in layers] == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    assert {name.split(".")[-1]: reason.split()[0] for name, reason in skipped} == {
+        "gate": "MixtralTopKRouter",
+        "experts": "MixtralExperts",
+    }
+
+
+def test_ignored_layers_are_found_by_search_in_the_full_name() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_of("llama"))
+    layers, skipped = find_layers(model.model.layers[1], "model.layers.1", [r"\.1\.self_attn", "down"])
+    assert [layer.name for layer in layers] == ["model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"]
+    assert all(reason == IGNORED for _, reason in skipped)
+    assert len(skipped) == 5
+
+
+def test_transposed_weights_are_named_with_and_without_the_base_prefix() -> None:
+    with torch.device("meta"):
+        gpt2 = AutoModelForCausalLM.from_config(config_of("gpt2"))
+        llama = AutoModelForCausalLM.from_config(config_of("llama"))
+    assert {"transformer.h.0.attn.c_attn.weight", "h.2.mlp.c_proj.weight"} <= stored_transposed(gpt2)
+    assert len(stored_transposed(gpt2)) == 2 * 3 * 4
+    assert stored_transposed(llama) == set()
