@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from families import config_of, random_model
 from nearplane.errors import CalibrationError
 from nearplane.models.calibrate import Observed, Stream, observe, skeleton, stages
-from nearplane.models.layers import as_layer
+from nearplane.models.layers import as_layer, find_layers
+from nearplane.models.skeleton import Call
 from nearplane.models.statistics import Statistics
 from nearplane.models.stream import Block, Model, open_model
 
@@ -309,20 +310,58 @@ class Convolution(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(2, 3, 2, dtype=torch.float64)
+        self.conv = nn.Conv2d(2, 2, 3, padding=1, dtype=torch.float64)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.conv(hidden)
+        return hidden + self.conv(hidden)
 
 
-def test_layers_of_all_kinds_give_rows_to_the_hessian() -> None:
-    """Conv2d: rows of the unfolded images."""
-    module = Convolution()
-    layer = as_layer("conv", module.conv)
-    x = torch.randn(3, 2, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    rows = layer.rows(x)
-    assert rows.shape == (3 * 3 * 3, 8)
-    close(rows @ layer.read().T + module.conv.bias, module(x).permute(0, 2, 3, 1).reshape(-1, 3))
+class Routed(nn.Module):
+    """A block with an expert that sees some of the tokens; which ones depends on a layer before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.expert = (nn.Linear(4, 4, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.first(hidden)
+        chosen = hidden[..., 0] > 0
+        hidden[chosen] = self.expert(hidden[chosen])
+        return hidden
+
+
+def bare(module: nn.Module, *shape: int) -> tuple[Block, Stream]:
+    """Return a block that belongs to no model, in memory twice, and a stream before it: two batches of two windows."""
+    layers, _ = find_layers(module, "block")
+    block = Block(None, "block", module, layers)
+    block.original, block.quantized = deepcopy(module), deepcopy(module)
+    generator = torch.Generator().manual_seed(0)
+    hidden = [torch.randn(2, *shape, generator=generator, dtype=torch.float64) for _ in range(2)]
+    calls = {"block": [Call(args=(), kwargs={}, positional=True) for _ in hidden]}
+    return block, Stream(hidden, calls, two_streams=True)
+
+
+def test_convolutions_are_observed_by_the_rows_of_their_patches() -> None:
+    """Also where the held-out split falls between two windows of one batch."""
+    block, stream = bare(Convolution(), 2, 5, 5)
+    seen = observe(block, stages(block, stream), stream, correct=True, held_out=0.25)[0]
+    statistics, rows = seen.statistics["block.conv"], seen.layers[0].rows(torch.cat(stream.quantized))
+    assert (statistics.tokens, statistics.held_out.tokens) == (4 * 25, 25)
+    close(statistics.H, rows.T @ rows / len(rows))
+    close(statistics.held_out.H, rows[75:].T @ rows[75:] / 25)
+    close(statistics.C, statistics.H)
+    assert statistics.S is None
+
+
+def test_layers_that_see_other_tokens_in_the_two_networks_are_named() -> None:
+    block, stream = bare(Routed(), 6, 4)
+    groups = stages(block, stream)
+    assert len(observe(block, groups, stream, correct=True)) == 2
+    with torch.no_grad():
+        block.quantized.first.bias[0] += 9.0
+    with pytest.raises(CalibrationError, match=r"block\.expert sees \d+ tokens in the original network and 12 in"):
+        observe(block, groups, stream, correct=True)
+    assert observe(block, groups, stream, correct=False)[1].statistics["block.expert"].tokens == 24
 
 
 def test_from_pretrained_and_streamed_networks_agree_after_writing(saved: Saved, tokens: Tensor) -> None:

@@ -211,6 +211,7 @@ def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def finite(hidden: Tensor, block: Block) -> Tensor:
+    """Return what comes out of a block, if it is finite."""
     if not torch.isfinite(hidden).all():
         raise CalibrationError(f"{block.name} returns NaN or Inf. Check the checkpoint, or compute in a wider dtype.")
     return hidden

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -62,8 +62,8 @@ def open_model(source: str, *, trust_remote_code: bool = False, ignore: Sequence
         config = AutoConfig.from_pretrained(folder, **code)
         with torch.device("meta"):
             network = AutoModelForCausalLM.from_config(config, dtype=_dtype(reader), **code).eval()
-    except (ValueError, KeyError, ImportError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # configs and models are programs of their makers and raise what they like
+        reason = _first_line(error)
         raise ModelError(f"transformers builds no language model from {folder}/config.json ({reason}).") from error
     return Model(folder, network, reader, ignore=ignore, trust_remote_code=trust_remote_code)
 
@@ -87,11 +87,13 @@ def find_folder(source: str, *, trust_remote_code: bool = False) -> Path:
         raise ModelError(f"{source} is gated: accept its terms on the hub and log in with `hf auth login`.") from error
     except RepositoryNotFoundError as error:
         raise ModelError(f"{source} is neither a folder here nor a model on the hub that you may read.") from error
-    except (OSError, ValueError) as error:
+    except LocalEntryNotFoundError as error:
         raise ModelError(
             f"{source} is no folder here, and the hub could not be reached to fetch it; "
             f"pass a local folder or check the connection."
         ) from error
+    except Exception as error:  # whatever the network stack and the disk raise
+        raise ModelError(f"{source} could not be fetched from the hub ({_first_line(error)}). Try again.") from error
 
 
 def positions_of(config: Any) -> int | None:
@@ -150,8 +152,8 @@ class Model:
         """
         try:
             return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=self._trust_remote_code)
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            reason = str(error).strip().splitlines()[0]
+        except Exception as error:  # tokenizers of many libraries
+            reason = _first_line(error)
             raise ModelError(f"{self.folder} holds no tokenizer that transformers can load ({reason}).") from error
 
     def source_name(self, parameter: str) -> str:
@@ -239,6 +241,10 @@ def _dtype(reader: ShardReader) -> torch.dtype:
     if most not in DTYPES:
         raise ModelError(f"{reader.folder}: weights are stored as {most}; nearplane starts from {', '.join(DTYPES)}.")
     return DTYPES[most]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _configs(config: Any) -> list[Any]:
