@@ -1,6 +1,6 @@
 """Does peak memory grow with depth? Quantizes random models of 4 and 16 blocks, each in a process of its own.
 
-    python benchmarks/memory.py [--hidden 1024] [--blocks 4 16]
+python benchmarks/memory.py [--hidden 1024] [--blocks 4 16]
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ def quantize(folder: str, out: str) -> None:
 
     record = nearplane.quantize(folder, out, bits=4, calibration=str(CALIBRATION), samples=16, seqlen=256)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"{len(record.layers) // 7:3d} blocks  weight files {record.bytes / 1e6:8.1f} MB  {record.seconds:6.1f} s  peak {peak:8.1f} MB")
+    blocks = len(record.layers) // 7
+    print(
+        f"{blocks:3d} blocks  weight files {record.bytes / 1e6:8.1f} MB  {record.seconds:6.1f} s  peak {peak:8.1f} MB"
+    )
 
 
 def main() -> None:
@@ -46,7 +49,9 @@ def main() -> None:
         for blocks in arguments.blocks:
             folder = Path(place) / f"model-{blocks}"
             subprocess.run([sys.executable, "-c", BUILD, str(arguments.hidden), str(blocks), str(folder)], check=True)
-            subprocess.run([sys.executable, __file__, "--one", str(folder), str(Path(place) / f"out-{blocks}")], check=True)
+            subprocess.run(
+                [sys.executable, __file__, "--one", str(folder), str(Path(place) / f"out-{blocks}")], check=True
+            )
 
 
 if __name__ == "__main__":

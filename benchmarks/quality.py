@@ -1,6 +1,6 @@
 """Perplexity of a model quantized in several ways; the table of docs/results.md.
 
-    ASSETS=... python benchmarks/quality.py [--model babyllama105] [--group-size 32] [--windows 0 128]
+ASSETS=... python benchmarks/quality.py [--model babyllama105] [--group-size 32] [--windows 0 128]
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def perplexity(folder: Path, text: Path, seqlen: int, first: int, last: int) -> 
     model, tokenizer = load_dense(folder, torch.device("cpu"))
     windows = read_windows(tokenizer, text, samples=last, seqlen=seqlen)[first:]
     total = sum(
-        float(log_probabilities(model, batch).gather(-1, batch[:, 1:, None]).double().sum()) for batch in windows.split(8)
+        float(log_probabilities(model, batch).gather(-1, batch[:, 1:, None]).double().sum())
+        for batch in windows.split(8)
     )
     return math.exp(-total / windows[:, 1:].numel())
 
@@ -45,8 +46,12 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=32)
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--seqlen", type=int, default=256)
-    parser.add_argument("--windows", type=int, nargs=2, default=(0, 128), help="of the evaluation text, first and past the last")
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="added to every row, e.g. order=pivoted")
+    parser.add_argument(
+        "--windows", type=int, nargs=2, default=(0, 128), help="of the evaluation text, first and past the last"
+    )
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="NAME=VALUE", help="added to every row, e.g. order=pivoted"
+    )
     arguments = parser.parse_args()
     source, texts = ASSETS / "models" / arguments.model, ASSETS / "text"
     common = dict(pair.split("=", 1) for pair in arguments.set)

@@ -14,4 +14,6 @@ for solver in ("round-to-nearest", "nearest-plane"):
     matrix, record = quantize_matrix(W, H, Rule(bits=3, group_size=64, symmetric=False, solver=solver))
     error = (X @ (W - matrix.decode()).T).square().sum() / (X @ W.T).square().sum()
     print(f"{solver:17s} relative output error {error:.5f} (record: {record.relative_loss:.5f})")
-print(f"worst case {record.worst_case:.4f} >= loss {record.damped_loss:.4f}; expected {record.expected:.4f}; gamma {record.gamma:.1f}")
+print(
+    f"worst case {record.worst_case:.4f} >= loss {record.damped_loss:.4f}; expected {record.expected:.4f}; gamma {record.gamma:.1f}"
+)

@@ -63,6 +63,8 @@ def test_bad_input_gets_one_clear_sentence(monkeypatch, capsys, tmp_path, words,
 
 
 def test_a_mistyped_flag_is_explained():
-    result = subprocess.run([sys.executable, "-m", "nearplane", "quantize", "a", "b", "--bitz", "4"], capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-m", "nearplane", "quantize", "a", "b", "--bitz", "4"], capture_output=True, text=True
+    )
     assert result.returncode == 1
     assert "--bitz" in result.stdout + result.stderr

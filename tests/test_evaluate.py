@@ -18,7 +18,10 @@ ASSETS = Path(os.environ.get("ASSETS", "../shared/assets"))
 def test_perplexity_is_the_plain_formula_over_windows_that_do_not_overlap():
     """Computed here window by window with transformers' own loss, which also leaves the first token out."""
     result = nearplane.evaluate(MODEL, HELD_OUT, seqlen=32, samples=10)
-    tokenizer, model = AutoTokenizer.from_pretrained(MODEL), AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(MODEL),
+        AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32),
+    )
     ids = tokenizer(HELD_OUT.read_text(), add_special_tokens=False, verbose=False)["input_ids"]
     with torch.no_grad():
         losses = [model(w, labels=w).loss.item() for w in torch.tensor(ids[:320]).view(10, 1, 32)]

@@ -19,7 +19,9 @@ def test_python_in_the_readme_runs(code, tmp_path):
 
 
 def test_the_example_of_one_layer_runs(tmp_path):
-    result = subprocess.run([sys.executable, str(ROOT / "examples" / "one_layer.py")], cwd=tmp_path, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "one_layer.py")], cwd=tmp_path, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr
     nearest, plane = (float(line.split("error")[1].split()[0]) for line in result.stdout.splitlines()[:2])
     assert plane < nearest
@@ -33,10 +35,17 @@ def test_every_command_in_the_readme_exists():
     """And every flag that it shows."""
     text = (ROOT / "README.md").read_text()
     for command in set(re.findall(r"nearplane (quantize|evaluate|inspect|demo)\b", text)):
-        assert subprocess.run([sys.executable, "-m", "nearplane", command, "--help"], capture_output=True, check=False).returncode == 0
+        assert (
+            subprocess.run(
+                [sys.executable, "-m", "nearplane", command, "--help"], capture_output=True, check=False
+            ).returncode
+            == 0
+        )
     shown = set(re.findall(r"--[a-z][a-z-]+", "\n".join(re.findall(r"```console\n(.*?)```", text, re.DOTALL))))
     known = "".join(
-        subprocess.run([sys.executable, "-m", "nearplane", c, "--help"], capture_output=True, text=True, check=False).stdout
+        subprocess.run(
+            [sys.executable, "-m", "nearplane", c, "--help"], capture_output=True, text=True, check=False
+        ).stdout
         for c in ("quantize", "evaluate", "inspect", "demo")
     )
     assert {flag for flag in shown if flag not in known} == set()

@@ -57,7 +57,12 @@ def test_a_recipe_survives_json(rule, ignore):
 )
 def test_other_tools_spellings_are_understood(words, fields):
     recipe = Recipe.from_spellings(**words)
-    found = {name: getattr(part, name) for part in (recipe, recipe.rule, recipe.calibration) for name in fields if hasattr(part, name)}
+    found = {
+        name: getattr(part, name)
+        for part in (recipe, recipe.rule, recipe.calibration)
+        for name in fields
+        if hasattr(part, name)
+    }
     assert found == fields
 
 
@@ -105,5 +110,5 @@ def test_importing_nearplane_imports_no_torch():
 
 
 def test_the_function_is_not_hidden_by_the_module_of_its_name():
-    code = "import nearplane.evaluate, nearplane.quantize, nearplane; assert callable(nearplane.quantize) and callable(nearplane.evaluate)"
+    code = "import nearplane.evaluate, nearplane.quantize, nearplane as n; assert callable(n.quantize) and callable(n.evaluate)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

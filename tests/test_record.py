@@ -28,5 +28,5 @@ def test_rate_counts_every_byte_of_the_layers():
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"recipe": {}}', RUN.to_json().replace('"loss"', '"lose"')])
 def test_what_is_no_record_is_refused(text, tmp_path):
     (tmp_path / "nearplane.json").write_text(text)
-    with pytest.raises(FormatError, match="nearplane.json"):
+    with pytest.raises(FormatError, match=r"nearplane\.json"):
         read_record(tmp_path)

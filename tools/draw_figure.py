@@ -1,7 +1,7 @@
 """Draw the figure of the README from what the demonstration measured.
 
-    nearplane demo --json > demo.json
-    python tools/draw_figure.py demo.json docs/demo.svg        (needs the extra "figures")
+nearplane demo --json > demo.json
+python tools/draw_figure.py demo.json docs/demo.svg        (needs the extra "figures")
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ def draw(rows: list[dict[str, object]], out: Path) -> None:
         points = [(row["rate"], row["excess"]) for row in rows if row["solver"] == solver]
         axes.plot(*zip(*points, strict=True), color=colour, marker=marker, label=label)
         for row, (x, y) in zip((row for row in rows if row["solver"] == solver), points, strict=True):
-            axes.annotate(f"{row['perplexity']:.2f}", (x, y), textcoords="offset points", xytext=(6, 5), fontsize=9, color=colour)
+            axes.annotate(
+                f"{row['perplexity']:.2f}", (x, y), textcoords="offset points", xytext=(6, 5), fontsize=9, color=colour
+            )
     original = next(row for row in rows if row["solver"] == "-")
     axes.set_yscale("log")
     axes.set_xlabel("bits per quantized weight, every byte of the layers counted")

@@ -206,7 +206,8 @@ def train(
     groups = [{"params": matrices, "weight_decay": hyper.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=hyper.peak_rate, betas=(0.9, 0.95))
     step, seconds, best, best_step, progress = 0, 0.0, math.inf, 0, 0.0
-    if work.exists() and (state := torch.load(work))["run"] == run:
+    kept = folder / "model.safetensors"
+    if work.exists() and kept.exists() and (state := torch.load(work))["run"] == run:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         step, seconds, best, best_step, progress = state["place"]

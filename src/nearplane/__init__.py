@@ -29,7 +29,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-
 HOMES = {"quantize": "nearplane.quantize", "evaluate": "nearplane.evaluate", "quantize_matrix": "nearplane.matrix"}
 
 
@@ -43,7 +42,9 @@ class _Package(ModuleType):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, ModuleType) and HOMES.get(name) == value.__name__:
-            value = getattr(value, name)  # the import system binds a submodule to its package: bind what it is named for
+            value = getattr(
+                value, name
+            )  # the import system binds a submodule to its package: bind what it is named for
         super().__setattr__(name, value)
 
 

@@ -64,11 +64,15 @@ def quantize(
     losses = [layer.relative_loss for layer in record.layers]
     worst = max(record.layers, key=lambda layer: layer.relative_loss)
     better = [layer.nearest_loss / layer.loss for layer in record.layers if layer.loss > 0]
-    print(f"{len(record.layers)} layers quantized to {record.rate:.3f} bits per weight in {record.seconds:.1f} s: {out}")
+    print(
+        f"{len(record.layers)} layers quantized to {record.rate:.3f} bits per weight in {record.seconds:.1f} s: {out}"
+    )
     print(f"weight files {record.bytes / 1e6:,.1f} MB, calibrated on {record.tokens:,} tokens")
     print(f"relative loss: mean {sum(losses) / len(losses):.2e}, worst {worst.relative_loss:.2e} ({worst.name})")
     if better:
-        print(f"rounding the same targets to nearest would lose {sorted(better)[len(better) // 2]:.1f} times as much (median layer)")
+        print(
+            f"rounding the same targets to nearest would lose {sorted(better)[len(better) // 2]:.1f} times as much (median layer)"
+        )
     if unsound := [layer for layer in record.layers if layer.dead]:
         print(f"{sum(layer.dead for layer in unsound)} inputs of {len(unsound)} layers were always 0 and decode to 0")
     for name, reason in record.skipped:
@@ -112,7 +116,9 @@ def evaluate(
     if json:
         print(_json(asdict(result)))
         return
-    print(f"perplexity {result.perplexity:.4f} ({result.tokens:,} tokens scored in {result.windows} windows of {result.seqlen})")
+    print(
+        f"perplexity {result.perplexity:.4f} ({result.tokens:,} tokens scored in {result.windows} windows of {result.seqlen})"
+    )
     if result.kl is not None and result.agreement is not None:
         print(f"KL to the original {result.kl:.5f} nats per token, same top token {100 * result.agreement:.2f} %")
 
@@ -132,9 +138,21 @@ def inspect(out: Path, *, json: Switch = False) -> None:
         print(record.to_json())
         return
     rule = record.recipe.rule
-    print(f"{record.source} quantized by {rule.solver}, {record.recipe.format}, {record.device}, {record.seconds:.1f} s")
+    print(
+        f"{record.source} quantized by {rule.solver}, {record.recipe.format}, {record.device}, {record.seconds:.1f} s"
+    )
     print(f"{record.windows} windows of {record.seqlen} tokens; versions {record.versions}")
-    columns = ("layer", "shape", "grid", "bits/weight", "relative loss", "nearest/this", "bound/this", "clipped %", "correction")
+    columns = (
+        "layer",
+        "shape",
+        "grid",
+        "bits/weight",
+        "relative loss",
+        "nearest/this",
+        "bound/this",
+        "clipped %",
+        "correction",
+    )
     _table(columns, (
         (layer.name, f"{layer.out_features} x {layer.in_features}", _grid(layer.bits, layer.symmetric, layer.group_size),
          f"{layer.rate:.3f}", f"{layer.relative_loss:.3e}", f"{layer.nearest_loss / layer.loss:.2f}" if layer.loss else "-",
@@ -202,9 +220,23 @@ def _json(data: Any) -> str:
 def _progress(items: Iterable[Any], label: str, total: int) -> Iterator[Any]:
     """Show a bar on the error stream while items pass through."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
-    parts = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    parts = (
+        TextColumn(label),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
     with Progress(*parts, console=Console(stderr=True), transient=True) as bar:
         yield from bar.track(items, total=total)
 

@@ -79,7 +79,9 @@ def evaluate(
     original = None if against is None else load_dense(against, place, trust_remote_code=trust_remote_code)[0]
     positions = positions_of(network.config)
     if seqlen is not None and positions is not None and seqlen > positions:
-        raise CalibrationError(f"--seqlen {seqlen} is more than the {positions} positions of the model; pass at most {positions}.")
+        raise CalibrationError(
+            f"--seqlen {seqlen} is more than the {positions} positions of the model; pass at most {positions}."
+        )
     seqlen = seqlen or min(2048, positions or 2048)
     windows = read_windows(tokenizer, text, samples=samples or sys.maxsize, seqlen=seqlen)
     batches = windows.split(max(1, BATCH_TOKENS // seqlen))

@@ -1,6 +1,6 @@
 """One matrix, no model: the unit of study, of tests and of the record.
 
-    matrix, record = quantize_matrix(W, X.T @ X / len(X), Rule(bits=3))
+matrix, record = quantize_matrix(W, X.T @ X / len(X), Rule(bits=3))
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from nearplane.lattice.scale import Steps
 from nearplane.lattice.solve import nearest_plane, round_to_nearest
 from nearplane.lattice.target import correction, mismatch, trust, weighted_difference
 from nearplane.models.statistics import Statistics
-from nearplane.record import LayerRecord
 from nearplane.recipe import Rule
+from nearplane.record import LayerRecord
 
 
 class Inputs:
@@ -132,7 +132,9 @@ def solve(target: Tensor, factor: Factor, rule: Rule, storage: torch.dtype) -> Q
     grid = steps.grid(target, rule.group_size, importance)
     if rule.solver == "round-to-nearest":
         return round_to_nearest(target, grid)
-    return nearest_plane(target, grid, factor, refit=_refit(steps, grid, importance) if rule.groups == "current" else None)
+    return nearest_plane(
+        target, grid, factor, refit=_refit(steps, grid, importance) if rule.groups == "current" else None
+    )
 
 
 def _refit(steps: Steps, grid: Grid, importance: Tensor) -> Callable[[Tensor, int], tuple[Tensor, Tensor]]:

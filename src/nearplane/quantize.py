@@ -23,8 +23,8 @@ from nearplane.models.calibrate import Observed, observe, stages
 from nearplane.models.data import read_windows
 from nearplane.models.skeleton import Stream, skeleton
 from nearplane.models.stream import Block, Model, open_model
-from nearplane.record import LayerRecord, RunRecord
 from nearplane.recipe import Device, Recipe
+from nearplane.record import LayerRecord, RunRecord
 
 Progress = Callable[[Iterable[Any], str, int], Iterable[Any]]
 DEFAULT_SEQLEN = 2048
@@ -78,7 +78,9 @@ def quantize(
     seqlen, tokens = _seqlen(recipe, source), None
     if recipe.rule.solver != "round-to-nearest":
         wanted = recipe.calibration
-        tokens = read_windows(source.tokenizer(), wanted.calibration, samples=wanted.samples, seqlen=seqlen, seed=wanted.seed)
+        tokens = read_windows(
+            source.tokenizer(), wanted.calibration, samples=wanted.samples, seqlen=seqlen, seed=wanted.seed
+        )
     record = RunRecord(
         recipe=recipe, source=str(model), versions=_versions(), device=str(place), seqlen=seqlen,
         windows=0 if tokens is None else len(tokens), tokens=0 if tokens is None else tokens.numel(),
@@ -151,7 +153,9 @@ def check(model: Model, recipe: Recipe) -> None:
     """
     layers = [layer for block in model.blocks for layer in block.layers]
     if not layers:
-        raise RecipeError(f"Nothing to quantize: every layer is ignored or of a type that is not handled ({len(model.skipped)}).")
+        raise RecipeError(
+            f"Nothing to quantize: every layer is ignored or of a type that is not handled ({len(model.skipped)})."
+        )
     for layer in layers:
         rule = recipe.for_layer(layer.name)
         assert rule is not None, "ignored layers are not listed"
@@ -171,8 +175,9 @@ def quantization_config(model: Model, recipe: Recipe) -> dict[str, Any]:
     rule = recipe.rule
     quantized = [layer.name for block in model.blocks for layer in block.layers]
     config: dict[str, Any] = FORMATS[recipe.format].quantization_config(
-        bits=rule.bits, group_size=rule.group_size, symmetric=rule.symmetric, order=rule.order, static_groups=rule.groups == "static",
-        damp=rule.damp, ignore=sorted(model.linears() - set(quantized)), quantized=quantized, version=version("nearplane"),
+        bits=rule.bits, group_size=rule.group_size, symmetric=rule.symmetric, order=rule.order, damp=rule.damp,
+        static_groups=True,  # runs of neighbours whenever their steps are fitted, so no reader needs g_idx
+        ignore=sorted(model.linears() - set(quantized)), quantized=quantized, version=version("nearplane"),
     )  # fmt: skip
     return config
 
@@ -191,7 +196,9 @@ def _unquantized(model: Model, index: int) -> list[str]:
 def _seqlen(recipe: Recipe, model: Model) -> int:
     asked, positions = recipe.calibration.seqlen, model.positions
     if asked is not None and positions is not None and asked > positions:
-        raise CalibrationError(f"--seqlen {asked} is more than the {positions} positions of the model; pass at most {positions}.")
+        raise CalibrationError(
+            f"--seqlen {asked} is more than the {positions} positions of the model; pass at most {positions}."
+        )
     return asked or min(DEFAULT_SEQLEN, positions or DEFAULT_SEQLEN)
 
 

@@ -49,14 +49,18 @@ class Rule:
 
     def __post_init__(self) -> None:
         _within("bits", self.bits, 2 <= self.bits <= 8, "a whole number from 2 to 8")
-        _within("group_size", self.group_size, self.group_size is None or self.group_size > 0, "a positive number or none")
+        _within(
+            "group_size", self.group_size, self.group_size is None or self.group_size > 0, "a positive number or none"
+        )
         _within("damp", self.damp, self.damp == "auto" or 0 <= self.damp < 10, "auto or a number from 0 to 10")
         _one_of("order", self.order, Order)
         _one_of("solver", self.solver, Solver)
         _one_of("scale", self.scale, Scale)
         _one_of("groups", self.groups, Groups)
         if self.solver == "round-to-nearest" and self.scale == "hessian":
-            raise RecipeError("scale 'hessian' needs calibration, which solver 'round-to-nearest' does without; use 'mse'.")
+            raise RecipeError(
+                "scale 'hessian' needs calibration, which solver 'round-to-nearest' does without; use 'mse'."
+            )
 
     @property
     def grid_bits(self) -> float:
@@ -138,11 +142,15 @@ class Recipe:
         for word, value in spellings.items():
             for name, meaning in _translated(word, value).items():
                 if name in chosen and chosen[name] != meaning:
-                    raise RecipeError(f"{word}={value!r} contradicts another keyword that already set {name}={chosen[name]!r}.")
+                    raise RecipeError(
+                        f"{word}={value!r} contradicts another keyword that already set {name}={chosen[name]!r}."
+                    )
                 chosen[name] = meaning
         if isinstance(ignored := chosen.get("ignore", ()), str):
             chosen["ignore"] = (ignored,)
-        parts = {part: {name: chosen.pop(name) for name in _names(part) & chosen.keys()} for part in (Rule, Calibration)}
+        parts = {
+            part: {name: chosen.pop(name) for name in _names(part) & chosen.keys()} for part in (Rule, Calibration)
+        }
         if "ignore" in chosen:
             chosen["ignore"] = tuple(chosen["ignore"])
         return cls(rule=Rule(**parts[Rule]), calibration=Calibration(**parts[Calibration]), **chosen)
@@ -174,7 +182,9 @@ def _strategy(value: Any) -> dict[str, Any]:
 
 def _scheme(value: Any) -> dict[str, Any]:
     if not (match := re.fullmatch(r"W([2-8])A16(_ASYM)?", str(value).upper())):
-        raise RecipeError(f"scheme={value!r} is not offered: weights are quantized to W2A16 .. W8A16, or W4A16_ASYM and the like.")
+        raise RecipeError(
+            f"scheme={value!r} is not offered: weights are quantized to W2A16 .. W8A16, or W4A16_ASYM and the like."
+        )
     return {"bits": int(match[1]), "symmetric": match[2] is None}
 
 
@@ -183,7 +193,13 @@ def _mse(value: Any) -> dict[str, Any]:
 
 
 def _observer(value: Any) -> dict[str, Any]:
-    meanings = {"minmax": "minmax", "memoryless_minmax": "minmax", "mse": "mse", "memoryless_mse": "mse", "imatrix_mse": "hessian"}
+    meanings = {
+        "minmax": "minmax",
+        "memoryless_minmax": "minmax",
+        "mse": "mse",
+        "memoryless_mse": "mse",
+        "imatrix_mse": "hessian",
+    }
     if value not in meanings:
         raise RecipeError(f"observer={value!r} is not offered: expected one of {', '.join(meanings)}.")
     return {"scale": meanings[value]}
@@ -224,7 +240,9 @@ def _translated(word: str, value: Any) -> dict[str, Any]:
     known = _names(Rule) | _names(Calibration) | {"format", "ignore"}
     name = meaning or word
     if name not in known:
-        raise RecipeError(f"{word} is not a keyword of quantize(). Expected one of {', '.join(sorted(known | SPELLINGS.keys()))}.")
+        raise RecipeError(
+            f"{word} is not a keyword of quantize(). Expected one of {', '.join(sorted(known | SPELLINGS.keys()))}."
+        )
     return {name: value}
 
 

@@ -70,7 +70,9 @@ class ShardReader:
                     try:
                         tensors[name] = file.get_tensor(name).clone()  # a clone: the map is given back with the file
                     except SafetensorError as error:
-                        raise ModelError(f"{path}: tensor {name} cannot be read ({error}). Fetch the file again.") from error
+                        raise ModelError(
+                            f"{path}: tensor {name} cannot be read ({error}). Fetch the file again."
+                        ) from error
         return tensors
 
 
@@ -103,7 +105,9 @@ class ShardWriter:
         self.size = 0
         self._count = 0
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / INCOMPLETE).write_text("This checkpoint is not finished: the run that writes it is under way or died.\n")
+        (folder / INCOMPLETE).write_text(
+            "This checkpoint is not finished: the run that writes it is under way or died.\n"
+        )
 
     def write(self, tensors: Mapping[str, Tensor]) -> int:
         """Write one shard and return its size in bytes."""
@@ -111,7 +115,9 @@ class ShardWriter:
         name = f"model-{self._count:05d}-of-{self.total:05d}.safetensors"
         path = self.folder / name
         try:
-            save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, path, {"format": "pt"})
+            save_file(
+                {key: value.detach().cpu().contiguous() for key, value in tensors.items()}, path, {"format": "pt"}
+            )
         except (SafetensorError, OSError) as error:
             raise FormatError(
                 f"{path} could not be written ({error}). Free some space and run again with --overwrite; "

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from checkpoints import tiny_llama
 
 

@@ -23,7 +23,10 @@ def test_no_candidate_has_a_smaller_error(seed, n, g, weighted, threads):
     """Up to float32 sums: the found one is within 1e-5 of the least."""
     generator = torch.Generator().manual_seed(seed)
     weights = torch.randn(n, g, generator=generator)
-    scale, zero = torch.rand(9, n, generator=generator) + 0.05, torch.randint(0, 16, (9, n), generator=generator).float()
+    scale, zero = (
+        torch.rand(9, n, generator=generator) + 0.05,
+        torch.randint(0, 16, (9, n), generator=generator).float(),
+    )
     importance = torch.rand(1, g, generator=generator) if weighted else None
     found = best_candidate(weights, scale, zero, 0, 15, importance, threads=threads)
     all_errors = errors(weights, scale, zero, 0, 15, importance)

@@ -60,7 +60,14 @@ def run(out: Path, progress: Callable[[Iterable[Any], str, int], Iterable[Any]] 
     size = sum(path.stat().st_size for path in MODEL.glob("*.safetensors"))
     dtype = ShardReader(MODEL).dtype("model.norm.weight").lower()
     yield Row(
-        grid=f"original ({dtype})", solver="-", rate=16.0, bytes=size, perplexity=original.perplexity, excess=0.0, kl=0.0, seconds=0.0
+        grid=f"original ({dtype})",
+        solver="-",
+        rate=16.0,
+        bytes=size,
+        perplexity=original.perplexity,
+        excess=0.0,
+        kl=0.0,
+        seconds=0.0,
     )
     for bits, group_size, symmetric, format in GRIDS:
         for solver in ("round-to-nearest", "nearest-plane"):

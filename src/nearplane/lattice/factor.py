@@ -49,7 +49,11 @@ class Factor:
 
 
 def factorize(
-    H: Tensor, order: Order | Tensor = "natural", *, damp: float | Literal["auto"] = 0.01, dtype: torch.dtype | None = None
+    H: Tensor,
+    order: Order | Tensor = "natural",
+    *,
+    damp: float | Literal["auto"] = 0.01,
+    dtype: torch.dtype | None = None,
 ) -> Factor:
     """Factor `H + damp * mean(diag H) * I` in rounding order by one Cholesky decomposition.
 
@@ -79,7 +83,9 @@ def factorize(
         if int(info) == 0 and bool((L.diagonal() > 0).all()):
             U = L.flip(0, 1)
             lengths = U.diagonal().clone()
-            return Factor(order=p, U=U.div_(lengths).contiguous(), d=lengths.square(), damp=candidate, shift=shift, dead=dead)
+            return Factor(
+                order=p, U=U.div_(lengths).contiguous(), d=lengths.square(), damp=candidate, shift=shift, dead=dead
+            )
         failed = len(p) - int(info) if int(info) else len(p) - 1 - int((~(L.diagonal() > 0)).nonzero()[0])
     raise NumericalError(
         f"The Hessian is not positive definite: the pivot of column {int(p[failed])} is not positive with damping {damp}. "

@@ -62,10 +62,10 @@ class Grid:
             outside |= position > self.high + 0.5
         return outside
 
-    def to(self, *args: torch.dtype | torch.device | str) -> Grid:
-        """Return the grid with steps and offsets on another device or in another dtype, as `Tensor.to`."""
-        group = self.group.to(*(a for a in args if not isinstance(a, torch.dtype))) if args else self.group
-        return replace(self, scale=self.scale.to(*args), zero=self.zero.to(*args), group=group)
+    def to(self, target: torch.dtype | torch.device | str) -> Grid:
+        """Return the grid with steps and offsets in another dtype, or all of it on another device."""
+        group = self.group if isinstance(target, torch.dtype) else self.group.to(target)
+        return replace(self, scale=self.scale.to(target), zero=self.zero.to(target), group=group)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,12 +42,12 @@ class Steps:
     @property
     def low(self) -> int:
         """Smallest code."""
-        return -(2 ** (self.bits - 1)) if self.symmetric else 0
+        return -(1 << (self.bits - 1)) if self.symmetric else 0
 
     @property
     def high(self) -> int:
         """Largest code."""
-        return self.low + 2**self.bits - 1
+        return self.low + (1 << self.bits) - 1
 
     def grid(self, W: Tensor, group_size: int | None, importance: Tensor | None = None) -> Grid:
         """Fit every group of `W` (out, in); `importance` (in,) weighs squared errors where the search asks for it."""
@@ -111,7 +111,9 @@ def stored(scale: Tensor, storage: torch.dtype) -> Tensor:
     info = torch.finfo(storage)
     rounded = scale.to(storage).to(scale.dtype)
     if bool(torch.isinf(rounded).any()):
-        raise NumericalError(f"A step of {float(scale.max()):.3g} does not fit {storage}: the weights are too large for it.")
+        raise NumericalError(
+            f"A step of {float(scale.max()):.3g} does not fit {storage}: the weights are too large for it."
+        )
     tiny = info.smallest_normal * info.eps
     return torch.where(scale == 0, torch.ones_like(scale), rounded.clamp(min=tiny))
 

@@ -6,6 +6,8 @@ Every group tries every candidate step on its own; threads take groups without w
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import numba
 import numpy as np
@@ -18,7 +20,14 @@ Indices = npt.NDArray[np.int64]
 
 
 def best_candidate(
-    weights: Tensor, scale: Tensor, zero: Tensor, low: int, high: int, importance: Tensor | None, *, threads: int | None = None
+    weights: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    low: int,
+    high: int,
+    importance: Tensor | None,
+    *,
+    threads: int | None = None,
 ) -> Tensor:
     """Return (n,) the first candidate with the least error in every group.
 
@@ -35,20 +44,22 @@ def best_candidate(
     weight = torch.ones(1, 1) if importance is None else importance
     arrays = [x.contiguous().numpy() for x in (weights, scale.T, zero.T, weight)]
     best = torch.empty(n, dtype=torch.int64)
-    arguments = (*arrays, np.float32(low), np.float32(high), importance is not None, best.numpy())
+    limits = np.float32(low), np.float32(high)
+    kernel: Any = _search
+    search = partial(kernel, *arrays, *limits, importance is not None, best.numpy())
     threads = threads or torch.get_num_threads()
     share = -(-n // threads)
     if share * weights.shape[1] < 10_000:
-        _search(*arguments, 0, n)
+        search(0, n)
         return best
     with ThreadPoolExecutor(threads) as pool:
-        for part in [pool.submit(_search, *arguments, a, min(a + share, n)) for a in range(0, n, share)]:
+        for part in [pool.submit(search, a, min(a + share, n)) for a in range(0, n, share)]:
             part.result()
     return best
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
-def _weighted(w: Floats, s: float, z: float, low: float, high: float, importance: Floats) -> float:
+def _weighted(w: Floats, s: float, z: float, low: float, high: float, importance: Floats) -> np.float32:
     total = np.float32(0)
     for k in range(w.shape[0]):
         code = min(max(np.rint(w[k] / s + z), low), high)
@@ -58,7 +69,7 @@ def _weighted(w: Floats, s: float, z: float, low: float, high: float, importance
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
-def _plain(w: Floats, s: float, z: float, low: float, high: float) -> float:
+def _plain(w: Floats, s: float, z: float, low: float, high: float) -> np.float32:
     total = np.float32(0)
     for k in range(w.shape[0]):
         code = min(max(np.rint(w[k] / s + z), low), high)

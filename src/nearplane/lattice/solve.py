@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -34,7 +35,9 @@ def round_to_nearest(W: Tensor, grid: Grid) -> QuantizedMatrix:
     return QuantizedMatrix(codes=codes.to(torch.int32), grid=grid)
 
 
-def nearest_plane(W: Tensor, grid: Grid, factor: Factor, *, refit: Refit | None = None, block: int = 128) -> QuantizedMatrix:
+def nearest_plane(
+    W: Tensor, grid: Grid, factor: Factor, *, refit: Refit | None = None, block: int = 128
+) -> QuantizedMatrix:
     """Round each row of `W` to the lattice of `grid` by Babai's nearest-plane algorithm.
 
     Column by column, in `factor.order`, the error already made is fed forward:
@@ -63,7 +66,9 @@ def nearest_plane(W: Tensor, grid: Grid, factor: Factor, *, refit: Refit | None 
     WT = W.T[order].contiguous()  # (in, out)
     E = torch.empty_like(WT)  # (in, out), weight minus value
     codes = torch.empty(WT.shape, dtype=torch.int32, device=W.device)
-    scale, zero = (part.to(W.dtype).expand(W.shape[0], -1).clone().T.contiguous() for part in (grid.scale, grid.zero))  # (groups, out)
+    scale, zero = (
+        part.to(W.dtype).expand(W.shape[0], -1).clone().T.contiguous() for part in (grid.scale, grid.zero)
+    )  # (groups, out)
     group = grid.group[order]  # (in,)
     position = order.argsort()  # (in,), when each column is rounded
     sweep = sweep_block if WT.device.type == "cpu" and WT.dtype == torch.float32 else sweep_block_torch
@@ -114,5 +119,5 @@ def _blocks(group: Tensor, block: int, dynamic: bool) -> Iterator[tuple[int, int
             starts.setdefault(g, j)
     reached = {j: g for g, j in starts.items()}
     bounds = sorted({*range(0, len(group), block), *reached, len(group)})
-    for a, b in zip(bounds, bounds[1:], strict=False):
+    for a, b in pairwise(bounds):
         yield a, b, reached.get(a)
