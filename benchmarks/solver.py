@@ -2,9 +2,9 @@
 
     python benchmarks/solver.py [--columns 4096] [--rows 4096 1024] [--repeats 3]
 
-One thread, one run, in turns; times are medians of that thread's CPU time, so that ratios hold on a busy machine. Textbook
-GPTQ is Cholesky, inverse, Cholesky and a loop over columns with lazy blocks of 128 (Frantar et al., 2022), in float32 and on
-the same grid. Fitting the grid is not part of the time.
+One thread, one run, in turns; times are medians of that thread's CPU time, so that ratios hold on a busy machine.
+Textbook GPTQ is Cholesky, inverse, Cholesky and a loop over columns with lazy blocks of 128 (Frantar et al., 2022),
+in float32 and on the same grid. Fitting the grid is not part of the time.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ def main() -> None:
     print(
         "\nIn parentheses: with the float64 factor. Ratios to textbook count the factor; of product: sweep / product.\n"
     )
-    print(
-        "| rows | grid | textbook loop | sweep | of product | textbook / ours | same codes |\n|---|---|---|---|---|---|---|"
-    )
+    print("| rows | grid | textbook loop | sweep | of product | textbook / ours | same codes |")
+    print("|---|---|---|---|---|---|---|")
     for rows in arguments.rows:
         W = torch.randn(rows, len(H), generator=generator) / len(H) ** 0.5
         for name, (symmetric, size) in GRIDS.items():

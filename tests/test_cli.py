@@ -66,5 +66,5 @@ def test_a_mistyped_flag_is_explained():
     result = subprocess.run(
         [sys.executable, "-m", "nearplane", "quantize", "a", "b", "--bitz", "4"], capture_output=True, text=True
     )
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert "--bitz" in result.stdout + result.stderr

@@ -11,12 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nearplane.errors import NumericalError, RecipeError
+from nearplane.lattice.factor import factorize
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solve import round_to_nearest
-from nearplane.matrix import Inputs, quantize_matrix, with_bytes
+from nearplane.lattice.target import correction, mismatch, trust
+from nearplane.matrix import Inputs, corrected, quantize_matrix, with_bytes
 from nearplane.models.statistics import Statistics
 from nearplane.recipe import Rule
 from nearplane.record import LayerRecord
+from oracles import same
 from strategies import Problem, problem, problems
 
 SOLVERS = ("nearest-plane", "round-to-nearest")
@@ -213,6 +216,27 @@ def test_correction_brings_the_output_nearer_to_the_original_on_fresh_tokens(
     assert plain.correction == 0.0
     errors = [output_error(m.decode(), W, fresh, residual=residual) for m in (with_, without)]
     assert errors[0] < errors[1]
+
+
+def test_the_correction_is_fitted_on_some_tokens_trusted_on_the_others_and_fitted_again_on_all(
+    generator: torch.Generator,
+) -> None:
+    """Four fifths and one fifth, from the raw tokens; the statistics only hold the whole and the last fifth."""
+    W = torch.randn(8, 16, generator=generator, dtype=torch.float64)
+    raw = drifted(2, 100)
+    raw["r"] += torch.randn(raw["r"].shape, generator=generator, dtype=torch.float64)  # which cannot be made up for
+    known = statistics(raw, residual=True)
+    rest = statistics({name: tokens[:80] for name, tokens in raw.items()}, residual=True)
+
+    def delta(moments: Statistics) -> Tensor:
+        return correction(mismatch(W, moments.H, moments.C, moments.S), factorize(moments.H, damp=0.1))
+
+    held_out = known.held_out
+    rho = trust(mismatch(W, held_out.H, held_out.C, held_out.S), held_out.H, delta(rest))
+    assert 0 < rho < 1
+    target, found = corrected(W, Inputs(known), Rule(damp=0.1))
+    assert found == pytest.approx(rho, rel=1e-12)
+    assert same(target, W + rho * delta(known))
 
 
 def test_identical_networks_are_not_corrected(generator: torch.Generator) -> None:

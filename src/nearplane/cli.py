@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
@@ -243,6 +244,9 @@ def _progress(items: Iterable[Any], label: str, total: int) -> Iterator[Any]:
 
 def main() -> None:
     """Run the command line; an error that nearplane raises on purpose is one sentence and exit code 1."""
+    os.environ.setdefault(
+        "OMP_WAIT_POLICY", "PASSIVE"
+    )  # before torch: threads that spin while they wait crawl on a busy machine
     try:
         app()
     except NearplaneError as error:

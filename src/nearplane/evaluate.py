@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from nearplane.divergence import Divergence, divergence
 from nearplane.errors import CalibrationError
 from nearplane.formats.folder import quantization_of, read_dense
-from nearplane.models.data import read_windows
+from nearplane.models.data import check_vocabulary, read_windows
 from nearplane.models.layers import stored_transposed
 from nearplane.models.stream import find_folder, positions_of
 from nearplane.recipe import Device
@@ -84,6 +84,7 @@ def evaluate(
         )
     seqlen = seqlen or min(2048, positions or 2048)
     windows = read_windows(tokenizer, text, samples=samples or sys.maxsize, seqlen=seqlen)
+    check_vocabulary(windows, network.get_input_embeddings().weight.shape[0])
     batches = windows.split(max(1, BATCH_TOKENS // seqlen))
     nll, apart = 0.0, Divergence()
     for batch in progress(batches, "evaluating", len(batches)):

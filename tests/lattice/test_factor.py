@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from nearplane.errors import NumericalError
-from nearplane.lattice.factor import AUTO_DAMPS, factorize, rounding_order
+from nearplane.lattice.factor import factorize, rounding_order
 from oracles import inv, min_pivot, same, unit_upper
 from strategies import ORDERS, Problem, problem, problems
 
@@ -98,7 +98,7 @@ def test_an_input_that_never_was_anything_but_0_can_still_be_factored(order: str
     assert factorize(H, order, damp=damp).dead.tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize("expected", AUTO_DAMPS)
+@pytest.mark.parametrize("expected", [1e-4, 1e-3, 1e-2, 1e-1, 1.0])
 def test_auto_takes_the_first_damping_that_factors(expected: float) -> None:
     """One eigenvalue is negative by a third of what `expected` adds."""
     H = torch.diag(torch.tensor([1.0, 1.0, 1.0, 0.0], dtype=torch.float64))

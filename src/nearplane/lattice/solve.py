@@ -72,13 +72,13 @@ def nearest_plane(
     group = grid.group[order]  # (in,)
     position = order.argsort()  # (in,), when each column is rounded
     sweep = sweep_block if WT.device.type == "cpu" and WT.dtype == torch.float32 else sweep_block_torch
+    inverse = U if refit is None else torch.linalg.solve_triangular(U, torch.eye(len(U)).to(U), upper=True)
     for a, b, reached in _blocks(group, block, refit is not None):
         if refit is not None and reached is not None:
             members = position[grid.group == reached]
             rest = slice(a, int(members.max()) + 1)
             fed = U[:a, rest].T @ E[:a]
-            moved = torch.linalg.solve_triangular(U[rest, rest].T, fed, upper=False, unitriangular=True)
-            current = WT[members] + moved[members - a]  # (g, out), where no later error would be least
+            current = WT[members] + inverse[rest, members].T @ fed  # (g, out), where the loss so far is least
             scale[reached], zero[reached] = refit(current.T, reached)
         target = torch.addmm(WT[a:b], U[:a, a:b].T, E[:a])  # (b - a, out)
         sweep(target, WT[a:b], scale, zero, group[a:b], grid.low, grid.high, U[a:b, a:b], codes[a:b], E[a:b])

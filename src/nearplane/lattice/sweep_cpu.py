@@ -1,7 +1,7 @@
 """The sweep of a block of columns on the CPU in float32, compiled by Numba; `solve.py` has the same algorithm in torch.
 
 Rows are independent, so they are taken in strips that fit the cache: a strip goes through all columns of the block before
-the next one starts. Threads share the rows and never wait for each other. The first call compiles, later runs load that.
+the next one starts. Threads share the rows and never wait for each other. The first call ever compiles, for a second or two.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ Integers = npt.NDArray[np.int32]
 Indices = npt.NDArray[np.int64]
 
 STRIP = 256  # rows; a strip's errors, STRIP * block * 4 bytes, stay in the second-level cache
-TERMS = 8  # products summed before a target goes back to memory
 
 
 def sweep_block(
@@ -46,8 +45,8 @@ def sweep_block(
         threads: None takes as many as torch does.
     """
     b, out = W.shape
-    UT = U.new_zeros(b, -(-b // TERMS) * TERMS)  # (b, b padded): row j holds what column j needs
-    UT[:, :b] = U.T
+    UT = U.new_zeros(b + 3, b)  # row j holds what column j needs; the last rows let columns be taken by four
+    UT[:b] = U.T
     arrays = [x.contiguous().numpy() for x in (target, W, scale, zero, group)]
     limits = np.float32(-np.inf if low is None else low), np.float32(np.inf if high is None else high)
     arguments: list[Any] = [*arrays, *limits, UT.numpy(), codes.numpy(), E.numpy()]
@@ -62,14 +61,26 @@ def sweep_block(
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})
-def _feed(t: Floats, e: Floats, u: Floats, j: int) -> None:
-    """Add to the targets `t` of column j what the columns before it did wrong. Rows of `e` from j on are 0."""
-    for k in range(0, j, TERMS):
-        for r in range(t.shape[0]):
-            x = t[r]
-            for i in range(TERMS):
-                x += e[k + i, r] * u[k + i]
-            t[r] = x
+def _feed_four(t: Floats, e: Floats, u: Floats, j: int) -> None:
+    """Add to the targets `t` (4, width) of four columns what the j columns before them did wrong; `u` (4, >= j)."""
+    for k in range(0, j, 4):
+        a0, a1, a2, a3 = u[0, k], u[0, k + 1], u[0, k + 2], u[0, k + 3]
+        b0, b1, b2, b3 = u[1, k], u[1, k + 1], u[1, k + 2], u[1, k + 3]
+        c0, c1, c2, c3 = u[2, k], u[2, k + 1], u[2, k + 2], u[2, k + 3]
+        d0, d1, d2, d3 = u[3, k], u[3, k + 1], u[3, k + 2], u[3, k + 3]
+        for r in range(t.shape[1]):
+            e0, e1, e2, e3 = e[k, r], e[k + 1, r], e[k + 2, r], e[k + 3, r]
+            t[0, r] += e0 * a0 + e1 * a1 + e2 * a2 + e3 * a3
+            t[1, r] += e0 * b0 + e1 * b1 + e2 * b2 + e3 * b3
+            t[2, r] += e0 * c0 + e1 * c1 + e2 * c2 + e3 * c3
+            t[3, r] += e0 * d0 + e1 * d1 + e2 * d2 + e3 * d3
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})
+def _feed(t: Floats, e: Floats, u: float) -> None:
+    """Add to the targets of one column what one earlier column did wrong."""
+    for r in range(t.shape[0]):
+        t[r] += e[r] * u
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
@@ -87,21 +98,24 @@ def _round(
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def _sweep_rows(
-    start: int, stop: int, target: Floats, W: Floats, scale: Floats, zero: Floats, group: Indices, low: float, high: float,
-    UT: Floats, codes: Integers, E: Floats,
+    start: int, stop: int, target: Floats, W: Floats, scale: Floats, zero: Floats, group: Indices,
+    low: float, high: float, UT: Floats, codes: Integers, E: Floats,
 ) -> None:  # fmt: skip
     """Sweep the rows from `start` to `stop`, strip by strip."""
     width = min(STRIP, stop - start)
-    t = np.zeros(width, np.float32)
-    e = np.empty((UT.shape[1], width), np.float32)
+    t = np.zeros((4, width), np.float32)
+    e = np.zeros((W.shape[0], width), np.float32)
     for a in range(start, stop, width):
         c = min(a + width, stop)
-        for k in range(e.shape[0]):
-            for r in range(width):
-                e[k, r] = 0
-        for j in range(W.shape[0]):
-            g = group[j]
-            for r in range(a, c):
-                t[r - a] = target[j, r]
-            _feed(t, e, UT[j], j)
-            _round(t[: c - a], W[j, a:c], scale[g, a:c], zero[g, a:c], low, high, codes[j, a:c], E[j, a:c], e[j])
+        for first in range(0, W.shape[0], 4):
+            columns = min(4, W.shape[0] - first)
+            for i in range(columns):
+                for r in range(a, c):
+                    t[i, r - a] = target[first + i, r]
+            _feed_four(t, e, UT[first : first + 4], first)
+            for i in range(columns):
+                j = first + i
+                for k in range(first, j):
+                    _feed(t[i], e[k], UT[j, k])
+                g = group[j]
+                _round(t[i, : c - a], W[j, a:c], scale[g, a:c], zero[g, a:c], low, high, codes[j, a:c], E[j, a:c], e[j])
