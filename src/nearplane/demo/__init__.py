@@ -19,11 +19,11 @@ from nearplane.shards import ShardReader
 
 HERE = Path(str(files(__name__)))
 MODEL, CALIBRATION, HELD_OUT = HERE / "model", HERE / "calibration.txt", HERE / "heldout.txt"
-SEQLEN, CALIBRATION_WINDOWS, EVALUATION_WINDOWS = 256, 96, 96
+SEQLEN, CALIBRATION_WINDOWS, EVALUATION_WINDOWS = 256, 128, 96
 GRIDS = (  # bits, group size, symmetric, format
     (4, 128, True, "compressed-tensors"),
-    (3, 64, False, "gptq_v2"),
-    (2, 32, False, "gptq_v2"),
+    (3, 128, False, "gptq_v2"),
+    (2, 64, False, "gptq_v2"),
 )
 
 
