@@ -126,6 +126,14 @@ def test_slices_of_larger_tensors_are_written_in_place():
     assert not E[32:].any()
 
 
+def test_codes_may_take_the_memory_of_the_targets():
+    *parts, U = problem(70, 300, groups=2)
+    expected, E = swept(*parts, 0, 15, U)[0], torch.empty(70, 300)
+    target = parts[0].clone()
+    sweep_block(target, *parts[1:], 0, 15, U, target.view(torch.int32), E, threads=2)
+    assert torch.equal(target.view(torch.int32), expected)
+
+
 def test_a_row_with_nan_spoils_no_other_row():
     target, W, scale, zero, group, U = problem(40, 300)
     _, clean = swept(target, W, scale, zero, group, 0, 15, U)

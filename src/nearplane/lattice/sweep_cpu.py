@@ -40,7 +40,7 @@ def sweep_block(
         group: (b,) group of every column of the block, int64.
         low, high: limits of the codes, inclusive; None where codes are unbounded.
         U: (b, b) the block's own triangle, unit upper.
-        codes: (b, out) int32, written.
+        codes: (b, out) int32, written; may be the memory of `target`.
         E: (b, out) written.
         threads: None takes as many as torch does.
     """
