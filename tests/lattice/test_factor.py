@@ -161,3 +161,18 @@ def test_the_inverse_of_the_factor_is_the_lower_factor_of_gptq() -> None:
     factor = p.factor("natural")
     L = inv(factor.U).T
     assert same(L / factor.d @ L.T, inv(p.damped_hessian(factor)))
+
+
+def test_auto_takes_float32_where_it_is_good_and_float64_where_it_is_not(generator: torch.Generator) -> None:
+    """Good: the lengths agree with float64 to a thousandth."""
+    X = torch.randn(400, 60, generator=generator, dtype=torch.float64)
+    spectrum = torch.arange(1, 61, dtype=torch.float64) ** -3
+    easy, hard = (
+        X * scale @ torch.linalg.qr(torch.randn(60, 60, generator=generator, dtype=torch.float64))[0]
+        for scale in (1.0, spectrum)
+    )
+    for rows, damp, expected in ((easy, 0.01, torch.float32), (hard, 1e-8, torch.float64)):
+        H = rows.T @ rows / len(rows)
+        found, exact = factorize(H, damp=damp, dtype="auto"), factorize(H, damp=damp)
+        assert found.d.dtype == expected
+        assert float((found.d / exact.d - 1).abs().max()) < 1e-3

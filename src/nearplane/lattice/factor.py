@@ -16,6 +16,7 @@ from nearplane.lattice.pivot import pivoted_order
 
 Order = Literal["natural", "reversed", "activation", "pivoted"]
 AUTO_DAMPS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+TRUSTED = 1e3  # condition up to which "auto" factors in float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,7 @@ def factorize(
     order: Order | Tensor = "natural",
     *,
     damp: float | Literal["auto"] = 0.01,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | Literal["auto"] | None = None,
 ) -> Factor:
     """Factor `H + damp * mean(diag H) * I` in rounding order by one Cholesky decomposition.
 
@@ -61,43 +62,71 @@ def factorize(
         H: (in, in) symmetric positive semi-definite.
         order: a name, or a permutation (in,) to use as it is.
         damp: relative damping; "auto" takes the first of 1e-4, 1e-3, ..., 1 that factors.
-        dtype: of the factorization; None takes that of `H`.
+        dtype: of the factorization; None takes that of `H`, "auto" float32 where that is good to a thousandth (`condition`).
 
     Raises:
         NumericalError: `H` is not finite, or not positive definite with this damping; names column and pivot.
 
     Equal to the three factorizations of GPTQ (Cholesky, inverse, Cholesky) at a quarter of the work.
     """
-    if not bool(torch.isfinite(H).all()):
-        raise NumericalError("The Hessian holds NaN or Inf: the calibration inputs of this layer are not finite.")
+    if dtype == "auto":
+        try:
+            single = factorize(H, order, damp=damp, dtype=torch.float32)
+        except NumericalError:
+            single = None
+        trusted = single is not None and condition(H, single) < TRUSTED
+        return single if single is not None and trusted else factorize(H, order, damp=damp, dtype=torch.float64)
     H = H.to(dtype or H.dtype)
+    if not bool(torch.isfinite(torch.stack(H.aminmax())).all()):
+        raise NumericalError("The Hessian holds NaN or Inf: the calibration inputs of this layer are not finite.")
     diagonal = H.diagonal()
     dead = diagonal == 0
     mean = float(diagonal.mean())
     for candidate in AUTO_DAMPS if damp == "auto" else (float(damp),):
         shift = candidate * mean
-        damped = H.clone()
-        damped.diagonal().add_(shift).masked_fill_(dead & (shift == 0), 1)  # any length does: nothing hangs on it
-        p, flipped = _permuted(damped, order)
-        L, info = torch.linalg.cholesky_ex(flipped)
-        if int(info) == 0 and bool((L.diagonal() > 0).all()):
-            U = L.flip(0, 1)
+        added = torch.full_like(diagonal, shift)
+        added.masked_fill_(dead & (shift == 0), 1)  # any length does: nothing hangs on it
+        if isinstance(order, Tensor):
+            p = order.to(H.device)
+        else:
+            p = rounding_order(H + added.diag() if order == "pivoted" else H, order)
+        U, failed = _reverse_cholesky(H if order == "natural" else H[p[:, None], p], added[p])
+        if failed is None:
             lengths = U.diagonal().clone()
-            return Factor(
-                order=p, U=U.div_(lengths).contiguous(), d=lengths.square(), damp=candidate, shift=shift, dead=dead
-            )
-        failed = len(p) - int(info) if int(info) else len(p) - 1 - int((~(L.diagonal() > 0)).nonzero()[0])
+            return Factor(order=p, U=U.div_(lengths), d=lengths.square(), damp=candidate, shift=shift, dead=dead)
     raise NumericalError(
         f"The Hessian is not positive definite: the pivot of column {int(p[failed])} is not positive with damping {damp}. "
         "Use more calibration tokens, a larger --damp, or --damp auto."
     )
 
 
-def _permuted(H: Tensor, order: Order | Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rounding order and `H` permuted by it and flipped in both axes, ready for a lower Cholesky."""
-    p = order.to(H.device) if isinstance(order, Tensor) else rounding_order(H, order)
-    back = p.flip(0)
-    return p, H[back][:, back]
+def condition(H: Tensor, factor: Factor) -> float:
+    """Return how much rounding errors of a factorization are enlarged: the largest ratio of a diagonal entry to its pivot.
+
+    Does not change when columns are scaled, as the error of Cholesky does not. Measured on spectra up to k^-3 with damping down
+    to 1e-8: the relative error of a float32 `d` is at most 5e-7 times this.
+    """
+    diagonal = H.diagonal()[factor.order] + factor.shift
+    return float((diagonal / factor.d).max())
+
+
+def _reverse_cholesky(H: Tensor, added: Tensor, *, block: int = 192) -> tuple[Tensor, int | None]:
+    """Return the upper triangular R with `H + diag(added) = R R^T`, or the first pivot that is not positive.
+
+    Blocks of columns from the last to the first: one matrix product, one small Cholesky and one triangular solve each.
+    """
+    R = torch.zeros_like(H)
+    for b in range(len(H), 0, -block):
+        a = max(b - block, 0)
+        S = torch.addmm(H[:b, a:b], R[:b, b:], R[a:b, b:].T, alpha=-1)  # (b, b - a), Schur complement of this block
+        S[a:].diagonal().add_(added[a:b])
+        L, info = torch.linalg.cholesky_ex(S[a:].flip(0, 1))
+        positive = L.diagonal() > 0
+        if int(info) or not bool(positive.all()):
+            return R, b - (int(info) or 1 + int((~positive).nonzero()[0]))
+        R[a:b, a:b] = L.flip(0, 1)
+        R[:a, a:b] = torch.linalg.solve_triangular(R[a:b, a:b].T, S[:a], upper=False, left=False)
+    return R, None
 
 
 def rounding_order(H: Tensor, order: Order) -> Tensor:

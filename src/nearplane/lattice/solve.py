@@ -60,15 +60,21 @@ def nearest_plane(
 
     Babai (1986); equal to GPTQ (Frantar et al., 2022) with the same order (Chen et al., 2025, Theorem 1).
     """
-    if not (bool(torch.isfinite(W).all()) and bool(torch.isfinite(factor.d).all())):
+    if not (bool(torch.isfinite(torch.stack(W.aminmax())).all()) and bool(torch.isfinite(factor.d).all())):
         raise NumericalError("A weight or the factor of the Hessian is NaN or Inf.")
     order, U = factor.order, factor.U.to(W.dtype)
-    WT = W.T[order].contiguous()  # (in, out)
-    E = torch.empty_like(WT)  # (in, out), weight minus value
-    codes = torch.empty(WT.shape, dtype=torch.int32, device=W.device)
+    out = len(W)
+    target = W.T.clone(memory_format=torch.contiguous_format)
+    WT = target.index_select(0, order)  # (in, out), in rounding order
+    target.copy_(WT)  # (in, out), with all errors so far fed forward
+    codes = target.view(torch.int32)[
+        :, :out
+    ]  # in the same memory: a column's targets are read before its codes are written
+    E = W.new_empty(min(block, len(WT)), out)  # weight minus value, of one block
     scale, zero = (
-        part.to(W.dtype).expand(W.shape[0], -1).clone().T.contiguous() for part in (grid.scale, grid.zero)
-    )  # (groups, out)
+        part.to(W.dtype).expand(out, -1).T.clone(memory_format=torch.contiguous_format)
+        for part in (grid.scale, grid.zero)
+    )
     group = grid.group[order]  # (in,)
     position = order.argsort()  # (in,), when each column is rounded
     sweep = sweep_block if WT.device.type == "cpu" and WT.dtype == torch.float32 else sweep_block_torch
@@ -77,16 +83,17 @@ def nearest_plane(
         if refit is not None and reached is not None:
             members = position[grid.group == reached]
             rest = slice(a, int(members.max()) + 1)
-            fed = U[:a, rest].T @ E[:a]
+            fed = target[rest] - WT[rest]
             current = WT[members] + inverse[rest, members].T @ fed  # (g, out), where the loss so far is least
             scale[reached], zero[reached] = refit(current.T, reached)
-        target = torch.addmm(WT[a:b], U[:a, a:b].T, E[:a])  # (b - a, out)
-        sweep(target, WT[a:b], scale, zero, group[a:b], grid.low, grid.high, U[a:b, a:b], codes[a:b], E[a:b])
-    back = torch.empty_like(codes)
-    back[order] = codes
+        sweep(target[a:b], WT[a:b], scale, zero, group[a:b], grid.low, grid.high, U[a:b, a:b], codes[a:b], E[: b - a])
+        target[b:].addmm_(U[a:b, b:].T, E[: b - a])
+    back = WT.view(torch.int32)[:, :out].index_copy_(
+        0, order, codes
+    )  # again no new memory: touching it first costs most
     if refit is not None:
         grid = replace(grid, scale=scale.T.contiguous(), zero=zero.T.contiguous())
-    return QuantizedMatrix(codes=back.T.contiguous(), grid=grid)
+    return QuantizedMatrix(codes=back.T.clone(memory_format=torch.contiguous_format), grid=grid)
 
 
 def sweep_block_torch(
