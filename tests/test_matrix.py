@@ -279,3 +279,14 @@ def test_factors_are_not_shared_between_inputs_that_differ() -> None:
     known = statistics(drifted(2, 300), residual=False)
     with pytest.raises(NumericalError, match="differ"):
         Inputs(known).of(replace(known, H=known.H.clone()))
+
+
+def test_codes_rounded_to_nearest_claim_none_of_babais_bounds(generator: torch.Generator) -> None:
+    """With a Hessian of nearly rank one their loss exceeds what would be the worst case of a sweep."""
+    H = torch.ones(16, 16, dtype=torch.float64) + 1e-3 * torch.eye(16, dtype=torch.float64)
+    W = torch.rand(8, 16, generator=generator)
+    rules = [Rule(bits=4, group_size=None, solver=solver, damp=0.0) for solver in ("round-to-nearest", "nearest-plane")]
+    rounded, swept = (quantize_matrix(W, H, rule)[1] for rule in rules)
+    assert (rounded.worst_case, rounded.expected, rounded.gamma) == (None, None, None)
+    assert swept.worst_case is not None
+    assert rounded.damped_loss > swept.worst_case

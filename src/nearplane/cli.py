@@ -157,7 +157,8 @@ def inspect(out: Path, *, json: Switch = False) -> None:
     _table(columns, (
         (layer.name, f"{layer.out_features} x {layer.in_features}", _grid(layer.bits, layer.symmetric, layer.group_size),
          f"{layer.rate:.3f}", f"{layer.relative_loss:.3e}", f"{layer.nearest_loss / layer.loss:.2f}" if layer.loss else "-",
-         f"{layer.worst_case / layer.damped_loss:.2f}" if layer.damped_loss else "-", f"{100 * layer.clipped:.2f}",
+         f"{layer.worst_case / layer.damped_loss:.2f}" if layer.worst_case and layer.damped_loss else "-",
+         f"{100 * layer.clipped:.2f}",
          f"{layer.correction:.2f}")
         for layer in record.layers
     ))  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import cache
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from nearplane.lattice.scale import Steps
 from nearplane.lattice.solve import nearest_plane, round_to_nearest
 from nearplane.lattice.target import correction, mismatch, trust, weighted_difference
 from nearplane.models.statistics import Statistics
-from nearplane.recipe import Rule
+from nearplane.recipe import Order, Rule
 from nearplane.record import LayerRecord
 
 
@@ -30,22 +30,25 @@ class Inputs:
 
     def __init__(self, statistics: Statistics | Tensor) -> None:
         self.moments = statistics if isinstance(statistics, Statistics) else Statistics(H=statistics, tokens=0)
-        self.factor: Callable[..., Factor] = cache(self._factor)
+        self._factors: dict[tuple[str, float | str, bool], Factor] = {}
 
     def of(self, statistics: Statistics) -> Inputs:
         """Return the same input as another layer sees it: its own residual mismatch, the factors in common."""
-        other = Inputs(statistics)
         if statistics.H is not self.moments.H:
             raise NumericalError("Factors are shared between layers whose inputs differ.")
-        other.factor = self.factor
+        other = Inputs(statistics)
+        other._factors = self._factors
         return other
 
-    def _factor(self, order: str, damp: float | str, *, fitting: bool = False) -> Factor:
+    def factor(self, order: Order, damp: float | Literal["auto"], *, fitting: bool = False) -> Factor:
         """Factor H in an order; with `fitting`, of the tokens that are not held out."""
-        H, held_out = self.moments.H, self.moments.held_out
-        if fitting and held_out is not None:
-            H = weighted_difference(H, self.moments.tokens, held_out.H, held_out.tokens)
-        return factorize(H, order, damp=damp)  # type: ignore[arg-type]
+        key = (order, damp, fitting)
+        if key not in self._factors:
+            H, held_out = self.moments.H, self.moments.held_out
+            if fitting and held_out is not None:
+                H = weighted_difference(H, self.moments.tokens, held_out.H, held_out.tokens)
+            self._factors[key] = factorize(H, order, damp=damp)
+        return self._factors[key]
 
 
 def quantize_matrix(
@@ -91,7 +94,7 @@ def quantize_matrix(
         out_features=W.shape[0],
         in_features=W.shape[1],
         nearest_loss=float(quadratic((target - nearest.decode()).to(H.dtype), H).sum() / W.numel()),
-        **asdict(certify(W, target, matrix, H, factor)),
+        **asdict(certify(W, target, matrix, H, factor, swept=rule.solver == "nearest-plane")),
         correction=rho,
         damp=factor.damp,
         dead=int(factor.dead.sum()),

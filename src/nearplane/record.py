@@ -24,9 +24,9 @@ class LayerRecord:
         relative_loss: The same over the energy of the weights under that Hessian.
         nearest_loss: Loss of rounding the same target to nearest on the same grid.
         damped_loss: Loss under the damped Hessian, which the next two refer to.
-        worst_case: Babai's bound on it; holds for rows that do not clip.
+        worst_case: Babai's bound on it; holds for rows that do not clip. None, as the next two, for codes rounded to nearest.
         expected: A third of the bound.
-        gamma: The error is at most gamma times the least possible, for rows that do not clip.
+        gamma: The error is at most gamma times the least possible, for rows that do not clip; None if all do.
         clipped, clipped_rows: Fraction of codes, of rows, whose target lay outside the grid.
         correction: How far the target went from the weights to the full correction, 0 to 1.
         damp: Damping used, relative to the mean of the Hessian's diagonal.
@@ -44,9 +44,9 @@ class LayerRecord:
     relative_loss: float
     nearest_loss: float
     damped_loss: float
-    worst_case: float
-    expected: float
-    gamma: float
+    worst_case: float | None
+    expected: float | None
+    gamma: float | None
     clipped: float
     clipped_rows: float
     correction: float

@@ -25,17 +25,19 @@ class Certificate:
         relative_loss: `loss` over `tr(W H W^T) / (out * in)`.
         worst_case: `1/4 sum_j d_j s_j^2`, mean over rows, / in: bounds `damped_loss` where nothing clips.
         expected: a third of it, the mean for a uniform offset.
-        gamma: no grid point is closer than 1/gamma times this error, the largest over rows that do not clip.
-        clipped: fraction of codes at which the sweep's target lay outside the grid.
+        gamma: no grid point is closer than 1/gamma times this error, the largest over rows that do not clip; None if all do.
+        clipped: fraction of codes at which what was rounded lay outside the grid.
         clipped_rows: fraction of rows with such a code: the bounds do not hold for them.
+
+    The bounds are those of Babai's algorithm; for codes rounded to nearest, worst_case, expected and gamma are None.
     """
 
     loss: float
     damped_loss: float
     relative_loss: float
-    worst_case: float
-    expected: float
-    gamma: float
+    worst_case: float | None
+    expected: float | None
+    gamma: float | None
     clipped: float
     clipped_rows: float
 
@@ -45,7 +47,9 @@ def quadratic(E: Tensor, H: Tensor) -> Tensor:
     return ((E @ H) * E).sum(1)
 
 
-def certify(W: Tensor, target: Tensor, matrix: QuantizedMatrix, H: Tensor, factor: Factor) -> Certificate:
+def certify(
+    W: Tensor, target: Tensor, matrix: QuantizedMatrix, H: Tensor, factor: Factor, *, swept: bool = True
+) -> Certificate:
     """Measure a quantized matrix against its target.
 
     Args:
@@ -54,6 +58,7 @@ def certify(W: Tensor, target: Tensor, matrix: QuantizedMatrix, H: Tensor, facto
         matrix: codes and grid.
         H: (in, in) undamped, in the dtype that the certificate is computed in.
         factor: of the damped `H`, in the order of the sweep.
+        swept: whether the codes come from a sweep; else every weight was rounded on its own.
     """
     T = target.to(H.dtype)
     grid = matrix.grid.to(H.dtype)
@@ -61,8 +66,11 @@ def certify(W: Tensor, target: Tensor, matrix: QuantizedMatrix, H: Tensor, facto
     size = E.numel()
     loss = quadratic(E, H).sum()
     damped = loss + factor.shift * E.square().sum()
-    swept = E[:, factor.order] @ factor.U.to(H.dtype) - E[:, factor.order]  # (out, in), the error fed to each column
-    outside = grid.clipped(matrix.codes, T.index_add(1, factor.order, swept))
+    ordered = E[:, factor.order]
+    fed = (
+        ordered @ factor.U.to(H.dtype) - ordered if swept else torch.zeros_like(E)
+    )  # (out, in), the error fed to each column
+    outside = grid.clipped(matrix.codes, T.index_add(1, factor.order, fed))
     rows = ~outside.any(1)
     d = factor.d.to(H.dtype).masked_fill(factor.dead[factor.order], factor.shift)  # a dead input has no length
     profile = (grid.steps().square()[:, factor.order] * d).expand(len(E), -1)  # (out, in), d_j s_j^2
@@ -73,9 +81,9 @@ def certify(W: Tensor, target: Tensor, matrix: QuantizedMatrix, H: Tensor, facto
         loss=float(loss / size),
         damped_loss=float(damped / size),
         relative_loss=float(loss / quadratic(W.to(H.dtype), H).sum().clamp(min=torch.finfo(H.dtype).tiny)),
-        worst_case=float(bound.mean() / E.shape[1]),
-        expected=float(bound.mean() / E.shape[1] / 3),
-        gamma=float(gammas.max()) if len(gammas) else float("inf"),
+        worst_case=float(bound.mean() / E.shape[1]) if swept else None,
+        expected=float(bound.mean() / E.shape[1] / 3) if swept else None,
+        gamma=float(gammas.max()) if swept and len(gammas) else None,
         clipped=float(outside.double().mean()),
         clipped_rows=float((~rows).double().mean()),
     )
