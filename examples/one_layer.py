@@ -14,6 +14,5 @@ for solver in ("round-to-nearest", "nearest-plane"):
     matrix, record = quantize_matrix(W, H, Rule(bits=3, group_size=64, symmetric=False, solver=solver))
     error = (X @ (W - matrix.decode()).T).square().sum() / (X @ W.T).square().sum()
     print(f"{solver:17s} relative output error {error:.5f} (record: {record.relative_loss:.5f})")
-print(
-    f"worst case {record.worst_case:.4f} >= loss {record.damped_loss:.4f}; expected {record.expected:.4f}; gamma {record.gamma:.1f}"
-)
+print(f"Babai's worst case {record.worst_case:.4f}, expected {record.expected:.4f}, found {record.damped_loss:.4f}")
+print(f"(the worst case holds for rows that do not clip: here {100 * (1 - record.clipped_rows):.0f} % of them)")
