@@ -17,11 +17,11 @@ STYLE = {"round-to-nearest": ("#D55E00", "s", "round to nearest"), "nearest-plan
 
 
 def draw(rows: list[dict[str, object]], out: Path) -> None:
-    """Plot excess negative log-likelihood against bits per weight, one line a solver."""
+    """Plot KL divergence from the original against bits per weight, one line a solver."""
     mpl.rcParams |= {"svg.hashsalt": "nearplane", "font.size": 11}
     figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
     for solver, (colour, marker, label) in STYLE.items():
-        points = [(row["rate"], row["excess"]) for row in rows if row["solver"] == solver]
+        points = [(row["rate"], row["kl"]) for row in rows if row["solver"] == solver]
         axes.plot(*zip(*points, strict=True), color=colour, marker=marker, label=label)
         for row, (x, y) in zip((row for row in rows if row["solver"] == solver), points, strict=True):
             axes.annotate(
@@ -30,7 +30,7 @@ def draw(rows: list[dict[str, object]], out: Path) -> None:
     original = next(row for row in rows if row["solver"] == "-")
     axes.set_yscale("log")
     axes.set_xlabel("bits per quantized weight, every byte of the layers counted")
-    axes.set_ylabel("excess nats per token")
+    axes.set_ylabel("KL to the original, nats per token")
     axes.set_title(f"The demo model (numbers: perplexity; original {original['perplexity']:.2f})", fontsize=11)
     axes.grid(alpha=0.3, which="both")
     axes.legend(frameon=False)

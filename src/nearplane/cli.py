@@ -216,7 +216,7 @@ def _quiet() -> None:
 
 
 def _json(data: Any) -> str:
-    return json.dumps(data, indent=1)
+    return json.dumps(data, indent=1, default=str)  # paths
 
 
 def _progress(items: Iterable[Any], label: str, total: int) -> Iterator[Any]:
