@@ -7,7 +7,7 @@ SOURCES := $(shell find src -type f -not -name '*.pyc')
 
 export OMP_WAIT_POLICY ?= PASSIVE   # threads that wait do not spin: on a busy machine that is several times faster
 
-.PHONY: demo test bench check clean
+.PHONY: demo test bench clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/nearplane demo

@@ -6,6 +6,7 @@ ASSETS=... python benchmarks/quality.py [--model babyllama105] [--group-size 32]
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import tempfile
@@ -39,6 +40,14 @@ def perplexity(folder: Path, text: Path, seqlen: int, first: int, last: int) -> 
     return math.exp(-total / windows[:, 1:].numel())
 
 
+def _value(text: str) -> object:
+    """Read a number or true/false; anything else is a word."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
 def main() -> None:
     """Print one line a row: what was asked, perplexity, bits per weight in the file, seconds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -54,7 +63,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     source, texts = ASSETS / "models" / arguments.model, ASSETS / "text"
-    common = dict(pair.split("=", 1) for pair in arguments.set)
+    common = {name: _value(text) for name, text in (pair.split("=", 1) for pair in arguments.set)}
     valid = texts / "tinystories_valid.txt"
     print(f"original: {perplexity(source, valid, arguments.seqlen, *arguments.windows):.4f}")
     for row in ROWS:

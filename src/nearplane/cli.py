@@ -48,7 +48,7 @@ def quantize(
         format: Of the checkpoint: compressed-tensors (vLLM, transformers), gptq or gptq_v2 (most GPTQ readers).
         ignore: Regular expression; layers whose full name it is found in stay as they are. May be repeated.
         device: Where to compute; auto is the GPU where there is one.
-        overwrite: Replace what is in OUT.
+        overwrite: Replace what is in OUT; it is deleted when the work begins.
         trust_remote_code: Run model code that comes with the checkpoint.
         json: Print the record as JSON instead of a summary.
     """
@@ -70,7 +70,7 @@ def quantize(
     )
     print(f"weight files {record.bytes / 1e6:,.1f} MB, calibrated on {record.tokens:,} tokens")
     print(f"relative loss: mean {sum(losses) / len(losses):.2e}, worst {worst.relative_loss:.2e} ({worst.name})")
-    if better:
+    if better and record.tokens:
         print(
             f"rounding the same targets to nearest would lose {sorted(better)[len(better) // 2]:.1f} times as much (median layer)"
         )

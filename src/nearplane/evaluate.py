@@ -18,11 +18,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from nearplane.divergence import Divergence, divergence
-from nearplane.errors import CalibrationError
+from nearplane.errors import CalibrationError, RecipeError
 from nearplane.formats.folder import quantization_of, read_dense
 from nearplane.models.data import check_vocabulary, read_windows
 from nearplane.models.layers import stored_transposed
-from nearplane.models.stream import find_folder, positions_of
+from nearplane.models.stream import device_of, find_folder, positions_of
 from nearplane.recipe import Device
 
 BATCH_TOKENS = 2048
@@ -74,7 +74,11 @@ def evaluate(
         CalibrationError: the text is missing, empty or shorter than one window.
         ModelError, FormatError: a model cannot be read.
     """
-    place = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+    place = device_of(device)
+    if samples is not None and samples < 1:
+        raise RecipeError(f"samples is {samples}; expected a positive number, or none for the whole text.")
+    if seqlen is not None and seqlen < 2:
+        raise RecipeError(f"seqlen is {seqlen}; expected at least 2: the first token of a window is not scored.")
     network, tokenizer = load_dense(model, place, trust_remote_code=trust_remote_code)
     original = None if against is None else load_dense(against, place, trust_remote_code=trust_remote_code)[0]
     positions = positions_of(network.config)
@@ -110,7 +114,7 @@ def load_dense(
     source: str | Path, device: torch.device, *, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model in float32 with every weight decoded, and its tokenizer."""
-    folder = find_folder(str(source))
+    folder = find_folder(str(source), trust_remote_code=trust_remote_code)
     code = {"trust_remote_code": trust_remote_code}
     if quantization_of(folder) is None:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **code)
@@ -119,7 +123,6 @@ def load_dense(
         del config.quantization_config
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config, **code)
-        transposed = stored_transposed(skeleton)
-        weights = {name: w.T.contiguous() if name in transposed else w for name, w in read_dense(folder)}
+        weights = dict(read_dense(folder, transposed=stored_transposed(skeleton)))
         model = type(skeleton).from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32)
     return model.to(device).eval(), AutoTokenizer.from_pretrained(folder, **code)

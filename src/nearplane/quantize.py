@@ -22,7 +22,7 @@ from nearplane.matrix import Inputs, quantize_matrix, with_bytes
 from nearplane.models.calibrate import Observed, observe, stages
 from nearplane.models.data import read_windows
 from nearplane.models.skeleton import Stream, skeleton
-from nearplane.models.stream import Block, Model, open_model
+from nearplane.models.stream import Block, Model, device_of, open_model
 from nearplane.recipe import Device, Recipe
 from nearplane.record import LayerRecord, RunRecord
 
@@ -62,13 +62,14 @@ def quantize(
         What was done and measured; also in `out/nearplane.json`.
 
     Raises:
-        NearplaneError: of the kind that names the cause; nothing that was there before is lost.
+        NearplaneError: of the kind that names the cause. Nothing is written before the request is known to make sense; with
+            `overwrite`, what was in `out` is deleted then.
     """
     if recipe is not None and spellings:
         raise RecipeError(f"Give a recipe or keywords, not both (found a recipe and {', '.join(spellings)}).")
     recipe = recipe or Recipe.from_spellings(**spellings)
     began = time.perf_counter()
-    place = _device(device)
+    place = device_of(device)
     source = open_model(str(model), trust_remote_code=trust_remote_code, ignore=recipe.ignore)
     check(source, recipe)
     writer = open_writer(
@@ -109,6 +110,7 @@ def quantized_layers(
                     layer.write(matrix.decode())  # the next stage sees it
                     size = writer.add(_stored_name(model, layer.name), matrix)
                     yield with_bytes(record, size)
+                del observed  # its moments are as large as a block
             if stream is not None:
                 stream.advance(block)
         writer.close_block(model.reader.read(_unquantized(model, index)))
@@ -200,12 +202,6 @@ def _seqlen(recipe: Recipe, model: Model) -> int:
             f"--seqlen {asked} is more than the {positions} positions of the model; pass at most {positions}."
         )
     return asked or min(DEFAULT_SEQLEN, positions or DEFAULT_SEQLEN)
-
-
-def _device(device: Device) -> torch.device:
-    if device == "cuda" and not torch.cuda.is_available():
-        raise RecipeError("--device cuda: this machine has no CUDA device that torch can use; pass --device cpu.")
-    return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def _versions() -> dict[str, str]:

@@ -48,11 +48,15 @@ class Rule:
     correct: bool = True
 
     def __post_init__(self) -> None:
-        _within("bits", self.bits, 2 <= self.bits <= 8, "a whole number from 2 to 8")
+        _within("bits", self.bits, isinstance(self.bits, int) and 2 <= self.bits <= 8, "a whole number from 2 to 8")
         _within(
             "group_size", self.group_size, self.group_size is None or self.group_size > 0, "a positive number or none"
         )
-        _within("damp", self.damp, self.damp == "auto" or 0 <= self.damp < 10, "auto or a number from 0 to 10")
+        numeric = isinstance(self.damp, int | float) and 0 <= self.damp < 10
+        _within("damp", self.damp, self.damp == "auto" or numeric, "auto or a number from 0 to 10")
+        for name in ("symmetric", "correct"):
+            if not isinstance(getattr(self, name), bool):
+                raise RecipeError(f"{name} is {getattr(self, name)!r}; expected true or false.")
         _one_of("order", self.order, Order)
         _one_of("solver", self.solver, Solver)
         _one_of("scale", self.scale, Scale)
@@ -88,8 +92,13 @@ class Calibration:
     true_sequential: bool = True
 
     def __post_init__(self) -> None:
-        _within("samples", self.samples, self.samples > 0, "a positive number")
-        _within("seqlen", self.seqlen, self.seqlen is None or self.seqlen > 1, "at least 2")
+        _within("samples", self.samples, isinstance(self.samples, int) and self.samples > 0, "a positive number")
+        _within(
+            "seqlen",
+            self.seqlen,
+            self.seqlen is None or (isinstance(self.seqlen, int) and self.seqlen > 1),
+            "at least 2",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,8 +173,17 @@ def _group_size(value: Any) -> dict[str, Any]:
     return {"group_size": None if value in (-1, 0, None, "none") else value}
 
 
+ORDERS = {True: "activation", False: "natural", None: "natural"} | dict.fromkeys(
+    ("static", "weight", "group", "dynamic"), "activation"
+)
+
+
 def _order(value: Any) -> dict[str, Any]:
-    return {"order": "activation" if value in (True, "static", "weight", "group", "dynamic") else "natural"}
+    if value not in ORDERS:
+        raise RecipeError(
+            f"Order {value!r} is not offered: expected one of {', '.join(map(repr, ORDERS))}, or use order=."
+        )
+    return {"order": ORDERS[value]}
 
 
 def _actorder(value: Any) -> dict[str, Any]:

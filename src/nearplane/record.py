@@ -33,7 +33,7 @@ class LayerRecord:
         dead: Inputs that were always 0.
         tokens: Rows that the Hessian was averaged over.
         order, bits, group_size, symmetric: Of the rule.
-        seconds: For statistics shared, an equal part; solve and measurement included.
+        seconds: To solve and measure it; a factor that layers share is counted at the first of them, calibration at none.
         bytes: Of the layer's tensors in the file.
     """
 
@@ -110,6 +110,8 @@ class RunRecord:
             data: dict[str, Any] = json.loads(text)
             recipe = Recipe.from_json(json.dumps(data.pop("recipe")))
             layers = tuple(LayerRecord(**layer) for layer in data.pop("layers"))
+            if data.get("version") != 1:
+                raise ValueError(f"version {data.get('version')}, expected 1")
             skipped = tuple((name, reason) for name, reason in data.pop("skipped"))
             return cls(recipe=recipe, layers=layers, skipped=skipped, **data)
         except (ValueError, KeyError, TypeError) as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -18,6 +18,7 @@ from torch import Tensor
 from nearplane.errors import FormatError, ModelError
 
 INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 INCOMPLETE = "INCOMPLETE"
 
 
@@ -36,7 +37,16 @@ class ShardReader:
         if not files:
             raise ModelError(f"{folder} holds no .safetensors file. Convert the checkpoint with save_pretrained first.")
         if (folder / INDEX).exists():
-            files = sorted({folder / name for name in json.loads((folder / INDEX).read_text())["weight_map"].values()})
+            try:
+                files = sorted(
+                    {folder / name for name in json.loads((folder / INDEX).read_text())["weight_map"].values()}
+                )
+            except (ValueError, KeyError, AttributeError) as error:
+                raise ModelError(f"{folder / INDEX} is not an index of shards ({error!r}). Fetch it again.") from error
+        elif folder / SINGLE in files:
+            files = [
+                folder / SINGLE
+            ]  # others beside it (adapters, another layout of the same weights) are not the model
         self._file: dict[str, Path] = {}
         self._about: dict[str, tuple[str, tuple[int, ...]]] = {}
         for path in files:
@@ -135,9 +145,3 @@ class ShardWriter:
         index = {"metadata": {"total_size": self.size}, "weight_map": dict(sorted(self.weight_map.items()))}
         (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         (self.folder / INCOMPLETE).unlink()
-
-
-def tensors_in(reader: ShardReader) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of a folder, one in memory at a time."""
-    for name in reader.names():
-        yield name, reader.read([name])[name]

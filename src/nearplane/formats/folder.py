@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -237,11 +237,11 @@ def read_matrices(folder: Path) -> Iterator[tuple[str, QuantizedMatrix]]:
         yield name, layout.unpack_layer(name, reader.read(parts), config)
 
 
-def read_dense(folder: Path) -> Iterator[tuple[str, Tensor]]:
+def read_dense(folder: Path, *, transposed: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
     """Yield (parameter name, tensor) of a folder as if it had never been quantized, one in memory at a time.
 
-    A quantized layer is its float32 values `scale * (code - zero)` as `name.weight`, (out, in); a Conv1D module has
-    them transposed. Everything else is as stored.
+    A quantized layer is its float32 values `scale * (code - zero)` as `name.weight`: (out, in), or (in, out) where
+    that name is in `transposed`, as Conv1D modules have them. Everything else is as stored.
 
     Raises:
         FormatError: a layer is not what its format says, or the format is not understood.
@@ -253,7 +253,8 @@ def read_dense(folder: Path) -> Iterator[tuple[str, Tensor]]:
         if name not in packed:
             yield name, reader.read([name])[name]
     for name, matrix in read_matrices(folder):
-        yield f"{name}.weight", matrix.decode()
+        values = matrix.decode()
+        yield f"{name}.weight", values.T.contiguous() if f"{name}.weight" in transposed else values
 
 
 def _layers(layout: Layout, reader: ShardReader) -> dict[str, list[str]]:

@@ -67,6 +67,8 @@ class Steps:
             return scale, zero
         tried = [self._from_range(minimum * shrink, maximum * shrink) for shrink in SHRINKS]
         scales, zeros = (torch.stack(parts) for parts in zip(*tried, strict=True))  # (candidates, ...)
+        if self.search == "hessian" and importance is None:
+            raise NumericalError("The search weighted by the Hessian needs the importance of every column.")
         weight = importance if self.search == "hessian" else None
         best = self._least_error(weights, scales, zeros, weight)[None]
         return scales.gather(0, best)[0], zeros.gather(0, best)[0]

@@ -136,7 +136,9 @@ def observe(
 
 
 def _observed(group: tuple[Layer, ...], fitted: _Moments, held: _Moments, split: bool) -> Observed:
-    total, held = (fitted + held).summed(), held.summed() if split else None
+    split = split and fitted.tokens > 0 and held.tokens > 0  # an expert may be reached by the ones or the others alone
+    fitted.absorb(held)
+    total, held = fitted.summed(), held.summed() if split else None
     names = ", ".join(layer.name for layer in group)
     if not total.tokens:
         raise _unreached(names)
@@ -186,20 +188,22 @@ class _Moments:
             for name, r_hat in quantized.added.items():
                 self.S[name] = _plus(self.S.get(name), (original.added[name] - r_hat)[part].T @ X_hat)
 
-    def __add__(self, other: _Moments) -> _Moments:
-        S = {name: self._sum(self.S.get(name), other.S.get(name)) for name in self.S | other.S}
-        return _Moments(self._sum(self.H, other.H), self._sum(self.C, other.C), S, self.tokens + other.tokens)
+    def absorb(self, other: _Moments) -> None:
+        """Add other sums to these, in place."""
+        self.H, self.C = self._sum(self.H, other.H), self._sum(self.C, other.C)
+        self.S = {name: self._sum(self.S.get(name), other.S.get(name)) for name in self.S | other.S}
+        self.tokens += other.tokens
 
     @staticmethod
     def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-        return b if a is None else a if b is None else a + b
+        return None if a is b is None else b.clone() if a is None else a if b is None else a.add_(b)
 
     def summed(self) -> _Moments:
-        """Return the means over the tokens of all ranks."""
+        """Return the means over the tokens of all ranks, in the memory of the sums."""
         tokens = int(sum_(torch.tensor(self.tokens)))
 
         def mean(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else sum_(tensor) / tokens
+            return None if tensor is None else sum_(tensor).div_(tokens)
 
         return _Moments(mean(self.H), mean(self.C), {name: mean(S) for name, S in self.S.items()}, tokens)
 

@@ -28,7 +28,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from nearplane.errors import ModelError
+from nearplane.errors import ModelError, RecipeError
 from nearplane.models.conversion import Weights
 from nearplane.models.layers import IGNORED, Layer, find_blocks, find_layers
 from nearplane.shards import ShardReader
@@ -57,11 +57,12 @@ def open_model(source: str, *, trust_remote_code: bool = False, ignore: Sequence
         method = quantized.get("quant_method", "an unnamed method")
         raise ModelError(f"{source} is already quantized with {method}; start from the original.")
     reader = ShardReader(folder)
+    dtype = _dtype(reader)
     code = {"trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(folder, **code)
         with torch.device("meta"):
-            network = AutoModelForCausalLM.from_config(config, dtype=_dtype(reader), **code).eval()
+            network = AutoModelForCausalLM.from_config(config, dtype=dtype, **code).eval()
     except Exception as error:  # configs and models are programs of their makers and raise what they like
         reason = _first_line(error)
         raise ModelError(f"transformers builds no language model from {folder}/config.json ({reason}).") from error
@@ -94,6 +95,19 @@ def find_folder(source: str, *, trust_remote_code: bool = False) -> Path:
         ) from error
     except Exception as error:  # whatever the network stack and the disk raise
         raise ModelError(f"{source} could not be fetched from the hub ({_first_line(error)}). Try again.") from error
+
+
+def device_of(device: str) -> torch.device:
+    """Return the device that auto, cpu or cuda stands for.
+
+    Raises:
+        RecipeError: it is none of these, or there is no CUDA device.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise RecipeError(f"device is {device!r}; expected auto, cpu or cuda.")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RecipeError("--device cuda: this machine has no CUDA device that torch can use; pass --device cpu.")
+    return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def positions_of(config: Any) -> int | None:
