@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import nearplane
 from nearplane.demo import HELD_OUT, MODEL
@@ -43,6 +43,16 @@ def test_divergence_is_kullback_leibler():
     assert found.kl == pytest.approx(float(expected), rel=1e-6)
     assert found.tokens == 15
     assert found.agreed == int((p.argmax(-1) == q.argmax(-1)).sum())
+
+
+def test_models_of_different_vocabularies_are_not_compared(tmp_path):
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=2050
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(MODEL).save_pretrained(tmp_path)
+    with pytest.raises(nearplane.ModelError, match="2050 tokens"):
+        nearplane.evaluate(MODEL, HELD_OUT, seqlen=16, samples=1, against=tmp_path)
 
 
 def test_more_positions_than_the_model_has_are_refused():

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -37,6 +38,7 @@ def test_a_recipe_survives_json(rule, ignore):
         ({"actorder": "group"}, {"order": "activation", "groups": "current"}),
         ({"actorder": "static"}, {"order": "activation"}),
         ({"group_size": -1}, {"group_size": None}),
+        ({"dataset": Path("x.txt")}, {"calibration": "x.txt"}),
         ({"damp_percent": 0.05}, {"damp": 0.05}),
         ({"dampening_frac": 0.02}, {"damp": 0.02}),
         ({"percdamp": 0.03}, {"damp": 0.03}),
@@ -78,6 +80,9 @@ def test_other_tools_spellings_are_understood(words, fields):
         ({"group_size": -5}, "positive number or none"),
         ({"damp": -1.0}, "auto or a number"),
         ({"samples": 0}, "positive"),
+        ({"actorder": "banana"}, "not offered"),
+        ({"bits": "4"}, "whole number"),
+        ({"correct": "false"}, "true or false"),
         ({"seqlen": 1}, "at least 2"),
         ({"ignore": ["("]}, "not a regular expression"),
         ({"format": "awq"}, "expected one of compressed-tensors"),

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from nearplane.divergence import Divergence, divergence
-from nearplane.errors import CalibrationError, RecipeError
+from nearplane.errors import CalibrationError, ModelError, RecipeError
 from nearplane.formats.folder import quantization_of, read_dense
 from nearplane.models.data import check_vocabulary, read_windows
 from nearplane.models.layers import stored_transposed
@@ -72,7 +72,7 @@ def evaluate(
 
     Raises:
         CalibrationError: the text is missing, empty or shorter than one window.
-        ModelError, FormatError: a model cannot be read.
+        ModelError, FormatError: a model cannot be read, or the two have different vocabularies.
     """
     place = device_of(device)
     if samples is not None and samples < 1:
@@ -95,7 +95,12 @@ def evaluate(
         predicted = log_probabilities(network, batch.to(place))
         nll -= float(predicted.gather(-1, batch[:, 1:, None].to(place)).double().sum())
         if original is not None:
-            apart += divergence(log_probabilities(original, batch.to(place)), predicted)
+            expected = log_probabilities(original, batch.to(place))
+            if expected.shape != predicted.shape:
+                raise ModelError(
+                    f"{against} predicts {expected.shape[-1]} tokens, {model} {predicted.shape[-1]}. Pass the model it was made from."
+                )
+            apart += divergence(expected, predicted)
     tokens = windows[:, 1:].numel()
     return Evaluation(
         perplexity=math.exp(nll / tokens), nll=nll / tokens, tokens=tokens, windows=len(windows), seqlen=seqlen,

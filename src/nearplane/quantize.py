@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from importlib.metadata import version
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,8 @@ def check(model: Model, recipe: Recipe) -> None:
         if rule.group_size is not None and layer.shape[1] % rule.group_size:
             raise RecipeError(
                 f"{layer.name} has {layer.shape[1]} inputs, not a multiple of --group-size {rule.group_size}. "
-                f"Choose a group size that divides all layers, none for one step a row, or leave the layer out with --ignore."
+                f"The largest that divides all layers is {gcd(*(layer.shape[1] for layer in layers))}; none gives one step a row; "
+                f"--ignore leaves a layer out."
             )
         FORMATS[recipe.format].check(
             layer.name, layer.shape, layer.kind,

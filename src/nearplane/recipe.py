@@ -6,6 +6,7 @@ Needs no torch. Other tools' spellings are translated here and nowhere else.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -48,6 +49,8 @@ class Rule:
     correct: bool = True
 
     def __post_init__(self) -> None:
+        if self.group_size == -1:  # how other tools write it
+            object.__setattr__(self, "group_size", None)
         _within("bits", self.bits, isinstance(self.bits, int) and 2 <= self.bits <= 8, "a whole number from 2 to 8")
         _within(
             "group_size", self.group_size, self.group_size is None or self.group_size > 0, "a positive number or none"
@@ -92,6 +95,13 @@ class Calibration:
     true_sequential: bool = True
 
     def __post_init__(self) -> None:
+        if isinstance(self.calibration, os.PathLike):
+            object.__setattr__(self, "calibration", os.fspath(self.calibration))
+        if not isinstance(self.calibration, str | None):
+            found = type(self.calibration).__name__
+            raise RecipeError(
+                f"calibration is a {found}; expected a file, a folder or the name of a data set. Write texts to a .jsonl file."
+            )
         _within("samples", self.samples, isinstance(self.samples, int) and self.samples > 0, "a positive number")
         _within(
             "seqlen",

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from checkpoints import random_matrix, write_folder
-from nearplane.errors import FormatError, ModelError, RecipeError
+from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.folder import FORMATS, Writer, open_writer, quantization_of, read_dense, read_matrices
 
 FORMAT_NAMES = ("compressed-tensors", "gptq", "gptq_v2")
@@ -121,7 +121,7 @@ def test_a_run_that_fails_leaves_nothing_that_loads(tmp_path: Path, source: Call
     with pytest.raises((OSError, ValueError), match=r"config\.json"):
         AutoModelForCausalLM.from_pretrained(out)
     (out / "config.json").write_text("{}")
-    with pytest.raises(ModelError, match="incomplete"):
+    with pytest.raises(FormatError, match="incomplete"):
         list(read_dense(out))
 
 

@@ -214,8 +214,12 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
     """Return the quantization_config of a folder's config.json, or None where weights are not quantized.
 
     Raises:
-        FormatError: there is no config.json, or it is not JSON.
+        FormatError: there is no config.json, or it is not JSON, or the folder is not finished.
     """
+    if (folder / INCOMPLETE).exists():
+        raise FormatError(
+            f"{folder} is incomplete: the run that writes it is under way or died. Run it again with --overwrite."
+        )
     try:
         config: dict[str, Any] | None = json.loads((folder / CONFIG).read_text()).get("quantization_config")
     except (OSError, ValueError, AttributeError) as error:
