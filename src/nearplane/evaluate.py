@@ -98,7 +98,7 @@ def evaluate(
             expected = log_probabilities(original, batch.to(place))
             if expected.shape != predicted.shape:
                 raise ModelError(
-                    f"{against} predicts {expected.shape[-1]} tokens, {model} {predicted.shape[-1]}. Pass the model it was made from."
+                    f"{against} predicts {expected.shape[-1]} tokens, {model} {predicted.shape[-1]}. Pass its original."
                 )
             apart += divergence(expected, predicted)
     tokens = windows[:, 1:].numel()
