@@ -6,13 +6,14 @@ the damped problem, row by row, where nothing clips.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from nearplane.lattice.factor import Factor
-from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.lattice.grid import Grid, QuantizedMatrix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +62,7 @@ def certify(
         swept: whether the codes come from a sweep; else every weight was rounded on its own.
     """
     T = target.to(H.dtype)
+    assert isinstance(matrix.grid, Grid), "the bounds are those of the grid that was swept"
     grid = matrix.grid.to(H.dtype)
     E = T - grid.decode(matrix.codes)  # (out, in)
     size = E.numel()
@@ -87,3 +89,45 @@ def certify(
         clipped=float(outside.double().mean()),
         clipped_rows=float((~rows).double().mean()),
     )
+
+
+def limit(loss: float, row_energy: Tensor, eigenvalues: Tensor) -> float:
+    """Return the rate, in bits per weight, below which no code whatever reaches `loss` on a Gaussian matrix like this one.
+
+    Reverse water-filling over rows `w_i ~ N(0, sigma_i^2 I)` and the eigenvalues of `H`:
+
+        D(theta) = mean_ik min(theta, sigma_i^2 lambda_k) ;  R(theta) = mean_ik max(0, 1/2 log2(sigma_i^2 lambda_k / theta))
+
+    A Gaussian reference, not a strict bound for real weights: other distributions of the same energy need fewer bits.
+
+    Args:
+        loss: `tr(E H E^T) / (out * in)`, reached or wanted.
+        row_energy: (out,) `sigma_i^2`, mean square of every row.
+        eigenvalues: (in,) of `H`.
+    """
+    log_rows = row_energy[row_energy > 0].double().log2()
+    log_lengths = eigenvalues[eigenvalues > 0].double().log2()
+    count = row_energy.numel() * eigenvalues.numel()
+    if not len(log_rows) or not len(log_lengths):
+        return 0.0
+    variances, weights = _pairwise_sums(log_rows, log_lengths)
+    low, high = float(variances.min()) - 60, float(variances.max())
+    if loss <= 0:
+        return math.inf
+    for _ in range(60):  # bisection in log2 theta
+        middle = (low + high) / 2
+        distortion = float((torch.exp2(variances.clamp(max=middle)) * weights).sum()) / count
+        low, high = (middle, high) if distortion < loss else (low, middle)
+    return float(((variances - low).clamp(min=0) * weights).sum()) / (2 * count)
+
+
+def _pairwise_sums(a: Tensor, b: Tensor, *, bins: int = 1 << 12, most: int = 1 << 19) -> tuple[Tensor, Tensor]:
+    """Return all sums `a_i + b_k` and how often each occurs; of more than `most` pairs, `a` in `bins` bins of equal count."""
+    if a.numel() * b.numel() > most:
+        keep = max(1, most // b.numel())
+        parts = a.sort().values.tensor_split(min(keep, bins, len(a)))
+        a, counts = torch.stack([part.mean() for part in parts]), torch.tensor([float(len(part)) for part in parts])
+    else:
+        counts = torch.ones(len(a))
+    sums = (a[:, None] + b).flatten()
+    return sums, counts.to(sums)[:, None].expand(-1, len(b)).flatten()

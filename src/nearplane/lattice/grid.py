@@ -69,6 +69,43 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProductGrid:
+    """Unbounded codes times a scale of the row and a scale of the column, both on logarithmic ladders of short integers.
+
+        value = 2^(rows / row_resolution) * code * base * 2^(columns / column_resolution)
+
+    Args:
+        base: step of exponent 0.
+        columns: (in,) int32 exponents, in `1 / column_resolution` octaves.
+        column_resolution: steps of the ladder in an octave, a power of two.
+        rows: (out,) int32 exponents; 0 where rows have no scale of their own.
+        row_resolution: likewise.
+    """
+
+    base: float
+    columns: Tensor
+    column_resolution: int
+    rows: Tensor
+    row_resolution: int
+
+    def column_scale(self) -> Tensor:
+        """Return (in,) float32 `base * 2^(columns / column_resolution)`, rounded once."""
+        return (self.base * torch.exp2(self.columns.double() / self.column_resolution)).float()
+
+    def row_scale(self) -> Tensor:
+        """Return (out,) float32 `2^(rows / row_resolution)`, rounded once."""
+        return torch.exp2(self.rows.double() / self.row_resolution).float()
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Turn (out, in) codes into (out, in) float32 values."""
+        return self.row_scale()[:, None] * codes.float() * self.column_scale()
+
+    def to(self, device: torch.device | str) -> ProductGrid:
+        """Return the grid on another device."""
+        return replace(self, columns=self.columns.to(device), rows=self.rows.to(device))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedMatrix:
     """A matrix on a grid.
 
@@ -78,7 +115,7 @@ class QuantizedMatrix:
     """
 
     codes: Tensor
-    grid: Grid
+    grid: Grid | ProductGrid
 
     def decode(self) -> Tensor:
         """Return the (out, in) values, in the dtype of the grid's scale."""

@@ -6,6 +6,7 @@ Steps are rounded to the dtype they will be stored in *before* anything is measu
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -120,6 +121,46 @@ def stored(scale: Tensor, storage: torch.dtype) -> Tensor:
     return torch.where(scale == 0, torch.ones_like(scale), rounded.clamp(min=tiny))
 
 
+ZERO_RATE = 6.0  # a column whose step is more than this many of its standard deviations rounds to 0
+
+
+def high_rate_step(rms: Tensor, lengths: Tensor, rate: float) -> float:
+    """Return the log2 of the `c` at which steps `c / lengths_j` give about `rate` bits per weight on Gaussian weights.
+
+        log2 c = mean_j log2(sqrt(2 pi e) sigma_j sqrt(d_j)) - rate
+
+    Args:
+        rms: (in,) root mean square `sigma_j` of every column.
+        lengths: (in,) `sqrt(d_j)` in the order of the columns; ones for a single step.
+        rate: bits per weight.
+    """
+    spread = (rms * lengths).double()
+    alive = spread > 0
+    if not bool(alive.any()):
+        return 0.0
+    return float(spread[alive].log2().mean()) + 0.5 * math.log2(2 * math.pi * math.e) - rate
+
+
+def waterfill_exponents(lengths: Tensor, resolution: int) -> Tensor:
+    """Return (in,) int32 `k_j` with steps `2^(k_j / resolution)` nearest to `1 / lengths_j` up to a common factor.
+
+    Steps inversely proportional to the Gram-Schmidt lengths `sqrt(d_j)` give every plane the same error, so that the rate goes
+    where it pays (reverse water-filling at high rate; WaterSIC, 2603.04956). On a ladder of `resolution` steps an octave
+    this costs at most `ln(2) / (24 resolution^2)` ... bits more, and an exponent is a short integer.
+    """
+    logs = lengths.clamp(min=torch.finfo(lengths.dtype).tiny).log2()
+    return (-(logs - logs.median()) * resolution).round_().to(torch.int32)
+
+
+def ladder(out: int) -> int:
+    """Return the steps per octave at which exponents of columns with `out` weights cost least in all.
+
+    A step off by up to half a rung costs `ln(2)/24 / resolution^2`-like bits a weight, a finer rung one bit a column for each
+    doubling: the sum is least near `0.28 sqrt(out)`.
+    """
+    return 1 << max(0, min(5, round(math.log2(0.28 * math.sqrt(out)))))
+
+
 def absmax_codes(w: Tensor, bits: int = 8) -> tuple[Tensor, Tensor]:
     """Quantize a vector by its largest magnitude: codes `round(high w / max|w|)`, and the step."""
     high = 2 ** (bits - 1) - 1
@@ -153,6 +194,7 @@ def least_squares_steps(W: Tensor, matrix: QuantizedMatrix, H: Tensor, storage: 
         H: (in, in) float64, damped as the solve that made the codes.
     """
     grid = matrix.grid
+    assert isinstance(grid, Grid), "steps are fitted to grids that have them"
     groups = grid.scale.shape[1]
     V = matrix.codes.to(W.dtype) - grid.zero.to(W.dtype)[:, grid.group]  # (out, in), values in steps
     member = torch.nn.functional.one_hot(grid.group, groups).to(W.dtype)  # (in, groups)

@@ -50,3 +50,38 @@ def weighted_difference(whole: Tensor, tokens: int, part: Tensor, part_tokens: i
     """Return the average over the tokens of `whole` that are not in `part`, both averages over their tokens."""
     rest = tokens - part_tokens
     return torch.sub(whole * (tokens / rest), part, alpha=part_tokens / rest)
+
+
+def shrunken(T: Tensor, factor: Factor, mu: float) -> Tensor:
+    """Return (out, in) `T H_l (H_l + mu I)^-1`: the target with the least mean error once rounding noise is added to it.
+
+    Rounding to steps `c / sqrt(d_j)` adds noise `c^2 / 12` to every plane; with `mu = c^2 / (12 mean(T^2))` what is rounded is the
+    minimum-mean-square-error estimate, as in a receiver with decision feedback. Worth 0.1 to 0.2 bit near 1 bit per weight.
+
+    Args:
+        T: (out, in) target of the lattice problem.
+        factor: of `H_l + mu I`, `H_l` the Hessian as damped before.
+        mu: what was added.
+    """
+    return T if mu == 0 else T - mu * factor.solve(T).to(T.dtype)
+
+
+def row_gains(T: Tensor, V: Tensor, H: Tensor) -> Tensor:
+    """Return (out,) the factor of every row of `V` that minimises `tr((T - diag(r) V) H (T - diag(r) V)^T)`; 1 for rows of 0."""
+    VH = V @ H
+    energy = (VH * V).sum(1)
+    return torch.where(energy > 0, (VH * T).sum(1) / energy.clamp(min=torch.finfo(V.dtype).tiny), 1)
+
+
+def column_gains(T: Tensor, V: Tensor, H: Tensor) -> Tensor:
+    """Return (in,) the factor of every column of `V` that minimises the same error; 1 for columns of 0.
+
+    One least-squares problem: `F g = f` with `F = (V^T V) * H` entry by entry and `f_j = sum_i V_ij (T H)_ij`.
+    """
+    F = (V.T @ V) * H
+    f = (V * (T @ H)).sum(0)
+    ridge = 1e-8 * float(F.diagonal().mean()) + torch.finfo(F.dtype).tiny
+    dead = F.diagonal() == 0
+    F.diagonal().add_(torch.where(dead, 1.0, ridge).to(F))
+    g: Tensor = torch.linalg.solve(F, torch.where(dead, 1.0, f + ridge))
+    return g.clamp(-0.1, 1.5)
