@@ -31,14 +31,21 @@ class Inputs:
     def __init__(self, statistics: Statistics | Tensor) -> None:
         self.moments = statistics if isinstance(statistics, Statistics) else Statistics(H=statistics, tokens=0)
         self._factors: dict[tuple[str, float | str, bool], Factor] = {}
+        self._eigenvalues: list[Tensor] = []
 
     def of(self, statistics: Statistics) -> Inputs:
         """Return the same input as another layer sees it: its own residual mismatch, the factors in common."""
         if statistics.H is not self.moments.H:
             raise NumericalError("Factors are shared between layers whose inputs differ.")
         other = Inputs(statistics)
-        other._factors = self._factors
+        other._factors, other._eigenvalues = self._factors, self._eigenvalues
         return other
+
+    def eigenvalues(self) -> Tensor:
+        """Return (in,) the eigenvalues of H, none below 0."""
+        if not self._eigenvalues:
+            self._eigenvalues.append(torch.linalg.eigvalsh(self.moments.H).clamp(min=0))
+        return self._eigenvalues[0]
 
     def factor(self, order: Order, damp: float | Literal["auto"], *, fitting: bool = False) -> Factor:
         """Factor H in an order; with `fitting`, of the tokens that are not held out."""

@@ -18,7 +18,10 @@ Order = Literal["natural", "activation", "pivoted", "reversed"]
 Solver = Literal["nearest-plane", "round-to-nearest"]
 Scale = Literal["minmax", "mse", "hessian"]
 Groups = Literal["static", "current"]
-Format = Literal["compressed-tensors", "gptq", "gptq_v2"]
+Format = Literal["compressed-tensors", "gptq", "gptq_v2", "nearplane"]
+Method = Literal["waterfill", "hptq"]
+Coder = Literal["tans", "huffman", "zstd"]
+Gains = Literal["none", "rows", "columns", "both"]
 Device = Literal["auto", "cpu", "cuda"]
 
 
@@ -112,23 +115,89 @@ class Calibration:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """How many bits entropy-coded weights may take, and how they are spent. Without rate and size, grids are fixed.
+
+    Args:
+        rate: Bits per quantized weight, 0.5 to 7, every byte of the layers' tensors counted.
+        size: Of the whole checkpoint, instead: "3.1GB", "800MiB" or a number of bytes.
+        method: Steps that give every plane the same error (waterfill), or one step a matrix (hptq: GPTQ with unbounded codes).
+        coder: tans, huffman (the coder of the HPTQ paper), or zstd.
+        shrink: Whether targets are shrunken for the noise of the rounding (waterfill only).
+        gains: Which scales are fitted again once the codes are known.
+    """
+
+    rate: float | None = None
+    size: str | None = None
+    method: Method = "waterfill"
+    coder: Coder = "tans"
+    shrink: bool = True
+    gains: Gains = "none"
+    theta: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.rate is not None and self.size is not None:
+            raise RecipeError("Give --rate or --size, not both.")
+        numeric = isinstance(self.rate, int | float)
+        _within("rate", self.rate, self.rate is None or (numeric and 0.5 <= float(self.rate) <= 7), "0.5 to 7 bits")
+        if self.size is not None:
+            object.__setattr__(self, "size", str(self.size))
+            self.bytes()
+        _one_of("method", self.method, Method)
+        _one_of("coder", self.coder, Coder)
+        _one_of("gains", self.gains, Gains)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether weights are to be entropy-coded."""
+        return self.rate is not None or self.size is not None
+
+    def bytes(self) -> int | None:
+        """Return the size asked for, in bytes.
+
+        Raises:
+            RecipeError: it is not a number with one of the units below.
+        """
+        if self.size is None:
+            return None
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kMGT]?i?B?)\s*", self.size)
+        if not match or match[2] not in UNITS or float(match[1]) <= 0:
+            raise RecipeError(f"size is {self.size!r}; expected a number of bytes or one with a unit: 3.1GB, 800MB, 2.9GiB.")
+        return int(float(match[1]) * UNITS[match[2]])
+
+
+UNITS: Mapping[str, int] = {"": 1, "B": 1} | {
+    f"{prefix}{i}B": (1024 if i else 1000) ** power for power, prefix in enumerate("kMGT", 1) for i in ("", "i")
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """All that a run is told.
 
     Args:
         rule: How every matrix is quantized.
         calibration: Tokens.
-        format: Of the checkpoint that is written.
+        rate: What entropy-coded weights may take.
+        format: Of the checkpoint that is written; default: nearplane with a rate or size, else compressed-tensors.
         ignore: Regular expressions; layers whose full name one of them is found in stay as they are.
     """
 
     rule: Rule = field(default_factory=Rule)
     calibration: Calibration = field(default_factory=Calibration)
-    format: Format = "compressed-tensors"
+    rate: Rate = field(default_factory=Rate)
+    format: Format | None = None
     ignore: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.format is None:
+            object.__setattr__(self, "format", "nearplane" if self.rate.wanted else "compressed-tensors")
         _one_of("format", self.format, Format)
+        if self.rate.wanted != (self.format == "nearplane"):
+            raise RecipeError(
+                f"--format {self.format} does not go with {'a' if self.rate.wanted else 'no'} --rate or --size: "
+                f"entropy-coded weights are written as nearplane, and only they are."
+            )
         for pattern in self.ignore:
             try:
                 re.compile(pattern)
@@ -147,8 +216,8 @@ class Recipe:
     def from_json(cls, text: str) -> Recipe:
         """Read what `to_json` wrote."""
         data = json.loads(text)
-        rule, calibration = Rule(**data.pop("rule")), Calibration(**data.pop("calibration"))
-        return cls(rule=rule, calibration=calibration, ignore=tuple(data.pop("ignore")), **data)
+        parts = {name: part(**data.pop(name)) for name, part in PARTS.items() if name in data}
+        return cls(**parts, ignore=tuple(data.pop("ignore")), **data)
 
     @classmethod
     def from_spellings(cls, **spellings: Any) -> Recipe:
@@ -168,11 +237,15 @@ class Recipe:
         if isinstance(ignored := chosen.get("ignore", ()), str):
             chosen["ignore"] = (ignored,)
         parts = {
-            part: {name: chosen.pop(name) for name in _names(part) & chosen.keys()} for part in (Rule, Calibration)
+            name: part(**{word: chosen.pop(word) for word in _names(part) & chosen.keys()})
+            for name, part in PARTS.items()
         }
         if "ignore" in chosen:
             chosen["ignore"] = tuple(chosen["ignore"])
-        return cls(rule=Rule(**parts[Rule]), calibration=Calibration(**parts[Calibration]), **chosen)
+        return cls(**parts, **chosen)
+
+
+PARTS: Mapping[str, type[Any]] = {"rule": Rule, "calibration": Calibration, "rate": Rate}
 
 
 def _names(part: type) -> set[str]:
@@ -255,6 +328,7 @@ SPELLINGS: Mapping[str, str | Callable[[Any], dict[str, Any]]] = {
     "mse": _mse, "observer": _observer,
     "nsamples": "samples", "num_calibration_samples": "samples", "num_samples": "samples",
     "max_seq_length": "seqlen", "model_seqlen": "seqlen", "sequence_length": "seqlen",
+    "bpw": "rate", "target_rate": "rate", "target_bpw": "rate",
     "dataset": "calibration", "calibration_dataset": "calibration",
     "ignore": _ignored, "ignore_layers": _ignored, "dynamic": _dynamic,
     "checkpoint_format": "format",
@@ -265,7 +339,7 @@ def _translated(word: str, value: Any) -> dict[str, Any]:
     meaning = SPELLINGS.get(word)
     if callable(meaning):
         return meaning(value)
-    known = _names(Rule) | _names(Calibration) | {"format", "ignore"}
+    known = set().union(*(_names(part) for part in PARTS.values())) | {"format", "ignore", "allocate"}
     name = meaning or word
     if name not in known:
         raise RecipeError(

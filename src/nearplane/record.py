@@ -22,7 +22,7 @@ class LayerRecord:
         out_features, in_features: Shape of the weight.
         loss: Exact loss under the undamped Hessian.
         relative_loss: The same over the energy of the weights under that Hessian.
-        nearest_loss: Loss of rounding the same target to nearest on the same grid.
+        nearest_loss: Loss of rounding the same target to nearest on the same grid; None for entropy-coded weights.
         damped_loss: Loss under the damped Hessian, which the next two refer to.
         worst_case: Babai's bound on it; holds for rows that do not clip. None, as the next two, for codes rounded to nearest.
         expected: A third of the bound.
@@ -32,7 +32,11 @@ class LayerRecord:
         damp: Damping used, relative to the mean of the Hessian's diagonal.
         dead: Inputs that were always 0.
         tokens: Rows that the Hessian was averaged over.
-        order, bits, group_size, symmetric: Of the rule.
+        order: In which columns were rounded.
+        bits, group_size, symmetric: Of the grid; None for entropy-coded weights, whose codes have no limits.
+        asked: Bits per weight that the entropy-coded matrix was to take.
+        entropy: Bits per weight of the codes under the tables that the file stores, side information not counted.
+        limit: Bits per weight below which no code reaches this loss on Gaussian rows under the same Hessian; `lattice/bounds.py`.
         seconds: To solve and measure it; a factor that layers share is counted at the first of them, calibration at none.
         bytes: Of the layer's tensors in the file.
     """
@@ -42,22 +46,25 @@ class LayerRecord:
     in_features: int
     loss: float
     relative_loss: float
-    nearest_loss: float
     damped_loss: float
-    worst_case: float | None
-    expected: float | None
-    gamma: float | None
-    clipped: float
-    clipped_rows: float
     correction: float
     damp: float
     dead: int
     tokens: int
     order: str
-    bits: int
-    group_size: int | None
-    symmetric: bool
     seconds: float
+    nearest_loss: float | None = None
+    worst_case: float | None = None
+    expected: float | None = None
+    gamma: float | None = None
+    clipped: float = 0.0
+    clipped_rows: float = 0.0
+    bits: int | None = None
+    group_size: int | None = None
+    symmetric: bool | None = None
+    asked: float | None = None
+    entropy: float | None = None
+    limit: float | None = None
     bytes: int = 0
 
     @property

@@ -142,14 +142,14 @@ def high_rate_step(rms: Tensor, lengths: Tensor, rate: float) -> float:
 
 
 def waterfill_exponents(lengths: Tensor, resolution: int) -> Tensor:
-    """Return (in,) int32 `k_j` with steps `2^(k_j / resolution)` nearest to `1 / lengths_j` up to a common factor.
+    """Return (in,) int32 `k_j` with `2^(k_j / resolution)` nearest to `1 / lengths_j`.
 
     Steps inversely proportional to the Gram-Schmidt lengths `sqrt(d_j)` give every plane the same error, so that the rate goes
     where it pays (reverse water-filling at high rate; WaterSIC, 2603.04956). On a ladder of `resolution` steps an octave
     this costs at most `ln(2) / (24 resolution^2)` ... bits more, and an exponent is a short integer.
     """
     logs = lengths.clamp(min=torch.finfo(lengths.dtype).tiny).log2()
-    return (-(logs - logs.median()) * resolution).round_().to(torch.int32)
+    return (-logs * resolution).round_().to(torch.int32)
 
 
 def ladder(out: int) -> int:
