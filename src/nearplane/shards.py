@@ -1,16 +1,21 @@
 """Folders of safetensors files: read tensors by name, write them shard by shard, mark what is not finished.
 
 Memory stays small: a reader opens a file only while it copies tensors out of it, a writer writes a shard as soon as it is
-given one. Knows tensors and names; not what they mean.
+given one. An index may hold checksums of its tensors; then whatever is read is checked. Knows tensors and names; not what
+they mean.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -20,6 +25,17 @@ from nearplane.errors import FormatError, ModelError
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 INCOMPLETE = "INCOMPLETE"
+NAMES = {  # of dtypes in safetensors, for those that are checked
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+def checksum(tensor: Tensor) -> str:
+    """Return the CRC-32 of "DTYPE SIZE SIZE ..." and the bytes of a contiguous tensor on the CPU, as 8 hexadecimal digits."""
+    about = " ".join([NAMES.get(tensor.dtype, str(tensor.dtype)), *map(str, tensor.shape)])
+    content = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return f"{zlib.crc32(content, zlib.crc32(about.encode())):08x}"
 
 
 class ShardReader:
@@ -33,15 +49,16 @@ class ShardReader:
         self.folder = folder
         if (folder / INCOMPLETE).exists():
             raise ModelError(f"{folder} is incomplete: a run that wrote it did not finish. Delete it and run again.")
+        self.checksums: dict[str, str] | None = None
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise ModelError(f"{folder} holds no .safetensors file. Convert the checkpoint with save_pretrained first.")
         if (folder / INDEX).exists():
             try:
-                files = sorted(
-                    {folder / name for name in json.loads((folder / INDEX).read_text())["weight_map"].values()}
-                )
-            except (ValueError, KeyError, AttributeError) as error:
+                index = json.loads((folder / INDEX).read_text())
+                files = sorted({folder / name for name in index["weight_map"].values()})
+                self.checksums = None if "checksums" not in index else dict(index["checksums"])
+            except (ValueError, KeyError, AttributeError, TypeError) as error:
                 raise ModelError(f"{folder / INDEX} is not an index of shards ({error!r}). Fetch it again.") from error
         elif folder / SINGLE in files:
             files = [
@@ -68,8 +85,46 @@ class ShardReader:
         """Return the safetensors dtype of a tensor ("BF16", "F32", ...) without reading it."""
         return self._about[name][0]
 
+    def file(self, name: str) -> Path:
+        """Return the file that holds a tensor."""
+        return self._file[name]
+
+    def verify(self) -> None:
+        """Check every tensor against the index's checksums, with all cores and without copying.
+
+        Raises:
+            FormatError: there are no checksums, a tensor is missing, too many or not what was written.
+        """
+        if self.checksums is None:
+            raise FormatError(f"{self.folder / INDEX} holds no checksums, or is missing. Fetch it again.")
+        for found, expected, fault in (
+            (self._file, self.checksums, "is missing from"),
+            (self.checksums, self._file, "is not known to"),
+        ):
+            if odd := sorted(set(expected) - set(found)):
+                where = self.folder if expected is self.checksums else self.folder / INDEX
+                raise FormatError(f"{odd[0]} {fault} {where}: files of two checkpoints, or damaged. Fetch it again.")
+        by_file: dict[Path, list[str]] = defaultdict(list)
+        for name, path in self._file.items():
+            by_file[path].append(name)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for path, names in by_file.items():
+                with _opened(path) as file:
+                    list(pool.map(lambda name, file=file: self._check(name, file.get_tensor(name)), names))
+
+    def _check(self, name: str, tensor: Tensor) -> None:
+        if self.checksums is not None and self.checksums.get(name) != (found := checksum(tensor)):
+            raise FormatError(
+                f"{self._file[name]}: tensor {name} has the checksum {found}, {INDEX} says {self.checksums.get(name)}: "
+                f"one of them is damaged or belongs to another checkpoint. Fetch the folder again."
+            )
+
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Read tensors into memory of their own; the files are closed again."""
+        """Read tensors into memory of their own; the files are closed again.
+
+        Raises:
+            FormatError: a tensor is not what the index's checksums say.
+        """
         wanted: dict[Path, list[str]] = defaultdict(list)
         for name in names:
             wanted[self._file[name]].append(name)
@@ -83,6 +138,7 @@ class ShardReader:
                         raise ModelError(
                             f"{path}: tensor {name} cannot be read ({error}). Fetch the file again."
                         ) from error
+                    self._check(name, tensors[name])
         return tensors
 
 
@@ -105,12 +161,18 @@ class _opened:  # noqa: N801  (a context manager used like a function)
 class ShardWriter:
     """Writes a folder of `total` safetensors shards and their index; marked incomplete until `finish`.
 
+    Args:
+        folder: made if it is not there.
+        total: shards that will be written.
+        checksums: whether the index holds a checksum of every tensor.
+
     Raises:
         FormatError: a shard cannot be written, for example because the disk is full.
     """
 
-    def __init__(self, folder: Path, total: int) -> None:
+    def __init__(self, folder: Path, total: int, *, checksums: bool = False) -> None:
         self.folder, self.total = folder, total
+        self.checksums: dict[str, str] | None = {} if checksums else None
         self.weight_map: dict[str, str] = {}
         self.size = 0
         self._count = 0
@@ -124,10 +186,11 @@ class ShardWriter:
         self._count += 1
         name = f"model-{self._count:05d}-of-{self.total:05d}.safetensors"
         path = self.folder / name
+        tensors = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+        if self.checksums is not None:
+            self.checksums |= {key: checksum(value) for key, value in tensors.items()}
         try:
-            save_file(
-                {key: value.detach().cpu().contiguous() for key, value in tensors.items()}, path, {"format": "pt"}
-            )
+            save_file(tensors, path, {"format": "pt"})
         except (SafetensorError, OSError) as error:
             raise FormatError(
                 f"{path} could not be written ({error}). Free some space and run again with --overwrite; "
@@ -143,5 +206,7 @@ class ShardWriter:
         if self._count != self.total:
             raise FormatError(f"{self.folder}: {self._count} shards were written where {self.total} were announced.")
         index = {"metadata": {"total_size": self.size}, "weight_map": dict(sorted(self.weight_map.items()))}
+        if self.checksums is not None:
+            index["checksums"] = dict(sorted(self.checksums.items()))
         (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         (self.folder / INCOMPLETE).unlink()

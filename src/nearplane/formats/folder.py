@@ -1,6 +1,7 @@
 """The checkpoint folder around quantized layers: written shard by shard, unloadable until it is whole, and read back.
 
-Knows names and tensors, not modules. What a layer's tensors look like is said in `compressed_tensors.py` and `gptq.py`.
+Knows names and tensors, not modules. What a layer's tensors look like is said in `compressed_tensors.py`, `gptq.py`
+and `native.py`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats import compressed_tensors, gptq
-from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.formats import compressed_tensors, gptq, native
+from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
 from nearplane.record import NAME as RECORD
 from nearplane.shards import INCOMPLETE, ShardReader, ShardWriter
 
@@ -52,16 +53,20 @@ class Layout(Protocol):
     def unpack_layer(self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> QuantizedMatrix: ...
 
 
-FORMATS: dict[str, Any] = {"compressed-tensors": compressed_tensors, "gptq": gptq.V1, "gptq_v2": gptq.V2}  # of `Layout`
+FORMATS: dict[str, Any] = {  # of `Layout`
+    "compressed-tensors": compressed_tensors, "gptq": gptq.V1, "gptq_v2": gptq.V2, native.METHOD: native.DEFAULT
+}  # fmt: skip
 
 
 def layout_of(config: Mapping[str, Any]) -> Layout:
     """Return the format of a quantization_config.
 
     Raises:
-        FormatError: it is none of `FORMATS`.
+        FormatError: it is none of `FORMATS`, or a version that is not understood.
     """
     method = config.get("quant_method")
+    if method == native.METHOD:
+        return native.Native.of(config)
     name = config.get("checkpoint_format") or config.get("format") or "gptq" if method == "gptq" else method
     if name not in FORMATS:
         raise FormatError(f"Weights quantized as {method} ({name}) are not understood, only {', '.join(FORMATS)}.")
@@ -93,9 +98,7 @@ def open_writer(
     Raises:
         RecipeError: `out` is in use, or it is, holds or lies in `source`.
     """
-    here, there = out.resolve(), source.resolve()
-    if here == there or here in there.parents or there in here.parents:
-        raise RecipeError(f"The output {out} is, holds or lies in the model's folder {source}. Choose another folder.")
+    check_apart(out, source)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         if not overwrite:
             raise RecipeError(f"{out} exists and is not empty. Choose another folder, or replace it with --overwrite.")
@@ -105,6 +108,17 @@ def open_writer(
                 f"or choose another folder."
             )
     return Writer(out, source, config, dtype, shards, trust_remote_code)
+
+
+def check_apart(out: Path, source: Path) -> None:
+    """Refuse an output folder that is, holds or lies in the model's.
+
+    Raises:
+        RecipeError: it does.
+    """
+    here, there = out.resolve(), source.resolve()
+    if here == there or here in there.parents or there in here.parents:
+        raise RecipeError(f"The output {out} is, holds or lies in the model's folder {source}. Choose another folder.")
 
 
 class Writer:
@@ -138,9 +152,9 @@ class Writer:
         return self._size
 
     def __enter__(self) -> Writer:
-        with _disk(self._out):
+        with disk(self._out):
             (self._out / CONFIG).unlink(missing_ok=True)  # first: from here on nothing loads what is there
-            self._shards = ShardWriter(self._out, self._total)
+            self._shards = ShardWriter(self._out, self._total, checksums=isinstance(self._layout, native.Native))
             for pattern in REPLACED:
                 for path in self._out.glob(pattern):
                     path.unlink()
@@ -182,32 +196,33 @@ class Writer:
         if self._pending or self.record_json is None:
             raise FormatError(f"{self._out}: layers without a shard, or no record. Call close_block, set record_json.")
         config = json.loads((self._source / CONFIG).read_text()) | {"quantization_config": self._config}
-        with _disk(self._out):
-            self._copy()
+        with disk(self._out):
+            copy_beside(self._source, self._out, trust_remote_code=self._remote_code)
             if self._config["quant_method"] == "gptq":
-                _write_json(self._out / GPTQ_CONFIG, self._config)
+                write_json(self._out / GPTQ_CONFIG, self._config)
             (self._out / RECORD).write_text(self.record_json)
             try:
-                _write_json(self._out / CONFIG, config)
+                write_json(self._out / CONFIG, config)
                 self._shards.finish()
             except BaseException:
                 (self._out / CONFIG).unlink(missing_ok=True)
                 raise
 
-    def _copy(self) -> None:
-        """Copy what belongs to the model beside its weights: tokenizer, templates, generation_config, licence."""
-        for path in sorted(self._source.iterdir()):
-            name = path.name
-            if path.is_dir():
-                if name == TEMPLATES:
-                    shutil.copytree(path, self._out / name, dirs_exist_ok=True)
-            elif not (
-                name.startswith((".", "README"))
-                or name.endswith(WEIGHTS)
-                or name in (CONFIG, GPTQ_CONFIG, RECORD)
-                or (path.suffix == ".py" and not self._remote_code)
-            ):
-                shutil.copyfile(path, self._out / name)
+
+def copy_beside(source: Path, out: Path, *, trust_remote_code: bool) -> None:
+    """Copy what belongs to a model beside its weights: tokenizer, templates, generation_config, licence."""
+    for path in sorted(source.iterdir()):
+        name = path.name
+        if path.is_dir():
+            if name == TEMPLATES:
+                shutil.copytree(path, out / name, dirs_exist_ok=True)
+        elif not (
+            name.startswith((".", "README"))
+            or name.endswith(WEIGHTS)
+            or name in (CONFIG, GPTQ_CONFIG, RECORD)
+            or (path.suffix == ".py" and not trust_remote_code)
+        ):
+            shutil.copyfile(path, out / name)
 
 
 def quantization_of(folder: Path) -> dict[str, Any] | None:
@@ -271,20 +286,26 @@ def _layers(layout: Layout, reader: ShardReader) -> dict[str, list[str]]:
 def _equal(one: QuantizedMatrix, other: QuantizedMatrix) -> bool:
     """Return whether two matrices have the same integers, steps, groups and limits."""
     a, b = one.grid, other.grid
-    return (
-        (a.low, a.high) == (b.low, b.high)
-        and torch.equal(one.codes, other.codes.to(torch.int32))
-        and torch.equal(a.group, b.group.to(torch.int64))
-        and a.scale.shape[1] == b.scale.shape[1]
-        and bool((a.scale == b.scale).all() and (a.zero == b.zero).all())
-    )
+    if not torch.equal(one.codes, other.codes.to(torch.int32)):
+        return False
+    match a, b:
+        case ProductGrid(), ProductGrid():
+            return torch.equal(a.column_scale(), b.column_scale()) and torch.equal(a.row_scale(), b.row_scale())
+        case Grid(), Grid():
+            return (
+                (a.low, a.high) == (b.low, b.high)
+                and torch.equal(a.group, b.group.to(torch.int64))
+                and a.scale.shape[1] == b.scale.shape[1]
+                and bool((a.scale == b.scale).all() and (a.zero == b.zero).all())
+            )
+    return False
 
 
-def _write_json(path: Path, data: Mapping[str, Any]) -> None:
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(data, indent=2) + "\n")
 
 
-class _disk:  # noqa: N801  (a context manager used like a function)
+class disk:  # noqa: N801  (a context manager used like a function)
     """Turn what the file system refuses into a sentence."""
 
     def __init__(self, folder: Path) -> None:

@@ -1,0 +1,173 @@
+"""nearplane's own format: codes of any size, entropy-coded; one tensor a layer.
+
+    NAME.weight_coded  (bytes,) uint8  codes, their scales and how they are coded: see docs/format.md and `coding/blob.py`
+
+    value[i, j] = row_scale[i] * code[i, j] * column_scale[j]
+
+The matrix is (out, in) however the module stores its weight. The index of the folder holds a checksum of every tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from nearplane.errors import FormatError, RecipeError
+from nearplane.formats.integers import expect
+from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
+
+METHOD = "nearplane"
+VERSION = 1
+CODERS = ("tans", "huffman", "zstd")
+KINDS = ("Linear", "Conv1D", "Embedding")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Native:
+    """The format with one coder: the functions that every format has; `compressed_tensors.py` explains them.
+
+    Args:
+        coder: of the codes; readers need not be told, every matrix says it.
+        classes: whether rows and columns have tables of their own.
+    """
+
+    coder: Literal["tans", "huffman", "zstd"] = "tans"
+    classes: bool = True
+
+    KEY = "weight_coded"
+    SUFFIXES = (KEY,)
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Native:
+        """Return the format of a quantization_config.
+
+        Raises:
+            FormatError: it is of a version or has a coder that is not understood.
+        """
+        version, coder, classes = config.get("format_version"), config.get("coder", "tans"), config.get("classes", True)
+        if version != VERSION:
+            raise FormatError(
+                f"quantization_config says format_version {version!r}; this version of nearplane reads {VERSION}. "
+                f"Update nearplane, or fetch config.json again."
+            )
+        if coder not in CODERS or not isinstance(classes, bool):
+            raise FormatError(
+                f"quantization_config says coder {coder!r}, classes {classes!r}; this version of nearplane reads "
+                f"{', '.join(CODERS)} and true or false. Update nearplane, or fetch config.json again."
+            )
+        return cls(coder=coder, classes=classes)
+
+    def check(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        kind: str,
+        *,
+        bits: int | None = None,
+        group_size: int | None = None,
+        symmetric: bool = True,
+        permuted: bool = False,
+    ) -> None:
+        """Refuse a layer that readers of this format cannot load; grids of a fixed width play no part.
+
+        Raises:
+            RecipeError: with the way out.
+        """
+        del shape, bits, group_size, symmetric, permuted
+        if kind not in KINDS:
+            raise RecipeError(
+                f"{name} is a {kind}; the nearplane format holds {', '.join(KINDS)}. Use --ignore for it."
+            )
+
+    def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of decoded scales: float32 in every model; stored are their exponents."""
+        del model_dtype
+        return torch.float32
+
+    def pack_layer(self, name: str, matrix: QuantizedMatrix, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the tensor of one layer.
+
+        Raises:
+            FormatError: the matrix is on another kind of grid.
+        """
+        from nearplane.coding.blob import Contents, encode
+
+        del dtype
+        grid = matrix.grid
+        if not isinstance(grid, ProductGrid):
+            raise FormatError(
+                f"{name}: a {type(grid).__name__} with steps of its own; the nearplane format holds a ProductGrid."
+            )
+        contents = Contents(
+            codes=matrix.codes.to(torch.int32).contiguous().numpy(),
+            base=grid.base,
+            columns=grid.columns.to(torch.int32).contiguous().numpy(),
+            column_resolution=grid.column_resolution,
+            rows=grid.rows.to(torch.int32).contiguous().numpy(),
+            row_resolution=grid.row_resolution,
+        )
+        return {f"{name}.{self.KEY}": torch.from_numpy(encode(contents, coder=self.coder, classes=self.classes))}
+
+    def unpack_layer(self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> QuantizedMatrix:
+        """Return the matrix that `pack_layer` stored, with all cores.
+
+        Raises:
+            FormatError: the tensor is missing or damaged, or of a version that is not understood.
+        """
+        from nearplane.coding.blob import decode
+
+        Native.of(config)
+        blob = expect(name, tensors, self.KEY, (None,), {torch.uint8})
+        contents = decode(blob.numpy(), name=f"{name}.{self.KEY}")
+        grid = ProductGrid(
+            base=contents.base,
+            columns=torch.from_numpy(contents.columns),
+            column_resolution=contents.column_resolution,
+            rows=torch.from_numpy(contents.rows),
+            row_resolution=contents.row_resolution,
+        )
+        return QuantizedMatrix(codes=torch.from_numpy(contents.codes), grid=grid)
+
+    def quantization_config(
+        self,
+        *,
+        quantized: Sequence[str],
+        version: str,
+        bits: int | None = None,
+        group_size: int | None = None,
+        symmetric: bool = True,
+        order: str | None = None,
+        static_groups: bool = True,
+        damp: float | str | None = None,
+        ignore: Sequence[str] = (),
+    ) -> dict[str, Any]:
+        """Return `quantization_config` of config.json.
+
+        Args:
+            quantized: names in the model of all quantized modules.
+            version: of nearplane.
+            bits, group_size, symmetric, order, static_groups, damp, ignore: other formats say them; readers of this one
+                need none.
+        """
+        del bits, group_size, symmetric, order, static_groups, damp, ignore
+        return {
+            "quant_method": METHOD,
+            "format_version": VERSION,
+            "coder": self.coder,
+            "classes": self.classes,
+            "modules": sorted(quantized, key=_natural),
+            "written_by": f"nearplane {version}",
+        }
+
+
+DEFAULT = Native()
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Order "layers.2" before "layers.10"."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
