@@ -5,7 +5,8 @@ Knows how blocks are called; not what is measured on the way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -36,12 +37,15 @@ class Stream:
         original: the same in the original one; None if only one stream runs. Both start as the same tensors.
         calls: {block name: its other arguments, by batch}.
         ahead: whether `original` has passed the block that `quantized` still stands before.
+        extra: what a block returns beside hidden states, of one window; None if it returns no tuple.
     """
 
-    def __init__(self, hidden: list[Tensor], calls: dict[str, list[Call]], *, two_streams: bool) -> None:
+    def __init__(
+        self, hidden: list[Tensor], calls: dict[str, list[Call]], *, two_streams: bool, extra: Any = None
+    ) -> None:
         self.quantized = hidden
         self.original = list(hidden) if two_streams else None
-        self.calls, self.ahead = calls, False
+        self.calls, self.ahead, self.extra = calls, False, extra
         self.sizes = [len(x) for x in hidden]  # windows of each batch
 
     def forward(self, block: Block, module: nn.Module, batch: int, hidden: Tensor) -> Tensor:
@@ -110,7 +114,29 @@ def skeleton(
             tape.begin()
             until_stopped(lambda part=part: network(part.to(place), use_cache=False))
             tape.check()
-    return Stream(tape.hidden, tape.calls, two_streams=two_streams)
+    return Stream(tape.hidden, tape.calls, two_streams=two_streams, extra=tape.extra)
+
+
+@contextmanager
+def readout(
+    model: Model, stream: Stream, *, device: torch.device | str, dtype: torch.dtype
+) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
+    """Hold what follows the last block in memory: yields logits(tokens, hidden), (windows, seqlen, vocabulary).
+
+    Args:
+        model: whose head is wanted.
+        stream: from `skeleton`; tells what blocks return.
+        device, dtype: where and in what to compute.
+    """
+    end = _End(model.blocks[-1].empty, stream.extra)
+    between = [_End(block.empty, stream.extra) for block in model.blocks[:-1]]
+    with model.around([*between, end], torch.device(device), dtype, head=True) as network, torch.no_grad():
+
+        def logits(tokens: Tensor, hidden: Tensor) -> Tensor:
+            end.given = hidden
+            return network(tokens.to(hidden.device), use_cache=False).logits
+
+        yield logits
 
 
 class _Tape:
@@ -121,7 +147,7 @@ class _Tape:
         self.calls: dict[str, list[Call]] = {name: [] for name in names}
         self.probe: nn.Module | None = None
         self._names = names
-        self._extra: tuple[Any, ...] | None = None  # what a block returns beside hidden states; None if no tuple
+        self.extra: tuple[Any, ...] | None = None  # what a block returns beside hidden states; None if no tuple
         self._pool: dict[tuple[Any, ...], Tensor] = {}  # arguments that are equal in all batches are kept once
         self.begin()
 
@@ -137,7 +163,7 @@ class _Tape:
         hidden, args, named, positional = _taken_apart(args, kwargs)
         if self.probe is not None:
             output = self.probe(hidden, *args, **named) if positional else self.probe(hidden_states=hidden, **named)
-            self._extra = output[1:] if isinstance(output, tuple) else None
+            self.extra = output[1:] if isinstance(output, tuple) else None
             raise Stop
         name = self._names[index]
         if index != self._next:
@@ -155,9 +181,9 @@ class _Tape:
         self._next, self._current = index + 1, hidden
         if self._next == len(self._names):
             raise Stop
-        if self._extra is None:
+        if self.extra is None:
             return hidden
-        extra = _mapped(lambda value: torch.zeros_like(value) if isinstance(value, Tensor) else value, self._extra)
+        extra = _zeros(self.extra)
         _mapped(lambda value: self._given.append(value) if isinstance(value, Tensor) else None, extra)
         return (hidden, *extra)
 
@@ -178,16 +204,35 @@ class _Tape:
         return self._kept[id(value)][1]
 
 
-class _Recorder(nn.Module):
+class _StandIn(nn.Module):
     """Stands in for a block; has all its other attributes."""
 
-    def __init__(self, block: nn.Module, index: int, tape: _Tape) -> None:
+    def __init__(self, block: nn.Module, **own: Any) -> None:
         super().__init__()
-        for name, value in (("block", block), ("index", index), ("tape", tape)):
+        for name, value in (("block", block), *own.items()):
             object.__setattr__(self, name, value)  # the block is no submodule: its weights stay on disk
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "block"), name)
+
+
+class _End(_StandIn):
+    """Returns the hidden states that it was given, or passes on its input, the way the block would return its output."""
+
+    def __init__(self, block: nn.Module, extra: tuple[Any, ...] | None) -> None:
+        super().__init__(block, extra=extra)
+        self.given: Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = _taken_apart(args, kwargs)[0] if self.given is None else self.given
+        return hidden if self.extra is None else (hidden, *_zeros(self.extra))
+
+
+class _Recorder(_StandIn):
+    """Records how the block is called, and returns its input."""
+
+    def __init__(self, block: nn.Module, index: int, tape: _Tape) -> None:
+        super().__init__(block, index=index, tape=tape)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.tape.record(self.index, args, kwargs)
@@ -208,6 +253,10 @@ def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
     if type(value) is dict:
         return {key: _mapped(function, item) for key, item in value.items()}
     return function(value)
+
+
+def _zeros(extra: tuple[Any, ...]) -> Any:
+    return _mapped(lambda value: torch.zeros_like(value) if isinstance(value, Tensor) else value, extra)
 
 
 def finite(hidden: Tensor, block: Block) -> Tensor:

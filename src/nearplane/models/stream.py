@@ -189,14 +189,14 @@ class Model:
 
     @contextmanager
     def around(
-        self, stand_ins: Sequence[nn.Module], device: torch.device, dtype: torch.dtype
+        self, stand_ins: Sequence[nn.Module], device: torch.device, dtype: torch.dtype, *, head: bool = False
     ) -> Iterator[PreTrainedModel]:
-        """Hold a copy of the network with other modules in place of its blocks in memory, but for its head."""
+        """Hold a copy of the network with other modules in place of its blocks in memory, its head only if asked for."""
         blocks = nn.ModuleList(stand_ins)
         shared = {id(config): config for config in _configs(self.config)}
         network = deepcopy(self.network, {id(self.network.get_submodule(self.stack)): blocks, **shared})
-        head = network.get_output_embeddings()
-        where = next((f"{path}." for path, module in network.named_modules() if module is head), None)
+        last = None if head else network.get_output_embeddings()
+        where = next((f"{path}." for path, module in network.named_modules() if module is last), None)
         try:
             self.weights.fill(network, "", device, dtype, without=where)
             yield network
