@@ -19,17 +19,26 @@ from nearplane.recipe import Calibration, Recipe, Rule
 
 if TYPE_CHECKING:
     from nearplane.evaluate import evaluate
+    from nearplane.formats.export import export
+    from nearplane.formats.hub import load, register
     from nearplane.matrix import quantize_matrix
     from nearplane.quantize import quantize
 
 __version__ = "0.1.0"
 __all__ = [
     "Calibration", "CalibrationError", "FormatError", "ModelError", "NearplaneError", "NumericalError", "Recipe",
-    "RecipeError", "Rule", "evaluate", "quantize", "quantize_matrix",
+    "RecipeError", "Rule", "evaluate", "export", "load", "quantize", "quantize_matrix", "register",
 ]  # fmt: skip
 
 
-HOMES = {"quantize": "nearplane.quantize", "evaluate": "nearplane.evaluate", "quantize_matrix": "nearplane.matrix"}
+HOMES = {
+    "quantize": "nearplane.quantize",
+    "evaluate": "nearplane.evaluate",
+    "export": "nearplane.formats.export",
+    "load": "nearplane.formats.hub",
+    "quantize_matrix": "nearplane.matrix",
+    "register": "nearplane.formats.hub",
+}
 
 
 class _Package(ModuleType):

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
@@ -23,6 +23,7 @@ app = App(
     help_format="plaintext",
 )
 Flat = Parameter(name="*")
+Dense = Literal["bfloat16", "float16", "float32"]
 Switch = Annotated[bool, Parameter(negative="")]
 
 
@@ -165,6 +166,27 @@ def inspect(out: Path, *, json: Switch = False) -> None:
     for name, reason in record.skipped:
         print(f"left as it is: {name} ({reason})")
     print(f"total: {record.rate:.3f} bits per quantized weight, weight files {record.bytes / 1e6:,.1f} MB")
+
+
+@app.command
+def export(
+    out: Path, folder: Path, *, format: Literal["safetensors"] = "safetensors", dtype: Dense = "bfloat16",
+    trust_remote_code: Switch = False,
+) -> None:  # fmt: skip
+    """Write the checkpoint in OUT with every weight decoded into FOLDER, for any program that reads safetensors.
+
+    Args:
+        out: Folder of a checkpoint that nearplane wrote.
+        folder: New or empty folder.
+        format: Of the files.
+        dtype: Of the weights.
+        trust_remote_code: Run model code that comes with the checkpoint, and copy it.
+    """
+    from nearplane import export as run
+
+    _quiet()
+    size = run(out, folder, format=format, dtype=dtype, trust_remote_code=trust_remote_code)
+    print(f"weights decoded to {dtype}, {size / 1e6:,.1f} MB: {folder}")
 
 
 @app.command

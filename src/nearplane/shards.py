@@ -163,14 +163,14 @@ class ShardWriter:
 
     Args:
         folder: made if it is not there.
-        total: shards that will be written.
+        total: shards that will be written; None where that is not known before.
         checksums: whether the index holds a checksum of every tensor.
 
     Raises:
         FormatError: a shard cannot be written, for example because the disk is full.
     """
 
-    def __init__(self, folder: Path, total: int, *, checksums: bool = False) -> None:
+    def __init__(self, folder: Path, total: int | None, *, checksums: bool = False) -> None:
         self.folder, self.total = folder, total
         self.checksums: dict[str, str] | None = {} if checksums else None
         self.weight_map: dict[str, str] = {}
@@ -184,7 +184,7 @@ class ShardWriter:
     def write(self, tensors: Mapping[str, Tensor]) -> int:
         """Write one shard and return its size in bytes."""
         self._count += 1
-        name = f"model-{self._count:05d}-of-{self.total:05d}.safetensors"
+        name = f"model-{self._count:05d}-of-{self.total or 0:05d}.safetensors"
         path = self.folder / name
         tensors = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
         if self.checksums is not None:
@@ -203,10 +203,18 @@ class ShardWriter:
 
     def finish(self) -> None:
         """Write the index and take the mark away. Call it last, when every other file of the folder is there."""
-        if self._count != self.total:
+        if self.total is None:
+            for name in set(self.weight_map.values()):
+                (self.folder / name).rename(self.folder / self._named(name))
+            self.weight_map = {key: self._named(name) for key, name in self.weight_map.items()}
+        elif self._count != self.total:
             raise FormatError(f"{self.folder}: {self._count} shards were written where {self.total} were announced.")
         index = {"metadata": {"total_size": self.size}, "weight_map": dict(sorted(self.weight_map.items()))}
         if self.checksums is not None:
             index["checksums"] = dict(sorted(self.checksums.items()))
         (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         (self.folder / INCOMPLETE).unlink()
+
+    def _named(self, name: str) -> str:
+        """Return the name of a shard now that their number is known."""
+        return name.replace("-of-00000.", f"-of-{self._count:05d}.")

@@ -123,15 +123,7 @@ class Native:
 
         Native.of(config)
         blob = expect(name, tensors, self.KEY, (None,), {torch.uint8})
-        contents = decode(blob.numpy(), name=f"{name}.{self.KEY}")
-        grid = ProductGrid(
-            base=contents.base,
-            columns=torch.from_numpy(contents.columns),
-            column_resolution=contents.column_resolution,
-            rows=torch.from_numpy(contents.rows),
-            row_resolution=contents.row_resolution,
-        )
-        return QuantizedMatrix(codes=torch.from_numpy(contents.codes), grid=grid)
+        return matrix_of(decode(blob.numpy(), name=f"{name}.{self.KEY}"))
 
     def quantization_config(
         self,
@@ -145,16 +137,17 @@ class Native:
         static_groups: bool = True,
         damp: float | str | None = None,
         ignore: Sequence[str] = (),
+        widths: Mapping[str, int] | None = None,
     ) -> dict[str, Any]:
         """Return `quantization_config` of config.json.
 
         Args:
             quantized: names in the model of all quantized modules.
             version: of nearplane.
-            bits, group_size, symmetric, order, static_groups, damp, ignore: other formats say them; readers of this one
+            bits, group_size, symmetric, order, static_groups, damp, ignore, widths: other formats say them; readers of this one
                 need none.
         """
-        del bits, group_size, symmetric, order, static_groups, damp, ignore
+        del bits, group_size, symmetric, order, static_groups, damp, ignore, widths
         return {
             "quant_method": METHOD,
             "format_version": VERSION,
@@ -166,6 +159,18 @@ class Native:
 
 
 DEFAULT = Native()
+
+
+def matrix_of(contents: Contents) -> QuantizedMatrix:
+    """Return what a blob holds as a matrix, without copying."""
+    grid = ProductGrid(
+        base=contents.base,
+        columns=torch.from_numpy(contents.columns),
+        column_resolution=contents.column_resolution,
+        rows=torch.from_numpy(contents.rows),
+        row_resolution=contents.row_resolution,
+    )
+    return QuantizedMatrix(codes=torch.from_numpy(contents.codes), grid=grid)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -1,0 +1,113 @@
+"""export(): a quantized checkpoint as a dense one that any program reads. One tensor is decoded at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from nearplane.errors import FormatError, ModelError, RecipeError
+from nearplane.formats.folder import (
+    CONFIG,
+    check_apart,
+    copy_beside,
+    disk,
+    quantization_of,
+    read_dense,
+    write_json,
+)
+from nearplane.shards import ShardWriter
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+SHARD = 2 * 10**9  # bytes of tensors, after which a new file is begun
+
+
+def export(
+    source: str | Path,
+    out: str | Path,
+    *,
+    format: Literal["safetensors"] = "safetensors",
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
+    trust_remote_code: bool = False,
+) -> int:
+    """Write a quantized checkpoint with every weight decoded, and the tokenizer and other files beside it.
+
+    Args:
+        source: a folder that `quantize` wrote, or another one in a format that nearplane reads.
+        out: a new or empty folder. Nothing loads it before it is whole.
+        format: safetensors.
+        dtype: of the weights.
+        trust_remote_code: build the model with code that comes with the checkpoint, and copy it.
+
+    Returns:
+        Bytes of the weights.
+
+    Raises:
+        RecipeError: `out` is in use, or an option is unknown.
+        FormatError, ModelError: the checkpoint cannot be read, or `out` not be written.
+    """
+    source, out = Path(source).expanduser(), Path(out).expanduser()
+    if format != "safetensors" or dtype not in DTYPES:
+        raise RecipeError(f"format {format!r}, dtype {dtype!r}: expected safetensors and one of {', '.join(DTYPES)}.")
+    if not source.is_dir():
+        raise ModelError(f"The folder {source} does not exist. Pass one that nearplane quantize wrote.")
+    if quantization_of(source) is None:
+        raise RecipeError(f"{source} is not quantized: its weights are dense as they are. Copy the folder.")
+    check_apart(out, source)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RecipeError(f"{out} exists and is not empty. Choose another folder, or empty it first.")
+    transposed = _transposed(source, trust_remote_code)
+    with disk(out):
+        writer = ShardWriter(out, None)
+        for shard in _shards(read_dense(source, transposed=transposed), DTYPES[dtype]):
+            writer.write(shard)
+        copy_beside(source, out, trust_remote_code=trust_remote_code)
+        try:
+            write_json(out / CONFIG, _dense(json.loads((source / CONFIG).read_text()), dtype))
+            writer.finish()
+        except BaseException:
+            (out / CONFIG).unlink(missing_ok=True)
+            raise
+    return writer.size
+
+
+def _shards(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
+    """Yield tensors in portions of about `SHARD` bytes, floating-point ones in `dtype`."""
+    portion: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if tensor.is_floating_point():
+            tensor = tensor.to(dtype)
+            if dtype == torch.float16 and not bool(torch.isfinite(tensor).all()):
+                raise FormatError(f"{name} has values that float16 does not hold. Export to bfloat16 or float32.")
+        if portion and sum(part.nbytes for part in portion.values()) + tensor.nbytes > SHARD:
+            yield portion
+            portion = {}
+        portion[name] = tensor
+    yield portion
+
+
+def _dense(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Return config.json without what it says of quantization, with the dtype wherever it names one."""
+    kept = {name: value for name, value in config.items() if name not in ("quantization_config", "torch_dtype")}
+    kept = {name: _dense(value, dtype) if isinstance(value, dict) else value for name, value in kept.items()}
+    return kept | ({"dtype": dtype} if {"dtype", "torch_dtype", "architectures"} & config.keys() else {})
+
+
+def _transposed(folder: Path, trust_remote_code: bool) -> set[str]:
+    """Return the names of the weights that are stored as (in, out), with and without the prefix of the base model."""
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        del config.quantization_config
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except Exception as error:  # configs and models are programs of their makers and raise what they like
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"transformers builds no language model from {folder / CONFIG} ({reason}).") from error
+    names = {f"{name}.weight" for name, module in model.named_modules() if type(module) is Conv1D}
+    return names | {name.removeprefix(f"{model.base_model_prefix}.") for name in names}

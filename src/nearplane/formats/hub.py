@@ -1,0 +1,282 @@
+"""Loading of native checkpoints by transformers, through its public registration; nothing is patched.
+
+    nearplane.register()
+    model = AutoModelForCausalLM.from_pretrained(OUT)     # or, in one call: nearplane.load(OUT)
+
+transformers builds the model on the meta device, `NearplaneQuantizer` puts packed layers in place of the quantized ones, each
+with a `weight_coded` that transformers fills like any buffer, and at the end decodes them all at once with all cores. Before a
+weight is read, every tensor of the folder is checked against its checksum. Embeddings, and what is tied to them, are decoded.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import WeightRenaming
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers import HfQuantizer
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.utils import logging
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from nearplane.coding.blob import decode, decode_packed, shape_of
+from nearplane.errors import FormatError, ModelError
+from nearplane.formats.folder import quantization_of
+from nearplane.formats.native import METHOD, Native, matrix_of
+from nearplane.runtime.packed import PackedLinear
+from nearplane.shards import ShardReader
+
+KEY = Native.KEY
+logger = logging.get_logger(__name__)
+
+
+def register() -> None:
+    """Let `from_pretrained` of transformers load native checkpoints in this process. May be called again."""
+    if METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        register_quantization_config(METHOD)(NearplaneConfig)
+    if METHOD not in AUTO_QUANTIZER_MAPPING:
+        register_quantizer(METHOD)(NearplaneQuantizer)
+
+
+def load(
+    source: str | Path,
+    *,
+    dtype: torch.dtype | str = "auto",
+    device: torch.device | str = "auto",
+    packed: bool = True,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Load a causal language model, native or any other that transformers loads.
+
+    Args:
+        source: a folder or hub id.
+        dtype: to compute in; auto is that of the checkpoint.
+        device: auto is the GPU where there is one.
+        packed: keep native weights packed, half a byte each; else decode them to `dtype`.
+        trust_remote_code: run model code that comes with the checkpoint.
+
+    Raises:
+        FormatError: a file is damaged, of a future version or not what config.json says.
+        ModelError: there is no model there, or it is incomplete.
+    """
+    register()
+    if (folder := Path(source).expanduser()).is_dir():
+        if (config := quantization_of(folder)) and config.get("quant_method") == METHOD:
+            ShardReader(folder)  # says of broken files more than transformers does
+        source = folder
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"transformers loads no language model from {source} ({reason}).") from error
+    if not packed and isinstance(getattr(model, "hf_quantizer", None), NearplaneQuantizer):
+        model = model.dequantize(model.dtype)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return model.to(device)
+
+
+class NearplaneConfig(QuantizationConfigMixin):
+    """`quantization_config` of config.json as transformers passes it around.
+
+    Raises:
+        FormatError: it is of a version or has a coder that is not understood, or does not name the modules.
+    """
+
+    def __init__(self, **fields: Any) -> None:
+        Native.of(fields)
+        modules = fields.get("modules")
+        if not isinstance(modules, list) or not modules or not all(isinstance(name, str) for name in modules):
+            raise FormatError(
+                f"quantization_config: modules is {str(modules)[:60]!r}, expected a list of names. Fetch config.json again."
+            )
+        self.quant_method = METHOD
+        self.modules: list[str] = modules
+        self.__dict__.update(fields | {"quant_method": METHOD})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where one blob goes.
+
+    Args:
+        name: of the module in this model.
+        called: what errors say: file and tensor.
+        shape: (out, in) of the matrix.
+        kind: class of the module that was there.
+        tensor: of the module that transformers fills with the blob: "weight" where the module stays and is decoded.
+    """
+
+    name: str
+    called: str
+    shape: tuple[int, int]
+    kind: type[nn.Module]
+    tensor: str
+
+
+class NearplaneQuantizer(HfQuantizer):
+    """Loads native checkpoints; never quantizes."""
+
+    requires_calibration = True  # so that from_pretrained refuses to quantize with a NearplaneConfig
+    quantization_config: NearplaneConfig
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse to keep weights on disk or in another process' memory."""
+        device_map = kwargs.get("device_map")
+        if isinstance(device_map, Mapping) and "disk" in device_map.values():
+            raise ModelError(
+                "device_map sends layers to disk; nearplane checkpoints are decoded in memory. Map them to a device."
+            )
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        """Return whether a tensor's size is the file's to say: transformers then takes it as it comes."""
+        return param_name in self._places
+
+    def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
+        """Return bytes per element, for device_map="auto"; what stands for coded weights counts as packed ones."""
+        place = self._places.get(param_name)
+        if place is None or place.tensor == "weight":
+            return param.element_size()
+        return place.shape[0] * place.shape[1] / 2
+
+    def get_weight_conversions(self) -> list[WeightRenaming]:
+        """Let transformers put the blobs of modules that are decoded where their weights will be."""
+        dense = [place.name for place in self._places.values() if place.tensor == "weight"]
+        self._conversions = [WeightRenaming(rf"{re.escape(name)}\.{KEY}", f"{name}.weight") for name in dense]
+        return self._conversions
+
+    def is_serializable(self) -> bool:
+        """Return False; packed layers hold no longer what the file held."""
+        logger.warning(
+            "A nearplane model is saved by copying its folder; `model.dequantize()` makes one that saves densely."
+        )
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        """Codes are integers."""
+        return False
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        """Check the files, and put a place for a blob where each quantized weight is."""
+        files: Sequence[str | Path] | None = kwargs.get("checkpoint_files")
+        if not files:
+            raise ModelError(
+                "A nearplane checkpoint is loaded from its files; a state_dict beside it is not understood."
+            )
+        reader = ShardReader(Path(files[0]).parent)
+        reader.verify()
+        coded = [name for name in reader.names() if name.endswith(f".{KEY}")]
+        for name in coded:
+            if reader.dtype(name) != "U8" or len(reader.shape(name)) != 1:
+                found = f"{reader.dtype(name)} {reader.shape(name)}"
+                raise FormatError(f"{reader.file(name)}: {name} is {found}, expected bytes (U8) in one dimension.")
+        modules = self.quantization_config.modules
+        if len(coded) != len(modules):
+            raise FormatError(
+                f"{reader.folder} holds {len(coded)} tensors {KEY}, config.json names {len(modules)} modules: the two do not "
+                f"belong together. Fetch the folder again."
+            )
+        prefix = f"{model.base_model_prefix}."
+        files_of = {name.removesuffix(f".{KEY}").removeprefix(prefix): reader.file(name) for name in coded}
+        self._dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        self._places: dict[str, Place] = {}  # by the name of what transformers loads
+        for name in modules:
+            called = f"{files_of.get(name.removeprefix(prefix), reader.folder)}: {name}.{KEY}"
+            place = make_place(model, name, called, self._dtype)
+            self._places[f"{place.name}.{place.tensor}"] = place
+        return model
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        """Decode all blobs, with all cores."""
+        model._weight_conversions = [step for step in model._weight_conversions if step not in self._conversions]
+        work = [(place, model.get_submodule(place.name)) for place in self._places.values()]
+        work.sort(key=lambda entry: -getattr(entry[1], entry[0].tensor).numel())
+        many = len(work) >= 2 * (cores := os.cpu_count() or 1)
+        with ThreadPoolExecutor(cores if many else 1) as pool:
+            for part in [pool.submit(fill, *entry, self._dtype, 1 if many else None) for entry in work]:
+                part.result()
+        if any(place.tensor == "weight" for place, _ in work):
+            model.tie_weights(recompute_mapping=False)
+        return model
+
+    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        """Put ordinary layers with decoded weights in place of packed ones."""
+        for place in self._places.values():
+            module = model.get_submodule(place.name)
+            if not isinstance(module, PackedLinear):
+                continue
+            values = module.weight if dtype is None else module.weight.to(dtype)
+            if place.kind is Conv1D:
+                with torch.device("meta"):
+                    dense: nn.Module = Conv1D(module.out_features, module.in_features)
+                values = values.T.contiguous()
+            else:
+                dense = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+            dense.weight, dense.bias = nn.Parameter(values, requires_grad=False), module.bias
+            model.set_submodule(place.name, dense.eval())
+        return model if dtype is None else model.to(dtype)
+
+
+def make_place(model: PreTrainedModel, name: str, called: str, dtype: torch.dtype) -> Place:
+    """Find the module that a blob belongs to, and put a packed layer in its place if it is a linear one of its own.
+
+    Raises:
+        FormatError: the model has no such matrix.
+    """
+    known = dict(model.named_modules())
+    path = name if name in known else name.removeprefix(f"{model.base_model_prefix}.")
+    module = known.get(path)
+    weight = getattr(module, "weight", None)
+    if module is None or not isinstance(weight, Tensor) or weight.dim() != 2:
+        raise FormatError(
+            f"config.json names {name} as quantized; {type(model).__name__} has no matrix of that name. "
+            f"Fetch config.json again."
+        )
+    out, columns = weight.shape[::-1] if type(module) is Conv1D else weight.shape
+    tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
+    packed = type(module) in (nn.Linear, Conv1D) and f"{path}.weight" not in tied
+    if packed:
+        layer = PackedLinear(columns, out, bias=module.bias is not None, dtype=dtype, device="meta")
+        layer.register_buffer(KEY, torch.empty(1, dtype=torch.uint8, device="meta"))
+        model.set_submodule(path, layer)
+    return Place(name=path, called=called, shape=(out, columns), kind=type(module), tensor=KEY if packed else "weight")
+
+
+def fill(place: Place, module: nn.Module, dtype: torch.dtype, threads: int | None) -> None:
+    """Decode the blob of a module into it.
+
+    Raises:
+        FormatError: it was not loaded, is damaged, or of another shape.
+    """
+    loaded: Tensor = getattr(module, place.tensor)
+    if loaded.is_meta or loaded.dtype != torch.uint8 or loaded.dim() != 1 or loaded.numel() < 2:
+        raise FormatError(f"{place.called} was not loaded. Fetch the folder again, and map its layers to a device.")
+    blob = loaded.detach().cpu().numpy()
+    if (found := tuple(shape_of(blob, name=place.called))) != place.shape:
+        raise FormatError(
+            f"{place.called} holds a matrix {found[0]} x {found[1]}, config.json asks for {place.shape[0]} x "
+            f"{place.shape[1]}. The two do not belong together; fetch the folder again."
+        )
+    if isinstance(module, PackedLinear):
+        delattr(module, place.tensor)
+        module.fill(decode_packed(blob, name=place.called, threads=threads), loaded.device)
+        return
+    values = matrix_of(decode(blob, name=place.called, threads=threads)).decode().to(dtype)
+    values = values.T.contiguous() if place.kind is Conv1D else values
+    module.weight = nn.Parameter(values.to(loaded.device))
