@@ -123,6 +123,8 @@ def readout(
 ) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
     """Hold what follows the last block in memory: yields logits(tokens, hidden), (windows, seqlen, vocabulary).
 
+    Gradients flow from the logits to the hidden states where the caller lets them.
+
     Args:
         model: whose head is wanted.
         stream: from `skeleton`; tells what blocks return.
@@ -130,7 +132,7 @@ def readout(
     """
     end = _End(model.blocks[-1].empty, stream.extra)
     between = [_End(block.empty, stream.extra) for block in model.blocks[:-1]]
-    with model.around([*between, end], torch.device(device), dtype, head=True) as network, torch.no_grad():
+    with model.around([*between, end], torch.device(device), dtype, head=True) as network:
 
         def logits(tokens: Tensor, hidden: Tensor) -> Tensor:
             end.given = hidden
