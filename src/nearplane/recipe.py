@@ -22,6 +22,8 @@ Format = Literal["compressed-tensors", "gptq", "gptq_v2", "nearplane"]
 Method = Literal["waterfill", "hptq"]
 Coder = Literal["tans", "huffman", "zstd"]
 Gains = Literal["none", "rows", "columns", "both"]
+Rows = Literal["sensitivity", "equal"]
+Allocation = Literal["uniform", "slope"]
 Device = Literal["auto", "cpu", "cuda"]
 
 
@@ -30,7 +32,7 @@ class Rule:
     """How one matrix is quantized.
 
     Args:
-        bits: Bits of a code, 2 to 8.
+        bits: Bits of a code, 2 to 8; a fraction (3.5) is what layers get on average, each a whole number of its own.
         group_size: Weights that share a step, or none for one step a row.
         symmetric: Whether grids have no zero-point.
         order: Which column is rounded first.
@@ -41,7 +43,7 @@ class Rule:
         correct: Whether targets make up for what the layers before lost.
     """
 
-    bits: int = 4
+    bits: int | float = 4
     group_size: int | None = 128
     symmetric: bool = True
     order: Order = "activation"
@@ -54,7 +56,9 @@ class Rule:
     def __post_init__(self) -> None:
         if self.group_size == -1:  # how other tools write it
             object.__setattr__(self, "group_size", None)
-        _within("bits", self.bits, isinstance(self.bits, int) and 2 <= self.bits <= 8, "a whole number from 2 to 8")
+        _within("bits", self.bits, isinstance(self.bits, int | float) and 2 <= self.bits <= 8, "a number from 2 to 8")
+        if self.bits == int(self.bits):
+            object.__setattr__(self, "bits", int(self.bits))
         _within(
             "group_size", self.group_size, self.group_size is None or self.group_size > 0, "a positive number or none"
         )
@@ -124,7 +128,8 @@ class Rate:
         method: Steps that give every plane the same error (waterfill), or one step a matrix (hptq: GPTQ with unbounded codes).
         coder: tans, huffman (the coder of the HPTQ paper), or zstd.
         shrink: Whether targets are shrunken for the noise of the rounding (waterfill only).
-        gains: Which scales are fitted again once the codes are known.
+        gains: Which scales are fitted again once the codes are known; the scale of the whole matrix always is.
+        rows: Whether rows whose errors the network minds more get finer steps (sensitivity), or all the same (equal).
     """
 
     rate: float | None = None
@@ -133,7 +138,7 @@ class Rate:
     coder: Coder = "tans"
     shrink: bool = True
     gains: Gains = "none"
-    theta: float = 1.0
+    rows: Rows = "sensitivity"
 
     def __post_init__(self) -> None:
         if self.rate is not None and self.size is not None:
@@ -146,6 +151,7 @@ class Rate:
         _one_of("method", self.method, Method)
         _one_of("coder", self.coder, Coder)
         _one_of("gains", self.gains, Gains)
+        _one_of("rows", self.rows, Rows)
 
     @property
     def wanted(self) -> bool:
@@ -180,6 +186,8 @@ class Recipe:
         calibration: Tokens.
         rate: What entropy-coded weights may take.
         format: Of the checkpoint that is written; default: nearplane with a rate or size, else compressed-tensors.
+        allocate: The same bits for every layer (uniform), or more where the network needs them (slope, measured by a pass before
+            the quantization); default: slope with a rate, a size or a fraction of bits, else uniform.
         ignore: Regular expressions; layers whose full name one of them is found in stay as they are.
     """
 
@@ -187,6 +195,7 @@ class Recipe:
     calibration: Calibration = field(default_factory=Calibration)
     rate: Rate = field(default_factory=Rate)
     format: Format | None = None
+    allocate: Allocation | None = None
     ignore: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -197,6 +206,14 @@ class Recipe:
             raise RecipeError(
                 f"--format {self.format} does not go with {'a' if self.rate.wanted else 'no'} --rate or --size: "
                 f"entropy-coded weights are written as nearplane, and only they are."
+            )
+        fractional = not self.rate.wanted and not isinstance(self.rule.bits, int)
+        if self.allocate is None:
+            object.__setattr__(self, "allocate", "slope" if self.rate.wanted or fractional else "uniform")
+        _one_of("allocate", self.allocate, Allocation)
+        if fractional and self.allocate == "uniform":
+            raise RecipeError(
+                f"bits is {self.rule.bits}, which no layer can have: with --allocate slope it is the average of layers' own widths."
             )
         for pattern in self.ignore:
             try:

@@ -96,6 +96,10 @@ class ProductGrid:
         """Return (out,) float32 `2^(rows / row_resolution)`, rounded once."""
         return torch.exp2(self.rows.double() / self.row_resolution).float()
 
+    def row_weight(self) -> Tensor:
+        """Return (out,) float64 `1 / row_scale^2`: how much an error of each row counts if steps were chosen for that."""
+        return torch.exp2(-2 * self.rows.double() / self.row_resolution)
+
     def decode(self, codes: Tensor) -> Tensor:
         """Turn (out, in) codes into (out, in) float32 values."""
         return self.row_scale()[:, None] * codes.float() * self.column_scale()

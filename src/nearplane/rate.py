@@ -1,0 +1,260 @@
+"""One matrix to a rate: unbounded codes whose entropy-coded size is what was asked for. The second screen beside `matrix.py`.
+
+Step c -> noise of the rounding -> shrunken target and its factor -> sweep -> gains -> coded size -> step c, until the size is right.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from nearplane.coding.blob import Contents, Size, size, stored_base
+from nearplane.errors import NumericalError, RecipeError
+from nearplane.lattice.bounds import limit, quadratic
+from nearplane.lattice.factor import Factor, factorize
+from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
+from nearplane.lattice.scale import high_rate_step, ladder, row_exponents, waterfill_exponents
+from nearplane.lattice.solve import nearest_plane
+from nearplane.lattice.target import column_gains, row_gains, shrunken
+from nearplane.matrix import Inputs, corrected
+from nearplane.models.statistics import Statistics
+from nearplane.recipe import Gains, Rate, Rule
+from nearplane.record import LayerRecord
+
+CLOSE = 0.002  # of the rate asked for: what the search is content with
+SUBSET = 256  # rows that the search looks at where a matrix has many more
+EVALUATIONS = 16  # of one search
+FINER = 16  # steps per octave of gains
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What one step led to, on all rows or on some.
+
+    Args:
+        log_step: log2 of the step c.
+        matrix: codes and grid, gains included.
+        size: of the coded matrix.
+    """
+
+    log_step: float
+    matrix: QuantizedMatrix
+    size: Size
+
+    def rate(self, out: int) -> float:
+        """Bits per weight of a matrix with `out` rows like those tried."""
+        rows, columns = self.matrix.codes.shape
+        return (8 * self.size.side / out + self.size.payload / rows) / columns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A matrix whose rounding noise is foreseen: what is swept at steps near `c`.
+
+    Args:
+        T: (out, in) target.
+        H: (in, in) damped Hessian `H_l`.
+        aim: (out, in) what is swept: T, or T shrunken for noise `mu`.
+        factor: of `H_l + mu I`.
+        grid: steps relative to c: exponents of rows and columns, base 1.
+        mu: noise of the rounding over the mean square of T.
+    """
+
+    T: Tensor
+    H: Tensor
+    aim: Tensor
+    factor: Factor
+    grid: ProductGrid
+    mu: float
+
+    @classmethod
+    def foresee(
+        cls, T: Tensor, inputs: Inputs, rule: Rule, wanted: Rate, rows: ProductGrid, log_step: float | None
+    ) -> Problem:
+        """Prepare the sweep at steps near `2^log_step / sqrt(d_j)`; None foresees no noise. `rows` has the rows' exponents."""
+        H = inputs.moments.H
+        base = inputs.factor(rule.order, rule.damp)
+        damped = H + base.shift * torch.eye(len(H), dtype=H.dtype, device=H.device)
+        power = float((T.square().mean(1).double() * rows.row_weight()).mean())
+        mu = 0.0 if log_step is None or power == 0 else 4.0**log_step / 12 / power
+        factor = base if mu == 0 else factorize(damped, base.order, damp=mu / float(damped.diagonal().mean()))
+        grid = rows
+        if wanted.method == "waterfill":
+            lengths = torch.empty_like(factor.d)
+            lengths[factor.order] = factor.d.sqrt()  # (in,), in the order of the columns
+            resolution = ladder(len(T))
+            grid = replace(rows, columns=waterfill_exponents(lengths, resolution), column_resolution=resolution)
+        return cls(T=T, H=damped, aim=shrunken(T, factor, mu), factor=factor, grid=grid, mu=mu)
+
+    def first_step(self, rate: float) -> float:
+        """Return log2 c by the high-rate formula."""
+        rms = (self.aim / self.grid.row_scale()[:, None]).double().square().mean(0).sqrt()
+        return high_rate_step(rms, 1 / self.grid.column_scale(), rate)
+
+    def attempt(self, log_step: float, wanted: Rate, rows: Tensor | slice = slice(None)) -> Trial:
+        """Sweep some rows with step `2^log_step`, fit gains, and say what the codes would cost."""
+        grid = replace(self.grid, base=stored_base(2.0**log_step), rows=self.grid.rows[rows])
+        columns = torch.arange(len(grid.columns), device=self.aim.device)
+        scale = grid.column_scale()[None]
+        swept = Grid(scale=scale, zero=torch.zeros_like(scale), group=columns)
+        aim = self.aim[rows].float() / grid.row_scale()[:, None]
+        matrix = QuantizedMatrix(codes=nearest_plane(aim, swept, self.factor).codes, grid=grid)
+        matrix = with_gains(matrix, self.T[rows], self.H, wanted.gains)
+        return Trial(log_step=log_step, matrix=matrix, size=size(contents(matrix), coder=wanted.coder))
+
+
+def contents(matrix: QuantizedMatrix) -> Contents:
+    """Return what the coder takes."""
+    grid = matrix.grid
+    assert isinstance(grid, ProductGrid), "only unbounded codes are entropy-coded"
+    return Contents(
+        codes=matrix.codes.cpu().numpy(), base=grid.base, columns=grid.columns.cpu().numpy(),
+        column_resolution=grid.column_resolution, rows=grid.rows.cpu().numpy(), row_resolution=grid.row_resolution,
+    )  # fmt: skip
+
+
+def with_gains(matrix: QuantizedMatrix, T: Tensor, H: Tensor, gains: Gains) -> QuantizedMatrix:
+    """Scale the values to the least loss against `T` under `H`: the whole matrix, and rows and columns as `gains` says."""
+    grid = matrix.grid
+    assert isinstance(grid, ProductGrid)
+    T, V = T.to(H.dtype), matrix.decode().to(H.dtype)
+    if not bool(V.any()):
+        return matrix
+    if gains in ("columns", "both"):
+        finer = max(1, FINER // grid.column_resolution)
+        g = column_gains(T, V, H).clamp(min=0.25)
+        columns = grid.columns * finer + (g.log2() * grid.column_resolution * finer).round().to(torch.int32)
+        grid = replace(grid, columns=columns, column_resolution=grid.column_resolution * finer)
+        V = grid.decode(matrix.codes).to(H.dtype)
+    if gains in ("rows", "both"):
+        finer = max(1, FINER // grid.row_resolution)
+        r = row_gains(T, V, H).clamp(0.25, 4.0).log2()
+        rows = grid.rows * finer + ((r - r.median()) * grid.row_resolution * finer).round().to(torch.int32)
+        grid = replace(grid, rows=rows, row_resolution=grid.row_resolution * finer)
+        V = grid.decode(matrix.codes).to(H.dtype)
+    weighted = (V @ H) * grid.row_weight()[:, None].to(H.dtype)
+    whole = float((weighted * T).sum() / (weighted * V).sum())
+    return replace(matrix, grid=replace(grid, base=stored_base(grid.base * whole)))
+
+
+def quantize_matrix_to_rate(
+    W: Tensor,
+    statistics: Tensor | Statistics | Inputs,
+    rule: Rule,
+    wanted: Rate,
+    rate: float,
+    *,
+    sensitivity: Tensor | None = None,
+    name: str = "matrix",
+) -> tuple[QuantizedMatrix, LayerRecord]:
+    """Quantize one matrix to `rate` bits per weight, every byte of its tensor counted.
+
+    Args:
+        W: (out, in) weights.
+        statistics: as for `quantize_matrix`.
+        rule: order, solver, damping, correction.
+        wanted: method, coder, gains.
+        rate: bits per weight of this matrix.
+        sensitivity: (out,) how much the network minds errors of every output, see `output_sensitivity`; None: equally.
+        name: for the record and for errors.
+
+    Raises:
+        RecipeError: the rate is less than the side information costs.
+        NumericalError: a weight is not finite, or the Hessian not positive definite.
+    """
+    began = time.perf_counter()
+    inputs = statistics if isinstance(statistics, Inputs) else Inputs(statistics)
+    try:
+        factor = inputs.factor(rule.order, rule.damp)
+        T, rho = corrected(W, inputs, rule)
+        T = T.masked_fill(factor.dead, 0)
+        trial = search(T, inputs, rule, wanted, rate, _rows(W, wanted, sensitivity), name)
+    except NumericalError as error:
+        raise NumericalError(f"{name} ({inputs.moments.tokens} tokens): {error}") from error
+    H = inputs.moments.H
+    T, weight = T.to(H.dtype), trial.matrix.grid.row_weight().to(H.dtype)
+    E = T - trial.matrix.decode().to(H.dtype)
+    losses = quadratic(E, H) / W.shape[1]  # (out,)
+    loss = float(losses.mean())
+    energy = float(quadratic(W.to(H.dtype), H).sum() / E.numel())
+    record = LayerRecord(
+        name=name, out_features=W.shape[0], in_features=W.shape[1], loss=loss, relative_loss=loss / max(energy, 1e-300),
+        damped_loss=loss + factor.shift * float(E.square().mean()), asked=rate,
+        limit=limit(float((losses * weight).mean()), T.square().mean(1) * weight, inputs.eigenvalues()),
+        entropy=trial.size.payload / W.numel(),
+        correction=rho, damp=factor.damp, dead=int(factor.dead.sum()), tokens=inputs.moments.tokens, order=rule.order,
+        seconds=time.perf_counter() - began,
+    )  # fmt: skip
+    return trial.matrix, record
+
+
+def _rows(W: Tensor, wanted: Rate, sensitivity: Tensor | None) -> ProductGrid:
+    """Return a grid of step 1 with the exponents of the rows."""
+    out, columns = W.shape
+    zeros = torch.zeros(columns, dtype=torch.int32, device=W.device)
+    exponents, resolution = torch.zeros(out, dtype=torch.int32, device=W.device), 1
+    if sensitivity is not None and wanted.method == "waterfill":
+        resolution = ladder(columns)
+        exponents = row_exponents(sensitivity, columns, resolution)
+    return ProductGrid(base=1.0, columns=zeros, column_resolution=1, rows=exponents, row_resolution=resolution)
+
+
+def search(
+    T: Tensor, inputs: Inputs, rule: Rule, wanted: Rate, rate: float, rows: ProductGrid, name: str
+) -> Trial:
+    """Find the step whose coded size is `rate` bits a weight: on some rows where there are many, then on all."""
+    foreseeing = wanted.shrink and wanted.method == "waterfill"
+    problem = Problem.foresee(T, inputs, rule, wanted, rows, None)
+    x = problem.first_step(rate)
+    for _ in range(2 if foreseeing else 0):  # step and noise determine each other; here by the high-rate formula
+        problem = Problem.foresee(T, inputs, rule, wanted, rows, x)
+        x = problem.first_step(rate)
+    out = len(T)
+    if out > 2 * SUBSET:
+        some = torch.randperm(out, generator=torch.Generator().manual_seed(0))[:SUBSET].sort().values
+        x = secant(lambda y: problem.attempt(y, wanted, some), x, rate, out, name).log_step
+    found = secant(lambda y: problem.attempt(y, wanted), x, rate, out, name)
+    for _ in range(2):
+        if not foreseeing or abs(found.log_step - x) < 0.05:
+            break
+        x = found.log_step
+        problem = Problem.foresee(T, inputs, rule, wanted, rows, x)
+        found = secant(lambda y, p=problem: p.attempt(y, wanted), x, rate, out, name)
+    return found
+
+
+def secant(attempt: Callable[[float], Trial], x: float, rate: float, out: int, name: str) -> Trial:
+    """Return the trial whose rate is closest to the one asked for; the rate falls as the step grows."""
+    best: Trial | None = None
+    low, high = -math.inf, math.inf  # steps known to cost too much, too little
+    last: tuple[float, float] | None = None
+    for _ in range(EVALUATIONS):
+        trial = attempt(x)
+        excess = trial.rate(out) - rate
+        if best is None or abs(excess) < abs(best.rate(out) - rate):
+            best = trial
+        if abs(excess) <= CLOSE * rate:
+            break
+        low, high = (max(low, x), high) if excess > 0 else (low, min(high, x))
+        slope = 1.0
+        if last is not None and x != last[0]:
+            slope = min(2.0, max(0.1, (last[1] - excess) / (x - last[0])))
+        last = (x, excess)
+        x += min(1.0, max(-1.0, excess / slope))
+        if not low < x < high:
+            x = (low + high) / 2
+        if abs(x - last[0]) < 2.0**-10:
+            break
+    assert best is not None
+    if best.rate(out) > rate * 1.05 and best.size.payload < best.size.side:
+        least = 8 * best.size.side / best.matrix.codes.numel()
+        raise RecipeError(
+            f"{name}: {rate:.3f} bits per weight asked for; the side information of a "
+            f"{out} x {best.matrix.codes.shape[1]} matrix alone costs {least:.3f}. Ask for a higher rate, or leave it out with --ignore."
+        )
+    return best
