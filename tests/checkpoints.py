@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -81,12 +82,17 @@ def write_folder(
     group_size: int | None,
     symmetric: bool = True,
     ignore: tuple[str, ...] = ("lm_head",),
+    width: Callable[[str], int] | None = None,
     **options: bool,
 ) -> dict[str, QuantizedMatrix]:
-    """Round every linear layer of a Llama folder to nearest, write it, and return what was written."""
+    """Round every linear layer of a Llama folder to nearest, write it, and return what was written.
+
+    `width` gives layers bits of their own.
+    """
     model = LlamaForCausalLM.from_pretrained(source)
     layout = FORMATS[format]
     linear = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n not in ignore}
+    widths = {n: width(n) if width else bits for n in linear}
     config = layout.quantization_config(
         bits=bits,
         group_size=group_size,
@@ -97,6 +103,7 @@ def write_folder(
         ignore=ignore,
         quantized=tuple(linear),
         version="0",
+        **({"widths": widths} if width else {}),
     )
     matrices: dict[str, QuantizedMatrix] = {}
     writer = open_writer(out, source, config, dtype=model.dtype, shards=len(model.model.layers) + 1, **options)
@@ -110,14 +117,14 @@ def write_folder(
                         name,
                         tuple(module.weight.shape),
                         type(module).__name__,
-                        bits=bits,
+                        bits=widths[name],
                         group_size=group_size,
                         symmetric=symmetric,
                         permuted=False,
                     )
                     dtype = layout.scale_dtype(model.dtype)
                     matrices[name] = rounded(
-                        module.weight, bits=bits, group_size=group_size, symmetric=symmetric, dtype=dtype
+                        module.weight, bits=widths[name], group_size=group_size, symmetric=symmetric, dtype=dtype
                     )
                     writer.add(name, matrices[name], module.bias)
                     rest = {key: tensor for key, tensor in rest.items() if not key.startswith(f"{name}.")}

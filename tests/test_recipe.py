@@ -13,7 +13,7 @@ from nearplane import Calibration, Recipe, RecipeError, Rule
 
 rules = st.builds(
     Rule,
-    bits=st.integers(2, 8),
+    bits=st.integers(2, 8) | st.floats(2, 8),
     group_size=st.none() | st.integers(1, 4096),
     symmetric=st.booleans(),
     order=st.sampled_from(["natural", "activation", "pivoted", "reversed"]),
@@ -81,7 +81,10 @@ def test_other_tools_spellings_are_understood(words, fields):
         ({"damp": -1.0}, "auto or a number"),
         ({"samples": 0}, "positive"),
         ({"actorder": "banana"}, "not offered"),
-        ({"bits": "4"}, "whole number"),
+        ({"bits": "4"}, "number from 2 to 8"),
+        ({"bits": float("nan")}, "number from 2 to 8"),
+        ({"bits": 3.5, "allocate": "uniform"}, "no layer can have"),
+        ({"allocate": "greedy"}, "expected one of uniform, slope"),
         ({"correct": "false"}, "true or false"),
         ({"seqlen": 1}, "at least 2"),
         ({"ignore": ["("]}, "not a regular expression"),
@@ -100,6 +103,28 @@ def test_ignored_layers_have_no_rule():
     assert recipe.for_layer("model.layers.0.self_attn.q_proj") is None
     assert recipe.for_layer("model.layers.1.mlp.down_proj") is None
     assert recipe.for_layer("model.layers.10.self_attn.q_proj") == recipe.rule
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ({"bits": 4}, "uniform"),
+        ({"bits": 3.0}, "uniform"),
+        ({"bits": 3.5}, "slope"),
+        ({"bits": 3, "allocate": "slope"}, "slope"),
+        ({"rate": 3.0}, "slope"),
+        ({"rate": 3.0, "allocate": "uniform"}, "uniform"),
+    ],
+)
+def test_layers_get_what_they_need_where_bits_are_not_a_whole_number(words, expected):
+    recipe = Recipe.from_spellings(**words)
+    assert recipe.allocate == expected
+    assert Recipe.from_json(recipe.to_json()) == recipe
+
+
+def test_whole_numbers_of_bits_stay_whole_numbers():
+    assert '"bits": 3,' in Recipe(rule=Rule(bits=3.0)).to_json()
+    assert '"bits": 3.5,' in Recipe(rule=Rule(bits=3.5)).to_json()
 
 
 def test_grid_bits_count_steps_and_zeros():

@@ -14,7 +14,7 @@ from cyclopts import App, Parameter
 
 from nearplane import __version__
 from nearplane.errors import NearplaneError
-from nearplane.recipe import Calibration, Device, Format, Recipe, Rule
+from nearplane.recipe import Allocation, Calibration, Device, Format, Recipe, Rule
 
 app = App(
     name="nearplane",
@@ -35,6 +35,7 @@ def quantize(
     rule: Annotated[Rule | None, Flat] = None,
     tokens: Annotated[Calibration | None, Flat] = None,
     format: Format = "compressed-tensors",
+    allocate: Allocation | None = None,
     ignore: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     device: Device = "auto",
     overwrite: Switch = False,
@@ -47,6 +48,8 @@ def quantize(
         model: A local folder of safetensors, or a hub id.
         out: Folder to write.
         format: Of the checkpoint: compressed-tensors (vLLM, transformers), gptq or gptq_v2 (most GPTQ readers).
+        allocate: The same bits for every layer (uniform), or more where the network needs them (slope). Default: slope for a
+            fraction of bits, else uniform.
         ignore: Regular expression; layers whose full name it is found in stay as they are. May be repeated.
         device: Where to compute; auto is the GPU where there is one.
         overwrite: Replace what is in OUT; it is deleted when the work begins.
@@ -56,7 +59,9 @@ def quantize(
     from nearplane import quantize as run
 
     _quiet()
-    recipe = Recipe(rule=rule or Rule(), calibration=tokens or Calibration(), format=format, ignore=ignore)
+    recipe = Recipe(
+        rule=rule or Rule(), calibration=tokens or Calibration(), format=format, allocate=allocate, ignore=ignore
+    )
     record = run(
         model, out, recipe, device=device, overwrite=overwrite, trust_remote_code=trust_remote_code, progress=_progress
     )

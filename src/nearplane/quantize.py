@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from math import gcd
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from nearplane.allocate import allocate_widths, probe, probed_widths, to_widths
 from nearplane.errors import CalibrationError, RecipeError
 from nearplane.formats.folder import FORMATS, Writer, open_writer
 from nearplane.matrix import Inputs, quantize_matrix, with_bytes
@@ -78,7 +79,7 @@ def quantize(
         overwrite=overwrite, trust_remote_code=trust_remote_code,
     )  # fmt: skip
     seqlen, tokens = _seqlen(recipe, source), None
-    if recipe.rule.solver != "round-to-nearest":
+    if recipe.rule.solver != "round-to-nearest" or recipe.allocate == "slope":
         wanted = recipe.calibration
         tokens = read_windows(
             source.tokenizer(), wanted.calibration, samples=wanted.samples, seqlen=seqlen, seed=wanted.seed
@@ -88,8 +89,12 @@ def quantize(
         windows=0 if tokens is None else len(tokens), tokens=0 if tokens is None else tokens.numel(),
         skipped=tuple(source.skipped),
     )  # fmt: skip
+    widths = None
+    if recipe.allocate == "slope" and not recipe.rate.wanted:
+        widths = widths_by_slope(source, recipe, tokens, place, progress)
+        writer.config = quantization_config(source, recipe, widths)
     with writer:
-        solved = quantized_layers(source, recipe, tokens, writer, place)
+        solved = quantized_layers(source, recipe, tokens, writer, place, widths)
         layers = tuple(progress(solved, "quantizing", sum(len(block.layers) for block in source.blocks)))
         record = replace(record, layers=layers, seconds=time.perf_counter() - began, bytes=writer.size)
         writer.record_json = record.to_json()
@@ -97,17 +102,23 @@ def quantize(
 
 
 def quantized_layers(
-    model: Model, recipe: Recipe, tokens: torch.Tensor | None, writer: Writer, device: torch.device
-) -> Iterator[LayerRecord]:
-    """Quantize and write layer after layer, block after block; yields what was measured of each."""
+    model: Model, recipe: Recipe, tokens: torch.Tensor | None, writer: Writer, device: torch.device,
+    widths: Mapping[str, int] | None = None,
+) -> Iterator[LayerRecord]:  # fmt: skip
+    """Quantize and write layer after layer, block after block; yields what was measured of each.
+
+    `widths` are the layers' own bits where they differ; `tokens` are None where nothing is calibrated.
+    """
     dtype = torch.float32 if device.type == "cpu" else model.dtype
     storage = FORMATS[recipe.format].scale_dtype(model.dtype)
     correct = recipe.rule.correct
-    stream = None if tokens is None else skeleton(model, tokens, device=device, dtype=dtype, two_streams=correct)
+    stream = None
+    if tokens is not None and recipe.rule.solver != "round-to-nearest":
+        stream = skeleton(model, tokens, device=device, dtype=dtype, two_streams=correct)
     for index, block in enumerate(model.blocks):
         with block.on(device, dtype, original=correct and stream is not None):
             for observed in observations(block, stream, recipe):
-                for layer, matrix, record in solve_together(observed, recipe, storage):
+                for layer, matrix, record in solve_together(observed, recipe, storage, widths):
                     layer.write(matrix.decode())  # the next stage sees it
                     size = writer.add(_stored_name(model, layer.name), matrix)
                     yield with_bytes(record, size)
@@ -132,12 +143,16 @@ def observations(block: Block, stream: Stream | None, recipe: Recipe) -> Iterato
         yield from observe(block, [group], stream, correct=recipe.rule.correct, last=group is groups[-1])
 
 
-def solve_together(observed: Observed, recipe: Recipe, storage: torch.dtype) -> Iterator[tuple[Any, Any, LayerRecord]]:
+def solve_together(
+    observed: Observed, recipe: Recipe, storage: torch.dtype, widths: Mapping[str, int] | None = None
+) -> Iterator[tuple[Any, Any, LayerRecord]]:
     """Solve layers that share one input, and so one factorization."""
     shared: Inputs | None = None
     for layer in observed.layers:
         rule = recipe.for_layer(layer.name)
         assert rule is not None, "ignored layers are not observed"
+        if widths is not None:
+            rule = replace(rule, bits=widths[layer.name])
         W = layer.read()
         statistics = observed.statistics.get(layer.name)
         if statistics is None:
@@ -168,20 +183,60 @@ def check(model: Model, recipe: Recipe) -> None:
                 f"The largest that divides all layers is {gcd(*(layer.shape[1] for layer in layers))}; none gives one step a row; "
                 f"--ignore leaves a layer out."
             )
+    if recipe.allocate == "uniform" or recipe.rate.wanted:
+        check_bits(model, recipe, recipe.rule.bits)
+    elif min(usable := usable_widths(model, recipe)) > recipe.rule.bits:
+        raise RecipeError(
+            f"{recipe.rule.bits:g} bits on average asked for; {recipe.format} holds these layers at {min(usable)} and more."
+        )
+
+
+def check_bits(model: Model, recipe: Recipe, bits: int) -> None:
+    """Raise RecipeError if some layer cannot be stored at this width."""
+    rule = recipe.rule
+    for layer in (layer for block in model.blocks for layer in block.layers):
         FORMATS[recipe.format].check(
             layer.name, layer.shape, layer.kind,
-            bits=rule.bits, group_size=rule.group_size, symmetric=rule.symmetric, permuted=False,
+            bits=bits, group_size=rule.group_size, symmetric=rule.symmetric, permuted=False,
         )  # fmt: skip
 
 
-def quantization_config(model: Model, recipe: Recipe) -> dict[str, Any]:
+def usable_widths(model: Model, recipe: Recipe) -> list[int]:
+    """Return the widths that the format has for all layers; raise as the format does if there are none."""
+    usable: list[int] = []
+    refused: RecipeError | None = None
+    for bits in FORMATS[recipe.format].BITS:
+        try:
+            check_bits(model, recipe, bits)
+            usable.append(bits)
+        except RecipeError as error:
+            refused = refused or error
+    if not usable and refused is not None:
+        raise refused
+    return usable
+
+
+def widths_by_slope(
+    model: Model, recipe: Recipe, tokens: torch.Tensor, device: torch.device, progress: Progress
+) -> dict[str, int]:
+    """Give every layer a width, more where the network needs it; `--bits` on average."""
+    usable = usable_widths(model, recipe)
+    probed = probed_widths(recipe.rule.bits, usable)
+    perturb = to_widths(probed, recipe.rule, FORMATS[recipe.format].scale_dtype(model.dtype))
+    curves = probe(model, tokens, perturb, points=len(probed), together=True, device=device, progress=progress)
+    return allocate_widths(curves, recipe.rule.bits, [bits for bits in usable if bits >= probed[0]])
+
+
+def quantization_config(model: Model, recipe: Recipe, widths: Mapping[str, int] | None = None) -> dict[str, Any]:
     """Return what config.json will say of the quantized weights."""
     rule = recipe.rule
+    stored = {_stored_name(model, name): bits for name, bits in (widths or {}).items()}
+    own = {"widths": {**(widths or {}), **stored}} if widths else {}  # of both names, where they differ
     quantized = [layer.name for block in model.blocks for layer in block.layers]
     config: dict[str, Any] = FORMATS[recipe.format].quantization_config(
         bits=rule.bits, group_size=rule.group_size, symmetric=rule.symmetric, order=rule.order, damp=rule.damp,
         static_groups=True,  # runs of neighbours whenever their steps are fitted, so no reader needs g_idx
-        ignore=sorted(model.linears() - set(quantized)), quantized=quantized, version=version("nearplane"),
+        ignore=sorted(model.linears() - set(quantized)), quantized=quantized, version=version("nearplane"), **own,
     )  # fmt: skip
     return config
 

@@ -104,6 +104,19 @@ def test_groups_of_128_and_ignored_layers_load_too(tmp_path: Path, source: Calla
     assert_loads_as_decoded(tmp_path / "out", folder, torch.bfloat16)
 
 
+def width_of(name: str) -> int:
+    """Bits that differ from block to block and from set to set; layers that runtimes fuse have the same."""
+    block = int(name.split(".")[2])
+    return (3 if "self_attn" in name else 4) + block if "down_proj" not in name else 8 - 6 * block
+
+
+def test_layers_with_widths_of_their_own_load_too(tmp_path: Path, source: Callable[..., Path]) -> None:
+    folder = source(torch.bfloat16)
+    matrices = write_folder(tmp_path / "out", folder, "compressed-tensors", bits=4, group_size=32, width=width_of)
+    assert {matrix.grid.high for matrix in matrices.values()} == {2 ** (bits - 1) - 1 for bits in (2, 3, 4, 5, 8)}
+    assert_loads_as_decoded(tmp_path / "out", folder, torch.bfloat16)
+
+
 def assert_loads_as_decoded(out: Path, folder: Path, dtype: torch.dtype, **options: Any) -> None:
     reference = LlamaForCausalLM.from_pretrained(folder).eval()
     untouched = reference(IDS).logits
@@ -270,7 +283,35 @@ def test_schemes_not_understood_are_refused_by_name(option: str, value: object) 
         layout.unpack_layer("a", tensors, broken)
 
 
-def test_several_schemes_are_refused() -> None:
-    groups = config()["config_groups"]
-    with pytest.raises(FormatError, match="2 schemes"):
-        layout.unpack_layer("a", {}, config(config_groups=groups | {"group_1": groups["group_0"]}))
+def schemes(*targets: list[str]) -> dict[str, Any]:
+    """A config with a scheme of 2, 3, 4, ... bits for each list of targets."""
+    made = config()["config_groups"]["group_0"]
+    groups = [made | {"targets": t, "weights": made["weights"] | {"num_bits": 2 + i}} for i, t in enumerate(targets)]
+    return config(config_groups={f"group_{i}": group for i, group in enumerate(groups)})
+
+
+@pytest.mark.parametrize(
+    ("targets", "bits"),
+    [
+        ((["b.a"], ["a"], ["Linear"]), 3),
+        ((["Linear"], ["a", "b"]), 3),
+        ((["re:.*b$", "Linear"], ["re:a"]), 3),
+        ((["re:a"], ["a"], ["re:.*"]), 3),
+        ((["b"], ["Linear"]), 3),
+    ],
+)
+def test_the_most_specific_target_counts(targets: tuple[list[str], ...], bits: int) -> None:
+    """As compressed-tensors has it: a name before a pattern before a class, whatever their order."""
+    tensors = layout.pack_layer("a", random_matrix(4, 64, bits=bits, group_size=32, symmetric=True), torch.float16)
+    assert layout.unpack_layer("a", tensors, schemes(*targets)).grid.high == 2 ** (bits - 1) - 1
+
+
+@pytest.mark.parametrize("targets", [(["a"], ["a"]), (["b"], ["c"]), (["re:a", "b"], ["re:.*"]), ()])
+def test_layers_that_no_scheme_names_or_several_do_are_refused(targets: tuple[list[str], ...]) -> None:
+    with pytest.raises(FormatError, match="config_groups"):
+        layout.unpack_layer("a", {}, schemes(*targets))
+
+
+def test_a_target_that_is_no_pattern_is_refused() -> None:
+    with pytest.raises(FormatError, match="not a regular expression"):
+        layout.unpack_layer("a", {}, schemes(["re:("], ["b"]))

@@ -254,9 +254,53 @@ def test_damaged_tensors_are_named(damage: dict[str, torch.Tensor | None]) -> No
         {"bits": 5},
         {"pack_dtype": "int16"},
         {"rotation": "hadamard"},
-        {"dynamic": {"+:.*up_proj": {"bits": 8}}},
+        {"dynamic": {"+:a": {"pack_dtype": "int8"}}},
+        {"dynamic": {"a": 8}},
     ],
 )
 def test_options_not_understood_are_refused_by_name(changes: dict[str, Any]) -> None:
     with pytest.raises(FormatError, match=f"GPTQ: {next(iter(changes))}"):
         V1.unpack_layer("a", {}, config(V1) | changes)
+
+
+SETS = {
+    f"{BLOCK}.gate_proj": 2,
+    f"{BLOCK}.up_proj": 2,
+    f"{BLOCK}.down_proj": 4,
+    "model.layers.3.self_attn.q_proj": 4,
+    f"{BLOCK}.c": 4,
+}
+
+
+@pytest.mark.parametrize("layout", [V1, V2])
+def test_layers_with_widths_of_their_own_read_back_exactly(layout: GPTQ) -> None:
+    made = config(layout, widths=SETS, bits=3.5, quantized=list(SETS))
+    assert made["bits"] == 4  # the most frequent
+    for name, bits in SETS.items():
+        matrix = random_matrix(32, 64, bits=bits, group_size=32, symmetric=True)
+        read = layout.unpack_layer(name, layout.pack_layer(name, matrix, torch.float16), made)
+        assert torch.equal(read.codes, matrix.codes)
+        assert read.grid.high == matrix.grid.high
+
+
+def test_fused_layers_find_their_width_under_the_name_that_runtimes_give_them() -> None:
+    """vLLM and SGLang look up `gate_up_proj` where the checkpoint has `gate_proj` and `up_proj`."""
+    dynamic = config(V2, widths=SETS, quantized=list(SETS), ignore=["lm_head", f"{BLOCK}.router"])["dynamic"]
+    found = {key: value for key, value in dynamic.items() if key.startswith("+:")}
+    fused = [key for key in found if re.match(key.removeprefix("+:"), f"{BLOCK}.gate_up_proj")]
+    assert [found[key] for key in fused] == [{"bits": 2}]
+    assert dynamic.keys() - found.keys() == {r"-:^model\.layers\.3\.mlp\.router$"}
+    assert not any(re.match(key[2:], f"{BLOCK}.down_proj") for key in dynamic)
+
+
+def test_the_first_pattern_that_matches_counts() -> None:
+    """As gptqmodel, vLLM and SGLang have it; a pattern without a sign adds, too."""
+    tensors = V2.pack_layer("a.b", random_matrix(32, 64, bits=8, group_size=64, symmetric=True), torch.float16)
+    dynamic = {"-:b": {}, "+:.*c": {"bits": 2}, "a": {"bits": 8, "group_size": 64}, "+:a.b": {"bits": 2}}
+    assert V2.unpack_layer("a.b", tensors, config(V2) | {"dynamic": dynamic}).grid.high == 127
+
+
+@pytest.mark.parametrize(("key", "said"), [("-:a", "leaves it out"), ("+:(", "not a regular expression")])
+def test_a_quantized_layer_that_is_to_be_left_out_and_a_broken_pattern_are_refused(key: str, said: str) -> None:
+    with pytest.raises(FormatError, match=said):
+        V2.unpack_layer("a", {}, config(V2) | {"dynamic": {key: {}}})

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from nearplane.coding.pack import pack, unpack, words_of
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.integers import Integers, consecutive, expect
+from nearplane.formats.integers import Integers, consecutive, expect, matches
 from nearplane.lattice.grid import QuantizedMatrix
 
 KEY = "weight_packed"  # the tensor that every quantized layer has
 SUFFIXES = (KEY, "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+BITS = (2, 3, 4, 5, 6, 7, 8)
 SCALES = {torch.float16, torch.bfloat16, torch.float32}
 
 
@@ -56,7 +57,7 @@ def check(
             f"{name}: its groups follow the order of the solver, which transformers refuses in compressed-tensors "
             f"(actorder=group). Use --groups static, or --format gptq_v2."
         )
-    if not 2 <= bits <= 8:
+    if bits not in BITS:
         raise RecipeError(f"{name}: {bits} bits asked for; compressed-tensors holds 2 to 8.")
     if group_size is not None and shape[1] % group_size:
         raise RecipeError(
@@ -102,7 +103,7 @@ def unpack_layer(name: str, tensors: Mapping[str, Tensor], config: Mapping[str, 
     Raises:
         FormatError: a tensor is missing or not what the config says, or the config uses what is not understood.
     """
-    bits, group_size, symmetric = _scheme(config)
+    bits, group_size, symmetric = _scheme(config, name)
     out, columns = (int(n) for n in expect(name, tensors, "weight_shape", (2,), {torch.int64, torch.int32}))
     groups = -(-columns // group_size) if group_size else 1
     dense, padded = words_of(columns, bits), -(-columns // (32 // bits))
@@ -139,6 +140,7 @@ def quantization_config(
     ignore: Sequence[str],
     quantized: Sequence[str],
     version: str,
+    widths: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """Return `quantization_config` of config.json.
 
@@ -147,10 +149,10 @@ def quantization_config(
         order, static_groups: of the solve; kept for readers of the file, groups are runs of neighbours in any case.
         damp, quantized, version: this format has no place for them.
         ignore: names of *all* modules left alone that are Linear or a subclass of it, in blocks or not ("lm_head").
+        widths: bits of every layer by name, where they are not the same for all: a group for each width, which lists its layers.
     """
     del damp, quantized, version
     weights = {
-        "num_bits": bits,
         "type": "int",
         "symmetric": symmetric,
         "strategy": "group" if group_size else "channel",
@@ -158,41 +160,61 @@ def quantization_config(
         "actorder": "static" if order != "natural" and static_groups else None,
         "dynamic": False,
     }
-    scheme = {
-        "targets": ["Linear"],
-        "weights": weights,
-        "input_activations": None,
-        "output_activations": None,
-        "format": "pack-quantized",
+    targets = {bits: ["Linear"]}
+    if widths:
+        targets = {b: [name for name, own in widths.items() if own == b] for b in sorted(set(widths.values()))}
+    groups = {
+        f"group_{index}": {
+            "targets": names,
+            "weights": {"num_bits": width, **weights},
+            "input_activations": None,
+            "output_activations": None,
+            "format": "pack-quantized",
+        }
+        for index, (width, names) in enumerate(targets.items())
     }
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "quantization_status": "compressed",
-        "config_groups": {"group_0": scheme},
+        "config_groups": groups,
         "ignore": list(ignore),
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
 
 
-def _scheme(config: Mapping[str, Any]) -> tuple[int, int | None, bool]:
-    """Return bits, group size and symmetry of the only scheme of a config."""
-    groups = list((config.get("config_groups") or {}).values())
-    if len(groups) != 1 or not isinstance(groups[0], Mapping):
+def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the scheme of a layer: of several, the one that targets its name, else a pattern of it, else its class."""
+    schemes = list((config.get("config_groups") or {}).values())
+    if not schemes or not all(isinstance(scheme, Mapping) for scheme in schemes):
         raise FormatError(
-            f"compressed-tensors: config_groups has {len(groups)} schemes; one, spelled out, is understood."
+            f"compressed-tensors: config_groups has {len(schemes)} schemes; one or more, spelled out, are understood."
         )
-    weights = groups[0].get("weights") or {}
+    if len(schemes) == 1:
+        return schemes[0]
+    targets = [(target, scheme) for scheme in schemes for target in scheme.get("targets") or ()]
+    exact = [scheme for target, scheme in targets if target == name]
+    patterns = [scheme for target, scheme in targets if target.startswith("re:") and matches(target[3:], name)]
+    found = exact or patterns or [scheme for target, scheme in targets if target == "Linear"]
+    if not found or any(scheme != found[0] for scheme in found):
+        raise FormatError(f"{name}: {len(found)} of the {len(schemes)} schemes in config_groups name it, expected one.")
+    return found[0]
+
+
+def _scheme(config: Mapping[str, Any], name: str) -> tuple[int, int | None, bool]:
+    """Return bits, group size and symmetry of a layer."""
+    scheme = _group(config, name)
+    weights = scheme.get("weights") or {}
     used: dict[str, tuple[Any, set[Any]]] = {
         "format": (config.get("format"), {"pack-quantized"}),
         "quantization_status": (config.get("quantization_status"), {"compressed"}),
-        "input_activations": (groups[0].get("input_activations"), {None}),
-        "output_activations": (groups[0].get("output_activations"), {None}),
+        "input_activations": (scheme.get("input_activations"), {None}),
+        "output_activations": (scheme.get("output_activations"), {None}),
         "kv_cache_scheme": (config.get("kv_cache_scheme"), {None}),
         "weights.type": (weights.get("type"), {"int"}),
         "weights.strategy": (weights.get("strategy"), {"group", "channel"}),
-        "weights.num_bits": (weights.get("num_bits"), set(range(2, 9))),
+        "weights.num_bits": (weights.get("num_bits"), set(BITS)),
     }
     for option, (value, understood) in used.items():
         if isinstance(value, dict | list) or value not in understood:

@@ -124,7 +124,7 @@ def check_apart(out: Path, source: Path) -> None:
 class Writer:
     """Writes a checkpoint: INCOMPLETE and without config.json until it is whole, so that nothing loads it before.
 
-    Set `record_json` before the `with` block ends.
+    Set `record_json` before the `with` block ends; `config`, the quantization_config, may be replaced before it begins.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Writer:
         trust_remote_code: bool,
     ) -> None:
         self.record_json: str | None = None
-        self._out, self._source, self._config = out, source, dict(config)
+        self._out, self._source, self.config = out, source, dict(config)
         self._layout = layout_of(config)
         self._scale_dtype = self._layout.scale_dtype(dtype)
         self._total = shards
@@ -170,7 +170,7 @@ class Writer:
         """
         matrix = QuantizedMatrix(codes=matrix.codes.cpu(), grid=matrix.grid.to("cpu"))
         tensors = self._layout.pack_layer(name, matrix, self._scale_dtype)
-        if not _equal(self._layout.unpack_layer(name, tensors, self._config), matrix):
+        if not _equal(self._layout.unpack_layer(name, tensors, self.config), matrix):
             raise FormatError(
                 f"{name}: what was packed reads back differently: the config describes another grid than its."
             )
@@ -195,11 +195,11 @@ class Writer:
             return
         if self._pending or self.record_json is None:
             raise FormatError(f"{self._out}: layers without a shard, or no record. Call close_block, set record_json.")
-        config = json.loads((self._source / CONFIG).read_text()) | {"quantization_config": self._config}
+        config = json.loads((self._source / CONFIG).read_text()) | {"quantization_config": self.config}
         with disk(self._out):
             copy_beside(self._source, self._out, trust_remote_code=self._remote_code)
-            if self._config["quant_method"] == "gptq":
-                write_json(self._out / GPTQ_CONFIG, self._config)
+            if self.config["quant_method"] == "gptq":
+                write_json(self._out / GPTQ_CONFIG, self.config)
             (self._out / RECORD).write_text(self.record_json)
             try:
                 write_json(self._out / CONFIG, config)

@@ -12,6 +12,7 @@ written in version 2, and a version 1 file that may hold such a zero is refused.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +22,13 @@ from torch import Tensor
 
 from nearplane.coding.pack import pack, unpack, words_of
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.integers import Integers, consecutive, expect
+from nearplane.formats.integers import Integers, consecutive, expect, matches
 from nearplane.lattice.grid import QuantizedMatrix
 
 BITS = (2, 3, 4, 8)
+FUSED = {  # what vLLM and SGLang call layers that they load as one; they look up the scheme by this name
+    "q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj",
+}  # fmt: skip
 GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)  # what gptqmodel's kernels take, besides one step a row
 
 
@@ -35,6 +39,7 @@ class GPTQ:
     version: str
     less: int  # what is subtracted from a zero to store it
 
+    BITS = BITS
     KEY = "qweight"
     SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
 
@@ -114,7 +119,7 @@ class GPTQ:
         Raises:
             FormatError: a tensor is missing or not what the config says, or the config uses what is not understood.
         """
-        bits, group_size, symmetric = _scheme(config)
+        bits, group_size, symmetric = _scheme(config, name)
         group = expect(name, tensors, "g_idx", (None,), {torch.int32, torch.int64}).to(torch.int64)
         columns = len(group)
         groups = -(-columns // group_size) if group_size else 1
@@ -155,6 +160,7 @@ class GPTQ:
         ignore: Sequence[str],
         quantized: Sequence[str],
         version: str,
+        widths: Mapping[str, int] | None = None,
     ) -> dict[str, Any]:
         """Return `quantization_config` of config.json, which is also quantize_config.json.
 
@@ -164,7 +170,11 @@ class GPTQ:
             ignore: names of modules left alone; those outside the blocks may be among them.
             quantized: names of all quantized modules.
             version: of nearplane.
+            widths: bits of every layer by name, where they are not the same for all: `bits` is then the most frequent, the
+                others are in `dynamic`.
         """
+        if widths:
+            bits = Counter(widths.values()).most_common(1)[0][0]
         config: dict[str, Any] = {
             "quant_method": "gptq",
             "checkpoint_format": self.version,
@@ -183,8 +193,12 @@ class GPTQ:
             },
         }
         blocks = {_list_of(name) for name in quantized}
-        if skipped := [name for name in ignore if _list_of(name) in blocks]:
-            config["dynamic"] = {f"-:^{re.escape(name)}$": {} for name in skipped}  # gptqmodel, vLLM, SGLang
+        skipped = [name for name in ignore if _list_of(name) in blocks]
+        own = {name: width for name, width in _with_fused(widths or {}).items() if width != bits}
+        if skipped or own:  # gptqmodel, vLLM, SGLang: the first that matches counts
+            config["dynamic"] = {f"-:^{re.escape(name)}$": {} for name in skipped}
+            config["dynamic"] |= {f"+:^{re.escape(name)}$": {"bits": width} for name, width in own.items()}
+        if skipped:
             config["modules_in_block_to_quantize"] = [list(quantized)]  # transformers, through optimum
         return config
 
@@ -198,15 +212,39 @@ def _list_of(name: str) -> str:
     return re.split(r"\.\d+(?:\.|$)", name)[0]
 
 
-def _scheme(config: Mapping[str, Any]) -> tuple[int, int | None, bool]:
-    """Return bits, group size and symmetry of a config."""
-    bits, group_size = config.get("bits"), config.get("group_size", 128)
+def _with_fused(widths: Mapping[str, int]) -> dict[str, int]:
+    """Add the names under which runtimes look up layers that they fuse, which all have the same width."""
+    fused: dict[str, int] = {}
+    for name, width in widths.items():
+        path, _, last = name.rpartition(".")
+        if last in FUSED:
+            fused.setdefault(f"{path}.{FUSED[last]}", width)
+    return dict(widths) | {name: width for name, width in fused.items() if name not in widths}
+
+
+def _scheme(config: Mapping[str, Any], name: str) -> tuple[int, int | None, bool]:
+    """Return bits, group size and symmetry of a layer: those of the config, or its own by the first of `dynamic` that matches."""
+    own = _dynamic(config, name)
+    bits, group_size = own.get("bits", config.get("bits")), own.get("group_size", config.get("group_size", 128))
     if bits not in BITS:
         raise FormatError(f"GPTQ: bits is {bits!r}, understood is {', '.join(map(str, BITS))}.")
     if str(config.get("pack_dtype") or "int32").removeprefix("torch.") != "int32":
         raise FormatError(f"GPTQ: pack_dtype is {config['pack_dtype']!r}, understood is int32.")
     if config.get("rotation"):
         raise FormatError(f"GPTQ: rotation is {config['rotation']!r}; rotated weights are not understood.")
-    if any(key.startswith("+:") or not key.startswith("-:") for key in config.get("dynamic") or {}):
-        raise FormatError("GPTQ: dynamic gives some layers a scheme of their own, which is not understood.")
-    return int(bits), None if group_size in (-1, None) else int(group_size), bool(config.get("sym", True))
+    symmetric = bool(own.get("sym", config.get("sym", True)))
+    return int(bits), None if group_size in (-1, None) else int(group_size), symmetric
+
+
+def _dynamic(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return what `dynamic` says of one layer."""
+    for key, own in (config.get("dynamic") or {}).items():
+        if not matches(key.removeprefix("+:").removeprefix("-:"), name):
+            continue
+        if key.startswith("-:"):
+            raise FormatError(f"GPTQ: {name} is quantized, although dynamic {key!r} leaves it out.")
+        if not isinstance(own, Mapping) or (unknown := own.keys() - {"bits", "group_size", "sym"}):
+            found = ", ".join(sorted(unknown)) if isinstance(own, Mapping) else repr(own)
+            raise FormatError(f"GPTQ: dynamic {key!r} sets {found}; understood are bits, group_size and sym.")
+        return own
+    return {}

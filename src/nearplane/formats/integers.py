@@ -6,6 +6,7 @@ re-rounded: what a file cannot hold exactly is an error.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -78,6 +79,18 @@ class Integers:
 def consecutive(columns: int, group_size: int | None) -> Tensor:
     """Return (in,) the group of every column where groups are runs of neighbours; one group without a size."""
     return torch.arange(columns) // (group_size or max(columns, 1))
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Return whether a regular expression of a config matches the beginning of a layer's name, as readers take them.
+
+    Raises:
+        FormatError: it is none.
+    """
+    try:
+        return re.match(pattern, name) is not None
+    except re.error as error:
+        raise FormatError(f"{pattern!r} in quantization_config is not a regular expression ({error}).") from error
 
 
 def expect(
