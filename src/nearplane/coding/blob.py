@@ -1,0 +1,247 @@
+"""A matrix of integers and its scales as one run of bytes: encode, decode, size. docs/format.md specifies the bytes."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nearplane.coding import layout as rules
+from nearplane.coding import plan as planning
+from nearplane.coding import stream
+from nearplane.coding.packed import Packed, pack
+from nearplane.coding.side import varint
+from nearplane.coding.symbols import scatter, symbols_of
+from nearplane.errors import FormatError
+
+Coder = Literal["tans", "huffman", "zstd"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """A matrix of unbounded integers and the logarithmic scales it is decoded with.
+
+        value[i, j] = row_scale[i] * codes[i, j] * column_scale[j]
+
+    Args:
+        codes: (out, in) int32.
+        base: of the column scales, positive, a fixed point of `stored_base`.
+        columns: (in,) int32 exponents in steps of 1/column_resolution octave, at most 32768 in magnitude.
+        column_resolution: a power of two, 1 ... 64.
+        rows: (out,) int32 exponents; all zero costs nothing.
+        row_resolution: a power of two, 1 ... 64.
+
+    Raises:
+        ValueError: a shape, a dtype or a value is not one of these.
+    """
+
+    codes: NDArray[np.int32]
+    base: float
+    columns: NDArray[np.int32]
+    column_resolution: int
+    rows: NDArray[np.int32]
+    row_resolution: int
+
+    def __post_init__(self) -> None:
+        if self.codes.ndim != 2 or 0 in self.codes.shape or max(self.codes.shape) > rules.SIDE:
+            raise ValueError(f"codes of shape {self.codes.shape}; a matrix of at least 1 x 1 can be coded")
+        out, width = self.codes.shape
+        for name, array, shape in (
+            ("codes", self.codes, (out, width)),
+            ("columns", self.columns, (width,)),
+            ("rows", self.rows, (out,)),
+        ):
+            if array.dtype != np.int32 or array.shape != shape:
+                raise ValueError(f"{name}: expected {shape} of int32, found {array.shape} of {array.dtype}")
+        for name, array in (("columns", self.columns), ("rows", self.rows)):
+            if max(int(array.max()), -int(array.min())) > rules.EXPONENT:
+                raise ValueError(
+                    f"{name}: exponents reach {np.abs(array).max()}, at most {rules.EXPONENT} can be stored"
+                )
+        for resolution in (self.column_resolution, self.row_resolution):
+            if resolution not in (1, 2, 4, 8, 16, 32, 64):
+                raise ValueError(f"a ladder of {resolution} steps per octave; 1, 2, 4 ... 64 are possible")
+        if not (self.base > 0 and math.isfinite(self.base) and stored_base(self.base) == self.base):
+            raise ValueError(f"base {self.base} cannot be stored; the nearest that can is stored_base(base)")
+
+    @property
+    def column_scale(self) -> NDArray[np.float32]:
+        """float32(base * 2 ** (columns / column_resolution)), rounded once: (in,)."""
+        with np.errstate(over="ignore"):
+            return (self.base * np.exp2(self.columns / self.column_resolution)).astype(np.float32)
+
+    @property
+    def row_scale(self) -> NDArray[np.float32]:
+        """float32(2 ** (rows / row_resolution)): (out,)."""
+        with np.errstate(over="ignore"):
+            return np.exp2(self.rows / self.row_resolution).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """What a matrix takes: `side` bytes that do not grow with its rows, and `payload` bits that do."""
+
+    side: int
+    payload: float
+
+    @property
+    def bytes(self) -> int:
+        """All of it, in whole bytes."""
+        return self.side + math.ceil(self.payload / 8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Entropies in bits per weight, from counts: of all codes as one source, given the stored classes, and of each column."""
+
+    one: float
+    classes: float
+    columns: float
+
+
+def stored_base(x: float) -> float:
+    """Return the base nearest to x > 0 that can be stored: float32 of 2 ** (k / 256), k = -32768 ... 32767."""
+    return _base(_rung(x))
+
+
+def _rung(x: float) -> int:
+    return min(max(round(256 * math.log2(x)) + 32768, 0), 65535)
+
+
+def _base(rung: int) -> float:
+    return float(np.float32(2.0 ** ((rung - 32768) / 256)))
+
+
+def encode(
+    contents: Contents, *, coder: Coder = "tans", classes: bool = True, threads: int | None = None
+) -> NDArray[np.uint8]:
+    """Code a matrix; the bytes do not depend on the number of threads.
+
+    Args:
+        coder: "tans" (the smallest), "huffman" (canonical, for comparison) or "zstd" (needs the package zstandard).
+        classes: whether columns and rows may have tables of their own; without, one table serves the matrix.
+        threads: at most so many at a time; None takes one per core.
+
+    Returns:
+        The bytes, one-dimensional uint8.
+    """
+    plan = _plan(contents, coder, classes)
+    header, arrangement = plan.header, plan.layout
+    bits, _ = rules.write_header(header, arrangement)
+    start = bytes([rules.VERSION << 4 | rules.CODERS.index(coder)]) + varint(header.shape[0]) + varint(header.shape[1])
+    symbols = symbols_of(contents.codes, arrangement)
+    tables = None if coder == "zstd" else rules.tables(header, arrangement)
+    if not header.chunked:
+        whole = start + stream.encode_whole(bits, header, arrangement, tables, symbols, contents.codes)
+        return np.frombuffer(whole + zlib.crc32(whole).to_bytes(4, "little"), np.uint8)
+    coded = stream.encode_chunks(header, arrangement, tables, symbols, contents.codes, _threads(threads))
+    head = start + bits.bytes() + b"".join(varint(len(c)) + zlib.crc32(c).to_bytes(4, "little") for c in coded)
+    return np.frombuffer(b"".join([head, zlib.crc32(head).to_bytes(4, "little"), *coded]), np.uint8)
+
+
+def _plan(contents: Contents, coder: str, classes: bool) -> planning.Plan:
+    if coder not in rules.CODERS:
+        raise ValueError(f"coder {coder!r}; there are {', '.join(rules.CODERS)}")
+    given: dict[str, object] = {
+        "base": _rung(contents.base),
+        "rows": contents.rows,
+        "row_resolution": contents.row_resolution,
+    }
+    codes = np.ascontiguousarray(contents.codes)
+    return planning.make_plan(
+        codes, contents.columns, contents.column_resolution, coder=coder, classes=classes, rest=given
+    )
+
+
+def _threads(threads: int | None) -> ThreadPoolExecutor | None:
+    if threads == 1:
+        return None
+    return ThreadPoolExecutor(threads)
+
+
+def size(contents: Contents, *, coder: Coder = "tans", classes: bool = True) -> Size:
+    """Return what `encode` would take, from histograms; zstd is estimated as if its tables were as good as tANS."""
+    plan = _plan(contents, coder, classes)
+    bits, of_rows = rules.write_header(plan.header, plan.layout)
+    start = 1 + len(varint(plan.header.shape[0])) + len(varint(plan.header.shape[1]))
+    return Size(side=start + (bits.count - of_rows) // 8 + 4, payload=of_rows + planning.payload_bits(plan))
+
+
+def entropy(contents: Contents) -> Report:
+    """Return the plug-in entropies of a matrix; `classes` is given the classes of columns and rows that encode would store."""
+    plan = _plan(contents, "tans", True)
+    return Report(one=0.0, classes=0.0, columns=0.0)
+
+
+def shape_of(blob: NDArray[np.uint8], *, name: str = "matrix") -> tuple[int, int]:
+    """Return (out, in) from the first bytes, which are not checked against the checksum."""
+    return rules.read_shape(blob, name)[1]
+
+
+def decode(
+    blob: NDArray[np.uint8], *, name: str = "matrix", threads: int | None = None, shape: tuple[int, int] | None = None
+) -> Contents:
+    """Return exactly what was encoded.
+
+    Args:
+        name: of the matrix, for messages.
+        shape: (out, in) that the caller expects; refused before memory is taken where the header says otherwise.
+
+    Raises:
+        FormatError: the bytes are damaged, cut short, or of another version; says where.
+    """
+    header, arrangement, symbols, rows, columns, values = _symbols(blob, name, threads, shape)
+    codes = np.empty(header.shape, np.int32)
+    a = arrangement
+    scatter(symbols, a.offsets, a.starts, a.stops, a.pairs, a.row_order, a.column_order, codes)
+    codes[a.row_order[rows], a.column_order[columns]] = values
+    return Contents(
+        codes=codes,
+        base=_base(header.base),
+        columns=header.columns,
+        column_resolution=header.column_resolution,
+        rows=header.rows,
+        row_resolution=header.row_resolution,
+    )
+
+
+def decode_packed(
+    blob: NDArray[np.uint8], *, name: str = "matrix", threads: int | None = None, shape: tuple[int, int] | None = None
+) -> Packed:
+    """Return what a runtime multiplies with: nibbles or int8 by groups of columns, and patches. See `decode`."""
+    header, arrangement, symbols, rows, columns, values = _symbols(blob, name, threads, shape)
+    scales = Contents(
+        codes=np.broadcast_to(np.int32(0), header.shape),
+        base=_base(header.base),
+        columns=header.columns,
+        column_resolution=header.column_resolution,
+        rows=header.rows,
+        row_resolution=header.row_resolution,
+    )
+    return pack(arrangement, symbols, rows, columns, values, scales.column_scale, scales.row_scale)
+
+
+def _symbols(
+    blob: NDArray[np.uint8], name: str, threads: int | None, shape: tuple[int, int] | None
+) -> tuple[rules.Header, rules.Layout, NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Decode all symbols and escapes: positions in the orders of the layout, and values."""
+    if blob.dtype != np.uint8 or blob.ndim != 1:
+        raise ValueError(f"a coded matrix is one-dimensional uint8, found {blob.ndim} dimensions of {blob.dtype}")
+    blob = np.ascontiguousarray(blob)
+    found = shape_of(blob, name=name)
+    if shape is not None and tuple(shape) != found:
+        raise FormatError(
+            f"{name}: holds {found[0]} x {found[1]} weights, expected {shape[0]} x {shape[1]}; the file is damaged"
+        )
+    out, width = found
+    if out * width < rules.CHUNKED and zlib.crc32(blob[:-4]) != int.from_bytes(blob[-4:].tobytes(), "little"):
+        raise FormatError(f"{name}: the checksum of its {len(blob)} bytes is wrong; the file is damaged, get it again")
+    header, arrangement, bits = rules.read_header(blob if out * width >= rules.CHUNKED else blob[:-4], name)
+    if not header.chunked:
+        return header, arrangement, *stream.decode_whole(bits, header, arrangement)
+    return header, arrangement, *stream.decode_chunks(bits, header, arrangement, _threads(threads))

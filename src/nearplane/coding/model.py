@@ -1,0 +1,157 @@
+"""Which probabilities code a cell of the matrix: integer frequencies that every machine computes alike.
+
+A table gives each symbol a frequency out of 4096. Tables come from one family, a scale mixture of Gaussians that are
+integrated over the unit bins around the integers; it is indexed by a spread (sixteenths of an octave) and a shape (0 is
+Gaussian, larger has heavier tails). A stored table is a correction of a member of the family. Floats never reach the coder:
+the two constants below are rounded once, far from any tie, and everything after them is integer arithmetic.
+
+Symbols of a byte table are `code + 128` for |code| <= 127, of a pair table two nibbles `code + 8` for |code| <= 7, the
+first column low. Symbol 0 (in a pair: nibble 0) is the escape: its code stands in a list of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+TOTAL = 4096  # frequencies of a table sum to this
+SPREADS = 161  # sigma = 2 ** ((spread - 48) / 16): 1/8 ... 128
+SHAPES = 16  # a mixture over sigma * 2 ** (shape * m / 16), m = -4 ... 4
+ESCAPE = 0
+LARGEST = 127  # of the codes that are symbols of a byte table
+LARGEST_NIBBLE = 7
+
+_TAIL = np.array([round(2**31 * math.erfc(i / 64 / math.sqrt(2)) / 2) for i in range(424)], np.int64)  # 2^31 Q(i/64)
+_OCTAVE = np.array([round(2**20 * 2 ** (-j / 16)) for j in range(16)], np.int64)
+_MIXTURE = np.array([1, 8, 28, 56, 70, 56, 28, 8, 1], np.int64)  # sums to 256
+_LAST = len(_TAIL) - 1
+
+
+@njit(cache=True, nogil=True)
+def _tail(odd: int, spread: int) -> int:
+    """Return 2^31 times the probability that a Gaussian of this spread exceeds odd/2."""
+    octave, step = (spread - 48) >> 4, (spread - 48) & 15
+    x = odd * _OCTAVE[step]  # 2^21 (odd/2) / sigma, before the octaves
+    shift = 5 + octave
+    x = x >> shift if shift >= 0 else x << -shift  # now in 1/64, ten bits of fraction
+    i, fraction = x >> 10, x & 1023
+    if i >= _LAST:
+        return 0
+    return _TAIL[i] - (((_TAIL[i] - _TAIL[i + 1]) * fraction) >> 10)
+
+
+@njit(cache=True, nogil=True)
+def parametric(spread: int, shape: int) -> NDArray[np.uint16]:
+    """Return the (256,) frequencies of the family's member; symmetric, and 0, +-1 and the escape always have some."""
+    weight = np.zeros(LARGEST + 2, np.int64)  # of |code|, one side; the last: beyond, both sides
+    parts = 9 if shape else 1
+    for part in range(parts):
+        at = spread + (part - 4) * shape if shape else spread
+        much = _MIXTURE[part] if shape else 1
+        before = np.int64(1) << 30
+        for k in range(LARGEST + 1):
+            after = np.int64(_tail(2 * k + 1, at))
+            weight[k] += much * ((before - after) * 2 if k == 0 else before - after)
+            before = after
+            if after == 0:
+                break
+        weight[LARGEST + 1] += much * 2 * before
+    left = np.int64(1 << 31) * (256 if shape else 1)
+    escaped = weight[LARGEST + 1]
+    top = LARGEST
+    while top > 1 and weight[top] << 14 < left:  # rarer than 2^-14: cheaper as an escape
+        escaped += 2 * weight[top]
+        top -= 1
+    frequency = np.zeros(256, np.uint16)
+    room = np.int64(TOTAL)
+    much = min(max(1, (escaped * room + left // 2) // left), room - 2 * top - 1)
+    frequency[ESCAPE] = much
+    room -= much
+    left -= escaped
+    for k in range(top, 0, -1):  # from the tails inwards, so that each rounding is made good by the next
+        much = min(max(1, (weight[k] * room + left // 2) // max(1, left)), (room - 2 * k + 1) // 2)
+        frequency[128 + k] = much
+        frequency[128 - k] = much
+        room -= 2 * much
+        left -= 2 * weight[k]
+    frequency[128] = room
+    return frequency
+
+
+@njit(cache=True, nogil=True)
+def normalise(weight: NDArray[np.int64]) -> NDArray[np.uint16]:
+    """Scale weights, at most 2^50 in all, to frequencies that sum to 4096; a weight of zero stays zero, others get at least 1."""
+    frequency = np.zeros(256, np.uint16)
+    count = 0
+    left = np.int64(0)
+    for symbol in range(256):
+        if weight[symbol] > 0:
+            count += 1
+            left += weight[symbol]
+    order = np.argsort(weight, kind="mergesort")  # rarest first, equals by symbol
+    room = np.int64(TOTAL)
+    for at in range(256):
+        symbol = order[at]
+        if weight[symbol] > 0:
+            count -= 1
+            much = min(max(1, (weight[symbol] * room + left // 2) // left), room - count)
+            if count == 0:
+                much = room
+            frequency[symbol] = much
+            room -= much
+            left -= weight[symbol]
+    return frequency
+
+
+@njit(cache=True, nogil=True)
+def paired(single: NDArray[np.uint16]) -> NDArray[np.uint16]:
+    """Return the (256,) frequencies of two independent codes as two nibbles; what is too rare is (escape, escape)."""
+    nibble = np.zeros(16, np.int64)
+    for symbol in range(256):
+        near = abs(symbol - 128) <= LARGEST_NIBBLE
+        nibble[symbol - 120 if near else 0] += np.int64(single[symbol])
+    weight = np.zeros(256, np.int64)
+    dropped = np.int64(0)
+    for high in range(16):
+        for low in range(16):
+            much = nibble[low] * nibble[high]
+            if much >= 1 << 10:  # 2^-14
+                weight[low | high << 4] = much
+            else:
+                dropped += much
+    weight[ESCAPE] = max(weight[ESCAPE], 1) + dropped
+    return normalise(weight)
+
+
+@functools.cache
+def family_costs() -> NDArray[np.float32]:
+    """Return the bits of |code| = 0 ... 127 and, last, of anything beyond: (shapes, spreads, 129); escapes with their list."""
+    costs = np.empty((SHAPES, SPREADS, LARGEST + 2), np.float32)
+    magnitude = np.arange(LARGEST + 2)
+    listed = 4 + 2 * np.log2(np.maximum(magnitude, 1))
+    for shape in range(SHAPES):
+        for spread in range(SPREADS):
+            frequency = parametric(spread, shape)
+            half = np.append(frequency[128:], 0).astype(np.float64)
+            escape = listed - math.log2(frequency[ESCAPE] / TOTAL)
+            with np.errstate(divide="ignore"):
+                costs[shape, spread] = np.where(half > 0, -np.log2(half / TOTAL), escape)
+    return costs
+
+
+@functools.cache
+def family_moments() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return of |code| the mean and the variance at every spread of the Gaussian members: two of (spreads,)."""
+    magnitude = np.arange(LARGEST + 1.0)
+    mean, variance = np.empty(SPREADS), np.empty(SPREADS)
+    for spread in range(SPREADS):
+        frequency = parametric(spread, 0).astype(np.float64)
+        mass = frequency[128:] * np.where(magnitude > 0, 2, 1)
+        mass /= mass.sum()
+        mean[spread] = mass @ magnitude
+        variance[spread] = mass @ magnitude**2 - mean[spread] ** 2
+    return mean, variance

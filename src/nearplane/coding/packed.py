@@ -1,0 +1,125 @@
+"""A decoded matrix as a runtime holds it: nibbles or int8 by groups of columns, and the few codes that do not fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from nearplane.coding.layout import Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Neighbouring columns of `Packed.column_order` that are stored alike.
+
+    Args:
+        start, stop: positions in the column order.
+        nibbles: whether a byte holds two codes + 8, the first column low; an odd last column's partner is 8, code 0.
+        array: (out, ceil((stop - start) / 2)) uint8, or (out, stop - start) int8; rows in the row order.
+    """
+
+    start: int
+    stop: int
+    nibbles: bool
+    array: NDArray[np.uint8] | NDArray[np.int8]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """value[i, j] = row_scale[i] * code[i, j] * column_scale[j], the codes in groups; indices of all else are the original ones.
+
+    Args:
+        shape: (out, in).
+        column_order: (in,) position -> column.
+        row_order: (out,) position -> row.
+        groups: they cover the column order.
+        patch_rows, patch_columns, patch_delta: (patches,) what to add to single codes.
+        column_scale: (in,) float32.
+        row_scale: (out,) float32.
+    """
+
+    shape: tuple[int, int]
+    column_order: NDArray[np.int32]
+    row_order: NDArray[np.int32]
+    groups: list[Group]
+    patch_rows: NDArray[np.int32]
+    patch_columns: NDArray[np.int32]
+    patch_delta: NDArray[np.int64]
+    column_scale: NDArray[np.float32]
+    row_scale: NDArray[np.float32]
+
+
+@njit(cache=True, nogil=True)
+def _fits(symbols: NDArray[np.uint8]) -> bool:
+    low, high = np.uint8(255), np.uint8(0)
+    for symbol in symbols:
+        low, high = min(low, symbol), max(high, symbol)
+    return low >= 120 and high <= 135
+
+
+@njit(cache=True, nogil=True)
+def _nibbles(symbols: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
+    for i in range(symbols.shape[0]):
+        width = symbols.shape[1]
+        for j in range(width >> 1):
+            out[i, j] = (symbols[i, 2 * j] - 120) | (symbols[i, 2 * j + 1] - 120) << 4
+        if width & 1:
+            out[i, width >> 1] = (symbols[i, width - 1] - 120) | 128
+
+
+def pack(
+    layout: Layout,
+    symbols: NDArray[np.uint8],
+    rows: NDArray[np.int64],
+    columns: NDArray[np.int64],
+    values: NDArray[np.int64],
+    column_scale: NDArray[np.float32],
+    row_scale: NDArray[np.float32],
+) -> Packed:
+    """Hand over the decoder's symbols, in place; groups of bytes that fit are packed to nibbles."""
+    out = len(layout.row_order)
+    groups = []
+    lowest = np.empty(len(layout.column_order), np.int64)  # the code that an escape's symbol decodes to
+    for g in range(len(layout.starts)):
+        start, stop = int(layout.starts[g]), int(layout.stops[g])
+        part = symbols[layout.offsets[g] : layout.offsets[g + 1]]
+        array = part.reshape(out, -1)
+        nibbles = bool(layout.pairs[g])
+        lowest[start:stop] = -8 if nibbles else -128
+        if not nibbles and _fits(part):
+            packed = np.empty((out, (stop - start + 1) // 2), np.uint8)
+            _nibbles(array, packed)
+            array, nibbles = packed, True
+        elif not nibbles:
+            array ^= 128
+        groups.append(Group(start=start, stop=stop, nibbles=nibbles, array=array if nibbles else array.view(np.int8)))
+    return Packed(
+        shape=(out, len(layout.column_order)),
+        column_order=layout.column_order,
+        row_order=layout.row_order,
+        groups=groups,
+        patch_rows=layout.row_order[rows],
+        patch_columns=layout.column_order[columns],
+        patch_delta=values - lowest[columns],
+        column_scale=column_scale,
+        row_scale=row_scale,
+    )
+
+
+def unpack(packed: Packed) -> NDArray[np.int32]:
+    """Return the codes (out, in) of a packed matrix."""
+    ordered = np.empty(packed.shape, np.int64)
+    for group in packed.groups:
+        width = group.stop - group.start
+        if group.nibbles:
+            both = np.stack([group.array & 15, group.array >> 4], 2).reshape(packed.shape[0], -1)
+            ordered[:, group.start : group.stop] = both[:, :width].astype(np.int64) - 8
+        else:
+            ordered[:, group.start : group.stop] = group.array
+    codes = np.empty_like(ordered)
+    codes[packed.row_order[:, None], packed.column_order[None, :]] = ordered
+    codes[packed.patch_rows, packed.patch_columns] += packed.patch_delta
+    return codes.astype(np.int32)

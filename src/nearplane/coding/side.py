@@ -1,0 +1,232 @@
+"""Small integers around the codes: a bit stream, low bit first, of plain, gamma and Rice-coded numbers; varints.
+
+A reader checks every length before it uses it and raises FormatError where the bytes end early.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from nearplane.errors import FormatError
+
+LONGEST = 24  # ones of a Rice code; after that many, 32 plain bits follow
+EQUAL = 15  # in place of the Rice parameter: all entries are the centre
+
+
+def zigzag(value: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Map 0, -1, 1, -2, ... to 0, 1, 2, 3, ..."""
+    return np.where(value < 0, -2 * value - 1, 2 * value)
+
+
+def rice_bits(folded: NDArray[np.int64], parameter: int) -> int:
+    """Return the bits that zig-zagged numbers take."""
+    quotient = folded >> parameter
+    return int(np.where(quotient < LONGEST, quotient + 1 + parameter, LONGEST + 32).sum())
+
+
+def rice_parameter(folded: NDArray[np.int64]) -> int:
+    """Return the parameter, 0 ... 14, that takes the fewest bits."""
+    guess = min(14, int(folded.mean()).bit_length()) if folded.size else 0
+    return min(range(max(0, guess - 2), min(14, guess + 1) + 1), key=lambda k: rice_bits(folded, k))
+
+
+@njit(cache=True, nogil=True)
+def _write_rice(folded: NDArray[np.int64], parameter: int, bits: NDArray[np.uint8]) -> int:
+    at = 0
+    for value in folded:
+        quotient = value >> parameter
+        if quotient < LONGEST:
+            for _ in range(quotient):
+                bits[at] = 1
+                at += 1
+            at += 1
+            width = parameter
+        else:
+            for _ in range(LONGEST):
+                bits[at] = 1
+                at += 1
+            width = 32
+        for i in range(width):
+            bits[at] = (value >> i) & 1
+            at += 1
+    return at
+
+
+@njit(cache=True, nogil=True)
+def _read_rice(data: NDArray[np.uint8], at: int, parameter: int, values: NDArray[np.int64]) -> int:
+    """Fill values; return the bit after them, or -1 where the data end before that."""
+    end = 8 * len(data)
+    for n in range(len(values)):
+        quotient = 0
+        while quotient < LONGEST:
+            if at >= end:
+                return -1
+            bit = (data[at >> 3] >> (at & 7)) & 1
+            at += 1
+            if bit == 0:
+                break
+            quotient += 1
+        width = parameter if quotient < LONGEST else 32
+        if at + width > end:
+            return -1
+        value = np.int64(0)
+        for i in range(width):
+            value |= np.int64((data[at >> 3] >> (at & 7)) & 1) << i
+            at += 1
+        if quotient < LONGEST:
+            value |= np.int64(quotient) << parameter
+        values[n] = -((value + 1) >> 1) if value & 1 else value >> 1
+    return at
+
+
+class BitWriter:
+    """Collect numbers in a bit stream, low bit first."""
+
+    def __init__(self) -> None:
+        self._parts: list[NDArray[np.uint8]] = []
+        self.count = 0  # bits so far
+
+    def extend(self, bits: NDArray[np.uint8]) -> None:
+        """Append bits, one per byte."""
+        self._parts.append(bits)
+        self.count += len(bits)
+
+    def put(self, value: int, width: int) -> None:
+        """Append a plain number of `width` bits."""
+        self.extend(((value >> np.arange(width)) & 1).astype(np.uint8))
+
+    def gamma(self, value: int) -> None:
+        """Append value >= 0: as many ones as value + 1 has bits below its highest, a zero, and those bits."""
+        width = (value + 1).bit_length() - 1
+        self.put((1 << width) - 1, width + 1)
+        self.put(value + 1 - (1 << width), width)
+
+    def signed(self, value: int) -> None:
+        """Append an integer of either sign by its zig-zag."""
+        self.gamma(-2 * value - 1 if value < 0 else 2 * value)
+
+    def rice(self, values: NDArray[np.int64], parameter: int) -> None:
+        """Append integers of either sign, each by the Rice code of its zig-zag."""
+        folded = zigzag(values)
+        bits = np.zeros(rice_bits(folded, parameter), np.uint8)
+        _write_rice(folded, parameter, bits)
+        self.extend(bits)
+
+    def array(self, values: NDArray[np.int32]) -> None:
+        """Append at least one integer: parameter, centre, and the Rice codes of the differences from the centre."""
+        values = values.astype(np.int64)
+        low, high = int(values.min()), int(values.max())
+        if low == high:
+            self.put(EQUAL, 4)
+            self.signed(low)
+            return
+        centre = centre_of(values)
+        parameter = rice_parameter(zigzag(values - centre))
+        self.put(parameter, 4)
+        self.signed(centre)
+        self.rice(values - centre, parameter)
+
+    def bits(self) -> NDArray[np.uint8]:
+        """Return the bits so far, one per byte."""
+        return np.concatenate(self._parts) if self._parts else np.zeros(0, np.uint8)
+
+    def bytes(self) -> bytes:
+        """Return the stream, filled up with zero bits."""
+        return np.packbits(self.bits(), bitorder="little").tobytes()
+
+
+def centre_of(values: NDArray[np.int64]) -> int:
+    """Return the centre that `BitWriter.array` stores: the lower median."""
+    return int(np.partition(values, (len(values) - 1) // 2)[(len(values) - 1) // 2])
+
+
+def array_bits(values: NDArray[np.int32]) -> int:
+    """Return the bits that `BitWriter.array` takes, without the centre."""
+    if values.min() == values.max():
+        return 4
+    folded = zigzag(values.astype(np.int64) - centre_of(values.astype(np.int64)))
+    return 4 + rice_bits(folded, rice_parameter(folded))
+
+
+class BitReader:
+    """Read what a BitWriter wrote from `data`, beginning with bit `at`."""
+
+    def __init__(self, data: NDArray[np.uint8], at: int, name: str) -> None:
+        self.data, self.at, self.name = data, at, name
+
+    def truncated(self, what: str) -> FormatError:
+        """Return the error of data that end within `what`."""
+        return FormatError(
+            f"{self.name}: {len(self.data)} bytes end within the {what}; the matrix is cut short, get the file again"
+        )
+
+    def take(self, width: int, what: str = "header") -> int:
+        """Return a plain number of `width` <= 32 bits."""
+        if self.at + width > 8 * len(self.data):
+            raise self.truncated(what)
+        first = self.at >> 3
+        word = int.from_bytes(self.data[first : first + 5].tobytes(), "little")
+        value = (word >> (self.at & 7)) & ((1 << width) - 1)
+        self.at += width
+        return value
+
+    def gamma(self, what: str = "header") -> int:
+        """Return a gamma-coded number below 2^31."""
+        width = 0
+        while self.take(1, what):
+            width += 1
+            if width > 31:
+                raise FormatError(f"{self.name}: a number of the {what} has more than 31 bits; the file is damaged")
+        return (1 << width) + self.take(width, what) - 1
+
+    def varint(self, what: str) -> int:
+        """Return a number below 2^35 in groups of seven bits."""
+        value = 0
+        for shift in range(0, 35, 7):
+            byte = self.take(8, what)
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value
+        raise FormatError(f"{self.name}: a number of the {what} has more than 35 bits; the file is damaged")
+
+    def signed(self, what: str = "header") -> int:
+        """Return an integer of either sign."""
+        value = self.gamma(what)
+        return -((value + 1) >> 1) if value & 1 else value >> 1
+
+    def rice(self, count: int, parameter: int, what: str) -> NDArray[np.int64]:
+        """Return `count` integers of either sign."""
+        if count * (parameter + 1) > 8 * len(self.data) - self.at:
+            raise self.truncated(what)
+        values = np.empty(count, np.int64)
+        at = _read_rice(self.data, self.at, parameter, values)
+        if at < 0:
+            raise self.truncated(what)
+        self.at = int(at)
+        return values
+
+    def array(self, count: int, what: str, limit: int) -> tuple[NDArray[np.int32], int]:
+        """Return `count` integers of at most `limit` in magnitude, and their centre."""
+        parameter, centre = self.take(4, what), self.signed(what)
+        if parameter == EQUAL:
+            values = np.broadcast_to(np.int64(centre), (count,))
+        else:
+            values = self.rice(count, parameter, what) + centre
+        low, high = int(values.min()), int(values.max())
+        if max(-low, high) > limit:
+            raise FormatError(
+                f"{self.name}: the {what} reach from {low} to {high}, at most {limit} is possible; the file is damaged"
+            )
+        return values.astype(np.int32), centre
+
+
+def varint(value: int) -> bytes:
+    """Return value >= 0 in groups of seven bits, low first, the high bit set on all but the last."""
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
