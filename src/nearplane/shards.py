@@ -110,10 +110,12 @@ class ShardReader:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for path, names in by_file.items():
                 with _opened(path) as file:
-                    list(pool.map(lambda name, file=file: self._check(name, file.get_tensor(name)), names))
+                    tensors = [file.get_tensor(name) for name in names]  # maps of the file, not copies
+                    for name, found in zip(names, pool.map(checksum, tensors), strict=True):
+                        self._check(name, found)
 
-    def _check(self, name: str, tensor: Tensor) -> None:
-        if self.checksums is not None and self.checksums.get(name) != (found := checksum(tensor)):
+    def _check(self, name: str, found: str) -> None:
+        if self.checksums is not None and self.checksums.get(name) != found:
             raise FormatError(
                 f"{self._file[name]}: tensor {name} has the checksum {found}, {INDEX} says {self.checksums.get(name)}: "
                 f"one of them is damaged or belongs to another checkpoint. Fetch the folder again."
@@ -138,7 +140,8 @@ class ShardReader:
                         raise ModelError(
                             f"{path}: tensor {name} cannot be read ({error}). Fetch the file again."
                         ) from error
-                    self._check(name, tensors[name])
+                    if self.checksums is not None:
+                        self._check(name, checksum(tensors[name]))
         return tensors
 
 

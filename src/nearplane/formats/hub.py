@@ -181,11 +181,18 @@ class NearplaneQuantizer(HfQuantizer):
             )
         reader = ShardReader(Path(files[0]).parent)
         reader.verify()
+        stored = set(reader.names())
         coded = [name for name in reader.names() if name.endswith(f".{KEY}")]
         for name in coded:
             if reader.dtype(name) != "U8" or len(reader.shape(name)) != 1:
                 found = f"{reader.dtype(name)} {reader.shape(name)}"
                 raise FormatError(f"{reader.file(name)}: {name} is {found}, expected bytes (U8) in one dimension.")
+        for name, tensor in model.state_dict().items():  # transformers says less of it
+            if name in stored and reader.shape(name) != tuple(tensor.shape):
+                raise FormatError(
+                    f"{reader.file(name)}: {name} is {reader.shape(name)}, config.json asks for {tuple(tensor.shape)}. The two "
+                    f"do not belong together; fetch the folder again."
+                )
         modules = self.quantization_config.modules
         if len(coded) != len(modules):
             raise FormatError(

@@ -12,18 +12,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
+from nearplane.coding.blob import Coder, Contents, decode, encode
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.integers import expect
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
 
 METHOD = "nearplane"
 VERSION = 1
-CODERS = ("tans", "huffman", "zstd")
+CODERS: tuple[str, ...] = get_args(Coder)
 KINDS = ("Linear", "Conv1D", "Embedding")
 
 
@@ -36,7 +37,7 @@ class Native:
         classes: whether rows and columns have tables of their own.
     """
 
-    coder: Literal["tans", "huffman", "zstd"] = "tans"
+    coder: Coder = "tans"
     classes: bool = True
 
     KEY = "weight_coded"
@@ -95,8 +96,6 @@ class Native:
         Raises:
             FormatError: the matrix is on another kind of grid.
         """
-        from nearplane.coding.blob import Contents, encode
-
         del dtype
         grid = matrix.grid
         if not isinstance(grid, ProductGrid):
@@ -111,7 +110,7 @@ class Native:
             rows=grid.rows.to(torch.int32).contiguous().numpy(),
             row_resolution=grid.row_resolution,
         )
-        return {f"{name}.{self.KEY}": torch.from_numpy(encode(contents, coder=self.coder, classes=self.classes))}
+        return {f"{name}.{self.KEY}": torch.tensor(encode(contents, coder=self.coder, classes=self.classes))}
 
     def unpack_layer(self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> QuantizedMatrix:
         """Return the matrix that `pack_layer` stored, with all cores.
@@ -119,8 +118,6 @@ class Native:
         Raises:
             FormatError: the tensor is missing or damaged, or of a version that is not understood.
         """
-        from nearplane.coding.blob import decode
-
         Native.of(config)
         blob = expect(name, tensors, self.KEY, (None,), {torch.uint8})
         return matrix_of(decode(blob.numpy(), name=f"{name}.{self.KEY}"))

@@ -19,7 +19,7 @@ from nearplane.errors import FormatError
 from nearplane.runtime.product_cpu import products
 
 if TYPE_CHECKING:
-    from nearplane.coding.blob import Packed
+    from nearplane.coding.packed import Packed
 
 STRIP = 2**22  # weights decoded at a time
 FEW = 4  # rows of x, up to which the CPU multiplies packed codes
@@ -40,8 +40,8 @@ class PackedLinear(nn.Module):
         row_place: (out,) int32 at which position each row of the matrix stands.
         column_bits, row_bits: (in,), (out,) scales by position, float32 seen as int32 so that no cast of the module rounds
             them.
-        patch_start, patch_at, patch_delta: (out + 1,), (patches,), (patches,) int32: what is added to codes that nibbles or
-            bytes do not hold, by position of the row; `patch_at` is the position of the column.
+        patch_start, patch_at, patch_delta: (out + 1,), (patches,) int32, (patches,) int64: what is added to codes that nibbles
+            or bytes do not hold, by position of the row; `patch_at` is the position of the column.
     """
 
     BUFFERS = (
@@ -98,7 +98,7 @@ class PackedLinear(nn.Module):
         self.groups = tuple(groups)
         arrays = [group.array.reshape(-1).view(np.uint8) for group in packed.groups]
         row_place, column_place = _inverse(packed.row_order), _inverse(packed.column_order)
-        rows = row_place[packed.patches.rows]
+        rows = row_place[packed.patch_rows]
         by_row = np.argsort(rows, kind="stable")
         buffers = {
             "codes": np.concatenate(arrays) if arrays else np.empty(0, np.uint8),
@@ -107,8 +107,8 @@ class PackedLinear(nn.Module):
             "column_bits": packed.column_scale[packed.column_order].view(np.int32),
             "row_bits": packed.row_scale[packed.row_order].view(np.int32),
             "patch_start": np.searchsorted(rows[by_row], np.arange(self.out_features + 1)).astype(np.int32),
-            "patch_at": column_place[packed.patches.columns[by_row]],
-            "patch_delta": packed.patches.delta[by_row],
+            "patch_at": column_place[packed.patch_columns[by_row]],
+            "patch_delta": packed.patch_delta[by_row],
         }
         for name, array in buffers.items():
             setattr(self, name, torch.from_numpy(np.ascontiguousarray(array)).to(device))
@@ -169,7 +169,7 @@ class PackedLinear(nn.Module):
             first, last = int(self.patch_start[a]), int(self.patch_start[b])
             counts = self.patch_start[a + 1 : b + 1] - self.patch_start[a:b]
             rows = torch.arange(b - a, device=codes.device).repeat_interleave(counts)
-            codes[rows, self.patch_at[first:last].long()] += self.patch_delta[first:last]
+            codes[rows, self.patch_at[first:last].long()] += self.patch_delta[first:last].int()
         return codes
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:

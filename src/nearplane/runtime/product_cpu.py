@@ -28,7 +28,7 @@ def products(
     groups: Sequence[tuple[int, int, bool, int, int]],
     patch_start: Integers,
     patch_at: Integers,
-    patch_delta: Integers,
+    patch_delta: npt.NDArray[np.int64],
     *,
     threads: int | None = None,
 ) -> Floats:

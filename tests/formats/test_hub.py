@@ -1,0 +1,359 @@
+"""transformers loads native checkpoints, packed, as they were written; whatever is not as it was written does not load."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+
+import nearplane
+from native_checkpoints import product_matrix, save_tiny, write_native
+from nearplane.errors import FormatError, ModelError, NearplaneError, RecipeError
+from nearplane.formats.folder import read_dense
+from nearplane.formats.native import Native
+from nearplane.models.layers import stored_transposed
+from nearplane.runtime.packed import PackedLinear
+from nearplane.shards import INDEX, checksum
+
+CASES = {  # family, its changes, whether embeddings are quantized
+    "llama": ("llama", {}, False),
+    "llama-embeddings": ("llama", {}, True),
+    "gpt2": ("gpt2", {}, False),
+    "opt": ("opt", {}, False),
+    "tied": ("qwen3", {}, False),
+    "tied-embeddings": ("qwen3", {}, True),
+    "moe": ("qwen3_moe", {}, False),
+}
+TOKENS = torch.tensor([[5, 9, 11, 40, 7, 3, 80, 22], [5, 6, 7, 8, 9, 10, 11, 12]])
+Q = "model.layers.0.self_attn.q_proj"
+
+nearplane.register()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return the native checkpoint of a case; it is not to be changed."""
+    made: dict[str, Path] = {}
+
+    def make(case: str) -> Path:
+        if case not in made:
+            family, changes, embeddings = CASES[case]
+            place = tmp_path_factory.mktemp(case)
+            save_tiny(place / "source", family, **changes)
+            write_native(place / "out", place / "source", embeddings=embeddings)
+            made[case] = place / "out"
+        return made[case]
+
+    return make
+
+
+@pytest.fixture
+def copied(folder: Callable[[str], Path], tmp_path: Path) -> Path:
+    """Return a copy of the Llama checkpoint that may be damaged."""
+    shutil.copytree(folder("llama"), tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def decoded(out: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Return a plain model with the weights that our own reader decodes."""
+    config = AutoConfig.from_pretrained(out)
+    del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    weights = dict(read_dense(out, transposed=stored_transposed(model)))
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert not unexpected
+    assert set(missing) <= set(model.all_tied_weights_keys)
+    return model.eval()
+
+
+def rewrite(out: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    """Change the tensors of every shard, and the index and its checksums with them."""
+    index = json.loads((out / INDEX).read_text())
+    index |= {"weight_map": {}, "checksums": {}}
+    for shard in sorted(out.glob("*.safetensors")):
+        tensors = load_file(shard)
+        change(tensors)
+        save_file(tensors, shard, {"format": "pt"})
+        index["weight_map"] |= dict.fromkeys(tensors, shard.name)
+        index["checksums"] |= {name: checksum(tensor) for name, tensor in tensors.items()}
+    (out / INDEX).write_text(json.dumps(index))
+
+
+def reconfigure(out: Path, **changes: Any) -> None:
+    """Change config.json; a change that is a mapping is merged."""
+    config = json.loads((out / "config.json").read_text())
+    for name, value in changes.items():
+        config[name] = config[name] | value if isinstance(value, Mapping) else value
+    (out / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_from_pretrained_computes_what_the_decoded_weights_do(folder: Callable[[str], Path], case: str) -> None:
+    out = folder(case)
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    expected = decoded(out)
+    with torch.no_grad():
+        ours, theirs = model(TOKENS).logits, expected(TOKENS).logits
+    assert (ours - theirs).abs().max() < 2e-6 * theirs.abs().max()
+    packed = [name for name, module in model.named_modules() if isinstance(module, PackedLinear)]
+    assert len(packed) == len(model.config.quantization_config.modules) - ("embeddings" in case)
+    continued = [
+        part.generate(TOKENS, max_new_tokens=12, do_sample=False, pad_token_id=0) for part in (model, expected)
+    ]
+    assert torch.equal(*continued)
+
+
+def test_weights_stay_packed(folder: Callable[[str], Path]) -> None:
+    model = nearplane.load(folder("llama"))
+    layer = model.get_submodule(Q)
+    assert isinstance(layer, PackedLinear)
+    assert not any("weight_coded" in name for name in model.state_dict())
+    assert layer.codes.numel() <= layer.in_features * layer.out_features
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2", "tied-embeddings"])
+def test_unpacked_is_what_evaluation_decodes(folder: Callable[[str], Path], case: str) -> None:
+    model, expected = nearplane.load(folder(case), dtype="float32", packed=False), decoded(folder(case))
+    assert type(model) is type(expected)
+    assert [type(module) for module in model.modules()] == [type(module) for module in expected.modules()]
+    assert model.state_dict().keys() == expected.state_dict().keys()
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def test_bfloat16_loses_what_bfloat16_weights_lose(folder: Callable[[str], Path]) -> None:
+    exact = decoded(folder("llama"))
+    model, dense = nearplane.load(folder("llama"), dtype=torch.bfloat16), decoded(folder("llama"), torch.bfloat16)
+    assert model.dtype == model.get_submodule(Q).bias.dtype == torch.bfloat16
+    with torch.no_grad():
+        wanted = exact(TOKENS).logits
+        ours, theirs = ((part(TOKENS).logits - wanted).norm() for part in (model, dense))
+    assert ours < 1.2 * theirs
+
+
+def test_the_base_model_loads_too(folder: Callable[[str], Path]) -> None:
+    model, whole = AutoModel.from_pretrained(folder("llama")), decoded(folder("llama"))
+    with torch.no_grad():
+        states = model(TOKENS).last_hidden_state
+        torch.testing.assert_close(whole.lm_head(states), whole(TOKENS).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_importing_registers_nothing_and_registering_twice_is_harmless() -> None:
+    program = (
+        "import nearplane; from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as quantizers\n"
+        "assert 'nearplane' not in quantizers; nearplane.register(); nearplane.register()\n"
+        "assert 'nearplane' in quantizers"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2", "tied-embeddings"])
+def test_a_packed_model_does_not_save_and_a_dequantized_one_does(
+    folder: Callable[[str], Path], case: str, tmp_path: Path
+) -> None:
+    model = nearplane.load(folder(case), dtype=torch.float32)
+    with pytest.raises(ValueError, match="nearplane and is not serializable"):
+        model.save_pretrained(tmp_path / "packed")
+    model.dequantize().save_pretrained(tmp_path / "dense")
+    read, expected = AutoModelForCausalLM.from_pretrained(tmp_path / "dense"), decoded(folder(case))
+    assert not hasattr(read.config, "quantization_config")
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(read.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("case", ["llama", "gpt2", "tied-embeddings"])
+def test_an_export_is_a_plain_checkpoint(
+    folder: Callable[[str], Path], tmp_path: Path, case: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nearplane.formats.export.SHARD", 50_000)
+    size = nearplane.export(folder(case), tmp_path / "dense", dtype=dtype)
+    shards = sorted(path.name for path in (tmp_path / "dense").glob("*.safetensors"))
+    assert len(shards) > 1
+    assert shards[-1] == f"model-{len(shards):05d}-of-{len(shards):05d}.safetensors"
+    read, expected = AutoModelForCausalLM.from_pretrained(tmp_path / "dense"), decoded(folder(case))
+    assert read.dtype == getattr(torch, dtype)
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(read.state_dict()[name], tensor.to(read.dtype)), name
+    assert size == sum(tensor.nbytes for shard in shards for tensor in load_file(tmp_path / "dense" / shard).values())
+    config = json.loads((tmp_path / "dense" / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert (tmp_path / "dense" / "tokenizer.json").read_text() == '{"of": "the source"}'
+    assert not (tmp_path / "dense" / "nearplane.json").exists()
+
+
+def test_an_export_gets_in_no_ones_way(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    out = folder("llama")
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "file").touch()
+    with pytest.raises(RecipeError, match="used exists and is not empty"):
+        nearplane.export(out, tmp_path / "used")
+    with pytest.raises(RecipeError, match="lies in"):
+        nearplane.export(out, out / "dense")
+    with pytest.raises(RecipeError, match="not quantized"):
+        nearplane.export(out.parent / "source", tmp_path / "dense")
+    with pytest.raises(ModelError, match="does not exist"):
+        nearplane.export(tmp_path / "nowhere", tmp_path / "dense")
+    with pytest.raises(RecipeError, match="'gguf'"):
+        nearplane.export(out, tmp_path / "dense", format="gguf")
+    assert not (tmp_path / "dense").exists()
+
+
+def test_an_export_that_fails_does_not_load(copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rewrite(copied, lambda tensors: tensors.update({n: t[:-3] for n, t in tensors.items() if "layers.2.mlp.down" in n}))
+    monkeypatch.setattr("nearplane.formats.export.SHARD", 50_000)
+    with pytest.raises(FormatError, match=r"layers\.2\.mlp\.down_proj\.weight_coded"):
+        nearplane.export(copied, tmp_path / "dense")
+    assert (tmp_path / "dense" / "INCOMPLETE").exists()
+    with pytest.raises(NearplaneError, match="incomplete"):
+        nearplane.load(tmp_path / "dense")
+    with pytest.raises((OSError, ValueError), match="dense"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
+
+
+def truncated(tensors: dict[str, Tensor]) -> None:
+    tensors.update({name: tensor[:-5] for name, tensor in tensors.items() if name == f"{Q}.weight_coded"})
+
+
+def extended(tensors: dict[str, Tensor]) -> None:
+    tensors.update(
+        {name: torch.cat([tensor, tensor]) for name, tensor in tensors.items() if name == f"{Q}.weight_coded"}
+    )
+
+
+def emptied(tensors: dict[str, Tensor]) -> None:
+    tensors.update({name: tensor[:0] for name, tensor in tensors.items() if name == f"{Q}.weight_coded"})
+
+
+def missing(tensors: dict[str, Tensor]) -> None:
+    tensors.pop(f"{Q}.weight_coded", None)
+
+
+def renamed(tensors: dict[str, Tensor]) -> None:
+    if f"{Q}.weight_coded" in tensors:
+        tensors[f"{Q.replace('q_proj', 'x_proj')}.weight_coded"] = tensors.pop(f"{Q}.weight_coded")
+
+
+def widened(tensors: dict[str, Tensor]) -> None:
+    tensors.update({name: tensor.int() for name, tensor in tensors.items() if name == f"{Q}.weight_coded"})
+
+
+def of_another_shape(tensors: dict[str, Tensor]) -> None:
+    if f"{Q}.weight_coded" in tensors:
+        tensors |= Native().pack_layer(Q, product_matrix(torch.randn(33, 32)), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (truncated, r"00001-of-00002\.safetensors: .*layers\.0\.self_attn\.q_proj\.weight_coded"),
+        (extended, r"00001-of-00002\.safetensors: .*layers\.0\.self_attn\.q_proj\.weight_coded"),
+        (emptied, r"00001-of-00002\.safetensors: .*layers\.0\.self_attn\.q_proj\.weight_coded"),
+        (missing, r"holds 20 tensors weight_coded, config\.json names 21"),
+        (renamed, r"layers\.0\.self_attn\.q_proj\.weight_coded was not loaded"),
+        (widened, r"q_proj\.weight_coded is I32 .*expected bytes"),
+        (of_another_shape, r"q_proj\.weight_coded holds a matrix 33 x 32, config\.json asks for 32 x 32"),
+    ],
+)
+def test_a_file_that_is_not_what_its_config_says_does_not_load(
+    copied: Path, change: Callable[[dict[str, Tensor]], None], match: str
+) -> None:
+    rewrite(copied, change)
+    for load in (AutoModelForCausalLM.from_pretrained, nearplane.load):
+        with pytest.raises(FormatError, match=match):
+            load(copied)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"quantization_config": {"format_version": 2}}, "format_version 2.*reads 1"),
+        ({"quantization_config": {"coder": "lzma"}}, "coder 'lzma'"),
+        ({"quantization_config": {"modules": []}}, "modules is .*list of names"),
+        ({"quantization_config": {"modules": [Q]}}, "names 1 modules"),
+        ({"quantization_config": {"modules": [f"{Q}.{i}" for i in range(21)]}}, r"q_proj\.0.*no matrix of that name"),
+        ({"hidden_size": 64}, r"embed_tokens\.weight is \(96, 32\), config\.json asks for \(96, 64\)"),
+        ({"intermediate_size": 96}, "96"),
+        ({"num_hidden_layers": 2}, r"layers\.2.*no matrix of that name"),
+    ],
+)
+def test_a_config_that_is_not_its_files_does_not_load(copied: Path, changes: dict[str, Any], match: str) -> None:
+    reconfigure(copied, **changes)
+    for load in (AutoModelForCausalLM.from_pretrained, nearplane.load):
+        with pytest.raises((FormatError, ModelError, RuntimeError), match=match):
+            load(copied)
+
+
+@pytest.mark.parametrize("way", ["index", "shard", "checksums", "weights"])
+def test_an_incomplete_folder_does_not_load(copied: Path, way: str) -> None:
+    index = json.loads((copied / INDEX).read_text())
+    match way:
+        case "index":
+            (copied / INDEX).unlink()
+        case "shard":
+            next(copied.glob("*00002-of*")).unlink()
+        case "checksums":
+            del index["checksums"]
+            (copied / INDEX).write_text(json.dumps(index))
+        case "weights":
+            del index["checksums"]["model.norm.weight"]
+            (copied / INDEX).write_text(json.dumps(index))
+    with pytest.raises((NearplaneError, OSError)):
+        AutoModelForCausalLM.from_pretrained(copied)
+    with pytest.raises(NearplaneError):
+        nearplane.load(copied)
+
+
+def test_flipped_bits_never_make_another_model(copied: Path) -> None:
+    """Of the weights and the index; a flip may leave the model as it is, in the padding of a header or a size in the index."""
+    expected = AutoModelForCausalLM.from_pretrained(copied).state_dict()
+    files = [*sorted(copied.glob("*.safetensors")), copied / INDEX]
+    chance, refused = random.Random(1), 0
+    for _ in range(40):
+        file = chance.choice(files)
+        whole = file.read_bytes()
+        end = len(whole) if chance.random() < 0.6 or file.suffix == ".json" else 8 + int.from_bytes(whole[:8], "little")
+        damaged = bytearray(whole)
+        damaged[chance.randrange(end)] ^= 1 << chance.randrange(8)
+        file.write_bytes(damaged)
+        try:
+            read = AutoModelForCausalLM.from_pretrained(copied).state_dict()
+        except (NearplaneError, SafetensorError, OSError, ValueError, KeyError, AttributeError, TypeError):
+            refused += 1
+        else:
+            assert read.keys() == expected.keys()
+            assert all(torch.equal(read[name], tensor) for name, tensor in expected.items())
+        file.write_bytes(whole)
+    assert refused > 30
+
+
+def test_weights_are_not_sent_to_disk_nor_taken_from_elsewhere(folder: Callable[[str], Path]) -> None:
+    out = folder("llama")
+    with pytest.raises(ModelError, match="disk"):
+        AutoModelForCausalLM.from_pretrained(out, device_map={"model": "cpu", "lm_head": "disk"})
+    plain, config = decoded(out), AutoConfig.from_pretrained(out)
+    with pytest.raises(ModelError, match="state_dict"):
+        type(plain).from_pretrained(None, config=config, state_dict=plain.state_dict())
+
+
+def test_a_device_map_is_followed(folder: Callable[[str], Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder("llama"), device_map="cpu")
+    assert {tensor.device.type for tensor in model.state_dict().values()} == {"cpu"}
+
+
+def test_other_checkpoints_load_as_ever_and_nothing_is_no_model(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    assert type(nearplane.load(folder("llama").parent / "source").get_submodule(Q)) is torch.nn.Linear
+    with pytest.raises(ModelError, match="no language model"):
+        nearplane.load(tmp_path / "nowhere")

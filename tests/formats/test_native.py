@@ -1,0 +1,203 @@
+"""The native format: every integer comes back, and what is not what was written is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM
+
+from checkpoints import random_matrix
+from families import config_of
+from native_checkpoints import product_matrix, save_tiny, write_native
+from nearplane.coding.blob import Contents, stored_base
+from nearplane.errors import FormatError, ModelError, RecipeError
+from nearplane.evaluate import load_dense
+from nearplane.formats.folder import FORMATS, quantization_of, read_dense, read_matrices
+from nearplane.formats.native import Native
+from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
+from nearplane.models.layers import stored_transposed
+from nearplane.shards import ShardReader, checksum
+
+CONFIG = Native().quantization_config(quantized=["a"], version="0")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, dict[str, QuantizedMatrix]]]:
+    """Return the native checkpoint of a tiny model of a family, and its matrices."""
+    made: dict[str, tuple[Path, dict[str, QuantizedMatrix]]] = {}
+
+    def make(family: str) -> tuple[Path, dict[str, QuantizedMatrix]]:
+        if family not in made:
+            place = tmp_path_factory.mktemp(family)
+            save_tiny(place / "source", family)
+            made[family] = place / "out", write_native(place / "out", place / "source")
+        return made[family]
+
+    return make
+
+
+@pytest.mark.parametrize("coder", ["tans", "huffman", "zstd"])
+@pytest.mark.parametrize("shape", [(1, 2), (5, 7), (64, 96)])
+def test_a_matrix_reads_back_exactly(coder: str, shape: tuple[int, int], generator: torch.Generator) -> None:
+    if coder == "zstd":
+        pytest.importorskip("zstandard")
+    matrix = product_matrix(torch.randn(shape, generator=generator))
+    matrix.codes[0, 0] = 2**31 - 1
+    layout = Native(coder=coder)
+    tensors = layout.pack_layer("a", matrix, torch.float32)
+    assert {name: tensor.dtype for name, tensor in tensors.items()} == {"a.weight_coded": torch.uint8}
+    read = layout.unpack_layer("a", tensors, CONFIG)
+    assert torch.equal(read.codes, matrix.codes)
+    assert torch.equal(read.decode(), matrix.decode())
+
+
+def test_scales_are_the_same_to_the_solver_and_to_the_coder() -> None:
+    """One is computed by torch, the other by NumPy: every mantissa that a ladder has."""
+    exponents = torch.arange(-1000, 1000, dtype=torch.int32)
+    for resolution in (1, 4, 64):
+        grid = ProductGrid(
+            base=float(stored_base(0.01)), columns=exponents, column_resolution=resolution, rows=exponents % 64,
+            row_resolution=resolution,
+        )  # fmt: skip
+        contents = Contents(
+            codes=np.zeros((2000, 2000), np.int32), base=grid.base, columns=exponents.numpy(),
+            column_resolution=resolution, rows=grid.rows.numpy(), row_resolution=resolution,
+        )  # fmt: skip
+        assert np.array_equal(contents.column_scale, grid.column_scale().numpy())
+        assert np.array_equal(contents.row_scale, grid.row_scale().numpy())
+
+
+def test_a_coder_makes_other_bytes_and_is_found_again_from_the_config(generator: torch.Generator) -> None:
+    matrix = product_matrix(torch.randn(64, 96, generator=generator))
+    layouts = [Native(), Native(coder="huffman"), Native(coder="huffman", classes=False)]
+    blobs = {layout.pack_layer("a", matrix, torch.float32)["a.weight_coded"].numpy().tobytes() for layout in layouts}
+    assert len(blobs) == 3
+    for layout in layouts:
+        assert Native.of(layout.quantization_config(quantized=["a"], version="0")) == layout
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_folder_reads_back_as_it_was_written(folders: Callable[..., tuple[Path, dict]], family: str) -> None:
+    out, written = folders(family)
+    read = dict(read_matrices(out))
+    original = AutoModelForCausalLM.from_config(config_of(family))
+    known = original.state_dict().keys() - original.all_tied_weights_keys.keys()
+    dense = dict(read_dense(out, transposed=stored_transposed(original)))
+    assert read.keys() == written.keys()
+    assert dense.keys() == known
+    for name, matrix in written.items():
+        assert torch.equal(read[name].codes, matrix.codes)
+        values = matrix.decode() if family == "llama" else matrix.decode().T
+        assert torch.equal(dense[f"{name}.weight"], values)
+
+
+def test_evaluation_decodes_a_folder(folders: Callable[..., tuple[Path, dict]], tmp_path: Path) -> None:
+    out, written = folders("gpt2")
+    shutil.copytree(out, tmp_path / "out")
+    Tokenizer(WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "out" / "tokenizer.json"))
+    model, _ = load_dense(tmp_path / "out", torch.device("cpu"))
+    for name, matrix in written.items():
+        assert torch.equal(model.get_submodule(name).weight, matrix.decode().T)
+
+
+def test_the_index_holds_a_checksum_of_every_tensor(folders: Callable[..., tuple[Path, dict]]) -> None:
+    out, _ = folders("llama")
+    sums = json.loads((out / "model.safetensors.index.json").read_text())["checksums"]
+    tensors = {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert sums == {name: checksum(tensor) for name, tensor in tensors.items()}
+    ShardReader(out).verify()
+
+
+def test_a_flipped_bit_anywhere_in_a_shard_is_refused(
+    folders: Callable[..., tuple[Path, dict]], tmp_path: Path
+) -> None:
+    """A flip may also leave the tensors as they are, in the padding of a header."""
+    out, _ = folders("llama")
+    shutil.copytree(out, copy := tmp_path / "out")
+    expected, chance, refused = dict(read_dense(out)), random.Random(0), 0
+    for _ in range(120):
+        shard = chance.choice(sorted(copy.glob("*.safetensors")))
+        whole = shard.read_bytes()
+        end = len(whole) if chance.random() < 0.7 else 8 + int.from_bytes(whole[:8], "little")
+        damaged = bytearray(whole)
+        damaged[chance.randrange(end)] ^= 1 << chance.randrange(8)
+        shard.write_bytes(damaged)
+        try:
+            read = dict(read_dense(copy))
+        except (FormatError, ModelError) as error:
+            refused += 1
+            assert str(copy) in str(error)  # noqa: PT017  (or it is no error at all)
+        else:
+            assert read.keys() == expected.keys()
+            assert all(torch.equal(read[name], tensor) for name, tensor in expected.items())
+        shard.write_bytes(whole)
+    assert refused > 100
+
+
+def test_matrices_that_changed_places_are_refused(folders: Callable[..., tuple[Path, dict]], tmp_path: Path) -> None:
+    """Both are whole and of the right shape: only the checksums know."""
+    out, _ = folders("llama")
+    shutil.copytree(out, tmp_path / "out")
+    shard = sorted((tmp_path / "out").glob("*.safetensors"))[0]
+    tensors = load_file(shard)
+    q, o = (f"model.layers.0.self_attn.{name}_proj.weight_coded" for name in "qo")
+    save_file(tensors | {q: tensors[o], o: tensors[q]}, shard)
+    with pytest.raises(FormatError, match=r"00001-of-00002.*[qo]_proj\.weight_coded has the checksum"):
+        dict(read_matrices(tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"format_version": 2}, "format_version 2.*reads 1"),
+        ({"format_version": None}, "format_version None"),
+        ({"coder": "lzma"}, "coder 'lzma'.*tans, huffman, zstd"),
+        ({"classes": "yes"}, "classes 'yes'"),
+    ],
+)
+def test_a_future_or_unknown_config_is_refused(
+    folders: Callable[..., tuple[Path, dict]], tmp_path: Path, change: dict, match: str
+) -> None:
+    out, _ = folders("llama")
+    shutil.copytree(out, tmp_path / "out")
+    config = json.loads((out / "config.json").read_text())
+    config["quantization_config"] |= change
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    for read in (read_matrices, read_dense):
+        with pytest.raises(FormatError, match=match):
+            dict(read(tmp_path / "out"))
+
+
+def test_a_missing_or_damaged_tensor_is_named() -> None:
+    tensors = Native().pack_layer("a.b", product_matrix(torch.randn(8, 9)), torch.float32)
+    with pytest.raises(FormatError, match=r"a\.b\.weight_coded is missing"):
+        Native().unpack_layer("a.b", {}, CONFIG)
+    blob = tensors["a.b.weight_coded"]
+    for damaged in (blob[:-1], blob[: len(blob) // 2], torch.cat([blob, blob]), blob.flip(0), blob[:0]):
+        with pytest.raises(FormatError, match=r"a\.b\.weight_coded"):
+            Native().unpack_layer("a.b", {"a.b.weight_coded": damaged}, CONFIG)
+
+
+def test_grids_and_modules_that_the_format_does_not_hold_are_refused() -> None:
+    with pytest.raises(FormatError, match=r"a: a Grid .*ProductGrid"):
+        Native().pack_layer("a", random_matrix(4, 8, bits=4, group_size=None, symmetric=True), torch.float32)
+    with pytest.raises(RecipeError, match=r"a is a Conv2d.*--ignore"):
+        Native().check("a", (4, 8), "Conv2d")
+    Native().check("a", (4, 8), "Conv1D")
+
+
+def test_modules_are_listed_in_the_order_of_their_numbers(folders: Callable[..., tuple[Path, dict]]) -> None:
+    names = [f"layers.{i}.q" for i in range(12)]
+    assert FORMATS["nearplane"].quantization_config(quantized=names[::-1], version="0")["modules"] == names
+    out, written = folders("llama")
+    assert set((quantization_of(out) or {})["modules"]) == written.keys()
