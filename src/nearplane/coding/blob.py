@@ -172,10 +172,19 @@ def size(contents: Contents, *, coder: Coder = "tans", classes: bool = True) -> 
     return Size(side=start + (bits.count - of_rows) // 8 + 4, payload=of_rows + planning.payload_bits(plan))
 
 
-def entropy(contents: Contents) -> Report:
+def entropy(codes: NDArray[np.int32]) -> float:
+    """Return the plug-in entropy of all codes as one source, in bits per code."""
+    return planning.total_bits(codes) / codes.size
+
+
+def entropies(contents: Contents) -> Report:
     """Return the plug-in entropies of a matrix; `classes` is given the classes of columns and rows that encode would store."""
-    plan = _plan(contents, "tans", True)
-    return Report(one=0.0, classes=0.0, columns=0.0)
+    codes = contents.codes
+    header = _plan(contents, "tans", True).header
+    spreads = header.spread_of(header.column_levels()[None, :], header.row_levels[:, None])  # (out, in)
+    classes = sum(planning.total_bits(codes[spreads == spread]) for spread in np.unique(spreads))
+    columns = sum(planning.total_bits(column) for column in codes.T)
+    return Report(one=entropy(codes), classes=classes / codes.size, columns=columns / codes.size)
 
 
 def shape_of(blob: NDArray[np.uint8], *, name: str = "matrix") -> tuple[int, int]:

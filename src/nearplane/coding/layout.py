@@ -150,13 +150,13 @@ def write_header(header: Header, layout: Layout) -> tuple[BitWriter, int]:
     out.put(header.column_resolution.bit_length() - 1, 3)
     out.put(header.row_resolution.bit_length() - 1, 3)
     out.array(header.columns)
-    out.array(header.rows)
+    out.optional(header.rows)
     out.put(header.spread, 8)
     out.put(header.mixture, 4)
     out.put(header.slope, 3)
     out.put(header.level_resolution.bit_length() - 1, 2)
-    out.array(header.corrections)
-    out.array(header.row_levels)
+    out.optional(header.corrections)
+    out.optional(header.row_levels)
     if header.row_levels.any():
         out.put(header.row_level_resolution.bit_length() - 1, 2)
     out.gamma(header.pairs)
@@ -206,15 +206,15 @@ def read_header(data: NDArray[np.uint8], name: str) -> tuple[Header, Layout, Bit
     base, column_resolution, row_resolution = bits.take(16), 1 << bits.take(3), 1 << bits.take(3)
     if max(column_resolution, row_resolution) > 64:
         raise FormatError(f"{name}: a ladder has 128 steps per octave, at most 64 are possible; the file is damaged")
-    columns, _ = bits.array(width, "column exponents", EXPONENT)
-    rows, _ = bits.array(out, "row exponents", EXPONENT)
+    columns = bits.array(width, "column exponents", EXPONENT)
+    rows = bits.optional(out, "row exponents", EXPONENT)
     spread, mixture, slope, level_resolution = bits.take(8), bits.take(4), bits.take(3), 1 << bits.take(2)
     if spread >= model.SPREADS:
         raise FormatError(
             f"{name}: the spread is {spread}, at most {model.SPREADS - 1} is possible; the file is damaged"
         )
-    corrections, _ = bits.array(width, "column levels", EXPONENT)
-    row_levels, _ = bits.array(out, "row levels", ROW_LEVEL)
+    corrections = bits.optional(width, "column levels", EXPONENT)
+    row_levels = bits.optional(out, "row levels", ROW_LEVEL)
     row_level_resolution = 1 << bits.take(2) if row_levels.any() else 1
     header = Header(
         coder=coder,

@@ -128,19 +128,17 @@ def paired(single: NDArray[np.uint16]) -> NDArray[np.uint16]:
 
 
 @functools.cache
-def family_costs() -> NDArray[np.float32]:
-    """Return the bits of |code| = 0 ... 127 and, last, of anything beyond: (shapes, spreads, 129); escapes with their list."""
-    costs = np.empty((SHAPES, SPREADS, LARGEST + 2), np.float32)
-    magnitude = np.arange(LARGEST + 2)
-    listed = 4 + 2 * np.log2(np.maximum(magnitude, 1))
-    for shape in range(SHAPES):
-        for spread in range(SPREADS):
-            frequency = parametric(spread, shape)
-            half = np.append(frequency[128:], 0).astype(np.float64)
-            escape = listed - math.log2(frequency[ESCAPE] / TOTAL)
-            with np.errstate(divide="ignore"):
-                costs[shape, spread] = np.where(half > 0, -np.log2(half / TOTAL), escape)
-    return costs
+def family_costs(mixture: int) -> NDArray[np.float32]:
+    """Return the bits of |code| = 0 ... 127 and, last, of anything beyond: (spreads, 129); escapes with their list."""
+    half = np.zeros((SPREADS, LARGEST + 2))
+    escape = np.empty(SPREADS)
+    for spread in range(SPREADS):
+        frequency = parametric(spread, mixture)
+        half[spread, : LARGEST + 1] = frequency[128:]
+        escape[spread] = frequency[ESCAPE]
+    listed = 4 + 2 * np.log2(np.maximum(np.arange(LARGEST + 2), 1))
+    with np.errstate(divide="ignore"):
+        return np.where(half > 0, 12 - np.log2(half), 12 - np.log2(escape)[:, None] + listed).astype(np.float32)
 
 
 @functools.cache

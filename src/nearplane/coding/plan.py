@@ -5,6 +5,7 @@ Works on histograms of |code| per column, so that it costs about as much as coun
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,7 +13,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from nearplane.coding import huffman, layout, model
-from nearplane.coding.side import BitWriter, array_bits, zigzag
+from nearplane.coding.side import BitWriter, array_bits, rice_bits, zigzag
 
 ESCAPES_IN_PAIRS = 2e-4  # share of codes outside the nibble up to which a group is coded in pairs
 _SAMPLE = 384  # columns that the family's member is chosen on
@@ -28,6 +29,7 @@ class Plan:
     layout: layout.Layout
     counts: dict[int, NDArray[np.int64]]  # spread -> (256,) codes by symbol, beyond 127 at the escape
     shares: dict[int, float]  # spread -> share of its codes in pair groups
+    beyond: NDArray[np.int64]  # codes beyond 127
 
 
 @njit(cache=True, nogil=True)
@@ -52,6 +54,74 @@ def _weighed(codes: NDArray[np.int32], weights: NDArray[np.float64]) -> NDArray[
     return sums
 
 
+@njit(cache=True, nogil=True)
+def _costs(
+    counts: NDArray[np.int32], tables: NDArray[np.float32], pick: NDArray[np.int64], out: NDArray[np.float32]
+) -> None:
+    """Add up counts (classes, in, 2 top + 2) times the bits of |code| at every spread, tables (classes, top + 2, spreads)."""
+    top = tables.shape[1] - 2
+    for c in range(counts.shape[0]):
+        for n in range(len(pick)):
+            of, into = counts[c, pick[n]], out[n]
+            for k in range(top + 2):
+                if k <= top:
+                    much = of[top + k] + (of[top - k] if k else 0)
+                else:
+                    much = of[2 * top + 1]
+                if much:
+                    price = tables[c, k]
+                    factor = np.float32(much)
+                    for s in range(len(into)):
+                        into[s] += factor * price[s]
+
+
+@njit(cache=True, nogil=True)
+def _totals(
+    cost: NDArray[np.float32], levels: NDArray[np.int64], step: int, first: int, count: int
+) -> NDArray[np.float64]:
+    """Return the bits of all columns at the spreads first + i + step * level, i < count."""
+    out = np.zeros(count)
+    last = cost.shape[1] - 1
+    for j in range(len(levels)):
+        for i in range(count):
+            out[i] += cost[j, min(max(first + i + step * levels[j], 0), last)]
+    return out
+
+
+@njit(cache=True, nogil=True)
+def _pick(
+    cost: NDArray[np.float32],
+    predicted: NDArray[np.int64],
+    shift: int,
+    step: int,
+    limit: int,
+    rice: NDArray[np.float64],
+) -> tuple[NDArray[np.int32], float]:
+    """Choose for every row of the cost the correction of its level that takes the fewest bits; return the bits without rice."""
+    near = len(rice) // 2
+    last = cost.shape[1] - 1
+    found = np.empty(len(predicted), np.int32)
+    total = 0.0
+    for j in range(len(predicted)):
+        best, own = 1e30, 0.0
+        for t in range(-near, near + 1):
+            level = min(max(predicted[j] + t, -limit), limit)
+            bits = cost[j, min(max(shift + step * level, 0), last)]
+            if bits + rice[near + t] < best:
+                best, own = bits + rice[near + t], bits
+                found[j] = t
+        total += own
+    return found, total
+
+
+@njit(cache=True, nogil=True)
+def _sum_by_spread(counts: NDArray[np.int32], spreads: NDArray[np.int64], out: NDArray[np.int64]) -> None:
+    """Add counts (classes, in, symbols) to out (spreads, symbols) by the spreads (in, classes)."""
+    for c in range(counts.shape[0]):
+        for j in range(counts.shape[1]):
+            out[spreads[j, c]] += counts[c, j]
+
+
 class _Counts:
     """Histograms of a matrix by row class, and what tables would cost its columns."""
 
@@ -61,37 +131,27 @@ class _Counts:
         self.levels, classes = np.unique(row_levels, return_inverse=True)
         self.signed = np.zeros((len(self.levels), codes.shape[1], 2 * self.top + 2), np.int32)
         _histogram(codes, classes.reshape(-1), self.top, self.signed)
-        top = self.top
-        folded = np.zeros((*self.signed.shape[:2], top + 2), np.float32)
-        folded[..., : top + 1] = self.signed[..., top : 2 * top + 1]
-        folded[..., 1 : top + 1] += self.signed[..., :top][..., ::-1]
-        folded[..., top + 1] = self.signed[..., 2 * top + 1]
-        self.folded = folded
 
-    def costs(self, mixture: int, row_step: int, pick: slice | NDArray[np.int64] = slice(None)) -> NDArray[np.float32]:
+    def costs(self, mixture: int, row_step: int, pick: NDArray[np.int64] | None = None) -> NDArray[np.float32]:
         """Return the bits of columns at every spread of row level 0: (columns, spreads)."""
-        table = model.family_costs()[mixture]
+        table = model.family_costs(mixture)
         table = np.concatenate([table[:, : self.top + 1], table[:, -1:]], 1).T  # (top + 2, spreads)
-        total = None
-        for level, folded in zip(self.levels, self.folded, strict=True):
-            shifted = np.clip(np.arange(model.SPREADS) + int(level) * row_step, 0, model.SPREADS - 1)
-            cost = (folded[pick] @ table)[:, shifted]
-            total = cost if total is None else total + cost
-        assert total is not None
-        return total
+        shifted = np.clip(np.arange(model.SPREADS) + self.levels[:, None] * row_step, 0, model.SPREADS - 1)
+        tables = np.ascontiguousarray(np.moveaxis(table[:, shifted], 1, 0))  # (classes, top + 2, spreads)
+        if pick is None:
+            pick = np.arange(self.signed.shape[1])
+        out = np.zeros((len(pick), model.SPREADS), np.float32)
+        _costs(self.signed, tables, pick, out)
+        return out
 
     def by_spread(self, spreads: NDArray[np.int64]) -> dict[int, NDArray[np.int64]]:
         """Return the counts by symbol of every spread; spreads (in, classes)."""
-        found = {}
-        for spread in np.unique(spreads):
-            total = np.zeros(self.signed.shape[2], np.int64)
-            for c in range(len(self.levels)):
-                total += self.signed[c][spreads[:, c] == spread].sum(0, dtype=np.int64)
-            symbols = np.zeros(256, np.int64)
-            symbols[128 - self.top : 129 + self.top] = total[:-1]
-            symbols[0] += total[-1]
-            found[int(spread)] = symbols
-        return found
+        total = np.zeros((model.SPREADS, self.signed.shape[2]), np.int64)
+        _sum_by_spread(self.signed, spreads, total)
+        symbols = np.zeros((model.SPREADS, 256), np.int64)
+        symbols[:, 128 - self.top : 129 + self.top] = total[:, :-1]
+        symbols[:, 0] += total[:, -1]
+        return {int(spread): symbols[spread] for spread in np.unique(spreads)}
 
 
 def make_plan(
@@ -138,7 +198,10 @@ def make_plan(
     shares = _shares_of_pairs(header, arrangement, spreads, counts)
     if coder != "zstd":
         header = replace(header, stored=_stored_tables(header, found, shares))
-    return Plan(header=header, layout=arrangement, counts=found, shares=shares)
+    beyond = (
+        codes[(codes > model.LARGEST) | (codes < -model.LARGEST)] if sum(c[0] for c in found.values()) else codes[:0, 0]
+    )
+    return Plan(header=header, layout=arrangement, counts=found, shares=shares, beyond=beyond.astype(np.int64))
 
 
 def _levels_of_columns(header: layout.Header, counts: _Counts, classes: bool) -> tuple[layout.Header, float]:
@@ -171,17 +234,18 @@ def _member(
 ) -> tuple[layout.Header, int]:
     """Choose slope, spread and mixture on a sample of columns, without corrections."""
     cost = counts.costs(2, row_step, pick)
+    cheapest = cost.argmin(1)
     best: tuple[float, int, int] | None = None
     for slope in slopes:
-        levels = _predicted(header, slope)[pick] * 2  # at 8 levels per octave
-        free = int(np.median(cost.argmin(1) - levels))
-        totals = _totals(cost, levels, np.arange(free - 10, free + 11))
+        levels = _predicted(header, slope)[pick]  # at 8 levels per octave
+        free = int(np.median(cheapest - 2 * levels))
+        totals = _totals(cost, levels, 2, free - 10, 21)
         at = int(totals.argmin())
         if best is None or totals[at] < best[0]:
             best = (float(totals[at]), slope, free - 10 + at)
     assert best is not None
     _, slope, spread = best
-    levels = _predicted(header, slope)[pick] * 2
+    levels = 2 * _predicted(header, slope)[pick]
     mixture, spread = _best_mixture(counts, pick, row_step, spread + levels, range(model.SHAPES), spread)
     return replace(header, mixture=mixture, slope=slope), spread
 
@@ -205,7 +269,7 @@ def _best_mixture(
         if mixture not in mixtures:
             return float("inf")
         if mixture not in best:
-            totals = _totals(counts.costs(mixture, row_step, pick), spreads, np.arange(-6, 7))
+            totals = _totals(counts.costs(mixture, row_step, pick), spreads, 1, -6, 13)
             best[mixture] = (float(totals.min()), int(totals.argmin()) - 6)
         return best[mixture][0]
 
@@ -217,12 +281,6 @@ def _best_mixture(
         at = following
 
 
-def _totals(cost: NDArray[np.float32], spreads: NDArray[np.int64], shifts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the bits of all columns with their spreads shifted by each of the shifts."""
-    at = np.clip(spreads[:, None] + shifts[None, :], 0, model.SPREADS - 1)
-    return np.take_along_axis(cost, at, 1).sum(0, dtype=np.float64)
-
-
 def _corrected(header: layout.Header, cost: NDArray[np.float32], spread: int) -> tuple[layout.Header, float]:
     """Choose levels per octave, spread and corrections for the columns; return the header and its bits."""
     width = header.shape[1]
@@ -231,25 +289,24 @@ def _corrected(header: layout.Header, cost: NDArray[np.float32], spread: int) ->
         step = 16 // resolution
         predicted = layout.predict(header.columns, header.column_resolution, header.slope, resolution)
         levels = np.clip(predicted, -layout.LEVEL, layout.LEVEL)
-        totals = _totals(cost, step * levels, np.arange(spread - 3, spread + 4))
+        totals = _totals(cost, levels, step, spread - 3, 7)
         shift = int(np.clip(spread - 3 + int(totals.argmin()), 0, model.SPREADS - 1))
-        corrections = np.zeros(width, np.int32)
-        bits = float(_totals(cost, step * levels, np.array([shift]))[0]) + 4
+        bits = float(_totals(cost, levels, step, shift, 1)[0]) + 4
         if best is None or bits < best[0]:
-            best = (bits, replace(header, level_resolution=resolution, spread=shift, corrections=corrections))
-        tried = np.arange(-_NEAR, _NEAR + 1)
-        wanted = np.clip(predicted[:, None] + tried[None, :], -layout.LEVEL, layout.LEVEL)
-        spreads = np.clip(shift + step * wanted, 0, model.SPREADS - 1)
-        each = np.take_along_axis(cost, spreads, 1)
+            none = np.zeros(width, np.int32)
+            best = (bits, replace(header, level_resolution=resolution, spread=shift, corrections=none))
         for parameter in (0, 1, 2):
-            rice = 1 + parameter + (zigzag(tried) >> parameter)
-            chosen = (each + rice[None, :]).argmin(1)
-            corrections = tried[chosen].astype(np.int32)
-            bits = float(np.take_along_axis(each, chosen[:, None], 1).sum(dtype=np.float64)) + array_bits(corrections)
+            corrections, bits = _pick(cost, predicted, shift, step, layout.LEVEL, _rice(_NEAR, parameter))
+            bits += array_bits(corrections)
             if bits < best[0]:
                 best = (bits, replace(header, level_resolution=resolution, spread=shift, corrections=corrections))
     assert best is not None
     return best[1], best[0]
+
+
+def _rice(near: int, parameter: int) -> NDArray[np.float64]:
+    """Return the bits of -near ... near."""
+    return (1.0 + parameter) + (zigzag(np.arange(-near, near + 1)) >> parameter)
 
 
 def _levels_of_rows(header: layout.Header, codes: NDArray[np.int32]) -> layout.Header | None:
@@ -271,14 +328,13 @@ def _levels_of_rows(header: layout.Header, codes: NDArray[np.int32]) -> layout.H
     shift = np.interp(_weighed(codes, weights), np.maximum.accumulate(expected), shifts)
     best: tuple[float, layout.Header] | None = None
     gained = 0.72 * information
+    tried, level = np.arange(-layout.ROW_LEVEL, layout.ROW_LEVEL + 1), np.zeros(len(shift), np.int64)
     for resolution in (1, 2, 4):
-        step = 16 // resolution
-        tried = np.arange(-layout.ROW_LEVEL, layout.ROW_LEVEL + 1)
+        each = (gained * (shift[:, None] - 16 // resolution * tried[None, :]) ** 2).astype(np.float32)
         for parameter in (0, 1, 2):
-            rice = 1 + parameter + (zigzag(tried) >> parameter)
-            each = gained * (shift[:, None] - step * tried[None, :]) ** 2 + rice[None, :]
-            levels = tried[each.argmin(1)].astype(np.int32)
-            bits = float(each.min(1).sum())
+            rice = _rice(layout.ROW_LEVEL, parameter)
+            levels, bits = _pick(each, level, layout.ROW_LEVEL, 1, layout.ROW_LEVEL, rice)
+            bits += array_bits(levels)
             if levels.any() and (best is None or bits < best[0]):
                 best = (bits, replace(header, row_level_resolution=resolution, row_levels=levels))
     if best is None or best[0] > gained * float((shift**2).sum()):
@@ -293,22 +349,21 @@ def _choose_pairs(header: layout.Header, counts: _Counts) -> layout.Header:
     outside = counts.signed.sum(0, dtype=np.int64)  # (in, symbols)
     total = outside.sum(1)
     outside = total - outside[:, max(0, top - 7) : top + 8][:, : 2 * top + 1].sum(1) if top > 7 else outside[:, -1]
-    pairs = 0
     found = np.unique(levels)
-    for level in found:
-        here = levels == level
+    pairs = 0
+    while pairs < len(found):
+        here = levels == found[pairs]
         if outside[here].sum() > ESCAPES_IN_PAIRS * total[here].sum():
             break
         pairs += 1
+    predicted = layout.predict(header.columns, header.column_resolution, header.slope, header.level_resolution)
     corrections = header.corrections.copy()
-    for n, level in enumerate(found[:pairs]):
+    for level, above in zip(found[:pairs], found[1:], strict=False):
         here = np.flatnonzero(levels == level)
-        if len(here) % 2 and n + 1 < len(found):
-            column = here[int((outside[here] * 0 + np.arange(len(here))).argmax())]
-            corrections[column] += int(found[n + 1] - level)
-            levels[column] = found[n + 1]
-            if len(here) == 1:
-                return _choose_pairs(replace(header, corrections=corrections), counts)
+        if len(here) % 2:
+            corrections[here[-1]] = above - predicted[here[-1]]
+            levels[here[-1]] = above
+    pairs = len(np.unique(levels[levels <= found[pairs - 1]])) if pairs else 0
     return replace(header, pairs=pairs, corrections=corrections)
 
 
@@ -320,10 +375,9 @@ def _shares_of_pairs(
     for start, stop, pairs in zip(arrangement.starts, arrangement.stops, arrangement.pairs, strict=True):
         paired[arrangement.column_order[start:stop]] = pairs
     weight = counts.signed.sum(2, dtype=np.int64).T  # (in, classes)
-    return {
-        int(spread): float((weight * paired[:, None])[spreads == spread].sum() / weight[spreads == spread].sum())
-        for spread in np.unique(spreads)
-    }
+    total = np.bincount(spreads.reshape(-1), weight.reshape(-1), model.SPREADS)
+    within = np.bincount(spreads.reshape(-1), (weight * paired[:, None]).reshape(-1), model.SPREADS)
+    return {int(spread): float(within[spread] / total[spread]) for spread in np.flatnonzero(total)}
 
 
 def _stored_tables(
@@ -352,35 +406,62 @@ def _stored_tables(
 
 def table_bits(count: NDArray[np.int64], table: NDArray[np.uint16]) -> float:
     """Return the bits of symbols with the given counts (256,), with about what the list of escapes takes."""
-    escaped = int(count[table == 0].sum()) + int(count[0])
+    bits, listed = stream_bits(count, table)
+    magnitude = np.maximum(np.abs(np.arange(256) - 128), 1)
+    magnitude[0] = 256
+    return bits + float(listed @ (4 + 2 * np.log2(magnitude)))
+
+
+def stream_bits(count: NDArray[np.int64], table: NDArray[np.uint16]) -> tuple[float, NDArray[np.float64]]:
+    """Return the bits of codes with the given counts (256,) but for the list of escapes, and the counts of that list."""
+    listed = np.where(table == 0, count, 0).astype(np.float64)
+    listed[0] = count[0]
+    price = np.zeros(256)
     used = table > 0
-    used[0] = False
-    bits = float(count[used] @ (12 - np.log2(table[used].astype(np.float64))))
-    if escaped:
-        escape = 12 - np.log2(float(table[0])) if table[0] else 64.0
-        magnitude = np.maximum(np.abs(np.arange(256) - 128), 1)
-        magnitude[0] = 256
-        listed = count * (table == 0)
-        listed[0] = count[0]
-        bits += escaped * escape + float(listed @ (4 + 2 * np.log2(magnitude)))
-    return bits
+    price[used] = 12 - np.log2(table[used].astype(np.float64))
+    escape = price[0] if used[0] else 64.0
+    price[~used] = escape
+    return float(count @ price), listed
+
+
+def paired_stream_bits(count: NDArray[np.int64], table: NDArray[np.uint16]) -> tuple[float, NDArray[np.float64]]:
+    """Return the same as `stream_bits` when independent codes are coded two by two with a table of pairs."""
+    total = float(count.sum())
+    nibble = np.zeros(16)
+    nibble[1:] = count[121:136]
+    nibble[0] = total - nibble.sum()
+    weight = nibble[:, None] * nibble[None, :] / total / 2  # pairs, [high, low]
+    frequency = table.reshape(16, 16).astype(np.float64)
+    lacks = frequency == 0
+    price = 12 - np.log2(np.where(lacks, frequency[0, 0], frequency))
+    missed = (weight * lacks).sum(0) + (weight * lacks).sum(1)  # codes per nibble that are escaped with their partner
+    listed = count * (missed / np.maximum(nibble, 1e-9))[0]
+    listed[121:136] = missed[1:]
+    far = np.r_[0:121, 136:256]
+    listed[far] = count[far]
+    return float((weight * price).sum()), listed
 
 
 def payload_bits(plan: Plan) -> float:
     """Return the bits of codes and escapes, and of the chunks around them; pairs as if neighbours were independent."""
     header = plan.header
     bits = 0.0
+    listed = np.zeros(256)
     for spread, count in plan.counts.items():
         table = header.stored.get(spread)
         if table is None:
             table = model.parametric(spread, header.mixture)
         share = plan.shares[spread]
-        if header.coder == "huffman":
-            table = huffman.frequencies(table)
         if share < 1:
-            bits += (1 - share) * table_bits(count, table)
+            single = huffman.frequencies(table) if header.coder == "huffman" else table
+            more, more_listed = stream_bits(count, single)
+            bits += (1 - share) * more
+            listed += (1 - share) * more_listed
         if share > 0:
-            bits += share * _paired_bits(count, model.paired(table))
+            more, more_listed = paired_stream_bits(count, model.paired(table))
+            bits += share * more
+            listed += share * more_listed
+    bits += _list_bits(listed, plan.beyond)
     if not header.chunked:
         return bits + 12 + 1
     chunks = len(layout.chunk_edges(plan.layout.total)) - 1
@@ -390,26 +471,21 @@ def payload_bits(plan: Plan) -> float:
     return bits + 8 * chunks * around
 
 
-def _paired_bits(count: NDArray[np.int64], table: NDArray[np.uint16]) -> float:
-    """Return the bits of codes with the given counts (256,) when independent ones are coded two by two."""
-    total = int(count.sum())
-    magnitude = np.maximum(np.abs(np.arange(256) - 128), 1)
-    magnitude[0] = 256
-    listed = 4 + 2 * np.log2(magnitude)
-    near = slice(121, 136)
-    nibble = np.zeros(16)
-    nibble[1:] = count[near]
-    nibble[0] = total - nibble.sum()
-    list_bits = np.zeros(16)
-    list_bits[1:] = listed[near]
-    far = count.astype(np.float64).copy()
-    far[near] = 0
-    list_bits[0] = (far @ listed) / far.sum() if far.sum() else 0
-    weight = nibble[:, None] * nibble[None, :] / total / 2  # [high, low] pairs
-    frequency = table.reshape(16, 16).astype(np.float64)
-    escape = 12 - np.log2(frequency[0, 0]) + list_bits[:, None] + list_bits[None, :]
-    with np.errstate(divide="ignore"):
-        direct = 12 - np.log2(frequency)
-    direct[0, :] += list_bits[0]
-    direct[:, 0] += list_bits[0]
-    return float((weight * np.where(frequency > 0, direct, escape)).sum())
+def _list_bits(listed: NDArray[np.float64], beyond: NDArray[np.int64]) -> float:
+    """Return the bits of a list of escapes: counts (256,) of codes within a byte, and codes beyond."""
+    folded = zigzag(np.arange(-128, 128))
+    listed[0] = 0
+    outer = zigzag(beyond)
+    return min(float(listed @ (1 + k + (folded >> k))) + rice_bits(outer, k) for k in range(15))
+
+
+def total_bits(codes: NDArray[np.int32]) -> float:
+    """Return the plug-in entropy of codes times their number."""
+    flat = codes.reshape(-1).astype(np.int64)
+    low = int(flat.min())
+    if int(flat.max()) - low < 1 << 20:
+        counts = np.bincount(flat - low)
+    else:
+        counts = np.unique(flat, return_counts=True)[1]
+    counts = counts[counts > 0].astype(np.float64)
+    return float(counts @ (math.log2(len(flat)) - np.log2(counts)))

@@ -128,6 +128,12 @@ class BitWriter:
         self.signed(centre)
         self.rice(values - centre, parameter)
 
+    def optional(self, values: NDArray[np.int32]) -> None:
+        """Append a bit that says whether any of the integers is not zero, and if so the array."""
+        self.put(bool(values.any()), 1)
+        if values.any():
+            self.array(values)
+
     def bits(self) -> NDArray[np.uint8]:
         """Return the bits so far, one per byte."""
         return np.concatenate(self._parts) if self._parts else np.zeros(0, np.uint8)
@@ -145,7 +151,7 @@ def centre_of(values: NDArray[np.int64]) -> int:
 def array_bits(values: NDArray[np.int32]) -> int:
     """Return the bits that `BitWriter.array` takes, without the centre."""
     if values.min() == values.max():
-        return 4
+        return 4 if values[0] else 0
     folded = zigzag(values.astype(np.int64) - centre_of(values.astype(np.int64)))
     return 4 + rice_bits(folded, rice_parameter(folded))
 
@@ -207,8 +213,8 @@ class BitReader:
         self.at = int(at)
         return values
 
-    def array(self, count: int, what: str, limit: int) -> tuple[NDArray[np.int32], int]:
-        """Return `count` integers of at most `limit` in magnitude, and their centre."""
+    def array(self, count: int, what: str, limit: int) -> NDArray[np.int32]:
+        """Return `count` integers of at most `limit` in magnitude."""
         parameter, centre = self.take(4, what), self.signed(what)
         if parameter == EQUAL:
             values = np.broadcast_to(np.int64(centre), (count,))
@@ -219,7 +225,11 @@ class BitReader:
             raise FormatError(
                 f"{self.name}: the {what} reach from {low} to {high}, at most {limit} is possible; the file is damaged"
             )
-        return values.astype(np.int32), centre
+        return values.astype(np.int32)
+
+    def optional(self, count: int, what: str, limit: int) -> NDArray[np.int32]:
+        """Return `count` integers that a bit may say to be all zero."""
+        return self.array(count, what, limit) if self.take(1, what) else np.zeros(count, np.int32)
 
 
 def varint(value: int) -> bytes:

@@ -58,7 +58,7 @@ def _decompress(data: NDArray[np.uint8], count: int, where: str) -> NDArray[np.u
         )
     except zstandard.ZstdError as error:
         raise FormatError(f"{where}: zstandard cannot read it ({error}); the file is damaged") from error
-    return np.frombuffer(found, np.uint8)
+    return np.frombuffer(bytearray(found), np.uint8)
 
 
 def _escape(
