@@ -101,7 +101,7 @@ class PackedLinear(nn.Module):
         rows = row_place[packed.patch_rows]
         by_row = np.argsort(rows, kind="stable")
         buffers = {
-            "codes": np.concatenate(arrays) if arrays else np.empty(0, np.uint8),
+            "codes": _joined(arrays),
             "column_order": packed.column_order,
             "row_place": row_place,
             "column_bits": packed.column_scale[packed.column_order].view(np.int32),
@@ -186,3 +186,13 @@ def _inverse(order: Any) -> Any:
     place = np.empty(len(order), np.int32)
     place[order] = np.arange(len(order), dtype=np.int32)
     return place
+
+
+def _joined(arrays: list[Any]) -> Any:
+    """Return (bytes,) arrays one after the other; those that lie so in memory, as a decoder leaves them, are not copied."""
+    ends = [array.ctypes.data + array.size for array in arrays[:-1]]
+    if arrays and ends == [array.ctypes.data for array in arrays[1:]] and len({id(array.base) for array in arrays}) == 1:
+        whole = arrays[0].base
+        first = arrays[0].ctypes.data - whole.ctypes.data
+        return whole.reshape(-1).view(np.uint8)[first : first + sum(array.size for array in arrays)]
+    return np.concatenate(arrays) if arrays else np.empty(0, np.uint8)
