@@ -54,10 +54,13 @@ class Packed:
 
 @njit(cache=True, nogil=True)
 def _fits(symbols: NDArray[np.uint8]) -> bool:
-    low, high = np.uint8(255), np.uint8(0)
-    for symbol in symbols:
-        low, high = min(low, symbol), max(high, symbol)
-    return low >= 120 and high <= 135
+    for block in range(0, len(symbols), 1024):
+        outside = np.uint8(0)
+        for symbol in symbols[block : block + 1024]:
+            outside |= np.uint8(symbol - np.uint8(120)) & np.uint8(240)
+        if outside:
+            return False
+    return True
 
 
 @njit(cache=True, nogil=True)

@@ -5,6 +5,7 @@ Works on histograms of |code| per column, so that it costs about as much as coun
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 
@@ -358,7 +359,7 @@ def _choose_pairs(header: layout.Header, counts: _Counts) -> layout.Header:
         pairs += 1
     predicted = layout.predict(header.columns, header.column_resolution, header.slope, header.level_resolution)
     corrections = header.corrections.copy()
-    for level, above in zip(found[:pairs], found[1:], strict=False):
+    for level, above in itertools.pairwise(found[: pairs + 1]):
         here = np.flatnonzero(levels == level)
         if len(here) % 2:
             corrections[here[-1]] = above - predicted[here[-1]]

@@ -238,10 +238,14 @@ def _directory(bits: BitReader, chunks: int) -> tuple[list[int], list[int]]:
 
 def _lanes(bits: BitReader) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
     """Return the words and lengths of the lanes of a chunk, and the byte where the first one starts."""
-    words = np.array([bits.take(16, "lanes") for _ in range(tans.LANES)], np.int64)
+    head = bits.at // 8 + 2 * tans.LANES
+    if head > len(bits.data):
+        raise bits.truncated("lanes")
+    words = bits.data[bits.at // 8 : head].copy().view("<u2").astype(np.int64)
+    bits.at = 8 * head
     lengths = [bits.varint("lanes") for _ in range(tans.LANES - 1)]
     first = bits.at // 8
     rest = len(bits.data) - first - sum(lengths)
     if rest < 0 or int(words.max()) >> 15:
-        raise FormatError(f"{bits.name}: its lanes take more bytes than it has; the file is damaged")
+        raise FormatError(f"{bits.name}: its lanes are longer than its {len(bits.data)} bytes; the file is damaged")
     return words, np.array([*lengths, rest], np.int64), first

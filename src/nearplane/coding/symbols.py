@@ -7,6 +7,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from nearplane.coding.layout import Layout
+from nearplane.coding.tans import load64
 
 
 @njit(cache=True, nogil=True)
@@ -55,48 +56,43 @@ def escape_rare(symbols: NDArray[np.uint8], frequency: NDArray[np.uint16]) -> No
 
 
 @njit(cache=True, nogil=True)
-def _count(symbols: NDArray[np.uint8], pairs: bool) -> int:
-    found = 0
-    if pairs:
-        for symbol in symbols:
-            found += np.int64((symbol & 15) == 0) + np.int64(symbol < 16)
-    else:
-        for symbol in symbols:
-            found += np.int64(symbol == 0)
-    return found
-
-
-@njit(cache=True, nogil=True)
 def _locate(
     symbols: NDArray[np.uint8],
     first: int,
     start: int,
     stop: int,
     pairs: bool,
+    fill: bool,
     rows: NDArray[np.int64],
     columns: NDArray[np.int64],
-) -> None:
-    n = 0
+) -> int:
+    """Count the escapes of a part of a group, and fill in their rows and columns where asked to."""
     width = (stop - start + 1) >> 1 if pairs else stop - start
-    for block in range(0, len(symbols), 64):
-        end = min(block + 64, len(symbols))
-        if _count(symbols[block:end], pairs) == 0:
-            continue
+    ones = np.uint64(0x1111111111111111 if pairs else 0x0101010101010101)
+    highs = np.uint64(0x8888888888888888 if pairs else 0x8080808080808080)
+    base = np.uint64(symbols.ctypes.data)
+    n = 0
+    for block in range(0, len(symbols), 8):
+        end = min(block + 8, len(symbols))
+        if end == block + 8:
+            word = load64(base + np.uint64(block))
+            if ((word - ones) & ~word & highs) == np.uint64(0):  # no part of the word is zero
+                continue
         for i in range(block, end):
             symbol = symbols[i]
-            row, column = (first + i) // width, (first + i) % width
-            if not pairs:
-                if symbol == 0:
-                    rows[n], columns[n] = row, start + column
-                    n += 1
+            if (symbol & 15 and symbol > 15) if pairs else symbol:
                 continue
-            if symbol & 15 == 0:
-                rows[n], columns[n] = row, start + 2 * column
+            row, column = (first + i) // width, (first + i) % width
+            if not pairs or symbol & 15 == 0:
+                if fill:
+                    rows[n], columns[n] = row, start + (2 * column if pairs else column)
                 n += 1
-            if symbol < 16:
-                beyond = start + 2 * column + 1
-                rows[n], columns[n] = row, beyond if beyond < stop else -1
+            if pairs and symbol < 16:
+                if fill:
+                    beyond = start + 2 * column + 1
+                    rows[n], columns[n] = row, beyond if beyond < stop else -1
                 n += 1
+    return n
 
 
 def locate(symbols: NDArray[np.uint8], begin: int, layout: Layout) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -114,11 +110,11 @@ def locate(symbols: NDArray[np.uint8], begin: int, layout: Layout) -> tuple[NDAr
             break
         part = symbols[max(low, begin) - begin : min(high, end) - begin]
         pairs = bool(layout.pairs[g])
-        count = int(_count(part, pairs))
+        place = (max(low, begin) - low, int(layout.starts[g]), int(layout.stops[g]), pairs)
+        count = int(_locate(part, *place, False, all_rows[0], all_columns[0]))
         if count:
             rows, columns = np.empty(count, np.int64), np.empty(count, np.int64)
-            first = max(low, begin) - low
-            _locate(part, first, int(layout.starts[g]), int(layout.stops[g]), pairs, rows, columns)
+            _locate(part, *place, True, rows, columns)
             all_rows.append(rows)
             all_columns.append(columns)
     return np.concatenate(all_rows), np.concatenate(all_columns)

@@ -41,20 +41,27 @@ def _load(bits: int, align: int) -> Any:
     return load
 
 
-@intrinsic
-def _store32(typingctx: Any, address: Any, value: Any) -> Any:
-    """Store the low 32 bits of a number at any address."""
+def _store(bits: int) -> Any:
+    """Make an intrinsic that stores the low bits of a number at any address."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = builder.inttoptr(arguments[0], ir.IntType(32).as_pointer())
-        builder.store(builder.trunc(arguments[1], ir.IntType(32)), pointer).align = 1
-        return context.get_dummy_value()
+    @intrinsic
+    def store(typingctx: Any, address: Any, value: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            pointer = builder.inttoptr(arguments[0], ir.IntType(bits).as_pointer())
+            value = builder.trunc(arguments[1], ir.IntType(bits)) if bits < 64 else arguments[1]
+            builder.store(value, pointer).align = 1
+            return context.get_dummy_value()
 
-    return types.void(types.uint64, types.uint64), generate
+        return types.void(types.uint64, types.uint64), generate
+
+    return store
 
 
-_load64 = _load(64, 1)
+load64 = _load(64, 1)
 _load32 = _load(32, 4)
+_load16 = _load(16, 2)
+_load8 = _load(8, 1)
+_store32, _store64 = _store(32), _store(64)
 
 
 @njit(cache=True, nogil=True)
@@ -136,44 +143,57 @@ def encode(
     Returns:
         Bytes written.
     """
-    end = 0
+    capacity = 2 * (len(symbols) // lanes + (lanes - 1) * len(counts)) + 16
+    scratch = np.empty(lanes * capacity, np.uint8)
+    base = _u8(scratch.ctypes.data)
+    bits, held, state = np.zeros(lanes, np.uint64), np.zeros(lanes, np.uint64), np.zeros(lanes, np.uint64)
+    at = np.empty(lanes, np.uint64)  # every lane is filled from its end
     for lane in range(lanes):
-        room = 0
-        for count in counts:
-            room += count // lanes + (count % lanes if lane == lanes - 1 else 0)
-        scratch = np.empty(room * 2 + 16, np.uint8)
-        at = len(scratch)
-        base = _u8(scratch.ctypes.data)
-        bits, held, x = _u8(0), _u8(0), _u8(0)
-        stop = len(symbols)
-        for segment in range(len(counts) - 1, -1, -1):
-            count, table = counts[segment], which[segment]
-            first = stop - count
-            share = count // lanes
-            last = stop if lane == lanes - 1 else first + (lane + 1) * share
-            for i in range(last - 1, first + lane * share - 1, -1):
-                symbol = symbols[i]
-                x += _u8(4096)
-                width = ((x + _u8(widths[table, symbol])) & _u8(0xFFFFFFFF)) >> _u8(16)
-                bits = (bits << width) | (x & ((_u8(1) << width) - _u8(1)))
-                held += width
-                x = _u8(states[table, np.int64(x >> width) + offsets[table, symbol]])
-                if held >= _u8(32):
-                    held -= _u8(32)
-                    at -= 4
-                    _store32(base + _u8(at), bits >> held)
-            stop = first
-        unused = (_u8(8) - (held & _u8(7))) & _u8(7)
-        rest = np.int64(held + unused) >> 3
-        bits = (bits & ((_u8(1) << held) - _u8(1))) << unused
-        at -= rest
-        for i in range(rest):
-            scratch[at + i] = np.uint8(bits >> _u8(8 * i))
-        lengths[lane] = len(scratch) - at
-        words[lane] = np.int64(x | unused << _u8(12))
-        out[end : end + lengths[lane]] = scratch[at:]
-        end += lengths[lane]
-    return end
+        at[lane] = base + _u8((lane + 1) * capacity)
+    base_in, base_state = _u8(symbols.ctypes.data), _u8(states.ctypes.data)
+    base_width, base_offset = _u8(widths.ctypes.data), _u8(offsets.ctypes.data)
+    low32, one, two, s3, s16, seven = _u8(0xFFFFFFFF), _u8(1), _u8(2), _u8(3), _u8(16), _u8(7)
+    stop = len(symbols)
+    for segment in range(len(counts) - 1, -1, -1):
+        count, table = counts[segment], which[segment]
+        width_of, offset_of = base_width + _u8(table << 10), base_offset + _u8(table << 10)
+        state_of = base_state + _u8(table << 13)
+        first = stop - count
+        share = count // lanes
+        rest = count - lanes * share  # of the last lane, coded before the others begin
+        done = 0
+        while done < rest + share:
+            single = done < rest
+            step = min(4, rest - done if single else rest + share - done)
+            for lane in range(lanes - 1 if single else 0, lanes):
+                end = (stop - done) if single else first + (lane + 1) * share - (done - rest)
+                b, h, x = bits[lane], held[lane], state[lane]
+                read = base_in + _u8(end)
+                for _ in range(step):
+                    read -= one
+                    symbol = _load8(read) << two
+                    x += _u8(4096)
+                    width = ((x + _load32(width_of + symbol)) & low32) >> s16
+                    b = (b << width) | (x & ((one << width) - one))
+                    h += width
+                    x = _load16(state_of + ((((x >> width) + _load32(offset_of + symbol)) & low32) << one))
+                _store64(at[lane] - _u8(8), b << ((_u8(64) - h) & _u8(63)))  # at most 7 + 4 * 12 bits
+                at[lane] -= h >> s3
+                bits[lane], held[lane], state[lane] = b, h & seven, x
+            done += step
+        stop = first
+    size = 0
+    for lane in range(lanes):
+        unused = (_u8(8) - held[lane]) & seven
+        begin = np.int64(at[lane] - base)
+        if held[lane] > _u8(0):
+            begin -= 1
+            scratch[begin] = np.uint8(bits[lane] << unused)
+        lengths[lane] = (lane + 1) * capacity - begin
+        words[lane] = np.int64(state[lane] | unused << _u8(12))
+        out[size : size + lengths[lane]] = scratch[begin : (lane + 1) * capacity]
+        size += lengths[lane]
+    return size
 
 
 @njit(cache=True, nogil=True)
@@ -198,7 +218,7 @@ def decode_lane(
     at = _u8(start)
     if at + _u8(12) > last:
         return -1
-    x = (_load64(base + (at >> _u8(3))) >> (at & _u8(7))) & _u8(4095)
+    x = (load64(base + (at >> _u8(3))) >> (at & _u8(7))) & _u8(4095)
     at += _u8(12)
     n = 0
     for segment in range(len(counts)):
@@ -210,7 +230,7 @@ def decode_lane(
             width = entry & _u8(63)
             if at > last:
                 return -1
-            x = (entry >> _u8(16)) + (_load64(base + (at >> _u8(3))) >> (at & _u8(7)) & ((_u8(1) << width) - _u8(1)))
+            x = (entry >> _u8(16)) + (load64(base + (at >> _u8(3))) >> (at & _u8(7)) & ((_u8(1) << width) - _u8(1)))
             at += width
     if x != _u8(0) or at > last:
         return -1
@@ -273,7 +293,7 @@ def decode_lanes(
                     break
                 left -= rounds
                 for _ in range(rounds):
-                    b0, b1, b2, b3 = _load64(p0) >> c0, _load64(p1) >> c1, _load64(p2) >> c2, _load64(p3) >> c3
+                    b0, b1, b2, b3 = load64(p0) >> c0, load64(p1) >> c1, load64(p2) >> c2, load64(p3) >> c3
                     w0, w1, w2, w3 = _u8(0), _u8(0), _u8(0), _u8(0)
                     for r in range(4):
                         shift = _u8(8 * r)
@@ -325,7 +345,7 @@ def decode_lanes(
                     entry = _load32(table + (x << two))
                     width = entry & m63
                     out[i] = np.uint8(entry >> s8)
-                    x = (entry >> s16) + ((_load64(at) >> c) & ((one << width) - one))
+                    x = (entry >> s16) + ((load64(at) >> c) & ((one << width) - one))
                     c += width
                     at += c >> s3
                     c &= seven
