@@ -18,7 +18,9 @@ from nearplane.coding.side import BitWriter, array_bits, rice_bits, zigzag
 
 ESCAPES_IN_PAIRS = 2e-4  # share of codes outside the nibble up to which a group is coded in pairs
 _SAMPLE = 384  # columns that the family's member is chosen on
-_NEAR = 6  # corrections tried on either side
+_TRIED = np.array(
+    [*range(-6, 7), -8, 8, -11, 11, -15, 15, -20, 20, -27, 27, -36, 36]
+)  # corrections of a column's level
 _SLOPES = (4, 3, 5, 2, 6, 1, 7, 0)
 
 
@@ -96,21 +98,21 @@ def _pick(
     shift: int,
     step: int,
     limit: int,
+    tried: NDArray[np.int64],
     rice: NDArray[np.float64],
 ) -> tuple[NDArray[np.int32], float]:
-    """Choose for every row of the cost the correction of its level that takes the fewest bits; return the bits without rice."""
-    near = len(rice) // 2
+    """Choose for every row of the cost the correction, of those tried, that takes the fewest bits; return the bits without rice."""
     last = cost.shape[1] - 1
     found = np.empty(len(predicted), np.int32)
     total = 0.0
     for j in range(len(predicted)):
         best, own = 1e30, 0.0
-        for t in range(-near, near + 1):
-            level = min(max(predicted[j] + t, -limit), limit)
+        for n in range(len(tried)):
+            level = min(max(predicted[j] + tried[n], -limit), limit)
             bits = cost[j, min(max(shift + step * level, 0), last)]
-            if bits + rice[near + t] < best:
-                best, own = bits + rice[near + t], bits
-                found[j] = t
+            if bits + rice[n] < best:
+                best, own = bits + rice[n], bits
+                found[j] = tried[n]
         total += own
     return found, total
 
@@ -297,7 +299,7 @@ def _corrected(header: layout.Header, cost: NDArray[np.float32], spread: int) ->
             none = np.zeros(width, np.int32)
             best = (bits, replace(header, level_resolution=resolution, spread=shift, corrections=none))
         for parameter in (0, 1, 2):
-            corrections, bits = _pick(cost, predicted, shift, step, layout.LEVEL, _rice(_NEAR, parameter))
+            corrections, bits = _pick(cost, predicted, shift, step, layout.LEVEL, _TRIED, _rice(_TRIED, parameter))
             bits += array_bits(corrections)
             if bits < best[0]:
                 best = (bits, replace(header, level_resolution=resolution, spread=shift, corrections=corrections))
@@ -305,9 +307,9 @@ def _corrected(header: layout.Header, cost: NDArray[np.float32], spread: int) ->
     return best[1], best[0]
 
 
-def _rice(near: int, parameter: int) -> NDArray[np.float64]:
-    """Return the bits of -near ... near."""
-    return (1.0 + parameter) + (zigzag(np.arange(-near, near + 1)) >> parameter)
+def _rice(values: NDArray[np.int64], parameter: int) -> NDArray[np.float64]:
+    """Return the bits of single integers, about."""
+    return (1.0 + parameter) + np.minimum(zigzag(values) >> parameter, 32)
 
 
 def _levels_of_rows(header: layout.Header, codes: NDArray[np.int32]) -> layout.Header | None:
@@ -333,8 +335,7 @@ def _levels_of_rows(header: layout.Header, codes: NDArray[np.int32]) -> layout.H
     for resolution in (1, 2, 4):
         each = (gained * (shift[:, None] - 16 // resolution * tried[None, :]) ** 2).astype(np.float32)
         for parameter in (0, 1, 2):
-            rice = _rice(layout.ROW_LEVEL, parameter)
-            levels, bits = _pick(each, level, layout.ROW_LEVEL, 1, layout.ROW_LEVEL, rice)
+            levels, bits = _pick(each, level, layout.ROW_LEVEL, 1, layout.ROW_LEVEL, tried, _rice(tried, parameter))
             bits += array_bits(levels)
             if levels.any() and (best is None or bits < best[0]):
                 best = (bits, replace(header, row_level_resolution=resolution, row_levels=levels))
