@@ -129,9 +129,8 @@ def main() -> None:
         print(
             f"nearplane.load {np.median(loads):.2f} s, safetensors with copies {np.median(copies):.2f} s, {cores} cores"
         )
-        print(
-            f"ratio {np.median(loads) / np.median(copies):.2f} (of medians of {options.repeats}), least {min(loads) / min(copies):.2f}"
-        )
+        ratio, least = np.median(loads) / np.median(copies), min(loads) / min(copies)
+        print(f"ratio {ratio:.2f} of the medians of {options.repeats}, {least:.2f} of the least")
 
 
 if __name__ == "__main__":

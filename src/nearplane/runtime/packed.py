@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from nearplane.coding.packed import Packed
 
 STRIP = 2**22  # weights decoded at a time
-FEW = 4  # rows of x, up to which the CPU multiplies packed codes
+FEW = 16  # rows of x, up to which the CPU multiplies packed codes
 
 
 class PackedLinear(nn.Module):
@@ -151,12 +151,11 @@ class PackedLinear(nn.Module):
         rows = max(1, STRIP // max(1, self.in_features))
         for a in range(0, self.out_features, rows):
             b = min(a + rows, self.out_features)
-            values = self._codes(a, b).float()
-            yield values.mul_(row_scale[a:b, None]).mul_(column_scale)
+            yield self._codes(a, b).mul_(row_scale[a:b, None]).mul_(column_scale)
 
     def _codes(self, a: int, b: int) -> Tensor:
-        """Return (b - a, in) int32 codes of the rows at positions a ... b, columns by position."""
-        codes = torch.empty(b - a, self.in_features, dtype=torch.int32, device=self.codes.device)
+        """Return (b - a, in) codes as float32, of the rows at positions a ... b, columns by position."""
+        codes = torch.empty(b - a, self.in_features, device=self.codes.device, dtype=torch.float32)
         for start, stop, nibbles, first, width in self.groups:
             block = self.codes[first + a * width : first + b * width].view(b - a, width)
             if nibbles:
@@ -169,7 +168,8 @@ class PackedLinear(nn.Module):
             first, last = int(self.patch_start[a]), int(self.patch_start[b])
             counts = self.patch_start[a + 1 : b + 1] - self.patch_start[a:b]
             rows = torch.arange(b - a, device=codes.device).repeat_interleave(counts)
-            codes[rows, self.patch_at[first:last].long()] += self.patch_delta[first:last].int()
+            at = rows, self.patch_at[first:last].long()
+            codes[at] = (codes[at].long() + self.patch_delta[first:last]).float()  # rounded once, if at all
         return codes
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -191,7 +191,11 @@ def _inverse(order: Any) -> Any:
 def _joined(arrays: list[Any]) -> Any:
     """Return (bytes,) arrays one after the other; those that lie so in memory, as a decoder leaves them, are not copied."""
     ends = [array.ctypes.data + array.size for array in arrays[:-1]]
-    if arrays and ends == [array.ctypes.data for array in arrays[1:]] and len({id(array.base) for array in arrays}) == 1:
+    if (
+        arrays
+        and ends == [array.ctypes.data for array in arrays[1:]]
+        and len({id(array.base) for array in arrays}) == 1
+    ):
         whole = arrays[0].base
         first = arrays[0].ctypes.data - whole.ctypes.data
         return whole.reshape(-1).view(np.uint8)[first : first + sum(array.size for array in arrays)]

@@ -1,8 +1,8 @@
 """Packed codes times a few vectors on the CPU, compiled by Numba: one pass over the packed bytes a vector.
 
-A byte of two nibbles is `byte = low + 16 high`, so that two columns cost two multiplications and one mask:
+A byte of two nibbles is `byte - 136 = low + 16 high`, so that two columns cost two multiplications and one mask:
 
-    low xe + high xo = low (xe - xo / 16) + byte (xo / 16)
+    low xe + high xo = low (xe - xo / 16) + (byte - 136) (xo / 16)
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ def products(
     share = out if codes.size < ALONE else -(-out // threads)
     with ThreadPoolExecutor(threads) as pool:  # starts no thread before work is submitted
         for row, total in zip(x, y, strict=True):
-            low, whole, offset = _halves(row, geometry)
-            shared = (codes, geometry, row, low, whole, offset, patch_start, patch_at, patch_delta, total)
+            shared = (codes, geometry, row, *_halves(row, geometry), patch_start, patch_at, patch_delta, total)
             if share >= out:
                 _rows(0, out, *shared)
                 continue
@@ -56,43 +55,44 @@ def products(
     return y
 
 
-def _halves(x: Floats, geometry: npt.NDArray[np.int64]) -> tuple[Floats, Floats, Floats]:
-    """Return what low nibbles and whole bytes are multiplied by, byte by byte, and what each group is too high by."""
+def _halves(x: Floats, geometry: npt.NDArray[np.int64]) -> tuple[Floats, Floats]:
+    """Return what low nibbles and whole bytes are multiplied by, byte by byte."""
     lows, wholes = [np.empty(0, np.float32)], [np.empty(0, np.float32)]
-    offset = np.zeros(len(geometry), np.float32)
-    for index, (start, stop, nibbles, _, width) in enumerate(geometry):
+    for start, stop, nibbles, _, width in geometry:
         part = np.zeros(2 * width, np.float32)
         if nibbles:
             part[: stop - start] = x[start:stop]
-            offset[index] = 8 * part.sum()
         even, odd = part[::2], part[1::2] / 16
         lows.append(even - odd)
         wholes.append(odd)
-    return np.concatenate(lows), np.concatenate(wholes), offset
+    return np.concatenate(lows), np.concatenate(wholes)
 
 
 @njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"})
-def _rows(a, b, codes, geometry, x, low, whole, offset, patch_start, patch_at, patch_delta, y):  # type: ignore[no-untyped-def]  # pragma: no cover
+def _rows(a, b, codes, geometry, x, low, whole, patch_start, patch_at, patch_delta, y):  # type: ignore[no-untyped-def]  # pragma: no cover
+    y[a:b] = 0
+    place = 0
+    for group in range(len(geometry)):
+        start, width = geometry[group, 0], geometry[group, 4]
+        first = geometry[group, 3] + a * width
+        lines = codes[first : first + (b - a) * width].reshape(b - a, width)
+        if geometry[group, 2]:
+            lows, wholes = low[place : place + width], whole[place : place + width]
+            for row in range(b - a):
+                total = np.float32(0)
+                for j in range(width):
+                    byte = np.int32(lines[row, j])  # 64-bit integers convert to floats at a quarter of the speed
+                    low_code, both = (byte & np.int32(15)) - np.int32(8), byte - np.int32(136)
+                    total += np.float32(low_code) * lows[j] + np.float32(both) * wholes[j]
+                y[a + row] += total
+        else:
+            part = x[start : start + width]
+            for row in range(b - a):
+                total = np.float32(0)
+                for j in range(width):
+                    total += np.float32(np.int32(np.int8(lines[row, j]))) * part[j]
+                y[a + row] += total
+        place += width
     for row in range(a, b):
-        total = np.float32(0)
-        place = 0
-        for group in range(len(geometry)):
-            start, width = geometry[group, 0], geometry[group, 4]
-            first = geometry[group, 3] + row * width
-            line = codes[first : first + width]
-            sum_ = np.float32(0)
-            if geometry[group, 2]:
-                lows, wholes = low[place : place + width], whole[place : place + width]
-                for j in range(width):
-                    byte = np.int32(line[j])  # 64-bit integers convert to floats at a quarter of the speed
-                    sum_ += np.float32(byte & np.int32(15)) * lows[j] + np.float32(byte) * wholes[j]
-                sum_ -= offset[group]
-            else:
-                part = x[start : start + width]
-                for j in range(width):
-                    sum_ += np.float32(np.int32(np.int8(line[j]))) * part[j]
-            total += sum_
-            place += width
         for patch in range(patch_start[row], patch_start[row + 1]):
-            total += np.float32(patch_delta[patch]) * x[patch_at[patch]]
-        y[row] = total
+            y[row] += np.float32(patch_delta[patch]) * x[patch_at[patch]]
