@@ -29,7 +29,7 @@ from nearplane.models.skeleton import Stream, readout, skeleton
 from nearplane.models.stream import Block, Model
 from nearplane.recipe import Rule
 
-LOW, HIGH = 0.3, 7.5  # rates that a layer may get
+LOW, HIGH = 0.5, 7.5  # rates that a layer may get
 RESOLUTION = 32  # rates per bit between which `allocate` chooses
 SEQLEN = 512  # most tokens of a window: the more windows, the more even the sample
 FORWARDS = 4.3  # of every block on all calibration tokens, which the quantization itself takes
@@ -173,7 +173,7 @@ def probed_widths(budget: float, widths: Sequence[int]) -> tuple[int, ...]:
 
 
 def probed_rates(budget: float) -> tuple[float, ...]:
-    """Return the rates at which to measure for a budget, besides 0: a bit and more below it, and a little above.
+    """Return the rates at which to measure for a budget: well below it, a bit below, and a little above.
 
     From 2 bits on the logarithm of the loss falls by 2 with every bit, from two points one knows all; below it is steeper and bent,
     and takes a third.
@@ -185,12 +185,11 @@ def probed_rates(budget: float) -> tuple[float, ...]:
 def to_rates(rates: Sequence[float], rule: Rule) -> Perturb:
     """Perturb as entropy-coded weights: codes without limits, steps by water-filling, one sweep each.
 
-    A point's rate is what its codes take with a table for every column; 0 is the layer without weights.
+    A point's rate is what its codes take with a table for every column.
     """
 
     def perturb(W: Tensor, inputs: Inputs) -> Iterator[tuple[float, Tensor]]:
         factor = inputs.factor(rule.order, rule.damp)
-        yield 0.0, torch.zeros_like(W)
         for rate in rates:
             yield waterfilled(W.masked_fill(factor.dead, 0), factor, rate)
 
@@ -377,7 +376,8 @@ def _losses(
         windows = max(1, HELD // (vocabulary * tokens[0].shape[1]))
 
         def predicted(part: Tensor, hidden: Tensor) -> Tensor:
-            return logits(part, hidden)[:, :-1].float().log_softmax(-1)
+            scored = logits(part, hidden)[:, :-1]
+            return scored.to(torch.promote_types(scored.dtype, torch.float32)).log_softmax(-1)
 
         for i, batch in enumerate(tokens):
             for part, x, *rest in zip(

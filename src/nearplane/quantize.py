@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from math import gcd
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from nearplane.allocate import allocate_widths, probe, probed_widths, to_widths
 from nearplane.errors import CalibrationError, RecipeError
 from nearplane.formats.folder import FORMATS, Writer, open_writer
 from nearplane.matrix import Inputs, quantize_matrix, with_bytes
@@ -25,10 +24,11 @@ from nearplane.models.calibrate import Observed, observe, stages
 from nearplane.models.data import read_windows
 from nearplane.models.skeleton import Stream, skeleton
 from nearplane.models.stream import Block, Model, device_of, open_model
+from nearplane.plan import Plan, Progress, budget_of, check_bits, plan, usable_widths
+from nearplane.rate import quantize_matrix_to_rate
 from nearplane.recipe import Device, Recipe
 from nearplane.record import LayerRecord, RunRecord
 
-Progress = Callable[[Iterable[Any], str, int], Iterable[Any]]
 DEFAULT_SEQLEN = 2048
 
 
@@ -79,7 +79,7 @@ def quantize(
         overwrite=overwrite, trust_remote_code=trust_remote_code,
     )  # fmt: skip
     seqlen, tokens = _seqlen(recipe, source), None
-    if recipe.rule.solver != "round-to-nearest" or recipe.allocate == "slope":
+    if recipe.rule.solver != "round-to-nearest" or recipe.allocate == "slope":  # both look at the network
         wanted = recipe.calibration
         tokens = read_windows(
             source.tokenizer(), wanted.calibration, samples=wanted.samples, seqlen=seqlen, seed=wanted.seed
@@ -89,12 +89,10 @@ def quantize(
         windows=0 if tokens is None else len(tokens), tokens=0 if tokens is None else tokens.numel(),
         skipped=tuple(source.skipped),
     )  # fmt: skip
-    widths = None
-    if recipe.allocate == "slope" and not recipe.rate.wanted:
-        widths = widths_by_slope(source, recipe, tokens, place, progress)
-        writer.config = quantization_config(source, recipe, widths)
+    planned = plan(source, recipe, tokens, place, progress)
+    writer.config = quantization_config(source, recipe, planned.widths)
     with writer:
-        solved = quantized_layers(source, recipe, tokens, writer, place, widths)
+        solved = quantized_layers(source, recipe, tokens, writer, place, planned)
         layers = tuple(progress(solved, "quantizing", sum(len(block.layers) for block in source.blocks)))
         record = replace(record, layers=layers, seconds=time.perf_counter() - began, bytes=writer.size)
         writer.record_json = record.to_json()
@@ -102,13 +100,9 @@ def quantize(
 
 
 def quantized_layers(
-    model: Model, recipe: Recipe, tokens: torch.Tensor | None, writer: Writer, device: torch.device,
-    widths: Mapping[str, int] | None = None,
-) -> Iterator[LayerRecord]:  # fmt: skip
-    """Quantize and write layer after layer, block after block; yields what was measured of each.
-
-    `widths` are the layers' own bits where they differ; `tokens` are None where nothing is calibrated.
-    """
+    model: Model, recipe: Recipe, tokens: torch.Tensor | None, writer: Writer, device: torch.device, planned: Plan
+) -> Iterator[LayerRecord]:
+    """Quantize and write layer after layer, block after block; yields what was measured of each."""
     dtype = torch.float32 if device.type == "cpu" else model.dtype
     storage = FORMATS[recipe.format].scale_dtype(model.dtype)
     correct = recipe.rule.correct
@@ -118,9 +112,10 @@ def quantized_layers(
     for index, block in enumerate(model.blocks):
         with block.on(device, dtype, original=correct and stream is not None):
             for observed in observations(block, stream, recipe):
-                for layer, matrix, record in solve_together(observed, recipe, storage, widths):
+                for layer, matrix, record in solve_together(observed, recipe, storage, planned):
                     layer.write(matrix.decode())  # the next stage sees it
                     size = writer.add(_stored_name(model, layer.name), matrix)
+                    planned.spend(layer, size)
                     yield with_bytes(record, size)
                 del observed  # its moments are as large as a block
             if stream is not None:
@@ -144,22 +139,26 @@ def observations(block: Block, stream: Stream | None, recipe: Recipe) -> Iterato
 
 
 def solve_together(
-    observed: Observed, recipe: Recipe, storage: torch.dtype, widths: Mapping[str, int] | None = None
+    observed: Observed, recipe: Recipe, storage: torch.dtype, planned: Plan
 ) -> Iterator[tuple[Any, Any, LayerRecord]]:
     """Solve layers that share one input, and so one factorization."""
     shared: Inputs | None = None
     for layer in observed.layers:
         rule = recipe.for_layer(layer.name)
         assert rule is not None, "ignored layers are not observed"
-        if widths is not None:
-            rule = replace(rule, bits=widths[layer.name])
         W = layer.read()
         statistics = observed.statistics.get(layer.name)
         if statistics is None:
             shared = Inputs(torch.eye(W.shape[1], dtype=torch.float64, device=W.device))
         else:
             shared = shared.of(statistics) if shared else Inputs(statistics)
-        matrix, record = quantize_matrix(W, shared, rule, storage=storage, name=layer.name)
+        if recipe.rate.wanted:
+            matrix, record = quantize_matrix_to_rate(
+                W, shared, rule, recipe.rate, planned.rate(layer),
+                sensitivity=planned.sensitivity.get(layer.name), name=layer.name,
+            )  # fmt: skip
+        else:
+            matrix, record = quantize_matrix(W, shared, planned.rule(rule, layer), storage=storage, name=layer.name)
         yield layer, matrix, record
 
 
@@ -177,54 +176,18 @@ def check(model: Model, recipe: Recipe) -> None:
     for layer in layers:
         rule = recipe.for_layer(layer.name)
         assert rule is not None, "ignored layers are not listed"
-        if rule.group_size is not None and layer.shape[1] % rule.group_size:
+        if not recipe.rate.wanted and rule.group_size is not None and layer.shape[1] % rule.group_size:
             raise RecipeError(
                 f"{layer.name} has {layer.shape[1]} inputs, not a multiple of --group-size {rule.group_size}. "
                 f"The largest that divides all layers is {gcd(*(layer.shape[1] for layer in layers))}; none gives one step a row; "
                 f"--ignore leaves a layer out."
             )
+    if recipe.rate.wanted:
+        budget_of(model, recipe)
     if recipe.allocate == "uniform" or recipe.rate.wanted:
         check_bits(model, recipe, recipe.rule.bits)
-    elif min(usable := usable_widths(model, recipe)) > recipe.rule.bits:
-        raise RecipeError(
-            f"{recipe.rule.bits:g} bits on average asked for; {recipe.format} holds these layers at {min(usable)} and more."
-        )
-
-
-def check_bits(model: Model, recipe: Recipe, bits: int) -> None:
-    """Raise RecipeError if some layer cannot be stored at this width."""
-    rule = recipe.rule
-    for layer in (layer for block in model.blocks for layer in block.layers):
-        FORMATS[recipe.format].check(
-            layer.name, layer.shape, layer.kind,
-            bits=bits, group_size=rule.group_size, symmetric=rule.symmetric, permuted=False,
-        )  # fmt: skip
-
-
-def usable_widths(model: Model, recipe: Recipe) -> list[int]:
-    """Return the widths that the format has for all layers; raise as the format does if there are none."""
-    usable: list[int] = []
-    refused: RecipeError | None = None
-    for bits in FORMATS[recipe.format].BITS:
-        try:
-            check_bits(model, recipe, bits)
-            usable.append(bits)
-        except RecipeError as error:
-            refused = refused or error
-    if not usable and refused is not None:
-        raise refused
-    return usable
-
-
-def widths_by_slope(
-    model: Model, recipe: Recipe, tokens: torch.Tensor, device: torch.device, progress: Progress
-) -> dict[str, int]:
-    """Give every layer a width, more where the network needs it; `--bits` on average."""
-    usable = usable_widths(model, recipe)
-    probed = probed_widths(recipe.rule.bits, usable)
-    perturb = to_widths(probed, recipe.rule, FORMATS[recipe.format].scale_dtype(model.dtype))
-    curves = probe(model, tokens, perturb, points=len(probed), together=True, device=device, progress=progress)
-    return allocate_widths(curves, recipe.rule.bits, [bits for bits in usable if bits >= probed[0]])
+    else:
+        usable_widths(model, recipe)
 
 
 def quantization_config(model: Model, recipe: Recipe, widths: Mapping[str, int] | None = None) -> dict[str, Any]:
@@ -233,7 +196,10 @@ def quantization_config(model: Model, recipe: Recipe, widths: Mapping[str, int] 
     stored = {_stored_name(model, name): bits for name, bits in (widths or {}).items()}
     own = {"widths": {**(widths or {}), **stored}} if widths else {}  # of both names, where they differ
     quantized = [layer.name for block in model.blocks for layer in block.layers]
-    config: dict[str, Any] = FORMATS[recipe.format].quantization_config(
+    layout = FORMATS[recipe.format]
+    if recipe.rate.wanted:
+        layout = replace(layout, coder=recipe.rate.coder, classes=recipe.rate.classes)
+    config: dict[str, Any] = layout.quantization_config(
         bits=rule.bits, group_size=rule.group_size, symmetric=rule.symmetric, order=rule.order, damp=rule.damp,
         static_groups=True,  # runs of neighbours whenever their steps are fitted, so no reader needs g_idx
         ignore=sorted(model.linears() - set(quantized)), quantized=quantized, version=version("nearplane"), **own,

@@ -14,7 +14,7 @@ from transformers.models.llama import modeling_llama
 
 from families import FAMILIES, MOE_FAMILIES, VOCABULARY, config_of, random_model
 from nearplane.errors import CalibrationError, ModelError
-from nearplane.models.skeleton import Stream, skeleton
+from nearplane.models.skeleton import Stream, readout, skeleton
 from nearplane.models.stream import Model, open_model
 
 Saved = Callable[[str], Path]
@@ -63,6 +63,10 @@ def test_block_by_block_equals_the_whole_network(family: str, tokens: Tensor, tm
             assert difference <= tolerance * expected[block.name].abs().max()
     assert [len(x) for x in stream.quantized] == [2, 2, 1]
     assert stream.calls == {}
+    with readout(model, stream, device="cpu", dtype=dtype) as logits, torch.no_grad():
+        found = [logits(part, x) for part, x in zip(tokens.split(2), stream.quantized, strict=True)]
+        whole = reference(tokens, use_cache=False).logits
+    assert (torch.cat(found) - whole).abs().max() <= tolerance * whole.abs().max()
 
 
 def test_both_streams_start_as_the_same_tensors(saved: Saved, tokens: Tensor) -> None:

@@ -1,0 +1,352 @@
+"""Bits for layers: a budget is kept, nothing is left to gain by exchange, and what is measured is what happens to the network."""
+
+import math
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+import nearplane
+from families import config_of, random_model
+from nearplane import RecipeError, Rule
+from nearplane.allocate import (
+    Curve,
+    allocate,
+    allocate_widths,
+    entropy,
+    probe,
+    probed_rates,
+    probed_widths,
+    to_rates,
+    to_widths,
+    waterfilled,
+)
+from nearplane.demo import CALIBRATION, MODEL
+from nearplane.divergence import divergence
+from nearplane.evaluate import load_dense
+from nearplane.lattice.factor import factorize
+from nearplane.models.data import read_windows
+from nearplane.models.stream import open_model
+
+CPU = torch.device("cpu")
+WIDTHS = (2, 3, 4, 8)
+
+
+@st.composite
+def curves(draw, most=6, rates=((0.5, 1.5, 3.0), (2.0, 3.0, 4.0), (2.5,))):
+    """Curves as they are measured: mostly, not always, falling, over many orders of magnitude."""
+    points = draw(st.sampled_from(rates))
+    loss = st.floats(-18, 2).map(lambda x: 2.0**x)
+    return [
+        Curve(
+            layers=(f"l{index}",),
+            weights=draw(st.integers(1, 9)) * 64,
+            rates=points,
+            losses=tuple(sorted((draw(loss) for _ in points), reverse=draw(st.integers(0, 4)) > 0)),
+        )
+        for index in range(draw(st.integers(1, most)))
+    ]
+
+
+def mean(found, given):
+    weights = {layer: curve.weights for curve in given for layer in curve.layers}
+    return sum(found[layer] * weights[layer] for layer in weights) / sum(weights.values())
+
+
+def loss(found, given):
+    return sum(curve(found[curve.layers[0]]) for curve in given)
+
+
+@given(curves(), st.floats(0.5, 7.5))
+def test_rates_average_the_budget_exactly(given, budget):
+    found = allocate(given, budget)
+    assert found.keys() == {curve.layers[0] for curve in given}
+    assert all(0.5 <= rate <= 7.5 for rate in found.values())
+    assert mean(found, given) == pytest.approx(budget, abs=1e-9)
+
+
+@given(curves(), st.floats(0.5, 7.0), st.floats(0.01, 0.5))
+def test_no_layer_gets_less_of_a_larger_budget(given, budget, more):
+    small, large = allocate(given, budget), allocate(given, budget + more)
+    assert all(large[layer] >= small[layer] - 1e-9 for layer in small)
+
+
+@given(curves(), st.floats(0.5, 7.0), st.data())
+def test_no_exchange_of_bits_between_two_layers_helps(given, budget, data):
+    """Compared on convex curves: on others, all rates but one lie on the hull, where no exchange helps either."""
+    given = [convex(curve) for curve in given]
+    found = allocate(given, budget)
+    a, b = (data.draw(st.sampled_from(given)) for _ in range(2))
+    bits = data.draw(st.floats(0.05, 2)) * 64
+    swapped = dict(found)
+    swapped[a.layers[0]] += bits / a.weights
+    swapped[b.layers[0]] -= bits / b.weights
+    if a is not b and all(0.5 <= rate <= 7.5 for rate in swapped.values()):
+        assert loss(swapped, given) >= loss(found, given) * (1 - 1e-3)  # rates are chosen in steps of 1/32 bit
+
+
+def convex(curve):
+    """A curve that falls by the high-rate law everywhere."""
+    return replace(curve, rates=curve.rates[-1:], losses=curve.losses[-1:])
+
+
+def test_rates_are_those_of_the_high_rate_law_where_it_holds():
+    """rate = budget + 1/2 log2(a / n) - the weighted mean of that, in closed form."""
+    given = [
+        Curve(layers=(str(i),), weights=n, rates=(3.0,), losses=(loss,))
+        for i, (n, loss) in enumerate([(100, 1e-3), (200, 4e-3), (50, 2e-4), (400, 3e-3)])
+    ]
+    raw = {c.layers[0]: 0.5 * math.log2(c.losses[0] / c.weights) for c in given}
+    shift = 3.3 - mean(raw, given)
+    found = allocate(given, 3.3)
+    assert all(found[layer] == pytest.approx(raw[layer] + shift, abs=1 / 32) for layer in raw)
+
+
+def test_a_curve_goes_through_its_points_and_is_never_kinder_than_the_law_below_them():
+    curve = Curve(layers=("a",), weights=1, rates=(2.0, 3.0, 4.0), losses=(0.2, 0.02, 0.006))
+    assert [curve(rate) for rate in curve.rates] == pytest.approx(curve.losses)
+    assert curve(2.5) == pytest.approx(math.sqrt(0.2 * 0.02))
+    assert curve(6.0) == pytest.approx(0.006 / 16)
+    assert curve(1.0) == pytest.approx(0.2 * 10)  # as steep as between the lowest two
+    assert replace(curve, losses=(0.02, 0.02, 0.02))(1.0) == pytest.approx(0.08)
+    assert replace(curve, losses=(0.0, 0.0, 0.0))(3.0) == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("budget", [0.4, 7.6, math.nan])
+def test_a_budget_that_no_layer_may_have_is_refused(budget):
+    with pytest.raises(RecipeError, match="layers can be given"):
+        allocate([Curve(layers=("a",), weights=1, rates=(3.0,), losses=(0.1,))], budget)
+
+
+@given(curves(most=4), st.floats(2, 8))
+def test_widths_are_the_best_of_all_that_fit(given, budget):
+    """Against every combination; so they keep the budget, and a larger one never costs the network more."""
+    found = allocate_widths(given, budget, WIDTHS)
+    assert set(found.values()) <= set(WIDTHS)
+    assert mean(found, given) <= budget + 1e-9
+    names = [curve.layers[0] for curve in given]
+    fitting = [
+        combination
+        for widths in product(WIDTHS, repeat=len(given))
+        if mean(combination := dict(zip(names, widths, strict=True)), given) <= budget
+    ]
+    assert loss(found, given) == pytest.approx(min(loss(combination, given) for combination in fitting), rel=1e-9)
+
+
+def test_layers_of_one_curve_get_one_width_and_a_whole_budget_is_spent():
+    given = [
+        Curve(layers=(f"{i}.q", f"{i}.k"), weights=4096, rates=(2.0, 3.0, 4.0), losses=(8 * x, 2 * x, x / 2))
+        for i, x in enumerate((1e-3, 2e-3, 4e-3, 8e-3))
+    ]
+    found = allocate_widths(given, 3.25, WIDTHS)
+    assert all(found[f"{i}.q"] == found[f"{i}.k"] for i in range(4))
+    assert mean(found, given) == 3.25
+    assert found["3.q"] > found["0.q"]
+
+
+def test_many_layers_of_odd_sizes_take_no_more_memory_than_agreed_and_keep_the_budget():
+    given = [
+        Curve(layers=(str(i),), weights=1_000_003 + 97 * i, rates=(3.0,), losses=(1e-3 * (1 + i % 7),))
+        for i in range(200)
+    ]
+    found = allocate_widths(given, 3.5, WIDTHS)
+    assert 3.49 < mean(found, given) <= 3.5
+
+
+def test_less_than_the_least_width_is_refused():
+    with pytest.raises(RecipeError, match="least that this format has is 2"):
+        allocate_widths([Curve(layers=("a",), weights=1, rates=(3.0,), losses=(0.1,))], 1.5, WIDTHS)
+
+
+@pytest.mark.parametrize(
+    ("budget", "widths", "expected"),
+    [
+        (3, WIDTHS, (2, 3, 4)),
+        (3.5, WIDTHS, (2, 3, 4)),
+        (2, WIDTHS, (2, 3, 4)),
+        (2.5, WIDTHS, (2, 3, 4)),
+        (4.5, range(2, 9), (3, 4, 5)),
+        (8, WIDTHS, (4, 8)),
+        (3.5, (4,), (4,)),
+    ],
+)
+def test_widths_around_the_budget_are_measured(budget, widths, expected):
+    assert probed_widths(budget, widths) == expected
+
+
+@given(st.floats(0.5, 7))
+def test_rates_on_both_sides_of_the_budget_are_measured(budget):
+    rates = probed_rates(budget)
+    assert rates[0] < budget <= rates[-1] + 1
+    assert list(rates) == sorted(rates)
+
+
+def test_the_entropy_is_that_of_the_columns(generator):
+    codes = torch.randint(-2, 2, (4096, 3), generator=generator, dtype=torch.int32)
+    codes[:, 1] = 7
+    codes[:, 2] = codes[:, 2] // 2  # two values
+    assert entropy(codes) == pytest.approx((2 + 0 + 1) / 3, abs=2e-3)
+
+
+def test_few_rows_do_not_make_codes_look_cheaper(generator):
+    """The plug-in entropy of 64 draws of 16 values is low by 15 / (128 ln 2) = 0.17 bit."""
+    drawn = torch.randint(0, 16, (64, 2000), generator=generator, dtype=torch.int32)
+    assert entropy(drawn) == pytest.approx(4, abs=0.02)
+
+
+@pytest.mark.parametrize("rate", [2.0, 4.0])
+def test_water_filling_costs_what_it_was_asked_for_on_gaussian_weights(generator, rate):
+    n = 64
+    X = torch.randn(512, n, generator=generator, dtype=torch.float64) * torch.logspace(0, -1.5, n)
+    factor = factorize(X.T @ X / len(X), "activation")
+    W = torch.randn(2048, n, generator=generator)
+    found, values = waterfilled(W, factor, rate)
+    assert found == pytest.approx(rate, abs=0.12)
+    E = (W - values).double()[:, factor.order]
+    errors = torch.linalg.multi_dot([E, factor.U]).square().mean(0) * factor.d  # of every plane
+    assert errors.max() / errors.min() < 1.6  # the same, which is what water-filling means
+
+
+def shaken(W, inputs):
+    """Two perturbations that need no statistics, with rates to tell them apart."""
+    for rate, size in ((1.0, 0.05), (2.0, 0.01)):
+        yield rate, W + size * torch.roll(W, 1, 0)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "opt", "gpt_neox", "mixtral"])
+@pytest.mark.parametrize("together", [False, True])
+def test_a_curve_is_what_the_whole_network_loses(family, together, tmp_path):
+    """Perturbed hidden states that travel block by block give the divergence of the network with those weights."""
+    dtype = torch.float32 if family == "mixtral" else torch.float64
+    random_model(config_of(family)).to(dtype).save_pretrained(tmp_path)
+    network = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).eval()
+    tokens = torch.randint(3, 96, (5, 12), generator=torch.Generator().manual_seed(1))
+    model = open_model(str(tmp_path))
+    found = probe(model, tokens, shaken, points=2, together=together, device=CPU, dtype=dtype)
+    layers = [layer for block in model.blocks for layer in block.layers]
+    assert sorted(name for curve in found for name in curve.layers) == sorted(layer.name for layer in layers)
+    before = predictions(network, tokens)
+    for curve in found:
+        here = [layer.bound(network.get_submodule(layer.name)) for layer in layers if layer.name in curve.layers]
+        assert curve.rates == (1.0, 2.0)
+        assert curve.weights == sum(layer.read().numel() for layer in here)
+        for index, loss in enumerate(curve.losses):
+            original = [layer.read() for layer in here]
+            for layer, W in zip(here, original, strict=True):
+                layer.write(list(shaken(W, None))[index][1])
+            expected = divergence(before, predictions(network, tokens))
+            for layer, W in zip(here, original, strict=True):
+                layer.write(W)
+            assert loss == pytest.approx(expected.kl / expected.tokens, rel=0.03)  # differences travel in bfloat16
+
+
+def predictions(network, tokens):
+    with torch.no_grad():
+        return network(tokens, use_cache=False).logits[:, :-1].log_softmax(-1)
+
+
+def test_layers_that_runtimes_fuse_share_a_curve(tmp_path):
+    random_model(config_of("llama")).save_pretrained(tmp_path)
+    tokens = torch.randint(3, 96, (2, 12), generator=torch.Generator().manual_seed(1))
+    model = open_model(str(tmp_path), ignore=("o_proj",))
+    found = probe(model, tokens, shaken, points=2, together=True, device=CPU)
+    ends = [tuple(name.rpartition(".")[2] for name in curve.layers) for curve in found]
+    assert ends == [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("down_proj",)] * 3
+
+
+def test_statistics_are_those_of_the_original_network(tmp_path):
+    """Also behind layers that have been perturbed: their weights are put back."""
+    random_model(config_of("llama")).save_pretrained(tmp_path)
+    tokens = torch.randint(3, 96, (4, 64), generator=torch.Generator().manual_seed(1))
+    model, seen = open_model(str(tmp_path)), {}
+
+    def look(W, inputs):
+        seen[W.shape, float(W.sum())] = inputs.moments
+        yield from shaken(W, inputs)
+
+    probe(model, tokens, look, points=2, together=False, device=CPU, dtype=torch.float64)
+    network = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    last = network.model.layers[2].mlp.down_proj
+    rows = []
+    last.register_forward_pre_hook(lambda module, args: rows.append(args[0].reshape(-1, 64)))
+    predictions(network, tokens)
+    moments = seen[last.weight.shape, float(last.weight.detach().sum())]
+    assert moments.tokens == tokens.numel()
+    torch.testing.assert_close(moments.H, rows[0].T @ rows[0] / len(rows[0]), rtol=1e-12, atol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Two blocks of the demo model: real weights, a real tokenizer."""
+    folder = tmp_path_factory.mktemp("models") / "small"
+    AutoModelForCausalLM.from_pretrained(MODEL, num_hidden_layers=2).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((MODEL / name).read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def demo(small):
+    """That model and a few windows of its calibration text."""
+    model = open_model(str(small))
+    return model, read_windows(model.tokenizer(), CALIBRATION, samples=16, seqlen=64)
+
+
+def test_losses_fall_with_the_rate_by_the_law_where_it_holds(demo):
+    model, tokens = demo
+    curves = probe(model, tokens, to_rates((2.5, 4.5), Rule()), points=2, together=False, device=CPU)
+    slopes = [math.log2(c.losses[0] / c.losses[1]) / (c.rates[1] - c.rates[0]) for c in curves]
+    assert all(abs(c.rates[0] - 2.5) < 0.5 and abs(c.rates[1] - 4.5) < 0.5 for c in curves)
+    assert sum(slopes) / len(slopes) == pytest.approx(2, abs=0.3)
+
+
+def test_losses_fall_with_the_width(demo):
+    model, tokens = demo
+    perturb = to_widths((2, 4), Rule(group_size=32, symmetric=False), torch.float16)
+    assert all(
+        c.rates == (2, 4) and c.losses[0] > 4 * c.losses[1]
+        for c in probe(model, tokens, perturb, points=2, together=True, device=CPU)
+    )
+
+
+FAST = {"calibration": str(CALIBRATION), "samples": 16, "seqlen": 64, "group_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("words", "widths"),
+    [
+        ({"bits": 3.5, "format": "compressed-tensors"}, {2, 3, 4, 5, 6, 7, 8}),
+        ({"bits": 2.5, "format": "gptq_v2", "symmetric": False}, {2, 3, 4, 8}),
+        ({"bits": 4.5, "format": "gptq", "solver": "round-to-nearest"}, {3, 4, 8}),
+    ],
+)
+def test_a_checkpoint_with_widths_of_their_own_keeps_the_budget_and_reads_back(small, tmp_path, words, widths):
+    out = tmp_path / "out"
+    record = nearplane.quantize(small, out, **FAST, **words)
+    sizes = {layer.name: layer.out_features * layer.in_features for layer in record.layers}
+    spent = sum(layer.bits * sizes[layer.name] for layer in record.layers) / sum(sizes.values())
+    assert words["bits"] - 0.1 < spent <= words["bits"]
+    assert {layer.bits for layer in record.layers} <= widths
+    assert len({layer.bits for layer in record.layers}) > 1
+    by_set = {}
+    for layer in record.layers:
+        part = layer.name.replace("k_proj", "q_proj").replace("v_proj", "q_proj").replace("up_proj", "gate_proj")
+        by_set.setdefault(part, set()).add(layer.bits)
+    assert all(len(bits) == 1 for bits in by_set.values())
+    network, _ = load_dense(out, CPU)
+    if words["format"] == "compressed-tensors":
+        loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+        tokens = torch.arange(64)[None]
+        assert torch.equal(predictions(loaded, tokens), predictions(network, tokens))
+
+
+def test_what_the_format_has_no_width_for_is_refused_at_once(small, tmp_path):
+    with pytest.raises(RecipeError, match="groups of 8 asked for"):
+        nearplane.quantize(small, tmp_path / "out", **(FAST | {"group_size": 8}), bits=2.5, format="gptq")
+    with pytest.raises(RecipeError, match="asymmetric weights in compressed-tensors"):
+        nearplane.quantize(small, tmp_path / "out", **FAST, bits=2.5, symmetric=False)
+    assert not (tmp_path / "out").exists()
