@@ -14,7 +14,7 @@ from cyclopts import App, Parameter
 
 from nearplane import __version__
 from nearplane.errors import NearplaneError
-from nearplane.recipe import Allocation, Calibration, Device, Format, Recipe, Rule
+from nearplane.recipe import Allocation, Calibration, Device, Format, Rate, Recipe, Rule
 
 app = App(
     name="nearplane",
@@ -34,7 +34,8 @@ def quantize(
     *,
     rule: Annotated[Rule | None, Flat] = None,
     tokens: Annotated[Calibration | None, Flat] = None,
-    format: Format = "compressed-tensors",
+    rate: Annotated[Rate | None, Flat] = None,
+    format: Format | None = None,
     allocate: Allocation | None = None,
     ignore: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     device: Device = "auto",
@@ -47,9 +48,10 @@ def quantize(
     Args:
         model: A local folder of safetensors, or a hub id.
         out: Folder to write.
-        format: Of the checkpoint: compressed-tensors (vLLM, transformers), gptq or gptq_v2 (most GPTQ readers).
-        allocate: The same bits for every layer (uniform), or more where the network needs them (slope). Default: slope for a
-            fraction of bits, else uniform.
+        format: Of the checkpoint: compressed-tensors (vLLM, transformers; the default), gptq or gptq_v2 (most GPTQ readers), or
+            nearplane (entropy-coded; the default with --rate or --size).
+        allocate: The same bits for every layer (uniform), or more where the network needs them (slope). Default: slope with --rate,
+            --size or a fraction of bits, else uniform.
         ignore: Regular expression; layers whose full name it is found in stay as they are. May be repeated.
         device: Where to compute; auto is the GPU where there is one.
         overwrite: Replace what is in OUT; it is deleted when the work begins.
@@ -60,8 +62,9 @@ def quantize(
 
     _quiet()
     recipe = Recipe(
-        rule=rule or Rule(), calibration=tokens or Calibration(), format=format, allocate=allocate, ignore=ignore
-    )
+        rule=rule or Rule(), calibration=tokens or Calibration(), rate=rate or Rate(), format=format, allocate=allocate,
+        ignore=ignore,
+    )  # fmt: skip
     record = run(
         model, out, recipe, device=device, overwrite=overwrite, trust_remote_code=trust_remote_code, progress=_progress
     )
@@ -70,10 +73,12 @@ def quantize(
         return
     losses = [layer.relative_loss for layer in record.layers]
     worst = max(record.layers, key=lambda layer: layer.relative_loss)
-    better = [layer.nearest_loss / layer.loss for layer in record.layers if layer.loss > 0]
+    better = [layer.nearest_loss / layer.loss for layer in record.layers if layer.nearest_loss and layer.loss > 0]
     print(
         f"{len(record.layers)} layers quantized to {record.rate:.3f} bits per weight in {record.seconds:.1f} s: {out}"
     )
+    if (missed := record.missed) is not None:
+        print(missed)
     print(f"weight files {record.bytes / 1e6:,.1f} MB, calibrated on {record.tokens:,} tokens")
     print(f"relative loss: mean {sum(losses) / len(losses):.2e}, worst {worst.relative_loss:.2e} ({worst.name})")
     if better and record.tokens:
@@ -149,28 +154,33 @@ def inspect(out: Path, *, json: Switch = False) -> None:
         f"{record.source} quantized by {rule.solver}, {record.recipe.format}, {record.device}, {record.seconds:.1f} s"
     )
     print(f"{record.windows} windows of {record.seqlen} tokens; versions {record.versions}")
-    columns = (
-        "layer",
-        "shape",
-        "grid",
-        "bits/weight",
-        "relative loss",
-        "nearest/this",
-        "bound/this",
-        "clipped %",
-        "correction",
-    )
-    _table(columns, (
-        (layer.name, f"{layer.out_features} x {layer.in_features}", _grid(layer.bits, layer.symmetric, layer.group_size),
-         f"{layer.rate:.3f}", f"{layer.relative_loss:.3e}", f"{layer.nearest_loss / layer.loss:.2f}" if layer.loss else "-",
-         f"{layer.worst_case / layer.damped_loss:.2f}" if layer.worst_case and layer.damped_loss else "-",
-         f"{100 * layer.clipped:.2f}",
-         f"{layer.correction:.2f}")
-        for layer in record.layers
-    ))  # fmt: skip
+    if record.recipe.rate.wanted:
+        _table(("layer", "shape", "asked", "bits/weight", "of it codes", "limit", "above it", "relative loss", "correction"), (
+            (layer.name, f"{layer.out_features} x {layer.in_features}", _number(layer.asked), f"{layer.rate:.3f}",
+             _number(layer.entropy), _number(layer.limit), _number(layer.above_limit), f"{layer.relative_loss:.3e}",
+             f"{layer.correction:.2f}")
+            for layer in record.layers
+        ))  # fmt: skip
+        print("limit: least bits per weight for this loss on Gaussian weights; a reference, not a bound for real ones")
+    else:
+        columns = (
+            "layer", "shape", "grid", "bits/weight", "relative loss", "nearest/this", "bound/this", "clipped %", "correction",
+        )  # fmt: skip
+        _table(columns, (
+            (layer.name, f"{layer.out_features} x {layer.in_features}",
+             _grid(layer.bits, layer.symmetric, layer.group_size), f"{layer.rate:.3f}", f"{layer.relative_loss:.3e}",
+             _ratio(layer.nearest_loss, layer.loss), _ratio(layer.worst_case, layer.damped_loss),
+             f"{100 * layer.clipped:.2f}", f"{layer.correction:.2f}")
+            for layer in record.layers
+        ))  # fmt: skip
     for name, reason in record.skipped:
         print(f"left as it is: {name} ({reason})")
     print(f"total: {record.rate:.3f} bits per quantized weight, weight files {record.bytes / 1e6:,.1f} MB")
+    if record.recipe.rate.wanted:
+        print(
+            f"of {record.rate:.3f} bits: codes {_number(record.entropy)}, above the limit {_number(record.above_limit)}; "
+            f"headers and all that is not quantized {record.overhead / 1e6:,.2f} MB"
+        )
 
 
 @app.command
@@ -219,7 +229,15 @@ def demo(out: Path = Path("demo-out"), *, json: Switch = False) -> None:
     print(f"checkpoints: {out}. Serve one on a machine with vLLM: vllm serve {first.folder}")
 
 
-def _grid(bits: int, symmetric: bool, group_size: int | None) -> str:
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _ratio(value: float | None, of: float) -> str:
+    return f"{value / of:.2f}" if value and of else "-"
+
+
+def _grid(bits: int | None, symmetric: bool | None, group_size: int | None) -> str:
     return f"{bits}-bit {'sym' if symmetric else 'asym'} g{group_size or '-'}"
 
 

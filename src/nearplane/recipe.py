@@ -127,7 +127,7 @@ class Rate:
         size: Of the whole checkpoint, instead: "3.1GB", "800MiB" or a number of bytes.
         method: Steps that give every plane the same error (waterfill), or one step a matrix (hptq: GPTQ with unbounded codes).
         coder: tans, huffman (the coder of the HPTQ paper), or zstd.
-        shrink: Whether targets are shrunken for the noise of the rounding (waterfill only).
+        shrink: Whether targets are shrunken for the noise that the rounding adds (waterfill only).
         gains: Which scales are fitted again once the codes are known; the scale of the whole matrix always is.
         rows: Whether rows whose errors the network minds more get finer steps (sensitivity), or all the same (equal).
     """
@@ -158,6 +158,11 @@ class Rate:
         """Whether weights are to be entropy-coded."""
         return self.rate is not None or self.size is not None
 
+    @property
+    def classes(self) -> bool:
+        """Whether rows and columns have tables of their own; the HPTQ paper's Huffman coder has one for the matrix."""
+        return self.coder != "huffman"
+
     def bytes(self) -> int | None:
         """Return the size asked for, in bytes.
 
@@ -168,7 +173,9 @@ class Rate:
             return None
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kMGT]?i?B?)\s*", self.size)
         if not match or match[2] not in UNITS or float(match[1]) <= 0:
-            raise RecipeError(f"size is {self.size!r}; expected a number of bytes or one with a unit: 3.1GB, 800MB, 2.9GiB.")
+            raise RecipeError(
+                f"size is {self.size!r}; expected a number of bytes or one with a unit: 3.1GB, 800MB, 2.9GiB."
+            )
         return int(float(match[1]) * UNITS[match[2]])
 
 

@@ -72,6 +72,11 @@ class LayerRecord:
         """Bits per weight in the file."""
         return 8 * self.bytes / (self.out_features * self.in_features)
 
+    @property
+    def above_limit(self) -> float | None:
+        """Bits per weight in the file above the limit."""
+        return None if self.limit is None else self.rate - self.limit
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
@@ -127,8 +132,44 @@ class RunRecord:
     @property
     def rate(self) -> float:
         """Bits per quantized weight in the file, all tensors of the quantized layers counted."""
-        weights = sum(layer.out_features * layer.in_features for layer in self.layers)
-        return 8 * sum(layer.bytes for layer in self.layers) / weights if weights else 0.0
+        return self._mean([layer.rate for layer in self.layers]) or 0.0
+
+    @property
+    def entropy(self) -> float | None:
+        """Bits per quantized weight that are codes; None on fixed grids."""
+        return self._mean([layer.entropy for layer in self.layers])
+
+    @property
+    def above_limit(self) -> float | None:
+        """Bits per quantized weight above the limit; None on fixed grids."""
+        return self._mean([layer.above_limit for layer in self.layers])
+
+    @property
+    def overhead(self) -> int:
+        """Bytes of the weight files that are not the quantized layers' tensors: embeddings, norms, headers."""
+        return self.bytes - sum(layer.bytes for layer in self.layers)
+
+    @property
+    def missed(self) -> str | None:
+        """A sentence if the rate or size asked for was missed by more than 0.5 %."""
+        asked = self.recipe.rate
+        wanted, found, unit = (
+            (asked.rate, self.rate, "bits per weight") if asked.rate else (asked.bytes(), self.bytes, "bytes")
+        )
+        if wanted is None or abs(found / wanted - 1) <= 0.005:
+            return None
+        return (
+            f"{wanted:,g} {unit} asked for, {found:,.6g} found: what is stored beside the codes of these small layers "
+            f"cannot be cut finer."
+        )
+
+    def _mean(self, values: list[float | None]) -> float | None:
+        """Return the mean over weights of a figure of the layers; None if a layer has none."""
+        sizes = [layer.out_features * layer.in_features for layer in self.layers]
+        known = [value for value in values if value is not None]
+        if not sizes or len(known) < len(values):
+            return None
+        return sum(value * size for value, size in zip(known, sizes, strict=True)) / sum(sizes)
 
 
 def read_record(folder: Path) -> RunRecord:

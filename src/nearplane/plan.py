@@ -1,0 +1,190 @@
+"""What every layer may take: its width on fixed grids, or its rate where codes are entropy-coded, so that the budget is met.
+
+Made once before the quantization; while it runs, bits that one layer leaves over go to those after it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nearplane.allocate import (
+    LOW,
+    allocate,
+    allocate_widths,
+    probe,
+    probed_rates,
+    probed_widths,
+    to_rates,
+    to_widths,
+)
+from nearplane.errors import RecipeError
+from nearplane.formats.folder import FORMATS
+from nearplane.models.layers import Layer
+from nearplane.models.sensitivity import output_sensitivity
+from nearplane.models.stream import Model
+from nearplane.recipe import Rate, Recipe, Rule
+
+Progress = Callable[[Iterable[Any], str, int], Iterable[Any]]
+SWAY = 0.02  # of its rate, by which a layer takes up what those before it left over or took too much
+BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+
+
+@dataclass(slots=True, kw_only=True)
+class Plan:
+    """What every layer may take.
+
+    Args:
+        widths: bits of the codes by layer, on fixed grids whose widths differ; None where they do not.
+        rates: bits per weight by layer, every byte counted; empty on fixed grids.
+        sensitivity: (out,) how much the network minds errors of a layer's outputs, by layer; may be empty.
+    """
+
+    widths: dict[str, int] | None = None
+    rates: dict[str, float] = field(default_factory=dict)
+    sensitivity: dict[str, Tensor] = field(default_factory=dict)
+    _left: float = 0.0  # bits that layers so far have left over
+
+    def rule(self, rule: Rule, layer: Layer) -> Rule:
+        """Return the rule with the layer's own width."""
+        return rule if self.widths is None else replace(rule, bits=self.widths[layer.name])
+
+    def rate(self, layer: Layer) -> float:
+        """Return what the layer should take now, in bits per weight."""
+        asked = self.rates[layer.name]
+        return asked + min(SWAY * asked, max(-SWAY * asked, self._left / math.prod(layer.shape)))
+
+    def spend(self, layer: Layer, size: int) -> None:
+        """Note the bytes that a layer took."""
+        if self.rates:
+            self._left += self.rates[layer.name] * math.prod(layer.shape) - 8 * size
+
+
+def plan(model: Model, recipe: Recipe, tokens: Tensor | None, device: torch.device, progress: Progress) -> Plan:
+    """Decide what every layer may take, by measuring the network where the recipe asks for it.
+
+    Args:
+        model: to be quantized.
+        recipe: rate or width, how to allocate it.
+        tokens: (windows, seqlen) for calibration; None where nothing is measured.
+        device: where to compute.
+        progress: wraps the iterator over blocks of the probe.
+
+    Raises:
+        RecipeError: the rate or size cannot be met.
+    """
+    if not recipe.rate.wanted:
+        return Plan() if recipe.allocate == "uniform" else Plan(widths=_widths(model, recipe, tokens, device, progress))
+    budget, layers = budget_of(model, recipe), _layers(model)
+    dtype = torch.float32 if device.type == "cpu" else model.dtype
+    sensitivity: dict[str, Tensor] = {}
+    if recipe.rate.method == "waterfill" and recipe.rate.rows == "sensitivity" and tokens is not None:
+        sensitivity = output_sensitivity(model, tokens, device=device, dtype=dtype)
+    if recipe.allocate == "uniform" or tokens is None or budget <= LOW:
+        return Plan(rates=dict.fromkeys((layer.name for layer in layers), budget), sensitivity=sensitivity)
+    rates = probed_rates(budget)
+    curves = probe(
+        model, tokens, to_rates(rates, recipe.rule), points=len(rates), together=False, device=device, dtype=dtype,
+        progress=progress,
+    )  # fmt: skip
+    return Plan(rates=allocate(curves, budget), sensitivity=sensitivity)
+
+
+def budget_of(model: Model, recipe: Recipe) -> float:
+    """Return the bits per quantized weight that the recipe leaves.
+
+    Raises:
+        RecipeError: the size leaves more or fewer than can be had, or the rate is less than the side information of small layers.
+    """
+    layers = _layers(model)
+    weights = sum(math.prod(layer.shape) for layer in layers)
+    rate, size = recipe.rate.rate, recipe.rate.bytes()
+    if size is not None:
+        rest = _rest(model, layers)
+        rate = 8 * (size - rest) / weights
+        smallest, largest = (rest + math.ceil(bits * weights / 8) for bits in (0.5, 7))
+        if not 0.5 <= rate <= 7:
+            raise RecipeError(
+                f"--size {recipe.rate.size} is {size:,} bytes, of which {rest:,} are not quantized: {rate:.2f} bits are left for "
+                f"each of {weights:,} weights. Ask for {smallest:,} to {largest:,} bytes (0.5 to 7 bits per weight)."
+            )
+    assert rate is not None, "a plan for rates needs a rate or a size"
+    least = 8 * sum(_side(layer, recipe.rate) for layer in layers) / weights
+    if rate < least:
+        raise RecipeError(
+            f"{rate:.3f} bits per weight asked for; what is stored beside the codes of such small layers takes {least:.3f}. "
+            f"Ask for more than that, use --method hptq, or leave small layers out with --ignore."
+        )
+    return rate
+
+
+def check_bits(model: Model, recipe: Recipe, bits: float) -> None:
+    """Raise RecipeError if some layer cannot be stored at this width."""
+    rule = recipe.rule
+    for layer in _layers(model):
+        FORMATS[recipe.format].check(
+            layer.name, layer.shape, layer.kind,
+            bits=bits, group_size=rule.group_size, symmetric=rule.symmetric, permuted=False,
+        )  # fmt: skip
+
+
+def usable_widths(model: Model, recipe: Recipe) -> list[int]:
+    """Return the widths that the format has for all layers; raise as the format does if there are none."""
+    usable: list[int] = []
+    refused: RecipeError | None = None
+    for bits in FORMATS[recipe.format].BITS:
+        try:
+            check_bits(model, recipe, bits)
+            usable.append(bits)
+        except RecipeError as error:
+            refused = refused or error
+    if not usable and refused is not None:
+        raise refused
+    return usable
+
+
+def _widths(
+    model: Model, recipe: Recipe, tokens: Tensor | None, device: torch.device, progress: Progress
+) -> dict[str, int]:
+    """Give every layer a width, more where the network needs it; `--bits` on average."""
+    assert tokens is not None, "widths are allocated by measuring"
+    usable = usable_widths(model, recipe)
+    probed = probed_widths(recipe.rule.bits, usable)
+    perturb = to_widths(probed, recipe.rule, FORMATS[recipe.format].scale_dtype(model.dtype))
+    curves = probe(model, tokens, perturb, points=len(probed), together=True, device=device, progress=progress)
+    return allocate_widths(curves, recipe.rule.bits, [bits for bits in usable if bits >= probed[0]])
+
+
+def _layers(model: Model) -> list[Layer]:
+    return [layer for block in model.blocks for layer in block.layers]
+
+
+def _side(layer: Layer, rate: Rate) -> float:
+    """Return about the fewest bytes that a layer takes beside its codes: a header, and where steps differ their exponents."""
+    return 16 if rate.method == "hptq" else 16 + 3 * layer.shape[1] / 8
+
+
+def _rest(model: Model, layers: Iterable[Layer]) -> int:
+    """Return the bytes of the weight files that are not the quantized layers' tensors: other tensors, and the files' headers."""
+    quantized = {model.source_name(f"{layer.name}.weight") for layer in layers}
+    entries: dict[str, Mapping[str, Any]] = {}
+    size = 0
+    for name in model.reader.names():
+        dtype, shape = model.reader.dtype(name), model.reader.shape(name)
+        if name in quantized:
+            name, dtype, shape = f"{name.removesuffix('.weight')}.weight_coded", "U8", (math.prod(shape) // 3,)
+        else:
+            size += math.prod(shape) * BYTES[dtype]
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [10**6, 10**6]}  # digits as in middling files
+    shards = len(model.blocks) + 1
+    return (
+        size
+        + len(json.dumps(entries, separators=(",", ":")))
+        + shards * (8 + 4 + len('{"__metadata__":{"format":"pt"}}'))
+    )
