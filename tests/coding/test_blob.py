@@ -185,11 +185,3 @@ def test_contents_that_cannot_be_stored_are_refused(change: dict[str, object], m
     }
     with pytest.raises(ValueError, match=message):
         Contents(**(fields | change))  # type: ignore[arg-type]
-
-
-def deterministic(out: int, width: int) -> Contents:
-    """Return a matrix made of integer arithmetic alone."""
-    i, j = np.arange(out)[:, None], np.arange(width)[None, :]
-    mixed = (i * 7919 + j * 104729 + i * j * 31 + (i * i * j) % 17 * 12289) % 65537
-    codes = ((mixed % 256) + (mixed // 256 % 256) + (mixed * 17 % 256) - 384) * (2 + j % 5) // 256
-    return contents_of(codes, columns=(-8 * (j[0] % 5) // 2).astype(np.int32))

@@ -1,0 +1,83 @@
+"""The tables: integers that every machine computes alike, complete, and close to what they stand for."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nearplane.coding import huffman, model
+
+TIE = 1e-5  # of the constants from a half: an error of a thousand units in the last place would change none
+
+
+def test_no_constant_is_near_a_tie() -> None:
+    tails = [2**31 * math.erfc(i / 64 / math.sqrt(2)) / 2 for i in range(424)]
+    octaves = [2**20 * 2 ** (-j / 16) for j in range(16)]
+    assert min(abs(x % 1 - 0.5) for x in tails + octaves) > TIE
+
+
+@pytest.mark.parametrize("shape", range(0, model.SHAPES, 3))
+def test_tables_of_the_family_are_complete_and_symmetric(shape: int) -> None:
+    for spread in range(model.SPREADS):
+        table = model.parametric(spread, shape).astype(np.int64)
+        assert table.sum() == model.TOTAL
+        assert table.min() >= 0
+        assert min(table[0], table[127], table[128], table[129]) >= 1
+        assert np.array_equal(table[129:], table[1:128][::-1])
+        pairs = model.paired(table.astype(np.uint16)).astype(np.int64)
+        assert pairs.sum() == model.TOTAL
+        assert pairs[0] >= 1
+
+
+@pytest.mark.parametrize("spread", range(20, 150, 10))
+def test_a_gaussian_costs_its_entropy_and_a_hundredth(spread: int) -> None:
+    """Beyond +-127 an escape's list is not counted here; at sigma 64 that is 5 % of the codes."""
+    sigma = 2 ** ((spread - 48) / 16)
+    edges = (np.arange(-127, 129) - 0.5) / sigma / math.sqrt(2)
+    inside = np.diff(np.vectorize(math.erf)(edges)) / 2
+    p = np.append(1 - inside.sum(), inside)
+    table = model.parametric(spread, 0)
+    kept = (table > 0) & (p > 0)
+    missed = p[~kept].sum()  # escaped, at the escape's price
+    bits = -(p[kept] @ np.log2(table[kept] / 4096)) - missed * math.log2(table[0] / 4096)
+    assert bits < -(p[p > 0] @ np.log2(p[p > 0])) + 0.01
+
+
+@given(st.lists(st.integers(0, 2**24), min_size=2, max_size=256))
+def test_normalised_weights_sum_to_4096_and_none_is_lost(weights: list[int]) -> None:
+    weight = np.zeros(256, np.int64)
+    weight[: len(weights)] = weights
+    if not weight.any():
+        return
+    table = model.normalise(weight).astype(np.int64)
+    assert table.sum() == model.TOTAL
+    assert np.array_equal(table > 0, weight > 0)
+
+
+@given(st.lists(st.integers(0, 500), min_size=2, max_size=256))
+def test_huffman_codes_are_complete_and_as_short_as_the_limit_allows(weights: list[int]) -> None:
+    """Complete: Kraft's sum is one. Short: no two lengths could be exchanged, and without the limit the cost is Huffman's."""
+    weight = np.zeros(256, np.int64)
+    weight[: len(weights)] = weights
+    if (weight > 0).sum() < 2:
+        return
+    frequency = model.normalise(weight)
+    lengths = huffman.lengths(frequency)
+    used = frequency > 0
+    assert np.array_equal(lengths > 0, used)
+    assert lengths.max() <= 12
+    assert sum(4096 >> int(n) for n in lengths[used]) == 4096
+    heap = sorted(int(f) for f in frequency[used])
+    cost = 0
+    while len(heap) > 1:  # the cost of Huffman's algorithm is the sum of its merges
+        merged = heap.pop(0) + heap.pop(0)
+        cost += merged
+        heap = sorted([*heap, merged])
+    found = int(lengths @ frequency.astype(np.int64))
+    assert found >= cost
+    if lengths.max() < 12:
+        assert found == cost
