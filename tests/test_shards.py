@@ -1,10 +1,13 @@
 """Folders of safetensors: what is written is read, what is unfinished or broken is refused."""
 
+import json
+import zlib
+
 import pytest
 import torch
 
 from nearplane.errors import FormatError, ModelError
-from nearplane.shards import INCOMPLETE, ShardReader, ShardWriter
+from nearplane.shards import INCOMPLETE, INDEX, ShardReader, ShardWriter, checksum
 
 SHARDS = [{"a": torch.arange(6).view(2, 3), "b.c": torch.randn(4)}, {"d": torch.randn(3).to(torch.bfloat16)}]
 
@@ -55,3 +58,56 @@ def test_a_truncated_file_is_refused(folder, keep):
 def test_a_folder_without_weights_is_refused(tmp_path):
     with pytest.raises(ModelError, match=r"no \.safetensors"):
         ShardReader(tmp_path)
+
+
+@pytest.fixture
+def checked(tmp_path):
+    writer = ShardWriter(tmp_path, 2, checksums=True)
+    for shard in SHARDS:
+        writer.write(shard)
+    writer.finish()
+    return tmp_path
+
+
+def test_checksums_cover_type_sizes_and_bytes(checked):
+    sums = json.loads((checked / INDEX).read_text())["checksums"]
+    assert sums["a"] == f"{zlib.crc32(b'I64 2 3' + SHARDS[0]['a'].numpy().tobytes()):08x}"
+    assert sums.keys() == (SHARDS[0] | SHARDS[1]).keys()
+    assert len({checksum(x) for x in (torch.zeros(4), torch.zeros(2, 2), torch.zeros(4, dtype=torch.int32))}) == 3
+    ShardReader(checked).verify()
+
+
+def test_a_changed_tensor_is_refused_by_name(checked):
+    path = next(checked.glob("*00002-of*"))
+    path.write_bytes(path.read_bytes()[:-1] + b"\x00")
+    reader = ShardReader(checked)
+    reader.read(["a"])
+    for work in (reader.verify, lambda: reader.read(["d"])):
+        with pytest.raises(FormatError, match=r"00002-of-00002.*tensor d has the checksum"):
+            work()
+
+
+@pytest.mark.parametrize(("name", "match"), [("a", "a is not known to .*index"), ("e", "e is missing from")])
+def test_a_tensor_too_few_or_too_many_is_refused(checked, name, match):
+    index = json.loads((checked / INDEX).read_text())
+    index["checksums"].pop(name) if name == "a" else index["checksums"].update({name: "00000000"})
+    (checked / INDEX).write_text(json.dumps(index))
+    with pytest.raises(FormatError, match=match):
+        ShardReader(checked).verify()
+
+
+def test_a_folder_without_checksums_is_read_but_not_verified(folder):
+    with pytest.raises(FormatError, match="no checksums"):
+        ShardReader(folder).verify()
+
+
+def test_shards_are_numbered_when_their_count_is_known(tmp_path):
+    writer = ShardWriter(tmp_path, None)
+    for shard in SHARDS:
+        writer.write(shard)
+    writer.finish()
+    assert {path.name for path in tmp_path.glob("*.safetensors")} == {
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    }
+    assert torch.equal(ShardReader(tmp_path).read(["d"])["d"], SHARDS[1]["d"])

@@ -159,6 +159,24 @@ def test_the_base_model_loads_too(folder: Callable[[str], Path]) -> None:
         torch.testing.assert_close(whole.lm_head(states), whole(TOKENS).logits, rtol=1e-5, atol=1e-5)
 
 
+def test_names_without_the_prefix_of_the_base_model_load(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """The original GPT-2 spells them so; config.json names modules of the model in any case."""
+    shutil.copytree(folder("gpt2"), out := tmp_path / "out")
+
+    def strip(tensors: dict[str, Tensor]) -> None:
+        short = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+        tensors.clear()
+        tensors.update(short)
+
+    rewrite(out, strip)
+    expected = decoded(folder("gpt2")).state_dict()
+    read = nearplane.load(out, packed=False).state_dict()
+    assert all(torch.equal(read[name], tensor) for name, tensor in expected.items())
+    nearplane.export(out, tmp_path / "dense", dtype="float32")
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "dense").state_dict()
+    assert all(torch.equal(read[name], tensor) for name, tensor in expected.items())
+
+
 def test_importing_registers_nothing_and_registering_twice_is_harmless() -> None:
     program = (
         "import nearplane; from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as quantizers\n"
