@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -376,6 +377,27 @@ def test_flipped_bits_never_make_another_model(copied: Path) -> None:
             assert all(torch.equal(read[name], tensor) for name, tensor in expected.items())
         file.write_bytes(whole)
     assert refused > 30
+
+
+def test_a_damaged_matrix_does_not_load_whatever_the_index_says(copied: Path) -> None:
+    """Every byte of a coded matrix is under a checksum of its own."""
+    chance = random.Random(2)
+    for _ in range(20):
+        whole = {file: file.read_bytes() for file in copied.glob("model*")}
+        hit = ""
+
+        def flip(tensors: dict[str, Tensor]) -> None:
+            nonlocal hit
+            coded = sorted(name for name in tensors if name.endswith("weight_coded"))
+            if not hit and coded:
+                hit = chance.choice(coded)
+                tensors[hit][chance.randrange(len(tensors[hit]))] ^= 1 << chance.randrange(8)
+
+        rewrite(copied, flip)
+        with pytest.raises(FormatError, match=re.escape(hit)):
+            AutoModelForCausalLM.from_pretrained(copied)
+        for file, content in whole.items():
+            file.write_bytes(content)
 
 
 def test_weights_are_not_sent_to_disk_nor_taken_from_elsewhere(folder: Callable[[str], Path]) -> None:
