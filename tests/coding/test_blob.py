@@ -120,7 +120,7 @@ def test_coded_bytes_are_near_the_entropies(freedom: int | None) -> None:
 
 @pytest.mark.parametrize("out", [64, 352, 1200])
 @pytest.mark.parametrize("bits", [0.7, 2.0, 3.0, 6.5])
-@pytest.mark.parametrize("coder", ["tans", "huffman"])
+@pytest.mark.parametrize("coder", CODERS)
 def test_size_foretells_the_bytes(out: int, bits: float, coder: str) -> None:
     for freedom in (None, 5):
         contents, _ = gaussian(out, 128, bits, rows=0.3, freedom=freedom)

@@ -165,11 +165,16 @@ def _threads(threads: int | None) -> ThreadPoolExecutor | None:
 
 
 def size(contents: Contents, *, coder: Coder = "tans", classes: bool = True) -> Size:
-    """Return what `encode` would take, from histograms; zstd is estimated as if its tables were as good as tANS."""
+    """Return what `encode` would take: from histograms, without coding, or for zstd by compressing."""
     plan = _plan(contents, coder, classes)
-    bits, of_rows = rules.write_header(plan.header, plan.layout)
-    start = 1 + len(varint(plan.header.shape[0])) + len(varint(plan.header.shape[1]))
-    return Size(side=start + (bits.count - of_rows) // 8 + 4, payload=of_rows + planning.payload_bits(plan))
+    header = plan.header
+    bits, of_rows = rules.write_header(header, plan.layout)
+    start = 1 + len(varint(header.shape[0])) + len(varint(header.shape[1]))
+    payload = planning.payload_bits(plan)
+    if coder == "zstd":
+        symbols = symbols_of(contents.codes, plan.layout)
+        payload = 8.0 * stream.compressed_bytes(header, plan.layout, symbols, contents.codes)
+    return Size(side=start + (bits.count - of_rows) // 8 + 4, payload=of_rows + payload)
 
 
 def entropy(codes: NDArray[np.int32]) -> float:

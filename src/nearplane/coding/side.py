@@ -191,7 +191,11 @@ class BitReader:
         """Return a number below 2^35 in groups of seven bits."""
         value = 0
         for shift in range(0, 35, 7):
-            byte = self.take(8, what)
+            if self.at & 7 or self.at >> 3 >= len(self.data):
+                byte = self.take(8, what)
+            else:
+                byte = int(self.data[self.at >> 3])
+                self.at += 8
             value |= (byte & 127) << shift
             if byte < 128:
                 return value

@@ -76,7 +76,9 @@ def _escape(
         for count, table in zip(counts, which, strict=True):
             escape_rare(symbols[at : at + count], tables[table])
             at += int(count)
-    rows, columns = locate(symbols, begin, layout)
+    found = locate(symbols, begin, layout)
+    assert found is not None
+    rows, columns = found
     values = np.zeros(len(rows), np.int32)  # the filling of an odd group is 0
     real = columns >= 0
     values[real] = codes[layout.row_order[rows[real]], layout.column_order[columns[real]]]
@@ -99,11 +101,12 @@ def _read_escapes(bits: BitReader) -> NDArray[np.int64]:
 
 def _place(symbols: NDArray[np.uint8], begin: int, layout: Layout, values: NDArray[np.int64], where: str) -> Escapes:
     """Give the listed values to the escapes among the symbols."""
-    rows, columns = locate(symbols, begin, layout)
-    if len(rows) != len(values):
+    found = locate(symbols, begin, layout, len(values))
+    if found is None:
         raise FormatError(
-            f"{where}: {len(rows)} escapes among the symbols, {len(values)} in their list; the file is damaged"
+            f"{where}: its symbols do not have the {len(values)} escapes of its list; the file is damaged"
         )
+    rows, columns = found
     real = columns >= 0
     return rows[real], columns[real], values[real]
 
@@ -173,6 +176,13 @@ def encode_chunks(
         return escapes.bytes() + lanes + out[:size].tobytes()
 
     return _run(pool, one, range(len(edges) - 1))
+
+
+def compressed_bytes(header: Header, layout: Layout, symbols: NDArray[np.uint8], codes: NDArray[np.int32]) -> int:
+    """Return the bytes of frames and escapes, and of the directory of a large matrix."""
+    if header.chunked:
+        return sum(len(chunk) + 7 for chunk in encode_chunks(header, layout, None, symbols, codes, None))
+    return len(encode_whole(BitWriter(), header, layout, None, symbols, codes))
 
 
 def decode_chunks(

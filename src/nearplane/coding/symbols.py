@@ -62,21 +62,24 @@ def _locate(
     start: int,
     stop: int,
     pairs: bool,
-    fill: bool,
     rows: NDArray[np.int64],
     columns: NDArray[np.int64],
 ) -> int:
-    """Count the escapes of a part of a group, and fill in their rows and columns where asked to."""
+    """Count the escapes of a part of a group, and fill in the rows and columns of as many as there is room for."""
+    room = len(rows)
     width = (stop - start + 1) >> 1 if pairs else stop - start
     ones = np.uint64(0x1111111111111111 if pairs else 0x0101010101010101)
     highs = np.uint64(0x8888888888888888 if pairs else 0x8080808080808080)
     base = np.uint64(symbols.ctypes.data)
     n = 0
-    for block in range(0, len(symbols), 8):
-        end = min(block + 8, len(symbols))
-        if end == block + 8:
-            word = load64(base + np.uint64(block))
-            if ((word - ones) & ~word & highs) == np.uint64(0):  # no part of the word is zero
+    for block in range(0, len(symbols), 32):
+        end = min(block + 32, len(symbols))
+        if end == block + 32:
+            zeros = np.uint64(0)
+            for at in range(block, end, 8):
+                word = load64(base + np.uint64(at))
+                zeros |= (word - ones) & ~word  # a high bit of a part: the part is zero, or follows one that is
+            if zeros & highs == np.uint64(0):
                 continue
         for i in range(block, end):
             symbol = symbols[i]
@@ -84,40 +87,49 @@ def _locate(
                 continue
             row, column = (first + i) // width, (first + i) % width
             if not pairs or symbol & 15 == 0:
-                if fill:
+                if n < room:
                     rows[n], columns[n] = row, start + (2 * column if pairs else column)
                 n += 1
             if pairs and symbol < 16:
-                if fill:
+                if n < room:
                     beyond = start + 2 * column + 1
                     rows[n], columns[n] = row, beyond if beyond < stop else -1
                 n += 1
     return n
 
 
-def locate(symbols: NDArray[np.uint8], begin: int, layout: Layout) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def locate(
+    symbols: NDArray[np.uint8], begin: int, layout: Layout, expected: int | None = None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
     """Return the positions of the escapes, in order, among the symbols from `begin` of the traversal.
 
+    Args:
+        expected: how many there should be; None where that is not known, which takes twice the time.
+
     Returns:
-        Rows and columns in the orders of the layout; column -1 where it is the filling of an odd group.
+        Rows and columns in the orders of the layout; column -1 where it is the filling of an odd group. None where they are
+        not as many as expected.
     """
-    end = begin + len(symbols)
-    all_rows, all_columns = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    if expected is None:
+        expected = _walk(symbols, begin, layout, np.empty(0, np.int64), np.empty(0, np.int64))
+    rows, columns = np.empty(expected, np.int64), np.empty(expected, np.int64)
+    return (rows, columns) if _walk(symbols, begin, layout, rows, columns) == expected else None
+
+
+def _walk(
+    symbols: NDArray[np.uint8], begin: int, layout: Layout, rows: NDArray[np.int64], columns: NDArray[np.int64]
+) -> int:
+    """Count escapes group by group, and fill in their places as long as there is room."""
+    end, count = begin + len(symbols), 0
     first_group = int(np.searchsorted(layout.offsets, begin, side="right")) - 1
     for g in range(first_group, len(layout.starts)):
         low, high = int(layout.offsets[g]), int(layout.offsets[g + 1])
         if low >= end:
             break
         part = symbols[max(low, begin) - begin : min(high, end) - begin]
-        pairs = bool(layout.pairs[g])
-        place = (max(low, begin) - low, int(layout.starts[g]), int(layout.stops[g]), pairs)
-        count = int(_locate(part, *place, False, all_rows[0], all_columns[0]))
-        if count:
-            rows, columns = np.empty(count, np.int64), np.empty(count, np.int64)
-            _locate(part, *place, True, rows, columns)
-            all_rows.append(rows)
-            all_columns.append(columns)
-    return np.concatenate(all_rows), np.concatenate(all_columns)
+        place = (max(low, begin) - low, int(layout.starts[g]), int(layout.stops[g]), bool(layout.pairs[g]))
+        count += int(_locate(part, *place, rows[count:], columns[count:]))
+    return count
 
 
 @njit(cache=True, nogil=True)
