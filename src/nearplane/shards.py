@@ -89,21 +89,28 @@ class ShardReader:
         """Return the file that holds a tensor."""
         return self._file[name]
 
+    def check_complete(self) -> None:
+        """Check that the tensors are those that the index has checksums of.
+
+        Raises:
+            FormatError: there are no checksums, or a tensor is missing or too many.
+        """
+        if self.checksums is None:
+            raise FormatError(f"{self.folder / INDEX} holds no checksums, or is missing. Fetch it again.")
+        for name in [*self.checksums, *self._file]:
+            if name not in self._file or name not in self.checksums:
+                fault = (
+                    f"missing from {self.folder}" if name in self.checksums else f"not known to {self.folder / INDEX}"
+                )
+                raise FormatError(f"{name} is {fault}: files of two checkpoints, or damaged. Fetch the folder again.")
+
     def verify(self) -> None:
         """Check every tensor against the index's checksums, with all cores and without copying.
 
         Raises:
-            FormatError: there are no checksums, a tensor is missing, too many or not what was written.
+            FormatError: the folder is not complete, or a tensor is not what was written.
         """
-        if self.checksums is None:
-            raise FormatError(f"{self.folder / INDEX} holds no checksums, or is missing. Fetch it again.")
-        for found, expected, fault in (
-            (self._file, self.checksums, "is missing from"),
-            (self.checksums, self._file, "is not known to"),
-        ):
-            if odd := sorted(set(expected) - set(found)):
-                where = self.folder if expected is self.checksums else self.folder / INDEX
-                raise FormatError(f"{odd[0]} {fault} {where}: files of two checkpoints, or damaged. Fetch it again.")
+        self.check_complete()
         by_file: dict[Path, list[str]] = defaultdict(list)
         for name, path in self._file.items():
             by_file[path].append(name)

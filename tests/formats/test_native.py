@@ -174,6 +174,24 @@ def test_matrices_that_changed_places_are_refused(folders: Callable[..., tuple[P
         dict(read_matrices(tmp_path / "out"))
 
 
+def test_a_folder_that_lacks_a_tensor_or_its_index_is_refused(
+    folders: Callable[..., tuple[Path, dict]], tmp_path: Path
+) -> None:
+    """An evaluation would otherwise go on with random numbers."""
+    out, _ = folders("llama")
+    shutil.copytree(out, copy := tmp_path / "out")
+    shard = sorted(copy.glob("*.safetensors"))[1]
+    tensors = load_file(shard)
+    del tensors["model.norm.weight"]
+    save_file(tensors, shard)
+    for read in (read_matrices, read_dense):
+        with pytest.raises(FormatError, match=r"model\.norm\.weight is missing"):
+            dict(read(copy))
+    (copy / "model.safetensors.index.json").unlink()
+    with pytest.raises(FormatError, match=r"index\.json holds no checksums, or is missing"):
+        dict(read_dense(copy))
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [

@@ -251,7 +251,7 @@ def read_matrices(folder: Path) -> Iterator[tuple[str, QuantizedMatrix]]:
     config = quantization_of(folder)
     if config is None:
         return
-    layout, reader = layout_of(config), ShardReader(folder)
+    layout, reader = layout_of(config), _reader(folder, config)
     for name, parts in _layers(layout, reader).items():
         yield name, layout.unpack_layer(name, reader.read(parts), config)
 
@@ -265,7 +265,8 @@ def read_dense(folder: Path, *, transposed: Collection[str] = ()) -> Iterator[tu
     Raises:
         FormatError: a layer is not what its format says, or the format is not understood.
     """
-    config, reader = quantization_of(folder), ShardReader(folder)
+    config = quantization_of(folder)
+    reader = _reader(folder, config)
     layers = {} if config is None else _layers(layout_of(config), reader)
     packed = {part for parts in layers.values() for part in parts}
     for name in reader.names():
@@ -274,6 +275,14 @@ def read_dense(folder: Path, *, transposed: Collection[str] = ()) -> Iterator[tu
     for name, matrix in read_matrices(folder):
         values = matrix.decode()
         yield f"{name}.weight", values.T.contiguous() if f"{name}.weight" in transposed else values
+
+
+def _reader(folder: Path, config: Mapping[str, Any] | None) -> ShardReader:
+    """Return a reader of a folder, which is complete if its format can tell."""
+    reader = ShardReader(folder)
+    if config is not None and config.get("quant_method") == native.METHOD:
+        reader.check_complete()
+    return reader
 
 
 def _layers(layout: Layout, reader: ShardReader) -> dict[str, list[str]]:
