@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from nearplane.coding import layout as rules
 from nearplane.coding import plan as planning
 from nearplane.coding import stream
+from nearplane.coding.cost import total_bits
 from nearplane.coding.packed import Packed, pack
 from nearplane.coding.side import varint
 from nearplane.coding.symbols import scatter, symbols_of
@@ -179,7 +180,7 @@ def size(contents: Contents, *, coder: Coder = "tans", classes: bool = True) -> 
 
 def entropy(codes: NDArray[np.int32]) -> float:
     """Return the plug-in entropy of all codes as one source, in bits per code."""
-    return planning.total_bits(codes) / codes.size
+    return total_bits(codes) / codes.size
 
 
 def entropies(contents: Contents) -> Report:
@@ -187,8 +188,8 @@ def entropies(contents: Contents) -> Report:
     codes = contents.codes
     header = _plan(contents, "tans", True).header
     spreads = header.spread_of(header.column_levels()[None, :], header.row_levels[:, None])  # (out, in)
-    classes = sum(planning.total_bits(codes[spreads == spread]) for spread in np.unique(spreads))
-    columns = sum(planning.total_bits(column) for column in codes.T)
+    classes = sum(total_bits(codes[spreads == spread]) for spread in np.unique(spreads))
+    columns = sum(total_bits(column) for column in codes.T)
     return Report(one=entropy(codes), classes=classes / codes.size, columns=columns / codes.size)
 
 

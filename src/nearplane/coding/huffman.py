@@ -21,8 +21,7 @@ def lengths(frequency: NDArray[np.uint16]) -> NDArray[np.int64]:
     symbols = [int(s) for s in np.flatnonzero(frequency)]
     if len(symbols) < 2:
         return found
-    alone = sorted((int(frequency[s]), 0, (s,)) for s in symbols)
-    alone = [(weight, (s,)) for weight, _, (s,) in alone]
+    alone: list[tuple[int, tuple[int, ...]]] = sorted((int(frequency[s]), (s,)) for s in symbols)
     packages: list[tuple[int, tuple[int, ...]]] = []
     for _ in range(LONGEST):
         pairs = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(packages[::2], packages[1::2], strict=False)]

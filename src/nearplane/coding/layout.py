@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +53,7 @@ class Header:
         predicted = predict(self.columns, self.column_resolution, self.slope, self.level_resolution)
         return np.clip(predicted + self.corrections, -LEVEL, LEVEL)
 
-    def spread_of(self, column_level: NDArray[np.int64] | int, row_level: NDArray[np.int64] | int) -> NDArray[np.int64]:
+    def spread_of(self, column_level: NDArray[Any] | int, row_level: NDArray[Any] | int) -> NDArray[np.int64]:
         """Return the spreads of cells, the index of their tables in the family."""
         step, row_step = 16 // self.level_resolution, 16 // self.row_level_resolution
         return np.clip(
@@ -99,7 +100,7 @@ def lay_out(header: Header) -> Layout:
     levels, row_levels = header.column_levels(), header.row_levels
     column_order = np.argsort(levels, kind="stable").astype(np.int32)
     row_order = np.argsort(row_levels, kind="stable").astype(np.int32)
-    found, starts, sizes = np.unique(levels, return_index=False, return_counts=False), None, None
+    found = np.unique(levels)
     ordered = levels[column_order]
     starts = np.searchsorted(ordered, found)
     stops = np.append(starts[1:], len(levels))

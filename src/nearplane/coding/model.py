@@ -82,9 +82,14 @@ def parametric(spread: int, shape: int) -> NDArray[np.uint16]:
     return frequency
 
 
-@njit(cache=True, nogil=True)
 def normalise(weight: NDArray[np.int64]) -> NDArray[np.uint16]:
-    """Scale weights, at most 2^50 in all, to frequencies that sum to 4096; a weight of zero stays zero, others get at least 1."""
+    """Scale weights (256,), at most 2^50 in all, to frequencies that sum to 4096; zero stays zero, others get at least 1."""
+    return _share_out(weight, np.argsort(weight, kind="stable"))
+
+
+@njit(cache=True, nogil=True)
+def _share_out(weight: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.uint16]:
+    """Give the symbols, rarest first, their share of what is left, so that each rounding is made good by the next."""
     frequency = np.zeros(256, np.uint16)
     count = 0
     left = np.int64(0)
@@ -92,10 +97,8 @@ def normalise(weight: NDArray[np.int64]) -> NDArray[np.uint16]:
         if weight[symbol] > 0:
             count += 1
             left += weight[symbol]
-    order = np.argsort(weight, kind="mergesort")  # rarest first, equals by symbol
     room = np.int64(TOTAL)
-    for at in range(256):
-        symbol = order[at]
+    for symbol in order:
         if weight[symbol] > 0:
             count -= 1
             much = min(max(1, (weight[symbol] * room + left // 2) // left), room - count)
@@ -107,23 +110,16 @@ def normalise(weight: NDArray[np.int64]) -> NDArray[np.uint16]:
     return frequency
 
 
-@njit(cache=True, nogil=True)
 def paired(single: NDArray[np.uint16]) -> NDArray[np.uint16]:
-    """Return the (256,) frequencies of two independent codes as two nibbles; what is too rare is (escape, escape)."""
-    nibble = np.zeros(16, np.int64)
-    for symbol in range(256):
-        near = abs(symbol - 128) <= LARGEST_NIBBLE
-        nibble[symbol - 120 if near else 0] += np.int64(single[symbol])
-    weight = np.zeros(256, np.int64)
-    dropped = np.int64(0)
-    for high in range(16):
-        for low in range(16):
-            much = nibble[low] * nibble[high]
-            if much >= 1 << 10:  # 2^-14
-                weight[low | high << 4] = much
-            else:
-                dropped += much
-    weight[ESCAPE] = max(weight[ESCAPE], 1) + dropped
+    """Return the (256,) frequencies of two independent codes as two nibbles; what is rarer than 2^-14 is (escape, escape)."""
+    nibble = np.empty(16, np.int64)
+    nibble[1:] = single[128 - LARGEST_NIBBLE : 129 + LARGEST_NIBBLE]
+    nibble[0] = TOTAL - nibble[1:].sum()
+    weight = np.outer(nibble, nibble).reshape(-1)  # symbol = high << 4 | low
+    rare = weight < 1 << 10
+    dropped = int(weight[rare].sum())
+    weight[rare] = 0
+    weight[ESCAPE] = max(int(weight[ESCAPE]), 1) + dropped
     return normalise(weight)
 
 

@@ -6,7 +6,6 @@ Works on histograms of |code| per column, so that it costs about as much as coun
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,7 +13,8 @@ from numba import njit
 from numpy.typing import NDArray
 
 from nearplane.coding import huffman, layout, model
-from nearplane.coding.side import BitWriter, array_bits, rice_bits, zigzag
+from nearplane.coding.cost import list_bits, paired_stream_bits, stream_bits, table_bits
+from nearplane.coding.side import BitWriter, array_bits, zigzag
 
 ESCAPES_IN_PAIRS = 2e-4  # share of codes outside the nibble up to which a group is coded in pairs
 _SAMPLE = 384  # columns that the family's member is chosen on
@@ -202,7 +202,7 @@ def make_plan(
     if coder != "zstd":
         header = replace(header, stored=_stored_tables(header, found, shares))
     beyond = (
-        codes[(codes > model.LARGEST) | (codes < -model.LARGEST)] if sum(c[0] for c in found.values()) else codes[:0, 0]
+        codes[np.abs(codes.astype(np.int64)) > model.LARGEST] if any(c[0] for c in found.values()) else codes[:0, 0]
     )
     return Plan(header=header, layout=arrangement, counts=found, shares=shares, beyond=beyond.astype(np.int64))
 
@@ -406,44 +406,6 @@ def _stored_tables(
     return found if saved > len(counts) else {}
 
 
-def table_bits(count: NDArray[np.int64], table: NDArray[np.uint16]) -> float:
-    """Return the bits of symbols with the given counts (256,), with about what the list of escapes takes."""
-    bits, listed = stream_bits(count, table)
-    magnitude = np.maximum(np.abs(np.arange(256) - 128), 1)
-    magnitude[0] = 256
-    return bits + float(listed @ (4 + 2 * np.log2(magnitude)))
-
-
-def stream_bits(count: NDArray[np.int64], table: NDArray[np.uint16]) -> tuple[float, NDArray[np.float64]]:
-    """Return the bits of codes with the given counts (256,) but for the list of escapes, and the counts of that list."""
-    listed = np.where(table == 0, count, 0).astype(np.float64)
-    listed[0] = count[0]
-    price = np.zeros(256)
-    used = table > 0
-    price[used] = 12 - np.log2(table[used].astype(np.float64))
-    escape = price[0] if used[0] else 64.0
-    price[~used] = escape
-    return float(count @ price), listed
-
-
-def paired_stream_bits(count: NDArray[np.int64], table: NDArray[np.uint16]) -> tuple[float, NDArray[np.float64]]:
-    """Return the same as `stream_bits` when independent codes are coded two by two with a table of pairs."""
-    total = float(count.sum())
-    nibble = np.zeros(16)
-    nibble[1:] = count[121:136]
-    nibble[0] = total - nibble.sum()
-    weight = nibble[:, None] * nibble[None, :] / total / 2  # pairs, [high, low]
-    frequency = table.reshape(16, 16).astype(np.float64)
-    lacks = frequency == 0
-    price = 12 - np.log2(np.where(lacks, frequency[0, 0], frequency))
-    missed = (weight * lacks).sum(0) + (weight * lacks).sum(1)  # codes per nibble that are escaped with their partner
-    listed = count * (missed / np.maximum(nibble, 1e-9))[0]
-    listed[121:136] = missed[1:]
-    far = np.r_[0:121, 136:256]
-    listed[far] = count[far]
-    return float((weight * price).sum()), listed
-
-
 def payload_bits(plan: Plan) -> float:
     """Return the bits of codes and escapes, and of the chunks around them; pairs as if neighbours were independent."""
     header = plan.header
@@ -463,7 +425,7 @@ def payload_bits(plan: Plan) -> float:
             more, more_listed = paired_stream_bits(count, model.paired(table))
             bits += share * more
             listed += share * more_listed
-    bits += _list_bits(listed, plan.beyond)
+    bits += list_bits(listed, plan.beyond)
     if not header.chunked:
         return bits + 12 + 1
     chunks = len(layout.chunk_edges(plan.layout.total)) - 1
@@ -471,23 +433,3 @@ def payload_bits(plan: Plan) -> float:
         7 + 16 if header.coder == "zstd" else 7 + 1 + 8 * 2 + 7 * 2 + 8 * 0.5
     )  # directory, escapes, words, lengths, ends
     return bits + 8 * chunks * around
-
-
-def _list_bits(listed: NDArray[np.float64], beyond: NDArray[np.int64]) -> float:
-    """Return the bits of a list of escapes: counts (256,) of codes within a byte, and codes beyond."""
-    folded = zigzag(np.arange(-128, 128))
-    listed[0] = 0
-    outer = zigzag(beyond)
-    return min(float(listed @ (1 + k + (folded >> k))) + rice_bits(outer, k) for k in range(15))
-
-
-def total_bits(codes: NDArray[np.int32]) -> float:
-    """Return the plug-in entropy of codes times their number."""
-    flat = codes.reshape(-1).astype(np.int64)
-    low = int(flat.min())
-    if int(flat.max()) - low < 1 << 20:
-        counts = np.bincount(flat - low)
-    else:
-        counts = np.unique(flat, return_counts=True)[1]
-    counts = counts[counts > 0].astype(np.float64)
-    return float(counts @ (math.log2(len(flat)) - np.log2(counts)))

@@ -64,7 +64,6 @@ _load8 = _load(8, 1)
 _store32, _store64 = _store(32), _store(64)
 
 
-@njit(cache=True, nogil=True)
 def build(
     frequencies: NDArray[np.uint16], contiguous: bool
 ) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.int32], NDArray[np.uint16]]:
@@ -77,6 +76,15 @@ def build(
         Entries for decoding (tables, 4096); for encoding, per symbol, what to add to a state so that the high half is the
         number of bits to write, and the offset of its states in the last array (tables, 4096).
     """
+    if contiguous:
+        return _build(frequencies, np.argsort(-frequencies.astype(np.int64), axis=1, kind="stable"), 1)
+    return _build(frequencies, np.broadcast_to(np.arange(256), frequencies.shape).copy(), _STEP)
+
+
+@njit(cache=True, nogil=True)
+def _build(
+    frequencies: NDArray[np.uint16], orders: NDArray[np.int64], step: int
+) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.int32], NDArray[np.uint16]]:
     tables = len(frequencies)
     entries = np.empty((tables, 4096), np.uint32)
     widths = np.zeros((tables, 256), np.uint32)
@@ -87,10 +95,8 @@ def build(
     fill = np.empty(256, np.int64)
     for t in range(tables):
         frequency = frequencies[t].astype(np.int64)
-        order = np.argsort(-frequency, kind="mergesort") if contiguous else np.arange(256)
-        step = 1 if contiguous else _STEP
         at = 0
-        for symbol in order:
+        for symbol in orders[t]:
             for _ in range(frequency[symbol]):
                 place[at] = symbol
                 at = (at + step) & 4095
