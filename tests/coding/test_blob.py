@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from nearplane.coding.blob import (
     stored_base,
 )
 from nearplane.coding.packed import unpack
+from nearplane.errors import FormatError, RecipeError
 
 CODERS = ("tans", "huffman", "zstd")
 
@@ -185,3 +187,13 @@ def test_contents_that_cannot_be_stored_are_refused(change: dict[str, object], m
     }
     with pytest.raises(ValueError, match=message):
         Contents(**(fields | change))  # type: ignore[arg-type]
+
+
+def test_zstd_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    contents, _ = gaussian(8, 8, 2.0)
+    blob = encode(contents, coder="zstd")
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(RecipeError, match=r"nearplane\[zstd\]"):
+        encode(contents, coder="zstd")
+    with pytest.raises(FormatError, match=r"nearplane\[zstd\]"):
+        decode(blob)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -130,6 +131,9 @@ def encode(
 
     Returns:
         The bytes, one-dimensional uint8.
+
+    Raises:
+        RecipeError: the coder is "zstd" and its package is not installed.
     """
     plan = _plan(contents, coder, classes)
     header, arrangement = plan.header, plan.layout
@@ -162,7 +166,7 @@ def _plan(contents: Contents, coder: str, classes: bool) -> planning.Plan:
 def _threads(threads: int | None) -> ThreadPoolExecutor | None:
     if threads == 1:
         return None
-    return ThreadPoolExecutor(threads)
+    return ThreadPoolExecutor(threads or os.cpu_count())
 
 
 def size(contents: Contents, *, coder: Coder = "tans", classes: bool = True) -> Size:

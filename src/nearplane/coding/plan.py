@@ -122,7 +122,9 @@ def _sum_by_spread(counts: NDArray[np.int32], spreads: NDArray[np.int64], out: N
     """Add counts (classes, in, symbols) to out (spreads, symbols) by the spreads (in, classes)."""
     for c in range(counts.shape[0]):
         for j in range(counts.shape[1]):
-            out[spreads[j, c]] += counts[c, j]
+            into, of = out[spreads[j, c]], counts[c, j]
+            for symbol in range(len(of)):  # a sum of slices takes three seconds to compile
+                into[symbol] += of[symbol]
 
 
 class _Counts:

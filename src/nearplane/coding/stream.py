@@ -15,7 +15,7 @@ from nearplane.coding import tans
 from nearplane.coding.layout import Header, Layout
 from nearplane.coding.side import BitReader, BitWriter, rice_parameter, varint, zigzag
 from nearplane.coding.symbols import escape_rare, locate
-from nearplane.errors import FormatError
+from nearplane.errors import FormatError, NearplaneError, RecipeError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -29,18 +29,18 @@ def _run(pool: ThreadPoolExecutor | None, function: Callable[[T], R], items: Ite
         return list(pool.map(function, items))
 
 
-def _zstandard() -> Any:
+def _zstandard(error: type[NearplaneError]) -> Any:
     try:
         import zstandard
-    except ImportError as error:
-        raise FormatError(
-            "coder zstd needs the package zstandard, which is not installed; pip install 'nearplane[zstd]', or use coder tans"
-        ) from error
+    except ImportError as missing:
+        raise error(
+            "coder zstd needs the package zstandard, which is not installed: pip install 'nearplane[zstd]'"
+        ) from missing
     return zstandard
 
 
 def _compress(symbols: NDArray[np.uint8]) -> bytes:
-    zstandard = _zstandard()
+    zstandard = _zstandard(RecipeError)
     parameters = zstandard.ZstdCompressionParameters(
         strategy=1, min_match=7, hash_log=6, window_log=17, target_length=0, write_content_size=True
     )
@@ -48,7 +48,7 @@ def _compress(symbols: NDArray[np.uint8]) -> bytes:
 
 
 def _decompress(data: NDArray[np.uint8], count: int, where: str) -> NDArray[np.uint8]:
-    zstandard = _zstandard()
+    zstandard = _zstandard(FormatError)
     try:
         claimed = zstandard.get_frame_parameters(data.tobytes()).content_size
         if claimed != count:

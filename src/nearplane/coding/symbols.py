@@ -30,7 +30,8 @@ def gather(staged: NDArray[np.uint8], start: int, stop: int, pairs: bool, out: N
     for i in range(staged.shape[0]):
         row = staged[i]
         if not pairs:
-            out[at : at + width] = row[start:stop]
+            for j in range(width):
+                out[at + j] = row[start + j]
             at += width
             continue
         half = width >> 1

@@ -197,7 +197,8 @@ def encode(
             scratch[begin] = np.uint8(bits[lane] << unused)
         lengths[lane] = (lane + 1) * capacity - begin
         words[lane] = np.int64(state[lane] | unused << _u8(12))
-        out[size : size + lengths[lane]] = scratch[begin : (lane + 1) * capacity]
+        for i in range(lengths[lane]):
+            out[size + i] = scratch[begin + i]
         size += lengths[lane]
     return size
 
