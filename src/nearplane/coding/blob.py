@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from nearplane.coding import layout as rules
 from nearplane.coding import plan as planning
 from nearplane.coding import stream
-from nearplane.coding.cost import total_bits
+from nearplane.coding.cost import entropy_bits, total_bits
 from nearplane.coding.packed import Packed, pack
 from nearplane.coding.side import varint
 from nearplane.coding.symbols import scatter, symbols_of
@@ -143,10 +143,10 @@ def encode(
     tables = None if coder == "zstd" else rules.tables(header, arrangement)
     if not header.chunked:
         whole = start + stream.encode_whole(bits, header, arrangement, tables, symbols, contents.codes)
-        return np.frombuffer(whole + zlib.crc32(whole).to_bytes(4, "little"), np.uint8)
+        return np.frombuffer(bytearray(whole + zlib.crc32(whole).to_bytes(4, "little")), np.uint8)
     coded = stream.encode_chunks(header, arrangement, tables, symbols, contents.codes, _threads(threads))
     head = start + bits.bytes() + b"".join(varint(len(c)) + zlib.crc32(c).to_bytes(4, "little") for c in coded)
-    return np.frombuffer(b"".join([head, zlib.crc32(head).to_bytes(4, "little"), *coded]), np.uint8)
+    return np.frombuffer(bytearray().join([head, zlib.crc32(head).to_bytes(4, "little"), *coded]), np.uint8)
 
 
 def _plan(contents: Contents, coder: str, classes: bool) -> planning.Plan:
@@ -190,9 +190,13 @@ def entropy(codes: NDArray[np.int32]) -> float:
 def entropies(contents: Contents) -> Report:
     """Return the plug-in entropies of a matrix; `classes` is given the classes of columns and rows that encode would store."""
     codes = contents.codes
-    header = _plan(contents, "tans", True).header
-    spreads = header.spread_of(header.column_levels()[None, :], header.row_levels[:, None])  # (out, in)
-    classes = sum(total_bits(codes[spreads == spread]) for spread in np.unique(spreads))
+    plan = _plan(contents, "tans", True)
+    if len(plan.beyond):
+        header = plan.header
+        spreads = header.spread_of(header.column_levels()[None, :], header.row_levels[:, None])  # (out, in)
+        classes = sum(total_bits(codes[spreads == spread]) for spread in np.unique(spreads))
+    else:
+        classes = sum(entropy_bits(count) for count in plan.counts.values())
     columns = sum(total_bits(column) for column in codes.T)
     return Report(one=entropy(codes), classes=classes / codes.size, columns=columns / codes.size)
 
@@ -251,7 +255,7 @@ def _symbols(
     """Decode all symbols and escapes: positions in the orders of the layout, and values."""
     if blob.dtype != np.uint8 or blob.ndim != 1:
         raise ValueError(f"a coded matrix is one-dimensional uint8, found {blob.ndim} dimensions of {blob.dtype}")
-    blob = np.ascontiguousarray(blob)
+    blob = np.require(blob, requirements=["C", "W"])  # kernels are compiled once, for memory that may be written
     found = shape_of(blob, name=name)
     if shape is not None and tuple(shape) != found:
         raise FormatError(

@@ -64,5 +64,10 @@ def total_bits(codes: NDArray[np.int32]) -> float:
         counts = np.bincount(flat - low)
     else:
         counts = np.unique(flat, return_counts=True)[1]
-    counts = counts[counts > 0].astype(np.float64)
-    return float(counts @ (math.log2(len(flat)) - np.log2(counts)))
+    return entropy_bits(counts)
+
+
+def entropy_bits(counts: NDArray[np.int64]) -> float:
+    """Return the plug-in entropy of counts times their sum."""
+    found = counts[counts > 0].astype(np.float64)
+    return float(found @ (math.log2(found.sum()) - np.log2(found)))
