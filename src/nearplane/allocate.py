@@ -154,12 +154,11 @@ def allocate_widths(curves: Sequence[Curve], budget: float, widths: Sequence[int
                 options[option, cost:] = best[: room + 1 - cost] + curve(width)
         choices[index] = options.argmin(0)
         best = options.min(0)
-    given: dict[str, int] = {}
+    given = [least] * len(curves)
     for index in range(len(curves) - 1, -1, -1):
-        width = widths[choices[index, room]]
-        room -= -(-(width - least) * curves[index].weights // unit)
-        given |= dict.fromkeys(curves[index].layers, width)
-    return given
+        given[index] = widths[choices[index, room]]
+        room -= -(-(given[index] - least) * curves[index].weights // unit)
+    return {layer: width for curve, width in zip(curves, given, strict=True) for layer in curve.layers}
 
 
 def probed_widths(budget: float, widths: Sequence[int]) -> tuple[int, ...]:
