@@ -90,7 +90,7 @@ def plan(model: Model, recipe: Recipe, tokens: Tensor | None, device: torch.devi
         return Plan(rates=dict.fromkeys((layer.name for layer in layers), budget), sensitivity=sensitivity)
     rates = probed_rates(budget)
     curves = probe(
-        model, tokens, to_rates(rates, recipe.rule), points=len(rates), together=False, device=device, dtype=dtype,
+        model, tokens, to_rates(rates, recipe.rule), points=len(rates), together=False, device=device,
         progress=progress,
     )  # fmt: skip
     return Plan(rates=allocate(curves, budget), sensitivity=sensitivity)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nearplane.lattice.bounds import Certificate, certify, quadratic
+from nearplane.lattice.bounds import Certificate, certify, limit, quadratic
 from nearplane.lattice.factor import Factor, factorize
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.solve import nearest_plane
@@ -198,3 +200,32 @@ def test_a_dead_input_costs_nothing_without_damping(order: str) -> None:
     assert close(whole.worst_case * 4, alone.worst_case * 3)
     assert close(whole.damped_loss * 4, alone.damped_loss * 3)
     assert whole.gamma == alone.gamma
+
+
+def test_the_limit_of_iid_gaussian_weights_is_six_decibels_a_bit() -> None:
+    for bits in (0.5, 1.0, 3.0, 7.0):
+        assert limit(4.0**-bits * 2.5, torch.full((7,), 2.5), torch.ones(5)) == pytest.approx(bits, abs=1e-9)
+
+
+def test_the_limit_fills_water_over_rows_and_directions() -> None:
+    """Against the definition, summed pair by pair at a level chosen first."""
+    rows, lengths, theta = torch.tensor([0.5, 1.0, 8.0]), torch.tensor([1.0, 0.3, 0.01, 2.0]), 0.2
+    variances = [float(a * b) for a in rows for b in lengths]
+    distortion = sum(min(theta, v) for v in variances) / 12
+    rate = sum(max(0.0, 0.5 * math.log2(v / theta)) for v in variances) / 12
+    assert limit(distortion, rows, lengths) == pytest.approx(rate, abs=1e-6)
+
+
+def test_the_limit_at_no_loss_is_infinite_and_at_all_of_it_zero() -> None:
+    rows, lengths = torch.tensor([1.0, 4.0]), torch.tensor([1.0, 2.0, 0.0])
+    assert limit(0.0, rows, lengths) == math.inf
+    assert limit(float((rows[:, None] * lengths).mean()), rows, lengths) == pytest.approx(0, abs=1e-9)
+
+
+def test_the_limit_of_many_rows_is_that_of_all_pairs() -> None:
+    g = torch.Generator().manual_seed(0)
+    rows, lengths = torch.rand(3000, generator=g) + 0.01, torch.rand(500, generator=g) ** 4
+    pairs = (rows.double()[:, None] * lengths.double()).flatten()
+    theta = 0.05
+    loss = float(pairs.clamp(max=theta).mean())
+    assert limit(loss, rows, lengths) == pytest.approx(float((pairs / theta).log2().clamp(min=0).mean() / 2), abs=1e-3)

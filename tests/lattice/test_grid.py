@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from nearplane.lattice.grid import Grid, QuantizedMatrix
+from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
 from strategies import KINDS, Problem, problem, problems
 
 CLIPPED = tuple(kind for kind in KINDS if kind not in ("one-sided", "unclipped", "unclipped rows"))
@@ -96,3 +96,15 @@ def test_a_grid_cannot_be_changed() -> None:
     grid = problem().grid
     with pytest.raises(FrozenInstanceError):
         grid.low = 0  # type: ignore[misc]
+
+
+def test_a_product_grid_is_rows_times_codes_times_columns() -> None:
+    codes = torch.tensor([[1, -2, 0], [300, 4, -5]], dtype=torch.int32)
+    grid = ProductGrid(
+        base=0.25, columns=torch.tensor([0, 3, -4], dtype=torch.int32), column_resolution=2,
+        rows=torch.tensor([0, -1], dtype=torch.int32), row_resolution=1,
+    )  # fmt: skip
+    columns = torch.tensor([0.25, 0.25 * 2**1.5, 0.0625])
+    expected = torch.tensor([[1.0], [0.5]]) * codes * columns
+    torch.testing.assert_close(QuantizedMatrix(codes=codes, grid=grid).decode(), expected)
+    assert grid.row_weight().tolist() == [1.0, 4.0]

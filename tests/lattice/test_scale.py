@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,19 @@ from torch import Tensor
 from nearplane.errors import NumericalError
 from nearplane.lattice.bounds import quadratic
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.lattice.scale import NORM, Search, Steps, absmax_codes, least_squares_steps, stored, zero_point_codes
+from nearplane.lattice.scale import (
+    NORM,
+    Search,
+    Steps,
+    absmax_codes,
+    high_rate_step,
+    ladder,
+    least_squares_steps,
+    row_exponents,
+    stored,
+    waterfill_exponents,
+    zero_point_codes,
+)
 from nearplane.lattice.solve import nearest_plane, round_to_nearest
 from oracles import absmax, same, zero_point
 from strategies import ORDERS, Problem, groups, problems
@@ -263,3 +276,41 @@ def test_least_squares_steps_are_those_of_lstsq(p: Problem) -> None:
     pull = ridge / (eigenvalues[:, 0] + ridge)
     start, end = ((scale - best).norm(dim=1) for scale in (p.grid.scale, once.scale))
     assert bool((end <= pull * start * (1 + 1e-9) + 1e-12 * best.norm(dim=1)).all())
+
+
+def test_steps_by_waterfilling_give_every_plane_the_same_error() -> None:
+    lengths = torch.tensor([0.01, 0.5, 1.0, 3.0, 700.0], dtype=torch.float64)
+    for resolution in (1, 4, 16):
+        steps = torch.exp2(waterfill_exponents(lengths, resolution).double() / resolution)
+        assert bool(((steps * lengths).log2().abs() <= 0.5 / resolution + 1e-9).all())
+
+
+def test_the_high_rate_step_gives_gaussian_weights_that_entropy() -> None:
+    g = torch.Generator().manual_seed(0)
+    sigma = torch.tensor([0.7, 1.0, 1.5], dtype=torch.float64)
+    W = torch.randn(200_000, 3, dtype=torch.float64, generator=g) * sigma
+    step = 2.0 ** high_rate_step(sigma, torch.ones(3), 4.0)
+    entropies = []
+    for column in (W / step).round().T:
+        p = column.unique(return_counts=True)[1].double() / len(column)
+        entropies.append(float(-(p * p.log2()).sum()))
+    assert sum(entropies) / 3 == pytest.approx(4.0, abs=0.02)
+
+
+def test_rows_have_steps_of_their_own_only_where_that_pays() -> None:
+    assert not row_exponents(torch.full((8,), 3.0), 64, 4).any()
+    assert not row_exponents(torch.tensor([1.0, 1.2, 0.9, 1.1]), 64, 4).any()  # a gain of 0.003 bit, a cost of 4 / 64
+    exponents = row_exponents(torch.tensor([1.0, 256.0, 1.0, 1.0]), 64, 4)
+    assert exponents.tolist() == [0, -8, 0, 0]  # 256^(-1/4) is two octaves, eight quarters
+    assert row_exponents(torch.tensor([0.0, 0.0, 1.0, 1.0]), 64, 4).abs().max() <= 16
+
+
+def test_the_ladder_balances_rungs_and_error() -> None:
+    """Half as many or twice as many rungs an octave never cost less by the two terms that it balances."""
+
+    def cost(resolution: int, count: int) -> float:
+        return math.log(2) / 12 / resolution**2 * count + math.log2(resolution)
+
+    for count in (64, 128, 352, 1024, 4096):
+        best = ladder(count)
+        assert cost(best, count) <= min(cost(best * 2, count), cost(best / 2, count)) + 0.35

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nearplane.lattice.bounds import quadratic
 from nearplane.lattice.factor import Factor, factorize
-from nearplane.lattice.target import correction, mismatch, trust, weighted_difference
+from nearplane.lattice.target import (
+    column_gains,
+    correction,
+    mismatch,
+    row_gains,
+    shrunken,
+    trust,
+    weighted_difference,
+)
 from oracles import damped, same
 from strategies import ORDERS
 
@@ -159,3 +169,44 @@ def test_the_factor_may_come_in_any_order() -> None:
     factors: list[Factor] = [factorize(H, order) for order in ORDERS[:-1]]
     for factor in factors[1:]:
         assert same(correction(lost, factor), correction(lost, factors[0]))
+
+
+def _random_problem(out=12, n=9, seed=3):
+    g = torch.Generator().manual_seed(seed)
+    X = torch.randn(200, n, dtype=torch.float64, generator=g)
+    return torch.randn(out, n, dtype=torch.float64, generator=g), X.T @ X / 200
+
+
+def test_shrunken_is_the_target_under_the_hessian_and_its_noise():
+    T, H = _random_problem()
+    mu = 0.3
+    factor = factorize(H, "activation", damp=mu / float(H.diagonal().mean()))
+    expected = T @ H @ torch.linalg.inv(H + mu * torch.eye(len(H), dtype=H.dtype))
+    torch.testing.assert_close(shrunken(T, factor, mu), expected, rtol=1e-10, atol=1e-12)
+    assert shrunken(T, factor, 0.0) is T
+
+
+@pytest.mark.parametrize("gains", [row_gains, column_gains])
+def test_gains_are_where_the_loss_is_least(gains):
+    T, H = _random_problem()
+    V = (T + 0.1 * torch.randn(T.shape, dtype=T.dtype, generator=torch.Generator().manual_seed(0))) * 0.9
+    shape = (-1, 1) if gains is row_gains else (1, -1)
+
+    def loss(g):
+        return float(quadratic(T - V * g.reshape(shape), H).sum())
+
+    best = gains(T, V, H)
+    least = loss(best)
+    for i in range(len(best)):
+        for change in (-1e-3, 1e-3):
+            moved = best.clone()
+            moved[i] += change
+            assert loss(moved) > least
+
+
+@pytest.mark.parametrize("gains", [row_gains, column_gains])
+def test_gains_of_zeros_are_one(gains):
+    T, H = _random_problem()
+    V = T.clone()
+    (V[2] if gains is row_gains else V[:, 2])[:] = 0
+    assert float(gains(T, V, H)[2]) == 1
