@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from nearplane.models.statistics import Statistics
 from nearplane.recipe import Gains, Rate, Rule
 from nearplane.record import LayerRecord
 
+SWEEP_DAMP = 0.1  # where targets are corrected; see `Rate`
 CLOSE = 0.002  # of the rate asked for: what the search is content with
 SUBSET = 256  # rows that the search looks at where a matrix has many more
 EVALUATIONS = 16  # of one search
@@ -78,7 +80,7 @@ class Problem:
     ) -> Problem:
         """Prepare the sweep at steps near `2^log_step / sqrt(d_j)`; None foresees no noise. `rows` has the rows' exponents."""
         H = inputs.moments.H
-        base = inputs.factor(rule.order, rule.damp)
+        base = inputs.factor(rule.order, _of_the_sweep(inputs, rule, wanted)[1])
         damped = H + base.shift * torch.eye(len(H), dtype=H.dtype, device=H.device)
         power = float((T.square().mean(1).double() * rows.row_weight()).mean())
         mu = 0.0 if log_step is None or power == 0 else 4.0**log_step / 12 / power
@@ -104,7 +106,8 @@ class Problem:
         swept = Grid(scale=scale, zero=torch.zeros_like(scale), group=columns)
         aim = self.aim[rows].float() / grid.row_scale()[:, None]
         matrix = QuantizedMatrix(codes=nearest_plane(aim, swept, self.factor).codes, grid=grid)
-        matrix = with_gains(matrix, self.T[rows], self.H, wanted.gains)
+        if wanted.method == "waterfill":
+            matrix = with_gains(matrix, self.T[rows], self.H, wanted.gains)
         return Trial(
             log_step=log_step, matrix=matrix, size=size(contents(matrix), coder=wanted.coder, classes=wanted.classes)
         )
@@ -200,6 +203,16 @@ def quantize_matrix_to_rate(
     return trial.matrix, record
 
 
+def _of_the_sweep(inputs: Inputs, rule: Rule, wanted: Rate) -> tuple[bool, float | Literal["auto"]]:
+    """Return whether targets are shrunken, and the damping of the sweep; see `Rate` for why that depends on the correction."""
+    if wanted.method == "hptq":
+        return False, rule.damp
+    corrected = rule.correct and inputs.moments.C is not None
+    shrink = not corrected if wanted.shrink is None else wanted.shrink
+    damp = (SWEEP_DAMP if corrected else rule.damp) if wanted.sweep_damp is None else wanted.sweep_damp
+    return shrink, damp
+
+
 def _rows(W: Tensor, wanted: Rate, sensitivity: Tensor | None) -> ProductGrid:
     """Return a grid of step 1 with the exponents of the rows."""
     out, columns = W.shape
@@ -213,7 +226,7 @@ def _rows(W: Tensor, wanted: Rate, sensitivity: Tensor | None) -> ProductGrid:
 
 def search(T: Tensor, inputs: Inputs, rule: Rule, wanted: Rate, rate: float, rows: ProductGrid) -> Trial:
     """Find the step whose coded size is `rate` bits a weight: on some rows where there are many, then on all."""
-    foreseeing = wanted.shrink and wanted.method == "waterfill"
+    foreseeing, _ = _of_the_sweep(inputs, rule, wanted)
     problem = Problem.foresee(T, inputs, rule, wanted, rows, None)
     x = problem.first_step(rate)
     for _ in range(2 if foreseeing else 0):  # step and noise determine each other; here by the high-rate formula

@@ -25,6 +25,7 @@ Gains = Literal["none", "rows", "columns", "both"]
 Rows = Literal["sensitivity", "equal"]
 Allocation = Literal["uniform", "slope"]
 Device = Literal["auto", "cpu", "cuda"]
+Way = Literal["rtn-mse", "gptq-mse", "rtn-huffman", "gptq-huffman", "nearplane-grid", "nearplane"]  # see compare.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +128,10 @@ class Rate:
         size: Of the whole checkpoint, instead: "3.1GB", "800MiB" or a number of bytes.
         method: Steps that give every plane the same error (waterfill), or one step a matrix (hptq: GPTQ with unbounded codes).
         coder: tans, huffman (the coder of the HPTQ paper), or zstd.
-        shrink: Whether targets are shrunken for the noise that the rounding adds (waterfill only).
+        shrink: Whether targets are shrunken for the noise that the rounding adds (waterfill only). Default: where they are not
+            corrected; later layers make up for noise, but not for outputs that all shrink.
+        sweep_damp: Damping of the sweep (waterfill only), relative to the mean of the Hessian's diagonal. Default: 0.1 where targets are
+            corrected: later layers make up best for errors in strong directions, so that these count for less; else as --damp.
         gains: Which scales are fitted again once the codes are known; the scale of the whole matrix always is.
         rows: Whether rows whose errors the network minds more get finer steps (sensitivity), or all the same (equal).
     """
@@ -136,7 +140,8 @@ class Rate:
     size: str | None = None
     method: Method = "waterfill"
     coder: Coder = "tans"
-    shrink: bool = True
+    shrink: bool | None = None
+    sweep_damp: float | None = None
     gains: Gains = "none"
     rows: Rows = "sensitivity"
 
@@ -148,6 +153,10 @@ class Rate:
         if self.size is not None:
             object.__setattr__(self, "size", str(self.size))
             self.bytes()
+        damp = self.sweep_damp
+        _within("sweep_damp", damp, damp is None or (isinstance(damp, int | float) and 0 <= damp < 10), "0 to 10")
+        if not isinstance(self.shrink, bool | None):
+            raise RecipeError(f"shrink is {self.shrink!r}; expected true or false.")
         _one_of("method", self.method, Method)
         _one_of("coder", self.coder, Coder)
         _one_of("gains", self.gains, Gains)
