@@ -18,6 +18,7 @@ from nearplane.errors import CalibrationError, FormatError, ModelError, Nearplan
 from nearplane.recipe import Calibration, Recipe, Rule
 
 if TYPE_CHECKING:
+    from nearplane.compare import compare
     from nearplane.evaluate import evaluate
     from nearplane.formats.export import export
     from nearplane.formats.hub import load, register
@@ -27,12 +28,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Calibration", "CalibrationError", "FormatError", "ModelError", "NearplaneError", "NumericalError", "Recipe",
-    "RecipeError", "Rule", "evaluate", "export", "load", "quantize", "quantize_matrix", "register",
+    "RecipeError", "Rule", "compare", "evaluate", "export", "load", "quantize", "quantize_matrix", "register",
 ]  # fmt: skip
 
 
 HOMES = {
     "quantize": "nearplane.quantize",
+    "compare": "nearplane.compare",
     "evaluate": "nearplane.evaluate",
     "export": "nearplane.formats.export",
     "load": "nearplane.formats.hub",

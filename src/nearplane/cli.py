@@ -14,7 +14,7 @@ from cyclopts import App, Parameter
 
 from nearplane import __version__
 from nearplane.errors import NearplaneError
-from nearplane.recipe import Allocation, Calibration, Device, Format, Rate, Recipe, Rule
+from nearplane.recipe import Allocation, Calibration, Device, Format, Rate, Recipe, Rule, Way
 
 app = App(
     name="nearplane",
@@ -25,6 +25,7 @@ app = App(
 Flat = Parameter(name="*")
 Dense = Literal["bfloat16", "float16", "float32"]
 Switch = Annotated[bool, Parameter(negative="")]
+Several = Parameter(consume_multiple=True, negative="")
 
 
 @app.command
@@ -133,6 +134,69 @@ def evaluate(
     )
     if result.kl is not None and result.agreement is not None:
         print(f"KL to the original {result.kl:.5f} nats per token, same top token {100 * result.agreement:.2f} %")
+
+
+@app.command
+def compare(
+    models: list[str],
+    /,
+    *,
+    bits: Annotated[list[float], Several],
+    text: Path,
+    tokens: Annotated[Calibration | None, Flat] = None,
+    methods: Annotated[list[Way] | None, Several] = None,
+    eval_samples: int | None = None,
+    eval_seqlen: int | None = None,
+    plot: Path | None = None,
+    keep: Path | None = None,
+    device: Device = "auto",
+    trust_remote_code: Switch = False,
+    json: Switch = False,
+) -> None:
+    """Quantize MODELS by several methods to the same bits and measure what is left of each: a table, and a figure.
+
+    rtn-mse, gptq-mse: fixed grids of b + 16 / group bits, so that 4.125 is 4 bits in groups of 128. rtn-huffman, gptq-huffman: one
+    step a matrix and a Huffman code. nearplane-grid, nearplane: this package's defaults on the same grids, and at a rate.
+
+    Args:
+        models: Local folders of safetensors, or hub ids.
+        bits: Per weight, for instance --bits 4.125 3.125 2.125.
+        text: To measure on: a .txt or .jsonl file or a folder of them.
+        methods: Those to compare. Default: all.
+        eval_samples: Windows of the text, its first ones. Default: all.
+        eval_seqlen: Tokens of a window of the text. Default: as in calibration.
+        plot: Figure to draw, .svg, .png or .pdf: perplexity against bits, or against gigabytes where there are several models.
+        keep: Folder for the checkpoints. Default: each is deleted once it is measured.
+        device: Where to compute; auto is the GPU where there is one.
+        trust_remote_code: Run model code that comes with the checkpoints.
+        json: Print JSON.
+    """
+    from nearplane.compare import WAYS, check_plot, draw
+    from nearplane.compare import compare as run
+
+    _quiet()
+    if plot is not None:
+        check_plot(plot)
+    rows = []
+    try:
+        for row in run(
+            models, bits, text=text, calibration=tokens, methods=methods or WAYS, samples=eval_samples, seqlen=eval_seqlen,
+            keep=keep, device=device, trust_remote_code=trust_remote_code, progress=_progress,
+        ):  # fmt: skip
+            rows.append(row)
+    finally:  # what is known by now, whatever ended it
+        if rows and not json:
+            columns = ("model", "method", "asked", "bits/weight", "weight files", "perplexity", "KL to original", "time", "note")
+            _table(columns, (
+                (Path(row.model).name, row.method, "-" if row.asked is None else f"{row.asked:g}", _number(row.rate),
+                 "-" if row.bytes is None else f"{row.bytes / 1e6:,.3f} MB",
+                 "-" if row.perplexity is None else f"{row.perplexity:.4g}", _number(row.kl), f"{row.seconds:.1f} s", row.note)
+                for row in rows
+            ))  # fmt: skip
+    if json:
+        print(_json([asdict(row) for row in rows]))
+    if plot is not None:
+        draw(rows, plot)
 
 
 @app.command

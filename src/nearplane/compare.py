@@ -1,0 +1,409 @@
+"""compare(): several ways to quantize the same models to the same bits, as rows of a table and as a figure.
+
+Every row is one run of `quantize` and one of `evaluate`; nothing is computed here. The methods, all with the same tokens:
+
+    rtn-mse         weights rounded to nearest, b-bit symmetric groups, steps of least p-norm error; no calibration
+    gptq-mse        the same grids, GPTQ in its natural order, targets not corrected for what the layers before lost
+    rtn-huffman     weights rounded to nearest with one step a matrix and no limits, codes behind one Huffman code a matrix
+    gptq-huffman    the same coder, GPTQ in its natural order, targets not corrected (HPTQ)
+    nearplane-grid  the grids of the first two with everything this package does by default
+    nearplane       entropy-coded, all by default: steps by water-filling, a rate for each layer by equal slope
+
+The first four are the rows of Table 1 in Chen et al., "The Geometry of LLM Quantization: GPTQ as Babai's Nearest Plane
+Algorithm" (2025). Two things may differ from theirs: order and damping, which are GPTQ's own defaults here, and the one step of a
+matrix, which is scaled to the energy of the weights once the codes are known.
+
+There, 4.125 bits are codes of 4 bits and a 16-bit step for every 128 weights. Where groups do not fit the layers they are smaller,
+and checkpoints in float32 have 32-bit steps: the true bits, all bytes of the layers' tensors counted, are in every row.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nearplane.errors import RecipeError
+from nearplane.evaluate import evaluate
+from nearplane.models.layers import Layer
+from nearplane.models.stream import Model, open_model
+from nearplane.plan import Progress
+from nearplane.quantize import quantize, silent
+from nearplane.recipe import Calibration, Device, Format, Rate, Recipe, Rule, Way
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WAYS: tuple[Way, ...] = Way.__args__  # type: ignore[attr-defined]
+ORIGINAL = "original"
+GROUPS = (32, 64, 128, 256, 512, 1024)  # powers of two, so that the largest one that fits is a greatest common divisor
+SMALLEST = 16  # group that kernels take
+STYLES = {  # colour and marker of a curve; colours that the colour-blind tell apart (Okabe and Ito)
+    "rtn-mse": ("#E69F00", "s"), "gptq-mse": ("#D55E00", "D"), "rtn-huffman": ("#56B4E9", "^"),
+    "gptq-huffman": ("#009E73", "v"), "nearplane-grid": ("#CC79A7", "P"), "nearplane": ("#0072B2", "o"),
+}  # fmt: skip
+CEILING = 2.5  # times the original's perplexity: where the figure ends
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One method at one number of bits on one model.
+
+    Args:
+        model: As the user named it.
+        method: One of `WAYS`, or "original".
+        asked: Bits per weight; None for the original.
+        rate: Bits per quantized weight in the file, every byte of the layers' tensors counted; of the original, its dtype's.
+        bytes: Of all weight files.
+        perplexity: On the text.
+        kl: KL(original || this), nats per token.
+        seconds: To quantize.
+        note: What differs from what was asked; or, where nothing was measured and the figures are None, why.
+        folder: The checkpoint, if it was kept; of the original, its own.
+    """
+
+    model: str
+    method: str
+    asked: float | None = None
+    rate: float | None = None
+    bytes: int | None = None
+    perplexity: float | None = None
+    kl: float | None = None
+    seconds: float = 0.0
+    note: str = ""
+    folder: Path | None = None
+
+
+def compare(
+    models: str | Path | Sequence[str | Path],
+    bits: Sequence[float],
+    *,
+    text: str | Path,
+    calibration: Calibration | None = None,
+    methods: Sequence[Way] = WAYS,
+    samples: int | None = None,
+    seqlen: int | None = None,
+    keep: str | Path | None = None,
+    device: Device = "auto",
+    trust_remote_code: bool = False,
+    progress: Progress = silent,
+) -> Iterator[Row]:
+    """Quantize models by every method to every number of bits, and yield what each is worth as soon as it is known.
+
+    Args:
+        models: local folders of safetensors, or hub ids.
+        bits: per weight, for instance 4.125, 3.125, 2.125; see the head of this file for what they mean on fixed grids.
+        text: to measure on, see `evaluate`.
+        calibration: tokens to calibrate on.
+        methods: of `WAYS`.
+        samples: windows of the text, its first; None: all.
+        seqlen: tokens of a window of the text; None: as in calibration.
+        keep: folder for the checkpoints, as MODEL/METHOD-BITS; None: they are deleted, one by one.
+        device: where to compute.
+        trust_remote_code: run model code that comes with the checkpoints.
+        progress: wraps iterators over layers and windows: (items, label, total) -> items.
+
+    Returns:
+        Per model the original, then every method at every number of bits. A method that cannot have the bits has a row that says
+        why.
+
+    Raises:
+        RecipeError: what is asked for makes no sense for any model; at once.
+        NearplaneError: a model, text or calibration cannot be read, or a matrix not be quantized; rows that are known were yielded.
+    """
+    models = [models] if isinstance(models, str | Path) else list(models)
+    if unknown := set(methods) - set(WAYS):
+        raise RecipeError(f"{', '.join(sorted(unknown))} is no method to compare; expected some of {', '.join(WAYS)}.")
+    if not models or not bits or not methods:
+        raise RecipeError("Nothing to compare: give at least one model, one number of bits and one method.")
+    names = [Path(model).name for model in models]
+    if keep is not None and (len(set(names)) < len(names) or (Path(keep).is_dir() and any(Path(keep).iterdir()))):
+        raise RecipeError(
+            f"{keep} is to take one folder a model ({', '.join(names)}): expected different names and a new or empty folder."
+        )
+    calibration = calibration or Calibration()
+    measure = _Measure(
+        text=text, samples=samples, seqlen=seqlen or calibration.seqlen, device=device,
+        trust_remote_code=trust_remote_code, progress=progress,
+    )  # fmt: skip
+    return _rows(models, bits, methods, calibration, keep, measure)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measure:
+    """How every row is measured: what `compare` was told and hands on unchanged."""
+
+    text: str | Path
+    samples: int | None
+    seqlen: int | None
+    device: Device
+    trust_remote_code: bool
+    progress: Progress
+
+    def original(self, model: str | Path, opened: Model) -> Row:
+        """Return the row of the model itself."""
+        result = evaluate(
+            model, self.text, samples=self.samples, seqlen=self.seqlen, device=self.device,
+            trust_remote_code=self.trust_remote_code, progress=self.progress,
+        )  # fmt: skip
+        return Row(
+            model=str(model), method=ORIGINAL, rate=8.0 * opened.dtype.itemsize, perplexity=result.perplexity, kl=0.0,
+            bytes=sum(path.stat().st_size for path in opened.folder.glob("*.safetensors")), folder=opened.folder,
+        )  # fmt: skip
+
+    def row(self, model: str | Path, method: Way, bits: float, recipe: Recipe, note: str, out: Path) -> Row:
+        """Quantize a model into `out` and return the row."""
+        options: dict[str, Any] = {
+            "device": self.device,
+            "trust_remote_code": self.trust_remote_code,
+            "progress": self.progress,
+        }
+        record = quantize(model, out, recipe, **options)
+        result = evaluate(out, self.text, samples=self.samples, seqlen=self.seqlen, against=model, **options)
+        return Row(
+            model=str(model), method=method, asked=bits, rate=record.rate, bytes=record.bytes, kl=result.kl,
+            perplexity=result.perplexity, seconds=record.seconds, note="; ".join(filter(None, (note, record.missed))), folder=out,
+        )  # fmt: skip
+
+
+def _rows(
+    models: Sequence[str | Path], bits: Sequence[float], methods: Sequence[Way], calibration: Calibration,
+    keep: str | Path | None, measure: _Measure,
+) -> Iterator[Row]:  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="nearplane-") as temporary:
+        for model in models:
+            opened = open_model(str(model), trust_remote_code=measure.trust_remote_code)
+            yield measure.original(model, opened)
+            layers = [layer for block in opened.blocks for layer in block.layers]
+            for asked in bits:
+                for method in methods:
+                    out = Path(keep or temporary) / Path(model).name / f"{method}-{asked:g}"
+                    try:
+                        recipe, note = recipe_for(method, asked, layers, calibration)
+                        row = measure.row(model, method, asked, recipe, note, out)
+                    except RecipeError as error:  # this method does not have these bits, or not for this model
+                        row = Row(model=str(model), method=method, asked=asked, note=str(error))
+                    if keep is None:
+                        shutil.rmtree(out, ignore_errors=True)
+                        row = replace(row, folder=None)
+                    yield row
+
+
+def recipe_for(method: Way, bits: float, layers: Iterable[Layer], calibration: Calibration) -> tuple[Recipe, str]:
+    """Return the recipe of a method at `bits` per weight, and what about it differs from what was asked.
+
+    Raises:
+        RecipeError: the method does not have these bits.
+    """
+    if method == "nearplane":
+        return Recipe(rate=Rate(rate=bits), calibration=calibration), ""
+    paper = Rule(
+        order="natural", scale="mse", correct=False, damp=0.01,
+        solver="round-to-nearest" if method.startswith("rtn") else "nearest-plane",
+    )  # fmt: skip
+    if method in ("rtn-huffman", "gptq-huffman"):
+        rate = Rate(rate=bits, method="hptq", coder="huffman", shrink=False, gains="none", rows="equal")
+        return Recipe(rule=paper, rate=rate, allocate="uniform", calibration=calibration), ""
+    layers = list(layers)
+    width, group_size, note = fixed_grid(bits, [layer.shape[1] for layer in layers])
+    rule = replace(Rule() if method == "nearplane-grid" else paper, bits=width, group_size=group_size, symmetric=True)
+    linear = all(layer.kind == "Linear" for layer in layers)
+    format: Format = "compressed-tensors" if linear else "gptq"  # which holds GPT-2's Conv1D too
+    return Recipe(rule=rule, format=format, allocate="uniform", calibration=calibration), note
+
+
+def fixed_grid(bits: float, columns: Sequence[int]) -> tuple[int, int | None, str]:
+    """Return width, group size and what is to be said of them for a grid of `bits` = width + 16 / group size.
+
+    No fraction is one step a row. Groups that do not divide the layers are halved until they do, down to 16; where not even those
+    fit, a step is shared by the row.
+
+    Args:
+        bits: per weight.
+        columns: inputs of every layer.
+
+    Raises:
+        RecipeError: no grid has these bits.
+    """
+    width = math.floor(bits)
+    fraction = bits - width
+    group_size = round(16 / fraction) if fraction > 2**-20 else None
+    if not 2 <= width <= 8 or (group_size is not None and (group_size not in GROUPS or 16 / group_size != fraction)):
+        raise RecipeError(
+            f"no fixed grid has {bits:g} bits: expected 2 to 8, plus 16 / group for groups of {', '.join(map(str, GROUPS))}"
+        )
+    if group_size is None or all(n % group_size == 0 for n in columns):
+        return width, group_size, ""
+    fitting = math.gcd(group_size, *columns)
+    if fitting < SMALLEST:
+        least = next(n for n in columns if n % SMALLEST)
+        return width, None, f"one step a row: groups of {SMALLEST} or more do not divide {least} inputs"
+    least = next(n for n in columns if n % group_size)
+    return width, fitting, f"groups of {fitting}: {group_size} does not divide {least} inputs"
+
+
+def draw(rows: Iterable[Row], out: str | Path) -> None:
+    """Draw perplexity against bits per weight; of several models, against the gigabytes of their files, a panel a method.
+
+    What lies more than `CEILING` times above the original is written at the upper edge.
+
+    Args:
+        rows: of `compare`.
+        out: .svg, .png or .pdf.
+
+    Raises:
+        RecipeError: matplotlib is not installed, or does not write such files.
+    """
+    check_plot(out)
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    out = Path(out)
+    found = [row for row in rows if row.perplexity is not None]
+    originals = [row for row in found if row.method == ORIGINAL]
+    if len(found) == len(originals):
+        raise RecipeError("There is nothing to draw: no method has the bits that were asked for.")
+    methods: list[Way] = [way for way in WAYS if any(row.method == way for row in found)]
+    with mpl.rc_context({"svg.hashsalt": "nearplane", "font.size": 10, "savefig.facecolor": "white"}):
+        if len(originals) == 1:
+            figure = Figure(figsize=(7.2, 4.4), layout="constrained")
+            _curves(figure.subplots(), originals[0], {w: [r for r in found if r.method == w] for w in methods})
+        else:
+            columns = min(3, len(methods))
+            lines = math.ceil(len(methods) / columns)
+            figure = Figure(figsize=(max(5.0, 3.4 * columns), max(3.6, 3.0 * lines)), layout="constrained")
+            panels = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).flatten()
+            unit, word = (1e9, "GB") if max(row.bytes or 0 for row in found) >= 1e8 else (1e6, "MB")
+            bits = sorted({row.asked for row in found if row.asked is not None}, reverse=True)
+            markers = dict(zip(bits, itertools.cycle("osD^vP")))
+            for panel in panels[len(methods) :]:
+                panel.set_visible(False)
+            for panel, way in zip(panels, methods, strict=False):
+                _panel(panel, way, originals, [row for row in found if row.method == way], unit, markers)
+            figure.supxlabel(f"weight files, {word}", fontsize=10)
+            figure.supylabel("perplexity", fontsize=10)
+            _name_markers(figure, markers)
+        figure.savefig(out, dpi=160, metadata={"Date": None} if out.suffix == ".svg" else None)
+
+
+def check_plot(out: str | Path) -> None:
+    """Refuse a figure that could not be drawn, before the work that it would show.
+
+    Raises:
+        RecipeError: matplotlib is not installed, or does not write such files.
+    """
+    try:
+        import matplotlib  # noqa: F401  only drawing needs it
+    except ImportError as error:
+        raise RecipeError(
+            "Figures need matplotlib, which is not installed: pip install 'nearplane[figures]'."
+        ) from error
+    if Path(out).suffix not in (".svg", ".png", ".pdf"):
+        raise RecipeError(f"{out} is no figure that can be written; expected a name that ends in .svg, .png or .pdf.")
+
+
+def _curves(axes: Axes, original: Row, curves: dict[Way, list[Row]]) -> None:
+    """Draw one model's perplexity against bits, a curve a method with its name in the margin."""
+    assert original.perplexity is not None
+    top = _scale(axes, [original])
+    axes.axhline(original.perplexity, color="#444444", linewidth=1, linestyle=(0, (4, 3)))
+    ends: list[tuple[str, str, float | None, float]] = [("original", "#444444", None, original.perplexity)]
+    above: list[tuple[float, float, str]] = []
+    for way, rows in curves.items():
+        colour, marker = STYLES[way]
+        points = sorted((row.rate or 0.0, row.perplexity or 0.0) for row in rows)
+        width = 2.2 if way == "nearplane" else 1.3
+        axes.plot(*zip(*points, strict=True), color=colour, marker=marker, linewidth=width, markersize=5)
+        above += [(x, y, f"{way} {y:.3g}") for x, y in points if y > top]
+        ends.append((way, colour, points[-1][0], min(points[-1][1], top)))
+    axes.margins(x=0.04)
+    _margin(axes, ends)
+    stacked: dict[int, int] = {}  # texts over neighbouring bits
+    for x, _, text in sorted(above, key=lambda point: point[1]):
+        place = stacked[round(x)] = stacked.get(round(x), -1) + 1
+        axes.annotate(
+            text, (x, top), xytext=(0, 3 + 10 * place), textcoords="offset points", ha="center", fontsize=8, color="#222222",
+            annotation_clip=False,
+        )  # fmt: skip
+    axes.set_xlabel("bits per quantized weight, every byte of the layers counted")
+    axes.set_ylabel("perplexity")
+    axes.set_title(
+        f"{Path(original.model).name}", fontsize=11, loc="left", pad=8 + 10 * max(stacked.values(), default=-1) + 10
+    )
+
+
+def _margin(axes: Axes, ends: list[tuple[str, str, float | None, float]]) -> None:
+    """Name curves in the right margin, names apart, each with a line to its end: (name, colour, x or None: the edge, y)."""
+    low, high = (math.log(y) for y in axes.get_ylim())
+    right = axes.get_xlim()[1]
+    gap = 0.075
+    place = -gap
+    for label, colour, x, y in sorted(ends, key=lambda end: end[3]):
+        place = max(place + gap, (math.log(y) - low) / (high - low))
+        end = (right if x is None else x, y)
+        axes.annotate(
+            label, end, xytext=(1.06, place), textcoords="axes fraction", va="center", color="#222222", annotation_clip=False,
+            fontweight="bold" if label == "nearplane" else "normal",
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 1, "linestyle": ":", "shrinkB": 3, "relpos": (0, 0.5)},
+        )  # fmt: skip
+
+
+def _panel(
+    axes: Axes, way: Way, originals: list[Row], rows: list[Row], unit: float, markers: Mapping[float, str]
+) -> None:
+    """Draw one method's perplexity against the size of the files, a curve a model that ends in the original."""
+    top = _scale(axes, originals)
+    axes.set_xscale("log")
+    axes.margins(x=0.12)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    colours = [colour for colour, _ in STYLES.values()][::-1]
+    for original, colour in zip(originals, itertools.cycle(colours), strict=False):
+        mine: list[Any] = sorted((row for row in rows if row.model == original.model), key=lambda row: row.bytes or 0)
+        points = [(row.bytes / unit, row.perplexity) for row in [*mine, original]]
+        axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.3)
+        for row, (x, y) in zip([*mine, original], points, strict=True):
+            marker = "*" if row is original else markers[row.asked]
+            axes.plot(x, y, color=colour, marker=marker, markersize=8 if row is original else 4.5)
+            if y > top:
+                axes.annotate(
+                    f"{row.asked:g}: {y:.3g}", (x, top), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=7,
+                    color="#222222", annotation_clip=False,
+                )  # fmt: skip
+        axes.annotate(
+            Path(original.model).name, points[-1], xytext=(0, 6), textcoords="offset points", ha="center", fontsize=8,
+            color="#222222", annotation_clip=False,
+        )  # fmt: skip
+    axes.set_title(way, fontsize=10, loc="left", pad=14)
+
+
+def _name_markers(figure: Figure, markers: Mapping[float, str]) -> None:
+    """Say above the panels which marker stands for which bits."""
+    from matplotlib.lines import Line2D
+
+    shapes = [*((f"{bits:g} bits", marker) for bits, marker in markers.items()), ("original", "*")]
+    handles = [Line2D([], [], color="#444444", marker=marker, linestyle="", label=label) for label, marker in shapes]
+    figure.legend(
+        handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=8, handletextpad=0
+    )
+
+
+def _scale(axes: Axes, originals: list[Row]) -> float:
+    """Set up a logarithmic axis from just below the originals to the ceiling, which is returned."""
+    from matplotlib.ticker import MaxNLocator, NullLocator, ScalarFormatter
+
+    known = [row.perplexity for row in originals if row.perplexity is not None]
+    top = CEILING * max(known)
+    axes.set_yscale("log")
+    axes.set_ylim(min(known) * 0.93, top)
+    axes.yaxis.set_major_locator(MaxNLocator(7))
+    axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    return top
