@@ -1,0 +1,233 @@
+"""Comparing methods on a model: every row is a real run, says what it is, and what could not be run says why."""
+
+import json
+import math
+import sys
+import tempfile
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+import nearplane
+from checkpoints import tiny_llama
+from nearplane import Calibration, RecipeError, cli
+from nearplane.compare import ORIGINAL, WAYS, Row, check_plot, draw, fixed_grid, recipe_for
+from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
+from nearplane.formats.folder import read_matrices
+from nearplane.models.stream import open_model
+from nearplane.record import read_record
+
+TOKENS = Calibration(calibration=str(CALIBRATION), samples=16, seqlen=64)
+BITS = (3.125, 2.7)
+GRIDS = ("rtn-mse", "gptq-mse", "nearplane-grid")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """One block of the demo model: real weights and a real tokenizer."""
+    folder = tmp_path_factory.mktemp("models") / "small"
+    AutoModelForCausalLM.from_pretrained(MODEL, num_hidden_layers=1).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((MODEL / name).read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rows(small, tmp_path_factory):
+    keep = tmp_path_factory.mktemp("kept")
+    return list(nearplane.compare(small, BITS, text=HELD_OUT, calibration=TOKENS, samples=8, keep=keep))
+
+
+def test_the_original_comes_first_and_then_every_method_at_every_number_of_bits(rows):
+    assert [(row.method, row.asked) for row in rows] == [(ORIGINAL, None), *((m, b) for b in BITS for m in WAYS)]
+
+
+def test_the_original_is_what_evaluate_says_of_it(rows, small):
+    assert rows[0].perplexity == nearplane.evaluate(small, HELD_OUT, seqlen=64, samples=8).perplexity
+    assert rows[0].bytes == (small / "model.safetensors").stat().st_size
+    assert (rows[0].rate, rows[0].kl) == (16.0, 0.0)
+
+
+def test_bits_bytes_and_perplexity_are_those_of_the_checkpoint(rows, small):
+    for row in (row for row in rows[1:] if row.folder):
+        record = read_record(row.folder)
+        assert (row.rate, row.bytes, row.seconds) == (record.rate, record.bytes, record.seconds)
+    measured = nearplane.evaluate(row.folder, HELD_OUT, seqlen=64, samples=8, against=small)
+    assert (row.perplexity, row.kl) == (measured.perplexity, measured.kl)
+
+
+def test_rates_are_met_by_every_entropy_coded_method(rows):
+    coded = [row for row in rows[1:] if row.method not in GRIDS]
+    assert len(coded) == 6
+    for row in coded:
+        assert row.rate == pytest.approx(row.asked, rel=0.005)
+
+
+def test_a_grid_that_does_not_exist_has_a_row_that_says_so(rows):
+    for row in rows[1:]:
+        missing = row.method in GRIDS and row.asked == 2.7
+        assert (row.perplexity is None) == missing
+        assert ("no fixed grid has 2.7 bits" in row.note) == missing
+
+
+def test_at_equal_bits_codes_without_limits_beat_grids_and_water_filling_beats_both(rows):
+    kl = {row.method: row.kl for row in rows if row.asked == 3.125}
+    huffman = kl["rtn-huffman"], kl["gptq-huffman"]
+    assert kl["nearplane"] < min(huffman)
+    assert max(huffman) < min(kl[method] for method in GRIDS)
+
+
+@pytest.mark.parametrize("method", ["rtn-mse", "rtn-huffman"])
+def test_rounding_to_nearest_rounds_the_original_weights(rows, small, method):
+    weights = load_file(small / "model.safetensors")
+    folder = next(row.folder for row in rows if row.method == method)
+    for name, matrix in read_matrices(folder):
+        W = weights[f"{name}.weight"].float()
+        if method == "rtn-mse":
+            codes = (W / matrix.grid.scale.repeat_interleave(128, dim=1)).round().clamp(-4, 3)
+            assert torch.equal(codes.to(torch.int32), matrix.codes)
+        else:  # one step for all weights, scaled after rounding by an amount that is not stored
+            assert not matrix.grid.columns.any()
+            assert not matrix.grid.rows.any()
+            assert bool((matrix.codes.flatten()[W.flatten().argsort()].diff() >= 0).all())
+
+
+def test_the_paper_s_rows_are_without_what_this_package_adds(rows):
+    for row in (row for row in rows[1:] if row.folder and not row.method.startswith("nearplane")):
+        recipe = read_record(row.folder).recipe
+        assert (recipe.rule.correct, recipe.rule.order, recipe.allocate) == (False, "natural", "uniform")
+        assert recipe.rule.solver == ("round-to-nearest" if row.method.startswith("rtn") else "nearest-plane")
+        if row.method in GRIDS:
+            assert (recipe.rule.bits, recipe.rule.group_size, recipe.rule.scale) == (3, 128, "mse")
+        else:
+            assert (recipe.rate.method, recipe.rate.coder, recipe.rate.gains) == ("hptq", "huffman", "none")
+
+
+def test_checkpoints_are_deleted_as_soon_as_they_are_measured(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    methods = ("rtn-mse", "rtn-huffman")
+    for row in nearplane.compare(small, [3.125], text=HELD_OUT, calibration=TOKENS, methods=methods, samples=1):
+        assert row.method == ORIGINAL or row.folder is None
+        assert not list(tmp_path.rglob("*.safetensors"))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("bits", "columns", "expected"),
+    [
+        (4.125, (256, 768), (4, 128)),
+        (3.25, (256, 768), (3, 64)),
+        (2, (256, 768), (2, None)),
+        (8.5, (96, 32), (8, 32)),
+        (4.125, (128, 352), (4, 32)),  # 352 = 32 x 11
+        (4.125, (64,), (4, 64)),
+        (4.015625, (1024, 2560), (4, 512)),
+        (4.125, (64, 172), (4, None)),  # 172 = 4 x 43: smaller than any kernel takes
+    ],
+)
+def test_groups_are_the_largest_that_divide_every_layer(bits, columns, expected):
+    width, group_size, note = fixed_grid(bits, columns)
+    assert (width, group_size) == expected
+    asked = None if bits == width else 16 / (bits - width)
+    assert (note == "") == (group_size == asked)
+
+
+@pytest.mark.parametrize("bits", [1.5, 9, 9.125, 2.7, 3.1, 3.0078125, math.nextafter(3.125, 4)])
+def test_bits_that_no_grid_has_are_refused(bits):
+    with pytest.raises(RecipeError, match="no fixed grid"):
+        fixed_grid(bits, (1024,))
+
+
+def test_groups_follow_the_layers_of_the_model(tmp_path):
+    tiny_llama(128, 352).save_pretrained(tmp_path)
+    layers = [layer for block in open_model(str(tmp_path)).blocks for layer in block.layers]
+    recipe, note = recipe_for("gptq-mse", 4.125, layers, TOKENS)
+    assert (recipe.rule.group_size, note) == (32, "groups of 32: 128 does not divide 352 inputs")
+
+
+def test_layers_that_are_not_linear_get_a_format_that_holds_them(tmp_path):
+    GPT2LMHeadModel(GPT2Config(n_embd=128, n_layer=1, n_head=2, vocab_size=64)).save_pretrained(tmp_path)
+    layers = [layer for block in open_model(str(tmp_path)).blocks for layer in block.layers]
+    assert recipe_for("rtn-mse", 4.125, layers, TOKENS)[0].format == "gptq"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"methods": ("gptq", "rtn-mse")}, "gptq is no method"),
+        ({"bits": ()}, "at least one"),
+        ({"models": [MODEL, MODEL]}, "different names"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_at_once(change, said, tmp_path):
+    asked = {"models": MODEL, "bits": [3.0], "text": HELD_OUT, "keep": tmp_path / "kept"} | change
+    with pytest.raises(RecipeError, match=said):
+        nearplane.compare(**asked)
+
+
+def test_kept_checkpoints_never_mix_with_what_is_there(tmp_path):
+    (tmp_path / "something").write_text("here")
+    with pytest.raises(RecipeError, match="empty folder"):
+        nearplane.compare(MODEL, [3.0], text=HELD_OUT, keep=tmp_path)
+
+
+def several(rows):
+    """Return the rows of two models of different sizes."""
+    twice = [Row(model="twice", method=r.method, asked=r.asked, rate=r.rate, bytes=2 * r.bytes, perplexity=r.perplexity - 1)
+             for r in rows if r.bytes]  # fmt: skip
+    return [*rows, *twice]
+
+
+@pytest.mark.parametrize("form", [list, several])
+def test_the_figure_names_every_method(rows, tmp_path, form):
+    pytest.importorskip("matplotlib")
+    first, second = tmp_path / "first.svg", tmp_path / "second.svg"
+    draw(form(rows), first)
+    draw(form(rows), second)
+    text = first.read_text()
+    assert all(f"<!-- {way} -->" in text for way in WAYS)
+    assert first.read_bytes() == second.read_bytes()
+    draw(form(rows), tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_values_beyond_the_figure_are_written_at_its_edge(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [Row(model="m", method=ORIGINAL, rate=16.0, perplexity=10.0, bytes=10)]
+    rows += [
+        Row(model="m", method="rtn-mse", asked=b, rate=b, perplexity=p, bytes=5) for b, p in ((2, 2e10), (3, 12.0))
+    ]
+    draw(rows, tmp_path / "figure.svg")
+    assert "<!-- rtn-mse 2e+10 -->" in (tmp_path / "figure.svg").read_text()
+
+
+def test_a_figure_that_cannot_be_drawn_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(RecipeError, match=r"figure\.jpg"):
+        check_plot(tmp_path / "figure.jpg")
+    with pytest.raises(RecipeError, match="nothing to draw"):
+        draw([Row(model="m", method=ORIGINAL, perplexity=10.0)], tmp_path / "figure.svg")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(RecipeError, match=r"nearplane\[figures\]"):
+        check_plot(tmp_path / "figure.svg")
+
+
+def printed(monkeypatch, capsys, words):
+    monkeypatch.setattr(sys, "argv", list(map(str, words)))
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert not stop.value.code
+    return capsys.readouterr().out
+
+
+def test_the_command_prints_the_rows(small, monkeypatch, capsys):
+    words = ["nearplane", "compare", small, "--bits", 3.125, 2.7, "--text", HELD_OUT, "--eval-samples", 2, "--eval-seqlen", 64,
+             "--methods", "rtn-mse", "rtn-huffman"]  # fmt: skip
+    found = json.loads(printed(monkeypatch, capsys, [*words, "--json"]))
+    assert [(row["method"], row["asked"]) for row in found[1:]] == [
+        (method, bits) for bits in BITS for method in ("rtn-mse", "rtn-huffman")
+    ]
+    table = " ".join(printed(monkeypatch, capsys, words).split())
+    assert f"{found[1]['perplexity']:.4g}" in table
+    assert "no fixed grid has 2.7 bits" in table
