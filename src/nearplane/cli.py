@@ -186,7 +186,9 @@ def compare(
             rows.append(row)
     finally:  # what is known by now, whatever ended it
         if rows and not json:
-            columns = ("model", "method", "asked", "bits/weight", "weight files", "perplexity", "KL to original", "time", "note")
+            columns = (
+                "model", "method", "asked", "bits/weight", "weight files", "perplexity", "KL to original", "time", "note",
+            )  # fmt: skip
             _table(columns, (
                 (Path(row.model).name, row.method, "-" if row.asked is None else f"{row.asked:g}", _number(row.rate),
                  "-" if row.bytes is None else f"{row.bytes / 1e6:,.3f} MB",
