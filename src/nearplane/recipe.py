@@ -130,8 +130,8 @@ class Rate:
         coder: tans, huffman (the coder of the HPTQ paper), or zstd.
         shrink: Whether targets are shrunken for the noise that the rounding adds (waterfill only). Default: where they are not
             corrected; later layers make up for noise, but not for outputs that all shrink.
-        sweep_damp: Damping of the sweep (waterfill only), relative to the mean of the Hessian's diagonal. Default: 0.1 where targets are
-            corrected: later layers make up best for errors in strong directions, so that these count for less; else as --damp.
+        sweep_damp: Damping of the sweep (waterfill only), relative to the mean of the Hessian's diagonal. Default: 0.1 where
+            targets are corrected, as later layers make up best for errors in strong directions; else as --damp.
         gains: Which scales are fitted again once the codes are known; the scale of the whole matrix always is.
         rows: Whether rows whose errors the network minds more get finer steps (sensitivity), or all the same (equal).
     """
