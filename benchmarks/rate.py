@@ -52,9 +52,8 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", type=float, default=(1.5, 2.125, 3.125, 4.125))
     parser.add_argument("--rows", nargs="+", default=tuple(ROWS), choices=tuple(ROWS))
     arguments = parser.parse_args()
-    print(
-        "| model | row | asked | on disk | codes | above the limit | perplexity | KL, nats | seconds |\n|---|---|---|---|---|---|---|---|---|"
-    )
+    columns = ("model", "row", "asked", "on disk", "codes", "above the limit", "perplexity", "KL, nats", "seconds")
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for model in arguments.models:
         folder, calibration, text, windows = texts(model)
         for rate in arguments.rates:

@@ -1,0 +1,57 @@
+"""Sensitivities of outputs: against the whole network differentiated at once."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+
+from nearplane.models.sensitivity import output_sensitivity
+from nearplane.models.stream import open_model
+
+CPU = torch.device("cpu")
+
+
+def at_once(model, tokens, names, seed):
+    """The same figure by one backward pass through the whole network, with the same labels."""
+    caught = {}
+    for name in names:
+        module = model.get_submodule(name)
+        module.register_forward_hook(lambda _, __, output, name=name: caught.setdefault(name, []).append(output))
+    generator = torch.Generator().manual_seed(seed)
+    sums = dict.fromkeys(names, 0.0)
+    for window in tokens:
+        caught.clear()
+        predicted = model(window[None], use_cache=False).logits[0].float().log_softmax(-1)
+        uniform = torch.rand(len(predicted), 1, generator=generator)
+        labels = torch.searchsorted(predicted.detach().exp().cumsum(-1), uniform).clamp(max=predicted.shape[-1] - 1)
+        likelihood = predicted.gather(-1, labels).sum()
+        order = [name for name in names if name in caught]
+        for name, gradient in zip(
+            order, torch.autograd.grad(likelihood, [caught[name][0] for name in order]), strict=True
+        ):
+            sums[name] = sums[name] + gradient.reshape(-1, gradient.shape[-1]).double().square().sum(0)
+    return {name: total / tokens.numel() for name, total in sums.items()}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma2", "opt"])
+def test_block_by_block_equals_all_at_once(family, saved, loaded, tokens):
+    model = open_model(str(saved(family)))
+    found = output_sensitivity(model, tokens, device=CPU, dtype=torch.float64, batch=2, seed=5)
+    names = [layer.name for block in model.blocks for layer in block.layers]
+    assert set(found) == set(names)
+
+    expected = at_once(deepcopy(loaded(family)), tokens, names, 5)
+    for name in names:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-6, atol=1e-12)
+
+
+def test_the_seed_decides(saved, tokens):
+    model = open_model(str(saved("llama")))
+    name = model.blocks[0].layers[0].name
+    one, same, other = (
+        output_sensitivity(model, tokens, device=CPU, dtype=torch.float64, seed=seed)[name] for seed in (1, 1, 2)
+    )
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)

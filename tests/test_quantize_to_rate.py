@@ -1,0 +1,187 @@
+"""Rate mode through the main path: the size asked for, on disk; what is loaded is what was solved; clear refusals."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import nearplane
+from nearplane import NearplaneError, RecipeError
+from nearplane.cli import app
+from nearplane.coding.blob import shape_of
+from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
+from nearplane.formats.folder import read_dense, read_matrices
+from nearplane.record import read_record
+from nearplane.shards import ShardReader
+
+FAST = {"calibration": str(CALIBRATION), "samples": 8, "seqlen": 64}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Two blocks of the demo model: real weights, a real tokenizer, seconds to quantize."""
+    folder = tmp_path_factory.mktemp("models") / "small"
+    model = AutoModelForCausalLM.from_pretrained(MODEL, num_hidden_layers=2)
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((MODEL / name).read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def coded(small, tmp_path_factory):
+    out = tmp_path_factory.mktemp("out") / "coded"
+    return out, nearplane.quantize(small, out, rate=2.7, **FAST)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rate": 0.8},
+        {"rate": 1.5, "method": "hptq"},
+        {"rate": 2.0, "coder": "huffman", "allocate": "uniform"},
+        {"rate": 3.3, "coder": "zstd", "allocate": "uniform"},
+        {"rate": 5.5, "solver": "round-to-nearest", "method": "hptq", "allocate": "uniform"},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
+def test_the_bytes_on_disk_are_what_was_asked_for(small, tmp_path, options):
+    record = nearplane.quantize(small, tmp_path / "out", **options, **FAST)
+    reader = ShardReader(tmp_path / "out")
+    coded = [name for name in reader.names() if name.endswith(".weight_coded")]
+    size = sum(reader.shape(name)[0] for name in coded)
+    weights = sum(layer.out_features * layer.in_features for layer in record.layers)
+    assert len(coded) == len(record.layers) == 14
+    assert 8 * size / weights == pytest.approx(options["rate"], rel=0.005)
+    assert record.rate == pytest.approx(8 * size / weights, rel=1e-12)
+    assert record.missed is None
+
+
+def test_a_size_is_met_in_bytes_of_the_weight_files(small, tmp_path):
+    dense = sum(path.stat().st_size for path in small.glob("*.safetensors"))
+    asked = round(dense * 0.55)
+    record = nearplane.quantize(small, tmp_path / "out", size=str(asked), allocate="uniform", **FAST)
+    found = sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
+    assert found == record.bytes == pytest.approx(asked, rel=0.005)
+
+
+def test_slope_spends_more_where_the_network_needs_it(coded):
+    _, record = coded
+    asked = [layer.asked for layer in record.layers]
+    assert max(asked) - min(asked) > 0.3
+    assert record.rate == pytest.approx(2.7, rel=0.005)
+
+
+def test_what_is_read_is_what_the_solver_decoded(coded, small, tmp_path, monkeypatch):
+    """Bit for bit: so perplexity after saving and loading is that in memory."""
+    written = {}
+    from nearplane.formats.folder import Writer
+
+    add = Writer.add
+    monkeypatch.setattr(
+        Writer, "add", lambda self, name, matrix: written.__setitem__(name, matrix.decode()) or add(self, name, matrix)
+    )
+    nearplane.quantize(small, tmp_path / "out", rate=2.7, **FAST)
+    dense = dict(read_dense(tmp_path / "out"))
+    assert len(written) == 14
+    for name, values in written.items():
+        assert torch.equal(dense[f"{name}.weight"], values)
+    before = dict(read_dense(coded[0]))
+    assert all(torch.equal(before[name], tensor) for name, tensor in dense.items())  # and runs repeat
+
+
+def test_perplexity_of_the_folder_is_that_of_the_model_in_memory(coded, small):
+    out, _ = coded
+    model = AutoModelForCausalLM.from_pretrained(small, dtype=torch.float32)
+    for name, matrix in read_matrices(out):
+        model.get_submodule(name).weight.data.copy_(matrix.decode())
+    tokenizer = AutoTokenizer.from_pretrained(small)
+    ids = torch.tensor(tokenizer(HELD_OUT.read_text(), add_special_tokens=False)["input_ids"][: 8 * 64]).view(8, 64)
+    with torch.no_grad():
+        predicted = model(ids).logits[:, :-1].log_softmax(-1)
+    nll = -float(predicted.gather(-1, ids[:, 1:, None]).double().mean())
+    found = nearplane.evaluate(out, HELD_OUT, seqlen=64, samples=8)
+    assert found.nll == pytest.approx(nll, abs=1e-6)
+
+
+def test_a_loaded_model_predicts_as_evaluated_and_generates(coded, small):
+    out, _ = coded
+    nearplane.register()
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    ids = tokenizer("The list is", return_tensors="pt").input_ids
+    dense = AutoModelForCausalLM.from_pretrained(small, dtype=torch.float32)
+    for name, matrix in read_matrices(out):
+        dense.get_submodule(name).weight.data.copy_(matrix.decode())
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, dense(ids).logits, rtol=1e-4, atol=1e-4)
+    made = model.generate(ids, max_new_tokens=8, do_sample=False)
+    assert torch.equal(made, dense.generate(ids, max_new_tokens=8, do_sample=False))
+
+
+def test_the_record_says_what_each_layer_took(coded):
+    out, record = coded
+    assert read_record(out) == record
+    reader = ShardReader(out)
+    for layer in record.layers:
+        name = f"{layer.name}.weight_coded"
+        assert layer.bytes == reader.shape(name)[0]
+        assert shape_of(reader.read([name])[name].numpy()) == (layer.out_features, layer.in_features)
+        assert 0 < layer.entropy < layer.rate
+        assert layer.limit < layer.rate
+        assert layer.bits is None
+    assert record.overhead == record.bytes - sum(layer.bytes for layer in record.layers)
+
+
+def test_inspect_shows_rates_and_totals(coded, capsys):
+    app(["inspect", str(coded[0])], result_action="return_value")
+    shown = capsys.readouterr().out
+    assert "above the limit" in shown
+    assert "model.layers.1.mlp.down_proj" in shown
+    assert "total: 2.7" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"rate": 0.3}, "0.5 to 7"),
+        ({"rate": 7.5}, "0.5 to 7"),
+        ({"rate": 2, "size": "1GB"}, "not both"),
+        ({"size": "3 apples"}, "3.1GB"),
+        ({"size": "1kB"}, "not quantized"),
+        ({"size": "3GB"}, "0.5 to 7 bits"),
+        ({"rate": 2, "format": "gptq"}, "--format gptq does not go with a --rate"),
+        ({"bits": 4, "format": "nearplane"}, "no --rate"),
+        ({"rate": 2, "coder": "zip"}, "tans, huffman, zstd"),
+        ({"rate": 2, "method": "trellis"}, "waterfill, hptq"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_cannot_be_met_is_refused_before_anything_is_written(small, tmp_path, options, says):
+    with pytest.raises(RecipeError, match=says):
+        nearplane.quantize(small, tmp_path / "out", **options, **FAST)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_rate_below_the_side_information_says_the_least(tmp_path):
+    """Of matrices as small as this, headers and exponents alone take more than half a bit a weight."""
+    from checkpoints import tiny_llama
+
+    tiny_llama(hidden=16, intermediate=16).save_pretrained(tmp_path / "tiny")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "tiny" / name).write_bytes((MODEL / name).read_bytes())
+    with pytest.raises(RecipeError, match=r"takes [0-9.]+\. Ask for more"):
+        nearplane.quantize(tmp_path / "tiny", tmp_path / "out", rate=0.5, **FAST)
+
+
+def test_a_checkpoint_from_the_future_is_not_read(coded, tmp_path):
+    import shutil
+
+    shutil.copytree(coded[0], tmp_path / "future")
+    path = tmp_path / "future" / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["format_version"] = 99
+    path.write_text(json.dumps(config))
+    with pytest.raises(NearplaneError, match="99"):
+        nearplane.evaluate(tmp_path / "future", HELD_OUT, seqlen=64, samples=1)
