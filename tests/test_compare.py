@@ -203,11 +203,15 @@ def test_values_beyond_the_figure_are_written_at_its_edge(tmp_path):
     assert "<!-- rtn-mse 2e+10 -->" in (tmp_path / "figure.svg").read_text()
 
 
+def test_a_figure_of_the_original_alone_is_refused(tmp_path):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(RecipeError, match="nothing to draw"):
+        draw([Row(model="m", method=ORIGINAL, perplexity=10.0)], tmp_path / "figure.svg")
+
+
 def test_a_figure_that_cannot_be_drawn_is_refused(tmp_path, monkeypatch):
     with pytest.raises(RecipeError, match=r"figure\.jpg"):
         check_plot(tmp_path / "figure.jpg")
-    with pytest.raises(RecipeError, match="nothing to draw"):
-        draw([Row(model="m", method=ORIGINAL, perplexity=10.0)], tmp_path / "figure.svg")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(RecipeError, match=r"nearplane\[figures\]"):
         check_plot(tmp_path / "figure.svg")

@@ -298,14 +298,14 @@ def check_plot(out: str | Path) -> None:
     Raises:
         RecipeError: matplotlib is not installed, or does not write such files.
     """
+    if Path(out).suffix not in (".svg", ".png", ".pdf"):
+        raise RecipeError(f"{out} is no figure that can be written; expected a name that ends in .svg, .png or .pdf.")
     try:
         import matplotlib  # noqa: F401  only drawing needs it
     except ImportError as error:
         raise RecipeError(
             "Figures need matplotlib, which is not installed: pip install 'nearplane[figures]'."
         ) from error
-    if Path(out).suffix not in (".svg", ".png", ".pdf"):
-        raise RecipeError(f"{out} is no figure that can be written; expected a name that ends in .svg, .png or .pdf.")
 
 
 def _curves(axes: Axes, original: Row, curves: dict[Way, list[Row]]) -> None:
@@ -358,10 +358,15 @@ def _panel(
     axes: Axes, way: Way, originals: list[Row], rows: list[Row], unit: float, markers: Mapping[float, str]
 ) -> None:
     """Draw one method's perplexity against the size of the files, a curve a model that ends in the original."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
     top = _scale(axes, originals)
     axes.set_xscale("log")
     axes.margins(x=0.12)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    axes.xaxis.set_minor_locator(NullLocator())
+    above = 0
     colours = [colour for colour, _ in STYLES.values()][::-1]
     for original, colour in zip(originals, itertools.cycle(colours), strict=False):
         mine: list[Any] = sorted((row for row in rows if row.model == original.model), key=lambda row: row.bytes or 0)
@@ -372,14 +377,15 @@ def _panel(
             axes.plot(x, y, color=colour, marker=marker, markersize=8 if row is original else 4.5)
             if y > top:
                 axes.annotate(
-                    f"{row.asked:g}: {y:.3g}", (x, top), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=7,
-                    color="#222222", annotation_clip=False,
+                    f"{row.asked:g}: {y:.3g}", (x, top), xytext=(0, 3 + 8 * above), textcoords="offset points", ha="center",
+                    fontsize=7, color=colour, annotation_clip=False,
                 )  # fmt: skip
+                above += 1
         axes.annotate(
             Path(original.model).name, points[-1], xytext=(0, 6), textcoords="offset points", ha="center", fontsize=8,
             color="#222222", annotation_clip=False,
         )  # fmt: skip
-    axes.set_title(way, fontsize=10, loc="left", pad=14)
+    axes.set_title(way, fontsize=10, loc="left", pad=6 + 8 * above)
 
 
 def _name_markers(figure: Figure, markers: Mapping[float, str]) -> None:
