@@ -57,24 +57,35 @@ def _store(bits: int) -> Any:
     return store
 
 
+@intrinsic
+def trailing_zeros(typingctx: Any, value: Any) -> Any:
+    """Return how many of the low bits of an unsigned 64-bit number are 0; of 0, 64."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.uint64(types.uint64), generate
+
+
 load64 = _load(64, 1)
 _load32 = _load(32, 4)
 _load16 = _load(16, 2)
 _load8 = _load(8, 1)
-_store32, _store64 = _store(32), _store(64)
+_store8, _store64 = _store(8), _store(64)
 
 
 def build(
     frequencies: NDArray[np.uint16], contiguous: bool
-) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.int32], NDArray[np.uint16]]:
+) -> tuple[NDArray[np.uint32], NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint16]]:
     """Build the tables of the machine from (tables, 256) frequencies that each sum to 4096.
 
     Args:
         contiguous: give each symbol neighbouring states, the most frequent symbol first (Huffman).
 
     Returns:
-        Entries for decoding (tables, 4096); for encoding, per symbol, what to add to a state so that the high half is the
-        number of bits to write, and the offset of its states in the last array (tables, 4096).
+        Entries for decoding (tables, 4096); for encoding, where a state has 4096 added to it, what to add to it per symbol
+        so that the bits from 16 on are the number of bits to write, and the offset of a symbol's states in the last array
+        (tables, 4096).
     """
     if contiguous:
         return _build(frequencies, np.argsort(-frequencies.astype(np.int64), axis=1, kind="stable"), 1)
@@ -84,11 +95,11 @@ def build(
 @njit(cache=True, nogil=True)
 def _build(
     frequencies: NDArray[np.uint16], orders: NDArray[np.int64], step: int
-) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.int32], NDArray[np.uint16]]:
+) -> tuple[NDArray[np.uint32], NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint16]]:
     tables = len(frequencies)
     entries = np.empty((tables, 4096), np.uint32)
-    widths = np.zeros((tables, 256), np.uint32)
-    offsets = np.zeros((tables, 256), np.int32)
+    widths = np.zeros((tables, 256), np.uint64)  # what is negative wraps around
+    offsets = np.zeros((tables, 256), np.uint64)
     states = np.empty((tables, 4096), np.uint16)
     place = np.empty(4096, np.uint8)
     following = np.empty(256, np.int64)
@@ -109,8 +120,8 @@ def _build(
                 width = 0
                 while (f << width) < 4096:  # bits that the largest states write
                     width += 1
-                widths[t, symbol] = (width << 16) - (f << width)
-                offsets[t, symbol] = start - f
+                widths[t, symbol] = np.uint64((width << 16) - (f << width))
+                offsets[t, symbol] = np.uint64(start - f)
             start += f
         for state in range(4096):
             symbol = place[state]
@@ -120,9 +131,27 @@ def _build(
             while (x << width) < 4096:
                 width += 1
             entries[t, state] = width | np.int64(symbol) << 8 | ((x << width) - 4096) << 16
-            states[t, fill[symbol]] = state
+            states[t, fill[symbol]] = state + 4096
             fill[symbol] += 1
     return entries, widths, offsets, states
+
+
+@njit(cache=True, nogil=True)
+def _encode_some(
+    end: int, count: int, width_of: int, offset_of: int, state_of: int, at: int, b: int, h: int, x: int
+) -> tuple[int, int, int, int]:
+    """Code the `count` symbols before address `end` in one lane, from the last to the first; see `encode`."""
+    for _ in range(count):
+        end -= _u8(1)
+        symbol = _load8(end) << _u8(3)
+        width = (x + load64(width_of + symbol)) >> _u8(16)
+        b = (b << width) | (x & ((_u8(1) << width) - _u8(1)))
+        h += width
+        x = _load16(state_of + (((x >> width) + load64(offset_of + symbol)) << _u8(1)))
+        _store64(at - _u8(8), b << ((_u8(64) - h) & _u8(63)))
+        at -= h >> _u8(3)
+        h &= _u8(7)
+    return at, b, h, x
 
 
 @njit(cache=True, nogil=True)
@@ -131,8 +160,8 @@ def encode(
     counts: NDArray[np.int64],
     which: NDArray[np.int64],
     lanes: int,
-    widths: NDArray[np.uint32],
-    offsets: NDArray[np.int32],
+    widths: NDArray[np.uint64],
+    offsets: NDArray[np.uint64],
     states: NDArray[np.uint16],
     out: NDArray[np.uint8],
     lengths: NDArray[np.int64],
@@ -144,6 +173,7 @@ def encode(
     of the lanes in bytes and their `words`, first state | unused low bits of the first byte << 12.
 
     Args:
+        lanes: 1 or 8. Eight are coded four at a time, four symbols each.
         out: 2 bytes per symbol and 16 per lane are enough.
 
     Returns:
@@ -152,42 +182,65 @@ def encode(
     capacity = 2 * (len(symbols) // lanes + (lanes - 1) * len(counts)) + 16
     scratch = np.empty(lanes * capacity, np.uint8)
     base = _u8(scratch.ctypes.data)
-    bits, held, state = np.zeros(lanes, np.uint64), np.zeros(lanes, np.uint64), np.zeros(lanes, np.uint64)
+    bits, held, state = np.zeros(lanes, np.uint64), np.zeros(lanes, np.uint64), np.full(lanes, 4096, np.uint64)
     at = np.empty(lanes, np.uint64)  # every lane is filled from its end
     for lane in range(lanes):
         at[lane] = base + _u8((lane + 1) * capacity)
     base_in, base_state = _u8(symbols.ctypes.data), _u8(states.ctypes.data)
     base_width, base_offset = _u8(widths.ctypes.data), _u8(offsets.ctypes.data)
-    low32, one, two, s3, s16, seven = _u8(0xFFFFFFFF), _u8(1), _u8(2), _u8(3), _u8(16), _u8(7)
-    stop = len(symbols)
+    one, s3, s16, seven, eight, m63, c64 = _u8(1), _u8(3), _u8(16), _u8(7), _u8(8), _u8(63), _u8(64)
+    first = len(symbols)
     for segment in range(len(counts) - 1, -1, -1):
         count, table = counts[segment], which[segment]
-        width_of, offset_of = base_width + _u8(table << 10), base_offset + _u8(table << 10)
+        width_of, offset_of = base_width + _u8(table << 11), base_offset + _u8(table << 11)
         state_of = base_state + _u8(table << 13)
-        first = stop - count
+        first -= count
         share = count // lanes
-        rest = count - lanes * share  # of the last lane, coded before the others begin
-        done = 0
-        while done < rest + share:
-            single = done < rest
-            step = min(4, rest - done if single else rest + share - done)
-            for lane in range(lanes - 1 if single else 0, lanes):
-                end = (stop - done) if single else first + (lane + 1) * share - (done - rest)
-                b, h, x = bits[lane], held[lane], state[lane]
-                read = base_in + _u8(end)
-                for _ in range(step):
+        fours = share >> 2 if lanes == LANES else 0
+        for lane in range(lanes):  # what is not coded four symbols at a time, from the lane's end
+            end = first + (count if lane == lanes - 1 else (lane + 1) * share)
+            some = end - first - lane * share - 4 * fours
+            place = (width_of, offset_of, state_of, at[lane], bits[lane], held[lane], state[lane])
+            at[lane], bits[lane], held[lane], state[lane] = _encode_some(base_in + _u8(end), some, *place)
+        for h in range(0, lanes if fours else 0, 4):
+            a0, a1, a2, a3 = at[h], at[h + 1], at[h + 2], at[h + 3]
+            b0, b1, b2, b3 = bits[h], bits[h + 1], bits[h + 2], bits[h + 3]
+            h0, h1, h2, h3 = held[h], held[h + 1], held[h + 2], held[h + 3]
+            x0, x1, x2, x3 = state[h], state[h + 1], state[h + 2], state[h + 3]
+            read, stride = base_in + _u8(first + h * share + 4 * fours), _u8(share)
+            for _ in range(fours):
+                for _ in range(4):
                     read -= one
-                    symbol = _load8(read) << two
-                    x += _u8(4096)
-                    width = ((x + _load32(width_of + symbol)) & low32) >> s16
-                    b = (b << width) | (x & ((one << width) - one))
-                    h += width
-                    x = _load16(state_of + ((((x >> width) + _load32(offset_of + symbol)) & low32) << one))
-                _store64(at[lane] - _u8(8), b << ((_u8(64) - h) & _u8(63)))  # at most 7 + 4 * 12 bits
-                at[lane] -= h >> s3
-                bits[lane], held[lane], state[lane] = b, h & seven, x
-            done += step
-        stop = first
+                    s = _load8(read) << s3
+                    width = (x0 + load64(width_of + s)) >> s16
+                    b0 = (b0 << width) | (x0 & ((one << width) - one))
+                    h0 += width
+                    x0 = _load16(state_of + (((x0 >> width) + load64(offset_of + s)) << one))
+                    s = _load8(read + stride) << s3
+                    width = (x1 + load64(width_of + s)) >> s16
+                    b1 = (b1 << width) | (x1 & ((one << width) - one))
+                    h1 += width
+                    x1 = _load16(state_of + (((x1 >> width) + load64(offset_of + s)) << one))
+                    s = _load8(read + stride + stride) << s3
+                    width = (x2 + load64(width_of + s)) >> s16
+                    b2 = (b2 << width) | (x2 & ((one << width) - one))
+                    h2 += width
+                    x2 = _load16(state_of + (((x2 >> width) + load64(offset_of + s)) << one))
+                    s = _load8(read + stride + stride + stride) << s3
+                    width = (x3 + load64(width_of + s)) >> s16
+                    b3 = (b3 << width) | (x3 & ((one << width) - one))
+                    h3 += width
+                    x3 = _load16(state_of + (((x3 >> width) + load64(offset_of + s)) << one))
+                _store64(a0 - eight, b0 << ((c64 - h0) & m63))  # at most 7 + 4 * 12 bits
+                _store64(a1 - eight, b1 << ((c64 - h1) & m63))
+                _store64(a2 - eight, b2 << ((c64 - h2) & m63))
+                _store64(a3 - eight, b3 << ((c64 - h3) & m63))
+                a0, a1, a2, a3 = a0 - (h0 >> s3), a1 - (h1 >> s3), a2 - (h2 >> s3), a3 - (h3 >> s3)
+                h0, h1, h2, h3 = h0 & seven, h1 & seven, h2 & seven, h3 & seven
+            at[h], at[h + 1], at[h + 2], at[h + 3] = a0, a1, a2, a3
+            bits[h], bits[h + 1], bits[h + 2], bits[h + 3] = b0, b1, b2, b3
+            held[h], held[h + 1], held[h + 2], held[h + 3] = h0, h1, h2, h3
+            state[h], state[h + 1], state[h + 2], state[h + 3] = x0, x1, x2, x3
     size = 0
     for lane in range(lanes):
         unused = (_u8(8) - held[lane]) & seven
@@ -196,7 +249,7 @@ def encode(
             begin -= 1
             scratch[begin] = np.uint8(bits[lane] << unused)
         lengths[lane] = (lane + 1) * capacity - begin
-        words[lane] = np.int64(state[lane] | unused << _u8(12))
+        words[lane] = np.int64((state[lane] & _u8(4095)) | unused << _u8(12))
         for i in range(lengths[lane]):
             out[size + i] = scratch[begin + i]
         size += lengths[lane]
@@ -266,100 +319,78 @@ def decode_lanes(
         Whether every lane ended in state 0 with its bits used up.
     """
     base, base_out, base_table = _u8(data.ctypes.data), _u8(out.ctypes.data), _u8(entries.ctypes.data)
-    limit = base + _u8(len(data) - 8)  # the last address of an unaligned load
-    pointer, offset, state = np.empty(4, np.uint64), np.empty(4, np.uint64), np.empty(4, np.uint64)
-    one, two, m63, m255, s3, s8, s16 = _u8(1), _u8(2), _u8(63), _u8(255), _u8(3), _u8(8), _u8(16)
-    seven = _u8(7)
-    ends = base + _u8(start)
-    for half in range(2):
-        begin = ends
-        for k in range(4):
-            pointer[k] = ends
-            offset[k] = _u8(words[4 * half + k] >> 12)
-            state[k] = _u8(words[4 * half + k] & 4095)
-            ends += _u8(lengths[4 * half + k])
+    limit = 8 * (len(data) - 8)  # the last bit that an unaligned load may be for
+    at, state = np.empty(LANES, np.uint64), np.empty(LANES, np.uint64)  # bits from the start of the data
+    one, two, m63, s3, s8, s16, seven = _u8(1), _u8(2), _u8(63), _u8(3), _u8(8), _u8(16), _u8(7)
+    end = start
+    for lane in range(LANES):
+        at[lane], state[lane] = _u8(8 * end + (words[lane] >> 12)), _u8(words[lane] & 4095)
+        end += lengths[lane]
+    for h in range(0, LANES, 4):
         first = 0
         for segment in range(len(counts)):
             count = counts[segment]
             share = count >> 3
             table = base_table + _u8(which[segment] << 14)
-            p0, p1, p2, p3 = pointer[0], pointer[1], pointer[2], pointer[3]
-            c0, c1, c2, c3 = offset[0], offset[1], offset[2], offset[3]
-            x0, x1, x2, x3 = state[0], state[1], state[2], state[3]
-            o0 = base_out + _u8(first + 4 * half * share)
-            o1 = o0 + _u8(share)
-            o2 = o1 + _u8(share)
-            o3 = o2 + _u8(share)
+            p0, p1, p2, p3 = at[h], at[h + 1], at[h + 2], at[h + 3]
+            x0, x1, x2, x3 = state[h], state[h + 1], state[h + 2], state[h + 3]
+            write, stride = base_out + _u8(first + h * share), _u8(share)
             left = share >> 2
             while left > 0:
-                furthest = max(max(p0, p1), max(p2, p3))
-                if furthest > limit:
-                    return False
-                rounds = min(left, np.int64(limit - furthest) // 6)  # a round of four symbols advances at most 6 bytes
-                if rounds == 0:
+                furthest = np.int64(max(max(p0, p1), max(p2, p3)))
+                rounds = min(left, (limit - furthest) // 48)  # a round of four symbols takes at most 48 bits
+                if rounds <= 0:
                     break
                 left -= rounds
                 for _ in range(rounds):
-                    b0, b1, b2, b3 = load64(p0) >> c0, load64(p1) >> c1, load64(p2) >> c2, load64(p3) >> c3
-                    w0, w1, w2, w3 = _u8(0), _u8(0), _u8(0), _u8(0)
-                    for r in range(4):
-                        shift = _u8(8 * r)
+                    b0 = load64(base + (p0 >> s3)) >> (p0 & seven)
+                    b1 = load64(base + (p1 >> s3)) >> (p1 & seven)
+                    b2 = load64(base + (p2 >> s3)) >> (p2 & seven)
+                    b3 = load64(base + (p3 >> s3)) >> (p3 & seven)
+                    for _ in range(4):
                         e = _load32(table + (x0 << two))
                         width = e & m63
-                        w0 |= ((e >> s8) & m255) << shift
+                        _store8(write, e >> s8)
                         x0 = (e >> s16) + (b0 & ((one << width) - one))
                         b0 >>= width
-                        c0 += width
+                        p0 += width
                         e = _load32(table + (x1 << two))
                         width = e & m63
-                        w1 |= ((e >> s8) & m255) << shift
+                        _store8(write + stride, e >> s8)
                         x1 = (e >> s16) + (b1 & ((one << width) - one))
                         b1 >>= width
-                        c1 += width
+                        p1 += width
                         e = _load32(table + (x2 << two))
                         width = e & m63
-                        w2 |= ((e >> s8) & m255) << shift
+                        _store8(write + stride + stride, e >> s8)
                         x2 = (e >> s16) + (b2 & ((one << width) - one))
                         b2 >>= width
-                        c2 += width
+                        p2 += width
                         e = _load32(table + (x3 << two))
                         width = e & m63
-                        w3 |= ((e >> s8) & m255) << shift
+                        _store8(write + stride + stride + stride, e >> s8)
                         x3 = (e >> s16) + (b3 & ((one << width) - one))
                         b3 >>= width
-                        c3 += width
-                    _store32(o0, w0)
-                    _store32(o1, w1)
-                    _store32(o2, w2)
-                    _store32(o3, w3)
-                    o0 += _u8(4)
-                    o1 += _u8(4)
-                    o2 += _u8(4)
-                    o3 += _u8(4)
-                    p0, p1, p2, p3 = p0 + (c0 >> s3), p1 + (c1 >> s3), p2 + (c2 >> s3), p3 + (c3 >> s3)
-                    c0, c1, c2, c3 = c0 & seven, c1 & seven, c2 & seven, c3 & seven
-            pointer[0], pointer[1], pointer[2], pointer[3] = p0, p1, p2, p3
-            offset[0], offset[1], offset[2], offset[3] = c0, c1, c2, c3
-            state[0], state[1], state[2], state[3] = x0, x1, x2, x3
+                        p3 += width
+                        write += one
+            at[h], at[h + 1], at[h + 2], at[h + 3] = p0, p1, p2, p3
+            state[h], state[h + 1], state[h + 2], state[h + 3] = x0, x1, x2, x3
             done = ((share >> 2) - left) << 2
-            for k in range(4):  # what four symbols at a time left over
-                lane = 4 * half + k
-                stop = count if lane == 7 else (lane + 1) * share
-                at, c, x = pointer[k], offset[k], state[k]
-                for i in range(first + lane * share + done, first + stop):
-                    if at > limit:
+            for lane in range(h, h + 4):  # what four symbols at a time left over
+                p, x = at[lane], state[lane]
+                for i in range(first + lane * share + done, first + (count if lane == 7 else (lane + 1) * share)):
+                    if np.int64(p) > limit:
                         return False
-                    entry = _load32(table + (x << two))
-                    width = entry & m63
-                    out[i] = np.uint8(entry >> s8)
-                    x = (entry >> s16) + ((load64(at) >> c) & ((one << width) - one))
-                    c += width
-                    at += c >> s3
-                    c &= seven
-                pointer[k], offset[k], state[k] = at, c, x
+                    e = _load32(table + (x << two))
+                    width = e & m63
+                    out[i] = np.uint8(e >> s8)
+                    x = (e >> s16) + ((load64(base + (p >> s3)) >> (p & seven)) & ((one << width) - one))
+                    p += width
+                at[lane], state[lane] = p, x
             first += count
-        for k in range(4):
-            begin += _u8(lengths[4 * half + k])
-            if state[k] != _u8(0) or pointer[k] + ((offset[k] + seven) >> s3) != begin:
-                return False
+    end = start
+    for lane in range(LANES):
+        end += lengths[lane]
+        if state[lane] != _u8(0) or (at[lane] + seven) >> s3 != _u8(end):
+            return False
     return True
