@@ -13,17 +13,22 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib import pyplot as plt
 
-STYLE = {"round-to-nearest": ("#D55E00", "s", "round to nearest"), "nearest-plane": ("#0072B2", "o", "nearplane")}
+STYLE = {  # (on which grid, by which solver): colour, marker, label
+    ("grid", "round-to-nearest"): ("#D55E00", "s", "grids, round to nearest"),
+    ("grid", "nearest-plane"): ("#009E73", "D", "grids, nearplane"),
+    ("coded", "nearest-plane"): ("#0072B2", "o", "entropy-coded, nearplane --rate"),
+}
 
 
 def draw(rows: list[dict[str, object]], out: Path) -> None:
-    """Plot KL divergence from the original against bits per weight, one line a solver."""
+    """Plot KL divergence from the original against bits per weight, one line a kind of grid and solver."""
     mpl.rcParams |= {"svg.hashsalt": "nearplane", "font.size": 11}
     figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
-    for solver, (colour, marker, label) in STYLE.items():
-        points = [(row["rate"], row["kl"]) for row in rows if row["solver"] == solver]
+    for kind, (colour, marker, label) in STYLE.items():
+        found = [row for row in rows if ("coded" if "coded" in row["grid"] else "grid", row["solver"]) == kind]
+        points = [(row["rate"], row["kl"]) for row in found]
         axes.plot(*zip(*points, strict=True), color=colour, marker=marker, label=label)
-        for row, (x, y) in zip((row for row in rows if row["solver"] == solver), points, strict=True):
+        for row, (x, y) in zip(found, points, strict=True):
             axes.annotate(
                 f"{row['perplexity']:.2f}", (x, y), textcoords="offset points", xytext=(6, 5), fontsize=9, color=colour
             )

@@ -272,7 +272,7 @@ def export(
 
 @app.command
 def demo(out: Path = Path("demo-out"), *, json: Switch = False) -> None:
-    """Quantize the small model that ships with nearplane to 4, 3 and 2 bits and measure what is left of it.
+    """Quantize the small model that ships with nearplane to 4, 3 and 2 bits, on grids and entropy-coded, and measure what is left.
 
     Args:
         out: Folder for the checkpoints; replaced if it is there.

@@ -10,8 +10,7 @@ Every row is one run of `quantize` and one of `evaluate`; nothing is computed he
     nearplane       entropy-coded, all by default: steps by water-filling, a rate for each layer by equal slope
 
 The first four are the rows of Table 1 in Chen et al., "The Geometry of LLM Quantization: GPTQ as Babai's Nearest Plane
-Algorithm" (2025). Two things may differ from theirs: order and damping, which are GPTQ's own defaults here, and the one step of a
-matrix, which is scaled to the energy of the weights once the codes are known.
+Algorithm" (2025). Order and damping, which it does not state for them, are GPTQ's own defaults.
 
 There, 4.125 bits are codes of 4 bits and a 16-bit step for every 128 weights. Where groups do not fit the layers they are smaller,
 and checkpoints in float32 have 32-bit steps: the true bits, all bytes of the layers' tensors counted, are in every row.

@@ -14,13 +14,15 @@ from typing import Any
 
 from nearplane.evaluate import Evaluation, evaluate
 from nearplane.quantize import quantize, silent
-from nearplane.recipe import Calibration, Recipe, Rule
+from nearplane.recipe import Calibration, Format, Rate, Recipe, Rule, Solver
 from nearplane.shards import ShardReader
 
 HERE = Path(str(files(__name__)))
 MODEL, CALIBRATION, HELD_OUT = HERE / "model", HERE / "calibration.txt", HERE / "heldout.txt"
 SEQLEN, CALIBRATION_WINDOWS, EVALUATION_WINDOWS = 256, 128, 96
-GRIDS = (  # bits, group size, symmetric, format
+SOLVERS: tuple[Solver, ...] = ("round-to-nearest", "nearest-plane")
+RATES = (3.0, 2.0)  # bits per weight, entropy-coded
+GRIDS: tuple[tuple[int, int, bool, Format], ...] = (  # bits, group size, symmetric, format
     (4, 128, True, "compressed-tensors"),
     (3, 128, False, "gptq_v2"),
     (2, 64, False, "gptq_v2"),
@@ -55,7 +57,7 @@ class Row:
 
 
 def run(out: Path, progress: Callable[[Iterable[Any], str, int], Iterable[Any]] = silent) -> Iterator[Row]:
-    """Quantize the demo model to 4, 3 and 2 bits into folders below `out` and yield what each is worth."""
+    """Quantize the demo model on grids and entropy-coded into folders below `out` and yield what each is worth."""
     original = _measure(MODEL, progress)
     size = sum(path.stat().st_size for path in MODEL.glob("*.safetensors"))
     dtype = ShardReader(MODEL).dtype("model.norm.weight").lower()
@@ -69,21 +71,28 @@ def run(out: Path, progress: Callable[[Iterable[Any], str, int], Iterable[Any]] 
         kl=0.0,
         seconds=0.0,
     )
+    for label, solver, recipe in recipes():
+        folder = out / f"{label} {solver}".replace(" ", "-")
+        if folder.exists():
+            shutil.rmtree(folder)
+        record = quantize(MODEL, folder, recipe, progress=progress)
+        result = _measure(folder, progress)
+        yield Row(
+            grid=label, solver=solver, rate=record.rate, bytes=record.bytes, perplexity=result.perplexity,
+            excess=result.nll - original.nll, kl=result.kl or 0.0, seconds=record.seconds, folder=folder,
+        )  # fmt: skip
+
+
+def recipes() -> Iterator[tuple[str, Solver, Recipe]]:
+    """Yield (grid in words, solver, recipe) of every line of the demonstration but the original's."""
+    tokens = Calibration(calibration=str(CALIBRATION), samples=CALIBRATION_WINDOWS, seqlen=SEQLEN)
     for bits, group_size, symmetric, format in GRIDS:
-        for solver in ("round-to-nearest", "nearest-plane"):
-            rule = Rule(bits=bits, group_size=group_size, symmetric=symmetric, solver=solver)  # type: ignore[arg-type]
-            tokens = Calibration(calibration=str(CALIBRATION), samples=CALIBRATION_WINDOWS, seqlen=SEQLEN)
-            folder = out / f"{bits}-bit-{solver}"
-            if folder.exists():
-                shutil.rmtree(folder)
-            recipe = Recipe(rule=rule, calibration=tokens, format=format)  # type: ignore[arg-type]
-            record = quantize(MODEL, folder, recipe, progress=progress)
-            result = _measure(folder, progress)
-            yield Row(
-                grid=f"{bits}-bit {'sym' if symmetric else 'asym'} g{group_size}", solver=solver, rate=record.rate,
-                bytes=record.bytes, perplexity=result.perplexity, excess=result.nll - original.nll, kl=result.kl or 0.0,
-                seconds=record.seconds, folder=folder,
-            )  # fmt: skip
+        for solver in SOLVERS:
+            rule = Rule(bits=bits, group_size=group_size, symmetric=symmetric, solver=solver)
+            label = f"{bits}-bit {'sym' if symmetric else 'asym'} g{group_size}"
+            yield label, solver, Recipe(rule=rule, calibration=tokens, format=format)
+    for rate in RATES:
+        yield f"{rate:g} bits entropy-coded", "nearest-plane", Recipe(calibration=tokens, rate=Rate(rate=rate))
 
 
 def _measure(model: Path, progress: Callable[[Iterable[Any], str, int], Iterable[Any]]) -> Evaluation:
