@@ -24,6 +24,9 @@ test: $(VENV)/.tested-with
 bench: $(VENV)/.tested-with
 	$(PIP) --no-deps --force-reinstall .
 	$(VENV)/bin/python benchmarks/solver.py
+	$(VENV)/bin/python benchmarks/codec.py
+	$(VENV)/bin/python benchmarks/loading.py
+	$(VENV)/bin/python benchmarks/limit.py
 
 $(VENV)/.torch:
 	$(PYTHON) -c 'import sys; sys.exit(f"Python 3.11 or newer is needed, found {sys.version}") if sys.version_info < (3, 11) else None'
