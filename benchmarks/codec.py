@@ -20,10 +20,9 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from nearplane.coding import layout, stream, tans
+from nearplane.coding import chunk, layout, stream, tans
 from nearplane.coding.blob import Contents, decode, decode_packed, encode, entropies, size, stored_base
 from nearplane.coding.plan import make_plan
-from nearplane.coding.symbols import symbols_of
 
 
 def main() -> None:
@@ -135,24 +134,23 @@ def decoder(blob: NDArray[np.uint8]) -> Callable[[], object]:
     chunks = []
     for n, (begin, end) in enumerate(itertools.pairwise(edges)):
         data = np.concatenate([blob[starts[n] : starts[n + 1]], np.zeros(tans.PADDING, np.uint8)])
-        reader = stream.BitReader(data[: -tans.PADDING], 0, "chunk")
-        stream._read_escapes(reader)
-        reader.at = (reader.at + 7) // 8 * 8
-        words, lengths, first = stream._lanes(reader)
-        chunks.append((data, first, lengths, words, *arrangement.segments(begin, end), entries, symbols[begin:end]))
+        words, lengths = np.empty(tans.LANES, np.int64), np.empty(tans.LANES, np.int64)
+        start, _ = chunk._read_list(data[: -tans.PADDING])
+        _, first = chunk._read_lanes(data[: -tans.PADDING], start, words, lengths)
+        counts, which = chunk.segments(begin, end, arrangement.edges, arrangement.which)
+        chunks.append((data, first, lengths, words, counts, which, entries, symbols[begin:end]))
 
     def run() -> None:
-        for chunk in chunks:
-            assert tans.decode_lanes(*chunk)
+        for each in chunks:
+            assert tans.decode_lanes(*each)
 
     return run
 
 
 def encoder(contents: Contents, header: layout.Header, arrangement: layout.Layout) -> Callable[[], object]:
-    """Return what codes all chunks from symbols, escapes among them."""
+    """Return what codes all chunks from codes, once the plan is made."""
     tables = layout.tables(header, arrangement)
-    symbols = symbols_of(contents.codes, arrangement)
-    return lambda: stream.encode_chunks(header, arrangement, tables, symbols, contents.codes, None)
+    return lambda: stream.encode_chunks(header, arrangement, tables, contents.codes, 1)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,10 +14,11 @@ from numpy.typing import NDArray
 from nearplane.coding import layout as rules
 from nearplane.coding import plan as planning
 from nearplane.coding import stream
+from nearplane.coding.chunk import Patches
 from nearplane.coding.cost import entropy_bits, total_bits
 from nearplane.coding.packed import Packed, pack
 from nearplane.coding.side import varint
-from nearplane.coding.symbols import scatter, symbols_of
+from nearplane.coding.symbols import scatter
 from nearplane.errors import FormatError
 
 Coder = Literal["tans", "huffman", "zstd"]
@@ -139,14 +139,19 @@ def encode(
     header, arrangement = plan.header, plan.layout
     bits, _ = rules.write_header(header, arrangement)
     start = bytes([rules.VERSION << 4 | rules.CODERS.index(coder)]) + varint(header.shape[0]) + varint(header.shape[1])
-    symbols = symbols_of(contents.codes, arrangement)
+    codes = _plain(contents.codes)
     tables = None if coder == "zstd" else rules.tables(header, arrangement)
     if not header.chunked:
-        whole = start + stream.encode_whole(bits, header, arrangement, tables, symbols, contents.codes)
+        whole = start + stream.encode_whole(bits, header, arrangement, tables, codes)
         return np.frombuffer(bytearray(whole + zlib.crc32(whole).to_bytes(4, "little")), np.uint8)
-    coded = stream.encode_chunks(header, arrangement, tables, symbols, contents.codes, _threads(threads))
+    coded = stream.encode_chunks(header, arrangement, tables, codes, _threads(threads))
     head = start + bits.bytes() + b"".join(varint(len(c)) + zlib.crc32(c).to_bytes(4, "little") for c in coded)
     return np.frombuffer(bytearray().join([head, zlib.crc32(head).to_bytes(4, "little"), *coded]), np.uint8)
+
+
+def _plain(codes: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return codes in rows, in memory that may be written, though nothing does: kernels are compiled once, for such."""
+    return np.require(codes, requirements=["C", "W"])
 
 
 def _plan(contents: Contents, coder: str, classes: bool) -> planning.Plan:
@@ -157,16 +162,14 @@ def _plan(contents: Contents, coder: str, classes: bool) -> planning.Plan:
         "rows": contents.rows,
         "row_resolution": contents.row_resolution,
     }
-    codes = np.ascontiguousarray(contents.codes)
+    codes = _plain(contents.codes)
     return planning.make_plan(
         codes, contents.columns, contents.column_resolution, coder=coder, classes=classes, rest=given
     )
 
 
-def _threads(threads: int | None) -> ThreadPoolExecutor | None:
-    if threads == 1:
-        return None
-    return ThreadPoolExecutor(threads or os.cpu_count())
+def _threads(threads: int | None) -> int:
+    return threads or os.cpu_count() or 1
 
 
 def size(contents: Contents, *, coder: Coder = "tans", classes: bool = True) -> Size:
@@ -177,8 +180,7 @@ def size(contents: Contents, *, coder: Coder = "tans", classes: bool = True) -> 
     start = 1 + len(varint(header.shape[0])) + len(varint(header.shape[1]))
     payload = planning.payload_bits(plan)
     if coder == "zstd":
-        symbols = symbols_of(contents.codes, plan.layout)
-        payload = 8.0 * stream.compressed_bytes(header, plan.layout, symbols, contents.codes)
+        payload = 8.0 * stream.compressed_bytes(header, plan.layout, _plain(contents.codes))
     return Size(side=start + (bits.count - of_rows) // 8 + 4, payload=of_rows + payload)
 
 
@@ -218,11 +220,14 @@ def decode(
     Raises:
         FormatError: the bytes are damaged, cut short, or of another version; says where.
     """
-    header, arrangement, symbols, rows, columns, values = _symbols(blob, name, threads, shape)
+    header, arrangement, symbols, (rows, columns, delta) = _symbols(blob, name, threads, shape)
     codes = np.empty(header.shape, np.int32)
-    a = arrangement
-    scatter(symbols, a.offsets, a.starts, a.stops, a.pairs, a.row_order, a.column_order, codes)
-    codes[a.row_order[rows], a.column_order[columns]] = values
+
+    def some(begin: int, end: int) -> None:
+        scatter(symbols, arrangement.places, *arrangement.orders, begin, end, codes)
+
+    stream.run(_threads(threads) if header.chunked else 1, some, header.shape[0])
+    codes[rows, columns] += delta
     return Contents(
         codes=codes,
         base=_base(header.base),
@@ -237,7 +242,7 @@ def decode_packed(
     blob: NDArray[np.uint8], *, name: str = "matrix", threads: int | None = None, shape: tuple[int, int] | None = None
 ) -> Packed:
     """Return what a runtime multiplies with: nibbles or int8 by groups of columns, and patches. See `decode`."""
-    header, arrangement, symbols, rows, columns, values = _symbols(blob, name, threads, shape)
+    header, arrangement, symbols, patches = _symbols(blob, name, threads, shape)
     scales = Contents(
         codes=np.broadcast_to(np.int32(0), header.shape),
         base=_base(header.base),
@@ -246,13 +251,13 @@ def decode_packed(
         rows=header.rows,
         row_resolution=header.row_resolution,
     )
-    return pack(arrangement, symbols, rows, columns, values, scales.column_scale, scales.row_scale)
+    return pack(arrangement, symbols, patches, scales.column_scale, scales.row_scale)
 
 
 def _symbols(
     blob: NDArray[np.uint8], name: str, threads: int | None, shape: tuple[int, int] | None
-) -> tuple[rules.Header, rules.Layout, NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Decode all symbols and escapes: positions in the orders of the layout, and values."""
+) -> tuple[rules.Header, rules.Layout, NDArray[np.uint8], Patches]:
+    """Decode all symbols, and what is to be added to codes that were escaped."""
     if blob.dtype != np.uint8 or blob.ndim != 1:
         raise ValueError(f"a coded matrix is one-dimensional uint8, found {blob.ndim} dimensions of {blob.dtype}")
     blob = np.require(blob, requirements=["C", "W"])  # kernels are compiled once, for memory that may be written

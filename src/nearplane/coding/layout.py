@@ -88,11 +88,20 @@ class Layout:
         """Symbols of the matrix."""
         return int(self.offsets[-1])
 
-    def segments(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the counts and tables of the symbols begin ... end - 1."""
-        edges = np.concatenate([[0], np.cumsum(self.counts)])
-        counts = np.minimum(edges[1:], end) - np.maximum(edges[:-1], begin)
-        return counts[counts > 0], self.which[counts > 0]
+    @property
+    def edges(self) -> NDArray[np.int64]:
+        """First symbols of the cells, and the end (cells + 1,)."""
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.counts)])
+
+    @property
+    def places(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+        """Where the symbols of the groups stand, for kernels: offsets, starts, stops, pairs."""
+        return self.offsets, self.starts, self.stops, self.pairs
+
+    @property
+    def orders(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Orders of rows and columns, for kernels."""
+        return self.row_order, self.column_order
 
 
 def lay_out(header: Header) -> Layout:

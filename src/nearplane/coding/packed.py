@@ -8,6 +8,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from nearplane.coding.chunk import Patches
 from nearplane.coding.layout import Layout
 
 
@@ -57,7 +58,7 @@ def _fits(symbols: NDArray[np.uint8]) -> bool:
     for block in range(0, len(symbols), 1024):
         outside = np.uint8(0)
         for symbol in symbols[block : block + 1024]:
-            outside |= np.uint8(symbol - np.uint8(120)) & np.uint8(240)
+            outside |= np.uint8(symbol + np.uint8(8)) & np.uint8(240)
         if outside:
             return False
     return True
@@ -68,45 +69,39 @@ def _nibbles(symbols: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
     for i in range(symbols.shape[0]):
         width = symbols.shape[1]
         for j in range(width >> 1):
-            out[i, j] = (symbols[i, 2 * j] - 120) | (symbols[i, 2 * j + 1] - 120) << 4
+            out[i, j] = ((symbols[i, 2 * j] + 8) & 15) | ((symbols[i, 2 * j + 1] + 8) & 15) << 4
         if width & 1:
-            out[i, width >> 1] = (symbols[i, width - 1] - 120) | 128
+            out[i, width >> 1] = ((symbols[i, width - 1] + 8) & 15) | 128
 
 
 def pack(
     layout: Layout,
     symbols: NDArray[np.uint8],
-    rows: NDArray[np.int64],
-    columns: NDArray[np.int64],
-    values: NDArray[np.int64],
+    patches: Patches,
     column_scale: NDArray[np.float32],
     row_scale: NDArray[np.float32],
 ) -> Packed:
-    """Hand over the decoder's symbols, in place; groups of bytes that fit are packed to nibbles."""
+    """Hand over the decoder's symbols as they are; groups of bytes that fit are packed to nibbles."""
     out = len(layout.row_order)
     groups = []
-    lowest = np.empty(len(layout.column_order), np.int64)  # the code that an escape's symbol decodes to
     for g in range(len(layout.starts)):
         start, stop = int(layout.starts[g]), int(layout.stops[g])
         part = symbols[layout.offsets[g] : layout.offsets[g + 1]]
         array = part.reshape(out, -1)
         nibbles = bool(layout.pairs[g])
-        lowest[start:stop] = -8 if nibbles else -128
         if not nibbles and _fits(part):
             packed = np.empty((out, (stop - start + 1) // 2), np.uint8)
             _nibbles(array, packed)
             array, nibbles = packed, True
-        elif not nibbles:
-            array ^= 128
         groups.append(Group(start=start, stop=stop, nibbles=nibbles, array=array if nibbles else array.view(np.int8)))
     return Packed(
         shape=(out, len(layout.column_order)),
         column_order=layout.column_order,
         row_order=layout.row_order,
         groups=groups,
-        patch_rows=layout.row_order[rows],
-        patch_columns=layout.column_order[columns],
-        patch_delta=values - lowest[columns],
+        patch_rows=patches[0],
+        patch_columns=patches[1],
+        patch_delta=patches[2],
         column_scale=column_scale,
         row_scale=row_scale,
     )

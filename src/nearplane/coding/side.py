@@ -9,6 +9,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from nearplane.coding.tans import load64, trailing_zeros
 from nearplane.errors import FormatError
 
 LONGEST = 24  # ones of a Rice code; after that many, 32 plain bits follow
@@ -55,28 +56,28 @@ def _write_rice(folded: NDArray[np.int64], parameter: int, bits: NDArray[np.uint
 
 
 @njit(cache=True, nogil=True)
-def _read_rice(data: NDArray[np.uint8], at: int, parameter: int, values: NDArray[np.int64]) -> int:
-    """Fill values; return the bit after them, or -1 where the data end before that."""
+def read_rice(data: NDArray[np.uint8], at: int, parameter: int, values: NDArray[np.int64]) -> int:
+    """Fill values from bit `at` on; return the bit after them, or -1 where the data end before that."""
     end = 8 * len(data)
+    base, one = np.uint64(data.ctypes.data), np.uint64(1)
+    rest = (one << np.uint64(parameter)) - one
     for n in range(len(values)):
-        quotient = 0
-        while quotient < LONGEST:
-            if at >= end:
-                return -1
-            bit = (data[at >> 3] >> (at & 7)) & 1
-            at += 1
-            if bit == 0:
-                break
-            quotient += 1
-        width = parameter if quotient < LONGEST else 32
-        if at + width > end:
+        if at + 64 <= end:  # a code has at most 56 bits, and 57 or more are loaded
+            word = load64(base + np.uint64(at >> 3)) >> np.uint64(at & 7)
+        else:
+            word = np.uint64(0)
+            for i in range(at >> 3, len(data)):
+                word |= np.uint64(data[i]) << np.uint64(8 * (i - (at >> 3)))
+            word >>= np.uint64(at & 7)
+        ones = trailing_zeros(~word)
+        if ones < np.uint64(LONGEST):
+            value = np.int64(ones << np.uint64(parameter) | (word >> (ones + one)) & rest)
+            at += np.int64(ones) + 1 + parameter
+        else:
+            value = np.int64((word >> np.uint64(LONGEST)) & np.uint64(0xFFFFFFFF))
+            at += LONGEST + 32
+        if at > end:
             return -1
-        value = np.int64(0)
-        for i in range(width):
-            value |= np.int64((data[at >> 3] >> (at & 7)) & 1) << i
-            at += 1
-        if quotient < LONGEST:
-            value |= np.int64(quotient) << parameter
         values[n] = -((value + 1) >> 1) if value & 1 else value >> 1
     return at
 
@@ -133,6 +134,14 @@ class BitWriter:
         self.put(bool(values.any()), 1)
         if values.any():
             self.array(values)
+
+    def escapes(self, values: NDArray[np.int64]) -> None:
+        """Append a list: its length, and if that is not 0 the parameter and the Rice codes."""
+        self.gamma(len(values))
+        if len(values):
+            parameter = rice_parameter(zigzag(values))
+            self.put(parameter, 4)
+            self.rice(values, parameter)
 
     def bits(self) -> NDArray[np.uint8]:
         """Return the bits so far, one per byte."""
@@ -211,7 +220,7 @@ class BitReader:
         if count * (parameter + 1) > 8 * len(self.data) - self.at:
             raise self.truncated(what)
         values = np.empty(count, np.int64)
-        at = _read_rice(self.data, self.at, parameter, values)
+        at = read_rice(self.data, self.at, parameter, values)
         if at < 0:
             raise self.truncated(what)
         self.at = int(at)

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nearplane.coding import chunk as kernels
 from nearplane.coding import layout as rules
 from nearplane.coding import tans
+from nearplane.coding.chunk import Patches
 from nearplane.coding.layout import Header, Layout
-from nearplane.coding.side import BitReader, BitWriter, rice_parameter, varint, zigzag
-from nearplane.coding.symbols import escape_rare, locate
+from nearplane.coding.side import BitReader, BitWriter
+from nearplane.coding.symbols import flip_bytes, gather, stage
 from nearplane.errors import FormatError, NearplaneError, RecipeError
 
-T = TypeVar("T")
 R = TypeVar("R")
-Escapes = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]  # rows, columns (positions), values
+_RUNS = 4  # of chunks or rows for each thread: few, since every hand-over stops the others, yet enough to even out
 
 
-def _run(pool: ThreadPoolExecutor | None, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    if pool is None:
-        return [function(item) for item in items]
-    with pool:
-        return list(pool.map(function, items))
+def run(threads: int, function: Callable[[int, int], R], count: int) -> list[R]:
+    """Call the function with the parts begin, end of range(count), from as many threads; return the results in order."""
+    if threads == 1:
+        return [function(0, count)]
+    parts = min(count, _RUNS * threads)
+    edges = [i * count // parts for i in range(parts + 1)]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(function, edges[:-1], edges[1:]))
 
 
 def _zstandard(error: type[NearplaneError]) -> Any:
@@ -61,37 +65,23 @@ def _decompress(data: NDArray[np.uint8], count: int, where: str) -> NDArray[np.u
     return np.frombuffer(bytearray(found), np.uint8)
 
 
-def _escape(
-    symbols: NDArray[np.uint8],
-    begin: int,
-    counts: NDArray[np.int64],
-    which: NDArray[np.int64],
-    tables: NDArray[np.uint16] | None,
-    layout: Layout,
-    codes: NDArray[np.int32],
-) -> NDArray[np.int32]:
-    """Escape what the tables lack, in place, and return the codes of all escapes in order."""
-    if tables is not None:
-        at = 0
-        for count, table in zip(counts, which, strict=True):
-            escape_rare(symbols[at : at + count], tables[table])
-            at += int(count)
-    found = locate(symbols, begin, layout)
-    assert found is not None
-    rows, columns = found
-    values = np.zeros(len(rows), np.int32)  # the filling of an odd group is 0
-    real = columns >= 0
-    values[real] = codes[layout.row_order[rows[real]], layout.column_order[columns[real]]]
-    return values
+def _staged(layout: Layout, codes: NDArray[np.int32], threads: int) -> NDArray[np.uint8]:
+    out = np.empty(codes.shape, np.uint8)
+    run(threads, lambda begin, end: stage(codes, *layout.orders, begin, end, out), len(codes))
+    return out
 
 
-def _write_escapes(out: BitWriter, values: NDArray[np.int32]) -> None:
-    out.gamma(len(values))
-    if len(values):
-        wide = values.astype(np.int64)
-        parameter = rice_parameter(zigzag(wide))
-        out.put(parameter, 4)
-        out.rice(wide, parameter)
+def _kept(layout: Layout, tables: NDArray[np.uint16] | None) -> NDArray[np.uint8]:
+    """Return of every table which symbols it has (tables, 256): the symbol, or 0, which is an escape, or two."""
+    all_symbols = np.broadcast_to(np.arange(256, dtype=np.uint8), (len(layout.keys), 256))
+    return all_symbols.copy() if tables is None else np.where(tables > 0, all_symbols, np.uint8(0))
+
+
+def _entries(header: Header, layout: Layout) -> NDArray[np.uint32]:
+    """Return the decoder's entries; byte tables emit code as int8 in place of code + 128."""
+    entries = tans.build(rules.tables(header, layout), header.coder == "huffman")[0]
+    entries[[not pairs for _, pairs in layout.keys]] ^= 128 << 8
+    return entries
 
 
 def _read_escapes(bits: BitReader) -> NDArray[np.int64]:
@@ -99,29 +89,34 @@ def _read_escapes(bits: BitReader) -> NDArray[np.int64]:
     return bits.rice(count, bits.take(4, "escapes"), "escapes") if count else np.zeros(0, np.int64)
 
 
-def _place(symbols: NDArray[np.uint8], begin: int, layout: Layout, values: NDArray[np.int64], where: str) -> Escapes:
+def _place(symbols: NDArray[np.uint8], begin: int, layout: Layout, values: NDArray[np.int64], where: str) -> Patches:
     """Give the listed values to the escapes among the symbols."""
-    found = locate(symbols, begin, layout, len(values))
-    if found is None:
-        raise FormatError(
-            f"{where}: its symbols do not have the {len(values)} escapes of its list; the file is damaged"
-        )
-    rows, columns = found
-    real = columns >= 0
-    return rows[real], columns[real], values[real]
+    wrong, patches = kernels.place(symbols, begin, layout.places, layout.orders, values)
+    if wrong:
+        raise _damage(wrong, where)
+    return patches
+
+
+def _damage(wrong: int, where: str) -> FormatError:
+    """Return the error of a chunk that a kernel refused."""
+    what = {
+        kernels.CUT_ESCAPES: "its bytes end within the list of escapes",
+        kernels.CUT_LANES: "its bytes end within the lengths of the lanes",
+        kernels.LONG_LANES: "its lanes are longer than its bytes",
+        kernels.ASTRAY: "a stream does not end where its symbols do",
+        kernels.MISCOUNTED: "its symbols do not have the escapes of its list",
+    }[wrong]
+    return FormatError(f"{where}: {what}; the file is damaged, get it again")
 
 
 def encode_whole(
-    header: BitWriter,
-    of: Header,
-    layout: Layout,
-    tables: NDArray[np.uint16] | None,
-    symbols: NDArray[np.uint8],
-    codes: NDArray[np.int32],
+    header: BitWriter, of: Header, layout: Layout, tables: NDArray[np.uint16] | None, codes: NDArray[np.int32]
 ) -> bytes:
     """Return all bytes of a small matrix after its shape, but for the checksum: header, escapes, one lane or a frame."""
-    values = _escape(symbols, 0, layout.counts, layout.which, tables, layout, codes)
-    _write_escapes(header, values)
+    symbols = np.empty(layout.total, np.uint8)
+    kept = _kept(layout, tables)
+    gather(_staged(layout, codes, 1), 0, layout.total, layout.places, layout.edges, layout.which, kept, symbols)
+    header.escapes(kernels.listed(symbols, 0, layout.places, layout.orders, codes))
     if tables is None:
         return header.bytes() + _compress(symbols)
     _, widths, offsets, states = tans.build(tables, of.coder == "huffman")
@@ -133,96 +128,88 @@ def encode_whole(
     return header.bytes()
 
 
-def decode_whole(bits: BitReader, header: Header, layout: Layout) -> tuple[NDArray[np.uint8], *Escapes]:
-    """Read what `encode_whole` wrote after the header: symbols, and the rows, columns and values of the escapes."""
+def decode_whole(bits: BitReader, header: Header, layout: Layout) -> tuple[NDArray[np.uint8], Patches]:
+    """Read what `encode_whole` wrote after the header: decoded symbols, and the patches."""
     name, data = bits.name, bits.data
     values = _read_escapes(bits)
     if header.coder == "zstd":
         symbols = _decompress(data[(bits.at + 7) // 8 :], layout.total, name)
+        flip_bytes(symbols, 0, layout)
     else:
-        entries = tans.build(rules.tables(header, layout), header.coder == "huffman")[0]
         padded = np.concatenate([data, np.zeros(tans.PADDING, np.uint8)])
         symbols = np.empty(layout.total, np.uint8)
-        end = tans.decode_lane(padded, bits.at, layout.counts, layout.which, entries, symbols)
+        end = tans.decode_lane(padded, bits.at, layout.counts, layout.which, _entries(header, layout), symbols)
         if (end + 7) // 8 != len(data):
-            raise FormatError(f"{name}: its stream does not end where its symbols do; the file is damaged")
-    return symbols, *_place(symbols, 0, layout, values, name)
+            raise _damage(kernels.ASTRAY, name)
+    return symbols, _place(symbols, 0, layout, values, name)
 
 
 def encode_chunks(
-    header: Header,
-    layout: Layout,
-    tables: NDArray[np.uint16] | None,
-    symbols: NDArray[np.uint8],
-    codes: NDArray[np.int32],
-    pool: ThreadPoolExecutor | None,
+    header: Header, layout: Layout, tables: NDArray[np.uint16] | None, codes: NDArray[np.int32], threads: int
 ) -> list[bytes]:
     """Return the chunks of a large matrix."""
     edges = rules.chunk_edges(layout.total)
-    built = None if tables is None else tans.build(tables, header.coder == "huffman")
+    built = None if tables is None else tans.build(tables, header.coder == "huffman")[1:]
+    staged = _staged(layout, codes, threads)
+    cells, kept = (layout.edges, layout.which), _kept(layout, tables)
 
-    def one(chunk: int) -> bytes:
-        begin, end = edges[chunk], edges[chunk + 1]
-        part = symbols[begin:end]
-        counts, which = layout.segments(begin, end)
-        escapes = BitWriter()
-        _write_escapes(escapes, _escape(part, begin, counts, which, tables, layout, codes))
-        if built is None:
-            return escapes.bytes() + _compress(part)
-        out = np.empty(2 * len(part) + 16 * tans.LANES, np.uint8)
-        lengths, words = np.empty(tans.LANES, np.int64), np.empty(tans.LANES, np.int64)
-        size = tans.encode(part, counts, which, tans.LANES, *built[1:], out, lengths, words)
-        lanes = words.astype("<u2").tobytes() + b"".join(varint(int(length)) for length in lengths[:-1])
-        return escapes.bytes() + lanes + out[:size].tobytes()
+    def some(first: int, last: int) -> list[bytes]:
+        return [one(edges[chunk], edges[chunk + 1]) for chunk in range(first, last)]
 
-    return _run(pool, one, range(len(edges) - 1))
+    def one(begin: int, end: int) -> bytes:
+        if built is not None:
+            around = (layout.places, layout.orders, codes)
+            return bytes(kernels.write_chunk(staged, begin, end, *cells, kept, built, *around))
+        symbols = np.empty(end - begin, np.uint8)
+        gather(staged, begin, end, layout.places, *cells, kept, symbols)
+        values = kernels.listed(symbols, begin, layout.places, layout.orders, codes)
+        return bytes(kernels.write_list(values)) + _compress(symbols)
+
+    return [chunk for part in run(threads, some, len(edges) - 1) for chunk in part]
 
 
-def compressed_bytes(header: Header, layout: Layout, symbols: NDArray[np.uint8], codes: NDArray[np.int32]) -> int:
+def compressed_bytes(header: Header, layout: Layout, codes: NDArray[np.int32]) -> int:
     """Return the bytes of frames and escapes, and of the directory of a large matrix."""
     if header.chunked:
-        return sum(len(chunk) + 7 for chunk in encode_chunks(header, layout, None, symbols, codes, None))
-    return len(encode_whole(BitWriter(), header, layout, None, symbols, codes))
+        return sum(len(chunk) + 7 for chunk in encode_chunks(header, layout, None, codes, 1))
+    return len(encode_whole(BitWriter(), header, layout, None, codes))
 
 
-def decode_chunks(
-    bits: BitReader, header: Header, layout: Layout, pool: ThreadPoolExecutor | None
-) -> tuple[NDArray[np.uint8], *Escapes]:
+def decode_chunks(bits: BitReader, header: Header, layout: Layout, threads: int) -> tuple[NDArray[np.uint8], Patches]:
     """Read the directory and the chunks behind a header; the same as `decode_whole`."""
     blob, name = bits.data, bits.name
     edges = rules.chunk_edges(layout.total)
     chunks = len(edges) - 1
     starts, checksums = _directory(bits, chunks)
-    coded = header.coder != "zstd"
-    entries = tans.build(rules.tables(header, layout), header.coder == "huffman")[0] if coded else None
+    entries = None if header.coder == "zstd" else _entries(header, layout)
     symbols = np.empty(layout.total, np.uint8)
+    cells, places, orders = (layout.edges, layout.which), layout.places, layout.orders
 
-    def one(chunk: int) -> Escapes:
+    def some(first: int, last: int) -> list[Patches]:
+        return [one(chunk) for chunk in range(first, last)]
+
+    def one(chunk: int) -> Patches:
         where = f"{name}, chunk {chunk} of {chunks}"
-        data = blob[starts[chunk] : starts[chunk + 1]]
-        if zlib.crc32(data) != checksums[chunk]:
-            raise FormatError(
-                f"{where}: the checksum of its {len(data)} bytes is wrong; the file is damaged, get it again"
-            )
+        first, last = starts[chunk], starts[chunk + 1]
         begin, end = edges[chunk], edges[chunk + 1]
-        reader = BitReader(data, 0, where)
+        if zlib.crc32(blob[first:last]) != checksums[chunk]:
+            raise FormatError(
+                f"{where}: the checksum of its {last - first} bytes is wrong; the file is damaged, get it again"
+            )
+        if entries is not None:
+            wrong, patches = kernels.read_chunk(blob, first, last, begin, end, *cells, entries, places, orders, symbols)
+            if wrong:
+                raise _damage(wrong, where)
+            return patches
+        reader = BitReader(blob[first:last], 0, where)
         values = _read_escapes(reader)
-        reader.at = (reader.at + 7) // 8 * 8
-        if entries is None:
-            symbols[begin:end] = _decompress(data[reader.at // 8 :], end - begin, where)
-        else:
-            words, lengths, first = _lanes(reader)
-            source = blob[starts[chunk] :]
-            if len(source) < len(data) + tans.PADDING:
-                source = np.concatenate([data, np.zeros(tans.PADDING, np.uint8)])
-            counts, which = layout.segments(begin, end)
-            if not tans.decode_lanes(source, first, lengths, words, counts, which, entries, symbols[begin:end]):
-                raise FormatError(f"{where}: a stream does not end where its symbols do; the file is damaged")
+        symbols[begin:end] = _decompress(reader.data[(reader.at + 7) // 8 :], end - begin, where)
+        flip_bytes(symbols[begin:end], begin, layout)
         return _place(symbols[begin:end], begin, layout, values, where)
 
-    parts = _run(pool, one, range(chunks))
-    rows, columns, values = (np.concatenate(part) for part in zip(*parts, strict=True))
-    return symbols, rows, columns, values
+    parts = [patches for part in run(threads, some, chunks) for patches in part]
+    rows, columns, delta = (np.concatenate(part) for part in zip(*parts, strict=True))
+    return symbols, (rows, columns, delta)
 
 
 def _directory(bits: BitReader, chunks: int) -> tuple[list[int], list[int]]:
@@ -244,18 +231,3 @@ def _directory(bits: BitReader, chunks: int) -> tuple[list[int], list[int]]:
             f"{name}: its chunks take {starts[-1]} bytes, it has {len(blob)}; the file is cut short or damaged"
         )
     return starts, checksums
-
-
-def _lanes(bits: BitReader) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-    """Return the words and lengths of the lanes of a chunk, and the byte where the first one starts."""
-    head = bits.at // 8 + 2 * tans.LANES
-    if head > len(bits.data):
-        raise bits.truncated("lanes")
-    words = bits.data[bits.at // 8 : head].copy().view("<u2").astype(np.int64)
-    bits.at = 8 * head
-    lengths = [bits.varint("lanes") for _ in range(tans.LANES - 1)]
-    first = bits.at // 8
-    rest = len(bits.data) - first - sum(lengths)
-    if rest < 0 or int(words.max()) >> 15:
-        raise FormatError(f"{bits.name}: its lanes are longer than its {len(bits.data)} bytes; the file is damaged")
-    return words, np.array([*lengths, rest], np.int64), first

@@ -1,4 +1,9 @@
-"""Codes to symbols and back: the traversal of a matrix as bytes or nibble pairs, and where its escapes stand."""
+"""Codes to symbols and back: the traversal of a matrix as bytes or nibble pairs, and where its escapes stand.
+
+In the stream a symbol of a byte group is code + 128, its escape 0; a decoder's tables emit the code itself, as int8, whose
+escape is -128. Pairs are two nibbles of code + 8 on both sides, their escape nibble 0. So an escape always decodes to the
+least number that there is, and what is added to it makes the code.
+"""
 
 from __future__ import annotations
 
@@ -7,145 +12,203 @@ from numba import njit
 from numpy.typing import NDArray
 
 from nearplane.coding.layout import Layout
-from nearplane.coding.tans import load64
+from nearplane.coding.tans import load64, trailing_zeros
+
+_u8 = np.uint64
 
 
 @njit(cache=True, nogil=True)
-def stage(codes: NDArray[np.int32], row_order: NDArray[np.int32], column_order: NDArray[np.int32]) -> NDArray[np.uint8]:
-    """Return code + 128 in the order of the traversal's rows and columns (out, in), 0 where |code| > 127."""
-    out = np.empty(codes.shape, np.uint8)
-    for i in range(len(row_order)):
+def stage(
+    codes: NDArray[np.int32],
+    row_order: NDArray[np.int32],
+    column_order: NDArray[np.int32],
+    begin: int,
+    end: int,
+    out: NDArray[np.uint8],
+) -> None:
+    """Write code + 128, 0 where |code| > 127, of rows begin ... end - 1 in the order of the traversal to out (out, in)."""
+    width = len(column_order)
+    sorted_already = True
+    for j in range(width):
+        sorted_already &= column_order[j] == j
+    buffer = np.empty(width, np.uint8)
+    for i in range(begin, end):
         row, into = codes[row_order[i]], out[i]
-        for j in range(len(column_order)):
-            code = np.int64(row[column_order[j]])
-            into[j] = np.uint8(code + 128) if -127 <= code <= 127 else np.uint8(0)
-    return out
-
-
-@njit(cache=True, nogil=True)
-def gather(staged: NDArray[np.uint8], start: int, stop: int, pairs: bool, out: NDArray[np.uint8]) -> None:
-    """Write the symbols of one group, the positions start ... stop - 1 of every row, to `out`."""
-    width = stop - start
-    at = 0
-    for i in range(staged.shape[0]):
-        row = staged[i]
-        if not pairs:
+        target = into if sorted_already else buffer
+        for j in range(width):
+            code = row[j]
+            target[j] = np.uint8(code + 128) if (code >= -127) & (code <= 127) else np.uint8(0)
+        if not sorted_already:
             for j in range(width):
-                out[at + j] = row[start + j]
-            at += width
-            continue
-        half = width >> 1
-        for j in range(half):
-            low, high = row[start + 2 * j], row[start + 2 * j + 1]
-            low = low - np.uint8(120) if 121 <= low <= 135 else np.uint8(0)
-            high = high - np.uint8(120) if 121 <= high <= 135 else np.uint8(0)
-            out[at + j] = low | high << 4
-        if width & 1:
-            low = row[stop - 1]
-            out[at + half] = (low - np.uint8(120) if 121 <= low <= 135 else np.uint8(0)) | np.uint8(128)
-        at += (width + 1) >> 1
+                into[j] = buffer[column_order[j]]
 
 
 @njit(cache=True, nogil=True)
-def escape_rare(symbols: NDArray[np.uint8], frequency: NDArray[np.uint16]) -> None:
-    """Turn symbols that a table lacks into 0, which is an escape, or two."""
-    kept = np.empty(256, np.uint8)
+def _kept(symbols: NDArray[np.uint8], begin: int, end: int, kept: NDArray[np.uint8]) -> None:
+    """Turn symbols that a table lacks into 0, which is an escape, or two; `kept` maps every symbol."""
+    low, high, used = 256, 0, 0
     for s in range(256):
-        kept[s] = s if frequency[s] > 0 else 0
-    for i in range(len(symbols)):
-        symbols[i] = kept[symbols[i]]
+        if kept[s]:
+            low, high, used = min(low, s), max(high, s), used + 1
+    if used and high - low + 1 == used:  # compares run faster than look-ups
+        first, reach = np.uint8(low), np.uint8(high - low)
+        for i in range(begin, end):
+            symbol = symbols[i]
+            symbols[i] = symbol if np.uint8(symbol - first) <= reach else np.uint8(0)
+    else:
+        for i in range(begin, end):
+            symbols[i] = kept[symbols[i]]
 
 
 @njit(cache=True, nogil=True)
-def _locate(
-    symbols: NDArray[np.uint8],
-    first: int,
-    start: int,
-    stop: int,
-    pairs: bool,
-    rows: NDArray[np.int64],
-    columns: NDArray[np.int64],
-) -> int:
-    """Count the escapes of a part of a group, and fill in the rows and columns of as many as there is room for."""
-    room = len(rows)
-    width = (stop - start + 1) >> 1 if pairs else stop - start
-    ones = np.uint64(0x1111111111111111 if pairs else 0x0101010101010101)
-    highs = np.uint64(0x8888888888888888 if pairs else 0x8080808080808080)
-    base = np.uint64(symbols.ctypes.data)
-    n = 0
-    for block in range(0, len(symbols), 32):
-        end = min(block + 32, len(symbols))
-        if end == block + 32:
-            zeros = np.uint64(0)
-            for at in range(block, end, 8):
-                word = load64(base + np.uint64(at))
-                zeros |= (word - ones) & ~word  # a high bit of a part: the part is zero, or follows one that is
-            if zeros & highs == np.uint64(0):
-                continue
-        for i in range(block, end):
-            symbol = symbols[i]
-            if (symbol & 15 and symbol > 15) if pairs else symbol:
-                continue
-            row, column = (first + i) // width, (first + i) % width
-            if not pairs or symbol & 15 == 0:
-                if n < room:
-                    rows[n], columns[n] = row, start + (2 * column if pairs else column)
-                n += 1
-            if pairs and symbol < 16:
-                if n < room:
-                    beyond = start + 2 * column + 1
-                    rows[n], columns[n] = row, beyond if beyond < stop else -1
-                n += 1
-    return n
+def _nibble(symbol: int) -> int:
+    shifted = np.uint8(symbol - 120)
+    return shifted if shifted < np.uint8(16) else np.uint8(0)
 
 
-def locate(
-    symbols: NDArray[np.uint8], begin: int, layout: Layout, expected: int | None = None
-) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
-    """Return the positions of the escapes, in order, among the symbols from `begin` of the traversal.
+@njit(cache=True, nogil=True)
+def gather(
+    staged: NDArray[np.uint8],
+    begin: int,
+    end: int,
+    places: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]],
+    edges: NDArray[np.int64],
+    which: NDArray[np.int64],
+    kept: NDArray[np.uint8],
+    out: NDArray[np.uint8],
+) -> None:
+    """Write the symbols begin ... end - 1 of the traversal to `out`, those that their tables lack escaped.
 
     Args:
-        expected: how many there should be; None where that is not known, which takes twice the time.
+        staged: what `stage` wrote.
+        places: offsets, starts, stops and pairs of the layout.
+        edges, which: first symbol and table of every cell.
+        kept: (tables, 256) of every symbol itself, or 0 where the table lacks it.
+    """
+    offsets, starts, stops, pairs = places
+    for g in range(len(starts)):
+        low, high = max(begin, offsets[g]), min(end, offsets[g + 1])
+        if low >= high:
+            continue
+        start, width = starts[g], stops[g] - starts[g]
+        per = (width + 1) >> 1 if pairs[g] else width
+        i, j, at = (low - offsets[g]) // per, (low - offsets[g]) % per, low - begin
+        while at < high - begin:
+            row = staged[i]
+            until = min(per, j + high - begin - at)
+            count = until - j
+            into = out[at : at + count]
+            if not pairs[g]:
+                of = row[start + j : start + until]
+                for n in range(count):
+                    into[n] = of[n]
+            else:
+                whole = min(until, width >> 1) - j
+                of = row[start + 2 * j : start + 2 * j + 2 * max(whole, 0)]
+                for n in range(whole):
+                    into[n] = _nibble(of[2 * n]) | (_nibble(of[2 * n + 1]) << np.uint8(4))
+                if count > whole:
+                    into[count - 1] = _nibble(row[start + width - 1]) | np.uint8(128)
+            at += count
+            i, j = i + 1, 0
+    for cell in range(len(which)):
+        low, high = max(begin, edges[cell]), min(end, edges[cell + 1])
+        if low < high:
+            _kept(out, low - begin, high - begin, kept[which[cell]])
+
+
+@njit(cache=True, nogil=True)
+def locate(
+    symbols: NDArray[np.uint8],
+    begin: int,
+    places: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]],
+    decoded: bool,
+    rows: NDArray[np.int32],
+    columns: NDArray[np.int32],
+    lowest: NDArray[np.int32],
+) -> int:
+    """Count the escapes among the symbols from `begin` of the traversal, and fill in as many as there is room for.
+
+    Args:
+        places: offsets, starts, stops and pairs of the layout.
+        decoded: whether the symbols of byte groups are codes as int8, not code + 128.
 
     Returns:
-        Rows and columns in the orders of the layout; column -1 where it is the filling of an odd group. None where they are
-        not as many as expected.
+        Escapes: there may be more than there is room for. Rows and columns are positions in the orders of the layout, column
+        -1 where it is the filling of an odd group; `lowest` is the code that the symbol stands for.
     """
-    if expected is None:
-        expected = _walk(symbols, begin, layout, np.empty(0, np.int64), np.empty(0, np.int64))
-    rows, columns = np.empty(expected, np.int64), np.empty(expected, np.int64)
-    return (rows, columns) if _walk(symbols, begin, layout, rows, columns) == expected else None
-
-
-def _walk(
-    symbols: NDArray[np.uint8], begin: int, layout: Layout, rows: NDArray[np.int64], columns: NDArray[np.int64]
-) -> int:
-    """Count escapes group by group, and fill in their places as long as there is room."""
-    end, count = begin + len(symbols), 0
-    first_group = int(np.searchsorted(layout.offsets, begin, side="right")) - 1
-    for g in range(first_group, len(layout.starts)):
-        low, high = int(layout.offsets[g]), int(layout.offsets[g + 1])
-        if low >= end:
-            break
-        part = symbols[max(low, begin) - begin : min(high, end) - begin]
-        place = (max(low, begin) - low, int(layout.starts[g]), int(layout.stops[g]), bool(layout.pairs[g]))
-        count += int(_locate(part, *place, rows[count:], columns[count:]))
-    return count
+    offsets, starts, stops, pairs = places
+    end, room, n = begin + len(symbols), len(rows), 0
+    base = _u8(symbols.ctypes.data)
+    one, ones = _u8(1), _u8(0x1111111111111111)
+    low7 = _u8(0x7F7F7F7F7F7F7F7F)
+    for g in range(len(starts)):
+        low, high = max(begin, offsets[g]), min(end, offsets[g + 1])
+        if low >= high:
+            continue
+        pair, start, stop = pairs[g], starts[g], stops[g]
+        per = (stop - start + 1) >> 1 if pair else stop - start
+        flip = _u8(0x8080808080808080) if decoded and not pair else _u8(0)
+        shift, least = (4, -8) if pair else (8, -128)
+        row = (low - offsets[g]) // per
+        before, after = offsets[g] + row * per, offsets[g] + (row + 1) * per  # of the row, in symbols
+        at, last = low - begin, high - begin
+        while at < last:
+            if at + 32 <= last:
+                found = _u8(0)
+                for word in range(at, at + 32, 8):
+                    v = load64(base + _u8(word)) ^ flip
+                    if pair:  # nibbles that are 0, by their lowest bits
+                        v |= v >> one
+                        found |= ~(v | v >> _u8(2)) & ones
+                    else:  # bytes that are 0, by their highest bits
+                        found |= ~(((v & low7) + low7) | v | low7)
+                if found == _u8(0):
+                    at += 32
+                    continue
+            block = min(at + 32, last)
+            while at < block:
+                if at + 8 <= block:
+                    v = load64(base + _u8(at)) ^ flip
+                    step = 8
+                else:
+                    v = _u8(symbols[at]) ^ (flip & _u8(255)) ^ _u8(0xFFFFFFFFFFFFFF00)
+                    step = 1
+                if pair:
+                    v |= v >> one
+                    found = ~(v | v >> _u8(2)) & ones
+                    if step == 1:
+                        v = _u8(symbols[at])
+                        found = (one if v & _u8(15) == _u8(0) else _u8(0)) | (_u8(16) if v < _u8(16) else _u8(0))
+                else:
+                    found = ~(((v & low7) + low7) | v | low7)
+                while found != _u8(0):
+                    place = np.int64(trailing_zeros(found)) // shift
+                    found &= found - one
+                    if n < room:
+                        symbol = begin + at + (place >> 1 if pair else place)
+                        while symbol >= after:
+                            row, before, after = row + 1, after, after + per
+                        column = start + (2 * (symbol - before) + (place & 1) if pair else symbol - before)
+                        rows[n], columns[n], lowest[n] = row, column if column < stop else -1, least
+                    n += 1
+                at += step
+    return n
 
 
 @njit(cache=True, nogil=True)
 def scatter(
     symbols: NDArray[np.uint8],
-    offsets: NDArray[np.int64],
-    starts: NDArray[np.int64],
-    stops: NDArray[np.int64],
-    pairs: NDArray[np.bool_],
+    places: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]],
     row_order: NDArray[np.int32],
     column_order: NDArray[np.int32],
+    begin: int,
+    end: int,
     codes: NDArray[np.int32],
 ) -> None:
-    """Write the codes (out, in) of all symbols in their original places; escapes become whatever their symbol says."""
-    for i in range(len(row_order)):
+    """Write the codes of all decoded symbols of rows begin ... end - 1 to their places; escapes become the least code."""
+    offsets, starts, stops, pairs = places
+    for i in range(begin, end):
         into = codes[row_order[i]]
         for g in range(len(starts)):
             start, stop = starts[g], stops[g]
@@ -160,15 +223,11 @@ def scatter(
             else:
                 at = offsets[g] + i * (stop - start)
                 for j in range(start, stop):
-                    into[column_order[j]] = np.int32(symbols[at]) - 128
+                    into[column_order[j]] = np.int8(symbols[at])
                     at += 1
 
 
-def symbols_of(codes: NDArray[np.int32], layout: Layout) -> NDArray[np.uint8]:
-    """Return the whole traversal of a matrix, one byte per symbol, before rare symbols are escaped."""
-    staged = stage(codes, layout.row_order, layout.column_order)
-    out = np.empty(layout.total, np.uint8)
-    for g in range(len(layout.starts)):
-        into = out[layout.offsets[g] : layout.offsets[g + 1]]
-        gather(staged, int(layout.starts[g]), int(layout.stops[g]), bool(layout.pairs[g]), into)
-    return out
+def flip_bytes(symbols: NDArray[np.uint8], begin: int, layout: Layout) -> None:
+    """Turn stream symbols from `begin` of the traversal into decoded ones, in place: code + 128 to int8."""
+    first = int(layout.offsets[np.count_nonzero(layout.pairs)])  # pairs come first
+    symbols[max(first - begin, 0) :] ^= 128
