@@ -178,9 +178,11 @@ def size(contents: Contents, *, coder: Coder = "tans", classes: bool = True) -> 
     header = plan.header
     bits, of_rows = rules.write_header(header, plan.layout)
     start = 1 + len(varint(header.shape[0])) + len(varint(header.shape[1]))
-    payload = planning.payload_bits(plan)
+    codes = _plain(contents.codes)
     if coder == "zstd":
-        payload = 8.0 * stream.compressed_bytes(header, plan.layout, _plain(contents.codes))
+        payload = 8.0 * stream.compressed_bytes(header, plan.layout, codes)
+    else:
+        payload = planning.payload_bits(plan, planning.tally(plan, codes))
     return Size(side=start + (bits.count - of_rows) // 8 + 4, payload=of_rows + payload)
 
 
@@ -193,12 +195,13 @@ def entropies(contents: Contents) -> Report:
     """Return the plug-in entropies of a matrix; `classes` is given the classes of columns and rows that encode would store."""
     codes = contents.codes
     plan = _plan(contents, "tans", True)
-    if len(plan.beyond):
+    tally = planning.tally(plan, _plain(codes))
+    if len(tally.beyond):
         header = plan.header
         spreads = header.spread_of(header.column_levels()[None, :], header.row_levels[:, None])  # (out, in)
         classes = sum(total_bits(codes[spreads == spread]) for spread in np.unique(spreads))
     else:
-        classes = sum(entropy_bits(count) for count in plan.counts.values())
+        classes = sum(entropy_bits(count) for count in tally.counts.values())
     columns = sum(total_bits(column) for column in codes.T)
     return Report(one=entropy(codes), classes=classes / codes.size, columns=columns / codes.size)
 

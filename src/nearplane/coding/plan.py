@@ -1,6 +1,7 @@
 """What the encoder decides: levels of columns and rows, the family's member, stored tables, pairs. All by total bits.
 
-Works on histograms of |code| per column, so that it costs about as much as counting. A decoder needs none of this.
+Works on histograms of |code| per column, of a fixed sample of the rows where a matrix is large, so that it costs little beside
+coding. A decoder needs none of this.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from nearplane.coding.side import BitWriter, array_bits, zigzag
 
 ESCAPES_IN_PAIRS = 2e-4  # share of codes outside the nibble up to which a group is coded in pairs
 _SAMPLE = 384  # columns that the family's member is chosen on
+_SAMPLED = 1 << 22  # codes of the rows that a large matrix is planned on
+_WEIGHED = 1024  # columns, about, that levels of rows are guessed from
 _TRIED = np.array(
     [*range(-6, 7), -8, 8, -11, 11, -15, 15, -20, 20, -27, 27, -36, 36]
 )  # corrections of a column's level
@@ -26,33 +29,64 @@ _SLOPES = (4, 3, 5, 2, 6, 1, 7, 0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A header and the counts that it was chosen for."""
+    """A header, its layout, and the sample that they were chosen for."""
 
     header: layout.Header
     layout: layout.Layout
+    sample: _Counts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tally:
+    """The codes of a whole matrix under a plan, counted."""
+
     counts: dict[int, NDArray[np.int64]]  # spread -> (256,) codes by symbol, beyond 127 at the escape
     shares: dict[int, float]  # spread -> share of its codes in pair groups
     beyond: NDArray[np.int64]  # codes beyond 127
 
 
 @njit(cache=True, nogil=True)
-def _histogram(codes: NDArray[np.int32], classes: NDArray[np.int64], top: int, counts: NDArray[np.int32]) -> None:
-    """Count codes by row class, column and symbol; counts (classes, in, 2 top + 2), the last beyond +-top."""
-    for i in range(codes.shape[0]):
-        into = counts[classes[i]]
-        for j in range(codes.shape[1]):
-            code = np.int64(codes[i, j]) + top
+def _largest(codes: NDArray[np.int32], rows: NDArray[np.int64]) -> int:
+    low, high = codes[rows[0], 0], codes[rows[0], 0]
+    for i in rows:
+        row = codes[i]
+        for j in range(len(row)):
+            low, high = min(low, row[j]), max(high, row[j])
+    return max(-np.int64(low), np.int64(high))
+
+
+@njit(cache=True, nogil=True)
+def _beyond(codes: NDArray[np.int32], count: int) -> NDArray[np.int64]:
+    """Return the `count` codes beyond +-127."""
+    found, n = np.empty(count, np.int64), 0
+    for row in codes:
+        for code in row:
+            if code < -127 or code > 127:
+                found[n] = code
+                n += 1
+    return found
+
+
+@njit(cache=True, nogil=True)
+def _histogram(
+    codes: NDArray[np.int32], rows: NDArray[np.int64], classes: NDArray[np.int64], top: int, counts: NDArray[np.int32]
+) -> None:
+    """Count codes of some rows by class, column and symbol; counts (classes, in, 2 top + 2), the last beyond +-top."""
+    for n in range(len(rows)):
+        into, row = counts[classes[n]], codes[rows[n]]
+        for j in range(len(row)):
+            code = np.int64(row[j]) + top
             into[j, code if 0 <= code <= 2 * top else 2 * top + 1] += 1
 
 
 @njit(cache=True, nogil=True)
-def _weighed(codes: NDArray[np.int32], weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the weighted sums of min(|code|, 127) over rows (out,)."""
+def _weighed(codes: NDArray[np.int32], pick: NDArray[np.int64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the weighted sums of min(|code|, 127) over some columns (out,)."""
     sums = np.empty(codes.shape[0])
     for i in range(codes.shape[0]):
-        total = 0.0
-        for j in range(codes.shape[1]):
-            total += weights[j] * min(abs(np.int64(codes[i, j])), 127)
+        total, row = 0.0, codes[i]
+        for n in range(len(pick)):
+            total += weights[n] * min(abs(np.int64(row[pick[n]])), 127)
         sums[i] = total
     return sums
 
@@ -127,15 +161,24 @@ def _sum_by_spread(counts: NDArray[np.int32], spreads: NDArray[np.int64], out: N
                 into[symbol] += of[symbol]
 
 
-class _Counts:
-    """Histograms of a matrix by row class, and what tables would cost its columns."""
+def sample(out: int, width: int) -> NDArray[np.int64]:
+    """Return the rows that a matrix is planned on, always the same: all of a small one, else one of every so many."""
+    count = max(1, _SAMPLED // width)
+    if count >= out:
+        return np.arange(out)
+    edges = np.arange(count + 1) * out // count
+    return edges[:-1] + (np.arange(count) * 2654435761 >> 8) % np.diff(edges)
 
-    def __init__(self, codes: NDArray[np.int32], row_levels: NDArray[np.int32]) -> None:
-        largest = max(-int(codes.min()), int(codes.max()))
-        self.top = min(model.LARGEST, largest)
-        self.levels, classes = np.unique(row_levels, return_inverse=True)
+
+class _Counts:
+    """Histograms of rows of a matrix by row class, and what tables would cost its columns."""
+
+    def __init__(self, codes: NDArray[np.int32], row_levels: NDArray[np.int32], rows: NDArray[np.int64]) -> None:
+        self.rows, self.out = rows, len(codes)
+        self.top = min(model.LARGEST, int(_largest(codes, rows)))
+        self.levels, classes = np.unique(row_levels[rows], return_inverse=True)
         self.signed = np.zeros((len(self.levels), codes.shape[1], 2 * self.top + 2), np.int32)
-        _histogram(codes, classes.reshape(-1), self.top, self.signed)
+        _histogram(codes, rows, classes.reshape(-1), self.top, self.signed)
 
     def costs(self, mixture: int, row_step: int, pick: NDArray[np.int64] | None = None) -> NDArray[np.float32]:
         """Return the bits of columns at every spread of row level 0: (columns, spreads)."""
@@ -146,7 +189,7 @@ class _Counts:
         if pick is None:
             pick = np.arange(self.signed.shape[1])
         out = np.zeros((len(pick), model.SPREADS), np.float32)
-        _costs(self.signed, tables, pick, out)
+        _costs(self.signed, tables * np.float32(self.out / len(self.rows)), pick, out)
         return out
 
     def by_spread(self, spreads: NDArray[np.int64]) -> dict[int, NDArray[np.int64]]:
@@ -156,6 +199,7 @@ class _Counts:
         symbols = np.zeros((model.SPREADS, 256), np.int64)
         symbols[:, 128 - self.top : 129 + self.top] = total[:, :-1]
         symbols[:, 0] += total[:, -1]
+        symbols = symbols * self.out // len(self.rows)
         return {int(spread): symbols[spread] for spread in np.unique(spreads)}
 
 
@@ -186,27 +230,39 @@ def make_plan(
         row_levels=np.zeros(out, np.int32),
         **rest,  # type: ignore[arg-type]
     )
-    counts = _Counts(codes, header.row_levels)
+    counts = _Counts(codes, header.row_levels, sample(out, width))
     header, bits = _levels_of_columns(header, counts, classes)
     if classes:
         guess = _levels_of_rows(header, codes)
         if guess is not None:
-            other = _Counts(codes, guess.row_levels)
+            other = _Counts(codes, guess.row_levels, counts.rows)
             tried, tried_bits = _levels_of_columns(guess, other, classes)
             if tried_bits + array_bits(guess.row_levels) + 2 < bits + 4:
                 header, counts = tried, other
     if (header.chunked or coder == "zstd") and coder != "huffman":
         header = _choose_pairs(header, counts)
     arrangement = layout.lay_out(header)
+    if coder != "zstd":
+        spreads = header.spread_of(header.column_levels()[:, None], counts.levels[None, :])
+        shares = _shares_of_pairs(header, arrangement, spreads, counts)
+        sampled = len(counts.rows) < out
+        header = replace(header, stored=_stored_tables(header, counts.by_spread(spreads), shares, sampled))
+    return Plan(header=header, layout=arrangement, sample=counts)
+
+
+def tally(plan: Plan, codes: NDArray[np.int32]) -> Tally:
+    """Count all codes of the matrix (out, in) that was planned."""
+    header, counts = plan.header, plan.sample
+    if len(counts.rows) < len(codes):
+        counts = _Counts(codes, header.row_levels, np.arange(len(codes)))
     spreads = header.spread_of(header.column_levels()[:, None], counts.levels[None, :])
     found = counts.by_spread(spreads)
-    shares = _shares_of_pairs(header, arrangement, spreads, counts)
-    if coder != "zstd":
-        header = replace(header, stored=_stored_tables(header, found, shares))
-    beyond = (
-        codes[np.abs(codes.astype(np.int64)) > model.LARGEST] if any(c[0] for c in found.values()) else codes[:0, 0]
+    beyond = int(counts.signed[:, :, -1].sum(dtype=np.int64))  # none where the largest code is at most 127
+    return Tally(
+        counts=found,
+        shares=_shares_of_pairs(header, plan.layout, spreads, counts),
+        beyond=_beyond(codes, beyond) if beyond else np.empty(0, np.int64),
     )
-    return Plan(header=header, layout=arrangement, counts=found, shares=shares, beyond=beyond.astype(np.int64))
 
 
 def _levels_of_columns(header: layout.Header, counts: _Counts, classes: bool) -> tuple[layout.Header, float]:
@@ -325,12 +381,17 @@ def _levels_of_rows(header: layout.Header, codes: NDArray[np.int32]) -> layout.H
     spreads = header.spread_of(header.column_levels(), 0)
     weights = slope[spreads] / np.maximum(variance[spreads], 1e-3)
     information = float((weights * slope[spreads]).sum())
+    width = len(spreads)
+    pick = np.arange(width)
+    if width > _WEIGHED:  # sixteen neighbours at a time: what memory delivers at once
+        pick = (np.linspace(0, width - 16, _WEIGHED // 16).astype(np.int64)[:, None] + np.arange(16)).reshape(-1)
+    spreads = spreads[pick]
     shifts = np.arange(-64, 65)
     count = np.bincount(spreads, minlength=model.SPREADS)
     used = np.flatnonzero(count)
     per = count[used] * (slope[used] / np.maximum(variance[used], 1e-3))
     expected = (per[:, None] * mean[np.clip(used[:, None] + shifts[None, :], 0, model.SPREADS - 1)]).sum(0)
-    shift = np.interp(_weighed(codes, weights), np.maximum.accumulate(expected), shifts)
+    shift = np.interp(_weighed(codes, pick, weights[pick]), np.maximum.accumulate(expected), shifts)
     best: tuple[float, layout.Header] | None = None
     gained = 0.72 * information
     tried, level = np.arange(-layout.ROW_LEVEL, layout.ROW_LEVEL + 1), np.zeros(len(shift), np.int64)
@@ -385,9 +446,9 @@ def _shares_of_pairs(
 
 
 def _stored_tables(
-    header: layout.Header, counts: dict[int, NDArray[np.int64]], shares: dict[int, float]
+    header: layout.Header, counts: dict[int, NDArray[np.int64]], shares: dict[int, float], sampled: bool
 ) -> dict[int, NDArray[np.uint16]]:
-    """Return the tables that pay for themselves."""
+    """Return the tables that pay for themselves; `sampled` if the counts are of some rows."""
     found: dict[int, NDArray[np.uint16]] = {}
     saved = 0.0
     for spread, count in counts.items():
@@ -398,6 +459,8 @@ def _stored_tables(
             rare[128] = False
             kept[model.ESCAPE] += kept[1:][rare[1:]].sum()
             kept[1:][rare[1:]] = 0
+            if sampled:
+                kept[model.ESCAPE] = max(1, kept[model.ESCAPE])  # other rows may hold what the sample lacks
         table = model.normalise(kept)
         out = BitWriter()
         layout.write_table(out, table, reference)
@@ -408,16 +471,16 @@ def _stored_tables(
     return found if saved > len(counts) else {}
 
 
-def payload_bits(plan: Plan) -> float:
+def payload_bits(plan: Plan, tally: Tally) -> float:
     """Return the bits of codes and escapes, and of the chunks around them; pairs as if neighbours were independent."""
     header = plan.header
     bits = 0.0
     listed = np.zeros(256)
-    for spread, count in plan.counts.items():
+    for spread, count in tally.counts.items():
         table = header.stored.get(spread)
         if table is None:
             table = model.parametric(spread, header.mixture)
-        share = plan.shares[spread]
+        share = tally.shares[spread]
         if share < 1:
             single = huffman.frequencies(table) if header.coder == "huffman" else table
             more, more_listed = stream_bits(count, single)
@@ -427,7 +490,7 @@ def payload_bits(plan: Plan) -> float:
             more, more_listed = paired_stream_bits(count, model.paired(table))
             bits += share * more
             listed += share * more_listed
-    bits += list_bits(listed, plan.beyond)
+    bits += list_bits(listed, tally.beyond)
     if not header.chunked:
         return bits + 12 + 1
     chunks = len(layout.chunk_edges(plan.layout.total)) - 1
