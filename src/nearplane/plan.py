@@ -27,7 +27,8 @@ from nearplane.allocate import (
 from nearplane.errors import RecipeError
 from nearplane.formats.folder import FORMATS
 from nearplane.models.layers import Layer
-from nearplane.models.sensitivity import output_sensitivity
+from nearplane.models.sensitivity import sensitivity
+from nearplane.models.statistics import Statistics
 from nearplane.models.stream import Model
 from nearplane.recipe import Rate, Recipe, Rule
 
@@ -44,11 +45,13 @@ class Plan:
         widths: bits of the codes by layer, on fixed grids whose widths differ; None where they do not.
         rates: bits per weight by layer, every byte counted; empty on fixed grids.
         sensitivity: (out,) how much the network minds errors of a layer's outputs, by layer; may be empty.
+        moments: what stands for the second moments of the inputs of layers that have none: of embeddings, see `Sensitivity`.
     """
 
     widths: dict[str, int] | None = None
     rates: dict[str, float] = field(default_factory=dict)
     sensitivity: dict[str, Tensor] = field(default_factory=dict)
+    moments: dict[str, Statistics] = field(default_factory=dict)
     _left: float = 0.0  # bits that layers so far have left over
 
     def rule(self, rule: Rule, layer: Layer) -> Rule:
@@ -81,19 +84,32 @@ def plan(model: Model, recipe: Recipe, tokens: Tensor | None, device: torch.devi
     """
     if not recipe.rate.wanted:
         return Plan() if recipe.allocate == "uniform" else Plan(widths=_widths(model, recipe, tokens, device, progress))
-    budget, layers = budget_of(model, recipe), _layers(model)
-    dtype = torch.float32 if device.type == "cpu" else model.dtype
-    sensitivity: dict[str, Tensor] = {}
-    if recipe.rate.method == "waterfill" and recipe.rate.rows == "sensitivity" and tokens is not None:
-        sensitivity = output_sensitivity(model, tokens, device=device, dtype=dtype)
-    if recipe.allocate == "uniform" or tokens is None or budget <= LOW:
-        return Plan(rates=dict.fromkeys((layer.name for layer in layers), budget), sensitivity=sensitivity)
+    budget = budget_of(model, recipe)
+    planned = Plan(rates=dict.fromkeys((layer.name for layer in model.layers), budget))
+    if tokens is not None:
+        _measure(planned, model, recipe, tokens, device)
+    probed = any(block.layers for block in model.blocks)
+    if recipe.allocate == "uniform" or tokens is None or budget <= LOW or not probed:
+        return planned
     rates = probed_rates(budget)
     curves = probe(
         model, tokens, to_rates(rates, recipe.rule), points=len(rates), together=False, device=device,
         progress=progress,
     )  # fmt: skip
-    return Plan(rates=allocate(curves, budget), sensitivity=sensitivity)
+    planned.rates |= allocate(curves, budget)  # embeddings and head, which are not probed, keep the mean
+    return planned
+
+
+def _measure(planned: Plan, model: Model, recipe: Recipe, tokens: Tensor, device: torch.device) -> None:
+    """Measure what errors cost the network, for rows of all layers and for columns of embeddings."""
+    rows = recipe.rate.method == "waterfill" and recipe.rate.rows == "sensitivity"
+    columns = model.embeddings is not None and recipe.rule.solver != "round-to-nearest"
+    if not rows and not columns:
+        return
+    measured = sensitivity(model, tokens, device=device, dtype=torch.float32 if device.type == "cpu" else model.dtype)
+    planned.sensitivity = measured.outputs if rows else {}
+    if model.embeddings is not None and columns and measured.embeddings is not None:
+        planned.moments[model.embeddings.name] = Statistics(H=measured.embeddings, tokens=tokens.numel())
 
 
 def budget_of(model: Model, recipe: Recipe) -> float:
@@ -102,7 +118,7 @@ def budget_of(model: Model, recipe: Recipe) -> float:
     Raises:
         RecipeError: the size leaves more or fewer than can be had, or the rate is less than the side information of small layers.
     """
-    layers = _layers(model)
+    layers = model.layers
     weights = sum(math.prod(layer.shape) for layer in layers)
     rate, size = recipe.rate.rate, recipe.rate.bytes()
     if size is not None:
@@ -127,7 +143,7 @@ def budget_of(model: Model, recipe: Recipe) -> float:
 def check_bits(model: Model, recipe: Recipe, bits: float) -> None:
     """Raise RecipeError if some layer cannot be stored at this width."""
     rule = recipe.rule
-    for layer in _layers(model):
+    for layer in model.layers:
         FORMATS[recipe.format].check(
             layer.name, layer.shape, layer.kind,
             bits=bits, group_size=rule.group_size, symmetric=rule.symmetric, permuted=False,
@@ -161,10 +177,6 @@ def _widths(
     return allocate_widths(curves, recipe.rule.bits, [bits for bits in usable if bits >= probed[0]])
 
 
-def _layers(model: Model) -> list[Layer]:
-    return [layer for block in model.blocks for layer in block.layers]
-
-
 def _side(layer: Layer, rate: Rate) -> float:
     """Return about the fewest bytes that a layer takes beside its codes: a header, and where steps differ their exponents."""
     return 16 if rate.method == "hptq" else 16 + 3 * layer.shape[1] / 8
@@ -173,9 +185,12 @@ def _side(layer: Layer, rate: Rate) -> float:
 def _rest(model: Model, layers: Iterable[Layer]) -> int:
     """Return the bytes of the weight files that are not the quantized layers' tensors: other tensors, and the files' headers."""
     quantized = {model.source_name(f"{layer.name}.weight") for layer in layers}
+    again = {name for layer in layers for name in model.copies(layer)} - quantized  # tied, and not written twice
     entries: dict[str, Mapping[str, Any]] = {}
     size = 0
     for name in model.reader.names():
+        if name in again:
+            continue
         dtype, shape = model.reader.dtype(name), model.reader.shape(name)
         if name in quantized:
             name, dtype, shape = f"{name.removesuffix('.weight')}.weight_coded", "U8", (math.prod(shape) // 3,)

@@ -20,9 +20,9 @@ import torch
 from nearplane.errors import CalibrationError, RecipeError
 from nearplane.formats.folder import FORMATS, Writer, open_writer
 from nearplane.matrix import Inputs, quantize_matrix, with_bytes
-from nearplane.models.calibrate import Observed, observe, stages
+from nearplane.models.calibrate import Observed, observe, observe_head, stages
 from nearplane.models.data import read_windows
-from nearplane.models.skeleton import Stream, skeleton
+from nearplane.models.skeleton import Stream, finish, skeleton
 from nearplane.models.stream import Block, Model, device_of, open_model
 from nearplane.plan import Plan, Progress, budget_of, check_bits, plan, usable_widths
 from nearplane.rate import quantize_matrix_to_rate
@@ -72,7 +72,10 @@ def quantize(
     recipe = recipe or Recipe.from_spellings(**spellings)
     began = time.perf_counter()
     place = device_of(device)
-    source = open_model(str(model), trust_remote_code=trust_remote_code, ignore=recipe.ignore)
+    source = open_model(
+        str(model), trust_remote_code=trust_remote_code, ignore=recipe.ignore,
+        embeddings=recipe.rate.include_embeddings, head=recipe.rate.include_head,
+    )  # fmt: skip
     check(source, recipe)
     writer = open_writer(
         Path(out), source.folder, quantization_config(source, recipe), dtype=source.dtype, shards=len(source.blocks) + 1,
@@ -93,7 +96,7 @@ def quantize(
     writer.config = quantization_config(source, recipe, planned.widths)
     with writer:
         solved = quantized_layers(source, recipe, tokens, writer, place, planned)
-        layers = tuple(progress(solved, "quantizing", sum(len(block.layers) for block in source.blocks)))
+        layers = tuple(progress(solved, "quantizing", len(source.layers)))
         record = replace(record, layers=layers, seconds=time.perf_counter() - began, bytes=writer.size)
         writer.record_json = record.to_json()
     return record
@@ -106,22 +109,35 @@ def quantized_layers(
     dtype = torch.float32 if device.type == "cpu" else model.dtype
     storage = FORMATS[recipe.format].scale_dtype(model.dtype)
     correct = recipe.rule.correct
-    stream = None
+    stream, embeddings = None, None
+
+    def written(observed: Observed) -> Iterator[LayerRecord]:
+        for layer, matrix, record in solve_together(observed, recipe, storage, planned):
+            layer.write(matrix.decode())  # the next stage sees it
+            size = writer.add(_stored_name(model, layer.name), matrix)
+            planned.spend(layer, size)
+            yield with_bytes(record, size)
+
+    if model.embeddings is not None:
+        with model.embeddings.on(device, dtype, original=False) as block:
+            yield from written(Observed(layers=tuple(block.quantized_layers()), statistics=planned.moments))
+            embeddings = block.quantized_layers()[0].read()
     if tokens is not None and recipe.rule.solver != "round-to-nearest":
-        stream = skeleton(model, tokens, device=device, dtype=dtype, two_streams=correct)
+        stream = skeleton(model, tokens, device=device, dtype=dtype, two_streams=correct, embeddings=embeddings)
     for index, block in enumerate(model.blocks):
         with block.on(device, dtype, original=correct and stream is not None):
             for observed in observations(block, stream, recipe):
-                for layer, matrix, record in solve_together(observed, recipe, storage, planned):
-                    layer.write(matrix.decode())  # the next stage sees it
-                    size = writer.add(_stored_name(model, layer.name), matrix)
-                    planned.spend(layer, size)
-                    yield with_bytes(record, size)
+                yield from written(observed)
                 del observed  # its moments are as large as a block
             if stream is not None:
                 stream.advance(block)
-        writer.close_block(model.reader.read(_unquantized(model, index)))
-    writer.close_block(model.reader.read(model.rest()))
+        writer.close_block(model.reader.read(_unquantized(model, model.block_names(index))))
+    if model.head is not None:
+        if stream is not None:
+            finish(model, stream, tokens, device=device, dtype=dtype)
+        with model.head.on(device, dtype, original=False) as block:
+            yield from written(observe_head(block, stream, correct=correct))
+    writer.close_block(model.reader.read(_unquantized(model, model.rest())))
 
 
 def observations(block: Block, stream: Stream | None, recipe: Recipe) -> Iterator[Observed]:
@@ -168,7 +184,7 @@ def check(model: Model, recipe: Recipe) -> None:
     Raises:
         RecipeError: names the layer and the way out.
     """
-    layers = [layer for block in model.blocks for layer in block.layers]
+    layers = model.layers
     if not layers:
         raise RecipeError(
             f"Nothing to quantize: every layer is ignored or of a type that is not handled ({len(model.skipped)})."
@@ -195,7 +211,7 @@ def quantization_config(model: Model, recipe: Recipe, widths: Mapping[str, int] 
     rule = recipe.rule
     stored = {_stored_name(model, name): bits for name, bits in (widths or {}).items()}
     own = {"widths": {**(widths or {}), **stored}} if widths else {}  # of both names, where they differ
-    quantized = [layer.name for block in model.blocks for layer in block.layers]
+    quantized = [layer.name for layer in model.layers]
     layout = FORMATS[recipe.format]
     if recipe.rate.wanted:
         layout = replace(layout, coder=recipe.rate.coder, classes=recipe.rate.classes)
@@ -212,10 +228,10 @@ def _stored_name(model: Model, layer: str) -> str:
     return model.source_name(f"{layer}.weight").removesuffix(".weight")
 
 
-def _unquantized(model: Model, index: int) -> list[str]:
-    """Names in the checkpoint of a block's tensors that are not the weight of a quantized layer."""
-    quantized = {f"{_stored_name(model, layer.name)}.weight" for layer in model.blocks[index].layers}
-    return [name for name in model.block_names(index) if name not in quantized]
+def _unquantized(model: Model, names: Iterable[str]) -> list[str]:
+    """Leave out the names in the checkpoint of the weights of quantized layers."""
+    quantized = {name for layer in model.layers for name in model.copies(layer)}
+    return [name for name in names if name not in quantized]
 
 
 def _seqlen(recipe: Recipe, model: Model) -> int:

@@ -134,6 +134,9 @@ class Rate:
             targets are corrected, as later layers make up best for errors in strong directions; else as --damp.
         gains: Which scales are fitted again once the codes are known; the scale of the whole matrix always is.
         rows: Whether rows whose errors the network minds more get finer steps (sensitivity), or all the same (equal).
+        include_head: Quantize the output embeddings too, last of all.
+        include_embeddings: Quantize the input embeddings too, before the blocks, which make up for it. Where they are also the
+            head (tied), it is one matrix, which either option includes. Both get the mean rate, whatever layers are allocated.
     """
 
     rate: float | None = None
@@ -144,10 +147,19 @@ class Rate:
     sweep_damp: float | None = None
     gains: Gains = "none"
     rows: Rows = "sensitivity"
+    include_head: bool = False
+    include_embeddings: bool = False
 
     def __post_init__(self) -> None:
         if self.rate is not None and self.size is not None:
             raise RecipeError("Give --rate or --size, not both.")
+        for name in ("include_head", "include_embeddings"):
+            if not isinstance(included := getattr(self, name), bool):
+                raise RecipeError(f"{name} is {included!r}; expected true or false.")
+            if included and not self.wanted:
+                raise RecipeError(
+                    f"--{name.replace('_', '-')} needs --rate or --size: on fixed grids head and embeddings stay as they are."
+                )
         numeric = isinstance(self.rate, int | float)
         _within("rate", self.rate, self.rate is None or (numeric and 0.5 <= float(self.rate) <= 7), "0.5 to 7 bits")
         if self.size is not None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from nearplane.errors import CalibrationError
 from nearplane.models.layers import Layer
-from nearplane.models.skeleton import Stream, finite, skeleton
+from nearplane.models.skeleton import Call, Stream, finite, skeleton
 from nearplane.models.statistics import Statistics
 from nearplane.models.stream import Block
 from nearplane.models.watch import Additions, Hooks, Stop, until_stopped, wide
@@ -133,6 +133,22 @@ def observe(
         before += size
     stream.ahead = correct and last
     return [_observed(group, a, b, split) for group, a, b in zip(groups, fitted, held, strict=True)]
+
+
+def observe_head(block: Block, stream: Stream | None, *, correct: bool) -> Observed:
+    """Sum the second moments of the head's inputs; see `observe`.
+
+    Args:
+        block: the head, in memory.
+        stream: from `finish`; None: nothing is measured.
+        correct: whether to compare with the original network.
+    """
+    head = tuple(block.quantized_layers())
+    if stream is None:
+        return Observed(layers=head, statistics={})
+    stream.calls[block.name] = [Call(args=(), kwargs={}, positional=True) for _ in stream.sizes]
+    block.original = block.quantized  # only looked into; both stop before they multiply
+    return observe(block, [head], stream, correct=correct, residual=False)[0]
 
 
 def _observed(group: tuple[Layer, ...], fitted: _Moments, held: _Moments, split: bool) -> Observed:

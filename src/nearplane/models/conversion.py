@@ -61,6 +61,11 @@ class Weights:
             raise ModelError(f"{parameter} is {how} in {self.reader.folder}; it has no name of its own there.")
         return load.sources[0][0]
 
+    def copies(self, parameter: str) -> list[str]:
+        """Return the names in the checkpoint of a parameter and of those tied to it, which may be stored again."""
+        names = self._aliases.get(parameter, (parameter,))
+        return [name for alias in names if alias in self._loads for name, _ in self._loads[alias].sources]
+
     def names_below(self, prefix: str) -> list[str]:
         """Return the names in the checkpoint of all that belongs to a submodule, used by it or not."""
         loads = {id(load): load for load in self._loads.values() if any(t.startswith(prefix) for t in load.targets)}

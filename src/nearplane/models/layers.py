@@ -12,12 +12,13 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from nearplane.errors import ModelError
 
-Kind = Literal["Linear", "Conv1D", "Conv2d"]
+Kind = Literal["Linear", "Conv1D", "Conv2d", "Embedding"]
 IGNORED = "ignored"
 
 
@@ -46,7 +47,7 @@ class Layer:
         stored = self.module.weight.detach()
         wide = torch.float64 if stored.dtype == torch.float64 else torch.float32
         match self.kind:
-            case "Linear":
+            case "Linear" | "Embedding":
                 values = stored
             case "Conv1D":
                 values = stored.T
@@ -58,7 +59,7 @@ class Layer:
         """Put (out, in) `values` in the module, in its own dtype."""
         stored = self.module.weight.data
         match self.kind:
-            case "Linear":
+            case "Linear" | "Embedding":
                 stored.copy_(values)
             case "Conv1D":
                 stored.copy_(values.T)
@@ -119,6 +120,38 @@ def find_layers(block: nn.Module, prefix: str, ignore: Sequence[str] = ()) -> tu
         else:
             layers.append(layer)
     return layers, skipped
+
+
+def find_ends(
+    network: PreTrainedModel, ignore: Sequence[str] = (), *, embeddings: bool, head: bool
+) -> tuple[Layer | None, Layer | None, list[tuple[str, str]]]:
+    """Find the matrices before and behind the blocks: input embeddings, of which rows are looked up, and the head.
+
+    Args:
+        network: to look into.
+        ignore: as for `find_layers`; of tied embeddings, the name of either leaves both out.
+        embeddings, head: which are wanted. Where they are tied both are one matrix, which is found as the embeddings.
+
+    Returns:
+        Embeddings, head, and (name, reason) of what is wanted and not handled.
+    """
+    inputs, outputs = network.get_input_embeddings(), network.get_output_embeddings()
+    names = {module: name for name, module in network.named_modules()}
+    tied = outputs is not None and inputs.weight is outputs.weight
+    found: list[Layer | None] = []
+    left: list[tuple[str, str]] = []
+    wanted = ((inputs, embeddings or (tied and head)), (outputs, head and not tied))
+    for module, asked in wanted:
+        name, layer = names.get(module, ""), None
+        called = (name, names[outputs]) if tied else (name,)
+        if asked and any(re.search(pattern, each) for pattern in ignore for each in called):
+            left.append((name, IGNORED))
+        elif asked and isinstance(module, nn.Embedding):  # subclasses scale what was looked up
+            layer = Layer(name=name, kind="Embedding", shape=tuple(module.weight.shape), module=module)
+        elif asked and (module is None or (layer := as_layer(name, module)) is None):
+            left.append((name or "head", f"{type(module).__name__} is of no type that is handled"))
+        found.append(layer)
+    return found[0], found[1], left
 
 
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:

@@ -5,11 +5,14 @@ One block is in memory at a time, forwards and then backwards; knows nothing of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
 from nearplane.models.layers import Layer
-from nearplane.models.skeleton import Stream, readout, skeleton
+from nearplane.models.skeleton import Stream, finish, readout, skeleton
 from nearplane.models.stream import Block, Model
 
 MOST_TOKENS, LEAST_TOKENS = 16384, 4096
@@ -18,10 +21,31 @@ MOST_TOKENS, LEAST_TOKENS = 16384, 4096
 def output_sensitivity(
     model: Model, tokens: Tensor, *, device: torch.device, dtype: torch.dtype, batch: int = 8, seed: int = 0
 ) -> dict[str, Tensor]:
-    """Return of every layer (out,) float64 `E[g_i^2]`, g the gradient of the log-likelihood by the layer's outputs.
+    """Return of every layer (out,) float64 `E[g_i^2]`; see `sensitivity`."""
+    return sensitivity(model, tokens, device=device, dtype=dtype, batch=batch, seed=seed).outputs
 
-    That is the diagonal of the Fisher information: small independent errors `e` in the outputs cost `1/2 sum_i E[g_i^2] e_i^2`
-    nats of KL(original || quantized) per token. Labels are drawn from the network's own predictions.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sensitivity:
+    """What errors cost, in nats of KL(original || quantized) per token, to second order.
+
+    Args:
+        outputs: by layer (out,) `E[g_i^2]`: independent errors `e` in its outputs cost `1/2 sum_i E[g_i^2] e_i^2`. Of embeddings,
+            how often every row is looked up.
+        embeddings: (hidden, hidden), if the model has embeddings to quantize: errors `e` of a row cost `1/2 e G e^T` each time.
+            If they are tied, with what they cost the head.
+    """
+
+    outputs: dict[str, Tensor]
+    embeddings: Tensor | None = None
+
+
+def sensitivity(
+    model: Model, tokens: Tensor, *, device: torch.device, dtype: torch.dtype, batch: int = 8, seed: int = 0
+) -> Sensitivity:
+    """Measure the diagonal of the Fisher information of every layer's outputs: `E[g_i^2]`, g the gradient of the log-likelihood.
+
+    Labels are drawn from the network's own predictions; of the head's outputs, the expectation over labels is `E[p_i (1 - p_i)]`.
 
     Takes about four forwards of an eighth of the tokens, at least 4096 and at most 16384 of them; the hidden states between
     all blocks are kept for the way back, in the compute dtype.
@@ -45,20 +69,53 @@ def output_sensitivity(
         for block in model.blocks:
             with block.on(device, dtype, original=False):
                 entering.append([stream.forward(block, block.quantized, i, x) for i, x in enumerate(entering[-1])])
-    gradients = _from_predictions(model, stream, windows.split(batch), entering.pop(), device, dtype, seed)
-    found: dict[str, Tensor] = {}
+    behind = entering.pop()
+    gradients, found = _from_predictions(model, stream, windows.split(batch), behind, device, dtype, seed)
     for block in reversed(model.blocks):
         with block.on(device, dtype, original=False):
             gradients, sums = _back(block, stream, entering.pop(), gradients)
-        found |= {name: total / windows.numel() for name, total in sums.items()}
-    return found
+        found |= sums
+    found = {name: total / windows.numel() for name, total in found.items()}
+    if model.embeddings is None:
+        return Sensitivity(outputs=found)
+    if not model.tied:
+        vocabulary = model.embeddings.layers[0].shape[0]
+        found[model.embeddings.name] = (tokens.flatten().bincount(minlength=vocabulary) + 1) / (
+            tokens.numel() + vocabulary
+        )
+    G = second_moment(gradients) * _looked_up(model, stream.quantized, windows.split(batch), device, dtype) ** 2
+    if model.tied:
+        finish(model, Stream(behind, {}, two_streams=False, extra=stream.extra), windows, device=device, dtype=dtype)
+        G += second_moment(behind)
+    return Sensitivity(outputs=found, embeddings=G)
+
+
+def second_moment(states: Sequence[Tensor]) -> Tensor:
+    """Return (hidden, hidden) float64 `E[x x^T]` over all tokens of batches (windows, seqlen, hidden)."""
+    rows = [x.flatten(0, 1).double() for x in states]
+    return sum(x.T @ x for x in rows) / sum(len(x) for x in rows)
+
+
+def _looked_up(
+    model: Model, hidden: Sequence[Tensor], tokens: Sequence[Tensor], device: torch.device, dtype: torch.dtype
+) -> float:
+    """Return the factor that some networks put on the embeddings that enter the first block."""
+    with model.embeddings.on(device, dtype, original=False) as block:
+        rows = block.quantized_layers()[0].read()
+        pairs = [(rows[part.to(device)], x.to(rows)) for part, x in zip(tokens, hidden, strict=True)]
+    return float(sum((row * x).sum() for row, x in pairs) / sum(row.square().sum() for row, _ in pairs))
 
 
 def _from_predictions(
     model: Model, stream: Stream, tokens: tuple[Tensor, ...], hidden: list[Tensor], device: torch.device,
     dtype: torch.dtype, seed: int,
-) -> list[Tensor]:  # fmt: skip
-    """Return the gradients of the log-likelihood of drawn labels by the hidden states behind the last block."""
+) -> tuple[list[Tensor], dict[str, Tensor]]:  # fmt: skip
+    """Return the gradients of the log-likelihood of drawn labels by the hidden states behind the last block.
+
+    Also, if the head is to be quantized, the sum over tokens of the squares by its outputs.
+    """
+    head = model.embeddings if model.tied else model.head
+    sums = {} if head is None else {head.name: torch.zeros(head.layers[0].shape[0], dtype=torch.float64, device=device)}
     generator = torch.Generator().manual_seed(seed)
     gradients = []
     with readout(model, stream, device=device, dtype=dtype) as logits, torch.enable_grad():
@@ -67,11 +124,16 @@ def _from_predictions(
             for window, state in zip(part, x, strict=True):  # one at a time: logits are large
                 leaf = state[None].detach().requires_grad_()
                 predicted = logits(window[None], leaf)[0].float().log_softmax(-1)
+                for total in sums.values():
+                    p = predicted.detach().exp()
+                    total += (p * (1 - p)).sum(0)
                 uniform = torch.rand(len(predicted), 1, generator=generator).to(device)
-                labels = torch.searchsorted(predicted.detach().exp().cumsum(-1), uniform).clamp(max=predicted.shape[-1] - 1)
+                labels = torch.searchsorted(predicted.detach().exp().cumsum(-1), uniform).clamp(
+                    max=predicted.shape[-1] - 1
+                )
                 rows.append(torch.autograd.grad(predicted.gather(-1, labels).sum(), leaf)[0])
             gradients.append(torch.cat(rows))
-    return gradients
+    return gradients, sums
 
 
 def _back(

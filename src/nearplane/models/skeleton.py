@@ -5,7 +5,7 @@ Knows how blocks are called; not what is measured on the way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -82,6 +82,7 @@ def skeleton(
     dtype: torch.dtype,
     batch: int = 8,
     two_streams: bool = True,
+    embeddings: Tensor | None = None,
 ) -> Stream:
     """Run the network without its blocks: learn the inputs of the first one and the other arguments of all.
 
@@ -94,6 +95,7 @@ def skeleton(
         device, dtype: where and in what to compute; hidden states stay there.
         batch: windows at a time.
         two_streams: keep hidden states of the original network beside those of the quantized one.
+        embeddings: (vocabulary, hidden) input embeddings of the quantized network; None: those of the original.
 
     Raises:
         ModelError: the blocks do not run one after the other, each on what the one before returned.
@@ -110,11 +112,40 @@ def skeleton(
             tape.probe = first.quantized
             until_stopped(lambda: network(tokens[:1].to(place), use_cache=False))
             tape.probe = None
-        for part in tokens.split(batch):
-            tape.begin()
-            until_stopped(lambda part=part: network(part.to(place), use_cache=False))
-            tape.check()
-    return Stream(tape.hidden, tape.calls, two_streams=two_streams, extra=tape.extra)
+        original = None
+        if embeddings is not None and two_streams:
+            original = tape.run(network, tokens.split(batch), place)
+        if embeddings is not None:
+            network.get_input_embeddings().weight.copy_(embeddings)
+        hidden = tape.run(network, tokens.split(batch), place)
+    stream = Stream(hidden, tape.calls, two_streams=two_streams, extra=tape.extra)
+    stream.original = original or stream.original
+    return stream
+
+
+@torch.no_grad()
+def finish(model: Model, stream: Stream, tokens: Tensor, *, device: torch.device | str, dtype: torch.dtype) -> None:
+    """Move both streams from behind the last block to the head: past the last norm.
+
+    Args:
+        model: whose head is a module of its own.
+        stream: from `skeleton`, advanced past all blocks.
+        tokens: (windows, seqlen) that it was made of.
+        device, dtype: where and in what to compute.
+    """
+    entered: list[Tensor] = []
+
+    def enter(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        entered.append(args[0])
+        raise Stop
+
+    with _behind(model, stream, torch.device(device), dtype, head=False) as (network, end):
+        network.get_output_embeddings().register_forward_pre_hook(enter)
+        for states in (stream.quantized, stream.original or []):
+            for batch, (part, hidden) in enumerate(zip(tokens.split(stream.sizes), states, strict=False)):
+                end.given = hidden
+                until_stopped(lambda part=part, hidden=hidden: network(part.to(hidden.device), use_cache=False))
+                states[batch] = entered.pop()
 
 
 @contextmanager
@@ -130,15 +161,24 @@ def readout(
         stream: from `skeleton`; tells what blocks return.
         device, dtype: where and in what to compute.
     """
-    end = _End(model.blocks[-1].empty, stream.extra)
-    between = [_End(block.empty, stream.extra) for block in model.blocks[:-1]]
-    with model.around([*between, end], torch.device(device), dtype, head=True) as network:
+    with _behind(model, stream, torch.device(device), dtype, head=True) as (network, end):
 
         def logits(tokens: Tensor, hidden: Tensor) -> Tensor:
             end.given = hidden
             return network(tokens.to(hidden.device), use_cache=False).logits
 
         yield logits
+
+
+@contextmanager
+def _behind(
+    model: Model, stream: Stream, device: torch.device, dtype: torch.dtype, *, head: bool
+) -> Iterator[tuple[nn.Module, _End]]:
+    """Hold what follows the last block in memory: the network, and what to give the hidden states to."""
+    end = _End(model.blocks[-1].empty, stream.extra)
+    between = [_End(block.empty, stream.extra) for block in model.blocks[:-1]]
+    with model.around([*between, end], device, dtype, head=head) as network:
+        yield network, end
 
 
 class _Tape:
@@ -152,6 +192,15 @@ class _Tape:
         self.extra: tuple[Any, ...] | None = None  # what a block returns beside hidden states; None if no tuple
         self._pool: dict[tuple[Any, ...], Tensor] = {}  # arguments that are equal in all batches are kept once
         self.begin()
+
+    def run(self, network: nn.Module, parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        """Run all batches through the network without its blocks; return what enters the first, keep how all are called."""
+        self.hidden, self.calls = [], {name: [] for name in self._names}
+        for part in parts:
+            self.begin()
+            until_stopped(lambda part=part: network(part.to(device), use_cache=False))
+            self.check()
+        return self.hidden
 
     def begin(self) -> None:
         """A new batch begins."""

@@ -30,20 +30,28 @@ from transformers import (
 
 from nearplane.errors import ModelError, RecipeError
 from nearplane.models.conversion import Weights
-from nearplane.models.layers import IGNORED, Layer, find_blocks, find_layers
+from nearplane.models.layers import IGNORED, Layer, find_blocks, find_ends, find_layers
 from nearplane.shards import ShardReader
 
 FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def open_model(source: str, *, trust_remote_code: bool = False, ignore: Sequence[str] = ()) -> Model:
+def open_model(
+    source: str,
+    *,
+    trust_remote_code: bool = False,
+    ignore: Sequence[str] = (),
+    embeddings: bool = False,
+    head: bool = False,
+) -> Model:
     """Open a causal language model for quantization; no weight is read yet.
 
     Args:
         source: a folder of safetensors and config.json, or a hub id.
         trust_remote_code: run model code that comes with the checkpoint.
         ignore: regular expressions of layers to leave alone, see `find_layers`.
+        embeddings, head: whether these are to be quantized too, see `find_ends`.
 
     Raises:
         ModelError: the model is not there, is quantized already, or cannot be taken apart.
@@ -66,7 +74,9 @@ def open_model(source: str, *, trust_remote_code: bool = False, ignore: Sequence
     except Exception as error:  # configs and models are programs of their makers and raise what they like
         reason = _first_line(error)
         raise ModelError(f"transformers builds no language model from {folder}/config.json ({reason}).") from error
-    return Model(folder, network, reader, ignore=ignore, trust_remote_code=trust_remote_code)
+    return Model(
+        folder, network, reader, ignore=ignore, embeddings=embeddings, head=head, trust_remote_code=trust_remote_code
+    )
 
 
 def find_folder(source: str, *, trust_remote_code: bool = False) -> Path:
@@ -130,6 +140,8 @@ class Model:
         dtype: of the weights in the checkpoint.
         positions: that it was built for, or None.
         blocks: in the order they run.
+        embeddings, head: as blocks of one layer each where they are to be quantized, else None.
+        tied: whether they are one matrix, which is then `embeddings`.
         skipped: (name, reason) of matrices in the blocks that no one asked to leave out and that are not handled.
         ignored: names of matrices that `ignore` leaves out.
     """
@@ -141,6 +153,8 @@ class Model:
         reader: ShardReader,
         *,
         ignore: Sequence[str] = (),
+        embeddings: bool = False,
+        head: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
         self.folder, self.network, self.reader, self.config = folder, network, reader, network.config
@@ -157,6 +171,20 @@ class Model:
             self.blocks.append(Block(self, name, module, layers))
             self.skipped += [(layer, reason) for layer, reason in left if reason != IGNORED]
             self.ignored += [layer for layer, reason in left if reason == IGNORED]
+        first, last, left = find_ends(network, ignore, embeddings=embeddings, head=head)
+        self.embeddings, self.head = (
+            layer and Block(self, layer.name, layer.module, [layer]) for layer in (first, last)
+        )
+        outputs = network.get_output_embeddings()
+        self.tied = outputs is not None and outputs.weight is network.get_input_embeddings().weight
+        self.skipped += [entry for entry in left if entry[1] != IGNORED]
+        self.ignored += [layer for layer, reason in left if reason == IGNORED]
+
+    @property
+    def layers(self) -> list[Layer]:
+        """All matrices to be quantized, in the order they run, on the meta device."""
+        parts = (self.embeddings, *self.blocks, self.head)
+        return [layer for part in parts if part is not None for layer in part.layers]
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Load the tokenizer.
@@ -173,6 +201,10 @@ class Model:
     def source_name(self, parameter: str) -> str:
         """Return the name in the checkpoint of a parameter of the network; see `Weights.source_name`."""
         return self.weights.source_name(parameter)
+
+    def copies(self, layer: Layer) -> list[str]:
+        """Return the names in the checkpoint of a layer's weight, several where what is tied is stored again."""
+        return self.weights.copies(f"{layer.name}.weight")
 
     def block_names(self, index: int) -> list[str]:
         """Return the names in the checkpoint of what belongs to a block."""
@@ -237,7 +269,7 @@ class Block:
 
     def layers_of(self, module: nn.Module) -> list[Layer]:
         """Return the layers, bound to a copy of the block."""
-        start = len(self.name) + 1
+        start = len(self.name) + 1  # a block may be a layer itself
         return [layer.bound(module.get_submodule(layer.name[start:])) for layer in self.layers]
 
     def quantized_layers(self) -> list[Layer]:

@@ -1,0 +1,175 @@
+"""Input embeddings and head in rate mode: tied and untied, counted in every budget, and read by every reader."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import nearplane
+from nearplane import NearplaneError
+from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
+from nearplane.evaluate import load_dense
+from nearplane.formats.folder import read_dense, read_matrices
+from nearplane.models.data import read_windows
+from nearplane.shards import ShardReader
+
+FAST = {"calibration": str(CALIBRATION), "samples": 8, "seqlen": 64, "allocate": "uniform"}
+EMBEDDINGS, HEAD = "model.embed_tokens", "lm_head"
+BOTH = {"include_head": True, "include_embeddings": True}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def small(request, tmp_path_factory):
+    """Two blocks of the demo model; untied, its head is stored apart and a little different."""
+    folder = tmp_path_factory.mktemp("models") / request.param
+    model = AutoModelForCausalLM.from_pretrained(MODEL, num_hidden_layers=2)
+    if request.param == "untied":
+        head = 1.25 * model.lm_head.weight.detach()
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(head.to(model.dtype))
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((MODEL / name).read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def untied(small):
+    if small.name != "untied":
+        pytest.skip("of a model with a head of its own")
+    return small
+
+
+@pytest.fixture(scope="module")
+def coded(small, tmp_path_factory):
+    out = tmp_path_factory.mktemp("out") / "coded"
+    return out, nearplane.quantize(small, out, rate=3.0, **BOTH, **FAST)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(torch.arange(96).reshape(2, 48)).logits.float()
+
+
+def test_every_matrix_is_coded_once_and_counted(coded, small):
+    out, record = coded
+    ends = {EMBEDDINGS} if small.name == "tied" else {EMBEDDINGS, HEAD}
+    names = [layer.name for layer in record.layers]
+    assert len(names) == 14 + len(ends)
+    assert names[0] == EMBEDDINGS
+    assert set(names) >= ends
+    assert set(json.loads((out / "config.json").read_text())["quantization_config"]["modules"]) == set(names)
+    reader = ShardReader(out)
+    assert {name for name in reader.names() if name.endswith(".weight_coded")} == {f"{n}.weight_coded" for n in names}
+    assert not any(name.startswith(tuple(ends)) for name in reader.names() if name.endswith(".weight"))
+    assert dict(read_dense(out)).keys() == set(ShardReader(small).names())
+    size = sum(reader.shape(f"{name}.weight_coded")[0] for name in names)
+    weights = sum(layer.out_features * layer.in_features for layer in record.layers)
+    assert 8 * size / weights == pytest.approx(3.0, rel=0.005)
+    assert record.rate == pytest.approx(8 * size / weights, rel=1e-12)
+    for layer in record.layers:
+        assert 0 < layer.relative_loss < 0.1
+        assert layer.limit < layer.rate
+
+
+@pytest.mark.parametrize("allocate", ["uniform", "slope"])
+def test_a_size_counts_what_is_included(small, tmp_path, allocate):
+    words = FAST | {"allocate": allocate}
+    record = nearplane.quantize(small, tmp_path / "out", size="800kB", **BOTH, **words)
+    assert record.bytes == sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
+    assert record.bytes == pytest.approx(800_000, rel=0.005)
+
+
+def test_all_readers_agree(coded, small):
+    out, _ = coded
+    dense, _ = load_dense(out, CPU)
+    expected = logits(dense)
+    torch.testing.assert_close(logits(nearplane.load(out, dtype=torch.float32)), expected, rtol=1e-4, atol=1e-4)
+    model = nearplane.load(out, dtype=torch.float32, packed=False)
+    torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-5)
+    nearplane.register()
+    loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    torch.testing.assert_close(logits(loaded), expected, rtol=1e-4, atol=1e-4)
+    rows = dict(read_matrices(out))[EMBEDDINGS].decode()
+    for each in (dense, model, loaded):
+        assert torch.equal(each.get_input_embeddings().weight, rows)
+        if small.name == "tied":
+            assert each.get_output_embeddings().weight is each.get_input_embeddings().weight
+    assert loaded.generate(torch.arange(8)[None], max_new_tokens=4, do_sample=False).shape == (1, 12)
+
+
+def test_an_export_has_them_densely(coded, small, tmp_path):
+    out, _ = coded
+    nearplane.export(out, tmp_path / "dense", dtype="float32")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
+    assert torch.equal(logits(exported), logits(load_dense(out, CPU)[0]))
+    assert (exported.lm_head.weight is exported.model.embed_tokens.weight) == (small.name == "tied")
+
+
+def test_the_network_still_predicts(coded, small):
+    out, _ = coded
+    found = nearplane.evaluate(out, HELD_OUT, seqlen=64, samples=16, against=small)
+    assert found.kl < 0.1
+
+
+def test_blocks_are_calibrated_on_quantized_embeddings_and_the_head_on_quantized_blocks(small, tmp_path):
+    """Recorded losses can be computed from the checkpoint and the text alone."""
+    record = nearplane.quantize(small, tmp_path / "out", rate=3.0, correct=False, **BOTH, **FAST)
+    tokens = read_windows(AutoTokenizer.from_pretrained(small), CALIBRATION, samples=8, seqlen=64)
+    original = AutoModelForCausalLM.from_pretrained(small, dtype=torch.float32)
+    model, _ = load_dense(tmp_path / "out", CPU)
+    names = ["model.layers.0.self_attn.q_proj", *([HEAD] if small.name == "untied" else [])]
+    seen: dict[str, torch.Tensor] = {}
+    for name in names:
+        module = model.get_submodule(name)
+        module.register_forward_pre_hook(lambda _, args, name=name: seen.update({name: args[0].flatten(0, 1).double()}))
+    with torch.no_grad():
+        model(tokens)
+    for name in names:
+        error = original.get_submodule(name).weight.double() - model.get_submodule(name).weight.double()
+        expected = float((seen[name] @ error.detach().T).square().mean()) / error.shape[1]
+        layer = next(layer for layer in record.layers if layer.name == name)
+        assert layer.loss == pytest.approx(expected, rel=1e-4), name
+        assert layer.tokens == tokens.numel()
+
+
+def test_either_option_includes_a_tied_matrix_and_only_its_own_if_untied(small, tmp_path):
+    for option, name in (("include_head", HEAD), ("include_embeddings", EMBEDDINGS)):
+        record = nearplane.quantize(small, tmp_path / option, rate=3.0, **{option: True}, **FAST)
+        ends = {layer.name for layer in record.layers} & {HEAD, EMBEDDINGS}
+        assert ends == ({EMBEDDINGS} if small.name == "tied" else {name})
+
+
+def test_ignored_ones_stay(small, tmp_path):
+    record = nearplane.quantize(small, tmp_path / "out", rate=3.0, ignore=[r"^lm_head$", r"\.1\."], **BOTH, **FAST)
+    assert ({layer.name for layer in record.layers} & {HEAD, EMBEDDINGS}) == (
+        set() if small.name == "tied" else {EMBEDDINGS}
+    )
+    assert record.skipped == ()
+
+
+@pytest.mark.parametrize(
+    "words", [{"solver": "round-to-nearest", "method": "hptq"}, {"rows": "equal"}, {"true_sequential": False}]
+)
+def test_every_way_of_solving_takes_them(small, tmp_path, words):
+    record = nearplane.quantize(small, tmp_path / "out", rate=3.0, **BOTH, **words, **FAST)
+    assert record.rate == pytest.approx(3.0, rel=0.005)
+    assert nearplane.evaluate(tmp_path / "out", HELD_OUT, seqlen=64, samples=8, against=small).kl < 0.5
+
+
+def test_rows_that_are_looked_up_more_get_finer_steps(untied, tmp_path):
+    words = FAST | {"samples": 64, "seqlen": 128}
+    nearplane.quantize(untied, tmp_path / "out", rate=3.0, include_embeddings=True, ignore=["layers"], **words)
+    grid = dict(read_matrices(tmp_path / "out"))[EMBEDDINGS].grid
+    tokens = read_windows(AutoTokenizer.from_pretrained(untied), CALIBRATION, samples=64, seqlen=128)
+    often = tokens.flatten().bincount(minlength=len(grid.rows))
+    assert grid.row_scale()[often > 20].mean() < grid.row_scale()[often == 0].mean() / 2
+
+
+def test_fixed_grids_leave_them(tmp_path):
+    for option in BOTH:
+        with pytest.raises(NearplaneError, match=f"--{option.replace('_', '-')} needs --rate or --size"):
+            nearplane.quantize(MODEL, tmp_path / "out", bits=4, **{option: True})
+    assert not (tmp_path / "out").exists()
