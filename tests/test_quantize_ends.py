@@ -4,9 +4,11 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import nearplane
+from families import config_of, random_model
 from nearplane import NearplaneError
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.evaluate import load_dense
@@ -166,6 +168,25 @@ def test_rows_that_are_looked_up_more_get_finer_steps(untied, tmp_path):
     tokens = read_windows(AutoTokenizer.from_pretrained(untied), CALIBRATION, samples=64, seqlen=128)
     often = tokens.flatten().bincount(minlength=len(grid.rows))
     assert grid.row_scale()[often > 20].mean() < grid.row_scale()[often == 0].mean() / 2
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "gpt_neox", "qwen3"])
+def test_names_are_found_as_checkpoints_of_many_families_have_them(tmp_path, family):
+    """GPT-2 files lack the prefix `transformer.`, Gemma scales what is looked up, GPT-NeoX renames its head."""
+    random_model(config_of(family, vocab_size=2048)).float().save_pretrained(tmp_path / family)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / family / name).write_bytes((MODEL / name).read_bytes())
+    stored = tmp_path / family / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(stored).items()}
+    if family == "qwen3":
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()  # tied, and stored again
+    save_file(tensors, stored, {"format": "pt"})
+    record = nearplane.quantize(tmp_path / family, tmp_path / "out", rate=3.0, **BOTH, **FAST | {"seqlen": 48})
+    assert sum(layer.out_features == 2048 for layer in record.layers) == (2 if family == "gpt_neox" else 1)
+    assert record.rate == pytest.approx(3.0, rel=0.005)
+    expected = logits(load_dense(tmp_path / "out", CPU)[0])
+    found = logits(nearplane.load(tmp_path / "out", dtype=torch.float32))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_fixed_grids_leave_them(tmp_path):

@@ -157,7 +157,10 @@ class NearplaneQuantizer(HfQuantizer):
     def get_weight_conversions(self) -> list[WeightRenaming]:
         """Let transformers put the blobs of modules that are decoded where their weights will be."""
         dense = [place.name for place in self._places.values() if place.tensor == "weight"]
-        self._conversions = [WeightRenaming(rf"{re.escape(name)}\.{KEY}", f"{name}.weight") for name in dense]
+        dense += [
+            bare for name in dense if (bare := name.removeprefix(self._prefix)) != name
+        ]  # as some files have them
+        self._conversions = [WeightRenaming(rf"^{re.escape(name)}\.{KEY}", f"{name}.weight") for name in dense]
         return self._conversions
 
     def is_serializable(self) -> bool:
@@ -199,7 +202,7 @@ class NearplaneQuantizer(HfQuantizer):
                 f"{reader.folder} holds {len(coded)} tensors {KEY}, config.json names {len(modules)} modules: the two do not "
                 f"belong together. Fetch the folder again."
             )
-        prefix = f"{model.base_model_prefix}."
+        prefix = self._prefix = f"{model.base_model_prefix}."
         files_of = {name.removesuffix(f".{KEY}").removeprefix(prefix): reader.file(name) for name in coded}
         self._dtype = kwargs.get("dtype") or torch.get_default_dtype()
         self._places: dict[str, Place] = {}  # by the name of what transformers loads
