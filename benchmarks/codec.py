@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from nearplane.coding import chunk, layout, stream, tans
 from nearplane.coding.blob import Contents, decode, decode_packed, encode, entropies, size, stored_base
 from nearplane.coding.plan import make_plan
+from nearplane.coding.side import read_rice
 
 
 def main() -> None:
@@ -135,8 +136,9 @@ def decoder(blob: NDArray[np.uint8]) -> Callable[[], object]:
     for n, (begin, end) in enumerate(itertools.pairwise(edges)):
         data = np.concatenate([blob[starts[n] : starts[n + 1]], np.zeros(tans.PADDING, np.uint8)])
         words, lengths = np.empty(tans.LANES, np.int64), np.empty(tans.LANES, np.int64)
-        start, _ = chunk._read_list(data[: -tans.PADDING])
-        _, first = chunk._read_lanes(data[: -tans.PADDING], start, words, lengths)
+        at, count, parameter = chunk._read_count(data[: -tans.PADDING])
+        at = read_rice(data[: -tans.PADDING], at, parameter, np.empty(count, np.int64))
+        _, first = chunk._read_lanes(data[: -tans.PADDING], (at + 7) // 8, words, lengths)
         counts, which = chunk.segments(begin, end, arrangement.edges, arrangement.which)
         chunks.append((data, first, lengths, words, counts, which, entries, symbols[begin:end]))
 

@@ -1,4 +1,4 @@
-"""One chunk of a large matrix to bytes and back, in one compiled call that lets other threads run."""
+"""Chunks of a large matrix to bytes and back: many in one compiled call, which lets other threads run."""
 
 from __future__ import annotations
 
@@ -34,31 +34,27 @@ def segments(
 
 
 @njit(cache=True, nogil=True)
-def _read_list(data: NDArray[np.uint8]) -> tuple[int, NDArray[np.int64]]:
-    """Return the byte behind the list of escapes, or -1 where it is cut short, and the list."""
-    none = np.empty(0, np.int64)
+def _read_count(data: NDArray[np.uint8]) -> tuple[int, int, int]:
+    """Return the bit behind the head of a list of escapes, or -1 where it is cut short; their number; the Rice parameter."""
     bits, width = 8 * len(data), 0
     while width < bits and (data[width >> 3] >> (width & 7)) & 1:
         width += 1
     at = width + 1
-    if width > 31 or at + width + 4 > bits:
-        return -1, none
+    if width > 31 or at + width > bits:
+        return -1, 0, 0
     count = np.int64(1) << width
     for i in range(width):
         count += np.int64((data[at >> 3] >> (at & 7)) & 1) << i
         at += 1
     count -= 1
-    if count == 0:
-        return (at + 7) >> 3, none
     parameter = 0
-    for i in range(4):
-        parameter |= np.int64((data[at >> 3] >> (at & 7)) & 1) << i
-        at += 1
-    if count * (parameter + 1) > bits - at:
-        return -1, none
-    values = np.empty(count, np.int64)
-    at = read_rice(data, at, parameter, values)
-    return (at + 7) >> 3 if at >= 0 else -1, values
+    if count:
+        if at + 4 > bits:
+            return -1, 0, 0
+        for i in range(4):
+            parameter |= np.int64((data[at >> 3] >> (at & 7)) & 1) << i
+            at += 1
+    return (at, count, parameter) if count * (parameter + 1) <= bits - at else (-1, 0, 0)
 
 
 @njit(cache=True, nogil=True)
@@ -117,27 +113,29 @@ def place(
 
 
 @njit(cache=True, nogil=True)
-def read_chunk(
+def _read_chunk(
     blob: NDArray[np.uint8],
     first: int,
     last: int,
     begin: int,
     end: int,
-    edges: NDArray[np.int64],
-    which: NDArray[np.int64],
+    cells: tuple[NDArray[np.int64], NDArray[np.int64]],
     entries: NDArray[np.uint32],
     places: Places,
     orders: Orders,
     symbols: NDArray[np.uint8],
 ) -> tuple[int, Patches]:
-    """Decode the chunk in bytes first ... last - 1 of a blob to symbols begin ... end - 1 of `symbols`; see `place`."""
     data = blob[first:last]
-    at, values = _read_list(data)
     nothing = (np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int64))
+    at, count, parameter = _read_count(data)
+    if at < 0:
+        return CUT_ESCAPES, nothing
+    values = np.empty(count, np.int64)
+    at = read_rice(data, at, parameter, values)
     if at < 0:
         return CUT_ESCAPES, nothing
     words, lengths = np.empty(LANES, np.int64), np.empty(LANES, np.int64)
-    wrong, at = _read_lanes(data, at, words, lengths)
+    wrong, at = _read_lanes(data, (at + 7) >> 3, words, lengths)
     if wrong:
         return wrong, nothing
     if last + PADDING <= len(blob):
@@ -145,11 +143,49 @@ def read_chunk(
     else:
         padded = np.zeros(len(data) + PADDING, np.uint8)
         padded[: len(data)] = data
-    counts, tables = segments(begin, end, edges, which)
+    counts, tables = segments(begin, end, *cells)
     into = symbols[begin:end]
     if not tans.decode_lanes(padded, at, lengths, words, counts, tables, entries, into):
         return ASTRAY, nothing
     return place(into, begin, places, orders, values)
+
+
+@njit(cache=True, nogil=True)
+def read_chunks(
+    blob: NDArray[np.uint8],
+    starts: NDArray[np.int64],
+    bounds: NDArray[np.int64],
+    cells: tuple[NDArray[np.int64], NDArray[np.int64]],
+    entries: NDArray[np.uint32],
+    places: Places,
+    orders: Orders,
+    symbols: NDArray[np.uint8],
+) -> tuple[int, int, Patches]:
+    """Decode neighbouring chunks.
+
+    Args:
+        starts: (chunks + 1,) first bytes in the blob, and the end.
+        bounds: (chunks + 1,) first symbols, and the end.
+        cells: edges and tables of the layout's cells.
+
+    Returns:
+        What is wrong with the first chunk that is damaged, or 0; which one it is; patches as those of `place`.
+    """
+    total = np.int64(0)
+    for n in range(len(bounds) - 1):
+        total += max(_read_count(blob[starts[n] : starts[n + 1]])[1], 0)
+    rows, columns, delta = np.empty(total, np.int32), np.empty(total, np.int32), np.empty(total, np.int64)
+    at = 0
+    for n in range(len(bounds) - 1):
+        wrong, (r, c, d) = _read_chunk(
+            blob, starts[n], starts[n + 1], bounds[n], bounds[n + 1], cells, entries, places, orders, symbols
+        )
+        if wrong:
+            return wrong, n, (rows[:0], columns[:0], delta[:0])
+        for k in range(len(r)):
+            rows[at], columns[at], delta[at] = r[k], c[k], d[k]
+            at += 1
+    return 0, 0, (rows[:at], columns[:at], delta[:at])
 
 
 @njit(cache=True, nogil=True)
@@ -235,38 +271,53 @@ def write_list(values: NDArray[np.int64]) -> NDArray[np.uint8]:
 
 
 @njit(cache=True, nogil=True)
-def write_chunk(
+def write_chunks(
     staged: NDArray[np.uint8],
-    begin: int,
-    end: int,
-    edges: NDArray[np.int64],
-    which: NDArray[np.int64],
+    bounds: NDArray[np.int64],
+    cells: tuple[NDArray[np.int64], NDArray[np.int64]],
     kept: NDArray[np.uint8],
     built: tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint16]],
     places: Places,
     orders: Orders,
     codes: NDArray[np.int32],
-) -> NDArray[np.uint8]:
-    """Return the chunk of the symbols begin ... end - 1 of the traversal; see `gather` and `tans.encode`."""
-    symbols = np.empty(end - begin, np.uint8)
-    gather(staged, begin, end, places, edges, which, kept, symbols)
-    escapes = write_list(listed(symbols, begin, places, orders, codes))
-    counts, tables = segments(begin, end, edges, which)
-    streams = np.empty(2 * len(symbols) + 16 * LANES, np.uint8)
+) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Code neighbouring chunks; see `read_chunks`, `gather` and `tans.encode`.
+
+    Returns:
+        Their bytes one after another, and where each starts, and the end.
+    """
+    chunks = len(bounds) - 1
+    longest = np.int64(0)
+    for n in range(chunks):
+        longest = max(longest, bounds[n + 1] - bounds[n])
+    buffer, streams = np.empty(longest, np.uint8), np.empty(2 * longest + 16 * LANES, np.uint8)
     lengths, words = np.empty(LANES, np.int64), np.empty(LANES, np.int64)
-    size = tans.encode(symbols, counts, tables, LANES, *built, streams, lengths, words)
-    out = np.empty(len(escapes) + 2 * LANES + 5 * LANES + size, np.uint8)
-    at = len(escapes)
-    out[:at] = escapes
-    for word in words:
-        out[at], out[at + 1] = word & 255, word >> 8
-        at += 2
-    for length in lengths[: LANES - 1]:
-        while length > 127:
-            out[at] = length & 127 | 128
-            length >>= 7
+    out = np.empty(2 * (bounds[chunks] - bounds[0]) + 128 * chunks, np.uint8)  # grows where there are many escapes
+    starts, at = np.zeros(chunks + 1, np.int64), 0
+    for n in range(chunks):
+        begin, end = bounds[n], bounds[n + 1]
+        symbols = buffer[: end - begin]
+        gather(staged, begin, end, places, *cells, kept, symbols)
+        escapes = write_list(listed(symbols, begin, places, orders, codes))
+        counts, tables = segments(begin, end, *cells)
+        size = tans.encode(symbols, counts, tables, LANES, *built, streams, lengths, words)
+        if at + len(escapes) + size + 64 > len(out):
+            more = np.empty(2 * len(out) + len(escapes) + size, np.uint8)
+            more[:at] = out[:at]
+            out = more
+        out[at : at + len(escapes)] = escapes
+        at += len(escapes)
+        for word in words:
+            out[at], out[at + 1] = word & 255, word >> 8
+            at += 2
+        for length in lengths[: LANES - 1]:
+            while length > 127:
+                out[at] = length & 127 | 128
+                length >>= 7
+                at += 1
+            out[at] = length
             at += 1
-        out[at] = length
-        at += 1
-    out[at : at + size] = streams[:size]
-    return out[: at + size]
+        out[at : at + size] = streams[:size]
+        at += size
+        starts[n + 1] = at
+    return out[:at], starts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -146,20 +147,21 @@ def decode_whole(bits: BitReader, header: Header, layout: Layout) -> tuple[NDArr
 
 def encode_chunks(
     header: Header, layout: Layout, tables: NDArray[np.uint16] | None, codes: NDArray[np.int32], threads: int
-) -> list[bytes]:
+) -> list[memoryview | bytes]:
     """Return the chunks of a large matrix."""
     edges = rules.chunk_edges(layout.total)
     built = None if tables is None else tans.build(tables, header.coder == "huffman")[1:]
     staged = _staged(layout, codes, threads)
     cells, kept = (layout.edges, layout.which), _kept(layout, tables)
 
-    def some(first: int, last: int) -> list[bytes]:
-        return [one(edges[chunk], edges[chunk + 1]) for chunk in range(first, last)]
+    def some(first: int, last: int) -> list[memoryview | bytes]:
+        if built is None:
+            return [one(edges[chunk], edges[chunk + 1]) for chunk in range(first, last)]
+        bounds = np.array(edges[first : last + 1])
+        coded, starts = kernels.write_chunks(staged, bounds, cells, kept, built, layout.places, layout.orders, codes)
+        return [coded.data[start:end] for start, end in itertools.pairwise(starts)]
 
     def one(begin: int, end: int) -> bytes:
-        if built is not None:
-            around = (layout.places, layout.orders, codes)
-            return bytes(kernels.write_chunk(staged, begin, end, *cells, kept, built, *around))
         symbols = np.empty(end - begin, np.uint8)
         gather(staged, begin, end, layout.places, *cells, kept, symbols)
         values = kernels.listed(symbols, begin, layout.places, layout.orders, codes)
@@ -186,28 +188,34 @@ def decode_chunks(bits: BitReader, header: Header, layout: Layout, threads: int)
     cells, places, orders = (layout.edges, layout.which), layout.places, layout.orders
 
     def some(first: int, last: int) -> list[Patches]:
-        return [one(chunk) for chunk in range(first, last)]
+        for chunk in range(first, last):
+            data = blob[starts[chunk] : starts[chunk + 1]]
+            if zlib.crc32(data) != checksums[chunk]:
+                raise FormatError(
+                    f"{where(chunk)}: the checksum of its {len(data)} bytes is wrong; the file is damaged, get it again"
+                )
+        if entries is None:
+            return [one(chunk) for chunk in range(first, last)]
+        bounds = np.array(starts[first : last + 1]), np.array(edges[first : last + 1])
+        wrong, chunk, patches = kernels.read_chunks(blob, *bounds, cells, entries, places, orders, symbols)
+        if wrong:
+            raise _damage(wrong, where(first + chunk))
+        return [patches]
+
+    def where(chunk: int) -> str:
+        return f"{name}, chunk {chunk} of {chunks}"
 
     def one(chunk: int) -> Patches:
-        where = f"{name}, chunk {chunk} of {chunks}"
-        first, last = starts[chunk], starts[chunk + 1]
         begin, end = edges[chunk], edges[chunk + 1]
-        if zlib.crc32(blob[first:last]) != checksums[chunk]:
-            raise FormatError(
-                f"{where}: the checksum of its {last - first} bytes is wrong; the file is damaged, get it again"
-            )
-        if entries is not None:
-            wrong, patches = kernels.read_chunk(blob, first, last, begin, end, *cells, entries, places, orders, symbols)
-            if wrong:
-                raise _damage(wrong, where)
-            return patches
-        reader = BitReader(blob[first:last], 0, where)
+        reader = BitReader(blob[starts[chunk] : starts[chunk + 1]], 0, where(chunk))
         values = _read_escapes(reader)
-        symbols[begin:end] = _decompress(reader.data[(reader.at + 7) // 8 :], end - begin, where)
+        symbols[begin:end] = _decompress(reader.data[(reader.at + 7) // 8 :], end - begin, where(chunk))
         flip_bytes(symbols[begin:end], begin, layout)
-        return _place(symbols[begin:end], begin, layout, values, where)
+        return _place(symbols[begin:end], begin, layout, values, where(chunk))
 
     parts = [patches for part in run(threads, some, chunks) for patches in part]
+    if len(parts) == 1:
+        return symbols, parts[0]
     rows, columns, delta = (np.concatenate(part) for part in zip(*parts, strict=True))
     return symbols, (rows, columns, delta)
 
@@ -217,9 +225,18 @@ def _directory(bits: BitReader, chunks: int) -> tuple[list[int], list[int]]:
     blob, name = bits.data, bits.name
     bits.at = (bits.at + 7) // 8 * 8
     lengths, checksums = [], []
+    text, at = blob[bits.at // 8 : bits.at // 8 + 9 * chunks].tobytes(), 0
     for _ in range(chunks):
-        lengths.append(bits.varint("directory"))
-        checksums.append(bits.take(32, "directory"))
+        length = shift = 0
+        while at < len(text) and text[at] > 127 and shift < 28:
+            length |= (text[at] & 127) << shift
+            shift, at = shift + 7, at + 1
+        if at + 5 > len(text):
+            raise bits.truncated("directory")
+        lengths.append(length | (text[at] & 127) << shift)
+        checksums.append(int.from_bytes(text[at + 1 : at + 5], "little"))
+        at += 5
+    bits.at += 8 * at
     head = bits.at // 8
     if zlib.crc32(blob[:head]) != bits.take(32, "directory"):
         raise FormatError(f"{name}: the checksum of its header is wrong; the file is damaged, get it again")

@@ -12,7 +12,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from nearplane.coding.layout import Layout
-from nearplane.coding.tans import load64, trailing_zeros
+from nearplane.coding.tans import keep_apart, load64, trailing_zeros
 
 _u8 = np.uint64
 
@@ -46,18 +46,19 @@ def stage(
 @njit(cache=True, nogil=True)
 def _kept(symbols: NDArray[np.uint8], begin: int, end: int, kept: NDArray[np.uint8]) -> None:
     """Turn symbols that a table lacks into 0, which is an escape, or two; `kept` maps every symbol."""
+    part = symbols[begin:end]
     low, high, used = 256, 0, 0
     for s in range(256):
         if kept[s]:
             low, high, used = min(low, s), max(high, s), used + 1
     if used and high - low + 1 == used:  # compares run faster than look-ups
         first, reach = np.uint8(low), np.uint8(high - low)
-        for i in range(begin, end):
-            symbol = symbols[i]
-            symbols[i] = symbol if np.uint8(symbol - first) <= reach else np.uint8(0)
+        for i in range(len(part)):
+            symbol = part[i]
+            part[i] = symbol if np.uint8(symbol - first) <= reach else np.uint8(0)
     else:
-        for i in range(begin, end):
-            symbols[i] = kept[symbols[i]]
+        for i in range(len(part)):
+            part[i] = kept[part[i]]
 
 
 @njit(cache=True, nogil=True)
@@ -85,6 +86,7 @@ def gather(
         edges, which: first symbol and table of every cell.
         kept: (tables, 256) of every symbol itself, or 0 where the table lacks it.
     """
+    keep_apart()
     offsets, starts, stops, pairs = places
     for g in range(len(starts)):
         low, high = max(begin, offsets[g]), min(end, offsets[g + 1])
@@ -137,6 +139,7 @@ def locate(
         Escapes: there may be more than there is room for. Rows and columns are positions in the orders of the layout, column
         -1 where it is the filling of an odd group; `lowest` is the code that the symbol stands for.
     """
+    keep_apart()
     offsets, starts, stops, pairs = places
     end, room, n = begin + len(symbols), len(rows), 0
     base = _u8(symbols.ctypes.data)
@@ -156,12 +159,14 @@ def locate(
         while at < last:
             if at + 32 <= last:
                 found = _u8(0)
-                for word in range(at, at + 32, 8):
-                    v = load64(base + _u8(word)) ^ flip
-                    if pair:  # nibbles that are 0, by their lowest bits
+                if pair:
+                    for word in range(at, at + 32, 8):  # nibbles that are 0, by their lowest bits
+                        v = load64(base + _u8(word))
                         v |= v >> one
                         found |= ~(v | v >> _u8(2)) & ones
-                    else:  # bytes that are 0, by their highest bits
+                else:
+                    for word in range(at, at + 32, 8):  # bytes that are 0, by their highest bits
+                        v = load64(base + _u8(word)) ^ flip
                         found |= ~(((v & low7) + low7) | v | low7)
                 if found == _u8(0):
                     at += 32

@@ -67,10 +67,21 @@ def trailing_zeros(typingctx: Any, value: Any) -> Any:
     return types.uint64(types.uint64), generate
 
 
+@intrinsic
+def keep_apart(typingctx: Any) -> Any:
+    """Keep the function around from being merged into its callers, where its inner loop would run out of registers."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.function.attributes.add("noinline")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
 load64 = _load(64, 1)
 _load32 = _load(32, 4)
 _load16 = _load(16, 2)
-_load8 = _load(8, 1)
+load8 = _load(8, 1)
 _store8, _store64 = _store(8), _store(64)
 
 
@@ -143,7 +154,7 @@ def _encode_some(
     """Code the `count` symbols before address `end` in one lane, from the last to the first; see `encode`."""
     for _ in range(count):
         end -= _u8(1)
-        symbol = _load8(end) << _u8(3)
+        symbol = load8(end) << _u8(3)
         width = (x + load64(width_of + symbol)) >> _u8(16)
         b = (b << width) | (x & ((_u8(1) << width) - _u8(1)))
         h += width
@@ -179,13 +190,16 @@ def encode(
     Returns:
         Bytes written.
     """
-    capacity = 2 * (len(symbols) // lanes + (lanes - 1) * len(counts)) + 16
-    scratch = np.empty(lanes * capacity, np.uint8)
-    base = _u8(scratch.ctypes.data)
+    keep_apart()
+    capacity = 16
+    for count in counts:
+        capacity += 2 * (count // lanes)
+    last = 2 * len(symbols) + 16 * lanes  # of the last lane, which has more
+    base = _u8(out.ctypes.data)
     bits, held, state = np.zeros(lanes, np.uint64), np.zeros(lanes, np.uint64), np.full(lanes, 4096, np.uint64)
     at = np.empty(lanes, np.uint64)  # every lane is filled from its end
     for lane in range(lanes):
-        at[lane] = base + _u8((lane + 1) * capacity)
+        at[lane] = base + _u8(last if lane == lanes - 1 else (lane + 1) * capacity)
     base_in, base_state = _u8(symbols.ctypes.data), _u8(states.ctypes.data)
     base_width, base_offset = _u8(widths.ctypes.data), _u8(offsets.ctypes.data)
     one, s3, s16, seven, eight, m63, c64 = _u8(1), _u8(3), _u8(16), _u8(7), _u8(8), _u8(63), _u8(64)
@@ -211,22 +225,22 @@ def encode(
             for _ in range(fours):
                 for _ in range(4):
                     read -= one
-                    s = _load8(read) << s3
+                    s = load8(read) << s3
                     width = (x0 + load64(width_of + s)) >> s16
                     b0 = (b0 << width) | (x0 & ((one << width) - one))
                     h0 += width
                     x0 = _load16(state_of + (((x0 >> width) + load64(offset_of + s)) << one))
-                    s = _load8(read + stride) << s3
+                    s = load8(read + stride) << s3
                     width = (x1 + load64(width_of + s)) >> s16
                     b1 = (b1 << width) | (x1 & ((one << width) - one))
                     h1 += width
                     x1 = _load16(state_of + (((x1 >> width) + load64(offset_of + s)) << one))
-                    s = _load8(read + stride + stride) << s3
+                    s = load8(read + stride + stride) << s3
                     width = (x2 + load64(width_of + s)) >> s16
                     b2 = (b2 << width) | (x2 & ((one << width) - one))
                     h2 += width
                     x2 = _load16(state_of + (((x2 >> width) + load64(offset_of + s)) << one))
-                    s = _load8(read + stride + stride + stride) << s3
+                    s = load8(read + stride + stride + stride) << s3
                     width = (x3 + load64(width_of + s)) >> s16
                     b3 = (b3 << width) | (x3 & ((one << width) - one))
                     h3 += width
@@ -247,11 +261,11 @@ def encode(
         begin = np.int64(at[lane] - base)
         if held[lane] > _u8(0):
             begin -= 1
-            scratch[begin] = np.uint8(bits[lane] << unused)
-        lengths[lane] = (lane + 1) * capacity - begin
+            out[begin] = np.uint8(bits[lane] << unused)
+        lengths[lane] = (last if lane == lanes - 1 else (lane + 1) * capacity) - begin
         words[lane] = np.int64((state[lane] & _u8(4095)) | unused << _u8(12))
         for i in range(lengths[lane]):
-            out[size + i] = scratch[begin + i]
+            out[size + i] = out[begin + i]
         size += lengths[lane]
     return size
 
@@ -318,6 +332,7 @@ def decode_lanes(
     Returns:
         Whether every lane ended in state 0 with its bits used up.
     """
+    keep_apart()
     base, base_out, base_table = _u8(data.ctypes.data), _u8(out.ctypes.data), _u8(entries.ctypes.data)
     limit = 8 * (len(data) - 8)  # the last bit that an unaligned load may be for
     at, state = np.empty(LANES, np.uint64), np.empty(LANES, np.uint64)  # bits from the start of the data
