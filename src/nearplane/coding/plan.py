@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from nearplane.coding import huffman, layout, model
 from nearplane.coding.cost import list_bits, paired_stream_bits, stream_bits, table_bits
+from nearplane.coding.counts import Counts, beyond, sample
 from nearplane.coding.side import BitWriter, array_bits, zigzag
 
 ESCAPES_IN_PAIRS = 2e-4  # share of codes outside the nibble up to which a group is coded in pairs
 _SAMPLE = 384  # columns that the family's member is chosen on
-_SAMPLED = 1 << 22  # codes of the rows that a large matrix is planned on
-_WEIGHED = 1024  # columns, about, that levels of rows are guessed from
+_WEIGHED = 512  # columns, about, that levels of rows are guessed from
 _TRIED = np.array(
     [*range(-6, 7), -8, 8, -11, 11, -15, 15, -20, 20, -27, 27, -36, 36]
 )  # corrections of a column's level
@@ -33,7 +33,7 @@ class Plan:
 
     header: layout.Header
     layout: layout.Layout
-    sample: _Counts
+    sample: Counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,70 +46,23 @@ class Tally:
 
 
 @njit(cache=True, nogil=True)
-def _largest(codes: NDArray[np.int32], rows: NDArray[np.int64]) -> int:
-    low, high = codes[rows[0], 0], codes[rows[0], 0]
-    for i in rows:
-        row = codes[i]
-        for j in range(len(row)):
-            low, high = min(low, row[j]), max(high, row[j])
-    return max(-np.int64(low), np.int64(high))
-
-
-@njit(cache=True, nogil=True)
-def _beyond(codes: NDArray[np.int32], count: int) -> NDArray[np.int64]:
-    """Return the `count` codes beyond +-127."""
-    found, n = np.empty(count, np.int64), 0
-    for row in codes:
-        for code in row:
-            if code < -127 or code > 127:
-                found[n] = code
-                n += 1
-    return found
-
-
-@njit(cache=True, nogil=True)
-def _histogram(
-    codes: NDArray[np.int32], rows: NDArray[np.int64], classes: NDArray[np.int64], top: int, counts: NDArray[np.int32]
-) -> None:
-    """Count codes of some rows by class, column and symbol; counts (classes, in, 2 top + 2), the last beyond +-top."""
-    for n in range(len(rows)):
-        into, row = counts[classes[n]], codes[rows[n]]
-        for j in range(len(row)):
-            code = np.int64(row[j]) + top
-            into[j, code if 0 <= code <= 2 * top else 2 * top + 1] += 1
-
-
-@njit(cache=True, nogil=True)
 def _weighed(codes: NDArray[np.int32], pick: NDArray[np.int64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the weighted sums of min(|code|, 127) over some columns (out,)."""
     sums = np.empty(codes.shape[0])
     for i in range(codes.shape[0]):
-        total, row = 0.0, codes[i]
-        for n in range(len(pick)):
-            total += weights[n] * min(abs(np.int64(row[pick[n]])), 127)
-        sums[i] = total
+        row, n = codes[i], 0
+        a, b, c, d = 0.0, 0.0, 0.0, 0.0  # four sums do not wait for each other
+        while n + 4 <= len(pick):
+            a += weights[n] * min(abs(np.int64(row[pick[n]])), 127)
+            b += weights[n + 1] * min(abs(np.int64(row[pick[n + 1]])), 127)
+            c += weights[n + 2] * min(abs(np.int64(row[pick[n + 2]])), 127)
+            d += weights[n + 3] * min(abs(np.int64(row[pick[n + 3]])), 127)
+            n += 4
+        while n < len(pick):
+            a += weights[n] * min(abs(np.int64(row[pick[n]])), 127)
+            n += 1
+        sums[i] = (a + b) + (c + d)
     return sums
-
-
-@njit(cache=True, nogil=True)
-def _costs(
-    counts: NDArray[np.int32], tables: NDArray[np.float32], pick: NDArray[np.int64], out: NDArray[np.float32]
-) -> None:
-    """Add up counts (classes, in, 2 top + 2) times the bits of |code| at every spread, tables (classes, top + 2, spreads)."""
-    top = tables.shape[1] - 2
-    for c in range(counts.shape[0]):
-        for n in range(len(pick)):
-            of, into = counts[c, pick[n]], out[n]
-            for k in range(top + 2):
-                if k <= top:
-                    much = of[top + k] + (of[top - k] if k else 0)
-                else:
-                    much = of[2 * top + 1]
-                if much:
-                    price = tables[c, k]
-                    factor = np.float32(much)
-                    for s in range(len(into)):
-                        into[s] += factor * price[s]
 
 
 @njit(cache=True, nogil=True)
@@ -151,58 +104,6 @@ def _pick(
     return found, total
 
 
-@njit(cache=True, nogil=True)
-def _sum_by_spread(counts: NDArray[np.int32], spreads: NDArray[np.int64], out: NDArray[np.int64]) -> None:
-    """Add counts (classes, in, symbols) to out (spreads, symbols) by the spreads (in, classes)."""
-    for c in range(counts.shape[0]):
-        for j in range(counts.shape[1]):
-            into, of = out[spreads[j, c]], counts[c, j]
-            for symbol in range(len(of)):  # a sum of slices takes three seconds to compile
-                into[symbol] += of[symbol]
-
-
-def sample(out: int, width: int) -> NDArray[np.int64]:
-    """Return the rows that a matrix is planned on, always the same: all of a small one, else one of every so many."""
-    count = max(1, _SAMPLED // width)
-    if count >= out:
-        return np.arange(out)
-    edges = np.arange(count + 1) * out // count
-    return edges[:-1] + (np.arange(count) * 2654435761 >> 8) % np.diff(edges)
-
-
-class _Counts:
-    """Histograms of rows of a matrix by row class, and what tables would cost its columns."""
-
-    def __init__(self, codes: NDArray[np.int32], row_levels: NDArray[np.int32], rows: NDArray[np.int64]) -> None:
-        self.rows, self.out = rows, len(codes)
-        self.top = min(model.LARGEST, int(_largest(codes, rows)))
-        self.levels, classes = np.unique(row_levels[rows], return_inverse=True)
-        self.signed = np.zeros((len(self.levels), codes.shape[1], 2 * self.top + 2), np.int32)
-        _histogram(codes, rows, classes.reshape(-1), self.top, self.signed)
-
-    def costs(self, mixture: int, row_step: int, pick: NDArray[np.int64] | None = None) -> NDArray[np.float32]:
-        """Return the bits of columns at every spread of row level 0: (columns, spreads)."""
-        table = model.family_costs(mixture)
-        table = np.concatenate([table[:, : self.top + 1], table[:, -1:]], 1).T  # (top + 2, spreads)
-        shifted = np.clip(np.arange(model.SPREADS) + self.levels[:, None] * row_step, 0, model.SPREADS - 1)
-        tables = np.ascontiguousarray(np.moveaxis(table[:, shifted], 1, 0))  # (classes, top + 2, spreads)
-        if pick is None:
-            pick = np.arange(self.signed.shape[1])
-        out = np.zeros((len(pick), model.SPREADS), np.float32)
-        _costs(self.signed, tables * np.float32(self.out / len(self.rows)), pick, out)
-        return out
-
-    def by_spread(self, spreads: NDArray[np.int64]) -> dict[int, NDArray[np.int64]]:
-        """Return the counts by symbol of every spread; spreads (in, classes)."""
-        total = np.zeros((model.SPREADS, self.signed.shape[2]), np.int64)
-        _sum_by_spread(self.signed, spreads, total)
-        symbols = np.zeros((model.SPREADS, 256), np.int64)
-        symbols[:, 128 - self.top : 129 + self.top] = total[:, :-1]
-        symbols[:, 0] += total[:, -1]
-        symbols = symbols * self.out // len(self.rows)
-        return {int(spread): symbols[spread] for spread in np.unique(spreads)}
-
-
 def make_plan(
     codes: NDArray[np.int32],
     columns: NDArray[np.int32],
@@ -230,12 +131,12 @@ def make_plan(
         row_levels=np.zeros(out, np.int32),
         **rest,  # type: ignore[arg-type]
     )
-    counts = _Counts(codes, header.row_levels, sample(out, width))
+    counts = Counts(codes, header.row_levels, sample(out, width))
     header, bits = _levels_of_columns(header, counts, classes)
     if classes:
         guess = _levels_of_rows(header, codes)
         if guess is not None:
-            other = _Counts(codes, guess.row_levels, counts.rows)
+            other = Counts(codes, guess.row_levels, counts.rows)
             tried, tried_bits = _levels_of_columns(guess, other, classes)
             if tried_bits + array_bits(guess.row_levels) + 2 < bits + 4:
                 header, counts = tried, other
@@ -254,18 +155,18 @@ def tally(plan: Plan, codes: NDArray[np.int32]) -> Tally:
     """Count all codes of the matrix (out, in) that was planned."""
     header, counts = plan.header, plan.sample
     if len(counts.rows) < len(codes):
-        counts = _Counts(codes, header.row_levels, np.arange(len(codes)))
+        counts = Counts(codes, header.row_levels, np.arange(len(codes)))
     spreads = header.spread_of(header.column_levels()[:, None], counts.levels[None, :])
     found = counts.by_spread(spreads)
-    beyond = int(counts.signed[:, :, -1].sum(dtype=np.int64))  # none where the largest code is at most 127
+    count = int(counts.signed[:, :, -1].sum(dtype=np.int64))  # none where the largest code is at most 127
     return Tally(
         counts=found,
         shares=_shares_of_pairs(header, plan.layout, spreads, counts),
-        beyond=_beyond(codes, beyond) if beyond else np.empty(0, np.int64),
+        beyond=beyond(codes, count) if count else np.empty(0, np.int64),
     )
 
 
-def _levels_of_columns(header: layout.Header, counts: _Counts, classes: bool) -> tuple[layout.Header, float]:
+def _levels_of_columns(header: layout.Header, counts: Counts, classes: bool) -> tuple[layout.Header, float]:
     """Choose the family's member, the slope, and the columns' levels; return the header and its bits."""
     width = header.shape[1]
     row_step = 16 // header.row_level_resolution
@@ -278,20 +179,20 @@ def _levels_of_columns(header: layout.Header, counts: _Counts, classes: bool) ->
         totals = cost.sum(0, dtype=np.float64)
         best = int(totals.argmin())
         return replace(header, spread=best, slope=0), float(totals[best])
-    header, bits = _corrected(header, cost, spread)
+    header, bits = _corrected(header, cost, spread, counts.doubt)
     if header.corrections.any():  # the family's member once more: part of the tails was columns at a wrong level
         sample = header.column_levels()[pick] * (16 // header.level_resolution)
         mixture, _ = _best_mixture(counts, pick, row_step, header.spread + sample, range(header.mixture + 1))
         if mixture != header.mixture:
             again = replace(header, mixture=mixture, corrections=np.zeros(width, np.int32))
-            again, again_bits = _corrected(again, counts.costs(mixture, row_step), header.spread)
+            again, again_bits = _corrected(again, counts.costs(mixture, row_step), header.spread, counts.doubt)
             if again_bits < bits:
                 return again, again_bits
     return header, bits
 
 
 def _member(
-    header: layout.Header, counts: _Counts, pick: NDArray[np.int64], slopes: tuple[int, ...], row_step: int
+    header: layout.Header, counts: Counts, pick: NDArray[np.int64], slopes: tuple[int, ...], row_step: int
 ) -> tuple[layout.Header, int]:
     """Choose slope, spread and mixture on a sample of columns, without corrections."""
     cost = counts.costs(2, row_step, pick)
@@ -316,7 +217,7 @@ def _predicted(header: layout.Header, slope: int) -> NDArray[np.int64]:
 
 
 def _best_mixture(
-    counts: _Counts,
+    counts: Counts,
     pick: NDArray[np.int64],
     row_step: int,
     spreads: NDArray[np.int64],
@@ -342,8 +243,13 @@ def _best_mixture(
         at = following
 
 
-def _corrected(header: layout.Header, cost: NDArray[np.float32], spread: int) -> tuple[layout.Header, float]:
-    """Choose levels per octave, spread and corrections for the columns; return the header and its bits."""
+def _corrected(
+    header: layout.Header, cost: NDArray[np.float32], spread: int, doubt: float
+) -> tuple[layout.Header, float]:
+    """Choose levels per octave, spread and corrections for the columns; return the header and its bits.
+
+    `doubt` is the gain, in bits, that a correction must have over what it takes: a sample's gains are partly chance.
+    """
     width = header.shape[1]
     best: tuple[float, layout.Header] | None = None
     for resolution in (8, 4, 2, 1):
@@ -357,7 +263,8 @@ def _corrected(header: layout.Header, cost: NDArray[np.float32], spread: int) ->
             none = np.zeros(width, np.int32)
             best = (bits, replace(header, level_resolution=resolution, spread=shift, corrections=none))
         for parameter in (0, 1, 2):
-            corrections, bits = _pick(cost, predicted, shift, step, layout.LEVEL, _TRIED, _rice(_TRIED, parameter))
+            rice = _rice(_TRIED, parameter) + np.where(_TRIED, doubt, 0.0)
+            corrections, bits = _pick(cost, predicted, shift, step, layout.LEVEL, _TRIED, rice)
             bits += array_bits(corrections)
             if bits < best[0]:
                 best = (bits, replace(header, level_resolution=resolution, spread=shift, corrections=corrections))
@@ -383,7 +290,7 @@ def _levels_of_rows(header: layout.Header, codes: NDArray[np.int32]) -> layout.H
     information = float((weights * slope[spreads]).sum())
     width = len(spreads)
     pick = np.arange(width)
-    if width > _WEIGHED:  # sixteen neighbours at a time: what memory delivers at once
+    if width > _WEIGHED:  # sixteen neighbours at a time: memory is read in lines
         pick = (np.linspace(0, width - 16, _WEIGHED // 16).astype(np.int64)[:, None] + np.arange(16)).reshape(-1)
     spreads = spreads[pick]
     shifts = np.arange(-64, 65)
@@ -407,7 +314,7 @@ def _levels_of_rows(header: layout.Header, codes: NDArray[np.int32]) -> layout.H
     return best[1]
 
 
-def _choose_pairs(header: layout.Header, counts: _Counts) -> layout.Header:
+def _choose_pairs(header: layout.Header, counts: Counts) -> layout.Header:
     """Choose the groups that are coded in pairs and make their widths even by moving single columns up a level."""
     levels = header.column_levels()
     top = counts.top
@@ -433,7 +340,7 @@ def _choose_pairs(header: layout.Header, counts: _Counts) -> layout.Header:
 
 
 def _shares_of_pairs(
-    header: layout.Header, arrangement: layout.Layout, spreads: NDArray[np.int64], counts: _Counts
+    header: layout.Header, arrangement: layout.Layout, spreads: NDArray[np.int64], counts: Counts
 ) -> dict[int, float]:
     """Return of every spread which share of its codes stands in pairs."""
     paired = np.zeros(header.shape[1], bool)
