@@ -50,18 +50,10 @@ def _weighed(codes: NDArray[np.int32], pick: NDArray[np.int64], weights: NDArray
     """Return the weighted sums of min(|code|, 127) over some columns (out,)."""
     sums = np.empty(codes.shape[0])
     for i in range(codes.shape[0]):
-        row, n = codes[i], 0
-        a, b, c, d = 0.0, 0.0, 0.0, 0.0  # four sums do not wait for each other
-        while n + 4 <= len(pick):
-            a += weights[n] * min(abs(np.int64(row[pick[n]])), 127)
-            b += weights[n + 1] * min(abs(np.int64(row[pick[n + 1]])), 127)
-            c += weights[n + 2] * min(abs(np.int64(row[pick[n + 2]])), 127)
-            d += weights[n + 3] * min(abs(np.int64(row[pick[n + 3]])), 127)
-            n += 4
-        while n < len(pick):
-            a += weights[n] * min(abs(np.int64(row[pick[n]])), 127)
-            n += 1
-        sums[i] = (a + b) + (c + d)
+        total, row = 0.0, codes[i]
+        for n in range(len(pick)):
+            total += weights[n] * min(abs(np.int64(row[np.uint64(pick[n])])), 127)
+        sums[i] = total
     return sums
 
 

@@ -40,7 +40,7 @@ def stage(
             target[j] = np.uint8(code + 128) if (code >= -127) & (code <= 127) else np.uint8(0)
         if not sorted_already:
             for j in range(width):
-                into[j] = buffer[column_order[j]]
+                into[j] = buffer[_u8(column_order[j])]  # unsigned: no test for an index from the end
 
 
 @njit(cache=True, nogil=True)
