@@ -20,7 +20,7 @@ from nearplane.coding.side import BitWriter, array_bits, zigzag
 
 ESCAPES_IN_PAIRS = 2e-4  # share of codes outside the nibble up to which a group is coded in pairs
 _SAMPLE = 384  # columns that the family's member is chosen on
-_WEIGHED = 512  # columns, about, that levels of rows are guessed from
+_WEIGHED = 1024  # columns, about, that levels of rows are guessed from
 _TRIED = np.array(
     [*range(-6, 7), -8, 8, -11, 11, -15, 15, -20, 20, -27, 27, -36, 36]
 )  # corrections of a column's level
