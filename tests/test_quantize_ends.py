@@ -189,6 +189,29 @@ def test_names_are_found_as_checkpoints_of_many_families_have_them(tmp_path, fam
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("included", [{"include_head": True}, {"include_embeddings": True}, {}], ids=str)
+def test_a_tied_matrix_that_is_stored_only_as_the_head_is_found_by_all_readers(tmp_path, included):
+    folder = tmp_path / "tied"
+    AutoModelForCausalLM.from_pretrained(MODEL, num_hidden_layers=1).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((MODEL / name).read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"{HEAD}.weight"] = tensors.pop(f"{EMBEDDINGS}.weight")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    nearplane.quantize(folder, tmp_path / "out", rate=3.0, **included, **FAST)
+    names = set(ShardReader(tmp_path / "out").names())
+    assert (f"{EMBEDDINGS}.weight_coded" in names) == bool(included)
+    assert (f"{HEAD}.weight" in names) == (not included)
+    dense, _ = load_dense(tmp_path / "out", CPU)
+    expected = logits(dense)
+    torch.testing.assert_close(
+        logits(nearplane.load(tmp_path / "out", dtype=torch.float32)), expected, rtol=1e-4, atol=1e-4
+    )
+    nearplane.export(tmp_path / "out", tmp_path / "dense", dtype="float32")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "dense")), expected)
+    assert nearplane.evaluate(tmp_path / "out", HELD_OUT, seqlen=64, samples=8, against=folder).kl < 0.2
+
+
 def test_fixed_grids_leave_them(tmp_path):
     for option in BOTH:
         with pytest.raises(NearplaneError, match=f"--{option.replace('_', '-')} needs --rate or --size"):

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import version
+from importlib.util import find_spec
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,7 @@ def quantized_layers(
     def written(observed: Observed) -> Iterator[LayerRecord]:
         for layer, matrix, record in solve_together(observed, recipe, storage, planned):
             layer.write(matrix.decode())  # the next stage sees it
-            size = writer.add(_stored_name(model, layer.name), matrix)
+            size = writer.add(model.written_name(layer.name), matrix)
             planned.spend(layer, size)
             yield with_bytes(record, size)
 
@@ -200,6 +201,10 @@ def check(model: Model, recipe: Recipe) -> None:
             )
     if recipe.rate.wanted:
         budget_of(model, recipe)
+        if recipe.rate.coder == "zstd" and find_spec("zstandard") is None:
+            raise RecipeError(
+                '--coder zstd needs the package zstandard: pip install "nearplane[zstd]", or use --coder tans.'
+            )
     if recipe.allocate == "uniform" or recipe.rate.wanted:
         check_bits(model, recipe, recipe.rule.bits)
     else:
@@ -209,7 +214,7 @@ def check(model: Model, recipe: Recipe) -> None:
 def quantization_config(model: Model, recipe: Recipe, widths: Mapping[str, int] | None = None) -> dict[str, Any]:
     """Return what config.json will say of the quantized weights."""
     rule = recipe.rule
-    stored = {_stored_name(model, name): bits for name, bits in (widths or {}).items()}
+    stored = {model.written_name(name): bits for name, bits in (widths or {}).items()}
     own = {"widths": {**(widths or {}), **stored}} if widths else {}  # of both names, where they differ
     quantized = [layer.name for layer in model.layers]
     layout = FORMATS[recipe.format]
@@ -221,11 +226,6 @@ def quantization_config(model: Model, recipe: Recipe, widths: Mapping[str, int] 
         ignore=sorted(model.linears() - set(quantized)), quantized=quantized, version=version("nearplane"), **own,
     )  # fmt: skip
     return config
-
-
-def _stored_name(model: Model, layer: str) -> str:
-    """Name in the checkpoint of a layer whose weight is quantized."""
-    return model.source_name(f"{layer}.weight").removesuffix(".weight")
 
 
 def _unquantized(model: Model, names: Iterable[str]) -> list[str]:

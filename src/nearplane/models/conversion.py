@@ -61,6 +61,17 @@ class Weights:
             raise ModelError(f"{parameter} is {how} in {self.reader.folder}; it has no name of its own there.")
         return load.sources[0][0]
 
+    def written_name(self, parameter: str) -> str:
+        """Return the name of a parameter in a checkpoint made of this one.
+
+        It is that in this one; but its own in the network where this one stores only what it is tied to.
+
+        Raises:
+            ModelError: it is not stored as one tensor of its own.
+        """
+        stored = self.source_name(parameter)
+        return stored if parameter in self._loads else parameter
+
     def copies(self, parameter: str) -> list[str]:
         """Return the names in the checkpoint of a parameter and of those tied to it, which may be stored again."""
         names = self._aliases.get(parameter, (parameter,))
@@ -111,7 +122,7 @@ class Weights:
 
     def _find(self, parameter: str) -> Load | None:
         """Return how a parameter, or one tied to it, comes out of the checkpoint."""
-        names = self._aliases.get(parameter, (parameter,))
+        names = (parameter, *self._aliases.get(parameter, ()))
         return next((self._loads[name] for name in names if name in self._loads), None)
 
     def _read(self, load: Load) -> dict[str, Tensor]:

@@ -202,6 +202,10 @@ class Model:
         """Return the name in the checkpoint of a parameter of the network; see `Weights.source_name`."""
         return self.weights.source_name(parameter)
 
+    def written_name(self, layer: str) -> str:
+        """Return the name of a layer, by its name in the network, in a checkpoint that is made of this one."""
+        return self.weights.written_name(f"{layer}.weight").removesuffix(".weight")
+
     def copies(self, layer: Layer) -> list[str]:
         """Return the names in the checkpoint of a layer's weight, several where what is tied is stored again."""
         return self.weights.copies(f"{layer.name}.weight")
