@@ -91,7 +91,7 @@ def main() -> None:
         )
 
     n = 1024 if quick else 4096
-    plain, shrinking = Rate(rate=3.0, shrink=False), Rate(rate=3.0)
+    plain, shrinking = Rate(rate=3.0), Rate(rate=3.0, shrink=True)
     began = time.perf_counter()
     found = excess(torch.randn(n, n, generator=g), torch.eye(n, dtype=torch.float64), plain, 3.0)
     line(f"iid Gaussian {n} x {n}, identity", "waterfill", 3.0, found, SPACE_FILLING, began)

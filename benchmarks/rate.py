@@ -27,7 +27,7 @@ ROWS: Mapping[str, Mapping[str, Any]] = {
     "row gains": {"gains": "rows"},
     "both gains": {"gains": "both"},
     "not corrected": {"correct": False},
-    "not corrected, not shrunken": {"correct": False, "shrink": False},
+    "not corrected, shrunken": {"correct": False, "shrink": True},
     "hptq": {"method": "hptq"},
     "hptq uniform": {"method": "hptq", "allocate": "uniform"},
     "hptq uniform, not corrected": {"method": "hptq", "allocate": "uniform", "correct": False},

@@ -54,13 +54,13 @@ def test_any_shape_is_coded_and_decodes_to_what_was_solved(shape):
 
 
 def test_rows_beyond_the_subset_are_searched_on_a_part_and_finished_on_all():
-    coded, above, *_ = measured(gaussian(1024, 64), power_law(64, 0.5), Rate(rate=2.5, shrink=False), 2.5)
+    coded, above, *_ = measured(gaussian(1024, 64), power_law(64, 0.5), Rate(rate=2.5), 2.5)
     assert coded == pytest.approx(2.5, rel=0.005)
     assert above < SPACE_FILLING + 0.06
 
 
 def test_iid_gaussian_weights_at_three_bits_are_a_quarter_of_a_bit_above_the_limit():
-    _, above, *_ = measured(gaussian(512, 512), torch.eye(512, dtype=torch.float64), Rate(rate=3, shrink=False), 3.0)
+    _, above, *_ = measured(gaussian(512, 512), torch.eye(512, dtype=torch.float64), Rate(rate=3), 3.0)
     assert above == pytest.approx(SPACE_FILLING, abs=0.02)
 
 
@@ -68,7 +68,7 @@ def test_waterfilling_does_not_mind_a_rotation_and_one_step_follows_the_formula(
     H = power_law(384, 1.6)
     W = gaussian(1536, 384)
     diagonal = torch.arange(1, 385, dtype=torch.float64).pow(-1.6).diag()
-    above = [measured(W, K, Rate(rate=5, shrink=False), 5.0)[1] for K in (H, diagonal)]
+    above = [measured(W, K, Rate(rate=5), 5.0)[1] for K in (H, diagonal)]
     assert above[0] == pytest.approx(above[1], abs=0.02)
     assert above[0] == pytest.approx(SPACE_FILLING, abs=0.03)
     d = factorize(H, "activation", damp=0.0).d

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from nearplane.errors import CalibrationError, FormatError, ModelError, NearplaneError, NumericalError, RecipeError
-from nearplane.recipe import Calibration, Recipe, Rule
+from nearplane.recipe import Calibration, Rate, Recipe, Rule
 
 if TYPE_CHECKING:
     from nearplane.compare import compare
@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     from nearplane.formats.hub import load, register
     from nearplane.matrix import quantize_matrix
     from nearplane.quantize import quantize
+    from nearplane.rate import quantize_matrix_to_rate
 
 __version__ = "0.1.0"
 __all__ = [
-    "Calibration", "CalibrationError", "FormatError", "ModelError", "NearplaneError", "NumericalError", "Recipe",
-    "RecipeError", "Rule", "compare", "evaluate", "export", "load", "quantize", "quantize_matrix", "register",
+    "Calibration", "CalibrationError", "FormatError", "ModelError", "NearplaneError", "NumericalError", "Rate",
+    "Recipe", "RecipeError", "Rule", "compare", "evaluate", "export", "load", "quantize", "quantize_matrix",
+    "quantize_matrix_to_rate", "register",
 ]  # fmt: skip
 
 
@@ -39,6 +41,7 @@ HOMES = {
     "export": "nearplane.formats.export",
     "load": "nearplane.formats.hub",
     "quantize_matrix": "nearplane.matrix",
+    "quantize_matrix_to_rate": "nearplane.rate",
     "register": "nearplane.formats.hub",
 }
 

@@ -44,7 +44,9 @@ class Inputs:
     def eigenvalues(self) -> Tensor:
         """Return (in,) the eigenvalues of H, none below 0."""
         if not self._eigenvalues:
-            self._eigenvalues.append(torch.linalg.eigvalsh(self.moments.H).clamp(min=0))
+            H = self.moments.H
+            diagonal = int(H.count_nonzero()) == int(H.diagonal().count_nonzero())
+            self._eigenvalues.append((H.diagonal() if diagonal else torch.linalg.eigvalsh(H)).clamp(min=0))
         return self._eigenvalues[0]
 
     def factor(self, order: Order, damp: float | Literal["auto"], *, fitting: bool = False) -> Factor:

@@ -33,6 +33,7 @@ from nearplane.models.stream import Model
 from nearplane.recipe import Rate, Recipe, Rule
 
 Progress = Callable[[Iterable[Any], str, int], Iterable[Any]]
+HUFFMAN = 1.1  # bits per weight that a Huffman coder needs at least
 SWAY = 0.02  # of its rate, by which a layer takes up what those before it left over or took too much
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
@@ -88,15 +89,15 @@ def plan(model: Model, recipe: Recipe, tokens: Tensor | None, device: torch.devi
     planned = Plan(rates=dict.fromkeys((layer.name for layer in model.layers), budget))
     if tokens is not None:
         _measure(planned, model, recipe, tokens, device)
-    probed = any(block.layers for block in model.blocks)
-    if recipe.allocate == "uniform" or tokens is None or budget <= LOW or not probed:
+    probed, low = any(block.layers for block in model.blocks), _least(recipe.rate)
+    if recipe.allocate == "uniform" or tokens is None or budget <= low or not probed:
         return planned
     rates = probed_rates(budget)
     curves = probe(
         model, tokens, to_rates(rates, recipe.rule), points=len(rates), together=False, device=device,
         progress=progress,
     )  # fmt: skip
-    planned.rates |= allocate(curves, budget)  # embeddings and head, which are not probed, keep the mean
+    planned.rates |= allocate(curves, budget, low=low)  # embeddings and head, which are not probed, keep the mean
     return planned
 
 
@@ -131,6 +132,11 @@ def budget_of(model: Model, recipe: Recipe) -> float:
                 f"each of {weights:,} weights. Ask for {smallest:,} to {largest:,} bytes (0.5 to 7 bits per weight)."
             )
     assert rate is not None, "a plan for rates needs a rate or a size"
+    if rate < _least(recipe.rate):
+        raise RecipeError(
+            f"{rate:.3f} bits per weight asked for; a Huffman code takes at least one bit for every code. Use --coder tans, or "
+            f"ask for {HUFFMAN} bits or more."
+        )
     least = 8 * sum(_side(layer, recipe.rate) for layer in layers) / weights
     if rate < least:
         raise RecipeError(
@@ -175,6 +181,11 @@ def _widths(
     perturb = to_widths(probed, recipe.rule, FORMATS[recipe.format].scale_dtype(model.dtype))
     curves = probe(model, tokens, perturb, points=len(probed), together=True, device=device, progress=progress)
     return allocate_widths(curves, recipe.rule.bits, [bits for bits in usable if bits >= probed[0]])
+
+
+def _least(rate: Rate) -> float:
+    """Return the least rate that a layer may get."""
+    return HUFFMAN if rate.coder == "huffman" else LOW
 
 
 def _side(layer: Layer, rate: Rate) -> float:

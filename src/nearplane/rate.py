@@ -32,6 +32,7 @@ CLOSE = 0.002  # of the rate asked for: what the search is content with
 SUBSET = 256  # rows that the search looks at where a matrix has many more
 EVALUATIONS = 16  # of one search
 FINER = 16  # steps per octave of gains
+WIDE = 4096  # inputs above which the limit is left out: the eigenvalues would take longer than the solve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +81,9 @@ class Problem:
     ) -> Problem:
         """Prepare the sweep at steps near `2^log_step / sqrt(d_j)`; None foresees no noise. `rows` has the rows' exponents."""
         H = inputs.moments.H
-        base = inputs.factor(rule.order, _of_the_sweep(inputs, rule, wanted)[1])
-        damped = H + base.shift * torch.eye(len(H), dtype=H.dtype, device=H.device)
+        base = inputs.factor(rule.order, _damp_of_the_sweep(inputs, rule, wanted))
+        damped = H.clone()
+        damped.diagonal().add_(base.shift)
         power = float((T.square().mean(1).double() * rows.row_weight()).mean())
         mu = 0.0 if log_step is None or power == 0 else 4.0**log_step / 12 / power
         factor = base if mu == 0 else factorize(damped, base.order, damp=mu / float(damped.diagonal().mean()))
@@ -106,7 +108,7 @@ class Problem:
         swept = Grid(scale=scale, zero=torch.zeros_like(scale), group=columns)
         aim = self.aim[rows].float() / grid.row_scale()[:, None]
         matrix = QuantizedMatrix(codes=nearest_plane(aim, swept, self.factor).codes, grid=grid)
-        if wanted.method == "waterfill":
+        if wanted.gains != "none":
             matrix = with_gains(matrix, self.T[rows], self.H, wanted.gains)
         return Trial(
             log_step=log_step, matrix=matrix, size=size(contents(matrix), coder=wanted.coder, classes=wanted.classes)
@@ -124,16 +126,10 @@ def contents(matrix: QuantizedMatrix) -> Contents:
 
 
 def with_gains(matrix: QuantizedMatrix, T: Tensor, H: Tensor, gains: Gains) -> QuantizedMatrix:
-    """Scale rows and columns as `gains` says to the least loss against `T` under `H`, then the whole matrix to the energy of `T`.
-
-    The scale of least loss is smaller, and shrinks the outputs of every layer in the same sense; the one whose outputs are not
-    shrunken makes more noise. Their geometric mean, `sqrt(<T,T> / <V,V>)`, gave the predictions that diverge least.
-    """
+    """Scale rows and columns as `gains` says to the least loss against `T` under `H`, in steps of the stored ladders."""
     grid = matrix.grid
     assert isinstance(grid, ProductGrid)
     T, V = T.to(H.dtype), matrix.decode().to(H.dtype)
-    if not bool(V.any()):
-        return matrix
     if gains in ("columns", "both"):
         finer = max(1, FINER // grid.column_resolution)
         g = column_gains(T, V, H).clamp(min=0.25)
@@ -145,12 +141,26 @@ def with_gains(matrix: QuantizedMatrix, T: Tensor, H: Tensor, gains: Gains) -> Q
         r = row_gains(T, V, H).clamp(0.25, 4.0).log2()
         rows = grid.rows * finer + ((r - r.median()) * grid.row_resolution * finer).round().to(torch.int32)
         grid = replace(grid, rows=rows, row_resolution=grid.row_resolution * finer)
-        V = grid.decode(matrix.codes).to(H.dtype)
-    weight = grid.row_weight()[:, None].to(H.dtype)
-    both, own, wanted = (float((x @ H * weight * y).sum()) for x, y in ((V, T), (V, V), (T, T)))
-    if both <= 0:
+    return replace(matrix, grid=grid)
+
+
+def scaled(matrix: QuantizedMatrix, T: Tensor, H: Tensor, *, keep_energy: bool) -> QuantizedMatrix:
+    """Scale the whole matrix, which costs nothing.
+
+    The scale of least loss, `<T,V> / <V,V>`, shrinks the outputs of every layer in the same sense; the one whose outputs are not
+    shrunken, `<T,T> / <T,V>`, makes more noise. Their geometric mean, which keeps the energy of `T`, gave predictions that
+    diverge least, but for targets that were shrunken on purpose.
+    """
+    grid = matrix.grid
+    assert isinstance(grid, ProductGrid)
+    T, V = T.to(H.dtype), matrix.decode().to(H.dtype)
+    weight = grid.row_weight().to(H.dtype)
+    VH = V @ H
+    both, own = (float(((VH * x).sum(1) * weight).sum()) for x in (T, V))
+    if both <= 0 or own <= 0:
         return matrix
-    return replace(matrix, grid=replace(grid, base=stored_base(grid.base * math.sqrt(wanted / own))))
+    scale = math.sqrt(float((quadratic(T, H) * weight).sum()) / own) if keep_energy else both / own
+    return replace(matrix, grid=replace(grid, base=stored_base(grid.base * scale)))
 
 
 def quantize_matrix_to_rate(
@@ -171,7 +181,7 @@ def quantize_matrix_to_rate(
         rule: order, solver, damping, correction.
         wanted: method, coder, gains.
         rate: bits per weight of this matrix.
-        sensitivity: (out,) how much the network minds errors of every output, see `output_sensitivity`; None: equally.
+        sensitivity: (out,) how much the network minds errors of every output, see `models/sensitivity.py`; None: equally.
         name: for the record and for errors.
 
     Raises:
@@ -184,33 +194,37 @@ def quantize_matrix_to_rate(
         T, rho = corrected(W, inputs, rule)
         T = T.masked_fill(factor.dead, 0)
         trial = search(T, inputs, rule, wanted, rate, _rows(W, wanted, sensitivity))
+        sweep = inputs.factor(rule.order, _damp_of_the_sweep(inputs, rule, wanted))
     except NumericalError as error:
         raise NumericalError(f"{name} ({inputs.moments.tokens} tokens): {error}") from error
-    H = inputs.moments.H
-    T, weight = T.to(H.dtype), trial.matrix.grid.row_weight().to(H.dtype)
-    E = T - trial.matrix.decode().to(H.dtype)
+    H, matrix = inputs.moments.H, trial.matrix
+    if wanted.method == "waterfill":
+        matrix = scaled(matrix, T, H, keep_energy=not wanted.shrink)
+    T, weight = T.to(H.dtype), matrix.grid.row_weight().to(H.dtype)
+    E = T - matrix.decode().to(H.dtype)
     losses = quadratic(E, H) / W.shape[1]  # (out,)
     loss = float(losses.mean())
     energy = float(quadratic(W.to(H.dtype), H).sum() / E.numel())
     record = LayerRecord(
         name=name, out_features=W.shape[0], in_features=W.shape[1], loss=loss, relative_loss=loss / max(energy, 1e-300),
-        damped_loss=loss + factor.shift * float(E.square().mean()), asked=rate,
-        limit=limit(float((losses * weight).mean()), T.square().mean(1) * weight, inputs.eigenvalues()),
+        damped_loss=loss + sweep.shift * float(E.square().mean()), sweep_damp=sweep.damp, asked=rate,
         entropy=trial.size.payload / W.numel(),
+        limit=None if len(H) > WIDE else limit(
+            float((losses * weight).mean()), T.square().mean(1) * weight, inputs.eigenvalues()
+        ),
         correction=rho, damp=factor.damp, dead=int(factor.dead.sum()), tokens=inputs.moments.tokens, order=rule.order,
         seconds=time.perf_counter() - began,
     )  # fmt: skip
-    return trial.matrix, record
+    return matrix, record
 
 
-def _of_the_sweep(inputs: Inputs, rule: Rule, wanted: Rate) -> tuple[bool, float | Literal["auto"]]:
-    """Return whether targets are shrunken, and the damping of the sweep; see `Rate` for why that depends on the correction."""
+def _damp_of_the_sweep(inputs: Inputs, rule: Rule, wanted: Rate) -> float | Literal["auto"]:
+    """Return the damping of the sweep; see `Rate` for why that depends on the correction."""
     if wanted.method == "hptq":
-        return False, rule.damp
-    corrected = rule.correct and inputs.moments.C is not None
-    shrink = not corrected if wanted.shrink is None else wanted.shrink
-    damp = (SWEEP_DAMP if corrected else rule.damp) if wanted.sweep_damp is None else wanted.sweep_damp
-    return shrink, damp
+        return rule.damp
+    if wanted.sweep_damp is not None:
+        return wanted.sweep_damp
+    return SWEEP_DAMP if rule.correct and inputs.moments.C is not None else rule.damp
 
 
 def _rows(W: Tensor, wanted: Rate, sensitivity: Tensor | None) -> ProductGrid:
@@ -226,7 +240,7 @@ def _rows(W: Tensor, wanted: Rate, sensitivity: Tensor | None) -> ProductGrid:
 
 def search(T: Tensor, inputs: Inputs, rule: Rule, wanted: Rate, rate: float, rows: ProductGrid) -> Trial:
     """Find the step whose coded size is `rate` bits a weight: on some rows where there are many, then on all."""
-    foreseeing, _ = _of_the_sweep(inputs, rule, wanted)
+    foreseeing = wanted.shrink and wanted.method == "waterfill"
     problem = Problem.foresee(T, inputs, rule, wanted, rows, None)
     x = problem.first_step(rate)
     for _ in range(2 if foreseeing else 0):  # step and noise determine each other; here by the high-rate formula

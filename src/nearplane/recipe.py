@@ -128,8 +128,8 @@ class Rate:
         size: Of the whole checkpoint, instead: "3.1GB", "800MiB" or a number of bytes.
         method: Steps that give every plane the same error (waterfill), or one step a matrix (hptq: GPTQ with unbounded codes).
         coder: tans, huffman (the coder of the HPTQ paper), or zstd.
-        shrink: Whether targets are shrunken for the noise that the rounding adds (waterfill only). Default: where they are not
-            corrected; later layers make up for noise, but not for outputs that all shrink.
+        shrink: Whether targets are shrunken for the noise that the rounding adds (waterfill only): the least loss of one
+            matrix, but later layers make up for noise better than for outputs that all shrink.
         sweep_damp: Damping of the sweep (waterfill only), relative to the mean of the Hessian's diagonal. Default: 0.1 where
             targets are corrected, as later layers make up best for errors in strong directions; else as --damp.
         gains: Which scales are fitted again once the codes are known; the scale of the whole matrix always is.
@@ -143,7 +143,7 @@ class Rate:
     size: str | None = None
     method: Method = "waterfill"
     coder: Coder = "tans"
-    shrink: bool | None = None
+    shrink: bool = False
     sweep_damp: float | None = None
     gains: Gains = "none"
     rows: Rows = "sensitivity"
@@ -167,7 +167,7 @@ class Rate:
             self.bytes()
         damp = self.sweep_damp
         _within("sweep_damp", damp, damp is None or (isinstance(damp, int | float) and 0 <= damp < 10), "0 to 10")
-        if not isinstance(self.shrink, bool | None):
+        if not isinstance(self.shrink, bool):
             raise RecipeError(f"shrink is {self.shrink!r}; expected true or false.")
         _one_of("method", self.method, Method)
         _one_of("coder", self.coder, Coder)
@@ -215,7 +215,7 @@ class Recipe:
         rate: What entropy-coded weights may take.
         format: Of the checkpoint that is written; default: nearplane with a rate or size, else compressed-tensors.
         allocate: The same bits for every layer (uniform), or more where the network needs them (slope, measured by a pass before
-            the quantization); default: slope with a rate, a size or a fraction of bits, else uniform.
+            the quantization); default: slope with a fraction of bits, and with a rate unless weights are rounded to nearest.
         ignore: Regular expressions; layers whose full name one of them is found in stay as they are.
     """
 
@@ -235,9 +235,11 @@ class Recipe:
                 f"--format {self.format} does not go with {'a' if self.rate.wanted else 'no'} --rate or --size: "
                 f"entropy-coded weights are written as nearplane, and only they are."
             )
+        _refuse_ignored(self)
         fractional = not self.rate.wanted and not isinstance(self.rule.bits, int)
         if self.allocate is None:
-            object.__setattr__(self, "allocate", "slope" if self.rate.wanted or fractional else "uniform")
+            measured = self.rate.wanted and self.rule.solver != "round-to-nearest"  # which needs no calibration
+            object.__setattr__(self, "allocate", "slope" if measured or fractional else "uniform")
         _one_of("allocate", self.allocate, Allocation)
         if fractional and self.allocate == "uniform":
             raise RecipeError(
@@ -288,6 +290,24 @@ class Recipe:
         if "ignore" in chosen:
             chosen["ignore"] = tuple(chosen["ignore"])
         return cls(**parts, **chosen)
+
+
+def _refuse_ignored(recipe: Recipe) -> None:
+    """Raise RecipeError if an option is set that the kind of codes asked for does not have."""
+    if recipe.rate.wanted:
+        part, plain, grid_only = recipe.rule, Rule(), ("bits", "group_size", "symmetric", "scale", "groups")
+        kind, way_out = "entropy-coded weights have no fixed grid", "leave it out, or leave out --rate and --size"
+    else:
+        part, plain, grid_only = recipe.rate, Rate(), tuple(sorted(_names(Rate) - {"rate", "size"}))  # type: ignore[assignment]
+        kind, way_out = "only entropy-coded weights have that", "give --rate or --size"
+    for name in grid_only:
+        if getattr(part, name) != getattr(plain, name):
+            raise RecipeError(f"{name} is {getattr(part, name)!r}, but {kind}; {way_out}.")
+    rate = recipe.rate
+    if rate.method == "hptq" and (rate.shrink or rate.sweep_damp is not None or rate.gains != "none"):
+        raise RecipeError(
+            "hptq has one step a matrix and nothing else: shrink, sweep_damp and gains go with waterfill."
+        )
 
 
 PARTS: Mapping[str, type[Any]] = {"rule": Rule, "calibration": Calibration, "rate": Rate}

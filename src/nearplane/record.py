@@ -30,13 +30,15 @@ class LayerRecord:
         clipped, clipped_rows: Fraction of codes, of rows, whose target lay outside the grid.
         correction: How far the target went from the weights to the full correction, 0 to 1.
         damp: Damping used, relative to the mean of the Hessian's diagonal.
+        sweep_damp: The same in the sweep of entropy-coded weights, which damped_loss then refers to.
         dead: Inputs that were always 0.
         tokens: Rows that the Hessian was averaged over.
         order: In which columns were rounded.
         bits, group_size, symmetric: Of the grid; None for entropy-coded weights, whose codes have no limits.
         asked: Bits per weight that the entropy-coded matrix was to take.
         entropy: Bits per weight of the codes under the tables that the file stores, side information not counted.
-        limit: Bits per weight below which no code reaches this loss on Gaussian rows under the same Hessian; `lattice/bounds.py`.
+        limit: Bits per weight below which no code reaches this loss on Gaussian rows under the same Hessian, rows weighted as their
+            exponents say; see `lattice/bounds.py`. None for more than 4096 inputs.
         seconds: To solve and measure it; a factor that layers share is counted at the first of them, calibration at none.
         bytes: Of the layer's tensors in the file.
     """
@@ -62,6 +64,7 @@ class LayerRecord:
     bits: int | None = None
     group_size: int | None = None
     symmetric: bool | None = None
+    sweep_damp: float | None = None
     asked: float | None = None
     entropy: float | None = None
     limit: float | None = None
@@ -159,8 +162,8 @@ class RunRecord:
         if wanted is None or abs(found / wanted - 1) <= 0.005:
             return None
         return (
-            f"{wanted:,g} {unit} asked for, {found:,.6g} found: what is stored beside the codes of these small layers "
-            f"cannot be cut finer."
+            f"{wanted:,g} {unit} asked for, {found:,.6g} found: some layers cannot have the rate that they were given, "
+            f"see `nearplane inspect`."
         )
 
     def _mean(self, values: list[float | None]) -> float | None:

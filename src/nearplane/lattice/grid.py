@@ -102,7 +102,7 @@ class ProductGrid:
 
     def decode(self, codes: Tensor) -> Tensor:
         """Turn (out, in) codes into (out, in) float32 values."""
-        return self.row_scale()[:, None] * codes.float() * self.column_scale()
+        return codes.to(torch.float32, copy=True).mul_(self.row_scale()[:, None]).mul_(self.column_scale())
 
     def to(self, device: torch.device | str) -> ProductGrid:
         """Return the grid on another device."""
