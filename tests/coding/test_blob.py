@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coding.matrices import any_contents, contents_of, gaussian
+from nearplane.coding import counts
 from nearplane.coding.blob import (
     Contents,
     Size,
@@ -77,6 +78,22 @@ def test_threads_change_no_byte_and_no_code(name: str) -> None:
     blobs = [encode(big, threads=threads) for threads in (1, 3, None)]
     assert all(np.array_equal(blob, blobs[0]) for blob in blobs)
     assert all(same(decode(blobs[0], threads=threads), big) for threads in (1, 2, 7, None))
+
+
+@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("coder", CODERS)
+def test_what_the_sample_of_rows_lacks_is_coded_too(name: str, coder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = LARGE[name].codes.copy()
+    monkeypatch.setattr(counts, "_SAMPLED", 20 * codes.shape[1])
+    seen = counts.sample(*codes.shape)
+    others = np.setdiff1d(np.arange(len(codes)), seen)
+    assert len(seen) <= 20
+    codes[others[::7]] *= 5
+    codes[others[-1:], 0] = 2**31 - 1
+    contents = contents_of(codes, columns=LARGE[name].columns)
+    blob = encode(contents, coder=coder)
+    assert same(decode(blob), contents)
+    assert np.array_equal(unpack(decode_packed(blob)), codes)
 
 
 SMALL = [(32, 64), (64, 64), (128, 128), (352, 128)]

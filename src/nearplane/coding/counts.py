@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from nearplane.coding import model
 
-_SAMPLED = 1 << 22  # codes of the rows that a large matrix is planned on
+_SAMPLED = 3 << 20  # codes of the rows that a large matrix is planned on
 
 
 @njit(cache=True, nogil=True)

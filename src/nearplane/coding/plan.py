@@ -358,8 +358,8 @@ def _stored_tables(
             rare[128] = False
             kept[model.ESCAPE] += kept[1:][rare[1:]].sum()
             kept[1:][rare[1:]] = 0
-            if sampled:
-                kept[model.ESCAPE] = max(1, kept[model.ESCAPE])  # other rows may hold what the sample lacks
+        if sampled:
+            kept[model.ESCAPE] = max(1, kept[model.ESCAPE])  # other rows may hold what the sample lacks
         table = model.normalise(kept)
         out = BitWriter()
         layout.write_table(out, table, reference)
