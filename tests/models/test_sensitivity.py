@@ -7,7 +7,8 @@ from copy import deepcopy
 import pytest
 import torch
 
-from nearplane.models.sensitivity import output_sensitivity
+from nearplane.errors import CalibrationError
+from nearplane.models.sensitivity import output_sensitivity, sensitivity
 from nearplane.models.stream import open_model
 
 CPU = torch.device("cpu")
@@ -55,3 +56,43 @@ def test_the_seed_decides(saved, tokens):
     )
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
+
+
+def test_a_layer_that_no_gradient_reaches_is_left_out(saved, tokens):
+    """As projections of positions are; it gets equal rows."""
+    model = open_model(str(saved("llama")))
+    model.blocks[1].empty.mlp.up_proj.register_forward_pre_hook(lambda _, args: (args[0].detach(),))
+    found = output_sensitivity(model, tokens, device=CPU, dtype=torch.float32)
+    names = {layer.name for block in model.blocks for layer in block.layers}
+    assert names - found.keys() == {"model.layers.1.mlp.up_proj"}
+
+
+def test_gradients_that_are_not_finite_are_an_error_that_says_where(saved, tokens):
+    model = open_model(str(saved("llama")))
+    model.blocks[1].empty.mlp.up_proj.register_forward_pre_hook(lambda _, args: (args[0] + (0 * args[0]).sqrt(),))
+    with pytest.raises(CalibrationError, match=r"before model\.layers\.1\..*--rows equal"):
+        output_sensitivity(model, tokens, device=CPU, dtype=torch.float32)
+
+
+def test_hidden_states_that_are_not_finite_are_an_error_that_says_where(saved, tokens):
+    model = open_model(str(saved("llama")))
+    model.blocks[1].empty.mlp.up_proj.register_forward_pre_hook(lambda _, args: (args[0] / 0,))
+    with pytest.raises(CalibrationError, match=r"model\.layers\.1 returns NaN"):
+        output_sensitivity(model, tokens, device=CPU, dtype=torch.float32)
+
+
+def test_float16_is_computed_in_float32(saved, tokens):
+    model = open_model(str(saved("llama")))
+    half, single = (output_sensitivity(model, tokens, device=CPU, dtype=d) for d in (torch.float16, torch.float32))
+    assert all(torch.equal(half[name], single[name]) for name in single)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_gpu_finds_the_same_and_keeps_it_there(family, saved, tokens):
+    model = open_model(str(saved(family)), embeddings=True, head=True)
+    here, there = (sensitivity(model, tokens, device=torch.device(d), dtype=torch.float64) for d in ("cpu", "cuda"))
+    assert {x.device.type for x in (*there.outputs.values(), there.embeddings)} == {"cuda"}
+    torch.testing.assert_close(there.embeddings.cpu(), here.embeddings, rtol=1e-6, atol=1e-12)
+    for name, expected in here.outputs.items():
+        torch.testing.assert_close(there.outputs[name].cpu(), expected, rtol=1e-6, atol=1e-12)

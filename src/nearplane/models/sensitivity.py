@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from nearplane.errors import CalibrationError
 from nearplane.models.layers import Layer
-from nearplane.models.skeleton import Stream, finish, readout, skeleton
+from nearplane.models.skeleton import Stream, finish, finite, readout, skeleton
 from nearplane.models.stream import Block, Model
 
 MOST_TOKENS, LEAST_TOKENS = 16384, 4096
@@ -31,7 +32,7 @@ class Sensitivity:
 
     Args:
         outputs: by layer (out,) `E[g_i^2]`: independent errors `e` in its outputs cost `1/2 sum_i E[g_i^2] e_i^2`. Of embeddings,
-            how often every row is looked up.
+            how often every row is looked up. Layers that did not run, or whose outputs do not depend on hidden states, are absent.
         embeddings: (hidden, hidden), if the model has embeddings to quantize: errors `e` of a row cost `1/2 e G e^T` each time.
             If they are tied, with what they cost the head.
     """
@@ -53,13 +54,14 @@ def sensitivity(
     Args:
         model: on disk.
         tokens: (windows, seqlen) calibration tokens; windows are taken evenly from all of them.
-        device, dtype: where and in what to compute.
+        device, dtype: where and in what to compute; gradients underflow in float16, so that stands for float32.
         batch: windows at a time.
         seed: of the labels.
 
     Raises:
-        CalibrationError: a token is not in the vocabulary.
+        CalibrationError: a token is not in the vocabulary, or hidden states or gradients are not finite.
     """
+    dtype = torch.float32 if dtype == torch.float16 else dtype
     wanted = min(max(tokens.numel() // 8, LEAST_TOKENS), MOST_TOKENS)
     count = min(len(tokens), max(1, wanted // tokens.shape[1]))
     windows = tokens[torch.linspace(0, len(tokens) - 1, count).long()]
@@ -68,7 +70,8 @@ def sensitivity(
         entering = [stream.quantized]  # hidden states before each block, and behind the last, by batch
         for block in model.blocks:
             with block.on(device, dtype, original=False):
-                entering.append([stream.forward(block, block.quantized, i, x) for i, x in enumerate(entering[-1])])
+                ahead = [stream.forward(block, block.quantized, i, x) for i, x in enumerate(entering[-1])]
+                entering.append([finite(x, block) for x in ahead])
     behind = entering.pop()
     gradients, found = _from_predictions(model, stream, windows.split(batch), behind, device, dtype, seed)
     for block in reversed(model.blocks):
@@ -80,9 +83,8 @@ def sensitivity(
         return Sensitivity(outputs=found)
     if not model.tied:
         vocabulary = model.embeddings.layers[0].shape[0]
-        found[model.embeddings.name] = (tokens.flatten().bincount(minlength=vocabulary) + 1) / (
-            tokens.numel() + vocabulary
-        )
+        often = tokens.flatten().cpu().bincount(minlength=vocabulary) + 1
+        found[model.embeddings.name] = (often / (tokens.numel() + vocabulary)).to(device)
     G = second_moment(gradients) * _looked_up(model, stream.quantized, windows.split(batch), device, dtype) ** 2
     if model.tied:
         finish(model, Stream(behind, {}, two_streams=False, extra=stream.extra), windows, device=device, dtype=dtype)
@@ -131,9 +133,18 @@ def _from_predictions(
                 labels = torch.searchsorted(predicted.detach().exp().cumsum(-1), uniform).clamp(
                     max=predicted.shape[-1] - 1
                 )
-                rows.append(torch.autograd.grad(predicted.gather(-1, labels).sum(), leaf)[0])
+                rows.append(_finite(torch.autograd.grad(predicted.gather(-1, labels).sum(), leaf)[0], "the head"))
             gradients.append(torch.cat(rows))
     return gradients, sums
+
+
+def _finite(gradient: Tensor, name: str) -> Tensor:
+    """Return a gradient that came back through a part of the network, if it is finite."""
+    if not torch.isfinite(gradient).all():
+        raise CalibrationError(
+            f"Gradients are NaN or Inf before {name}. Check the checkpoint; --rows equal does without gradients."
+        )
+    return gradient
 
 
 def _back(
@@ -151,7 +162,8 @@ def _back(
             sums[layer.name] = sums[layer.name] + square if layer.name in sums else square
 
         def after(_: nn.Module, __: object, output: Tensor) -> None:
-            output.register_hook(count)
+            if output.requires_grad:  # not so where it does not depend on the hidden states (projections of positions)
+                output.register_hook(count)
 
         return layer.module.register_forward_hook(after)
 
@@ -162,7 +174,7 @@ def _back(
             for i, (x, gradient) in enumerate(zip(entering, gradients, strict=True)):
                 leaf = x.detach().requires_grad_()
                 output = stream.forward(block, module, i, leaf)
-                before.append(torch.autograd.grad(output, leaf, gradient)[0])
+                before.append(_finite(torch.autograd.grad(output, leaf, gradient)[0], block.name))
     finally:
         for handle in handles:
             handle.remove()
