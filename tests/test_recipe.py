@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nearplane import Calibration, Recipe, RecipeError, Rule
+from nearplane import Calibration, Rate, Recipe, RecipeError, Rule
 
 rules = st.builds(
     Rule,
@@ -142,3 +142,36 @@ def test_importing_nearplane_imports_no_torch():
 def test_the_function_is_not_hidden_by_the_module_of_its_name():
     code = "import nearplane.evaluate, nearplane.quantize, nearplane as n; assert callable(n.quantize) and callable(n.evaluate)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"gains": "both"}, "give --rate or --size"),
+        ({"coder": "huffman"}, "only entropy-coded"),
+        ({"rate": 3, "bits": 3}, "no fixed grid"),
+        ({"rate": 3, "group_size": 32}, "leave out --rate"),
+        ({"rate": 3, "sym": False}, "symmetric is False"),
+        ({"rate": 3, "method": "hptq", "gains": "rows"}, "one step a matrix"),
+        ({"rate": 3, "method": "hptq", "sweep_damp": 0.1}, "one step a matrix"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(options, says):
+    with pytest.raises(RecipeError, match=says):
+        Recipe.from_spellings(**options)
+
+
+def test_rates_survive_json_and_choose_the_format():
+    recipe = Recipe.from_spellings(target_bpw=2.7, coder="zstd", allocate="uniform")
+    assert recipe.format == "nearplane"
+    assert recipe.rate.rate == 2.7
+    assert Recipe.from_json(recipe.to_json()) == recipe
+    assert Recipe(rate=Rate(size="3.1GB")).rate.bytes() == 3_100_000_000
+    assert Recipe(rate=Rate(size="2 MiB")).rate.bytes() == 2 << 20
+    assert Recipe().format == "compressed-tensors"
+
+
+def test_rounding_to_nearest_is_not_measured_unless_asked_for():
+    rule = Rule(solver="round-to-nearest")
+    assert Recipe(rule=rule, rate=Rate(rate=3, method="hptq")).allocate == "uniform"
+    assert Recipe(rate=Rate(rate=3)).allocate == "slope"
