@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from nearplane.coding.blob import Contents, Size, size, stored_base
+from nearplane.coding.blob import Contents, Size, encode, size, stored_base
 from nearplane.errors import NumericalError
 from nearplane.lattice.bounds import limit, quadratic
 from nearplane.lattice.factor import Factor, factorize
@@ -32,6 +32,7 @@ CLOSE = 0.002  # of the rate asked for: what the search is content with
 SUBSET = 256  # rows that the search looks at where a matrix has many more
 EVALUATIONS = 16  # of one search
 FINER = 16  # steps per octave of gains
+LARGE = 1 << 21  # weights above which a size is not taken as foretold
 WIDE = 4096  # inputs above which the limit is left out: the eigenvalues would take longer than the solve
 
 
@@ -42,16 +43,20 @@ class Trial:
     Args:
         log_step: log2 of the step c.
         matrix: codes and grid, gains included.
-        size: of the coded matrix.
+        size: of the coded matrix, foretold.
+        bytes: of the coded matrix, where it was coded to know; None: as foretold.
     """
 
     log_step: float
     matrix: QuantizedMatrix
     size: Size
+    bytes: int | None = None
 
     def rate(self, out: int) -> float:
         """Bits per weight of a matrix with `out` rows like those tried."""
         rows, columns = self.matrix.codes.shape
+        if self.bytes is not None:
+            return 8 * self.bytes / (rows * columns)
         return (8 * self.size.side / out + self.size.payload / rows) / columns
 
 
@@ -234,7 +239,7 @@ def _rows(W: Tensor, wanted: Rate, sensitivity: Tensor | None) -> ProductGrid:
     exponents, resolution = torch.zeros(out, dtype=torch.int32, device=W.device), 1
     if sensitivity is not None and wanted.method == "waterfill":
         resolution = ladder(columns)
-        exponents = row_exponents(sensitivity, columns, resolution)
+        exponents = row_exponents(sensitivity.to(W.device), columns, resolution)
     return ProductGrid(base=1.0, columns=zeros, column_resolution=1, rows=exponents, row_resolution=resolution)
 
 
@@ -250,14 +255,21 @@ def search(T: Tensor, inputs: Inputs, rule: Rule, wanted: Rate, rate: float, row
     if out > 2 * SUBSET:
         some = torch.randperm(out, generator=torch.Generator().manual_seed(0))[:SUBSET].sort().values
         x = secant(lambda y: problem.attempt(y, wanted, some), x, rate, out).log_step
-    found = secant(lambda y: problem.attempt(y, wanted), x, rate, out)
+    found = secant(lambda y: _coded(problem.attempt(y, wanted), wanted), x, rate, out)
     for _ in range(2):
         if not foreseeing or abs(found.log_step - x) < 0.05:
             break
         x = found.log_step
         problem = Problem.foresee(T, inputs, rule, wanted, rows, x)
-        found = secant(lambda y, p=problem: p.attempt(y, wanted), x, rate, out)
+        found = secant(lambda y, p=problem: _coded(p.attempt(y, wanted), wanted), x, rate, out)
     return found
+
+
+def _coded(trial: Trial, wanted: Rate) -> Trial:
+    """Code a large matrix in earnest: its size is foretold from a sample of the rows, which others need not be like."""
+    if trial.matrix.codes.numel() <= LARGE:
+        return trial
+    return replace(trial, bytes=len(encode(contents(trial.matrix), coder=wanted.coder, classes=wanted.classes)))
 
 
 def secant(attempt: Callable[[float], Trial], x: float, rate: float, out: int) -> Trial:
