@@ -23,3 +23,8 @@ class NumericalError(NearplaneError):
 
 class FormatError(NearplaneError):
     """A file on disk is not what its format says."""
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of what another library's error says, or its type if it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

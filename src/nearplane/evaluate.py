@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from nearplane.divergence import Divergence, divergence
 from nearplane.errors import CalibrationError, ModelError, RecipeError
 from nearplane.formats.folder import quantization_of, read_dense
+from nearplane.formats.network import empty_network, stored_transposed, weight_shapes
 from nearplane.models.data import check_vocabulary, read_windows
-from nearplane.models.layers import stored_transposed
 from nearplane.models.stream import device_of, find_folder, positions_of
 from nearplane.recipe import Device
 
@@ -124,10 +124,7 @@ def load_dense(
     if quantization_of(folder) is None:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **code)
     else:
-        config = AutoConfig.from_pretrained(folder, **code)
-        del config.quantization_config
-        with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(config, **code)
-        weights = dict(read_dense(folder, transposed=stored_transposed(skeleton)))
-        model = type(skeleton).from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32)
+        empty = empty_network(folder, **code)
+        weights = dict(read_dense(folder, transposed=stored_transposed(empty), shapes=weight_shapes(empty)))
+        model = type(empty).from_pretrained(None, config=empty.config, state_dict=weights, dtype=torch.float32)
     return model.to(device).eval(), AutoTokenizer.from_pretrained(folder, **code)

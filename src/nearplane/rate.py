@@ -14,8 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from nearplane.coding.blob import Contents, Size, encode, size, stored_base
+from nearplane.coding.blob import Size, encode, size, stored_base
 from nearplane.errors import NumericalError
+from nearplane.formats.native import contents
 from nearplane.lattice.bounds import limit, quadratic
 from nearplane.lattice.factor import Factor, factorize
 from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
@@ -118,16 +119,6 @@ class Problem:
         return Trial(
             log_step=log_step, matrix=matrix, size=size(contents(matrix), coder=wanted.coder, classes=wanted.classes)
         )
-
-
-def contents(matrix: QuantizedMatrix) -> Contents:
-    """Return what the coder takes."""
-    grid = matrix.grid
-    assert isinstance(grid, ProductGrid), "only unbounded codes are entropy-coded"
-    return Contents(
-        codes=matrix.codes.cpu().numpy(), base=grid.base, columns=grid.columns.cpu().numpy(),
-        column_resolution=grid.column_resolution, rows=grid.rows.cpu().numpy(), row_resolution=grid.row_resolution,
-    )  # fmt: skip
 
 
 def with_gains(matrix: QuantizedMatrix, T: Tensor, H: Tensor, gains: Gains) -> QuantizedMatrix:

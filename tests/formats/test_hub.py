@@ -23,9 +23,10 @@ import nearplane
 from native_checkpoints import product_matrix, save_tiny, write_native
 from nearplane import cli
 from nearplane.errors import FormatError, ModelError, NearplaneError, RecipeError
+from nearplane.evaluate import load_dense
 from nearplane.formats.folder import read_dense
 from nearplane.formats.native import Native
-from nearplane.models.layers import stored_transposed
+from nearplane.formats.network import stored_transposed
 from nearplane.runtime.packed import PackedLinear
 from nearplane.shards import INDEX, checksum
 
@@ -314,6 +315,41 @@ def test_a_file_that_is_not_what_its_config_says_does_not_load(
     for load in (AutoModelForCausalLM.from_pretrained, nearplane.load):
         with pytest.raises(FormatError, match=match):
             load(copied)
+
+
+def claiming_more(tensors: dict[str, Tensor]) -> None:
+    """A header that claims 2^20 x 1024 weights, and nothing behind it that could be decoded."""
+    if (name := f"{Q}.weight_coded") in tensors:
+        tensors[name] = torch.cat([tensors[name][:1], torch.tensor([0x80, 0x80, 0x40, 0x80, 8], dtype=torch.uint8)])
+        tensors[name] = torch.cat([tensors[name], torch.zeros(1 << 17, dtype=torch.uint8)])
+
+
+def claiming_more_elsewhere(tensors: dict[str, Tensor]) -> None:
+    claiming_more(tensors)
+    renamed(tensors)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (
+            of_another_shape,
+            r"00001-of-00002\.safetensors: .*q_proj\.weight_coded holds a matrix 33 x 32, .* asks for 32 x 32",
+        ),
+        (claiming_more, r"q_proj\.weight_coded holds a matrix 1048576 x 1024, config\.json asks for 32 x 32"),
+        (
+            claiming_more_elsewhere,
+            r"x_proj\.weight_coded holds a matrix 1048576 x 1024; no weight .* more than 3,072 elements",
+        ),
+    ],
+)
+def test_a_matrix_that_the_model_does_not_expect_is_refused_before_it_is_decoded(
+    copied: Path, tmp_path: Path, change: Callable[[dict[str, Tensor]], None], match: str
+) -> None:
+    rewrite(copied, change)
+    for read in (lambda: load_dense(copied, torch.device("cpu")), lambda: nearplane.export(copied, tmp_path / "dense")):
+        with pytest.raises(FormatError, match=match):
+            read()
 
 
 @pytest.mark.parametrize(

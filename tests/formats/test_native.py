@@ -25,8 +25,8 @@ from nearplane.errors import FormatError, ModelError, RecipeError
 from nearplane.evaluate import load_dense
 from nearplane.formats.folder import FORMATS, quantization_of, read_dense, read_matrices
 from nearplane.formats.native import Native
+from nearplane.formats.network import stored_transposed
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
-from nearplane.models.layers import stored_transposed
 from nearplane.shards import ShardReader, checksum
 
 CORRUPTIONS = 2000 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 200

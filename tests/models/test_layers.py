@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from families import FAMILIES, config_of
 from nearplane.errors import ModelError
-from nearplane.models.layers import IGNORED, as_layer, find_blocks, find_layers, stored_transposed
+from nearplane.models.layers import IGNORED, as_layer, find_blocks, find_layers
 
 
 def modules() -> list[tuple[nn.Module, Tensor]]:
@@ -113,12 +113,3 @@ def test_ignored_layers_are_found_by_search_in_the_full_name() -> None:
     assert [layer.name for layer in layers] == ["model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"]
     assert all(reason == IGNORED for _, reason in skipped)
     assert len(skipped) == 5
-
-
-def test_transposed_weights_are_named_with_and_without_the_base_prefix() -> None:
-    with torch.device("meta"):
-        gpt2 = AutoModelForCausalLM.from_config(config_of("gpt2"))
-        llama = AutoModelForCausalLM.from_config(config_of("llama"))
-    assert {"transformer.h.0.attn.c_attn.weight", "h.2.mlp.c_proj.weight"} <= stored_transposed(gpt2)
-    assert len(stored_transposed(gpt2)) == 2 * 3 * 4
-    assert stored_transposed(llama) == set()

@@ -92,6 +92,16 @@ def pack_layer(name: str, matrix: QuantizedMatrix, dtype: torch.dtype) -> dict[s
     }
 
 
+def shape_of(name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+    """Return (out, in) of a stored layer without unpacking it.
+
+    Raises:
+        FormatError: the tensor that says it is missing.
+    """
+    out, columns = (int(n) for n in expect(name, tensors, "weight_shape", (2,), {torch.int64, torch.int32}))
+    return out, columns
+
+
 def unpack_layer(name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> QuantizedMatrix:
     """Return the matrix that `pack_layer` stored.
 
@@ -104,7 +114,7 @@ def unpack_layer(name: str, tensors: Mapping[str, Tensor], config: Mapping[str, 
         FormatError: a tensor is missing or not what the config says, or the config uses what is not understood.
     """
     bits, group_size, symmetric = _scheme(config, name)
-    out, columns = (int(n) for n in expect(name, tensors, "weight_shape", (2,), {torch.int64, torch.int32}))
+    out, columns = shape_of(name, tensors)
     groups = -(-columns // group_size) if group_size else 1
     dense, padded = words_of(columns, bits), -(-columns // (32 // bits))
     found = tensors.get(f"{name}.weight_packed")

@@ -9,8 +9,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.pytorch_utils import Conv1D
 
 from nearplane.errors import FormatError, ModelError, RecipeError
 from nearplane.formats.folder import (
@@ -22,6 +20,7 @@ from nearplane.formats.folder import (
     read_dense,
     write_json,
 )
+from nearplane.formats.network import empty_network, stored_transposed, weight_shapes
 from nearplane.shards import ShardWriter
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -62,10 +61,11 @@ def export(
     check_apart(out, source)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RecipeError(f"{out} exists and is not empty. Choose another folder, or empty it first.")
-    transposed = _transposed(source, trust_remote_code)
+    network = empty_network(source, trust_remote_code=trust_remote_code)
+    tensors = read_dense(source, transposed=stored_transposed(network), shapes=weight_shapes(network))
     with disk(out):
         writer = ShardWriter(out, None)
-        for shard in _shards(read_dense(source, transposed=transposed), DTYPES[dtype]):
+        for shard in _shards(tensors, DTYPES[dtype]):
             writer.write(shard)
         copy_beside(source, out, trust_remote_code=trust_remote_code)
         try:
@@ -97,17 +97,3 @@ def _dense(config: dict[str, Any], dtype: str) -> dict[str, Any]:
     kept = {name: value for name, value in config.items() if name not in ("quantization_config", "torch_dtype")}
     kept = {name: _dense(value, dtype) if isinstance(value, dict) else value for name, value in kept.items()}
     return kept | ({"dtype": dtype} if {"dtype", "torch_dtype", "architectures"} & config.keys() else {})
-
-
-def _transposed(folder: Path, trust_remote_code: bool) -> set[str]:
-    """Return the names of the weights that are stored as (in, out), with and without the prefix of the base model."""
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        del config.quantization_config
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except Exception as error:  # configs and models are programs of their makers and raise what they like
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"transformers builds no language model from {folder / CONFIG} ({reason}).") from error
-    names = {f"{name}.weight" for name, module in model.named_modules() if type(module) is Conv1D}
-    return names | {name.removeprefix(f"{model.base_model_prefix}.") for name in names}

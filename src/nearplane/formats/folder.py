@@ -7,6 +7,7 @@ and `native.py`.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -50,6 +51,7 @@ class Layout(Protocol):
     ) -> None: ...
     def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype: ...
     def pack_layer(self, name: str, matrix: QuantizedMatrix, dtype: torch.dtype) -> dict[str, Tensor]: ...
+    def shape_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]: ...
     def unpack_layer(self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> QuantizedMatrix: ...
 
 
@@ -242,28 +244,59 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
     return config
 
 
-def read_matrices(folder: Path) -> Iterator[tuple[str, QuantizedMatrix]]:
+def read_matrices(
+    folder: Path, *, shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> Iterator[tuple[str, QuantizedMatrix]]:
     """Yield (name, matrix) of every quantized layer of a folder, one in memory at a time.
 
+    Args:
+        shapes: of all parameters of the model that it is read for, see `weight_shapes`: what does not fit takes no memory.
+
     Raises:
-        FormatError: a layer is not what its format says, or the format is not understood.
+        FormatError: a layer is not what its format says or the model expects, or the format is not understood.
     """
     config = quantization_of(folder)
     if config is None:
         return
     layout, reader = layout_of(config), _reader(folder, config)
     for name, parts in _layers(layout, reader).items():
-        yield name, layout.unpack_layer(name, reader.read(parts), config)
+        tensors = reader.read(parts)
+        if shapes is not None:
+            _check_shape(
+                f"{reader.file(parts[0])}: {parts[0]}", f"{name}.weight", layout.shape_of(name, tensors), shapes
+            )
+        yield name, layout.unpack_layer(name, tensors, config)
 
 
-def read_dense(folder: Path, *, transposed: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
+def _check_shape(called: str, name: str, found: tuple[int, int], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse a matrix that the model does not expect; of names that it does not have, what is larger than all it has."""
+    wanted = shapes.get(name)
+    if wanted is None and math.prod(found) > (most := max(math.prod(shape) for shape in shapes.values())):
+        raise FormatError(
+            f"{called} holds a matrix {found[0]} x {found[1]}; no weight of the model that config.json describes has more than "
+            f"{most:,} elements. The two do not belong together; fetch the folder again."
+        )
+    if wanted is not None and found != wanted:
+        raise FormatError(
+            f"{called} holds a matrix {found[0]} x {found[1]}, config.json asks for {' x '.join(map(str, wanted))}. The two do not "
+            f"belong together; fetch the folder again."
+        )
+
+
+def read_dense(
+    folder: Path, *, transposed: Collection[str] = (), shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Yield (parameter name, tensor) of a folder as if it had never been quantized, one in memory at a time.
 
     A quantized layer is its float32 values `scale * (code - zero)` as `name.weight`: (out, in), or (in, out) where
     that name is in `transposed`, as Conv1D modules have them. Everything else is as stored.
 
+    Args:
+        transposed: see `stored_transposed`.
+        shapes: as for `read_matrices`.
+
     Raises:
-        FormatError: a layer is not what its format says, or the format is not understood.
+        FormatError: a layer is not what its format says or the model expects, or the format is not understood.
     """
     config = quantization_of(folder)
     reader = _reader(folder, config)
@@ -272,7 +305,7 @@ def read_dense(folder: Path, *, transposed: Collection[str] = ()) -> Iterator[tu
     for name in reader.names():
         if name not in packed:
             yield name, reader.read([name])[name]
-    for name, matrix in read_matrices(folder):
+    for name, matrix in read_matrices(folder, shapes=shapes):
         values = matrix.decode()
         yield f"{name}.weight", values.T.contiguous() if f"{name}.weight" in transposed else values
 

@@ -113,6 +113,15 @@ class GPTQ:
             f"{name}.g_idx": stored.group.to(torch.int32),
         }
 
+    def shape_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+        """Return (out, in) of a stored layer without unpacking it.
+
+        Raises:
+            FormatError: a tensor is missing.
+        """
+        columns = len(expect(name, tensors, "g_idx", (None,), {torch.int32, torch.int64}))
+        return expect(name, tensors, "qweight", (None, None), {torch.int32}).shape[1], columns
+
     def unpack_layer(self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> QuantizedMatrix:
         """Return the matrix that `pack_layer` stored.
 

@@ -35,7 +35,7 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from nearplane.coding.blob import decode, decode_packed, shape_of
-from nearplane.errors import FormatError, ModelError
+from nearplane.errors import FormatError, ModelError, first_line
 from nearplane.formats.folder import quantization_of
 from nearplane.formats.native import METHOD, Native, matrix_of
 from nearplane.runtime.packed import PackedLinear
@@ -82,7 +82,7 @@ def load(
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise ModelError(f"transformers loads no language model from {source} ({reason}).") from error
     if not packed and isinstance(getattr(model, "hf_quantizer", None), NearplaneQuantizer):
         model = model.dequantize(model.dtype)

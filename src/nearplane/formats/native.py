@@ -17,7 +17,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from nearplane.coding.blob import Coder, Contents, decode, encode
+from nearplane.coding.blob import Coder, Contents, decode, encode, shape_of
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.integers import expect
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
@@ -97,20 +97,17 @@ class Native:
             FormatError: the matrix is on another kind of grid.
         """
         del dtype
-        grid = matrix.grid
-        if not isinstance(grid, ProductGrid):
-            raise FormatError(
-                f"{name}: a {type(grid).__name__} with steps of its own; the nearplane format holds a ProductGrid."
-            )
-        contents = Contents(
-            codes=matrix.codes.to(torch.int32).contiguous().numpy(),
-            base=grid.base,
-            columns=grid.columns.to(torch.int32).contiguous().numpy(),
-            column_resolution=grid.column_resolution,
-            rows=grid.rows.to(torch.int32).contiguous().numpy(),
-            row_resolution=grid.row_resolution,
-        )
-        return {f"{name}.{self.KEY}": torch.tensor(encode(contents, coder=self.coder, classes=self.classes))}
+        coded = encode(contents(matrix, name=name), coder=self.coder, classes=self.classes)
+        return {f"{name}.{self.KEY}": torch.tensor(coded)}
+
+    def shape_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+        """Return (out, in) of a stored layer without decoding it.
+
+        Raises:
+            FormatError: the tensor is missing, or of a version that is not understood.
+        """
+        blob = expect(name, tensors, self.KEY, (None,), {torch.uint8})
+        return shape_of(blob.numpy(), name=f"{name}.{self.KEY}")
 
     def unpack_layer(self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> QuantizedMatrix:
         """Return the matrix that `pack_layer` stored, with all cores.
@@ -156,6 +153,26 @@ class Native:
 
 
 DEFAULT = Native()
+
+
+def contents(matrix: QuantizedMatrix, *, name: str = "matrix") -> Contents:
+    """Return what the coder takes, the inverse of `matrix_of`.
+
+    Raises:
+        FormatError: the matrix is on another kind of grid.
+    """
+    grid = matrix.grid
+    if not isinstance(grid, ProductGrid):
+        raise FormatError(
+            f"{name}: a {type(grid).__name__} with steps of its own; the nearplane format holds a ProductGrid."
+        )
+    codes, columns, rows = (
+        part.to("cpu", torch.int32).contiguous().numpy() for part in (matrix.codes, grid.columns, grid.rows)
+    )
+    return Contents(
+        codes=codes, base=grid.base, columns=columns, column_resolution=grid.column_resolution, rows=rows,
+        row_resolution=grid.row_resolution,
+    )  # fmt: skip
 
 
 def matrix_of(contents: Contents) -> QuantizedMatrix:

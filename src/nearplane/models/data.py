@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from nearplane.errors import CalibrationError
+from nearplane.errors import CalibrationError, first_line
 
 DEFAULT_DATASET = "HuggingFaceFW/fineweb-edu:sample-10BT:train"
 SUFFIXES = (".txt", ".jsonl")
@@ -127,7 +127,7 @@ def _text(row: Any, place: str, tokenizer: PreTrainedTokenizerBase) -> str:
             try:
                 return str(tokenizer.apply_chat_template(messages, tokenize=False))
             except Exception as error:  # templates are programs of the model's makers and raise what they like
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                reason = first_line(error)
                 raise CalibrationError(f"{place}: the chat template cannot be applied ({reason}).") from error
     raise CalibrationError(f"{place} has neither `text` (a string) nor `messages` (a list).")
 
@@ -146,7 +146,7 @@ def _rows(source: str, seed: int) -> Iterator[dict[str, Any]]:
         rows = load_dataset(name, config or None, split=split or "train", streaming=True)
         yield from rows.shuffle(seed=seed, buffer_size=SHUFFLED_ROWS)
     except Exception as error:  # whatever the network and the readers of many formats raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise CalibrationError(
             f"The data set {source} cannot be read ({reason}); pass a .txt or .jsonl file with --calibration."
         ) from error

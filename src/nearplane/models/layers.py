@@ -176,10 +176,3 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
             f"Conv2d. nearplane quantizes models made of a stack of blocks."
         )
     return max(found, key=lambda entry: sum(p.numel() for p in entry[1].parameters()))
-
-
-def stored_transposed(model: nn.Module) -> set[str]:
-    """Return the names of the weights that are stored as (in, out), with and without the prefix of the base model."""
-    names = {f"{name}.weight" for name, module in model.named_modules() if type(module) is Conv1D}
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    return names | {name.removeprefix(prefix) for name in names}

@@ -28,7 +28,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from nearplane.errors import ModelError, RecipeError
+from nearplane.errors import ModelError, RecipeError, first_line
 from nearplane.models.conversion import Weights
 from nearplane.models.layers import IGNORED, Layer, find_blocks, find_ends, find_layers
 from nearplane.shards import ShardReader
@@ -72,7 +72,7 @@ def open_model(
         with torch.device("meta"):
             network = AutoModelForCausalLM.from_config(config, dtype=dtype, **code).eval()
     except Exception as error:  # configs and models are programs of their makers and raise what they like
-        reason = _first_line(error)
+        reason = first_line(error)
         raise ModelError(f"transformers builds no language model from {folder}/config.json ({reason}).") from error
     return Model(
         folder, network, reader, ignore=ignore, embeddings=embeddings, head=head, trust_remote_code=trust_remote_code
@@ -104,7 +104,7 @@ def find_folder(source: str, *, trust_remote_code: bool = False) -> Path:
             f"pass a local folder or check the connection."
         ) from error
     except Exception as error:  # whatever the network stack and the disk raise
-        raise ModelError(f"{source} could not be fetched from the hub ({_first_line(error)}). Try again.") from error
+        raise ModelError(f"{source} could not be fetched from the hub ({first_line(error)}). Try again.") from error
 
 
 def device_of(device: str) -> torch.device:
@@ -195,7 +195,7 @@ class Model:
         try:
             return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=self._trust_remote_code)
         except Exception as error:  # tokenizers of many libraries
-            reason = _first_line(error)
+            reason = first_line(error)
             raise ModelError(f"{self.folder} holds no tokenizer that transformers can load ({reason}).") from error
 
     def source_name(self, parameter: str) -> str:
@@ -291,10 +291,6 @@ def _dtype(reader: ShardReader) -> torch.dtype:
     if most not in DTYPES:
         raise ModelError(f"{reader.folder}: weights are stored as {most}; nearplane starts from {', '.join(DTYPES)}.")
     return DTYPES[most]
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _configs(config: Any) -> list[Any]:
