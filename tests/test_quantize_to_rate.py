@@ -1,17 +1,21 @@
 """Rate mode through the main path: the size asked for, on disk; what is loaded is what was solved; clear refusals."""
 
 import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import nearplane
-from nearplane import NearplaneError, RecipeError
+from nearplane import NearplaneError, Recipe, RecipeError
 from nearplane.cli import app
 from nearplane.coding.blob import shape_of
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.formats.folder import read_dense, read_matrices
+from nearplane.models.stream import open_model
+from nearplane.plan import _rest
 from nearplane.record import read_record
 from nearplane.shards import ShardReader
 
@@ -58,12 +62,38 @@ def test_the_bytes_on_disk_are_what_was_asked_for(small, tmp_path, options):
     assert record.missed is None
 
 
-def test_a_size_is_met_in_bytes_of_the_weight_files(small, tmp_path):
-    dense = sum(path.stat().st_size for path in small.glob("*.safetensors"))
-    asked = round(dense * 0.55)
+def bytes_of(folder, pattern="*"):
+    return sum(path.stat().st_size for path in folder.rglob(pattern) if path.is_file())
+
+
+def test_a_size_is_met_in_bytes_of_all_files(small, tmp_path):
+    """Not only of the weights: this tokenizer is a twentieth of the folder."""
+    asked = round(0.55 * bytes_of(small))
     record = nearplane.quantize(small, tmp_path / "out", size=str(asked), allocate="uniform", **FAST)
-    found = sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
-    assert found == record.bytes == pytest.approx(asked, rel=0.005)
+    assert bytes_of(tmp_path / "out", "*.safetensors") == record.bytes
+    assert bytes_of(tmp_path / "out") == record.folder == pytest.approx(asked, rel=0.005)
+    assert record.missed is None
+
+
+def test_what_is_not_weights_is_foretold(small, tmp_path):
+    """Within a thousandth, templates, code and tensors of unusual types included."""
+    folder = tmp_path / "model"
+    shutil.copytree(small, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {"f8": torch.ones(777).to(torch.float8_e4m3fn), "u16": torch.ones(3, 5, dtype=torch.uint16)}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").write_text("x" * 30_000)
+    (folder / "LICENSE").write_text("y" * 20_000)
+    (folder / "pytorch_model.bin").write_text("z" * 50_000)  # not copied
+    (folder / "modeling.py").write_text("# z" * 9_000)  # not copied
+    recipe = Recipe.from_spellings(rate=3.0, allocate="uniform", **FAST)
+    record = nearplane.quantize(folder, tmp_path / "out", recipe)
+    found = bytes_of(tmp_path / "out")
+    assert record.folder == found
+    rest = found - sum(layer.bytes for layer in record.layers)
+    assert bytes_of(folder) - bytes_of(small) > 120_000
+    assert _rest(open_model(str(folder)), recipe) == pytest.approx(rest, abs=0.001 * found)
 
 
 def test_slope_spends_more_where_the_network_needs_it(coded):

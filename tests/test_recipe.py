@@ -168,6 +168,8 @@ def test_rates_survive_json_and_choose_the_format():
     assert Recipe.from_json(recipe.to_json()) == recipe
     assert Recipe(rate=Rate(size="3.1GB")).rate.bytes() == 3_100_000_000
     assert Recipe(rate=Rate(size="2 MiB")).rate.bytes() == 2 << 20
+    assert Rate(size="3KiB").bytes() == Rate(size="3kiB").bytes() == 3 << 10
+    assert Rate(size="3KB").bytes() == Rate(size="3 kB").bytes() == 3000
     assert Recipe().format == "compressed-tensors"
 
 

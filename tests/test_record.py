@@ -1,8 +1,10 @@
 """The record survives JSON, and adds up."""
 
+from dataclasses import replace
+
 import pytest
 
-from nearplane import FormatError, Recipe, Rule
+from nearplane import FormatError, Rate, Recipe, Rule
 from nearplane.record import LayerRecord, RunRecord, read_record
 
 LAYER = LayerRecord(
@@ -23,6 +25,18 @@ def test_a_record_survives_json():
 def test_rate_counts_every_byte_of_the_layers():
     assert LAYER.rate == 8 * 64 / 128
     assert RUN.rate == 4.0
+
+
+@pytest.mark.parametrize("others", [0, 5, 99_000, 10**6 - len(RUN.to_json()) - 5, 10**12])
+def test_a_record_counts_itself(others):
+    record = RUN.in_folder(others)
+    assert record.folder == others + len(record.to_json().encode())
+
+
+def test_a_size_is_of_the_whole_folder():
+    asked = replace(RUN, recipe=Recipe(rate=Rate(size="10kB")), bytes=4096, folder=10_040)
+    assert asked.missed is None
+    assert "10,000 bytes asked for, 10,060 found" in replace(asked, folder=10_060).missed
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"recipe": {}}', RUN.to_json().replace('"loss"', '"lose"')])

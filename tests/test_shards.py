@@ -21,6 +21,18 @@ def folder(tmp_path):
     return tmp_path
 
 
+def test_sizes_are_known_without_reading_whatever_the_dtype(tmp_path):
+    tensors = {
+        "f8": torch.ones(7).to(torch.float8_e5m2), "u16": torch.ones(3, 5, dtype=torch.uint16), "none": torch.ones(0),
+        "u32": torch.ones(2, dtype=torch.uint32), "c64": torch.ones(3, dtype=torch.complex64), "i64": torch.tensor(5),
+    }  # fmt: skip
+    writer = ShardWriter(tmp_path, 1)
+    writer.write(tensors)
+    writer.finish()
+    reader = ShardReader(tmp_path)
+    assert {name: reader.nbytes(name) for name in reader.names()} == {n: t.nbytes for n, t in tensors.items()}
+
+
 def test_what_is_written_is_read(folder):
     reader = ShardReader(folder)
     expected = SHARDS[0] | SHARDS[1]

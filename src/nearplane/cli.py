@@ -80,7 +80,10 @@ def quantize(
     )
     if (missed := record.missed) is not None:
         print(missed)
-    print(f"weight files {record.bytes / 1e6:,.1f} MB, calibrated on {record.tokens:,} tokens")
+    print(
+        f"weight files {record.bytes / 1e6:,.1f} MB, the whole folder {record.folder / 1e6:,.1f} MB, "
+        f"calibrated on {record.tokens:,} tokens"
+    )
     print(f"relative loss: mean {sum(losses) / len(losses):.2e}, worst {worst.relative_loss:.2e} ({worst.name})")
     if better and record.tokens:
         print(

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -25,17 +26,19 @@ from nearplane.allocate import (
     to_widths,
 )
 from nearplane.errors import RecipeError
-from nearplane.formats.folder import FORMATS
+from nearplane.formats.folder import FORMATS, config_text, size_copied
+from nearplane.formats.native import Native
 from nearplane.models.layers import Layer
 from nearplane.models.sensitivity import sensitivity
 from nearplane.models.statistics import Statistics
 from nearplane.models.stream import Model
 from nearplane.recipe import Rate, Recipe, Rule
+from nearplane.record import LayerRecord, RunRecord
+from nearplane.shards import index_text
 
 Progress = Callable[[Iterable[Any], str, int], Iterable[Any]]
 HUFFMAN = 1.1  # bits per weight that a Huffman coder needs at least
 SWAY = 0.02  # of its rate, by which a layer takes up what those before it left over or took too much
-BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,7 +126,7 @@ def budget_of(model: Model, recipe: Recipe) -> float:
     weights = sum(math.prod(layer.shape) for layer in layers)
     rate, size = recipe.rate.rate, recipe.rate.bytes()
     if size is not None:
-        rest = _rest(model, layers)
+        rest = _rest(model, recipe)
         rate = 8 * (size - rest) / weights
         smallest, largest = (rest + math.ceil(bits * weights / 8) for bits in (0.5, 7))
         if not 0.5 <= rate <= 7:
@@ -193,24 +196,56 @@ def _side(layer: Layer, rate: Rate) -> float:
     return 16 if rate.method == "hptq" else 16 + 3 * layer.shape[1] / 8
 
 
-def _rest(model: Model, layers: Iterable[Layer]) -> int:
-    """Return the bytes of the weight files that are not the quantized layers' tensors: other tensors, and the files' headers."""
-    quantized = {model.source_name(f"{layer.name}.weight") for layer in layers}
-    again = {name for layer in layers for name in model.copies(layer)} - quantized  # tied, and not written twice
-    entries: dict[str, Mapping[str, Any]] = {}
-    size = 0
-    for name in model.reader.names():
-        if name in again:
-            continue
-        dtype, shape = model.reader.dtype(name), model.reader.shape(name)
-        if name in quantized:
-            name, dtype, shape = f"{name.removesuffix('.weight')}.weight_coded", "U8", (math.prod(shape) // 3,)
-        else:
-            size += math.prod(shape) * BYTES[dtype]
-        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [10**6, 10**6]}  # digits as in middling files
+def _rest(model: Model, recipe: Recipe) -> int:
+    """Return the bytes of the folder that are not the quantized layers' tensors.
+
+    Exact are all other tensors, config.json and what is copied; the files' headers, the index and the record to some digits.
+    """
+    layers, reader = model.layers, model.reader
+    again = {name for layer in layers for name in model.copies(layer)}  # also tied ones, which are not written twice
+    sizes = {name: reader.nbytes(name) for name in reader.names() if name not in again}
+    entries: dict[str, tuple[str, tuple[int, ...]]] = {name: (reader.dtype(name), reader.shape(name)) for name in sizes}
+    entries |= {
+        f"{model.written_name(each.name)}.weight_coded": ("U8", (math.prod(each.shape) // 3,)) for each in layers
+    }
     shards = len(model.blocks) + 1
-    return (
-        size
-        + len(json.dumps(entries, separators=(",", ":")))
-        + shards * (8 + 4 + len('{"__metadata__":{"format":"pt"}}'))
+    middle = sum(map(reader.nbytes, reader.names())) // (8 * shards)  # of a file, about: has the digits of most offsets
+    headers = {
+        name: {"dtype": dtype, "shape": shape, "data_offsets": (middle, middle)}
+        for name, (dtype, shape) in entries.items()
+    }
+    config = Native(coder=recipe.rate.coder, classes=recipe.rate.classes).quantization_config(
+        quantized=[layer.name for layer in layers], version=version("nearplane")
     )
+    texts = (
+        json.dumps(headers, separators=(",", ":")),
+        index_text(
+            dict.fromkeys(entries, f"model-00001-of-{shards:05d}.safetensors"), dict.fromkeys(entries, 8 * "0"), 10**7
+        ),
+        config_text(model.folder, config),
+        _record(model, recipe).to_json(),
+    )
+    return (
+        sum(sizes.values())
+        + sum(len(text.encode()) for text in texts)
+        + shards * (8 + 4 + len('{"__metadata__":{"format":"pt"}}'))
+        + size_copied(model.folder, trust_remote_code=model.trust_remote_code)
+    )
+
+
+def _record(model: Model, recipe: Recipe) -> RunRecord:
+    """Return a record as long as that of a run, on average."""
+    little, middling, large = 1.234567890123456e-05, 0.012345678901234567, 2.345678901234567
+    records = tuple(
+        LayerRecord(
+            name=layer.name, out_features=layer.shape[0], in_features=layer.shape[1], loss=little, relative_loss=middling,
+            damped_loss=little, correction=large, damp=0.01, dead=0, tokens=10**5, order=recipe.rule.order, seconds=middling,
+            sweep_damp=0.1, asked=large, entropy=large, limit=large, bytes=math.prod(layer.shape) // 3,
+        )
+        for layer in model.layers
+    )  # fmt: skip
+    packages = ("python", "nearplane", "torch", "transformers", "numba", "safetensors")
+    return RunRecord(
+        recipe=recipe, source=str(model.folder), versions=dict.fromkeys(packages, "0.00.0"), device="cpu", windows=256,
+        seqlen=2048, tokens=10**5, layers=records, skipped=tuple(model.skipped), seconds=large, bytes=10**7, folder=10**7,
+    )  # fmt: skip

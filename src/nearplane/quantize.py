@@ -99,6 +99,7 @@ def quantize(
         solved = quantized_layers(source, recipe, tokens, writer, place, planned)
         layers = tuple(progress(solved, "quantizing", len(source.layers)))
         record = replace(record, layers=layers, seconds=time.perf_counter() - began, bytes=writer.size)
+        record = record.in_folder(writer.size + writer.size_beside)
         writer.record_json = record.to_json()
     return record
 

@@ -125,7 +125,7 @@ class Rate:
 
     Args:
         rate: Bits per quantized weight, 0.5 to 7, every byte of the layers' tensors counted.
-        size: Of the whole checkpoint, instead: "3.1GB", "800MiB" or a number of bytes.
+        size: Of the whole checkpoint folder, tokenizer and all, instead: "3.1GB", "800MiB" or a number of bytes.
         method: Steps that give every plane the same error (waterfill), or one step a matrix (hptq: GPTQ with unbounded codes).
         coder: tans, huffman (the coder of the HPTQ paper), or zstd.
         shrink: Whether targets are shrunken for the noise that the rounding adds (waterfill only): the least loss of one
@@ -192,7 +192,7 @@ class Rate:
         """
         if self.size is None:
             return None
-        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kMGT]?i?B?)\s*", self.size)
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kKMGT]?i?B?)\s*", self.size)
         if not match or match[2] not in UNITS or float(match[1]) <= 0:
             raise RecipeError(
                 f"size is {self.size!r}; expected a number of bytes or one with a unit: 3.1GB, 800MB, 2.9GiB."
@@ -201,7 +201,10 @@ class Rate:
 
 
 UNITS: Mapping[str, int] = {"": 1, "B": 1} | {
-    f"{prefix}{i}B": (1024 if i else 1000) ** power for power, prefix in enumerate("kMGT", 1) for i in ("", "i")
+    f"{prefix}{i}B": (1024 if i else 1000) ** power
+    for power, prefixes in enumerate(("kK", "M", "G", "T"), 1)
+    for prefix in prefixes
+    for i in ("", "i")
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,7 @@ class RunRecord:
         skipped: (name, reason) of weights that were left as they are although the recipe did not ask for it.
         seconds: Of the whole run.
         bytes: Of all weight files together.
+        folder: Bytes of all files of the checkpoint, this record among them.
     """
 
     recipe: Recipe
@@ -108,11 +109,19 @@ class RunRecord:
     skipped: tuple[tuple[str, str], ...] = ()
     seconds: float = 0.0
     bytes: int = 0
+    folder: int = 0
     version: int = field(default=1)
 
     def to_json(self) -> str:
         """Return the record as JSON."""
         return json.dumps(asdict(self), indent=1)
+
+    def in_folder(self, others: int) -> RunRecord:
+        """Return the record with the bytes of its folder, in which it lies beside `others` bytes."""
+        record = replace(self, folder=others)
+        for _ in range(3):  # until the number has as many digits as were counted
+            record = replace(record, folder=others + len(record.to_json().encode()))
+        return record
 
     @classmethod
     def from_json(cls, text: str) -> RunRecord:
@@ -157,7 +166,7 @@ class RunRecord:
         """A sentence if the rate or size asked for was missed by more than 0.5 %."""
         asked = self.recipe.rate
         wanted, found, unit = (
-            (asked.rate, self.rate, "bits per weight") if asked.rate else (asked.bytes(), self.bytes, "bytes")
+            (asked.rate, self.rate, "bits per weight") if asked.rate else (asked.bytes(), self.folder, "bytes")
         )
         if wanted is None or abs(found / wanted - 1) <= 0.005:
             return None

@@ -38,6 +38,14 @@ def checksum(tensor: Tensor) -> str:
     return f"{zlib.crc32(content, zlib.crc32(about.encode())):08x}"
 
 
+def index_text(weight_map: Mapping[str, str], checksums: Mapping[str, str] | None, size: int) -> str:
+    """Return the index of shards: the file and, if there are any, the checksum of every tensor, and the bytes of all."""
+    index: dict[str, object] = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+    if checksums is not None:
+        index["checksums"] = dict(sorted(checksums.items()))
+    return json.dumps(index, indent=2) + "\n"
+
+
 class ShardReader:
     """The tensors of a folder of safetensors files, by name.
 
@@ -65,6 +73,7 @@ class ShardReader:
                 folder / SINGLE
             ]  # others beside it (adapters, another layout of the same weights) are not the model
         self._file: dict[str, Path] = {}
+        self._sizes: dict[Path, dict[str, int]] = {}
         self._about: dict[str, tuple[str, tuple[int, ...]]] = {}
         for path in files:
             with _opened(path) as file:
@@ -84,6 +93,16 @@ class ShardReader:
     def dtype(self, name: str) -> str:
         """Return the safetensors dtype of a tensor ("BF16", "F32", ...) without reading it."""
         return self._about[name][0]
+
+    def nbytes(self, name: str) -> int:
+        """Return the bytes of a tensor without reading it, whatever its dtype."""
+        path = self._file[name]
+        if path not in self._sizes:
+            with path.open("rb") as file:  # a file that safetensors opened before
+                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            spans = {key: entry["data_offsets"] for key, entry in header.items() if key != "__metadata__"}
+            self._sizes[path] = {key: end - begin for key, (begin, end) in spans.items()}
+        return self._sizes[path][name]
 
     def file(self, name: str) -> Path:
         """Return the file that holds a tensor."""
@@ -211,6 +230,10 @@ class ShardWriter:
         self.size += sum(value.nbytes for value in tensors.values())
         return path.stat().st_size
 
+    def index(self) -> str:
+        """Return what the index says of the shards so far."""
+        return index_text(self.weight_map, self.checksums, self.size)
+
     def finish(self) -> None:
         """Write the index and take the mark away. Call it last, when every other file of the folder is there."""
         if self.total is None:
@@ -219,10 +242,7 @@ class ShardWriter:
             self.weight_map = {key: self._named(name) for key, name in self.weight_map.items()}
         elif self._count != self.total:
             raise FormatError(f"{self.folder}: {self._count} shards were written where {self.total} were announced.")
-        index = {"metadata": {"total_size": self.size}, "weight_map": dict(sorted(self.weight_map.items()))}
-        if self.checksums is not None:
-            index["checksums"] = dict(sorted(self.checksums.items()))
-        (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (self.folder / INDEX).write_text(self.index())
         (self.folder / INCOMPLETE).unlink()
 
     def _named(self, name: str) -> str:

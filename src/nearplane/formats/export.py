@@ -16,9 +16,9 @@ from nearplane.formats.folder import (
     check_apart,
     copy_beside,
     disk,
+    json_text,
     quantization_of,
     read_dense,
-    write_json,
 )
 from nearplane.formats.network import empty_network, stored_transposed, weight_shapes
 from nearplane.shards import ShardWriter
@@ -69,7 +69,7 @@ def export(
             writer.write(shard)
         copy_beside(source, out, trust_remote_code=trust_remote_code)
         try:
-            write_json(out / CONFIG, _dense(json.loads((source / CONFIG).read_text()), dtype))
+            (out / CONFIG).write_text(json_text(_dense(json.loads((source / CONFIG).read_text()), dtype)))
             writer.finish()
         except BaseException:
             (out / CONFIG).unlink(missing_ok=True)

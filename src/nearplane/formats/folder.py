@@ -153,6 +153,14 @@ class Writer:
         """Bytes of the shards written so far."""
         return self._size
 
+    @property
+    def size_beside(self) -> int:
+        """Bytes of all other files of the folder but the record, once all shards are written."""
+        texts = [config_text(self._source, self.config), self._shards.index()]
+        if self.config["quant_method"] == "gptq":
+            texts.append(json_text(self.config))
+        return size_copied(self._source, trust_remote_code=self._remote_code) + sum(len(t.encode()) for t in texts)
+
     def __enter__(self) -> Writer:
         with disk(self._out):
             (self._out / CONFIG).unlink(missing_ok=True)  # first: from here on nothing loads what is there
@@ -197,14 +205,13 @@ class Writer:
             return
         if self._pending or self.record_json is None:
             raise FormatError(f"{self._out}: layers without a shard, or no record. Call close_block, set record_json.")
-        config = json.loads((self._source / CONFIG).read_text()) | {"quantization_config": self.config}
         with disk(self._out):
             copy_beside(self._source, self._out, trust_remote_code=self._remote_code)
             if self.config["quant_method"] == "gptq":
-                write_json(self._out / GPTQ_CONFIG, self.config)
+                (self._out / GPTQ_CONFIG).write_text(json_text(self.config))
             (self._out / RECORD).write_text(self.record_json)
             try:
-                write_json(self._out / CONFIG, config)
+                (self._out / CONFIG).write_text(config_text(self._source, self.config))
                 self._shards.finish()
             except BaseException:
                 (self._out / CONFIG).unlink(missing_ok=True)
@@ -213,18 +220,40 @@ class Writer:
 
 def copy_beside(source: Path, out: Path, *, trust_remote_code: bool) -> None:
     """Copy what belongs to a model beside its weights: tokenizer, templates, generation_config, licence."""
-    for path in sorted(source.iterdir()):
-        name = path.name
+    for path in _beside(source, trust_remote_code):
         if path.is_dir():
-            if name == TEMPLATES:
-                shutil.copytree(path, out / name, dirs_exist_ok=True)
-        elif not (
-            name.startswith((".", "README"))
-            or name.endswith(WEIGHTS)
-            or name in (CONFIG, GPTQ_CONFIG, RECORD)
-            or (path.suffix == ".py" and not trust_remote_code)
-        ):
-            shutil.copyfile(path, out / name)
+            shutil.copytree(path, out / path.name, dirs_exist_ok=True)
+        else:
+            shutil.copyfile(path, out / path.name)
+
+
+def size_copied(source: Path, *, trust_remote_code: bool) -> int:
+    """Return the bytes that `copy_beside` copies."""
+    copied = [part for path in _beside(source, trust_remote_code) for part in ([path, *path.rglob("*")])]
+    return sum(path.stat().st_size for path in copied if path.is_file())
+
+
+def _beside(source: Path, trust_remote_code: bool) -> list[Path]:
+    """Return the files, and the folder of templates, that belong to a model beside its weights."""
+    return [
+        path
+        for path in sorted(source.iterdir())
+        if (path.name == TEMPLATES if path.is_dir() else _copied(path.name, trust_remote_code))
+    ]
+
+
+def _copied(name: str, trust_remote_code: bool) -> bool:
+    return not (
+        name.startswith((".", "README"))
+        or name.endswith(WEIGHTS)
+        or name in (CONFIG, GPTQ_CONFIG, RECORD)
+        or (name.endswith(".py") and not trust_remote_code)
+    )
+
+
+def config_text(source: Path, config: Mapping[str, Any]) -> str:
+    """Return the config.json of a folder with a quantization_config."""
+    return json_text(json.loads((source / CONFIG).read_text()) | {"quantization_config": dict(config)})
 
 
 def quantization_of(folder: Path) -> dict[str, Any] | None:
@@ -343,8 +372,8 @@ def _equal(one: QuantizedMatrix, other: QuantizedMatrix) -> bool:
     return False
 
 
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(data, indent=2) + "\n")
+def json_text(data: Mapping[str, Any]) -> str:
+    return json.dumps(data, indent=2) + "\n"
 
 
 class disk:  # noqa: N801  (a context manager used like a function)

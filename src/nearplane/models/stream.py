@@ -139,6 +139,7 @@ class Model:
         reader: of the checkpoint's tensors.
         dtype: of the weights in the checkpoint.
         positions: that it was built for, or None.
+        trust_remote_code: whether code that comes with the checkpoint may run.
         blocks: in the order they run.
         embeddings, head: as blocks of one layer each where they are to be quantized, else None.
         tied: whether they are one matrix, which is then `embeddings`.
@@ -159,7 +160,7 @@ class Model:
     ) -> None:
         self.folder, self.network, self.reader, self.config = folder, network, reader, network.config
         self.dtype, self.positions = _dtype(reader), positions_of(network.config)
-        self._trust_remote_code = trust_remote_code
+        self.trust_remote_code = trust_remote_code
         self.stack, blocks = find_blocks(network)
         self.weights = Weights(network, reader)
         self.blocks: list[Block] = []
@@ -193,7 +194,7 @@ class Model:
             ModelError: the folder holds none.
         """
         try:
-            return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=self._trust_remote_code)
+            return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=self.trust_remote_code)
         except Exception as error:  # tokenizers of many libraries
             reason = first_line(error)
             raise ModelError(f"{self.folder} holds no tokenizer that transformers can load ({reason}).") from error
