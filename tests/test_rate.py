@@ -161,3 +161,17 @@ def test_a_large_matrix_of_uneven_rows_takes_what_was_asked_for():
     W[::7] *= 6
     coded, *_ = measured(W, torch.eye(576, dtype=torch.float64), Rate(rate=2.5), 2.5)
     assert coded == pytest.approx(2.5, rel=0.005)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("out", [96, 1024])
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_a_matrix_on_a_gpu_is_quantized_there_wherever_its_sensitivity_lies(out, where):
+    sensitivity = gaussian(out, 1)[:, 0].double().square().to(where)
+    matrix, record = quantize_matrix_to_rate(
+        gaussian(out, 64).cuda(), power_law(64, 1.0).cuda(), UNDAMPED, Rate(rate=3.0), 3.0, sensitivity=sensitivity
+    )
+    assert matrix.codes.device.type == matrix.grid.rows.device.type == matrix.grid.columns.device.type == "cuda"
+    assert matrix.grid.rows.any()
+    assert 8 * len(encode(contents(matrix))) / matrix.codes.numel() == pytest.approx(3.0, rel=0.005)
+    assert math.isfinite(record.loss)
