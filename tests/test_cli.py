@@ -68,3 +68,11 @@ def test_a_mistyped_flag_is_explained():
     )
     assert result.returncode == 2
     assert "--bitz" in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(("flag", "bits"), [("3.5", 3.5), ("2.25", 2.25), ("4", 4), ("3.0", 3)])
+def test_bits_of_the_command_line_are_those_that_were_typed(flag, bits):
+    _, bound, _ = cli.app.parse_args(["quantize", "model", "out", "--bits", flag])
+    found = bound.arguments["rule"].bits
+    assert found == bits
+    assert isinstance(found, int) == (bits == int(bits))

@@ -1,6 +1,8 @@
 """Rate mode through the main path: the size asked for, on disk; what is loaded is what was solved; clear refusals."""
 
 import json
+import subprocess
+import sys
 import shutil
 
 import pytest
@@ -172,6 +174,15 @@ def test_inspect_shows_rates_and_totals(coded, capsys):
     assert "total: 2.7" in shown
 
 
+def test_the_reader_of_a_table_may_stop_reading(coded):
+    """`nearplane inspect out | head -1` ends without a traceback."""
+    words = [sys.executable, "-m", "nearplane", "inspect", str(coded[0])]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert "Traceback" not in process.stderr.read()
+    process.wait()
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -182,7 +193,7 @@ def test_inspect_shows_rates_and_totals(coded, capsys):
         ({"size": "1kB"}, "not quantized"),
         ({"size": "3GB"}, "0.5 to 7 bits"),
         ({"rate": 2, "format": "gptq"}, "--format gptq does not go with a --rate"),
-        ({"bits": 4, "format": "nearplane"}, "no --rate"),
+        ({"bits": 4, "format": "nearplane"}, "no --rate or --size is given"),
         ({"rate": 2, "coder": "zip"}, "tans, huffman, zstd"),
         ({"rate": 2, "method": "trellis"}, "waterfill, hptq"),
     ],

@@ -90,9 +90,17 @@ def quantize(
             f"rounding the same targets to nearest would lose {sorted(better)[len(better) // 2]:.1f} times as much (median layer)"
         )
     if unsound := [layer for layer in record.layers if layer.dead]:
-        print(f"{sum(layer.dead for layer in unsound)} inputs of {len(unsound)} layers were always 0 and decode to 0")
+        print(
+            f"{sum(layer.dead for layer in unsound)} inputs were 0 for every calibration token; their weights are 0 now:"
+        )
+        print("  " + ", ".join(f"{layer.name} ({layer.dead} of {layer.in_features})" for layer in unsound[:8]))
     for name, reason in record.skipped:
         print(f"left as it is: {name} ({reason})")
+    if record.recipe.format == "nearplane":
+        print(
+            f'load it with nearplane.load("{out}"), or in transformers after nearplane.register(): without that call transformers '
+            f"fills its layers with random numbers. For other programs: nearplane export"
+        )
 
 
 @app.command
@@ -206,7 +214,7 @@ def compare(
 
 @app.command
 def inspect(out: Path, *, json: Switch = False) -> None:
-    """Show layers, grids, losses and sizes of a checkpoint that nearplane wrote.
+    """Show layers, grids, losses and sizes of a checkpoint that nearplane wrote, as its record says; weights are not read.
 
     Args:
         out: Its folder.
@@ -367,5 +375,8 @@ def main() -> None:
     except NearplaneError as error:
         print(f"nearplane: {error}", file=sys.stderr)
         sys.exit(1)
+    except BrokenPipeError:  # `nearplane inspect out | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except KeyboardInterrupt:
         sys.exit(130)

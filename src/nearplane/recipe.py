@@ -44,7 +44,9 @@ class Rule:
         correct: Whether targets make up for what the layers before lost.
     """
 
-    bits: int | float = 4
+    bits: float = (
+        4  # a whole number is an int: not `int | float`, of which command lines would take the first that fits
+    )
     group_size: int | None = 128
     symmetric: bool = True
     order: Order = "activation"
@@ -125,7 +127,7 @@ class Rate:
 
     Args:
         rate: Bits per quantized weight, 0.5 to 7, every byte of the layers' tensors counted.
-        size: Of the whole checkpoint folder, tokenizer and all, instead: "3.1GB", "800MiB" or a number of bytes.
+        size: Of the whole checkpoint folder, tokenizer and all, instead of a rate: "3.1GB", "800MiB" or a number of bytes.
         method: Steps that give every plane the same error (waterfill), or one step a matrix (hptq: GPTQ with unbounded codes).
         coder: tans, huffman (the coder of the HPTQ paper), or zstd.
         shrink: Whether targets are shrunken for the noise that the rounding adds (waterfill only): the least loss of one
@@ -233,10 +235,14 @@ class Recipe:
         if self.format is None:
             object.__setattr__(self, "format", "nearplane" if self.rate.wanted else "compressed-tensors")
         _one_of("format", self.format, Format)
-        if self.rate.wanted != (self.format == "nearplane"):
+        if self.rate.wanted and self.format != "nearplane":
             raise RecipeError(
-                f"--format {self.format} does not go with {'a' if self.rate.wanted else 'no'} --rate or --size: "
-                f"entropy-coded weights are written as nearplane, and only they are."
+                f"--format {self.format} does not go with a --rate or --size, which only nearplane's own format holds: leave out "
+                f"--format, or use --bits."
+            )
+        if not self.rate.wanted and self.format == "nearplane":
+            raise RecipeError(
+                "--format nearplane is for entropy-coded weights, no --rate or --size is given: use --rate 2.5, not --bits."
             )
         _refuse_ignored(self)
         fractional = not self.rate.wanted and not isinstance(self.rule.bits, int)
