@@ -1,9 +1,9 @@
 """Rate mode through the main path: the size asked for, on disk; what is loaded is what was solved; clear refusals."""
 
 import json
+import shutil
 import subprocess
 import sys
-import shutil
 
 import pytest
 import torch
