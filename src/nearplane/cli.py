@@ -203,7 +203,7 @@ def compare(
             _table(columns, (
                 (Path(row.model).name, row.method, "-" if row.asked is None else f"{row.asked:g}", _number(row.rate),
                  "-" if row.bytes is None else f"{row.bytes / 1e6:,.3f} MB",
-                 "-" if row.perplexity is None else f"{row.perplexity:.4g}", _number(row.kl), f"{row.seconds:.1f} s", row.note)
+                 "-" if row.perplexity is None else f"{row.perplexity:#.4g}", _number(row.kl), f"{row.seconds:.1f} s", row.note)
                 for row in rows
             ))  # fmt: skip
     if json:
