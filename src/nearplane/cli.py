@@ -84,6 +84,10 @@ def quantize(
         f"weight files {record.bytes / 1e6:,.1f} MB, the whole folder {record.folder / 1e6:,.1f} MB, "
         f"calibrated on {record.tokens:,} tokens"
     )
+    if record.tokens and record.windows < record.recipe.calibration.samples:
+        print(
+            f"the text holds {record.windows} windows of {record.seqlen}, {record.recipe.calibration.samples} were asked for"
+        )
     print(f"relative loss: mean {sum(losses) / len(losses):.2e}, worst {worst.relative_loss:.2e} ({worst.name})")
     if better and record.tokens:
         print(
