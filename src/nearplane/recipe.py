@@ -134,7 +134,7 @@ class Rate:
             matrix, but later layers make up for noise better than for outputs that all shrink.
         sweep_damp: Damping of the sweep (waterfill only), relative to the mean of the Hessian's diagonal. Default: 0.1 where
             targets are corrected, as later layers make up best for errors in strong directions; else as --damp.
-        gains: Which scales are fitted again once the codes are known; the scale of the whole matrix always is.
+        gains: Which scales are fitted again once the codes are known; with waterfill that of the whole matrix always is.
         rows: Whether rows whose errors the network minds more get finer steps (sensitivity), or all the same (equal).
         include_head: Quantize the output embeddings too, last of all.
         include_embeddings: Quantize the input embeddings too, before the blocks, which make up for it. Where they are also the

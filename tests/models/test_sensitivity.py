@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nearplane.errors import CalibrationError
-from nearplane.models.sensitivity import output_sensitivity, sensitivity
+from nearplane.models.sensitivity import sensitivity
 from nearplane.models.stream import open_model
 
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ def at_once(model, tokens, names, seed):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma2", "opt"])
 def test_block_by_block_equals_all_at_once(family, saved, loaded, tokens):
     model = open_model(str(saved(family)))
-    found = output_sensitivity(model, tokens, device=CPU, dtype=torch.float64, batch=2, seed=5)
+    found = sensitivity(model, tokens, device=CPU, dtype=torch.float64, batch=2, seed=5).outputs
     names = [layer.name for block in model.blocks for layer in block.layers]
     assert set(found) == set(names)
 
@@ -52,7 +52,7 @@ def test_the_seed_decides(saved, tokens):
     model = open_model(str(saved("llama")))
     name = model.blocks[0].layers[0].name
     one, same, other = (
-        output_sensitivity(model, tokens, device=CPU, dtype=torch.float64, seed=seed)[name] for seed in (1, 1, 2)
+        sensitivity(model, tokens, device=CPU, dtype=torch.float64, seed=seed).outputs[name] for seed in (1, 1, 2)
     )
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
@@ -62,7 +62,7 @@ def test_a_layer_that_no_gradient_reaches_is_left_out(saved, tokens):
     """As projections of positions are; it gets equal rows."""
     model = open_model(str(saved("llama")))
     model.blocks[1].empty.mlp.up_proj.register_forward_pre_hook(lambda _, args: (args[0].detach(),))
-    found = output_sensitivity(model, tokens, device=CPU, dtype=torch.float32)
+    found = sensitivity(model, tokens, device=CPU, dtype=torch.float32).outputs
     names = {layer.name for block in model.blocks for layer in block.layers}
     assert names - found.keys() == {"model.layers.1.mlp.up_proj"}
 
@@ -71,19 +71,19 @@ def test_gradients_that_are_not_finite_are_an_error_that_says_where(saved, token
     model = open_model(str(saved("llama")))
     model.blocks[1].empty.mlp.up_proj.register_forward_pre_hook(lambda _, args: (args[0] + (0 * args[0]).sqrt(),))
     with pytest.raises(CalibrationError, match=r"before model\.layers\.1\..*--rows equal"):
-        output_sensitivity(model, tokens, device=CPU, dtype=torch.float32)
+        sensitivity(model, tokens, device=CPU, dtype=torch.float32)
 
 
 def test_hidden_states_that_are_not_finite_are_an_error_that_says_where(saved, tokens):
     model = open_model(str(saved("llama")))
     model.blocks[1].empty.mlp.up_proj.register_forward_pre_hook(lambda _, args: (args[0] / 0,))
     with pytest.raises(CalibrationError, match=r"model\.layers\.1 returns NaN"):
-        output_sensitivity(model, tokens, device=CPU, dtype=torch.float32)
+        sensitivity(model, tokens, device=CPU, dtype=torch.float32)
 
 
 def test_float16_is_computed_in_float32(saved, tokens):
     model = open_model(str(saved("llama")))
-    half, single = (output_sensitivity(model, tokens, device=CPU, dtype=d) for d in (torch.float16, torch.float32))
+    half, single = (sensitivity(model, tokens, device=CPU, dtype=d).outputs for d in (torch.float16, torch.float32))
     assert all(torch.equal(half[name], single[name]) for name in single)
 
 

@@ -172,12 +172,14 @@ def row_exponents(sensitivity: Tensor, columns: int, resolution: int) -> Tensor:
 
 
 def ladder(count: int) -> int:
-    """Return the steps per octave at which one exponent for `count` weights costs least in all.
+    """Return the steps per octave, a power of two up to 32, at which one exponent for `count` weights costs least in all.
 
     Steps that are off by up to half a rung cost `ln(2) / (12 resolution^2)` bits a weight, a rung half as high one bit an
-    exponent: the sum is least at `resolution = sqrt(ln(2)^2 count / 6)`.
+    exponent.
     """
-    return 1 << max(0, min(5, round(math.log2(0.28 * math.sqrt(count)))))
+    return min(
+        (1, 2, 4, 8, 16, 32), key=lambda resolution: math.log(2) / 12 / resolution**2 * count + math.log2(resolution)
+    )
 
 
 def absmax_codes(w: Tensor, bits: int = 8) -> tuple[Tensor, Tensor]:

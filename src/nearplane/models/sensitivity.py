@@ -19,13 +19,6 @@ from nearplane.models.stream import Block, Model
 MOST_TOKENS, LEAST_TOKENS = 16384, 4096
 
 
-def output_sensitivity(
-    model: Model, tokens: Tensor, *, device: torch.device, dtype: torch.dtype, batch: int = 8, seed: int = 0
-) -> dict[str, Tensor]:
-    """Return of every layer (out,) float64 `E[g_i^2]`; see `sensitivity`."""
-    return sensitivity(model, tokens, device=device, dtype=dtype, batch=batch, seed=seed).outputs
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:
     """What errors cost, in nats of KL(original || quantized) per token, to second order.
@@ -34,7 +27,7 @@ class Sensitivity:
         outputs: by layer (out,) `E[g_i^2]`: independent errors `e` in its outputs cost `1/2 sum_i E[g_i^2] e_i^2`. Of embeddings,
             how often every row is looked up. Layers that did not run, or whose outputs do not depend on hidden states, are absent.
         embeddings: (hidden, hidden), if the model has embeddings to quantize: errors `e` of a row cost `1/2 e G e^T` each time.
-            If they are tied, with what they cost the head.
+            If they are tied, with what they cost the head, whose outputs `outputs` then holds under their name.
     """
 
     outputs: dict[str, Tensor]
