@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from families import config_of, random_model
-from nearplane.errors import CalibrationError
+from nearplane.errors import CalibrationError, NumericalError
+from nearplane.lattice.factor import factorize
+from nearplane.lattice.root import factorize_root
+from nearplane.lattice.target import weighted_difference
 from nearplane.models.calibrate import Observed, Stream, observe, skeleton, stages
 from nearplane.models.layers import as_layer, find_layers
 from nearplane.models.skeleton import Call
@@ -294,7 +297,10 @@ def test_in_half_precision_moments_are_float64_sums_of_float32_products(saved: S
 
 
 @pytest.mark.parametrize("which", ["original", "quantized"])
-def test_an_input_that_is_not_finite_names_the_layer_and_the_network(which: str, saved: Saved, tokens: Tensor) -> None:
+@pytest.mark.parametrize("root", [False, True])
+def test_an_input_that_is_not_finite_names_the_layer_and_the_network(
+    root: bool, which: str, saved: Saved, tokens: Tensor
+) -> None:
     model = open_model(str(saved("llama")))
     stream = at(model, tokens)
     with model.blocks[0].on("cpu", torch.float64) as block:
@@ -302,7 +308,56 @@ def test_an_input_that_is_not_finite_names_the_layer_and_the_network(which: str,
         getattr(block, which).self_attn.v_proj.weight[0, 0] = float("nan")
         observe(block, groups[:1], stream, correct=True)
         with pytest.raises(CalibrationError, match=rf"layers\.0\.self_attn\.o_proj holds NaN .*in the {which} network"):
-            observe(block, groups[1:2], stream, correct=True)
+            observe(block, groups[1:2], stream, correct=True, root=root)
+
+
+def test_roots_square_to_the_hessians_of_all_tokens_and_of_those_not_held_out(saved: Saved, tokens: Tensor) -> None:
+    """Layers of a group share them, and they change nothing else to the bit."""
+    plain, rooted = observed_llama(saved, tokens), observed_llama(saved, tokens, root=True)
+    for name, observed in rooted.items():
+        first, *others = (observed.statistics[layer.name] for layer in observed.layers)
+        held, before = first.held_out, plain[name].statistics[observed.layers[0].name]
+        for R in (first.root, first.fitting_root):
+            assert R.dtype == torch.float64
+            assert torch.equal(R, R.triu())
+        close(first.root.T @ first.root, first.tokens * first.H)
+        H = weighted_difference(first.H, first.tokens, held.H, held.tokens)
+        close(first.fitting_root.T @ first.fitting_root, (first.tokens - held.tokens) * H)
+        assert all(other.root is first.root and other.fitting_root is first.fitting_root for other in others)
+        assert (held.root, held.fitting_root, before.root, before.fitting_root) == (None, None, None, None)
+        assert torch.equal(first.H, before.H)
+        assert torch.equal(first.C, before.C)
+
+
+def test_where_nothing_is_held_out_there_is_one_root(saved: Saved, tokens: Tensor) -> None:
+    for options in ({"correct": False}, {"held_out": 0.0}):
+        statistics = next(iter(observed_llama(saved, tokens, root=True, **options)["q_proj"].statistics.values()))
+        close(statistics.root.T @ statistics.root, statistics.tokens * statistics.H)
+        assert statistics.fitting_root is None
+
+
+def test_a_root_keeps_the_digits_that_float32_products_lose() -> None:
+    """Singular values from 1 to 1e-5 in float32 rows, in four windows: H has no factor, the root has eleven digits of d."""
+    block, stream = bare(nn.Sequential(nn.Linear(16, 4)), 16, 16)
+    X = torch.cat(stream.quantized).reshape(64, 16)
+    Q, V = torch.linalg.qr(X)[0], torch.linalg.qr(X[:16])[0]
+    X = (Q * 1e5 ** -torch.linspace(0, 1, 16, dtype=torch.float64) @ V.T).float()
+    stream.quantized[:] = stream.original[:] = X.reshape(2, 2, 16, 16)
+    seen = observe(block, stages(block, stream), stream, correct=True, held_out=0.25, root=True)[0]
+    statistics = seen.statistics["block.0"]
+    with pytest.raises(NumericalError, match="not positive definite"):
+        factorize(statistics.H, damp=0.0)
+    for R, rows in ((statistics.root, X), (statistics.fitting_root, X[:48])):
+        expected = torch.linalg.qr(rows.double().flip(1)).R.flip(0, 1).diagonal().square() / len(rows)
+        found = factorize_root(R, len(rows), damp=0.0).d
+        assert float((found / expected - 1).abs().max()) < 3e-11
+
+
+def test_roots_are_refused_on_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    block, stream = bare(Routed(), 6, 4)
+    monkeypatch.setattr("nearplane.models.calibrate.world", lambda: 2)
+    with pytest.raises(CalibrationError, match=r"--factor qr runs on one rank, and this run has 2"):
+        observe(block, stages(block, stream), stream, correct=True, root=True)
 
 
 class Convolution(nn.Module):

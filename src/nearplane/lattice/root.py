@@ -15,7 +15,7 @@ from torch import Tensor
 from nearplane.errors import NumericalError
 from nearplane.lattice.factor import AUTO_DAMPS, Factor, Order, rounding_order
 
-TALL = 4  # rows of a block, in columns: R below every block then costs a sixth of the work
+TALL = 2  # rows of a block over columns: R below it is a quarter of the work, and three of such blocks fit in memory
 
 
 def append(R: Tensor | None, X: Tensor, *, dtype: torch.dtype = torch.float64) -> Tensor:

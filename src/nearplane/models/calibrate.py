@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from nearplane.errors import CalibrationError
+from nearplane.lattice.root import TALL, append, combine
 from nearplane.models.layers import Layer
 from nearplane.models.skeleton import Call, Stream, finite, skeleton
 from nearplane.models.statistics import Statistics
 from nearplane.models.stream import Block
 from nearplane.models.watch import Additions, Hooks, Stop, until_stopped, wide
-from nearplane.parallel import sum_
+from nearplane.parallel import sum_, world
 
 __all__ = ["Observed", "Stream", "observe", "skeleton", "stages"]
 
@@ -86,13 +87,15 @@ def observe(
     correct: bool,
     held_out: float = 0.2,
     residual: bool = True,
+    root: bool = False,
     last: bool = False,
 ) -> list[Observed]:
     """Sum the second moments of the inputs of some groups of layers, as the block is now.
 
         H = X_hat^T X_hat / tokens        C = X^T X_hat / tokens        S = (r - r_hat)^T X_hat / tokens
 
-    Products are taken in float32 (float64 if the activations are) batch by batch and summed in float64.
+    Products are taken in float32 (float64 if the activations are) batch by batch and summed in float64. A root of H is
+    not made from them: it is the R of a QR decomposition of X_hat in float64, to which rows are added as they come.
 
     Args:
         block: in memory, with its original if `correct`.
@@ -101,16 +104,20 @@ def observe(
         correct: whether to compare with the original network: C, S and held-out moments.
         held_out: fraction of the windows, the last ones, whose moments are also given apart; at least one window.
         residual: whether to form S for layers whose output is added to a residual stream.
+        root: whether to decompose the quantized network's inputs besides: three to four times the work of summing H.
         last: no other groups of this block follow: the original stream moves on to the next block in the same pass.
 
     Raises:
-        CalibrationError: an input is not finite, or a layer sees different tokens in the two networks.
+        CalibrationError: an input is not finite, a layer sees different tokens in the two networks, or roots are asked
+            for on several ranks.
     """
     assert not correct or (stream.original is not None and not stream.ahead), "correction needs the original stream"
+    if root and world() > 1:
+        raise CalibrationError(f"--factor qr runs on one rank, and this run has {world()}: start one, or leave it out.")
     windows = sum(stream.sizes)
     split = correct and held_out > 0 and windows > 1
     first_held = windows - min(windows - 1, max(1, round(held_out * windows))) if split else windows
-    fitted, held = [[_Moments() for _ in groups] for _ in range(2)]
+    fitted, held = [[_Moments(rooted=root) for _ in groups] for _ in range(2)]
     look = _Look(block, groups, stream, residual=correct and residual)
     before = 0  # windows of earlier batches
     for batch, size in enumerate(stream.sizes):
@@ -135,24 +142,26 @@ def observe(
     return [_observed(group, a, b, split) for group, a, b in zip(groups, fitted, held, strict=True)]
 
 
-def observe_head(block: Block, stream: Stream | None, *, correct: bool) -> Observed:
+def observe_head(block: Block, stream: Stream | None, *, correct: bool, root: bool = False) -> Observed:
     """Sum the second moments of the head's inputs; see `observe`.
 
     Args:
         block: the head, in memory.
         stream: from `finish`; None: nothing is measured.
         correct: whether to compare with the original network.
+        root: whether to decompose the inputs besides.
     """
     head = tuple(block.quantized_layers())
     if stream is None:
         return Observed(layers=head, statistics={})
     stream.calls[block.name] = [Call(args=(), kwargs={}, positional=True) for _ in stream.sizes]
     block.original = block.quantized  # only looked into; both stop before they multiply
-    return observe(block, [head], stream, correct=correct, residual=False)[0]
+    return observe(block, [head], stream, correct=correct, residual=False, root=root)[0]
 
 
 def _observed(group: tuple[Layer, ...], fitted: _Moments, held: _Moments, split: bool) -> Observed:
     split = split and fitted.tokens > 0 and held.tokens > 0  # an expert may be reached by the ones or the others alone
+    fitting_root = fitted.triangle() if split else None
     fitted.absorb(held)
     total, held = fitted.summed(), held.summed() if split else None
     names = ", ".join(layer.name for layer in group)
@@ -164,7 +173,8 @@ def _observed(group: tuple[Layer, ...], fitted: _Moments, held: _Moments, split:
                 f"The input of {names} holds NaN or Inf (in the {which} network, or its square overflows). "
                 f"Check the checkpoint, or compute in a wider dtype."
             )
-    return Observed(layers=group, statistics={layer.name: total.of(layer.name, held) for layer in group})
+    statistics = {layer.name: total.of(layer.name, held, fitting_root) for layer in group}
+    return Observed(layers=group, statistics=statistics)
 
 
 @dataclass(slots=True)
@@ -185,12 +195,15 @@ class _Seen:
 
 @dataclass(slots=True)
 class _Moments:
-    """Sums, not yet divided by tokens."""
+    """Sums, not yet divided by tokens; if `rooted` the root of H as well, with the rows that it has not taken in yet."""
 
     H: Tensor | None = None
     C: Tensor | None = None
     S: dict[str, Tensor] = field(default_factory=dict)
     tokens: int = 0
+    rooted: bool = False
+    R: Tensor | None = None
+    waiting: list[Tensor] = field(default_factory=list)  # (rows, in) each
 
     def add(self, quantized: _Seen, original: _Seen | None, part: slice) -> None:
         """Add some rows of a batch."""
@@ -199,13 +212,27 @@ class _Moments:
         X_hat = quantized.stacked[part]
         self.tokens += len(X_hat)
         self.H = _plus(self.H, X_hat.T @ X_hat)
+        if self.rooted:
+            self.waiting.append(X_hat)
+            if sum(map(len, self.waiting)) >= TALL * X_hat.shape[1]:
+                self.triangle()
         if original is not None:
             self.C = _plus(self.C, original.stacked[part].T @ X_hat)
             for name, r_hat in quantized.added.items():
                 self.S[name] = _plus(self.S.get(name), (original.added[name] - r_hat)[part].T @ X_hat)
 
+    def triangle(self) -> Tensor | None:
+        """Return the root of all rows so far, after taking in those that wait for a block worth its decomposition."""
+        if self.waiting:
+            rows, self.waiting = self.waiting, []
+            self.R = append(self.R, torch.cat(rows))
+        return self.R
+
     def absorb(self, other: _Moments) -> None:
-        """Add other sums to these, in place."""
+        """Add other sums to these, in place; the other root is handed over."""
+        R, other.R = other.triangle(), None
+        if R is not None:
+            self.R = R if self.triangle() is None else combine(self.triangle(), R)
         self.H, self.C = self._sum(self.H, other.H), self._sum(self.C, other.C)
         self.S = {name: self._sum(self.S.get(name), other.S.get(name)) for name in self.S | other.S}
         self.tokens += other.tokens
@@ -221,12 +248,16 @@ class _Moments:
         def mean(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else sum_(tensor).div_(tokens)
 
-        return _Moments(mean(self.H), mean(self.C), {name: mean(S) for name, S in self.S.items()}, tokens)
+        S = {name: mean(S) for name, S in self.S.items()}
+        return _Moments(H=mean(self.H), C=mean(self.C), S=S, tokens=tokens, R=self.triangle())
 
-    def of(self, name: str, held: _Moments | None) -> Statistics:
+    def of(self, name: str, held: _Moments | None, fitting_root: Tensor | None = None) -> Statistics:
         """Return what is known of one layer."""
         apart = None if held is None else held.of(name, None)
-        return Statistics(H=self.H, C=self.C, S=self.S.get(name), tokens=self.tokens, held_out=apart)
+        S, R = self.S.get(name), self.R
+        return Statistics(
+            H=self.H, C=self.C, S=S, tokens=self.tokens, held_out=apart, root=R, fitting_root=fitting_root
+        )
 
 
 class _Look:

@@ -1,4 +1,4 @@
-"""What calibration knows of one layer's inputs: second moments, plain tensors. Imports no transformers."""
+"""What calibration knows of one layer's inputs: second moments and their roots, plain tensors. Imports no transformers."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ class Statistics:
         S: (out, in) float64, `E[(r - r_hat) x_hat^T]`, the mismatch of the residual stream that the layer's output is
             added to; None where it is added to none.
         held_out: the same moments over the last fifth of the windows alone (they are part of the whole); None without C.
+        root: (in, in) float64 upper triangular, `R^T R = tokens * H` from QR of the inputs; None where it was not asked for. With
+            it the factor never sees H, which then serves the losses and the right-hand side of the correction alone.
+        fitting_root: the same of the tokens that are not held out, which the correction is first fitted on; None where
+            none are held out. It cannot be had from the other: taking rows out of a root costs what squaring costs.
     """
 
     H: Tensor
@@ -25,3 +29,5 @@ class Statistics:
     C: Tensor | None = None
     S: Tensor | None = None
     held_out: Statistics | None = None
+    root: Tensor | None = None
+    fitting_root: Tensor | None = None
