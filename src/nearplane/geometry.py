@@ -1,0 +1,273 @@
+"""The geometry of quantizing two weights, computed by the lattice code that quantizes models. `pictures.py` draws it.
+
+Two inputs `X` (tokens, 2) span a lattice in the plane. *Parameter space* holds weights `w` (2,), and its lattice is Z^2; *data
+space* holds `B w`, where `B^T B = H = X^T X / tokens`, and squared length is the loss of a row. Steps are 1 and codes unbounded.
+Polygons are (corners, 2), convex and counter-clockwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from nearplane.lattice.bounds import certify, quadratic
+from nearplane.lattice.factor import Order, factorize
+from nearplane.lattice.grid import Grid
+from nearplane.lattice.solve import nearest_plane, round_to_nearest
+
+Method = Literal["optimum", "round to nearest", "nearest plane", "nearest plane, reversed"]
+METHODS: tuple[Method, ...] = Method.__args__  # type: ignore[attr-defined]
+ORDERS: dict[Method, Order] = {"nearest plane": "natural", "nearest plane, reversed": "reversed"}
+
+INPUTS = torch.tensor([[1.2, 1.6], [-1.2, -1.2], [-0.6, 0.4], [-1.6, -1.4]], dtype=torch.float64)  # correlation 0.9
+WEIGHTS = torch.tensor([0.4, 0.2], dtype=torch.float64)  # where rounding, nearest plane and the optimum all differ
+ONES = torch.ones(1, 1, dtype=torch.float64)
+STEPS_OF_ONE = Grid(scale=ONES, zero=0 * ONES, group=torch.zeros(2, dtype=torch.int64))
+
+
+def hessian(X: Tensor) -> Tensor:
+    """Return (2, 2) `X^T X / tokens`."""
+    return X.T @ X / len(X)
+
+
+def basis(H: Tensor) -> Tensor:
+    """Return (2, 2) `B` with `B^T B = H`: column 1 lies along the first axis, column 0 above it.
+
+    `diag(sqrt d) U^T` with its rows exchanged. The inputs themselves are the same lattice, rotated into more dimensions.
+    """
+    factor = factorize(H, damp=0.0)
+    return (factor.d.sqrt()[:, None] * factor.U.T).flip(0)
+
+
+def reduced(B: Tensor) -> Tensor:
+    """Return (2, 2) integer `T` such that `B T` is reduced, its shorter vector last (Lagrange; LLL in two dimensions).
+
+    A basis (v, u) is reduced where `|u| <= |v|` and `|<u, v>| <= |u|^2 / 2`.
+    """
+    T = torch.eye(2, dtype=B.dtype)
+    while True:
+        lengths = (B @ T).square().sum(0)
+        if lengths[0] < lengths[1]:
+            T = T.flip(1)
+        v, u = (B @ T).unbind(1)
+        multiple = (v @ u / (u @ u)).round()
+        if multiple == 0:
+            return T.to(torch.int64)
+        T[:, 0] -= multiple * T[:, 1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """One row swept by nearest plane, in parameter space.
+
+    Args:
+        first, last: column that is rounded first, and last.
+        codes: (2,) int32.
+        path: (3, 2) the weights; after the first step: on the nearest plane, where the other weight made up for it; the codes.
+        loss: squared length of the error in data space.
+    """
+
+    first: int
+    last: int
+    codes: Tensor
+    path: Tensor
+    loss: float
+
+
+def sweep(w: Tensor, H: Tensor, order: Order = "natural") -> Sweep:
+    """Round `w` (2,) by nearest plane and return its steps."""
+    factor = factorize(H, order, damp=0.0)
+    matrix = nearest_plane(w[None], STEPS_OF_ONE, factor)
+    values = matrix.decode()[0]  # (2,)
+    first, last = factor.order.tolist()
+    between = values.clone()
+    between[last] = w[last] + (w[first] - values[first]) * factor.U[0, 1]
+    path = torch.stack([w, between, values])
+    return Sweep(
+        first=first,
+        last=last,
+        codes=matrix.codes[0],
+        path=path,
+        loss=float(quadratic((w - values)[None], H)),
+    )
+
+
+def gptq_first(w: Tensor, H: Tensor) -> tuple[int, Tensor]:
+    """Return the code of weight 0 and (2,) the weights after it, in parameter space: `w - e / [H^-1]_00 H^-1 [:, 0]`."""
+    inverse = torch.linalg.inv(H)
+    code = w[0].round()
+    return int(code), w - (w[0] - code) / inverse[0, 0] * inverse[:, 0]
+
+
+def babai_first(w: Tensor, X: Tensor) -> tuple[int, Tensor]:
+    """Return the code of the plane nearest to `X w`, and (tokens,) its projection on that plane. Sees no Hessian.
+
+    The planes are `k x_0 + R x_1`; their normal is the part of `x_0` that is orthogonal to `x_1`.
+    """
+    target, x_0, x_1 = X @ w, X[:, 0], X[:, 1]
+    normal = x_0 - (x_0 @ x_1) / (x_1 @ x_1) * x_1
+    code = (target @ normal / (x_0 @ normal)).round()
+    return int(code), target - (target @ normal / (x_0 @ normal) - code) * normal
+
+
+def plane_distances(w: Tensor, H: Tensor) -> Tensor:
+    """Return (2,) distances in data space from `w` to the nearest plane `w_j = integer` of each weight.
+
+    `|round(w_j) - w_j| / sqrt([H^-1]_jj)`, what OBQ takes the smallest of (Chen, Hoefler, Alistarh 2025, Corollary 4).
+    """
+    return (w.round() - w).abs() / torch.linalg.inv(H).diagonal().sqrt()
+
+
+def greedy(w: Tensor, H: Tensor) -> Sweep:
+    """Round first the weight whose nearest plane is nearest: OBQ."""
+    return sweep(w, H, "natural" if int(plane_distances(w, H).argmin()) == 0 else "reversed")
+
+
+def solve(W: Tensor, H: Tensor, method: Method) -> Tensor:
+    """Return (out, 2) integers for the rows of `W` (out, 2), in float64."""
+    if method == "optimum":
+        return closest(W, H)
+    if method == "round to nearest":
+        return round_to_nearest(W, STEPS_OF_ONE).decode()
+    return nearest_plane(W, STEPS_OF_ONE, factorize(H, ORDERS[method], damp=0.0)).decode()
+
+
+def closest(W: Tensor, H: Tensor) -> Tensor:
+    """Return (out, 2) the integers of least loss for every row, by trying all that could be better than nearest plane."""
+    factor = factorize(H, damp=0.0)
+    most = factor.d.sum() / 4
+    reach = [int(j) + 1 for j in (most * torch.linalg.inv(H).diagonal()).sqrt() + 0.5]
+    offsets = torch.tensor(list(product(*(range(-j, j + 1) for j in reach))), dtype=W.dtype)  # (tried, 2)
+    candidates = W.round()[:, None] + offsets  # (out, tried, 2)
+    E = W[:, None] - candidates
+    best = ((E @ H) * E).sum(2).argmin(1)
+    return candidates[torch.arange(len(W)), best]
+
+
+def area(polygon: Tensor) -> float:
+    """Return the area."""
+    return float(_doubled(polygon).sum() / 2)
+
+
+def mean_square(polygon: Tensor) -> float:
+    """Return the mean squared distance from 0 over the polygon."""
+    a, b = polygon, polygon.roll(-1, 0)
+    return float((_doubled(polygon) * (a * a + a * b + b * b).sum(1)).sum() / _doubled(polygon).sum() / 6)
+
+
+def _doubled(polygon: Tensor) -> Tensor:
+    """Return twice the area of the triangle of 0 and every edge."""
+    following = polygon.roll(-1, 0)
+    return polygon[:, 0] * following[:, 1] - polygon[:, 1] * following[:, 0]
+
+
+def clip(polygon: Tensor, normal: Tensor, most: Tensor) -> Tensor:
+    """Return the part of a convex polygon where `<x, normal> <= most` (Sutherland and Hodgman)."""
+    heights = polygon @ normal - most
+    kept: list[Tensor] = []
+    for k, (a, b) in enumerate(zip(heights, heights.roll(-1), strict=True)):
+        if a <= 0:
+            kept.append(polygon[k])
+        if (a < 0 < b) or (b < 0 < a):
+            following = polygon[(k + 1) % len(polygon)]
+            kept.append(polygon[k] + (following - polygon[k]) * a / (a - b))
+    return torch.stack(kept) if kept else polygon[:0]
+
+
+def intersection(one: Tensor, other: Tensor) -> Tensor:
+    """Return what two convex polygons share."""
+    for a, b in zip(other, other.roll(-1, 0), strict=True):
+        outward = torch.stack([b[1] - a[1], a[0] - b[0]])
+        one = clip(one, outward, a @ outward)
+    return one
+
+
+def cell(H: Tensor, method: Method) -> Tensor:
+    """Return the polygon of data space whose points a method rounds to 0; shifted by lattice points it tiles the plane.
+
+    The optimum: the Voronoi cell. Round to nearest: the parallelogram of the basis. Nearest plane: the box of the Gram-Schmidt
+    vectors, a rectangle with sides `sqrt(d_j)`.
+    """
+    B = basis(H)
+    if method == "optimum":
+        return _voronoi(B)
+    if method in ORDERS:
+        factor = factorize(H, ORDERS[method], damp=0.0)
+        B = torch.linalg.solve_triangular(factor.U, B[:, factor.order].T, upper=True, unitriangular=True).T
+    return _corners(B)
+
+
+def _corners(G: Tensor) -> Tensor:
+    """Return the parallelogram about 0 whose sides are the columns of `G`."""
+    square = torch.tensor([[-0.5, -0.5], [0.5, -0.5], [0.5, 0.5], [-0.5, 0.5]], dtype=G.dtype)
+    polygon = square @ G.T
+    return polygon if area(polygon) > 0 else polygon.flip(0)
+
+
+def _voronoi(B: Tensor) -> Tensor:
+    """Return what is nearer to 0 than to any other lattice point; in a reduced basis, than to its eight neighbours."""
+    B = B @ reduced(B).to(B.dtype)
+    polygon = _corners(8 * B)
+    for z in product((-1.0, 0.0, 1.0), repeat=2):
+        neighbour = B @ torch.tensor(z, dtype=B.dtype)
+        if any(z):
+            polygon = clip(polygon, neighbour, neighbour @ neighbour / 2)
+    return polygon
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiling:
+    """What a method does to all targets at once: those that it rounds to one lattice point are its cell, shifted.
+
+    Args:
+        method: which.
+        cell: of 0, in data space.
+        agrees: the part of it whose closest lattice point is 0 too.
+        share: of the targets at which the method finds the optimum.
+        mean, worst: squared error over the cell.
+        measured: the mean over a fine grid of weights that were really rounded.
+    """
+
+    method: Method
+    cell: Tensor
+    agrees: Tensor
+    share: float
+    mean: float
+    worst: float
+    measured: float
+
+
+def tiling(H: Tensor, method: Method, *, fineness: int = 64) -> Tiling:
+    """Return the cells of a method; `fineness` squared weights are rounded to measure its mean."""
+    shape = cell(H, method)
+    agrees = intersection(shape, cell(H, "optimum"))
+    places = (torch.arange(fineness, dtype=H.dtype) + 0.5) / fineness
+    W = torch.cartesian_prod(places, places)
+    return Tiling(
+        method=method,
+        cell=shape,
+        agrees=agrees,
+        share=area(agrees) / area(shape),
+        mean=mean_square(shape),
+        worst=float(shape.square().sum(1).max()),
+        measured=float(quadratic(W - solve(W, H, method), H).mean()),
+    )
+
+
+def bounds(H: Tensor, order: Order) -> tuple[float, float]:
+    """Return the certificate's expected and worst squared error of a row in an order: `sum d / 12` and `sum d / 4`."""
+    W = torch.zeros(1, 2, dtype=H.dtype)
+    factor = factorize(H, order, damp=0.0)
+    certificate = certify(W, W, nearest_plane(W, STEPS_OF_ONE, factor), H, factor)
+    assert certificate.expected is not None
+    assert certificate.worst_case is not None
+    return 2 * certificate.expected, 2 * certificate.worst_case  # of two weights; certificates hold means over weights
+
+
+def worked_example() -> tuple[Tensor, Tensor]:
+    """Return the weights (0.8, 0.6) and the Hessian whose inverse is [[1, -1], [-1, 2]]: rounding w_0 to 1 moves w_1 to 0.4."""
+    return torch.tensor([0.8, 0.6], dtype=torch.float64), torch.tensor([[2.0, 1.0], [1.0, 1.0]], dtype=torch.float64)
