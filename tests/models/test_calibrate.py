@@ -17,7 +17,7 @@ from nearplane.errors import CalibrationError, NumericalError
 from nearplane.lattice.factor import factorize
 from nearplane.lattice.root import factorize_root
 from nearplane.lattice.target import weighted_difference
-from nearplane.models.calibrate import Observed, Stream, observe, skeleton, stages
+from nearplane.models.calibrate import Observed, Stream, observe, observe_head, skeleton, stages
 from nearplane.models.layers import as_layer, find_layers
 from nearplane.models.skeleton import Call
 from nearplane.models.statistics import Statistics
@@ -334,6 +334,30 @@ def test_where_nothing_is_held_out_there_is_one_root(saved: Saved, tokens: Tenso
         statistics = next(iter(observed_llama(saved, tokens, root=True, **options)["q_proj"].statistics.values()))
         close(statistics.root.T @ statistics.root, statistics.tokens * statistics.H)
         assert statistics.fitting_root is None
+
+
+def test_the_inputs_of_the_head_have_a_root_as_well() -> None:
+    block, stream = bare(nn.Sequential(nn.Linear(4, 4, dtype=torch.float64)), 6, 4)
+    X = torch.cat(stream.quantized).reshape(-1, 4)
+    statistics = observe_head(block, stream, correct=True, root=True).statistics["block.0"]
+    close(statistics.root.T @ statistics.root, X.T @ X)
+    close(statistics.fitting_root.T @ statistics.fitting_root, X[:18].T @ X[:18])
+
+
+def test_an_expert_that_only_held_out_windows_reach_has_their_root_for_all() -> None:
+    block, stream = bare(Routed(), 6, 4)
+    with torch.no_grad():
+        for network in (block.original, block.quantized):
+            network.first.weight.copy_(torch.eye(4, dtype=torch.float64))
+            network.first.bias.zero_()
+    for batch in range(2):
+        stream.quantized[batch][..., 0] = stream.original[batch][..., 0] = -1.0
+    stream.quantized[1][..., 0] = stream.original[1][..., 0] = 1.0
+    X = stream.quantized[1].reshape(-1, 4)
+    groups = [tuple(block.quantized_layers()[1:])]
+    statistics = observe(block, groups, stream, correct=True, held_out=0.5, root=True)[0].statistics["block.expert"]
+    assert (statistics.tokens, statistics.held_out, statistics.fitting_root) == (12, None, None)
+    close(statistics.root.T @ statistics.root, X.T @ X)
 
 
 def test_a_root_keeps_the_digits_that_float32_products_lose() -> None:

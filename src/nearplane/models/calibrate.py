@@ -104,7 +104,7 @@ def observe(
         correct: whether to compare with the original network: C, S and held-out moments.
         held_out: fraction of the windows, the last ones, whose moments are also given apart; at least one window.
         residual: whether to form S for layers whose output is added to a residual stream.
-        root: whether to decompose the quantized network's inputs besides: three to four times the work of summing H.
+        root: whether to decompose the quantized network's inputs besides: about four times what summing H takes.
         last: no other groups of this block follow: the original stream moves on to the next block in the same pass.
 
     Raises:
