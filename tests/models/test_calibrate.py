@@ -346,10 +346,6 @@ def test_the_inputs_of_the_head_have_a_root_as_well() -> None:
 
 def test_an_expert_that_only_held_out_windows_reach_has_their_root_for_all() -> None:
     block, stream = bare(Routed(), 6, 4)
-    with torch.no_grad():
-        for network in (block.original, block.quantized):
-            network.first.weight.copy_(torch.eye(4, dtype=torch.float64))
-            network.first.bias.zero_()
     for batch in range(2):
         stream.quantized[batch][..., 0] = stream.original[batch][..., 0] = -1.0
     stream.quantized[1][..., 0] = stream.original[1][..., 0] = 1.0
@@ -401,6 +397,8 @@ class Routed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.expert = (nn.Linear(4, 4, dtype=torch.float64) for _ in range(2))
+        nn.init.eye_(self.first.weight)
+        nn.init.zeros_(self.first.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = self.first(hidden)
