@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -23,7 +23,6 @@ from oracles import ALL, Rounding, damped, gptq, gptq_groups, gptq_recursive, la
 from strategies import KINDS, ORDERS, UNCLIPPED, Kind, Problem, problem, problems
 
 TIE = 1e-9
-few = settings(max_examples=max(1, settings().max_examples // 2))
 
 
 def unit_grid(columns: int, step: float = 1.0) -> Grid:
@@ -37,7 +36,6 @@ def unit_grid(columns: int, step: float = 1.0) -> Grid:
 def test_codes_equal_those_of_every_algorithm_of_the_seeds(name: str, kind: Kind) -> None:
     """GPTQ in all its forms is Babai's nearest plane ([C25] Theorem 1), for whatever grid and order."""
 
-    @few
     @given(problems((kind,)), st.sampled_from(ORDERS))
     def check(p: Problem, order: str) -> None:
         factor = p.factor(order)
