@@ -23,6 +23,8 @@ Method = Literal["optimum", "round to nearest", "nearest plane", "nearest plane,
 METHODS: tuple[Method, ...] = Method.__args__  # type: ignore[attr-defined]
 ORDERS: dict[Method, Order] = {"nearest plane": "natural", "nearest plane, reversed": "reversed"}
 
+FIRST: tuple[Order, Order] = ("natural", "reversed")  # the order in which weight 0, weight 1 is rounded first
+
 INPUTS = torch.tensor([[1.2, 1.6], [-1.2, -1.2], [-0.6, 0.4], [-1.6, -1.4]], dtype=torch.float64)  # correlation 0.9
 WEIGHTS = torch.tensor([0.4, 0.2], dtype=torch.float64)  # where rounding, nearest plane and the optimum all differ
 ONES = torch.ones(1, 1, dtype=torch.float64)
@@ -119,12 +121,12 @@ def plane_distances(w: Tensor, H: Tensor) -> Tensor:
 
     `|round(w_j) - w_j| / sqrt([H^-1]_jj)`, what OBQ takes the smallest of (Chen, Hoefler, Alistarh 2025, Corollary 4).
     """
-    return (w.round() - w).abs() / torch.linalg.inv(H).diagonal().sqrt()
+    return (w.round() - w).abs().div(torch.linalg.inv(H).diagonal().sqrt())
 
 
 def greedy(w: Tensor, H: Tensor) -> Sweep:
     """Round first the weight whose nearest plane is nearest: OBQ."""
-    return sweep(w, H, "natural" if int(plane_distances(w, H).argmin()) == 0 else "reversed")
+    return sweep(w, H, FIRST[int(plane_distances(w, H).argmin())])
 
 
 def solve(W: Tensor, H: Tensor, method: Method) -> Tensor:
@@ -175,7 +177,13 @@ def clip(polygon: Tensor, normal: Tensor, most: Tensor) -> Tensor:
         if (a < 0 < b) or (b < 0 < a):
             following = polygon[(k + 1) % len(polygon)]
             kept.append(polygon[k] + (following - polygon[k]) * a / (a - b))
-    return torch.stack(kept) if kept else polygon[:0]
+    if not kept:
+        return polygon[:0]
+    corners = torch.stack(kept)
+    apart = (corners - corners.roll(-1, 0)).norm(
+        dim=1
+    ) > 1e-12 * polygon.abs().max()  # the edge between has a direction
+    return corners[apart]
 
 
 def intersection(one: Tensor, other: Tensor) -> Tensor:

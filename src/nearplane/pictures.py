@@ -169,7 +169,7 @@ def _spaces(figure: Figure) -> None:
     _say(right, torch.tensor([-0.36, 0.0]), f"w₀ = {code}", (0, 6))
     left.set_title("parameter space: GPTQ\nmoves the error to the next weight", fontsize=11, color=TEXT)
     right.set_title("data space: Babai\nprojects on the nearest plane", fontsize=11, color=TEXT)
-    left.set_xlabel("w₀", labelpad=0)
+    left.set_xlabel("w₀", labelpad=3)
     left.set_ylabel("w₁", rotation=0)
     left.set_xticks([0, 1])
     left.set_yticks([0, 1])
@@ -181,7 +181,7 @@ def _greedy(figure: Figure) -> None:
     B = g.basis(H)
     distances = g.plane_distances(w, H)
     chosen = g.greedy(w, H)
-    other = g.sweep(w, H, "natural" if chosen.first else "reversed")
+    other = g.sweep(w, H, g.FIRST[chosen.last])
     first, second = "w₀w₁"[2 * chosen.first :][:2], "w₀w₁"[2 * other.first :][:2]
     _head(
         figure, (7.2, 4.5), "OBQ rounds first the weight whose nearest plane is nearest",
@@ -191,8 +191,8 @@ def _greedy(figure: Figure) -> None:
     left, right = figure.subplots(1, 2)
     for axes in (left, right):
         _lattice(axes, B, (-0.3, 1.5), (-0.7, 1.0))
-    for j, (colour, order) in enumerate(((BLUE, "natural"), (RED, "reversed"))):
-        steps = g.sweep(w, H, order)
+    for j, colour in enumerate((BLUE, RED)):
+        steps = g.sweep(w, H, g.FIRST[j])
         code = int(steps.codes[j])
         foot = steps.path[1] @ B.T
         _planes(left, B, j, code, colour)
@@ -219,7 +219,7 @@ def _propagation(figure: Figure) -> None:
     _head(
         figure, (7.2, 6.9), f"Rounding w₀ to {z:.0f} moves w₁ from {b:.1f} to {moved:.1f}, and halves the loss",
         f"Ellipses: equal loss around w = ({a:.1f}, {b:.1f}), H⁻¹ = {inverse}. On the line w₀ = {z:.0f} the loss is\n"
-        f"least where an ellipse touches it, at w₁ = {moved:.1f}. That rounds to {end}, and {b:.1f} would have to {nearest[1]:.0f}.",
+        f"least where an ellipse touches it, w₁ = {moved:.1f}. That rounds to {end}, and {b:.1f} would have to {nearest[1]:.0f}.",
     )  # fmt: skip
     axes = figure.subplots()
     _lattice(axes, torch.eye(2, dtype=H.dtype), (-0.25, 1.75), (-0.4, 1.55))
@@ -232,7 +232,7 @@ def _propagation(figure: Figure) -> None:
     _say(axes, between, f"({between[0]:.0f}, {between[1]:.1f}): loss {touching:.2f}", (10, 2))
     _say(axes, steps.path[2], f"GPTQ: loss {swept:.2f}", (12, -14))
     _say(axes, nearest, f"rounded to nearest:\nloss {rounded:.2f}", (12, 6))
-    axes.set_xlabel("w₀", labelpad=0)
+    axes.set_xlabel("w₀", labelpad=3)
     axes.set_ylabel("w₁", rotation=0, labelpad=14)
     axes.set_xticks([0, between[0].item(), w[0].item()], ["0", "1", f"{w[0]:.1f}"])
     axes.set_yticks([0, between[1].item(), w[1].item(), 1], ["0", f"{between[1]:.1f}", f"{w[1]:.1f}", "1"])
@@ -247,7 +247,7 @@ def _head(figure: Figure, size: tuple[float, float], title: str, caption: str) -
     """Set the size, the claim above and what is seen below."""
     figure.set_size_inches(size)
     figure.suptitle(title, fontsize=13.5, fontweight="bold", x=0.015, ha="left", color=TEXT)
-    figure.supxlabel(caption, fontsize=10.5, x=0.015, ha="left", color=TEXT, linespacing=1.35)
+    figure.supxlabel(caption, fontsize=10, x=0.015, ha="left", color=TEXT, linespacing=1.35)
 
 
 def _lattice(axes: Axes, B: Tensor, x: tuple[float, float], y: tuple[float, float], *, reach: int = 9) -> list[Tensor]:
@@ -269,7 +269,7 @@ def _planes(axes: Axes, B: Tensor, j: int, nearest: int, colour: str = BLUE, *, 
     for k in range(-reach, reach + 1):
         point = k * B[:, j]
         axes.axline(
-            point.tolist(), (point + B[:, 1 - j]).tolist(), color=colour, linewidth=2 if k == nearest else 1,
+            _xy(point), _xy(point + B[:, 1 - j]), color=colour, linewidth=2 if k == nearest else 1,
             alpha=1 if k == nearest else 0.35, zorder=1,
         )  # fmt: skip
 
@@ -314,7 +314,12 @@ def _arrow(axes: Axes, start: Tensor, end: Tensor, colour: str, width: float, *,
     arrow: dict[str, Any] = {
         "arrowstyle": "-|>", "color": colour, "linewidth": width, "shrinkA": 0, "shrinkB": short, "mutation_scale": 12,
     }  # fmt: skip
-    axes.annotate("", end.tolist(), start.tolist(), arrowprops=arrow, zorder=4)
+    axes.annotate("", _xy(end), _xy(start), arrowprops=arrow, zorder=4)
+
+
+def _xy(point: Tensor) -> tuple[float, float]:
+    x, y = point.tolist()
+    return x, y
 
 
 def _beside(axes: Axes, start: Tensor, end: Tensor, text: str, side: int) -> None:
@@ -330,6 +335,6 @@ def _say(
     from matplotlib.patheffects import withStroke
 
     axes.annotate(
-        text, point.tolist(), offset, textcoords="offset points", ha=ha, va=va, color=TEXT, fontsize=11, zorder=7,
+        text, _xy(point), offset, textcoords="offset points", ha=ha, va=va, color=TEXT, fontsize=11, zorder=7,
         path_effects=[withStroke(linewidth=3, foreground="white")],
     )  # fmt: skip
