@@ -3,6 +3,7 @@
 from fractions import Fraction
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from nearplane.errors import NumericalError
 from nearplane.lattice.bounds import quadratic
 from nearplane.lattice.factor import Factor, factorize
 from nearplane.lattice.grid import Grid
-from nearplane.lattice.reduction import nearest_plane_reduced, reduce
+from nearplane.lattice.reduction import _sweeps, nearest_plane_reduced, reduce
 from nearplane.lattice.solve import nearest_plane
 from oracles import closest_vector
 from strategies import problem, problems
@@ -81,6 +82,13 @@ def reduced_rows(B, **options):
     mirrored = B.flip(0)
     found = reduce(factorize((mirrored @ mirrored.T).double(), damp=0.0), **options)
     return (found.T.T @ mirrored).flip(0), found.factor.d.flip(0), found
+
+
+def triangular(A):
+    """The factor of an upper triangular integer basis, rows in rounding order, without squaring it."""
+    A, n = A.double(), len(A)
+    dead = torch.zeros(n, dtype=torch.bool)
+    return Factor(order=torch.arange(n), U=A / A.diagonal(), d=A.diagonal().square(), damp=0.0, shift=0.0, dead=dead)
 
 
 def assert_reduced(found, delta=DELTA):
@@ -216,14 +224,27 @@ def test_refuses_a_delta_without_a_guarantee(delta):
         reduce(factorize(torch.eye(3, dtype=torch.float64)), delta=delta)
 
 
-def test_says_so_when_float64_cannot_hold_the_lattice():
-    U = torch.eye(40, dtype=torch.float64)
-    U[0] = torch.rand(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2.0**60
-    U[0, 0] = 1
-    every = torch.arange(40)
-    factor = Factor(order=every, U=U, d=torch.ones(40).double(), damp=0.0, shift=0.0, dead=torch.zeros(40).bool())
+@pytest.mark.parametrize("window", [8, 32])
+def test_what_rotations_lose_is_reduced_again(window):
+    """Entries of 2^20: after the first pass the exact integers are found not to be reduced, after the last they are."""
+    A = integers(60, 2**20 + 1, 0, "q-ary").flip(0, 1)
+    found = reduce(triangular(A), window=window)
+    assert_reduced(found)
+    rows = found.T.T @ A  # exact
+    G = (rows @ rows.T).double()
+    torch.testing.assert_close(factorize(G, damp=0.0).d, found.factor.d, rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize(("top", "n"), [(2**24 + 1, 128), (2**40, 40)])
+def test_says_so_when_float64_cannot_hold_the_lattice(top, n):
     with pytest.raises(NumericalError, match="cannot be reduced in float64"):
-        reduce(factor)
+        reduce(triangular(integers(n, top, 0, "q-ary").flip(0, 1)), window=8)
+
+
+def test_does_not_go_on_for_ever():
+    """A condition that no basis meets: vectors would change places again and again."""
+    with pytest.raises(NumericalError, match="go on for ever"):
+        _sweeps(np.eye(3), np.eye(3), 1.5, 3)
 
 
 # --- Babai in the reduced basis --------------------------------------------------------------------------------------
@@ -327,3 +348,14 @@ def test_refuses_grids_that_clip_or_are_not_parallel():
         nearest_plane_reduced(W, Grid(scale=scale, zero=torch.zeros_like(scale), group=group), found)
     with pytest.raises(NumericalError, match="not finite"):
         nearest_plane_reduced(W * torch.nan, one_step(4, 1.0), found)
+
+
+def test_refuses_codes_beyond_32_bits():
+    """In the reduced basis, and in the original one."""
+    found = reduce(triangular(torch.tensor([[1, 1000], [0, 1]])))
+    with pytest.raises(NumericalError, match="reduced basis"):
+        nearest_plane_reduced(torch.tensor([[3e9, 0.0]]), one_step(2, 1.0), found)
+    point = torch.tensor([[3e6, -3e9]], dtype=torch.float64)
+    with pytest.raises(NumericalError, match="does not fit 32 bits"):
+        nearest_plane_reduced(point, one_step(2, 1.0), found)
+    assert nearest_plane_reduced(point / 3, one_step(2, 1.0), found).codes.tolist() == [[1_000_000, -1_000_000_000]]

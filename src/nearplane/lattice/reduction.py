@@ -167,9 +167,7 @@ def _sweeps(L: Floats, V: Floats, delta: float, window: int) -> None:
         if swaps == 0:
             return
         fallen, potential = potential - _potential(L), _potential(L)
-        if not fallen >= -0.99 * swaps * math.log(
-            delta
-        ):  # a swap divides the product of the determinants by 1 / delta at least
+        if not fallen >= 0.99 * swaps * abs(math.log(delta)):  # each divides a determinant by 1 / delta or more
             raise _lost(f"{swaps} exchanges lowered the potential by {fallen:.3g} only, so they may go on for ever")
         starts.reverse()
 
