@@ -1,0 +1,330 @@
+"""The report of a run: one HTML page, from the record of its checkpoint alone. Needs no torch and no network.
+
+What the page says. Its figures are in `figures.py` and `drawing.py`, how it looks in `page.html`, what it does in `page.js`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from statistics import median
+
+from nearplane.errors import RecipeError
+from nearplane.record import LayerRecord, RunRecord, read_record
+from nearplane.report.drawing import NONE, TIMES, count, percent, short, size
+from nearplane.report.figures import figures, kinds, legend
+from nearplane.report.profiles import profiles
+
+
+def write_report(out: Path, page: Path | None = None) -> Path:
+    """Write the report of the checkpoint in a folder, and return where.
+
+    Args:
+        out: Folder of a checkpoint; only its record is read.
+        page: File to write. Default: beside the folder, named after it.
+
+    Raises:
+        FormatError: the folder holds no record.
+        RecipeError: the page would lie in the checkpoint, whose files are counted, or is not named as one.
+    """
+    record = read_record(out)
+    folder = out.resolve()
+    page = folder.with_name(f"{folder.name}-report.html") if page is None else page
+    if page.resolve().is_relative_to(folder):
+        raise RecipeError(f"{page} lies in the checkpoint {out}, whose files are counted: name one outside of it.")
+    if page.suffix not in (".html", ".htm") or page.is_dir():
+        raise RecipeError(f"{page} is no page that can be written; expected the name of a file that ends in .html.")
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(render(record), encoding="utf-8", newline="\n")
+    return page
+
+
+def render(record: RunRecord) -> str:
+    """Return the page: the same text for the same record."""
+    parts = files(__name__)
+    script = parts.joinpath("page.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    body = "\n".join(
+        part
+        for part in (
+            _headline(record), _heed(record), _terms(record), legend(record), figures(record), profiles(record), _table(record),
+            _making(record),
+        )
+        if part
+    )  # fmt: skip
+    broad = min(9.0, max(1.0, 800 / max(1, len(record.layers))))
+    holes = {
+        "title": escape(f"{_model(record)} at {record.rate:.3f} bits per weight"),
+        "digest": digest, "broad": f"{broad:.1f}", "body": body, "script": script,
+    }  # fmt: skip
+    page = parts.joinpath("page.html").read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda hole: holes[hole[1]], page)
+
+
+def _model(record: RunRecord) -> str:
+    """Return the model's name: that on the hub, or of its folder."""
+    local = record.source.startswith((".", "/", "~")) or record.source.count("/") > 1 or "\\" in record.source
+    return re.split(r"[/\\]", record.source.rstrip("/\\"))[-1] if local else record.source
+
+
+def _headline(record: RunRecord) -> str:
+    """Say what was made of what, in six numbers."""
+    rule, rate = record.recipe.rule, record.recipe.rate
+    how = f"entropy-coded ({rate.method}, {rate.coder})" if rate.wanted else f"on fixed grids ({record.recipe.format})"
+    seen = (
+        f"calibrated on {record.tokens:,} tokens ({record.windows} windows of {record.seqlen})"
+        if record.tokens
+        else "without calibration: every loss here is that of independent inputs"
+    )
+    cards = "".join(
+        f"<div><dt>{escape(what)}</dt><dd>{escape(value)}</dd><dd>{breakable(more)}</dd></div>"
+        for what, value, more in _cards(record)
+    )
+    made = f"Weights {how} by {rule.solver}, {seen}; {record.seconds:,.1f} s on {record.device}."
+    return (
+        f"<header><h1>{escape(_model(record))} at {record.rate:.3f} bits per weight</h1>"
+        f'<p class="soft">{escape(made)}</p><dl class="cards">{cards}</dl></header>'
+    )
+
+
+def breakable(text: str) -> str:
+    """Return a text as HTML in which names may break behind their dots."""
+    return re.sub(r"\.(?=\w)(?!\d+ )", ".<wbr>", escape(text))
+
+
+def _cards(record: RunRecord) -> list[tuple[str, str, str]]:
+    """Return (what, value, more) of the numbers that matter most."""
+    layers, asked = record.layers, record.recipe.rate
+    weights = sum(layer.out_features * layer.in_features for layer in layers)
+    wish = f"asked for: {asked.rate:g}; " if asked.rate else ""
+    cards = [
+        ("bits per weight", f"{record.rate:.3f}", f"{wish}every byte of the quantized layers counted"),
+        (
+            "checkpoint folder", size(record.folder),
+            (f"asked for: {asked.size}; " if asked.size else "")
+            + f"weight files {size(record.bytes)}, of them not quantized {size(record.overhead)}",
+        ),
+        ("layers quantized", f"{len(layers):,}", f"{weights:,} weights"),
+    ]  # fmt: skip
+    if layers:
+        worst = max(layers, key=lambda layer: layer.relative_loss)
+        cards.append(("worst relative loss", percent(worst.relative_loss), worst.name))
+    if (above := record.above_limit) is not None:
+        cards.append(("bits above the limit", f"{above:.3f}", "mean over weights; a Gaussian reference"))
+    if gains := [layer.nearest_loss / layer.loss for layer in layers if layer.nearest_loss and layer.loss > 0]:
+        cards.append(
+            ("rounding to nearest", f"{median(gains):.2f} {TIMES}", "the loss, on the same grids (median layer)")
+        )
+    return cards
+
+
+def _heed(record: RunRecord) -> str:
+    """Say in words what is wrong or was left out."""
+    said = "".join(f"<li>{_code(sentence)}</li>" for sentence in findings(record))
+    if not said:
+        return '<p class="fine">Nothing was left out, no input is dead, and no row clips.</p>'
+    return f'<section class="heed"><h3>To know before you trust it</h3><ul>{said}</ul></section>'
+
+
+def _code(text: str) -> str:
+    """Return a text as HTML, what is between backticks as code."""
+    return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text))
+
+
+def findings(record: RunRecord) -> list[str]:
+    """Return a sentence for everything that is wrong, was left out, or makes a bound void."""
+    layers, found = record.layers, []
+    if (missed := record.missed) is not None:
+        found.append(missed)
+    if record.tokens and record.windows < record.recipe.calibration.samples:
+        found.append(
+            f"The calibration text holds {record.windows} windows of {record.seqlen} tokens; "
+            f"{record.recipe.calibration.samples} were asked for."
+        )
+    if dead := [layer for layer in layers if layer.dead]:
+        each = [f"{layer.name} ({layer.dead} of {layer.in_features})" for layer in dead]
+        found.append(
+            f"{sum(layer.dead for layer in dead):,} inputs were 0 for every calibration token and their weights are 0 now: "
+            f"{some(each)}. Other text may use them."
+        )
+    if thin := [layer.name for layer in layers if 0 < layer.tokens < layer.in_features]:
+        found.append(
+            f"{count(len(thin), 'layer')} saw fewer tokens than they have inputs, so that damping decided part of the codes: "
+            f"{some(thin)}."
+        )
+    if clipped := [layer for layer in layers if layer.clipped_rows]:
+        most = max(clipped, key=lambda layer: layer.clipped_rows)
+        found.append(
+            f"Rows clip in {len(clipped)} of {count(len(layers), 'layer')}: some of their targets lay outside the grid. "
+            f"Worst case, expected loss and gamma hold for none of these rows; the losses themselves are exact. Share of "
+            f"rows that clip: median layer {percent(median(layer.clipped_rows for layer in clipped))}, most "
+            f"{percent(most.clipped_rows)} ({most.name})."
+        )
+    if beyond := [x.name for x in layers if x.worst_case is not None and x.damped_loss > x.worst_case * (1 + 1e-9)]:
+        found.append(
+            f"{count(len(beyond), 'layer')} lost more than the worst case of rows that do not clip: {some(beyond)}."
+        )
+    if worse := [layer.name for layer in layers if layer.nearest_loss is not None and layer.nearest_loss < layer.loss]:
+        found.append(
+            f"Rounding to nearest would have lost less on the calibration text in {count(len(worse), 'layer')}: {some(worse)}."
+        )
+    for reason in dict.fromkeys(reason for _, reason in record.skipped):
+        names = [name for name, why in record.skipped if why == reason]
+        found.append(f"Left as {'it is' if len(names) == 1 else 'they are'}: {some(names)} ({reason}).")
+    return found
+
+
+def some(names: Sequence[str], most: int = 4) -> str:
+    """Return the first of the names in a row, and how many more there are."""
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
+
+
+TERMS = {
+    "bits per weight": f"Size of a layer's tensors in the file: 8 {TIMES} bytes / weights, steps, tables and all.",
+    "relative loss": "The error that rounding adds to a layer's outputs on the calibration text, as a share of the outputs, "
+    "both squared: 0.01 is 1 %, or 20 dB below. It compares layers.",
+    "loss": "The same without the share: mean squared error of an output, divided by the number of inputs. Unit: that of an "
+    "output, squared.",
+    "nearest / this": "How many times the loss would be if every weight were rounded to nearest on the same grid.",
+    "worst case, expected": "What Babai's theorem allows at most, and a third of that, which it makes probable. They bound "
+    "the loss under the damped Hessian, row by row, where nothing clips.",
+    "gamma": "No other codes on the same grid have an error below 1 / gamma of this one, in rows that do not clip.",
+    "clipped": "Codes whose target lay outside the grid, and rows with such a code.",
+    "bits above the limit": "Bits per weight in the file less the fewest with which any code reaches this loss on Gaussian "
+    "weights, under the same Hessian. A reference, not a strict bound for real weights.",
+    "correction": "How far targets moved from the original weights to make up for what the layers before lost: 0 not at "
+    "all, 1 all the way.",
+    "dead": "Inputs that were 0 for every calibration token.",
+    "d": "Squared Gram-Schmidt length of an input: what the inputs that are rounded after it do not explain. The damped "
+    f"loss is the sum of d {TIMES} (rounding error)\N{SUPERSCRIPT TWO}.",
+}
+
+
+def _terms(record: RunRecord) -> str:
+    """Explain the words of the page that this record has."""
+    absent = {
+        "nearest / this": all(layer.nearest_loss is None for layer in record.layers),
+        "worst case, expected": all(layer.worst_case is None for layer in record.layers),
+        "gamma": all(layer.gamma is None for layer in record.layers),
+        "clipped": record.recipe.rate.wanted,
+        "bits above the limit": all(layer.limit is None for layer in record.layers),
+        "d": not record.profiles,
+    }
+    terms = "".join(
+        f"<div><dt>{escape(word)}</dt><dd>{escape(meaning)}</dd></div>"
+        for word, meaning in TERMS.items()
+        if not absent.get(word)
+    )
+    return f'<details open><summary>How to read this</summary><dl class="terms two">{terms}</dl></details>'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One column of the table.
+
+    Args:
+        head: Its heading.
+        value: What it sorts by; None where a layer has none.
+        text: What it shows; default: three digits.
+    """
+
+    head: str
+    value: Callable[[LayerRecord], float | None]
+    text: Callable[[LayerRecord], str] | None = None
+
+
+def _ratio(part: float | None, of: float) -> float | None:
+    return part / of if part is not None and of > 0 else None
+
+
+def _grid_bits(layer: LayerRecord) -> float | None:
+    """Return the bits of a code and its share of a 16-bit step."""
+    return None if layer.bits is None else layer.bits + 16 / (layer.group_size or layer.in_features)
+
+
+def _columns(record: RunRecord) -> list[Column]:
+    """Return the columns of the table, but those that no layer has a value in."""
+    grids = not record.recipe.rate.wanted
+    choice = (
+        Column(
+            head="grid", value=_grid_bits,
+            text=lambda x: f"{x.bits}-bit {'sym' if x.symmetric else 'asym'} {f'g{x.group_size}' if x.group_size else 'row'}",
+        )
+        if grids
+        else Column(head="asked rate", value=lambda x: x.asked, text=lambda x: f"{x.asked:.3f}")
+    )  # fmt: skip
+    columns = [
+        Column(
+            head="shape", value=lambda x: x.out_features * x.in_features,
+            text=lambda x: f"{x.out_features} {TIMES} {x.in_features}",
+        ),
+        choice,
+        Column(head="bits / weight", value=lambda x: x.rate, text=lambda x: f"{x.rate:.3f}"),
+        Column(head="relative loss", value=lambda x: x.relative_loss),
+        Column(head="loss", value=lambda x: x.loss),
+        Column(head="nearest / this", value=lambda x: _ratio(x.nearest_loss, x.loss)),
+        Column(head="worst case / this", value=lambda x: _ratio(x.worst_case, x.damped_loss)),
+        Column(head="gamma", value=lambda x: x.gamma),
+        Column(head="clipped codes %", value=lambda x: 100 * x.clipped if grids else None),
+        Column(head="clipped rows %", value=lambda x: 100 * x.clipped_rows if grids else None),
+        Column(head="bits above limit", value=lambda x: x.above_limit, text=lambda x: f"{x.above_limit:.3f}"),
+        Column(head="correction", value=lambda x: x.correction, text=lambda x: f"{x.correction:.2f}"),
+        Column(head="dead", value=lambda x: x.dead, text=lambda x: str(x.dead)),
+        Column(head="bytes", value=lambda x: x.bytes, text=lambda x: f"{x.bytes:,}"),
+    ]  # fmt: skip
+    return [column for column in columns if any(column.value(layer) is not None for layer in record.layers)]
+
+
+def _table(record: RunRecord) -> str:
+    """Return the table of all layers, which sorts by every column."""
+    columns = _columns(record)
+    heads = '<th scope="col" data-type="text" aria-sort="none"><button type="button">layer</button></th>' + "".join(
+        f'<th scope="col" data-type="number" aria-sort="none"><button type="button">{escape(column.head)}</button></th>'
+        for column in columns
+    )
+    kind = {layer: number for number, (_, members) in enumerate(kinds(record)) for layer in members}
+    rows = "\n".join(
+        f'<tr data-l="{index}" data-k="{kind[index]}"><td>{escape(layer.name)}</td>'
+        f"{''.join(_cell(column, layer) for column in columns)}</tr>"
+        for index, layer in enumerate(record.layers)
+    )
+    return (
+        '<h2 id="table">All layers</h2><p class="soft">Click on a heading to sort, again to turn it round; the filter above picks '
+        'layers by name.</p><div class="box" tabindex="0" role="region" aria-labelledby="table">'
+        f'<table id="layers"><thead><tr>{heads}</tr></thead><tbody>\n{rows}\n</tbody></table></div>'
+    )
+
+
+def _cell(column: Column, layer: LayerRecord) -> str:
+    """Return a cell: what it shows, and what it sorts by."""
+    value = column.value(layer)
+    if value is None or math.isnan(value):
+        return f'<td data-v="">{NONE}</td>'
+    text = column.text(layer) if column.text and math.isfinite(value) else short(value)
+    return f'<td data-v="{f"{value:.9g}".replace("inf", "Infinity")}">{escape(text)}</td>'
+
+
+def _making(record: RunRecord) -> str:
+    """Return what the run was told and what computed it."""
+    facts = {
+        "source": record.source,
+        "device": record.device,
+        "versions": ", ".join(f"{name} {version}" for name, version in sorted(record.versions.items())),
+        "tokens of the calibration, SHA-256": record.text or "none",
+        "record, SHA-256": record.digest or "none",
+    }
+    rows = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items())
+    return (
+        f'<details><summary>How it was made</summary><dl class="terms">{rows}</dl>'
+        f"<pre>{escape(record.recipe.to_json())}</pre></details>"
+        '<p class="soft">Written from the record of the checkpoint alone, <code>nearplane.json</code>; no weight was read. '
+        "<code>nearplane verify</code> measures it again.</p>"
+    )

@@ -1,0 +1,429 @@
+"""The report says what the record holds, in a page that needs nothing else; looked at in a real browser."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nearplane import FormatError, Rate, RecipeError, Rule
+from nearplane.recipe import Recipe
+from nearplane.record import LayerRecord, Profile, RunRecord
+from nearplane.report import findings, render, write_report
+from nearplane.report.drawing import HEIGHT, Scale, spanning
+from nearplane.report.figures import kinds
+
+SHAPES = {
+    "self_attn.q_proj": (128, 128), "self_attn.k_proj": (64, 128), "self_attn.v_proj": (64, 128), "self_attn.o_proj": (128, 128),
+    "mlp.gate_proj": (352, 128), "mlp.up_proj": (352, 128), "mlp.down_proj": (128, 352),
+}  # fmt: skip
+HOSTILE = '<script>window.hacked = 1</script><img src=x onerror="window.hacked=1">&amp;'
+RUN = {
+    "versions": {"torch": "2.9", "nearplane": "0"}, "device": "cpu", "windows": 256, "seqlen": 256, "tokens": 65536, "seconds": 3.8,
+}  # fmt: skip
+
+
+def on_a_grid(block: int, kind: str, number: int) -> LayerRecord:
+    """Return the record of a layer on a 4-bit grid: smooth in the block, other sizes for other kinds, rows clip in every third."""
+    out, columns = SHAPES[kind]
+    loss = 1e-6 * math.exp(0.9 * number + math.sin(block / 9) + 0.3 * math.sin(7 * block + number))
+    clips = 0.02 * (block % 3 == 0)
+    return LayerRecord(
+        name=f"model.layers.{block}.{kind}", out_features=out, in_features=columns, loss=loss, row_losses=(loss,),
+        relative_loss=0.002 * math.exp(0.2 * number + 0.1 * math.cos(block)), nearest_loss=loss * (2 + math.sin(block)),
+        damped_loss=1.1 * loss, worst_case=3.5 * loss, expected=3.5 / 3 * loss, gamma=20.0 + number, clipped=clips,
+        clipped_rows=20 * clips, correction=0.8, damp=0.01, sweep_damp=0.1, dead=0, tokens=65536, order="activation", bits=4,
+        group_size=32, symmetric=True, seconds=0.1, bytes=out * columns * 9 // 16,
+    )  # fmt: skip
+
+
+def entropy_coded(block: int, kind: str, number: int) -> LayerRecord:
+    """Return the record of a layer at a rate of its own; those with most inputs have no limit."""
+    out, columns = SHAPES[kind]
+    rate = 2.5 + 0.5 * math.cos(block / 20) - 0.1 * number
+    loss = 1e-5 * math.exp(0.5 * number + math.sin(block))
+    return LayerRecord(
+        name=f"model.layers.{block}.{kind}", out_features=out, in_features=columns * 32, loss=loss, row_losses=(loss,),
+        relative_loss=4.0 ** -(rate + 0.2 * number), damped_loss=1.1 * loss, correction=0.8, damp=0.01, sweep_damp=0.1, dead=0,
+        tokens=65536, order="activation", asked=rate, entropy=rate - 0.06, base=0.01,
+        limit=rate - 0.3 - 0.01 * number if columns == 128 else None, seconds=0.1, bytes=round(out * columns * 32 * rate / 8),
+    )  # fmt: skip
+
+
+def run_of(blocks: int, layer, **changes) -> RunRecord:
+    """Return the record of a run over so many blocks."""
+    layers = tuple(layer(block, kind, number) for block in range(blocks) for number, kind in enumerate(SHAPES))
+    size = sum(one.bytes for one in layers)
+    said = RUN | {"recipe": Recipe(), "source": "somewhere/small-llama", "bytes": size + 5000, "folder": size + 70_000}
+    return RunRecord(**(said | {"layers": layers} | changes))
+
+
+def lengths(order: str, tilt: float) -> Profile:
+    """Return a profile that falls or rises exponentially."""
+    d = tuple(0.001 * math.exp(tilt * (j / 63 - 0.5)) for j in range(64))
+    return Profile(
+        layer="model.layers.1.mlp.down_proj", order=order, lengths=d, trace=sum(d) * 352 / 64, spread=abs(tilt) / 8
+    )
+
+
+PROFILES = tuple(
+    lengths(order, tilt)
+    for order, tilt in (("natural", 1.0), ("activation", -4.0), ("pivoted", -4.5), ("reversed", 2.0))
+)
+GRID = run_of(5, on_a_grid, profiles=PROFILES, recipe=Recipe(rule=Rule(bits=4, group_size=32)))
+CODED = run_of(5, entropy_coded, profiles=PROFILES, recipe=Recipe(rate=Rate(rate=GRID.rate)))
+CODED = replace(CODED, recipe=Recipe(rate=Rate(rate=round(CODED.rate, 3))))
+LARGE = run_of(80, entropy_coded, recipe=Recipe(rate=Rate(rate=2.2)))
+RECORDS = {
+    "grid": GRID,
+    "coded": CODED,
+    "large": LARGE,
+    "large-grid": run_of(80, on_a_grid),
+    "hostile": replace(
+        GRID,
+        source=HOSTILE,
+        layers=(replace(GRID.layers[0], name=HOSTILE), *GRID.layers[1:]),
+        skipped=((HOSTILE, HOSTILE),),
+        profiles=tuple(replace(profile, layer=HOSTILE) for profile in PROFILES),
+    ),
+}
+
+
+def saved(record: RunRecord, folder: Path) -> Path:
+    """Write a record as a checkpoint has it, and return the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "nearplane.json").write_text(record.to_json())
+    return folder
+
+
+def test_the_page_lies_beside_the_checkpoint_and_never_in_it(tmp_path, monkeypatch):
+    out = saved(GRID, tmp_path / "out")
+    assert write_report(out) == tmp_path / "out-report.html"
+    assert write_report(out, tmp_path / "new" / "page.html").is_file()
+    monkeypatch.chdir(out)
+    assert write_report(Path(".")) == tmp_path / "out-report.html"
+    for page in (
+        out / "page.html",
+        Path("page.html"),
+        out / "deep" / "page.html",
+        tmp_path / "other" / ".." / "out" / "p.html",
+    ):
+        with pytest.raises(RecipeError, match="checkpoint"):
+            write_report(out, page)
+    assert [path.name for path in out.iterdir()] == ["nearplane.json"]
+
+
+def test_only_pages_are_written(tmp_path):
+    out = saved(GRID, tmp_path / "out")
+    (tmp_path / "folder.html").mkdir()
+    for name in ("model.safetensors", "folder.html", "page"):
+        with pytest.raises(RecipeError, match="html"):
+            write_report(out, tmp_path / name)
+    with pytest.raises(FormatError, match=r"nearplane\.json"):
+        write_report(tmp_path, tmp_path / "page.html")
+
+
+def test_the_same_record_gives_the_same_bytes(tmp_path):
+    first, second = (write_report(saved(CODED, tmp_path / "out"), tmp_path / name) for name in ("a.html", "b.html"))
+    assert first.read_bytes() == second.read_bytes()
+    assert first.read_text(encoding="utf-8") == render(CODED)
+
+
+def test_neither_torch_nor_a_drawing_library_is_imported(tmp_path):
+    out = saved(GRID, tmp_path / "out")
+    program = (
+        "import sys, pathlib, nearplane.report as r; r.write_report(pathlib.Path(sys.argv[1])); print(*sys.modules)"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", program, out], check=True, capture_output=True, text=True
+    ).stdout.split()
+    assert not {"torch", "numpy", "matplotlib", "transformers"} & set(loaded)
+
+
+def test_a_page_names_no_other_address():
+    for record in RECORDS.values():
+        page = render(record)
+        assert not re.search(r'\b(src|href|action)="(?!#|data:)', page)
+        assert not re.search(r"https?:|url\(|@import|fetch\(", page)
+    assert len(render(LARGE).encode()) < 1_000_000
+
+
+def test_what_is_wrong_is_said_in_words():
+    layers = list(GRID.layers)
+    layers[3] = replace(layers[3], dead=7)
+    layers[4] = replace(layers[4], nearest_loss=layers[4].loss / 2)
+    layers[5] = replace(layers[5], tokens=5)
+    layers[6] = replace(layers[6], damped_loss=2 * layers[6].worst_case)
+    wrong = replace(
+        GRID, layers=tuple(layers), windows=3, skipped=(("a", "odd"), ("b", "odd")), recipe=Recipe(rate=Rate(rate=2.0))
+    )
+    said = " ".join(findings(wrong))
+    for words in (
+        "2 bits per weight asked for, 4.5 found",
+        "holds 3 windows",
+        f"{layers[3].name} (7 of 128)",
+        "Rows clip in 14 of 35 layers",
+        f"nearest would have lost less on the calibration text in 1 layer: {layers[4].name}",
+        f"damping decided part of the codes: {layers[5].name}",
+        f"1 layer lost more than the worst case of rows that do not clip: {layers[6].name}",
+        "Left as they are: a, b (odd)",
+    ):
+        assert words in said
+    assert findings(CODED) == []
+    assert "Nothing was left out" in render(CODED)
+
+
+def test_missing_figures_and_limits_are_explained():
+    grid, coded = render(GRID), render(CODED)
+    assert "<b>Bits above the limit</b>: not drawn, as the limit is computed for entropy-coded weights only" in grid
+    assert "<b>Share of the worst case</b>: not drawn, as the record holds no worst case" in coded
+    assert "Without a mark: 5 layers of more than 4096 inputs, for which the limit is not computed." in coded
+
+
+@pytest.mark.parametrize("value", [0.0, math.inf, math.nan, 1e-300, 1e300])
+def test_numbers_without_a_place_on_the_axes_do_no_harm(value):
+    changed = replace(
+        CODED.layers[0],
+        loss=value,
+        damped_loss=value,
+        relative_loss=value,
+        limit=value,
+        worst_case=value,
+        nearest_loss=value,
+    )
+    page = render(replace(CODED, layers=(changed, *CODED.layers[1:])))
+    assert not re.search(r'(x|y|x1|y1|x2|y2)="[^"]*(nan|inf)', page)
+    render(replace(CODED, layers=(changed,)))
+    render(replace(CODED, layers=(), profiles=()))
+
+
+def test_kinds_have_the_shortest_names_that_tell_them_apart():
+    assert [name for name, _ in kinds(GRID)] == [name.split(".")[1] for name in SHAPES]
+    names = ["h.0.mlp.experts.0.up", "h.0.mlp.experts.1.up", "h.0.mlp.shared.up", "h.1.mlp.experts.0.up", "head"]
+    found = kinds(replace(GRID, layers=tuple(replace(GRID.layers[0], name=name) for name in names)))
+    assert found == [("experts.up", [0, 1, 3]), ("shared.up", [2]), ("head", [4])]
+    many = kinds(replace(GRID, layers=tuple(replace(GRID.layers[0], name=f"h.kind{n}") for n in range(20))))
+    assert sorted(layer for _, members in many for layer in members) == list(range(20))
+    assert len(many) == 12
+    assert many[-1][0] == "other"
+
+
+FINITE = st.floats(min_value=1e-30, max_value=1e30)
+
+
+@settings(deadline=None)
+@given(values=st.lists(FINITE, min_size=1, max_size=5), log=st.booleans(), most=st.integers(3, 12))
+def test_every_value_and_every_tick_has_a_place_on_its_axis(values, log, most):
+    scale = spanning(values, log=log)
+    assert all(0 < scale(value) < 1 for value in values)
+    ticks = scale.ticks(most)
+    assert len(ticks) <= most + 1
+    assert ticks == sorted(set(ticks))
+    assert all(-1e-9 <= scale(tick) <= 1 + 1e-9 for tick in ticks)
+
+
+def test_equal_ratios_are_equally_far_apart_on_a_logarithmic_axis():
+    scale = Scale(low=1e-4, high=1.0, log=True)
+    assert [scale(value) for value in (1e-4, 1e-3, 1e-2, 1.0)] == pytest.approx([0, 0.25, 0.5, 1], abs=1e-12)
+    assert (scale.down(1e-4), scale.down(1.0), scale.across(1e-2)) == (str(HEIGHT), "0", "50%")
+
+
+# In the browser: every layer has its mark, where its number says
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Return a headless Chromium that logs what it asks for and complains of."""
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium, which drives the browser, is not installed")
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    driver = shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        pytest.skip("no Chromium with its chromedriver: apt-get install chromium chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for flag in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--window-size=1280,900",
+    ):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    found = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    yield found
+    found.quit()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """Return the address of the page of every record."""
+    folder = tmp_path_factory.mktemp("pages")
+    return {name: write_report(saved(record, folder / name)).as_uri() for name, record in RECORDS.items()}
+
+
+def opened(browser, page, width=1280, colours="light"):
+    """Open a page on a screen of a width."""
+    for kind in ("browser", "performance"):
+        browser.get_log(kind)
+    screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    browser.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": colours}]}
+    )
+    browser.get(page)
+    return browser
+
+
+def column(browser, number):
+    """Return the sorting values of a column, as the rows stand now."""
+    script = f"""return [...document.querySelectorAll("#layers tbody tr")].map((row) => row.cells[{number}])
+        .map((cell) => cell.dataset.v ?? cell.textContent)"""
+    return browser.execute_script(script)
+
+
+MARKS = """return [...document.querySelectorAll("svg[role=img]")].map((svg) => {
+    const box = svg.getBoundingClientRect();
+    const marks = [...svg.querySelectorAll(".marks use, .marks polyline")].map((mark) => mark.getBoundingClientRect());
+    const inside = marks.filter((m) => m.width > 0 && m.left > box.left - 8 && m.right < box.right + 8
+        && m.top > box.top - 8 && m.bottom < box.bottom + 8);
+    return {label: svg.getAttribute("aria-label"), width: box.width, height: box.height, marks: marks.length,
+            inside: inside.length, layers: svg.querySelectorAll("[data-l]").length};
+});"""
+
+
+@pytest.mark.parametrize("name", list(RECORDS))
+@pytest.mark.parametrize("width", [360, 1280])
+def test_every_figure_is_drawn_and_every_mark_lies_in_it(browser, pages, name, width):
+    record, found = RECORDS[name], opened(browser, pages[name], width).execute_script(MARKS)
+    many = len(record.layers)
+    limited = sum(layer.limit is not None for layer in record.layers)
+    expected = {"Loss of every layer": many, "Rate and distortion": many, "Bits per weight": many}
+    expected |= {"Bits above the limit": limited} if limited else {"Share of the worst case": many}
+    for figure in found:
+        assert figure["width"] > 200
+        assert figure["height"] == HEIGHT
+        assert figure["inside"] == figure["marks"] > 0
+        if not figure["label"].startswith("Gram-Schmidt"):
+            assert figure["layers"] == expected.pop(figure["label"])
+    assert not expected
+    assert sum(figure["label"].startswith("Gram-Schmidt") for figure in found) == bool(record.profiles)
+
+
+@pytest.mark.parametrize("name", list(RECORDS))
+def test_no_request_leaves_the_page_and_no_script_fails(browser, pages, name):
+    opened(browser, pages[name])
+    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+    assert pages[name] in asked
+    assert [address for address in asked if address != pages[name] and not address.startswith("data:")] == []
+    assert browser.execute_script('return performance.getEntriesByType("resource").map((entry) => entry.name)') == []
+    assert browser.get_log("browser") == []
+
+
+def test_names_are_text_whatever_they_say(browser, pages):
+    opened(browser, pages["hostile"])
+    assert browser.execute_script("return window.hacked") is None
+    assert browser.execute_script('return document.querySelectorAll("img").length') == 0
+    assert column(browser, 0)[0] == HOSTILE
+
+
+def test_the_table_sorts_numerically_both_ways_by_every_column(browser, pages):
+    opened(browser, pages["coded"])
+    buttons = browser.find_elements("css selector", "#layers th button")
+    assert len(buttons) == 10
+    states = 'return [...document.querySelectorAll("#layers th")].map((head) => head.getAttribute("aria-sort"))'
+    for number, button in enumerate(buttons):
+        for way in ("ascending", "descending"):
+            button.click()
+            assert browser.execute_script(states) == ["none"] * number + [way] + ["none"] * (9 - number)
+            values = column(browser, number)
+            assert len(values) == len(CODED.layers)
+            known = [float(value) if number else value for value in values if value]
+            assert known == sorted(known, reverse=way == "descending")
+            assert values[len(known):] == [""] * (len(values) - len(known))  # fmt: skip
+
+
+def test_the_table_sorts_by_the_keyboard(browser, pages):
+    opened(browser, pages["grid"])
+    button = browser.find_elements("css selector", "#layers th button")[4]
+    browser.execute_script("arguments[0].focus()", button)
+    browser.switch_to.active_element.send_keys("\ue007")  # enter
+    found = [float(value) for value in column(browser, 4)]
+    assert found == sorted(found) != [float(f"{layer.relative_loss:.9g}") for layer in GRID.layers]
+
+
+def test_names_sort_with_their_numbers(browser, pages):
+    opened(browser, pages["large"]).find_element("css selector", "#layers th button").click()
+    blocks = [int(name.split(".")[2]) for name in column(browser, 0)]
+    assert blocks == sorted(blocks)
+
+
+def test_the_filter_picks_layers_in_table_and_figures(browser, pages):
+    opened(browser, pages["coded"])
+    shown = """return [document.querySelectorAll("#layers tbody tr:not([hidden])").length,
+        document.querySelectorAll("figure.points")[0].querySelectorAll("[data-l]:not(.dim)").length]"""
+    browser.find_element("id", "filter").send_keys("layers.3 PROJ")
+    assert browser.execute_script(shown) == [7, 7]
+    buttons = browser.find_elements("css selector", ".bar button")
+    buttons[-1].click()
+    assert browser.execute_script(shown) == [1, 1]
+    assert browser.find_element("css selector", ".count").text == "1 of 35 layers"
+    buttons[-1].click()
+    assert browser.execute_script(shown) == [7, 7]
+
+
+def test_pointing_at_a_mark_names_its_layer_in_every_figure(browser, pages):
+    opened(browser, pages["grid"])
+    script = """const mark = document.querySelectorAll("figure.points")[1].querySelector('[data-l="17"] use');
+        mark.scrollIntoView({block: "center"}); const box = mark.getBoundingClientRect();
+        const at = {bubbles: true, clientX: box.x + box.width / 2, clientY: box.y + box.height / 2};
+        mark.dispatchEvent(new PointerEvent("pointermove", at));
+        return [...document.querySelectorAll("output")].map((output) => output.textContent)"""
+    said = browser.execute_script(script)
+    assert len(said) == 4
+    assert all(text.startswith(f"{GRID.layers[17].name}: ") for text in said)
+
+
+def test_marks_stand_where_their_numbers_are(browser, pages):
+    opened(browser, pages["coded"])
+    script = """const figure = document.querySelectorAll("figure.points")[1];
+        return [...figure.querySelectorAll("[data-l] use")].map((u) => [u.x.baseVal.value, u.y.baseVal.value])"""
+    places = browser.execute_script(script)
+    across, down = zip(*places, strict=True)
+    rates = [layer.rate for layer in CODED.layers]
+    losses = [layer.relative_loss for layer in CODED.layers]
+
+    def ranks(values):
+        return sorted(range(len(values)), key=values.__getitem__)
+
+    assert ranks(across) == ranks(rates)
+    assert ranks(down) == ranks([-loss for loss in losses])
+
+
+@pytest.mark.parametrize("name", list(RECORDS))
+def test_nothing_is_wider_than_a_telephone(browser, pages, name):
+    opened(browser, pages[name], 360)
+    assert browser.execute_script("return document.documentElement.scrollWidth") == 360
+    box = browser.execute_script(
+        'const box = document.querySelector(".box"); return [box.scrollWidth, box.clientWidth]'
+    )
+    assert box[0] > box[1]  # the table scrolls in its own box
+
+
+def test_colours_follow_the_reader(browser, pages):
+    paper = {}
+    for colours in ("light", "dark"):
+        opened(browser, pages["grid"], colours=colours)
+        paper[colours] = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+    assert sum(map(int, re.findall(r"\d+", paper["light"]))) > 700
+    assert sum(map(int, re.findall(r"\d+", paper["dark"]))) < 100
