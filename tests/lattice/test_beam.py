@@ -223,16 +223,23 @@ def test_of_equal_costs_the_lowest_candidate_goes_first() -> None:
         assert parent.flatten(1).tolist() == [[0, 0, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
 
 
-def test_float32_gives_the_losses_of_float64_and_nothing_is_changed() -> None:
-    p = problem(out=32, columns=100, tokens=200, kind="asymmetric")
+def test_float32_finds_the_codes_of_float64_but_for_near_ties() -> None:
+    """In one row of fifty at most two costs, or a target and a tie, are so near that rounding errors decide."""
+    p = problem(out=512, columns=100, tokens=200, kind="asymmetric")
     factor = p.factor("pivoted")
-    grid = replace(p.grid, scale=p.grid.scale.float(), zero=p.grid.zero.float())
-    W = p.W.float()
+    grid, W = replace(p.grid, scale=p.grid.scale.float(), zero=p.grid.zero.float()), p.W.float()
     matrix = k_best(W, grid, factor, beam=6)
-    wide = k_best(W.double(), replace(grid, scale=grid.scale.double(), zero=grid.zero.double()), factor, beam=6)
-    assert float((matrix.codes != wide.codes).any(1).double().mean()) < 0.1
-    assert torch.equal(W, p.W.float())
-    assert torch.equal(grid.scale, p.grid.scale.float())
+    exact = replace(grid, scale=grid.scale.double(), zero=grid.zero.double())
+    wide = k_best(W.double(), exact, factor, beam=6)
+    assert float((matrix.codes != wide.codes).any(1).double().mean()) < 0.02
+
+
+def test_solving_leaves_weights_and_steps_as_they_are() -> None:
+    p = problem()
+    W, scale = p.W.clone(), p.grid.scale.clone()
+    k_best(p.W, p.grid, p.factor("activation"))
+    assert torch.equal(p.W, W)
+    assert torch.equal(p.grid.scale, scale)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

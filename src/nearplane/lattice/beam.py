@@ -40,8 +40,9 @@ def k_best(
     What is guaranteed: candidate 1 is nearest plane, so `beam=1` is, code for code. Candidates 1 to i never depend on those after
     them, so a wider beam holds those of every narrower one: the damped loss of no row ever rises with `beam`, for any widths and
     any grid, up to rounding errors of the sums. A clipped grid with at most `beam` code vectors is searched exhaustively.
-    The usual survivors, the cheapest of all proposals, guarantee nothing of the kind: when their number doubled, the loss of 4 % to
-    30 % of the rows rose (synthetic Hessians, widths up to 16).
+    The usual survivors, the cheapest of all proposals, guarantee nothing of the kind: on synthetic Hessians 4 % to 30 % of the rows
+    ended worse than with some narrower beam. Against them places cost 0 to 7 % of the mean loss at widths 2 and 4, 3 % at most
+    at 8 and 16. Keeping the best of all widths 1, 2, 4, ... takes twice the time and mostly gained less than twice the places.
 
     Args:
         W: (out, in) weights, float32 or float64; the sweep runs in their dtype.
