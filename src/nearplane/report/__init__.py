@@ -116,11 +116,14 @@ def _cards(record: RunRecord) -> list[tuple[str, str, str]]:
     if layers:
         worst = max(layers, key=lambda layer: layer.relative_loss)
         cards.append(("worst relative loss", percent(worst.relative_loss), worst.name))
-    if (above := record.above_limit) is not None:
-        cards.append(("bits above the limit", f"{above:.3f}", "mean over weights; a Gaussian reference"))
+    if known := [layer for layer in layers if layer.above_limit is not None and math.isfinite(layer.above_limit)]:
+        sizes = [layer.out_features * layer.in_features for layer in known]
+        above = sum((layer.above_limit or 0.0) * own for layer, own in zip(known, sizes, strict=True)) / sum(sizes)
+        of = "" if len(known) == len(layers) else f" of {count(len(known), 'layer')}"
+        cards.append(("bits above the limit", f"{above:.3f}", f"mean over the weights{of}; a Gaussian reference"))
     if gains := [layer.nearest_loss / layer.loss for layer in layers if layer.nearest_loss and layer.loss > 0]:
         cards.append(
-            ("rounding to nearest", f"{median(gains):.2f} {TIMES}", "the loss, on the same grids (median layer)")
+            ("rounding to nearest", f"{median(gains):.2f} {TIMES}", "the loss, with the same steps (median layer)")
         )
     return cards
 
@@ -193,10 +196,11 @@ TERMS = {
     "both squared: 0.01 is 1 %, or 20 dB below. It compares layers.",
     "loss": "The same without the share: mean squared error of an output, divided by the number of inputs. Unit: that of an "
     "output, squared.",
-    "nearest / this": "How many times the loss would be if every weight were rounded to nearest on the same grid.",
+    "nearest / this": "How many times the loss would be if every weight were rounded to nearest, with the same steps.",
     "worst case, expected": "What Babai's theorem allows at most, and a third of that, which it makes probable. They bound "
     "the loss under the damped Hessian, row by row, where nothing clips.",
-    "gamma": "No other codes on the same grid have an error below 1 / gamma of this one, in rows that do not clip.",
+    "gamma": "No codes with the same steps have an error (a root mean square) below 1 / gamma of this one, in rows that do not "
+    "clip.",
     "clipped": "Codes whose target lay outside the grid, and rows with such a code.",
     "bits above the limit": "Bits per weight in the file less the fewest with which any code reaches this loss on Gaussian "
     "weights, under the same Hessian. A reference, not a strict bound for real weights.",
@@ -251,7 +255,7 @@ def _grid_bits(layer: LayerRecord) -> float | None:
 
 
 def _columns(record: RunRecord) -> list[Column]:
-    """Return the columns of the table, but those that no layer has a value in."""
+    """Return the columns of the table but the first, which holds names."""
     grids = not record.recipe.rate.wanted
     choice = (
         Column(
@@ -261,7 +265,7 @@ def _columns(record: RunRecord) -> list[Column]:
         if grids
         else Column(head="asked rate", value=lambda x: x.asked, text=lambda x: f"{x.asked:.3f}")
     )  # fmt: skip
-    columns = [
+    return [
         Column(
             head="shape", value=lambda x: x.out_features * x.in_features,
             text=lambda x: f"{x.out_features} {TIMES} {x.in_features}",
@@ -273,19 +277,24 @@ def _columns(record: RunRecord) -> list[Column]:
         Column(head="nearest / this", value=lambda x: _ratio(x.nearest_loss, x.loss)),
         Column(head="worst case / this", value=lambda x: _ratio(x.worst_case, x.damped_loss)),
         Column(head="gamma", value=lambda x: x.gamma),
-        Column(head="clipped codes %", value=lambda x: 100 * x.clipped if grids else None),
-        Column(head="clipped rows %", value=lambda x: 100 * x.clipped_rows if grids else None),
+        Column(head="clipped codes %", value=lambda x: 100 * x.clipped if grids else None, text=lambda x: f"{100 * x.clipped:.2f}"),
+        Column(
+            head="clipped rows %", value=lambda x: 100 * x.clipped_rows if grids else None,
+            text=lambda x: f"{100 * x.clipped_rows:.2f}",
+        ),
         Column(head="bits above limit", value=lambda x: x.above_limit, text=lambda x: f"{x.above_limit:.3f}"),
         Column(head="correction", value=lambda x: x.correction, text=lambda x: f"{x.correction:.2f}"),
         Column(head="dead", value=lambda x: x.dead, text=lambda x: str(x.dead)),
         Column(head="bytes", value=lambda x: x.bytes, text=lambda x: f"{x.bytes:,}"),
     ]  # fmt: skip
-    return [column for column in columns if any(column.value(layer) is not None for layer in record.layers)]
 
 
 def _table(record: RunRecord) -> str:
     """Return the table of all layers, which sorts by every column."""
-    columns = _columns(record)
+    every = _columns(record)
+    columns = [column for column in every if any(column.value(layer) is not None for layer in record.layers)]
+    empty = [column for column in every if column not in columns]
+    left = f" No layer has a value for: {', '.join(column.head for column in empty)}." if empty else ""
     heads = '<th scope="col" data-type="text" aria-sort="none"><button type="button">layer</button></th>' + "".join(
         f'<th scope="col" data-type="number" aria-sort="none"><button type="button">{escape(column.head)}</button></th>'
         for column in columns
@@ -298,7 +307,7 @@ def _table(record: RunRecord) -> str:
     )
     return (
         '<h2 id="table">All layers</h2><p class="soft">Click on a heading to sort, again to turn it round; the filter above picks '
-        'layers by name.</p><div class="box" tabindex="0" role="region" aria-labelledby="table">'
+        f'layers by name.{escape(left)}</p><div class="box" tabindex="0" role="region" aria-labelledby="table">'
         f'<table id="layers"><thead><tr>{heads}</tr></thead><tbody>\n{rows}\n</tbody></table></div>'
     )
 

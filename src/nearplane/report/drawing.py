@@ -98,7 +98,7 @@ def spanning(values: Iterable[float], *, log: bool = False, least: float | None 
         room = max(0.06 * (math.log(high) - math.log(low)), 0.2)
         ends = (min(max(math.log(end) + by, -700), 700) for end, by in ((low, -room), (high, room)))
         return Scale(low=math.exp(next(ends)), high=math.exp(next(ends)), log=True)
-    room = max(0.06 * (high - low), 0.01 * abs(high), 1e-12)
+    room = max(0.06 * (high - (low if least is None else least)), 0.01 * abs(high), 1e-12)
     return Scale(low=low - room if least is None else least, high=high + room)
 
 

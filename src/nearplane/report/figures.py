@@ -14,6 +14,7 @@ from html import escape
 from nearplane.record import LayerRecord, RunRecord
 from nearplane.report.drawing import (
     COLOURS,
+    HEIGHT,
     MINUS,
     Scale,
     Tick,
@@ -290,7 +291,7 @@ def above_limit(record: RunRecord) -> Figure:
         if (value := layer.above_limit) is not None and math.isfinite(value)
     }
     if not above:
-        return Figure(heading=heading, words=f"not drawn, as {why}")
+        return Figure(heading=heading, words=f"not drawn: {why}")
     y = spanning([*above.values(), 0, UNIFORM])
     parts = row.trends(y, lambda layer: layer.above_limit)
     for index, value in above.items():
@@ -311,8 +312,6 @@ def _no_limit(record: RunRecord) -> str:
     without = [layer for layer in record.layers if layer.limit is None]
     if not without:
         return ""
-    if not record.recipe.rate.wanted:
-        return "the limit is computed for entropy-coded weights only, and these are on fixed grids."
     wide = sum(layer.in_features > WIDE for layer in without)
     some = count(wide, "layer") + f" of more than {WIDE} inputs, for which the limit is not computed"
     rest = count(len(without) - wide, "layer") + " without a limit in the record"
@@ -390,5 +389,9 @@ def _guides(x: Scale, y: Scale) -> list[str]:
             a, b = (y.down(min(y.high, max(y.low, 4.0 ** -(rate + shift)))) for rate in (start, end))
             drawn.append(line(x.across(start), a, x.across(end), b, "guide" if shift else "guide main"))
             if not shift:
-                drawn.append(note(x.across(end), f"{float(b) + 16:g}", "6.02 dB per bit", at="end"))
+                if float(b) + 24 < HEIGHT:  # below its end, else above its start: where the line does not cross it
+                    place, side = (x.across(end), float(b) + 16), "end"
+                else:
+                    place, side = (x.across(start + 0.02 * (x.high - x.low)), max(12.0, float(a) - 8)), "start"
+                drawn.append(note(place[0], f"{place[1]:g}", "6.02 dB per bit", at=side))
     return drawn
