@@ -59,7 +59,7 @@ def reduce(factor: Factor, *, step: Tensor | None = None, delta: float = 0.75, w
         |U_ij| <= 1/2 for i < j ;  d_{j-1} >= (delta - U_{j-1,j}^2) d_j
 
     Args:
-        factor: of the damped Hessian, in the order that the reduction starts from.
+        factor: of the damped Hessian, in the order that the reduction starts from, on the CPU.
         step: (in,) step of every column; None is one step for all.
         delta: of Lovasz' condition, in (1/4, 1).
         window: basis vectors reduced together; at least `in` makes it the textbook's algorithm, in its order.
@@ -68,7 +68,7 @@ def reduce(factor: Factor, *, step: Tensor | None = None, delta: float = 0.75, w
         NumericalError: float64 does not hold the lattice (its transformation, or its determinant), or nothing converges.
 
     Lenstra, Lenstra, Lovasz (1982); delta 3/4 as in Chen, Hoefler, Alistarh (2025), Algorithm 2. In blocks after Koy and Schnorr
-    (2001). Costs about `in^3` multiplications a sweep over the windows, and some tens of sweeps.
+    (2001). A sweep over the windows costs about `in^3` multiplications.
     """
     if not 0.25 < delta < 1:
         raise NumericalError(f"delta is {delta}; the algorithm of Lenstra, Lenstra and Lovasz needs 1/4 < delta < 1.")
@@ -84,10 +84,8 @@ def reduce(factor: Factor, *, step: Tensor | None = None, delta: float = 0.75, w
     L = start.copy()
     for _ in range(REFRESHES):
         _sweeps(L, V, delta, min(window, n))
-        L = _lower((V.astype(np.longdouble) @ start.astype(np.longdouble)).astype(np.float64))  # long sums cancel
-        drift = abs(
-            float(np.log(L.diagonal()).mean())
-        )  # lengths are in units of their geometric mean: their product is 1
+        L = _lower(V @ start)
+        drift = abs(float(np.log(L.diagonal()).mean()))  # 0 in exact arithmetic: the unit is the geometric mean
         if not drift < SLACK:
             raise _lost(f"the geometric mean of its lengths moved by a factor of 1 + {drift:.2g}")
         if is_reduced(torch.from_numpy(L), delta):
