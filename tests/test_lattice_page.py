@@ -36,3 +36,9 @@ def test_every_block_but_the_imports_asserts_something() -> None:
     for line, code in BLOCKS[1:]:
         asserts = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Assert)]
         assert asserts, f"the block at line {line} of {PAGE.name} shows nothing"
+
+
+def test_the_pictures_of_the_page_exist() -> None:
+    pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", TEXT)
+    assert len(pictures) == 5
+    assert all((PAGE.parent / picture).is_file() for picture in pictures)

@@ -208,10 +208,12 @@ def test_boxes_tile_space(p: Problem, order: str, seed: int) -> None:
 def test_a_lattice_point_within_half_the_shortest_length_is_found(p: Problem, order: str, seed: int) -> None:
     """`||X e||^2 < 1/4 min_j d_j s_j^2` leaves every residual below half a step: then Babai is exact, and so the optimum."""
     factor = p.factor(order)
-    codes = torch.randint(-99, 100, p.W.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
-    radius = (steps(p, factor).square() * factor.d).amin(1).sqrt() / 2  # (out,)
-    length = quadratic(p.W, p.damped_hessian(factor)).sqrt()
-    e = p.W * (0.999 * radius / length)[:, None]
+    g = torch.Generator().manual_seed(seed)
+    codes = torch.randint(-99, 100, p.W.shape, generator=g, dtype=torch.int32)
+    radius = (steps(p, factor).square() * factor.d).amin(1, keepdim=True).sqrt() / 2  # (out, 1)
+    inverse = inv(p.damped_hessian(factor))
+    q = torch.randint(p.W.shape[1], (len(p.W),), generator=g)  # the weight that moves most for what it costs
+    e = 0.999 * radius * inverse[q] / inverse.diagonal()[q].sqrt()[:, None]
     assert torch.equal(nearest_plane(p.grid.decode(codes) + e, p.grid, factor).codes, codes)
 
 
@@ -242,7 +244,9 @@ def test_rows_that_do_not_clip_are_within_gamma_of_the_best_of_all_integers(p: P
     factor = p.factor(order)
     matrix, H = nearest_plane(p.W, p.grid, factor), p.damped_hessian(factor)
     certificate = certify(p.W, p.W, matrix, p.H, factor)
-    inside = (residuals(p.W, matrix, factor).abs() <= steps(p, factor) / 2 * (1 - 1e-9)).all(1)
+    targets = torch.empty_like(p.W)
+    targets[:, factor.order] = residuals(p.W, matrix, factor) + matrix.decode()[:, factor.order]
+    inside = ~p.grid.clipped(matrix.codes, targets).any(1)
     assume(bool(inside.any()))
     assert certificate.gamma is not None
     errors = quadratic(p.W - matrix.decode(), H)
