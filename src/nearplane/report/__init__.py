@@ -306,7 +306,7 @@ def _table(record: RunRecord) -> str:
         for index, layer in enumerate(record.layers)
     )
     return (
-        '<h2 id="table">All layers</h2><p class="soft">Click on a heading to sort, again to turn it round; the filter above picks '
+        '<h2 id="table">All layers</h2><p class="soft hint">Click on a heading to sort, again to turn it round; the filter above picks '
         f'layers by name.{escape(left)}</p><div class="box" tabindex="0" role="region" aria-labelledby="table">'
         f'<table id="layers"><thead><tr>{heads}</tr></thead><tbody>\n{rows}\n</tbody></table></div>'
     )

@@ -95,7 +95,7 @@ def legend(record: RunRecord) -> str:
     )
     return (
         f"{glyphs(1 if many <= 120 else 0.8 if many <= 300 else 0.65)}"
-        f'<h2>Figures</h2><p class="soft">Point at a mark, or tap it, to read its numbers; every figure then rings that layer. '
+        f'<h2>Figures</h2><p class="soft hint">Point at a mark, or tap it, to read its numbers; every figure then rings that layer. '
         f'A kind of layer, or part of a name, picks layers in figures and table.</p><div class="bar"><label>Filter '
         f'<input id="filter" type="search" placeholder="part of a name" autocomplete="off"></label>'
         f'<span class="count soft">{many} of {count(many, "layer")}</span>{buttons}</div>'
@@ -298,11 +298,12 @@ def above_limit(record: RunRecord) -> Figure:
         layer = record.layers[index]
         title = f"{layer.name}: {value:.3f} bits above the limit, {layer.rate:.3f} in the file"
         parts.append(named(index, title, [glyph(row.kind[index], row.place(index), y.down(value))]))
+    most = "tables and steps" if record.recipe.rate.wanted else "codes of equal length and steps"
     parts += [level(y, 0, "limit"), level(y, UNIFORM, f"evenly spaced values: {UNIFORM:.4f}")]
     return Figure(
         heading=heading, axis="bits per weight", below=row.below, drawing=plot(heading, y, row.ticks(), parts),
         words="Bits in the file less the fewest that could reach the same loss on Gaussian weights. Rounding to evenly spaced "
-        f"values costs {UNIFORM:.4f} of them at high rates; tables and steps cost the rest."
+        f"values costs {UNIFORM:.4f} of them at high rates; {most} cost most of the rest."
         f"{f' Without a mark: {why}' if why else ''}",
     )  # fmt: skip
 
