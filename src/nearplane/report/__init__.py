@@ -306,8 +306,8 @@ def _table(record: RunRecord) -> str:
         for index, layer in enumerate(record.layers)
     )
     return (
-        '<h2 id="table">All layers</h2><p class="soft hint">Click on a heading to sort, again to turn it round; the filter above picks '
-        f'layers by name.{escape(left)}</p><div class="box" tabindex="0" role="region" aria-labelledby="table">'
+        '<h2 id="table">All layers</h2><p class="soft hint">Click on a heading to sort, again to turn it round; the '
+        f'filter above picks layers by name.{escape(left)}</p><div class="box" tabindex="0" role="region" aria-labelledby="table">'
         f'<table id="layers"><thead><tr>{heads}</tr></thead><tbody>\n{rows}\n</tbody></table></div>'
     )
 

@@ -95,8 +95,8 @@ def legend(record: RunRecord) -> str:
     )
     return (
         f"{glyphs(1 if many <= 120 else 0.8 if many <= 300 else 0.65)}"
-        f'<h2>Figures</h2><p class="soft hint">Point at a mark, or tap it, to read its numbers; every figure then rings that layer. '
-        f'A kind of layer, or part of a name, picks layers in figures and table.</p><div class="bar"><label>Filter '
+        f'<h2>Figures</h2><p class="soft hint">Point at a mark, or tap it, to read its numbers; every figure then rings '
+        f'that layer. A kind of layer, or part of a name, picks layers in figures and table.</p><div class="bar"><label>Filter '
         f'<input id="filter" type="search" placeholder="part of a name" autocomplete="off"></label>'
         f'<span class="count soft">{many} of {count(many, "layer")}</span>{buttons}</div>'
     )
