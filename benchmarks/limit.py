@@ -15,7 +15,7 @@ from torch import Tensor
 from nearplane.coding.blob import encode
 from nearplane.lattice.bounds import limit, quadratic
 from nearplane.lattice.factor import factorize
-from nearplane.matrix import Inputs
+from nearplane.inputs import Inputs
 from nearplane.rate import contents, quantize_matrix_to_rate
 from nearplane.recipe import Rate, Rule
 

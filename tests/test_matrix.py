@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nearplane.errors import NumericalError, RecipeError
+from nearplane.inputs import Inputs, corrected
 from nearplane.lattice.factor import factorize
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solve import round_to_nearest
 from nearplane.lattice.target import correction, mismatch, trust
-from nearplane.matrix import Inputs, corrected, quantize_matrix, with_bytes
+from nearplane.matrix import quantize_matrix, with_tensors
 from nearplane.models.statistics import Statistics
 from nearplane.recipe import Rule
 from nearplane.record import LayerRecord
@@ -127,7 +128,7 @@ def test_the_record_says_what_was_asked_for() -> None:
         damp=0.02, tokens=77, correction=0.0, dead=0,
     )  # fmt: skip
     assert {key: fields[key] for key in expected} == expected
-    assert with_bytes(record, 12).rate == 8 * 12 / 24
+    assert with_tensors(record, 12, "").rate == 8 * 12 / 24
 
 
 def test_a_group_size_that_does_not_divide_is_refused_by_name() -> None:
@@ -243,7 +244,7 @@ def test_identical_networks_are_not_corrected(generator: torch.Generator) -> Non
     W = torch.randn(8, 16, generator=generator, dtype=torch.float64)
     known = statistics(drifted(2, 500, noise=0.0), residual=True)
     (matrix, record), (plain, _) = (
-        quantize_matrix(W, known, Rule(group_size=8, correct=correct)) for correct in (True, False)
+        quantize_matrix(W, known, Rule(group_size=8, sweep_damp=0.01, correct=correct)) for correct in (True, False)
     )
     assert record.correction == 0.0
     assert torch.equal(matrix.codes, plain.codes)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from nearplane.coding.blob import decode, encode
+from nearplane.inputs import Inputs
 from nearplane.lattice.bounds import limit
 from nearplane.lattice.factor import factorize
 from nearplane.lattice.grid import ProductGrid
-from nearplane.matrix import Inputs
 from nearplane.rate import contents, quantize_matrix_to_rate
 from nearplane.recipe import Rate, Rule
 

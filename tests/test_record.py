@@ -8,7 +8,8 @@ from nearplane import FormatError, Rate, Recipe, Rule
 from nearplane.record import LayerRecord, RunRecord, read_record
 
 LAYER = LayerRecord(
-    name="model.layers.0.mlp.up_proj", out_features=8, in_features=16, loss=0.5, relative_loss=0.01, nearest_loss=0.9,
+    name="model.layers.0.mlp.up_proj", out_features=8, in_features=16, loss=0.5, row_losses=(0.5, 1e-07), sweep_damp=0.1,
+    relative_loss=0.01, nearest_loss=0.9,
     damped_loss=0.6, worst_case=2.0, expected=2 / 3, gamma=3.5, clipped=0.0, clipped_rows=0.0, correction=0.7, damp=0.01, dead=0,
     tokens=512, order="activation", bits=3, group_size=None, symmetric=True, seconds=0.1, bytes=64,
 )  # fmt: skip

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from nearplane.divergence import Divergence, divergence
 from nearplane.errors import CalibrationError, RecipeError
+from nearplane.inputs import Inputs
 from nearplane.lattice.factor import Factor
 from nearplane.lattice.grid import Grid
 from nearplane.lattice.scale import high_rate_step
 from nearplane.lattice.solve import nearest_plane
-from nearplane.matrix import Inputs, solve
+from nearplane.matrix import solve
 from nearplane.models.calibrate import observe, stages
 from nearplane.models.layers import Layer
 from nearplane.models.skeleton import Stream, readout, skeleton
@@ -223,14 +224,15 @@ def _runs(ascending: Tensor) -> Tensor:
 
 
 def to_widths(widths: Sequence[int], rule: Rule, storage: torch.dtype) -> Perturb:
-    """Perturb as weights on the fixed grids of a rule, at these widths instead of its own."""
+    """Perturb as weights on the fixed grids of a rule, at these widths instead of its own; codes and steps are not refined."""
+    plain = replace(rule, polish=0, rounds=0)
 
     def perturb(W: Tensor, inputs: Inputs) -> Iterator[tuple[float, Tensor]]:
         factor = inputs.factor(rule.order, rule.damp)
         for width in widths:
             yield (
                 float(width),
-                solve(W.masked_fill(factor.dead, 0), factor, replace(rule, bits=width), storage).decode(),
+                solve(W.masked_fill(factor.dead, 0), inputs, replace(plain, bits=width), storage).decode(),
             )
 
     return perturb

@@ -6,58 +6,28 @@ matrix, record = quantize_matrix(W, X.T @ X / len(X), Rule(bits=3))
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict, replace
-from typing import Literal
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from nearplane.certificate import measure
 from nearplane.errors import NumericalError, RecipeError
-from nearplane.lattice.bounds import certify, quadratic
-from nearplane.lattice.factor import Factor, factorize
+from nearplane.inputs import Inputs, corrected, damp_of_the_sweep
+from nearplane.lattice.beam import k_best
+from nearplane.lattice.factor import Factor
+from nearplane.lattice.greedy import greedy
 from nearplane.lattice.grid import Grid, QuantizedMatrix
+from nearplane.lattice.polish import refine
 from nearplane.lattice.scale import Steps
-from nearplane.lattice.solve import nearest_plane, round_to_nearest
-from nearplane.lattice.target import correction, mismatch, trust, weighted_difference
+from nearplane.lattice.solve import Refit, nearest_plane, round_to_nearest
 from nearplane.models.statistics import Statistics
-from nearplane.recipe import Order, Rule
+from nearplane.recipe import Rule
 from nearplane.record import LayerRecord
 
-
-class Inputs:
-    """What is known of one layer input, with its factors: each is made on first use and shared by all layers that see it."""
-
-    def __init__(self, statistics: Statistics | Tensor) -> None:
-        self.moments = statistics if isinstance(statistics, Statistics) else Statistics(H=statistics, tokens=0)
-        self._factors: dict[tuple[str, float | str, bool], Factor] = {}
-        self._eigenvalues: list[Tensor] = []
-
-    def of(self, statistics: Statistics) -> Inputs:
-        """Return the same input as another layer sees it: its own residual mismatch, the factors in common."""
-        if statistics.H is not self.moments.H:
-            raise NumericalError("Factors are shared between layers whose inputs differ.")
-        other = Inputs(statistics)
-        other._factors, other._eigenvalues = self._factors, self._eigenvalues
-        return other
-
-    def eigenvalues(self) -> Tensor:
-        """Return (in,) the eigenvalues of H, none below 0."""
-        if not self._eigenvalues:
-            H = self.moments.H
-            diagonal = int(H.count_nonzero()) == int(H.diagonal().count_nonzero())
-            self._eigenvalues.append((H.diagonal() if diagonal else torch.linalg.eigvalsh(H)).clamp(min=0))
-        return self._eigenvalues[0]
-
-    def factor(self, order: Order, damp: float | Literal["auto"], *, fitting: bool = False) -> Factor:
-        """Factor H in an order; with `fitting`, of the tokens that are not held out."""
-        key = (order, damp, fitting)
-        if key not in self._factors:
-            H, held_out = self.moments.H, self.moments.held_out
-            if fitting and held_out is not None:
-                H = weighted_difference(H, self.moments.tokens, held_out.H, held_out.tokens)
-            self._factors[key] = factorize(H, order, damp=damp)
-        return self._factors[key]
+POLISH = 1  # sweeps, on fixed grids; see docs/log.md
+ROUNDS = 2  # likewise
+BEAM = 8
 
 
 def quantize_matrix(
@@ -90,72 +60,53 @@ def quantize_matrix(
         raise RecipeError(f"{name}: {W.shape[1]} inputs are not a multiple of --group-size {rule.group_size}.")
     inputs = statistics if isinstance(statistics, Inputs) else Inputs(statistics)
     try:
-        factor = inputs.factor(rule.order, rule.damp)
         target, rho = corrected(W, inputs, rule)
-        target = target.masked_fill(factor.dead, 0).to(torch.promote_types(W.dtype, torch.float32))
-        matrix = solve(target, factor, rule, storage)
+        matrix = solve(target.to(torch.promote_types(W.dtype, torch.float32)), inputs, rule, storage)
+        record = measure(name, W, target, matrix, inputs, rule, correction=rho)
     except NumericalError as error:
         raise NumericalError(f"{name} ({inputs.moments.tokens} tokens): {error}") from error
-    H = inputs.moments.H
-    nearest = round_to_nearest(target, matrix.grid)
-    record = LayerRecord(
-        name=name,
-        out_features=W.shape[0],
-        in_features=W.shape[1],
-        nearest_loss=float(quadratic((target - nearest.decode()).to(H.dtype), H).sum() / W.numel()),
-        **asdict(certify(W, target, matrix, H, factor, swept=rule.solver == "nearest-plane")),
-        correction=rho,
-        damp=factor.damp,
-        dead=int(factor.dead.sum()),
-        tokens=inputs.moments.tokens,
-        order=rule.order,
-        bits=rule.bits,
-        group_size=rule.group_size,
-        symmetric=rule.symmetric,
-        seconds=time.perf_counter() - began,
-    )
-    return matrix, record
+    return matrix, replace(record, seconds=time.perf_counter() - began)
 
 
-def corrected(W: Tensor, inputs: Inputs, rule: Rule) -> tuple[Tensor, float]:
-    """Return the target of the lattice problem and how far it went towards the full correction.
-
-    The correction is fitted on four fifths of the windows, trusted as far as it helps on the others, and fitted again on all.
-    """
-    moments = inputs.moments
-    held_out = moments.held_out
-    if not rule.correct or moments.C is None or held_out is None:
-        return W, 0.0
-    lost = mismatch(W, moments.H, moments.C, moments.S)
-    lost_held_out = mismatch(W, held_out.H, held_out.C, held_out.S)
-    lost_fitting = weighted_difference(lost, moments.tokens, lost_held_out, held_out.tokens)
-    trial = correction(lost_fitting, inputs.factor(rule.order, rule.damp, fitting=True))
-    rho = trust(lost_held_out, held_out.H, trial)
-    if rho == 0.0:
-        return W, 0.0
-    return W + rho * correction(lost, inputs.factor(rule.order, rule.damp)), rho
-
-
-def solve(target: Tensor, factor: Factor, rule: Rule, storage: torch.dtype) -> QuantizedMatrix:
-    """Fit a grid to the target and round the target to it."""
+def solve(target: Tensor, inputs: Inputs, rule: Rule, storage: torch.dtype) -> QuantizedMatrix:
+    """Fit a grid to the target, round the target to it, and refine both."""
+    factor = inputs.factor(rule.order, damp_of_the_sweep(inputs, rule))
     steps = Steps(bits=rule.bits, symmetric=rule.symmetric, search=rule.scale, storage=storage)
     importance = torch.empty_like(factor.d)
     importance[factor.order] = factor.d  # (in,), back in the order of the weight
     grid = steps.grid(target, rule.group_size, importance)
     if rule.solver == "round-to-nearest":
         return round_to_nearest(target, grid)
-    return nearest_plane(
-        target, grid, factor, refit=_refit(steps, grid, importance) if rule.groups == "current" else None
-    )
+    refit = _refit(steps, grid, importance) if rule.groups == "current" else None
+    H = inputs.damped(factor, target.dtype)
+    rounds, sweeps = (ROUNDS if rule.rounds is None else rule.rounds), (POLISH if rule.polish is None else rule.polish)
+
+    def once(now: Grid) -> QuantizedMatrix:
+        return rounded(target, now, factor, H, rule, refit=refit if now is grid else None)
+
+    return refine(target, H, grid, storage, once, rounds=rounds, sweeps=sweeps)
 
 
-def _refit(steps: Steps, grid: Grid, importance: Tensor) -> Callable[[Tensor, int], tuple[Tensor, Tensor]]:
+def rounded(
+    target: Tensor, grid: Grid, factor: Factor, H: Tensor, rule: Rule, *, refit: Refit | None = None
+) -> QuantizedMatrix:
+    """Round the target to a grid by the solver of the rule; `H` (in, in) is damped as the factor."""
+    match rule.solver:
+        case "k-best":
+            return k_best(target, grid, factor, beam=rule.beam or BEAM)
+        case "obq":
+            return greedy(target, grid, H, dead=factor.dead)
+        case _:
+            return nearest_plane(target, grid, factor, refit=refit)
+
+
+def _refit(steps: Steps, grid: Grid, importance: Tensor) -> Refit:
     def refit(weights: Tensor, group: int) -> tuple[Tensor, Tensor]:
         return steps.fit(weights, importance[grid.group == group].to(weights.dtype))
 
     return refit
 
 
-def with_bytes(record: LayerRecord, size: int) -> LayerRecord:
-    """Return the record with the size of the layer's tensors in the file."""
-    return replace(record, bytes=size)
+def with_tensors(record: LayerRecord, size: int, checksum: str) -> LayerRecord:
+    """Return the record with the bytes and the checksum of the layer's tensors in the file."""
+    return replace(record, bytes=size, checksum=checksum)

@@ -25,15 +25,17 @@ from nearplane.allocate import (
     to_rates,
     to_widths,
 )
+from nearplane.certificate import PROFILED, WIDE
 from nearplane.errors import RecipeError
-from nearplane.formats.folder import FORMATS, config_text, size_copied
+from nearplane.formats.beside import names_copied, size_copied
+from nearplane.formats.folder import FORMATS, config_text
 from nearplane.formats.native import Native
 from nearplane.models.layers import Layer
 from nearplane.models.sensitivity import sensitivity
 from nearplane.models.statistics import Statistics
 from nearplane.models.stream import Model
 from nearplane.recipe import Rate, Recipe, Rule
-from nearplane.record import LayerRecord, RunRecord
+from nearplane.record import LayerRecord, Profile, RunRecord, row_groups
 from nearplane.shards import index_text
 
 Progress = Callable[[Iterable[Any], str, int], Iterable[Any]]
@@ -239,13 +241,28 @@ def _record(model: Model, recipe: Recipe) -> RunRecord:
     records = tuple(
         LayerRecord(
             name=layer.name, out_features=layer.shape[0], in_features=layer.shape[1], loss=little, relative_loss=middling,
-            damped_loss=little, correction=large, damp=0.01, dead=0, tokens=10**5, order=recipe.rule.order, seconds=middling,
-            sweep_damp=0.1, asked=large, entropy=large, limit=large, bytes=math.prod(layer.shape) // 3,
+            row_losses=(1.23456789e-05,) * row_groups(*layer.shape), damped_loss=little, correction=large, damp=0.01, dead=0,
+            tokens=10**5, order=recipe.rule.order, seconds=middling, nearest_loss=little, worst_case=little, expected=little,
+            gamma=large, sweep_damp=0.1, asked=large, base=middling, entropy=large, limit=large,
+            bytes=math.prod(layer.shape) // 3, checksum=64 * "0",
         )
         for layer in model.layers
     )  # fmt: skip
     packages = ("python", "nearplane", "torch", "transformers", "numba", "safetensors")
+    wide = [layer.name for layer in model.layers if layer.shape[1] <= WIDE]
+    inputs = (
+        wide[: 3 * 4] if recipe.rule.solver != "round-to-nearest" else []
+    )  # of three blocks, about four inputs each
+    profiles = tuple(
+        Profile(layer=name, order="activation", lengths=(1.23456e-05,) * 32, trace=large, spread=middling)
+        for name in inputs
+        for _ in PROFILED
+    )
+    files = [f"model-{n:05d}-of-{n:05d}.safetensors" for n in range(len(model.blocks) + 1)] + [
+        "config.json", "model.safetensors.index.json", *names_copied(model.folder, trust_remote_code=model.trust_remote_code),
+    ]  # fmt: skip
     return RunRecord(
         recipe=recipe, source=str(model.folder), versions=dict.fromkeys(packages, "0.00.0"), device="cpu", windows=256,
-        seqlen=2048, tokens=10**5, layers=records, skipped=tuple(model.skipped), seconds=large, bytes=10**7, folder=10**7,
+        seqlen=2048, tokens=10**5, text=64 * "0", layers=records, profiles=profiles, skipped=tuple(model.skipped),
+        seconds=large, bytes=10**7, folder=10**7, files=dict.fromkeys(files, 64 * "0"), digest=64 * "0",
     )  # fmt: skip

@@ -6,10 +6,11 @@ quantized network) pass through the block that is in memory, and each layer is w
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from math import gcd
@@ -17,18 +18,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from nearplane.certificate import PROFILED, WIDE, profile
 from nearplane.errors import CalibrationError, RecipeError
 from nearplane.formats.folder import FORMATS, Writer, open_writer
-from nearplane.matrix import Inputs, quantize_matrix, with_bytes
+from nearplane.inputs import Inputs
+from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.matrix import quantize_matrix, with_tensors
 from nearplane.models.calibrate import Observed, observe, observe_head, stages
 from nearplane.models.data import read_windows
+from nearplane.models.layers import Layer
 from nearplane.models.skeleton import Stream, finish, skeleton
+from nearplane.models.statistics import Statistics
 from nearplane.models.stream import Block, Model, device_of, open_model
 from nearplane.plan import Plan, Progress, budget_of, check_bits, plan, usable_widths
 from nearplane.rate import quantize_matrix_to_rate
 from nearplane.recipe import Device, Recipe
-from nearplane.record import LayerRecord, RunRecord
+from nearplane.record import LayerRecord, Profile, RunRecord
 
 DEFAULT_SEQLEN = 2048
 
@@ -82,64 +89,95 @@ def quantize(
         Path(out), source.folder, quantization_config(source, recipe), dtype=source.dtype, shards=len(source.blocks) + 1,
         overwrite=overwrite, trust_remote_code=trust_remote_code,
     )  # fmt: skip
-    seqlen, tokens = _seqlen(recipe, source), None
-    if recipe.rule.solver != "round-to-nearest" or recipe.allocate == "slope":  # both look at the network
-        wanted = recipe.calibration
-        tokens = read_windows(
-            source.tokenizer(), wanted.calibration, samples=wanted.samples, seqlen=seqlen, seed=wanted.seed
-        )
+    seqlen, tokens = calibration_windows(source, recipe)
     record = RunRecord(
         recipe=recipe, source=str(model), versions=_versions(), device=str(place), seqlen=seqlen,
         windows=0 if tokens is None else len(tokens), tokens=0 if tokens is None else tokens.numel(),
-        skipped=tuple(source.skipped),
+        text="" if tokens is None else digest_of(tokens), skipped=tuple(source.skipped),
     )  # fmt: skip
     planned = plan(source, recipe, tokens, place, progress)
     writer.config = quantization_config(source, recipe, planned.widths)
     with writer:
-        solved = quantized_layers(source, recipe, tokens, writer, place, planned)
+        profiles: list[Profile] = []
+        solved = quantized_layers(source, recipe, tokens, writer, place, planned, profiles)
         layers = tuple(progress(solved, "quantizing", len(source.layers)))
-        record = replace(record, layers=layers, seconds=time.perf_counter() - began, bytes=writer.size)
-        record = record.in_folder(writer.size + writer.size_beside)
+        record = replace(record, layers=layers, profiles=tuple(profiles), bytes=writer.size, files=writer.digests())
+        record = replace(record, seconds=time.perf_counter() - began).in_folder(writer.size + writer.size_beside)
         writer.record_json = record.to_json()
     return record
 
 
 def quantized_layers(
-    model: Model, recipe: Recipe, tokens: torch.Tensor | None, writer: Writer, device: torch.device, planned: Plan
-) -> Iterator[LayerRecord]:
+    model: Model, recipe: Recipe, tokens: Tensor | None, writer: Writer, device: torch.device, planned: Plan,
+    profiles: list[Profile],
+) -> Iterator[LayerRecord]:  # fmt: skip
     """Quantize and write layer after layer, block after block; yields what was measured of each."""
-    dtype = torch.float32 if device.type == "cpu" else model.dtype
     storage = FORMATS[recipe.format].scale_dtype(model.dtype)
+    for part in parts(model, recipe, tokens, device, planned.moments):
+        for observed in part.stages:  # q/k/v, then o, then gate/up, then down
+            if part.chosen:
+                profiles += profiles_of(observed, recipe)
+            for layer, matrix, record in solve_together(observed, recipe, storage, planned):
+                layer.write(matrix.decode())  # the next stage sees it
+                written = writer.add(model.written_name(layer.name), matrix)
+                planned.spend(layer, written.bytes)
+                yield with_tensors(record, written.bytes, written.checksum)
+            del observed  # its moments are as large as a block
+        if part.rest is not None:
+            writer.close_block(model.reader.read(part.rest))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Input embeddings, a block, or the head: what is in memory at one time.
+
+    Args:
+        stages: layers by shared input, with what calibration sees of it: draw the next once the layers of the last are written.
+        rest: names of the tensors that are not quantized and go into the same shard; None: the shard is not yet full.
+        chosen: whether profiles of its inputs go into the record.
+    """
+
+    stages: Iterable[Observed]
+    rest: list[str] | None
+    chosen: bool = False
+
+
+def parts(
+    model: Model, recipe: Recipe, tokens: Tensor | None, device: torch.device, moments: Mapping[str, Statistics]
+) -> Iterator[Part]:
+    """Pass both streams through the network, part after part; whoever takes a part writes its layers before the next.
+
+    Args:
+        model: the original.
+        recipe: what calibration is to see.
+        tokens: (windows, seqlen); None: layers are solved without looking at their inputs.
+        device: where to compute.
+        moments: of the embeddings' inputs, where they are quantized; see `Plan`.
+    """
+    dtype = torch.float32 if device.type == "cpu" else model.dtype
     correct = recipe.rule.correct
     stream, embeddings = None, None
-
-    def written(observed: Observed) -> Iterator[LayerRecord]:
-        for layer, matrix, record in solve_together(observed, recipe, storage, planned):
-            layer.write(matrix.decode())  # the next stage sees it
-            size = writer.add(model.written_name(layer.name), matrix)
-            planned.spend(layer, size)
-            yield with_bytes(record, size)
-
     if model.embeddings is not None:
         with model.embeddings.on(device, dtype, original=False) as block:
-            yield from written(Observed(layers=tuple(block.quantized_layers()), statistics=planned.moments))
+            yield Part(stages=(Observed(layers=tuple(block.quantized_layers()), statistics=dict(moments)),), rest=None)
             embeddings = block.quantized_layers()[0].read()
     if tokens is not None and recipe.rule.solver != "round-to-nearest":
         stream = skeleton(model, tokens, device=device, dtype=dtype, two_streams=correct, embeddings=embeddings)
+    chosen = {0, len(model.blocks) // 2, len(model.blocks) - 1} if stream is not None else set()
     for index, block in enumerate(model.blocks):
         with block.on(device, dtype, original=correct and stream is not None):
-            for observed in observations(block, stream, recipe):
-                yield from written(observed)
-                del observed  # its moments are as large as a block
+            rest = _unquantized(model, model.block_names(index))
+            yield Part(stages=observations(block, stream, recipe), rest=rest, chosen=index in chosen)
             if stream is not None:
                 stream.advance(block)
-        writer.close_block(model.reader.read(_unquantized(model, model.block_names(index))))
-    if model.head is not None:
-        if stream is not None:
-            finish(model, stream, tokens, device=device, dtype=dtype)
-        with model.head.on(device, dtype, original=False) as block:
-            yield from written(observe_head(block, stream, correct=correct))
-    writer.close_block(model.reader.read(_unquantized(model, model.rest())))
+    rest = _unquantized(model, model.rest())
+    if model.head is None:
+        yield Part(stages=(), rest=rest)
+        return
+    if stream is not None:
+        finish(model, stream, tokens, device=device, dtype=dtype)
+    with model.head.on(device, dtype, original=False) as block:
+        yield Part(stages=(observe_head(block, stream, correct=correct, root=recipe.rule.factor == "qr"),), rest=rest)
 
 
 def observations(block: Block, stream: Stream | None, recipe: Recipe) -> Iterator[Observed]:
@@ -149,35 +187,51 @@ def observations(block: Block, stream: Stream | None, recipe: Recipe) -> Iterato
             yield Observed(layers=(layer,), statistics={})
         return
     groups = stages(block, stream)
+    wanted: dict[str, Any] = {"correct": recipe.rule.correct, "root": recipe.rule.factor == "qr"}
     if not recipe.calibration.true_sequential:
-        yield from observe(block, groups, stream, correct=recipe.rule.correct, last=True)
+        yield from observe(block, groups, stream, **wanted, last=True)
         return
     for group in groups:  # q/k/v, then o, then gate/up, then down
-        yield from observe(block, [group], stream, correct=recipe.rule.correct, last=group is groups[-1])
+        yield from observe(block, [group], stream, **wanted, last=group is groups[-1])
 
 
 def solve_together(
     observed: Observed, recipe: Recipe, storage: torch.dtype, planned: Plan
-) -> Iterator[tuple[Any, Any, LayerRecord]]:
+) -> Iterator[tuple[Layer, QuantizedMatrix, LayerRecord]]:
     """Solve layers that share one input, and so one factorization."""
-    shared: Inputs | None = None
-    for layer in observed.layers:
+    for layer, inputs in shared_inputs(observed):
         rule = recipe.for_layer(layer.name)
         assert rule is not None, "ignored layers are not observed"
-        W = layer.read()
-        statistics = observed.statistics.get(layer.name)
-        if statistics is None:
-            shared = Inputs(torch.eye(W.shape[1], dtype=torch.float64, device=W.device))
-        else:
-            shared = shared.of(statistics) if shared else Inputs(statistics)
         if recipe.rate.wanted:
             matrix, record = quantize_matrix_to_rate(
-                W, shared, rule, recipe.rate, planned.rate(layer),
+                layer.read(), inputs, rule, recipe.rate, planned.rate(layer),
                 sensitivity=planned.sensitivity.get(layer.name), name=layer.name,
             )  # fmt: skip
         else:
-            matrix, record = quantize_matrix(W, shared, planned.rule(rule, layer), storage=storage, name=layer.name)
+            matrix, record = quantize_matrix(
+                layer.read(), inputs, planned.rule(rule, layer), storage=storage, name=layer.name
+            )
         yield layer, matrix, record
+
+
+def shared_inputs(observed: Observed) -> Iterator[tuple[Layer, Inputs]]:
+    """Yield layers with their inputs: factors are made once for all of them."""
+    shared: Inputs | None = None
+    for layer in observed.layers:
+        statistics = observed.statistics.get(layer.name)
+        if statistics is None:
+            shared = Inputs(torch.eye(layer.shape[1], dtype=torch.float64, device=layer.read().device))
+        else:
+            shared = shared.of(statistics) if shared else Inputs(statistics)
+        yield layer, shared
+
+
+def profiles_of(observed: Observed, recipe: Recipe) -> Iterator[Profile]:
+    """Yield the Gram-Schmidt profile of an input in the usual orders, where it is not too wide."""
+    layer, inputs = next(shared_inputs(observed))
+    if layer.shape[1] <= WIDE:
+        for order in dict.fromkeys((*PROFILED, recipe.rule.order)):
+            yield profile(layer.name, inputs, recipe.rule, recipe.rate, order)
 
 
 def check(model: Model, recipe: Recipe) -> None:
@@ -235,13 +289,28 @@ def _unquantized(model: Model, names: Iterable[str]) -> list[str]:
     return [name for name in names if name not in quantized]
 
 
-def _seqlen(recipe: Recipe, model: Model) -> int:
-    asked, positions = recipe.calibration.seqlen, model.positions
-    if asked is not None and positions is not None and asked > positions:
+def calibration_windows(model: Model, recipe: Recipe) -> tuple[int, Tensor | None]:
+    """Return the length of calibration windows, and the windows (windows, seqlen), or None where nothing looks at the network.
+
+    Raises:
+        CalibrationError: the text cannot be read, or windows are longer than the model has positions.
+    """
+    wanted, positions = recipe.calibration, model.positions
+    if wanted.seqlen is not None and positions is not None and wanted.seqlen > positions:
         raise CalibrationError(
-            f"--seqlen {asked} is more than the {positions} positions of the model; pass at most {positions}."
+            f"--seqlen {wanted.seqlen} is more than the {positions} positions of the model; pass at most {positions}."
         )
-    return asked or min(DEFAULT_SEQLEN, positions or DEFAULT_SEQLEN)
+    seqlen = wanted.seqlen or min(DEFAULT_SEQLEN, positions or DEFAULT_SEQLEN)
+    if recipe.rule.solver == "round-to-nearest" and recipe.allocate != "slope":
+        return seqlen, None
+    return seqlen, read_windows(
+        model.tokenizer(), wanted.calibration, samples=wanted.samples, seqlen=seqlen, seed=wanted.seed
+    )
+
+
+def digest_of(tokens: Tensor) -> str:
+    """Return the SHA-256 of token ids, as little-endian int64."""
+    return hashlib.sha256(tokens.to("cpu", torch.int64).contiguous().numpy().astype("<i8").tobytes()).hexdigest()
 
 
 def _versions() -> dict[str, str]:

@@ -9,32 +9,31 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from nearplane.certificate import measure
 from nearplane.coding.blob import Size, encode, size, stored_base
 from nearplane.errors import NumericalError
 from nearplane.formats.native import contents
-from nearplane.lattice.bounds import limit, quadratic
-from nearplane.lattice.factor import Factor, factorize
+from nearplane.inputs import Inputs, corrected, damp_of_the_sweep
+from nearplane.lattice.bounds import quadratic
+from nearplane.lattice.factor import Factor
 from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
+from nearplane.lattice.polish import polish
 from nearplane.lattice.scale import high_rate_step, ladder, row_exponents, waterfill_exponents
-from nearplane.lattice.solve import nearest_plane
 from nearplane.lattice.target import column_gains, row_gains, shrunken
-from nearplane.matrix import Inputs, corrected
+from nearplane.matrix import rounded
 from nearplane.models.statistics import Statistics
 from nearplane.recipe import Gains, Rate, Rule
 from nearplane.record import LayerRecord
 
-SWEEP_DAMP = 0.1  # where targets are corrected; see `Rate`
 CLOSE = 0.002  # of the rate asked for: what the search is content with
 SUBSET = 256  # rows that the search looks at where a matrix has many more
 EVALUATIONS = 16  # of one search
 FINER = 16  # steps per octave of gains
 LARGE = 1 << 21  # weights above which a size is not taken as foretold
-WIDE = 4096  # inputs above which the limit is left out: the eigenvalues would take longer than the solve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +71,7 @@ class Problem:
         factor: of `H_l + mu I`.
         grid: steps relative to c: exponents of rows and columns, base 1.
         mu: noise of the rounding over the mean square of T.
+        rule: solver and polish.
     """
 
     T: Tensor
@@ -80,6 +80,7 @@ class Problem:
     factor: Factor
     grid: ProductGrid
     mu: float
+    rule: Rule
 
     @classmethod
     def foresee(
@@ -87,19 +88,18 @@ class Problem:
     ) -> Problem:
         """Prepare the sweep at steps near `2^log_step / sqrt(d_j)`; None foresees no noise. `rows` has the rows' exponents."""
         H = inputs.moments.H
-        base = inputs.factor(rule.order, _damp_of_the_sweep(inputs, rule, wanted))
-        damped = H.clone()
-        damped.diagonal().add_(base.shift)
+        base = inputs.factor(rule.order, damp_of_the_sweep(inputs, rule, plain=wanted.method == "hptq"))
+        damped = inputs.damped(base, H.dtype)
         power = float((T.square().mean(1).double() * rows.row_weight()).mean())
         mu = 0.0 if log_step is None or power == 0 else 4.0**log_step / 12 / power
-        factor = base if mu == 0 else factorize(damped, base.order, damp=mu / float(damped.diagonal().mean()))
+        factor = base if mu == 0 else inputs.noisier(base, mu)
         grid = rows
         if wanted.method == "waterfill":
             lengths = torch.empty_like(factor.d)
             lengths[factor.order] = factor.d.sqrt()  # (in,), in the order of the columns
             resolution = ladder(len(T))
             grid = replace(rows, columns=waterfill_exponents(lengths, resolution), column_resolution=resolution)
-        return cls(T=T, H=damped, aim=shrunken(T, factor, mu), factor=factor, grid=grid, mu=mu)
+        return cls(T=T, H=damped, aim=shrunken(T, factor, mu), factor=factor, grid=grid, mu=mu, rule=rule)
 
     def first_step(self, rate: float) -> float:
         """Return log2 c by the high-rate formula."""
@@ -113,7 +113,12 @@ class Problem:
         scale = grid.column_scale()[None]
         swept = Grid(scale=scale, zero=torch.zeros_like(scale), group=columns)
         aim = self.aim[rows].float() / grid.row_scale()[:, None]
-        matrix = QuantizedMatrix(codes=nearest_plane(aim, swept, self.factor).codes, grid=grid)
+        H = self.H.to(aim.dtype, copy=True)
+        H.diagonal().add_(self.mu)
+        found = rounded(aim, swept, self.factor, H, self.rule)
+        if self.rule.polish:
+            found = polish(aim, found, H, sweeps=self.rule.polish)
+        matrix = QuantizedMatrix(codes=found.codes, grid=grid)
         if wanted.gains != "none":
             matrix = with_gains(matrix, self.T[rows], self.H, wanted.gains)
         return Trial(
@@ -186,41 +191,17 @@ def quantize_matrix_to_rate(
     began = time.perf_counter()
     inputs = statistics if isinstance(statistics, Inputs) else Inputs(statistics)
     try:
-        factor = inputs.factor(rule.order, rule.damp)
         T, rho = corrected(W, inputs, rule)
-        T = T.masked_fill(factor.dead, 0)
         trial = search(T, inputs, rule, wanted, rate, _rows(W, wanted, sensitivity))
-        sweep = inputs.factor(rule.order, _damp_of_the_sweep(inputs, rule, wanted))
+        matrix = trial.matrix
+        if wanted.method == "waterfill":
+            matrix = scaled(matrix, T, inputs.moments.H, keep_energy=not wanted.shrink)
+        record = measure(
+            name, W, T, matrix, inputs, rule, wanted, correction=rho, base=trial.matrix.grid.base, asked=rate
+        )
     except NumericalError as error:
         raise NumericalError(f"{name} ({inputs.moments.tokens} tokens): {error}") from error
-    H, matrix = inputs.moments.H, trial.matrix
-    if wanted.method == "waterfill":
-        matrix = scaled(matrix, T, H, keep_energy=not wanted.shrink)
-    T, weight = T.to(H.dtype), matrix.grid.row_weight().to(H.dtype)
-    E = T - matrix.decode().to(H.dtype)
-    losses = quadratic(E, H) / W.shape[1]  # (out,)
-    loss = float(losses.mean())
-    energy = float(quadratic(W.to(H.dtype), H).sum() / E.numel())
-    record = LayerRecord(
-        name=name, out_features=W.shape[0], in_features=W.shape[1], loss=loss, relative_loss=loss / max(energy, 1e-300),
-        damped_loss=loss + sweep.shift * float(E.square().mean()), sweep_damp=sweep.damp, asked=rate,
-        entropy=trial.size.payload / W.numel(),
-        limit=None if len(H) > WIDE else limit(
-            float((losses * weight).mean()), T.square().mean(1) * weight, inputs.eigenvalues()
-        ),
-        correction=rho, damp=factor.damp, dead=int(factor.dead.sum()), tokens=inputs.moments.tokens, order=rule.order,
-        seconds=time.perf_counter() - began,
-    )  # fmt: skip
-    return matrix, record
-
-
-def _damp_of_the_sweep(inputs: Inputs, rule: Rule, wanted: Rate) -> float | Literal["auto"]:
-    """Return the damping of the sweep; see `Rate` for why that depends on the correction."""
-    if wanted.method == "hptq":
-        return rule.damp
-    if wanted.sweep_damp is not None:
-        return wanted.sweep_damp
-    return SWEEP_DAMP if rule.correct and inputs.moments.C is not None else rule.damp
+    return matrix, replace(record, seconds=time.perf_counter() - began)
 
 
 def _rows(W: Tensor, wanted: Rate, sensitivity: Tensor | None) -> ProductGrid:

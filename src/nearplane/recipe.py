@@ -15,7 +15,8 @@ from typing import Any, Literal
 from nearplane.errors import RecipeError
 
 Order = Literal["natural", "activation", "pivoted", "reversed"]
-Solver = Literal["nearest-plane", "round-to-nearest"]
+Solver = Literal["nearest-plane", "round-to-nearest", "k-best", "obq"]
+Factorization = Literal["cholesky", "qr"]
 Scale = Literal["minmax", "mse", "hessian"]
 Groups = Literal["static", "current"]
 Format = Literal["compressed-tensors", "gptq", "gptq_v2", "nearplane"]
@@ -37,10 +38,18 @@ class Rule:
         group_size: Weights that share a step, or none for one step a row.
         symmetric: Whether grids have no zero-point.
         order: Which column is rounded first.
-        solver: nearest-plane is Babai's algorithm (GPTQ); round-to-nearest needs no calibration and loses more.
+        solver: nearest-plane is Babai's algorithm (GPTQ); round-to-nearest needs no calibration and loses more; k-best keeps
+            several candidates of every row; obq chooses the order of every row greedily (slow, up to 4,096 inputs).
+        beam: Candidates of k-best. Default: 8.
+        polish: Sweeps of coordinate descent over the codes once they are solved. Default: as measured best on fixed grids, else 0.
+        rounds: How often steps are fitted to the codes by least squares and the codes solved again; the best round of every row is
+            kept. Default: as measured best on fixed grids.
+        factor: cholesky of the Hessian, or qr of the inputs themselves, which loses half as many digits.
         scale: How steps are found: range of the weights, p-norm error search, or errors weighted by the Hessian.
         groups: Fit steps before the sweep (static) or to the current weights when it reaches a group.
         damp: Damping relative to the mean of the Hessian's diagonal, or auto: the least of 1e-4, 1e-3, ... that factors.
+        sweep_damp: The same in the sweep. Default: 0.1 where targets are corrected, as later layers make up best for errors in
+            strong directions; else, and with hptq, as --damp.
         correct: Whether targets make up for what the layers before lost.
     """
 
@@ -51,9 +60,14 @@ class Rule:
     symmetric: bool = True
     order: Order = "activation"
     solver: Solver = "nearest-plane"
+    beam: int | None = None
+    polish: int | None = None
+    rounds: int | None = None
+    factor: Factorization = "cholesky"
     scale: Scale = "mse"
     groups: Groups = "static"
     damp: float | Literal["auto"] = 0.01
+    sweep_damp: float | None = None
     correct: bool = True
 
     def __post_init__(self) -> None:
@@ -67,17 +81,32 @@ class Rule:
         )
         numeric = isinstance(self.damp, int | float) and 0 <= self.damp < 10
         _within("damp", self.damp, self.damp == "auto" or numeric, "auto or a number from 0 to 10")
+        damp = self.sweep_damp
+        _within("sweep_damp", damp, damp is None or (isinstance(damp, int | float) and 0 <= damp < 10), "0 to 10")
+        for name, least in (("beam", 1), ("polish", 0), ("rounds", 0)):
+            value = getattr(self, name)
+            whole = value is None or (isinstance(value, int) and least <= value <= 1000)
+            _within(name, value, whole, f"a whole number from {least} to 1000")
         for name in ("symmetric", "correct"):
             if not isinstance(getattr(self, name), bool):
                 raise RecipeError(f"{name} is {getattr(self, name)!r}; expected true or false.")
         _one_of("order", self.order, Order)
         _one_of("solver", self.solver, Solver)
+        _one_of("factor", self.factor, Factorization)
         _one_of("scale", self.scale, Scale)
         _one_of("groups", self.groups, Groups)
-        if self.solver == "round-to-nearest" and self.scale == "hessian":
-            raise RecipeError(
-                "scale 'hessian' needs calibration, which solver 'round-to-nearest' does without; use 'mse'."
-            )
+        if self.beam is not None and self.solver != "k-best":
+            raise RecipeError(f"beam is {self.beam}, but only solver 'k-best' has one, not {self.solver!r}.")
+        if self.groups == "current" and self.solver in ("k-best", "obq"):
+            raise RecipeError(f"groups 'current' goes with solver 'nearest-plane', not {self.solver!r}.")
+        if self.solver == "round-to-nearest":
+            for name in ("polish", "rounds", "factor", "sweep_damp"):
+                if getattr(self, name) not in (None, 0, "cholesky"):
+                    raise RecipeError(f"{name} needs calibration, which solver 'round-to-nearest' does without.")
+            if self.scale == "hessian":
+                raise RecipeError(
+                    "scale 'hessian' needs calibration, which solver 'round-to-nearest' does without; use 'mse'."
+                )
 
     @property
     def grid_bits(self) -> float:
@@ -132,8 +161,6 @@ class Rate:
         coder: tans, huffman (the coder of the HPTQ paper), or zstd.
         shrink: Whether targets are shrunken for the noise that the rounding adds (waterfill only): the least loss of one
             matrix, but later layers make up for noise better than for outputs that all shrink.
-        sweep_damp: Damping of the sweep (waterfill only), relative to the mean of the Hessian's diagonal. Default: 0.1 where
-            targets are corrected, as later layers make up best for errors in strong directions; else as --damp.
         gains: Which scales are fitted again once the codes are known; with waterfill that of the whole matrix always is.
         rows: Whether rows whose errors the network minds more get finer steps (sensitivity), or all the same (equal).
         include_head: Quantize the output embeddings too, last of all.
@@ -146,7 +173,6 @@ class Rate:
     method: Method = "waterfill"
     coder: Coder = "tans"
     shrink: bool = False
-    sweep_damp: float | None = None
     gains: Gains = "none"
     rows: Rows = "sensitivity"
     include_head: bool = False
@@ -167,8 +193,6 @@ class Rate:
         if self.size is not None:
             object.__setattr__(self, "size", str(self.size))
             self.bytes()
-        damp = self.sweep_damp
-        _within("sweep_damp", damp, damp is None or (isinstance(damp, int | float) and 0 <= damp < 10), "0 to 10")
         if not isinstance(self.shrink, bool):
             raise RecipeError(f"shrink is {self.shrink!r}; expected true or false.")
         _one_of("method", self.method, Method)
@@ -304,7 +328,7 @@ class Recipe:
 def _refuse_ignored(recipe: Recipe) -> None:
     """Raise RecipeError if an option is set that the kind of codes asked for does not have."""
     if recipe.rate.wanted:
-        part, plain, grid_only = recipe.rule, Rule(), ("bits", "group_size", "symmetric", "scale", "groups")
+        part, plain, grid_only = recipe.rule, Rule(), ("bits", "group_size", "symmetric", "scale", "groups", "rounds")
         kind, way_out = "entropy-coded weights have no fixed grid", "leave it out, or leave out --rate and --size"
     else:
         part, plain, grid_only = recipe.rate, Rate(), tuple(sorted(_names(Rate) - {"rate", "size"}))  # type: ignore[assignment]
@@ -313,9 +337,10 @@ def _refuse_ignored(recipe: Recipe) -> None:
         if getattr(part, name) != getattr(plain, name):
             raise RecipeError(f"{name} is {getattr(part, name)!r}, but {kind}; {way_out}.")
     rate = recipe.rate
-    if rate.method == "hptq" and (rate.shrink or rate.sweep_damp is not None or rate.gains != "none"):
+    own = recipe.rule.sweep_damp is not None or bool(recipe.rule.polish)
+    if rate.wanted and rate.method == "hptq" and (rate.shrink or own or rate.gains != "none"):
         raise RecipeError(
-            "hptq has one step a matrix and nothing else: shrink, sweep_damp and gains go with waterfill."
+            "hptq has one step a matrix and nothing else: shrink, sweep_damp, polish and gains go with waterfill."
         )
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
+import re
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,36 +14,41 @@ from nearplane.errors import FormatError
 from nearplane.recipe import Recipe
 
 NAME = "nearplane.json"
+VERSION = 2  # of the record; 1 had no checksums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRecord:
-    """One quantized layer. Losses are means over out * in, see `lattice/bounds.py`; they refer to the quantized target.
+    """One quantized layer and its certificate. Losses are means over out * in, see `lattice/bounds.py`; they refer to the
+    quantized target. `nearplane verify` measures all of it again but `seconds`.
 
     Args:
         name: Full name of the layer.
         out_features, in_features: Shape of the weight.
         loss: Exact loss under the undamped Hessian.
-        relative_loss: The same over the energy of the weights under that Hessian.
-        nearest_loss: Loss of rounding the same target to nearest on the same grid; None for entropy-coded weights.
-        damped_loss: Loss under the damped Hessian, which the next two refer to.
-        worst_case: Babai's bound on it; holds for rows that do not clip. None, as the next two, for codes rounded to nearest.
+        row_losses: The same of groups of neighbouring rows, `row_groups` of them, to 9 digits: one changed code shows in its group.
+        relative_loss: The loss over the energy of the weights under that Hessian.
+        nearest_loss: Loss of rounding the same target to nearest on the same grid.
+        damped_loss: Loss of the sweep under the Hessian damped with `sweep_damp`, which the next three refer to.
+        worst_case: Babai's bound on it; holds for rows that do not clip. None, as the next two, for codes that no sweep made.
         expected: A third of the bound.
         gamma: The error is at most gamma times the least possible, for rows that do not clip; None if all do.
         clipped, clipped_rows: Fraction of codes, of rows, whose target lay outside the grid.
         correction: How far the target went from the weights to the full correction, 0 to 1.
-        damp: Damping used, relative to the mean of the Hessian's diagonal.
-        sweep_damp: The same in the sweep of entropy-coded weights, which damped_loss then refers to.
+        damp: Damping of the correction, relative to the mean of the Hessian's diagonal.
+        sweep_damp: The same in the sweep.
         dead: Inputs that were always 0.
         tokens: Rows that the Hessian was averaged over.
         order: In which columns were rounded.
         bits, group_size, symmetric: Of the grid; None for entropy-coded weights, whose codes have no limits.
         asked: Bits per weight that the entropy-coded matrix was to take.
+        base: Step of exponent 0 in the sweep of entropy-coded weights; that in the file is scaled to keep the target's energy.
         entropy: Bits per weight of the codes under the tables that the file stores, side information not counted.
         limit: Bits per weight below which no code reaches this loss on Gaussian rows under the same Hessian, rows weighted as their
             exponents say; see `lattice/bounds.py`. None for more than 4096 inputs.
         seconds: To solve and measure it; a factor that layers share is counted at the first of them, calibration at none.
         bytes: Of the layer's tensors in the file.
+        checksum: SHA-256 of these tensors: of a line "NAME DTYPE SIZE SIZE ..." and the bytes of each, sorted by name.
     """
 
     name: str
@@ -48,9 +56,11 @@ class LayerRecord:
     in_features: int
     loss: float
     relative_loss: float
+    row_losses: tuple[float, ...]
     damped_loss: float
     correction: float
     damp: float
+    sweep_damp: float
     dead: int
     tokens: int
     order: str
@@ -64,11 +74,12 @@ class LayerRecord:
     bits: int | None = None
     group_size: int | None = None
     symmetric: bool | None = None
-    sweep_damp: float | None = None
     asked: float | None = None
+    base: float | None = None
     entropy: float | None = None
     limit: float | None = None
     bytes: int = 0
+    checksum: str = ""
 
     @property
     def rate(self) -> float:
@@ -81,6 +92,34 @@ class LayerRecord:
         return None if self.limit is None else self.rate - self.limit
 
 
+def row_groups(out_features: int, in_features: int) -> int:
+    """Return into how many groups of neighbouring rows the loss of a matrix is split: a sixteenth of the root of its weights.
+
+    A code moved by one changes the loss of its group by about 1 / (the group's weights), which must stay far above what
+    recomputing the losses elsewhere changes.
+    """
+    return min(out_features, max(1, round(math.sqrt(out_features * in_features) / 16)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Squared Gram-Schmidt lengths of one layer's inputs in one rounding order.
+
+    Args:
+        layer: Name of the layer; those with the same input have the same profile.
+        order: In which columns are rounded.
+        lengths: `d_j` under the sweep's damping, in rounding order: up to 32, evenly spaced over the columns, first and last too.
+        trace: Sum of all `d_j`: four times the worst case of a row at step 1.
+        spread: `1/2 log2(AM / GM)` of all `d_j`: bits per weight that one step for all columns costs.
+    """
+
+    layer: str
+    order: str
+    lengths: tuple[float, ...]
+    trace: float
+    spread: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
     """One run.
@@ -91,11 +130,15 @@ class RunRecord:
         versions: Of the packages that computed it.
         device: That it ran on.
         windows, seqlen, tokens: Calibration windows, their length, and their product.
+        text: SHA-256 of the calibration's token ids, as little-endian int64; empty where there was none.
         layers: In the order they were quantized.
+        profiles: Of some layers, in several orders.
         skipped: (name, reason) of weights that were left as they are although the recipe did not ask for it.
         seconds: Of the whole run.
         bytes: Of all weight files together.
         folder: Bytes of all files of the checkpoint, this record among them.
+        files: SHA-256 of every other file of the checkpoint.
+        digest: SHA-256 of this record's JSON with an empty digest.
     """
 
     recipe: Recipe
@@ -105,23 +148,32 @@ class RunRecord:
     windows: int
     seqlen: int
     tokens: int
+    text: str = ""
     layers: tuple[LayerRecord, ...] = ()
+    profiles: tuple[Profile, ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
     seconds: float = 0.0
     bytes: int = 0
     folder: int = 0
-    version: int = field(default=1)
+    files: dict[str, str] = field(default_factory=dict)
+    digest: str = ""
+    version: int = field(default=VERSION)
 
     def to_json(self) -> str:
-        """Return the record as JSON."""
-        return json.dumps(asdict(self), indent=1)
+        """Return the record as JSON, a list of numbers on one line."""
+        text = json.dumps(asdict(self), indent=1)
+        return re.sub(r"\[[-+.\deE,\s]+\]", lambda found: " ".join(found[0].split()), text)
 
     def in_folder(self, others: int) -> RunRecord:
-        """Return the record with the bytes of its folder, in which it lies beside `others` bytes."""
-        record = replace(self, folder=others)
+        """Return the record with the bytes of its folder, in which it lies beside `others` bytes, and its digest."""
+        record = replace(self, folder=others, digest="0" * 64)
         for _ in range(3):  # until the number has as many digits as were counted
             record = replace(record, folder=others + len(record.to_json().encode()))
-        return record
+        return replace(record, digest=record.own_digest())
+
+    def own_digest(self) -> str:
+        """Return what `digest` must be."""
+        return hashlib.sha256(replace(self, digest="").to_json().encode()).hexdigest()
 
     @classmethod
     def from_json(cls, text: str) -> RunRecord:
@@ -132,12 +184,17 @@ class RunRecord:
         """
         try:
             data: dict[str, Any] = json.loads(text)
+            if not isinstance(data, dict) or data.get("version") != VERSION:
+                raise ValueError(f"not an object of version {VERSION}")
+            layers = tuple(
+                LayerRecord(**(layer | {"row_losses": tuple(layer["row_losses"])})) for layer in data.pop("layers")
+            )
+            profiles = tuple(
+                Profile(**(profile | {"lengths": tuple(profile["lengths"])})) for profile in data.pop("profiles")
+            )
             recipe = Recipe.from_json(json.dumps(data.pop("recipe")))
-            layers = tuple(LayerRecord(**layer) for layer in data.pop("layers"))
-            if data.get("version") != 1:
-                raise ValueError(f"version {data.get('version')}, expected 1")
             skipped = tuple((name, reason) for name, reason in data.pop("skipped"))
-            return cls(recipe=recipe, layers=layers, skipped=skipped, **data)
+            return cls(recipe=recipe, layers=layers, profiles=profiles, skipped=skipped, **data)
         except (ValueError, KeyError, TypeError) as error:
             raise FormatError(f"{NAME} is not a record that this version of nearplane reads ({error}).") from error
 

@@ -7,6 +7,7 @@ they mean.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import zlib
@@ -33,9 +34,19 @@ NAMES = {  # of dtypes in safetensors, for those that are checked
 
 def checksum(tensor: Tensor) -> str:
     """Return the CRC-32 of "DTYPE SIZE SIZE ..." and the bytes of a contiguous tensor on the CPU, as 8 hexadecimal digits."""
-    about = " ".join([NAMES.get(tensor.dtype, str(tensor.dtype)), *map(str, tensor.shape)])
     content = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return f"{zlib.crc32(content, zlib.crc32(about.encode())):08x}"
+    return f"{zlib.crc32(content, zlib.crc32(about(tensor).encode())):08x}"
+
+
+def about(tensor: Tensor) -> str:
+    """Return "DTYPE SIZE SIZE ..." of a tensor, with the dtype's name in safetensors."""
+    return " ".join([NAMES.get(tensor.dtype, str(tensor.dtype)), *map(str, tensor.shape)])
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def index_text(weight_map: Mapping[str, str], checksums: Mapping[str, str] | None, size: int) -> str:
@@ -213,7 +224,7 @@ class ShardWriter:
     def write(self, tensors: Mapping[str, Tensor]) -> int:
         """Write one shard and return its size in bytes."""
         self._count += 1
-        name = f"model-{self._count:05d}-of-{self.total or 0:05d}.safetensors"
+        name = self._shard(self._count)
         path = self.folder / name
         tensors = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
         if self.checksums is not None:
@@ -230,6 +241,11 @@ class ShardWriter:
         self.size += sum(value.nbytes for value in tensors.values())
         return path.stat().st_size
 
+    @property
+    def names(self) -> list[str]:
+        """Names of the shards written so far."""
+        return [self._shard(number) for number in range(1, self._count + 1)]
+
     def index(self) -> str:
         """Return what the index says of the shards so far."""
         return index_text(self.weight_map, self.checksums, self.size)
@@ -244,6 +260,9 @@ class ShardWriter:
             raise FormatError(f"{self.folder}: {self._count} shards were written where {self.total} were announced.")
         (self.folder / INDEX).write_text(self.index())
         (self.folder / INCOMPLETE).unlink()
+
+    def _shard(self, number: int) -> str:
+        return f"model-{number:05d}-of-{self.total or 0:05d}.safetensors"
 
     def _named(self, name: str) -> str:
         """Return the name of a shard now that their number is known."""

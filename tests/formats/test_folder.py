@@ -207,7 +207,7 @@ def test_sizes_are_those_of_the_files(tmp_path: Path, plain: Path) -> None:
     """Rates in the record are made of them: here 4-bit codes, a 16-bit scale and a 4-bit zero a group, and g_idx."""
     bias = torch.randn(64)
     with writer(tmp_path / "out", plain) as w:
-        size = w.add("a", random_matrix(64, 96, **GRID), bias)
+        size = w.add("a", random_matrix(64, 96, **GRID), bias).bytes
         shard = w.close_block({"b": torch.ones(3)})
         w.record_json = "{}"
     path = tmp_path / "out" / "model-00001-of-00001.safetensors"

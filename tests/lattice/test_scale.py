@@ -249,7 +249,9 @@ def test_least_squares_steps_never_raise_the_damped_loss(
     factor = p.factor(order)
     H = p.damped_hessian(factor)
     matrix = round_to_nearest(p.W, grid) if nearest else nearest_plane(p.W, grid, factor)
-    better = QuantizedMatrix(codes=matrix.codes, grid=least_squares_steps(p.W, matrix, H, storage))
+    better = QuantizedMatrix(
+        codes=matrix.codes, grid=least_squares_steps(matrix, (p.W - matrix.decode()) @ H, H, storage)
+    )
     assert bool((damped_losses(p, H, better) <= damped_losses(p, H, matrix) * (1 + 1e-12)).all())
     assert torch.equal(better.grid.scale.to(storage).double(), better.grid.scale)
     assert better.grid.scale.shape == (len(p.W), p.grid.scale.shape[1])
@@ -271,7 +273,7 @@ def test_least_squares_steps_are_those_of_lstsq(p: Problem) -> None:
     assume(bool((eigenvalues[:, 0] > 1e-3 * eigenvalues.mean(1)).all()))
     best = torch.linalg.lstsq(A, (p.W @ L)[..., None]).solution[..., 0]
     assume(bool(((best > p.grid.scale / 2) & (best < p.grid.scale * 2)).all()))
-    once = least_squares_steps(p.W, matrix, H, torch.float64)
+    once = least_squares_steps(matrix, (p.W - matrix.decode()) @ H, H, torch.float64)
     ridge = 1e-6 * eigenvalues.mean(1)
     pull = ridge / (eigenvalues[:, 0] + ridge)
     start, end = ((scale - best).norm(dim=1) for scale in (p.grid.scale, once.scale))

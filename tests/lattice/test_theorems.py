@@ -72,6 +72,13 @@ ELSEWHERE = {
         "[C25] Theorem 3, Corollary 4": "test_the_next_column_is_that_of_the_nearest_hyperplane",
         "OBQ is nearest plane in its own order": "test_codes_are_those_of_nearest_plane_in_the_order_of_each_row",
     },
+    "test_root.py": {
+        "QL of the data is the factor": "test_undamped_it_is_the_ql_decomposition_of_the_data",
+    },
+    "test_beam.py": {
+        "one candidate is nearest plane": "test_a_beam_of_one_is_nearest_plane",
+        "all candidates are brute force": "test_a_beam_of_all_code_vectors_finds_the_best",
+    },
     "test_reduction.py": {
         "LLL (1982)": "test_is_a_reduced_basis_of_the_same_lattice",
         "[C25] Algorithm 2": "test_loss_is_within_the_reduced_profile",

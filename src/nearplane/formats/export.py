@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError, ModelError, RecipeError
+from nearplane.formats.beside import CONFIG, copy_beside
 from nearplane.formats.folder import (
-    CONFIG,
     check_apart,
-    copy_beside,
     disk,
     json_text,
     quantization_of,

@@ -6,10 +6,11 @@ and `native.py`.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-import shutil
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -19,17 +20,12 @@ from torch import Tensor
 
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats import compressed_tensors, gptq, native
+from nearplane.formats.beside import CONFIG, GPTQ_CONFIG, copy_beside, names_copied, size_copied
 from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
 from nearplane.record import NAME as RECORD
-from nearplane.shards import INCOMPLETE, ShardReader, ShardWriter
+from nearplane.shards import INCOMPLETE, INDEX, ShardReader, ShardWriter, about, sha256
 
-CONFIG, GPTQ_CONFIG = "config.json", "quantize_config.json"
 REPLACED = ("*.safetensors", "*.json", "*.jinja", "*.model", "vocab.txt", "merges.txt")  # deleted by --overwrite
-WEIGHTS = (
-    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".onnx_data", ".ot", ".tflite",
-    ".npz", ".index.json",
-)  # fmt: skip
-TEMPLATES = "additional_chat_templates"  # the only folder that a tokenizer saves
 
 
 class Layout(Protocol):
@@ -123,6 +119,23 @@ def check_apart(out: Path, source: Path) -> None:
         raise RecipeError(f"The output {out} is, holds or lies in the model's folder {source}. Choose another folder.")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """The tensors of one layer in the file: their bytes, and the SHA-256 over names, dtypes, shapes and contents."""
+
+    bytes: int
+    checksum: str
+
+
+def written(tensors: Mapping[str, Tensor]) -> Written:
+    """Return size and checksum of a layer's tensors: of a line "NAME DTYPE SIZE SIZE ..." and the bytes of each, sorted by name."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {about(tensor)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return Written(bytes=sum(tensor.nbytes for tensor in tensors.values()), checksum=digest.hexdigest())
+
+
 class Writer:
     """Writes a checkpoint: INCOMPLETE and without config.json until it is whole, so that nothing loads it before.
 
@@ -170,8 +183,19 @@ class Writer:
                     path.unlink()
         return self
 
-    def add(self, name: str, matrix: QuantizedMatrix, bias: Tensor | None = None) -> int:
-        """Collect one layer for the next shard and return the bytes of its tensors, bias not counted.
+    def digests(self) -> dict[str, str]:
+        """Return the SHA-256 of every file of the folder but the record, once all shards are written."""
+        texts = {CONFIG: config_text(self._source, self.config), INDEX: self._shards.index()}
+        if self.config["quant_method"] == "gptq":
+            texts[GPTQ_CONFIG] = json_text(self.config)
+        found = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+        found |= {name: sha256(self._out / name) for name in self._shards.names}
+        for name in names_copied(self._source, trust_remote_code=self._remote_code):
+            found[name] = sha256(self._source / name)
+        return dict(sorted(found.items()))
+
+    def add(self, name: str, matrix: QuantizedMatrix, bias: Tensor | None = None) -> Written:
+        """Collect one layer for the next shard and return what its tensors are, bias not counted.
 
         What was packed is read back as a reader would, and compared.
 
@@ -187,7 +211,7 @@ class Writer:
         self._pending |= tensors
         if bias is not None:
             self._pending[f"{name}.bias"] = bias
-        return sum(tensor.nbytes for tensor in tensors.values())
+        return written(tensors)
 
     def close_block(self, rest: Mapping[str, Tensor]) -> int:
         """Write one shard: the layers collected since the last one, and `rest` as it is. Return its size in bytes."""
@@ -218,39 +242,6 @@ class Writer:
                 raise
 
 
-def copy_beside(source: Path, out: Path, *, trust_remote_code: bool) -> None:
-    """Copy what belongs to a model beside its weights: tokenizer, templates, generation_config, licence."""
-    for path in _beside(source, trust_remote_code):
-        if path.is_dir():
-            shutil.copytree(path, out / path.name, dirs_exist_ok=True)
-        else:
-            shutil.copyfile(path, out / path.name)
-
-
-def size_copied(source: Path, *, trust_remote_code: bool) -> int:
-    """Return the bytes that `copy_beside` copies."""
-    copied = [part for path in _beside(source, trust_remote_code) for part in ([path, *path.rglob("*")])]
-    return sum(path.stat().st_size for path in copied if path.is_file())
-
-
-def _beside(source: Path, trust_remote_code: bool) -> list[Path]:
-    """Return the files, and the folder of templates, that belong to a model beside its weights."""
-    return [
-        path
-        for path in sorted(source.iterdir())
-        if (path.name == TEMPLATES if path.is_dir() else _copied(path.name, trust_remote_code))
-    ]
-
-
-def _copied(name: str, trust_remote_code: bool) -> bool:
-    return not (
-        name.startswith((".", "README"))
-        or name.endswith(WEIGHTS)
-        or name in (CONFIG, GPTQ_CONFIG, RECORD)
-        or (name.endswith(".py") and not trust_remote_code)
-    )
-
-
 def config_text(source: Path, config: Mapping[str, Any]) -> str:
     """Return the config.json of a folder with a quantization_config."""
     return json_text(json.loads((source / CONFIG).read_text()) | {"quantization_config": dict(config)})
@@ -273,6 +264,38 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
     return config
 
 
+class Stored:
+    """The quantized layers of a folder, by the names of their tensors; each is read when it is asked for.
+
+    Raises:
+        FormatError: the folder holds none, or its format is not understood.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        config = quantization_of(folder)
+        if config is None:
+            raise FormatError(f"{folder / CONFIG} has no quantization_config: expected what nearplane quantize wrote.")
+        self.config, self.layout, self.reader = config, layout_of(config), _reader(folder, config)
+        self._parts = _layers(self.layout, self.reader)
+
+    def names(self) -> list[str]:
+        """Return the names of all quantized layers."""
+        return list(self._parts)
+
+    def rest(self) -> list[str]:
+        """Return the names of the tensors that are not quantized."""
+        parts = {part for parts in self._parts.values() for part in parts}
+        return [name for name in self.reader.names() if name not in parts]
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """Return the tensors of one layer, checked against the checksums that the folder has."""
+        return self.reader.read(self._parts[name])
+
+    def matrix(self, name: str, tensors: Mapping[str, Tensor]) -> QuantizedMatrix:
+        """Return what the tensors of one layer mean."""
+        return self.layout.unpack_layer(name, tensors, self.config)
+
+
 def read_matrices(
     folder: Path, *, shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> Iterator[tuple[str, QuantizedMatrix]]:
@@ -284,17 +307,17 @@ def read_matrices(
     Raises:
         FormatError: a layer is not what its format says or the model expects, or the format is not understood.
     """
-    config = quantization_of(folder)
-    if config is None:
+    if quantization_of(folder) is None:
         return
-    layout, reader = layout_of(config), _reader(folder, config)
-    for name, parts in _layers(layout, reader).items():
-        tensors = reader.read(parts)
+    stored = Stored(folder)
+    for name in stored.names():
+        tensors = stored.tensors(name)
         if shapes is not None:
+            part = next(iter(tensors))
             _check_shape(
-                f"{reader.file(parts[0])}: {parts[0]}", f"{name}.weight", layout.shape_of(name, tensors), shapes
+                f"{stored.reader.file(part)}: {part}", f"{name}.weight", stored.layout.shape_of(name, tensors), shapes
             )
-        yield name, layout.unpack_layer(name, tensors, config)
+        yield name, stored.matrix(name, tensors)
 
 
 def _check_shape(called: str, name: str, found: tuple[int, int], shapes: Mapping[str, tuple[int, ...]]) -> None:

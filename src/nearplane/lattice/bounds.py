@@ -7,13 +7,15 @@ the damped problem, row by row, where nothing clips.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from nearplane.lattice.factor import Factor
 from nearplane.lattice.grid import Grid, QuantizedMatrix
+
+STRIP = 1024  # rows measured at once: what is in memory beside the matrix does not grow with it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,20 +24,25 @@ class Certificate:
 
     Args:
         loss: `tr(E H E^T) / (out * in)`, E the target minus the values.
-        damped_loss: the same under `H + lambda I`; equals `sum_j d_j ||t_j - values_j||^2 / (out * in)` of the sweep.
+        row_losses: (out,) the same of every row, / in.
         relative_loss: `loss` over `tr(W H W^T) / (out * in)`.
+        nearest_loss: `loss` of rounding the target to nearest on the grid of the sweep.
+        damped_loss: the same under `H + lambda I`; equals `sum_j d_j ||t_j - values_j||^2 / (out * in)` of a sweep.
         worst_case: `1/4 sum_j d_j s_j^2`, mean over rows, / in: bounds `damped_loss` where nothing clips.
         expected: a third of it, the mean for a uniform offset.
         gamma: no grid point is closer than 1/gamma times this error, the largest over rows that do not clip; None if all do.
         clipped: fraction of codes at which what was rounded lay outside the grid.
         clipped_rows: fraction of rows with such a code: the bounds do not hold for them.
 
-    The bounds are those of Babai's algorithm; for codes rounded to nearest, worst_case, expected and gamma are None.
+    The bounds are those of Babai's algorithm, and of whatever begins with its codes and never loses more; for other codes
+    worst_case, expected and gamma are None.
     """
 
     loss: float
-    damped_loss: float
+    row_losses: Tensor
     relative_loss: float
+    nearest_loss: float
+    damped_loss: float
     worst_case: float | None
     expected: float | None
     gamma: float | None
@@ -49,9 +56,17 @@ def quadratic(E: Tensor, H: Tensor) -> Tensor:
 
 
 def certify(
-    W: Tensor, target: Tensor, matrix: QuantizedMatrix, H: Tensor, factor: Factor, *, swept: bool = True
+    W: Tensor,
+    target: Tensor,
+    matrix: QuantizedMatrix,
+    H: Tensor,
+    factor: Factor,
+    *,
+    swept: bool = True,
+    sweep: Tensor | None = None,
+    values: Tensor | None = None,
 ) -> Certificate:
-    """Measure a quantized matrix against its target.
+    """Measure a quantized matrix against its target, some rows at a time.
 
     Args:
         W: (out, in) weights, whose energy under `H` the relative loss refers to.
@@ -59,36 +74,62 @@ def certify(
         matrix: codes and grid.
         H: (in, in) undamped, in the dtype that the certificate is computed in.
         factor: of the damped `H`, in the order of the sweep.
-        swept: whether the codes come from a sweep; else every weight was rounded on its own.
+        swept: whether the codes come from a sweep, or from one and then lost less; else every weight was rounded on its own.
+        sweep: (out, in) codes of that sweep on the same grid, where they are not those of the matrix.
+        values: (out, in) what the codes were made to mean afterwards; None: what their grid says.
     """
     T = target.to(H.dtype)
     assert isinstance(matrix.grid, Grid), "the bounds are those of the grid that was swept"
-    grid = matrix.grid.to(H.dtype)
-    E = T - grid.decode(matrix.codes)  # (out, in)
-    size = E.numel()
-    loss = quadratic(E, H).sum()
-    damped = loss + factor.shift * E.square().sum()
-    ordered = E[:, factor.order]
-    fed = (
-        ordered @ factor.U.to(H.dtype) - ordered if swept else torch.zeros_like(E)
-    )  # (out, in), the error fed to each column
-    outside = grid.clipped(matrix.codes, T.index_add(1, factor.order, fed))
-    rows = ~outside.any(1)
-    d = factor.d.to(H.dtype).masked_fill(factor.dead[factor.order], factor.shift)  # a dead input has no length
-    profile = (grid.steps().square()[:, factor.order] * d).expand(len(E), -1)  # (out, in), d_j s_j^2
-    bound = profile.sum(1) / 4
-    tails = profile.flip(1).cumsum(1).flip(1)
-    gammas = torch.where(profile > 0, tails / profile, 1).amax(1).sqrt()[rows]
+    grid, dtype = matrix.grid, H.dtype
+    U = factor.U.to(dtype)
+    d = factor.d.to(dtype).masked_fill(factor.dead[factor.order], factor.shift)  # a dead input has no length
+    names = ("losses", "damped", "nearest", "energy", "bounds", "gammas", "outside")
+    found: dict[str, list[Tensor]] = {name: [] for name in names}  # each (rows,)
+    for rows in torch.split(torch.arange(len(T), device=T.device), STRIP):
+        part = _rows_of(grid, rows).to(dtype)
+        t, codes = T[rows], matrix.codes[rows]
+        E = t - part.decode(codes)  # (rows, in)
+        loss = quadratic(E, H)
+        damped = loss + factor.shift * E.square().sum(1)
+        if values is not None:
+            loss = quadratic(t - values[rows].to(dtype), H)
+        nearest = t - part.round(t, slice(None))[1]
+        first = E if sweep is None else t - part.decode(sweep[rows])
+        ordered = first[:, factor.order]
+        fed = t.index_add(1, factor.order, ordered @ U - ordered) if swept else t  # (rows, in), what was rounded
+        profile = (part.steps().square()[:, factor.order] * d).expand(len(t), -1)  # (rows, in), d_j s_j^2
+        tails = profile.flip(1).cumsum(1).flip(1)
+        found["losses"].append(loss)
+        found["damped"].append(damped)
+        found["nearest"].append(quadratic(nearest, H))
+        found["energy"].append(quadratic(W[rows].to(dtype), H))
+        found["bounds"].append(profile.sum(1) / 4)
+        found["gammas"].append(torch.where(profile > 0, tails / profile, 1).amax(1).sqrt())
+        found["outside"].append(part.clipped(codes, fed).sum(1))
+    each = {name: torch.cat(parts) for name, parts in found.items()}
+    size, columns = T.numel(), T.shape[1]
+    rows = each["outside"] == 0
+    bound = float(each["bounds"].mean() / columns)
+    loss = each["losses"].sum()
     return Certificate(
         loss=float(loss / size),
-        damped_loss=float(damped / size),
-        relative_loss=float(loss / quadratic(W.to(H.dtype), H).sum().clamp(min=torch.finfo(H.dtype).tiny)),
-        worst_case=float(bound.mean() / E.shape[1]) if swept else None,
-        expected=float(bound.mean() / E.shape[1] / 3) if swept else None,
-        gamma=float(gammas.max()) if swept and len(gammas) else None,
-        clipped=float(outside.double().mean()),
+        row_losses=each["losses"] / columns,
+        relative_loss=float(loss / each["energy"].sum().clamp(min=torch.finfo(dtype).tiny)),
+        nearest_loss=float(each["nearest"].sum() / size),
+        damped_loss=float(each["damped"].sum() / size),
+        worst_case=bound if swept else None,
+        expected=bound / 3 if swept else None,
+        gamma=float(each["gammas"][rows].max()) if swept and bool(rows.any()) else None,
+        clipped=int(each["outside"].sum()) / size,
         clipped_rows=float((~rows).double().mean()),
     )
+
+
+def _rows_of(grid: Grid, rows: Tensor) -> Grid:
+    """Return the grid of some rows."""
+    if len(grid.scale) == 1:
+        return grid
+    return replace(grid, scale=grid.scale[rows], zero=grid.zero[rows] if len(grid.zero) > 1 else grid.zero)
 
 
 def limit(loss: float, row_energy: Tensor, eigenvalues: Tensor) -> float:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import NumericalError
-from nearplane.lattice.bounds import quadratic
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.search_cpu import best_candidate
 
 Search = Literal["minmax", "mse", "hessian"]
 NORM = 2.5  # of the error search; GPTQ's own is 2.4, this one is a square times a square root
+STRIP = 512  # rows whose least-squares problems are solved together
 SHRINKS = tuple(1 - 0.8 * i / 80 for i in range(80))  # factors by which the search narrows the range
 
 
@@ -203,32 +203,53 @@ def _positive(scale: Tensor, w: Tensor) -> Tensor:
     return torch.where(scale == 0, torch.where(level == 0, 1, level), scale)
 
 
-def least_squares_steps(W: Tensor, matrix: QuantizedMatrix, H: Tensor, storage: torch.dtype) -> Grid:
+def least_squares_steps(matrix: QuantizedMatrix, EH: Tensor, H: Tensor, storage: torch.dtype) -> Grid:
     """Return the grid whose steps minimise `tr(E H E^T)` for the codes as they are, one least-squares problem a row.
+
+    With `V` the values in steps, summed over the columns of each group, steps move by `delta`:
+
+        A delta = b ;  A_gh = sum_{j in g, k in h} V_j H_jk V_k ;  b_g = sum_{j in g} V_j (E H)_j
 
     A step that would leave [1/3, 3] times its old value (a group that hardly matters) keeps that value, and a row keeps
     all of its steps where the others, or their rounding to `storage`, would do worse: the loss never rises.
 
     Args:
-        W: (out, in) float64 target.
-        matrix: its codes and the grid they were found on.
-        H: (in, in) float64, damped as the solve that made the codes.
+        matrix: codes and the grid they were found on.
+        EH: (out, in) `(W - values) H`, W the target; products are formed in its dtype, the problems solved in float64.
+        H: (in, in) damped as the solve that made the codes.
+        storage: dtype in which steps are stored.
     """
     grid = matrix.grid
     assert isinstance(grid, Grid), "steps are fitted to grids that have them"
     groups = grid.scale.shape[1]
-    V = matrix.codes.to(W.dtype) - grid.zero.to(W.dtype)[:, grid.group]  # (out, in), values in steps
-    member = torch.nn.functional.one_hot(grid.group, groups).to(W.dtype)  # (in, groups)
-    b = (V * (W @ H)) @ member  # (out, groups)
-    A = torch.empty(len(W), groups, groups, dtype=W.dtype, device=W.device)
-    for g in range(groups):
-        columns = (grid.group == g).nonzero()[:, 0]
-        A[:, g] = ((V[:, columns] @ H[columns]) * V) @ member
-    old = grid.scale.expand(len(W), -1)
-    ridge = 1e-6 * A.diagonal(dim1=1, dim2=2).mean(1, keepdim=True).clamp(min=1e-300)  # (out, 1), towards the old steps
-    A.diagonal(dim1=1, dim2=2).add_(ridge)
-    solved = torch.linalg.solve(A, b + ridge * old).to(old.dtype)
-    kept = (solved > old / 3) & (solved < old * 3)
-    fitted = replace(grid, scale=torch.where(kept, stored(torch.where(kept, solved, old), storage), old))
-    before, after = (quadratic(W - g.to(W.dtype).decode(matrix.codes), H) for g in (grid, fitted))
-    return replace(grid, scale=torch.where((after < before)[:, None], fitted.scale, old))
+    columns = torch.argsort(grid.group, stable=True)  # (in,), groups side by side
+    sizes = grid.group.bincount(minlength=groups).tolist()
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    H = H.to(EH.dtype)[columns[:, None], columns]
+    old = grid.scale.expand(len(EH), -1)
+    fitted = torch.empty_like(old)
+    for rows in torch.split(torch.arange(len(EH), device=EH.device), STRIP):
+        V = (matrix.codes[rows] - grid.zero.expand(len(EH), -1)[rows][:, grid.group])[:, columns].to(EH.dtype)
+        b = _by_group(V * EH[rows][:, columns], sizes).double()  # (rows, groups)
+        A = torch.empty(len(rows), groups, groups, dtype=torch.float64, device=EH.device)
+        for g, (size, end) in enumerate(zip(sizes, ends, strict=True)):
+            start = end - size
+            product = (V[:, start:end] @ H[start:end, start:]).mul_(V[:, start:])
+            A[:, g, g:] = A[:, g:, g] = _by_group(product, sizes[g:]).double()
+        ridge = 1e-6 * A.diagonal(dim1=1, dim2=2).mean(1, keepdim=True).clamp(min=1e-300)  # (rows, 1), towards the old
+        delta = torch.linalg.solve(A + ridge[..., None] * torch.eye(groups).to(A), b)
+        before = old[rows].double()
+        solved = before + delta
+        kept = (solved > before / 3) & (solved < before * 3)
+        after = torch.where(kept, stored(torch.where(kept, solved, before), storage), before)
+        moved = after - before
+        rise = ((moved[:, None] @ A)[:, 0] * moved - 2 * moved * b).sum(1)
+        fitted[rows] = torch.where((rise < 0)[:, None], after, before).to(old.dtype)
+    return replace(grid, scale=fitted)
+
+
+def _by_group(x: Tensor, sizes: list[int]) -> Tensor:
+    """Sum neighbouring columns of `x` (rows, in): (rows, groups)."""
+    if len(set(sizes)) == 1:
+        return x.reshape(len(x), len(sizes), sizes[0]).sum(-1)
+    return torch.stack([part.sum(1) for part in torch.split(x, sizes, dim=1)], dim=1)

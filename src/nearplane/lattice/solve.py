@@ -77,7 +77,7 @@ def nearest_plane(
     )
     group = grid.group[order]  # (in,)
     position = order.argsort()  # (in,), when each column is rounded
-    sweep = sweep_block if WT.device.type == "cpu" and WT.dtype == torch.float32 else sweep_block_torch
+    sweep = sweep_of(WT)
     inverse = U if refit is None else torch.linalg.solve_triangular(U, torch.eye(len(U)).to(U), upper=True)
     for a, b, reached in _blocks(group, block, refit is not None):
         if refit is not None and reached is not None:
@@ -94,6 +94,11 @@ def nearest_plane(
     if refit is not None:
         grid = replace(grid, scale=scale.T.contiguous(), zero=zero.T.contiguous())
     return QuantizedMatrix(codes=back.T.clone(memory_format=torch.contiguous_format), grid=grid)
+
+
+def sweep_of(W: Tensor) -> Callable[..., None]:
+    """Return the kernel that sweeps a block of weights like these: compiled on the CPU in float32, else the torch form."""
+    return sweep_block if W.device.type == "cpu" and W.dtype == torch.float32 else sweep_block_torch
 
 
 def sweep_block_torch(

@@ -1,0 +1,97 @@
+"""What one quantized matrix lost, measured: the certificate that `quantize` writes down and `verify` compares with.
+
+Needs the weights, the codes, and what calibration saw; not how the codes were found.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from nearplane.coding.blob import size
+from nearplane.formats.native import contents
+from nearplane.inputs import Inputs, damp_of_the_sweep
+from nearplane.lattice.bounds import certify, limit
+from nearplane.lattice.factor import factorize
+from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
+from nearplane.lattice.solve import nearest_plane
+from nearplane.recipe import Order, Rate, Rule
+from nearplane.record import LayerRecord, Profile, row_groups
+
+WIDE = 4096  # inputs above which the limit is left out: the eigenvalues would take longer than the solve
+
+
+def measure(
+    name: str, W: Tensor, target: Tensor, matrix: QuantizedMatrix, inputs: Inputs, rule: Rule, wanted: Rate | None = None,
+    *, correction: float, base: float | None = None, asked: float | None = None,
+) -> LayerRecord:  # fmt: skip
+    """Measure a quantized matrix against its target.
+
+    Args:
+        name: of the layer.
+        W: (out, in) weights.
+        target: (out, in) what was quantized, see `inputs.corrected`.
+        matrix: codes and grid as stored.
+        inputs: what calibration saw.
+        rule: order and damping; bits, group size and symmetry of a fixed grid.
+        wanted: how weights were entropy-coded; None on fixed grids.
+        correction: how far `target` went.
+        base: step of exponent 0 in the sweep of entropy-coded weights.
+        asked: bits per weight that they were to take.
+
+    Returns:
+        All of the record but seconds, bytes and checksum.
+    """
+    H, grid = inputs.moments.H, matrix.grid
+    coded = wanted is not None
+    factor = inputs.factor(rule.order, rule.damp)
+    sweep = inputs.factor(rule.order, damp_of_the_sweep(inputs, rule, plain=coded and wanted.method == "hptq"))
+    on_grid = QuantizedMatrix(codes=matrix.codes, grid=_swept(grid, base))
+    bounded = rule.solver in ("nearest-plane", "k-best") and (
+        not coded or (not wanted.shrink and wanted.gains == "none")  # else another target or grid was swept
+    )
+    first = None
+    if bounded and (rule.solver == "k-best" or rule.polish != 0):  # which begin with this sweep and then only lose less
+        first = nearest_plane(target.to(torch.promote_types(W.dtype, torch.float32)), on_grid.grid, sweep).codes
+    found = certify(
+        W, target, on_grid, H, sweep, swept=bounded, sweep=first, values=None if base is None else matrix.decode()
+    )
+    losses = found.row_losses  # (out,), means over the inputs
+    weight = grid.row_weight().to(losses) if isinstance(grid, ProductGrid) else torch.ones_like(losses)
+    energy = target.to(losses).square().mean(1) * weight
+    groups = losses.tensor_split(row_groups(*W.shape))
+    fixed = {} if coded else {"bits": rule.bits, "group_size": rule.group_size, "symmetric": rule.symmetric}
+    measured = {field.name: getattr(found, field.name) for field in fields(found) if field.name != "row_losses"}
+    return LayerRecord(
+        name=name, out_features=W.shape[0], in_features=W.shape[1], **measured, **fixed,
+        row_losses=tuple(float(f"{float(group.mean()):.9g}") for group in groups),
+        limit=None if len(H) > WIDE else limit(float((losses * weight).mean()), energy, inputs.eigenvalues()),
+        entropy=size(contents(matrix), coder=wanted.coder, classes=wanted.classes).payload / W.numel() if coded else None,
+        asked=asked, base=base, correction=correction, damp=factor.damp, sweep_damp=sweep.damp,
+        dead=int(factor.dead.sum()), tokens=inputs.moments.tokens, order=rule.order, seconds=0.0,
+    )  # fmt: skip
+
+
+PROFILED: tuple[Order, ...] = ("natural", "activation", "pivoted")
+
+
+def profile(name: str, inputs: Inputs, rule: Rule, wanted: Rate, order: Order) -> Profile:
+    """Return the Gram-Schmidt profile of a layer's inputs in an order, damped as in the sweep."""
+    plain = wanted.wanted and wanted.method == "hptq"
+    d = factorize(inputs.moments.H, order, damp=damp_of_the_sweep(inputs, rule, plain=plain)).d.double()
+    picked = torch.linspace(0, len(d) - 1, min(32, len(d)), dtype=torch.float64).round().long()
+    return Profile(
+        layer=name, order=order, lengths=tuple(float(f"{x:.6g}") for x in d.cpu()[picked].tolist()),
+        trace=float(d.sum()), spread=0.5 * float(d.mean().log2() - d.log2().mean()),
+    )  # fmt: skip
+
+
+def _swept(grid: Grid | ProductGrid, base: float | None) -> Grid:
+    """Return the grid that was swept: that of the file, but for the scale of an entropy-coded matrix as a whole."""
+    if isinstance(grid, Grid):
+        return grid
+    rows, columns = torch.exp2(grid.rows.double() / grid.row_resolution), grid.columns.double() / grid.column_resolution
+    scale = rows[:, None] * ((grid.base if base is None else base) * torch.exp2(columns))
+    return Grid(scale=scale, zero=torch.zeros_like(scale), group=torch.arange(len(columns), device=scale.device))

@@ -1,0 +1,53 @@
+"""What belongs to a model beside its weights: tokenizer, templates, licence. Which files these are, and copying them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from nearplane.record import NAME as RECORD
+
+CONFIG, GPTQ_CONFIG = "config.json", "quantize_config.json"
+WEIGHTS = (
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".onnx_data", ".ot", ".tflite",
+    ".npz", ".index.json",
+)  # fmt: skip
+TEMPLATES = "additional_chat_templates"  # the only folder that a tokenizer saves
+
+
+def copy_beside(source: Path, out: Path, *, trust_remote_code: bool) -> None:
+    """Copy what belongs to a model beside its weights: tokenizer, templates, generation_config, licence."""
+    for path in _beside(source, trust_remote_code):
+        if path.is_dir():
+            shutil.copytree(path, out / path.name, dirs_exist_ok=True)
+        else:
+            shutil.copyfile(path, out / path.name)
+
+
+def names_copied(source: Path, *, trust_remote_code: bool) -> list[str]:
+    """Return the files that `copy_beside` copies, relative to the folder."""
+    copied = [part for path in _beside(source, trust_remote_code) for part in ([path, *path.rglob("*")])]
+    return [path.relative_to(source).as_posix() for path in copied if path.is_file()]
+
+
+def size_copied(source: Path, *, trust_remote_code: bool) -> int:
+    """Return the bytes that `copy_beside` copies."""
+    return sum((source / name).stat().st_size for name in names_copied(source, trust_remote_code=trust_remote_code))
+
+
+def _beside(source: Path, trust_remote_code: bool) -> list[Path]:
+    """Return the files, and the folder of templates, that belong to a model beside its weights."""
+    return [
+        path
+        for path in sorted(source.iterdir())
+        if (path.name == TEMPLATES if path.is_dir() else _copied(path.name, trust_remote_code))
+    ]
+
+
+def _copied(name: str, trust_remote_code: bool) -> bool:
+    return not (
+        name.startswith((".", "README"))
+        or name.endswith(WEIGHTS)
+        or name in (CONFIG, GPTQ_CONFIG, RECORD)
+        or (name.endswith(".py") and not trust_remote_code)
+    )

@@ -1,0 +1,102 @@
+"""The lattice problem of one layer: factors of its inputs' Hessian, made once and shared, and the corrected target.
+
+What `matrix.py` and `rate.py` solve and `certificate.py` measures; it rounds nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from nearplane.errors import NumericalError
+from nearplane.lattice.factor import Factor, factorize
+from nearplane.lattice.root import factorize_root
+from nearplane.lattice.target import correction, mismatch, trust, weighted_difference
+from nearplane.models.statistics import Statistics
+from nearplane.recipe import Order, Rule
+
+SWEEP_DAMP = 0.1  # where targets are corrected; see `Rule`
+
+
+class Inputs:
+    """What is known of one layer input, with its factors: each is made on first use and shared by all layers that see it."""
+
+    def __init__(self, statistics: Statistics | Tensor) -> None:
+        self.moments = statistics if isinstance(statistics, Statistics) else Statistics(H=statistics, tokens=0)
+        self._factors: dict[tuple[str, float | str, bool], Factor] = {}
+        self._eigenvalues: list[Tensor] = []
+
+    def of(self, statistics: Statistics) -> Inputs:
+        """Return the same input as another layer sees it: its own residual mismatch, the factors in common."""
+        if statistics.H is not self.moments.H:
+            raise NumericalError("Factors are shared between layers whose inputs differ.")
+        other = Inputs(statistics)
+        other._factors, other._eigenvalues = self._factors, self._eigenvalues
+        return other
+
+    def eigenvalues(self) -> Tensor:
+        """Return (in,) the eigenvalues of H, none below 0."""
+        if not self._eigenvalues:
+            H = self.moments.H
+            diagonal = int(H.count_nonzero()) == int(H.diagonal().count_nonzero())
+            self._eigenvalues.append((H.diagonal() if diagonal else torch.linalg.eigvalsh(H)).clamp(min=0))
+        return self._eigenvalues[0]
+
+    def damped(self, factor: Factor, dtype: torch.dtype) -> Tensor:
+        """Return (in, in) the Hessian that was factored, of its own memory."""
+        H = self.moments.H.to(dtype, copy=True)
+        H.diagonal().add_(factor.shift)
+        return H
+
+    def noisier(self, factor: Factor, mu: float) -> Factor:
+        """Return the factor, in the same order, with `mu` more on the diagonal."""
+        damp = (factor.shift + mu) / float(self.moments.H.diagonal().mean())
+        return self._factorized(factor.order, damp, False)
+
+    def factor(self, order: Order, damp: float | Literal["auto"], *, fitting: bool = False) -> Factor:
+        """Factor H in an order; with `fitting`, of the tokens that are not held out."""
+        key = (order, damp, fitting)
+        if key not in self._factors:
+            self._factors[key] = self._factorized(order, damp, fitting and self.moments.held_out is not None)
+        return self._factors[key]
+
+    def _factorized(self, order: Order | Tensor, damp: float | Literal["auto"], fitting: bool) -> Factor:
+        moments, held_out = self.moments, self.moments.held_out
+        tokens = moments.tokens - held_out.tokens if fitting and held_out is not None else moments.tokens
+        root = moments.fitting_root if fitting else moments.root
+        if root is not None:
+            return factorize_root(root, tokens, order, damp=damp)
+        H = moments.H
+        if fitting and held_out is not None:
+            H = weighted_difference(H, moments.tokens, held_out.H, held_out.tokens)
+        return factorize(H, order, damp=damp)
+
+
+def damp_of_the_sweep(inputs: Inputs, rule: Rule, *, plain: bool = False) -> float | Literal["auto"]:
+    """Return the damping of the sweep; see `Rule` for why that depends on the correction. `plain`: as the HPTQ paper has it."""
+    if plain or rule.solver == "round-to-nearest":
+        return rule.damp
+    if rule.sweep_damp is not None:
+        return rule.sweep_damp
+    return SWEEP_DAMP if rule.correct and inputs.moments.C is not None else rule.damp
+
+
+def corrected(W: Tensor, inputs: Inputs, rule: Rule) -> tuple[Tensor, float]:
+    """Return the target of the lattice problem, 0 for dead inputs, and how far it went towards the full correction.
+
+    The correction is fitted on four fifths of the windows, trusted as far as it helps on the others, and fitted again on all.
+    """
+    moments = inputs.moments
+    held_out, factor = moments.held_out, inputs.factor(rule.order, rule.damp)
+    if not rule.correct or moments.C is None or held_out is None:
+        return W.masked_fill(factor.dead, 0), 0.0
+    lost = mismatch(W, moments.H, moments.C, moments.S)
+    lost_held_out = mismatch(W, held_out.H, held_out.C, held_out.S)
+    lost_fitting = weighted_difference(lost, moments.tokens, lost_held_out, held_out.tokens)
+    trial = correction(lost_fitting, inputs.factor(rule.order, rule.damp, fitting=True))
+    rho = trust(lost_held_out, held_out.H, trial)
+    if rho == 0.0:
+        return W.masked_fill(factor.dead, 0), 0.0
+    return (W + rho * correction(lost, factor)).masked_fill_(factor.dead, 0), rho

@@ -1,0 +1,113 @@
+"""After a solve: coordinate descent on the codes, and rounds of new steps and new codes. Any grid, any solver, any device.
+
+A sweep rounds every column once, knowing only what came before it. Polishing comes back: each column moves to the grid point
+nearest to its optimum given all others. It is the arithmetic of a nearest-plane sweep with other numbers, so the same kernel
+does it (`sweep_cpu.py`). Knows no rules or records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from nearplane.lattice.grid import Grid, QuantizedMatrix
+from nearplane.lattice.scale import least_squares_steps
+from nearplane.lattice.solve import sweep_of
+
+
+def polish(W: Tensor, matrix: QuantizedMatrix, H: Tensor, *, sweeps: int = 1, block: int = 128) -> QuantizedMatrix:
+    """Move codes one column at a time, each to the grid point that is best given all other columns, `sweeps` times over.
+
+        t_j = values_j + (E H)_j / H_jj ;  codes_j = round(t_j / scale_j + zero_j) clipped to the grid ;  E = W - values
+
+    The loss `tr(E H E^T)` never rises, but for rounding errors of the dtype of `W`. Blocked: what all columns of a block are
+    due is one matrix product, `out * in^2` multiplications a sweep, twice those of the nearest-plane sweep.
+
+    Args:
+        W: (out, in) target, float32 or float64; the descent runs in its dtype.
+        matrix: codes to begin with, on a `Grid`.
+        H: (in, in) positive semi-definite: damped as the problem that is to be solved.
+        sweeps: over all columns, in their natural order; stops early where a sweep changes nothing.
+        block: columns that are due one matrix product.
+
+    Returns:
+        Codes no worse, on the same grid.
+    """
+    grid = matrix.grid
+    assert isinstance(grid, Grid), "codes are polished on the grid that was swept"
+    H = H.to(W.dtype)
+    diagonal = torch.where(H.diagonal() > 0, H.diagonal(), torch.inf)  # a dead input stays what it is
+    scale, zero = (part.to(W.dtype).expand(len(W), -1).T.contiguous() for part in (grid.scale, grid.zero))
+    V = (scale[grid.group] * (matrix.codes.T.to(W.dtype) - zero[grid.group])).contiguous()  # (in, out) values
+    E = W.T - V
+    codes = matrix.codes.T.contiguous()  # (in, out)
+    moved = torch.empty_like(E[:block])
+    sweep = sweep_of(W)
+    for _ in range(sweeps):
+        before = codes.clone()
+        for a in range(0, len(E), block):
+            b = min(a + block, len(E))
+            target = torch.addmm(V[a:b] * diagonal[a:b, None], H[a:b], E).div_(diagonal[a:b, None])
+            U = H[a:b, a:b] / diagonal[a:b]  # what a column's move means for those after it; only the triangle is read
+            delta = moved[: b - a]
+            sweep(
+                target, V[a:b], scale, zero, grid.group[a:b], grid.low, grid.high, U.triu(1), codes[a:b], delta
+            )  # (b - a, out), the value before minus the value now
+            E[a:b] += delta
+            V[a:b] -= delta
+        if torch.equal(before, codes):
+            break
+    return replace(matrix, codes=codes.T.contiguous())
+
+
+def refine(
+    W: Tensor,
+    H: Tensor,
+    grid: Grid,
+    storage: torch.dtype,
+    solve: Callable[[Grid], QuantizedMatrix],
+    *,
+    rounds: int,
+    sweeps: int,
+) -> QuantizedMatrix:
+    """Solve, polish, fit the steps to the codes by least squares, and solve again; keep the best round of every row.
+
+    Args:
+        W: (out, in) target.
+        H: (in, in) damped as the problem that `solve` solves.
+        grid: to begin with.
+        storage: dtype in which steps are stored; they are rounded to it before each solve.
+        solve: rounds `W` to a grid.
+        rounds: solves after the first.
+        sweeps: of polish after each solve.
+    """
+    best, least = None, None
+    for remaining in range(rounds, -1, -1):
+        matrix = solve(grid)
+        if sweeps:
+            matrix = polish(W, matrix, H, sweeps=sweeps)
+        if not rounds:
+            return matrix
+        E = W - matrix.decode().to(W.dtype)
+        EH = E @ H.to(W.dtype)
+        found = (EH * E).sum(1)  # (out,)
+        if best is None or least is None:
+            best, least = matrix, found
+        else:
+            best, least = merge((found < least)[:, None], matrix, best), torch.minimum(found, least)
+        if remaining:
+            grid = least_squares_steps(matrix, EH, H, storage)
+    assert best is not None
+    return best
+
+
+def merge(chosen: Tensor, one: QuantizedMatrix, other: QuantizedMatrix) -> QuantizedMatrix:
+    """Take the rows where `chosen` (out, 1) bool from one matrix, the rest from the other; their groups and limits are the same."""
+    a, b = one.grid, other.grid
+    assert isinstance(a, Grid)
+    assert isinstance(b, Grid)
+    grid = replace(b, scale=torch.where(chosen, a.scale, b.scale), zero=torch.where(chosen, a.zero, b.zero))
+    return QuantizedMatrix(codes=torch.where(chosen, one.codes, other.codes), grid=grid)
