@@ -168,7 +168,7 @@ def test_the_factor_of_gptq_is_the_inverse_of_the_factor(p: Problem, order: str)
 @pytest.mark.parametrize("name", ALL)
 @given(problems(damps=DAMPS), st.sampled_from(ORDERS))
 def test_every_algorithm_rounds_the_same_numbers(name: str, p: Problem, order: str) -> None:
-    """[C25] Theorem 1, [B25] Theorem 2.1, step by step: what is rounded is `W_j + sum_{k<j} E_k U_kj` in each of them."""
+    """[C25] Theorem 1 and the equivalence of [B25], step by step: what is rounded is `W_j + sum_{k<j} E_k U_kj` in each of them."""
     factor = p.factor(order)
     codes, rounding = run(name, p.W, p.data(factor), p.grid, factor.order)
     matrix = nearest_plane(p.W, p.grid, factor)
