@@ -249,12 +249,12 @@ def _record(model: Model, recipe: Recipe) -> RunRecord:
         for layer in model.layers
     )  # fmt: skip
     packages = ("python", "nearplane", "torch", "transformers", "numba", "safetensors")
-    wide = [layer.name for layer in model.layers if layer.shape[1] <= WIDE]
-    inputs = (
-        wide[: 3 * 4] if recipe.rule.solver != "round-to-nearest" else []
-    )  # of three blocks, about four inputs each
+    chosen = {0, len(model.blocks) // 2, len(model.blocks) - 1} if recipe.rule.solver != "round-to-nearest" else set()
+    inputs = [
+        layer.name for index in chosen for layer in model.blocks[index].layers[:4] if layer.shape[1] <= WIDE
+    ]  # about four inputs a block
     profiles = tuple(
-        Profile(layer=name, order="activation", lengths=(1.23456e-05,) * 32, trace=large, spread=middling)
+        Profile(layer=name, order="activation", lengths=(0.123456,) * 32, trace=large, spread=middling)
         for name in inputs
         for _ in PROFILED
     )
