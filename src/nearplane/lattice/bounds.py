@@ -127,9 +127,8 @@ def certify(
 
 def _rows_of(grid: Grid, rows: Tensor) -> Grid:
     """Return the grid of some rows."""
-    if len(grid.scale) == 1:
-        return grid
-    return replace(grid, scale=grid.scale[rows], zero=grid.zero[rows] if len(grid.zero) > 1 else grid.zero)
+    scale, zero = (part[rows] if len(part) > 1 else part for part in (grid.scale, grid.zero))
+    return replace(grid, scale=scale, zero=zero)
 
 
 def limit(loss: float, row_energy: Tensor, eigenvalues: Tensor) -> float:

@@ -29,7 +29,7 @@ def polish(W: Tensor, matrix: QuantizedMatrix, H: Tensor, *, sweeps: int = 1, bl
     Args:
         W: (out, in) target, float32 or float64; the descent runs in its dtype.
         matrix: codes to begin with, on a `Grid`.
-        H: (in, in) positive semi-definite: damped as the problem that is to be solved.
+        H: (in, in) positive semi-definite: damped as the problem that is to be solved. Codes of inputs with `H_jj = 0` stay.
         sweeps: over all columns, in their natural order; stops early where a sweep changes nothing.
         block: columns that are due one matrix product.
 
@@ -50,7 +50,7 @@ def polish(W: Tensor, matrix: QuantizedMatrix, H: Tensor, *, sweeps: int = 1, bl
         before = codes.clone()
         for a in range(0, len(E), block):
             b = min(a + block, len(E))
-            target = torch.addmm(V[a:b] * diagonal[a:b, None], H[a:b], E).div_(diagonal[a:b, None])
+            target = (H[a:b] @ E).div_(diagonal[a:b, None]).add_(V[a:b])
             U = H[a:b, a:b] / diagonal[a:b]  # what a column's move means for those after it; only the triangle is read
             delta = moved[: b - a]
             sweep(

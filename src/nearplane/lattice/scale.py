@@ -210,8 +210,8 @@ def least_squares_steps(matrix: QuantizedMatrix, EH: Tensor, H: Tensor, storage:
 
         A delta = b ;  A_gh = sum_{j in g, k in h} V_j H_jk V_k ;  b_g = sum_{j in g} V_j (E H)_j
 
-    A step that would leave [1/3, 3] times its old value (a group that hardly matters) keeps that value, and a row keeps
-    all of its steps where the others, or their rounding to `storage`, would do worse: the loss never rises.
+    A step that would leave [1/3, 3] times its old value (a group that hardly matters), or be too large for `storage`, keeps that
+    value, and a row keeps all of its steps where the others, or their rounding to `storage`, would do worse: the loss never rises.
 
     Args:
         matrix: codes and the grid they were found on.
@@ -240,7 +240,7 @@ def least_squares_steps(matrix: QuantizedMatrix, EH: Tensor, H: Tensor, storage:
         delta = torch.linalg.solve(A + ridge[..., None] * torch.eye(groups).to(A), b)
         before = old[rows].double()
         solved = before + delta
-        kept = (solved > before / 3) & (solved < before * 3)
+        kept = (solved > before / 3) & (solved < (before * 3).clamp(max=torch.finfo(storage).max))
         after = torch.where(kept, stored(torch.where(kept, solved, before), storage), before)
         moved = after - before
         rise = ((moved[:, None] @ A)[:, 0] * moved - 2 * moved * b).sum(1)
