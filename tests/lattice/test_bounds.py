@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nearplane.lattice import bounds
 from nearplane.lattice.bounds import Certificate, certify, limit, quadratic
 from nearplane.lattice.factor import Factor, factorize
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.lattice.solve import nearest_plane
+from nearplane.lattice.polish import polish
+from nearplane.lattice.solve import nearest_plane, round_to_nearest
 from oracles import closest_vector, run
 from strategies import ORDERS, UNCLIPPED, Problem, problem, problems
 
@@ -229,3 +232,134 @@ def test_the_limit_of_many_rows_is_that_of_all_pairs() -> None:
     theta = 0.05
     loss = float(pairs.clamp(max=theta).mean())
     assert limit(loss, rows, lengths) == pytest.approx(float((pairs / theta).log2().clamp(min=0).mean() / 2), abs=1e-3)
+
+
+# ---- codes that are not those of the sweep ----
+
+
+def scale_of(p: Problem, E: Tensor) -> float:
+    """Return what rounding errors of a loss of `E` are relative to: a singular Hessian may leave one of any smallness."""
+    return float(E.square().sum() * p.H.diagonal().sum()) / E.numel()
+
+
+@given(problems(), st.sampled_from(ORDERS), st.integers(1, 3))
+def test_strips_of_rows_change_nothing(p: Problem, order: str, strip: int) -> None:
+    factor, matrix, whole = solved(p, order)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bounds, "STRIP", strip)
+        parts = certify(p.W, p.W, matrix, p.H, factor)
+    scale = scale_of(p, p.W - round_to_nearest(p.W, p.grid).decode()) + scale_of(p, p.W - matrix.decode())
+    for field in fields(Certificate):
+        a, b = (getattr(found, field.name) for found in (whole, parts))
+        if field.name in ("loss", "nearest_loss"):
+            assert abs(a - b) <= 1e-12 * scale
+        elif field.name == "row_losses":
+            assert bool(((a - b).abs() <= 1e-12 * scale * len(p.W)).all())
+        elif field.name == "relative_loss":
+            assert abs(a - b) * whole.loss <= 1e-12 * scale * a
+        elif a is None or field.name in ("clipped", "clipped_rows"):
+            assert a == b
+        else:
+            assert close(a, b)
+
+
+def test_strips_cut_the_sweep_and_the_values_as_they_cut_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of every row, of none, or offsets alone."""
+    p = problem(out=7, columns=8, kind="asymmetric", bits=2)
+    single = p.grid.scale.mean(0, keepdim=True)
+    factor = p.factor("pivoted")
+    for grid in (p.grid, replace(p.grid, scale=single), replace(p.grid, scale=single, zero=p.grid.zero[:1])):
+        matrix = nearest_plane(p.W, grid, factor)
+        moved = polish(p.W, matrix, p.damped_hessian(factor), sweeps=2)
+        found = []
+        for strip in (1024, 2):
+            monkeypatch.setattr(bounds, "STRIP", strip)
+            certificate = certify(p.W, p.W, moved, p.H, factor, sweep=matrix.codes, values=1.01 * moved.decode())
+            found.append(torch.cat([certificate.row_losses, numbers(certificate)]))
+        assert not torch.equal(moved.codes, matrix.codes)
+        torch.testing.assert_close(*found, rtol=1e-12, atol=0)
+
+
+def numbers(certificate: Certificate) -> Tensor:
+    """Return all that is not a tensor; -1 for None."""
+    values = [getattr(certificate, field.name) for field in fields(certificate) if field.name != "row_losses"]
+    return torch.tensor([-1.0 if value is None else value for value in values], dtype=torch.float64)
+
+
+@given(problems(), st.sampled_from(ORDERS))
+def test_the_loss_is_the_mean_of_the_rows_losses(p: Problem, order: str) -> None:
+    _, matrix, certificate = solved(p, order)
+    E = p.W - matrix.decode()
+    assert certificate.row_losses.shape == (len(p.W),)
+    assert abs(float(certificate.row_losses.mean()) - certificate.loss) <= 1e-12 * scale_of(p, E)
+    rows = (p.X @ E.T).square().sum(0) / len(p.X) / p.W.shape[1]  # (out,), from the outputs
+    assert bool(((certificate.row_losses - rows).abs() <= 1e-12 * len(p.W) * scale_of(p, E)).all())
+
+
+@given(problems(), st.sampled_from(ORDERS))
+def test_the_nearest_loss_is_that_of_round_to_nearest(p: Problem, order: str) -> None:
+    factor, _, certificate = solved(p, order)
+    matrix = round_to_nearest(p.W, p.grid)
+    rounded = certify(p.W, p.W, matrix, p.H, factor, swept=False)
+    assert certificate.nearest_loss == rounded.nearest_loss == rounded.loss
+    E = p.W - matrix.decode()
+    assert abs(rounded.loss - float(torch.trace(E @ p.H @ E.T)) / E.numel()) <= 1e-12 * scale_of(p, E)
+    assert (rounded.worst_case, rounded.expected, rounded.gamma) == (None, None, None)
+    assert rounded.clipped == float(p.grid.clipped(matrix.codes, p.W).double().mean())
+
+
+@given(problems(), st.sampled_from(ORDERS))
+def test_what_clips_and_the_bounds_are_those_of_the_sweep_and_the_losses_those_of_the_codes(
+    p: Problem, order: str
+) -> None:
+    factor, matrix, first = solved(p, order)
+    H = p.damped_hessian(factor)
+    polished = polish(p.W, matrix, H, sweeps=3)
+    found = certify(p.W, p.W, polished, p.H, factor, sweep=matrix.codes)
+    for name in ("clipped", "clipped_rows", "worst_case", "expected", "gamma", "nearest_loss"):
+        assert getattr(found, name) == getattr(first, name)
+    assert close(found.damped_loss, float(quadratic(p.W - polished.decode(), H).sum()) / p.W.numel())
+    assert found.damped_loss <= first.damped_loss * (1 + 1e-12)
+
+
+@given(problems(), st.sampled_from(ORDERS), st.integers(1, 4))
+def test_rows_whose_sweep_does_not_clip_keep_the_bound_when_polished(p: Problem, order: str, sweeps: int) -> None:
+    factor, matrix, _ = solved(p, order)
+    H = p.damped_hessian(factor)
+    codes, rounding = run("C25 1 relative error", p.W, p.data(factor), p.grid, factor.order)
+    assume(torch.equal(codes, matrix.codes))
+    targets = torch.empty_like(p.W)
+    targets[:, factor.order] = rounding.targets.T
+    inside = ~p.grid.clipped(matrix.codes, targets).any(1)
+    polished = polish(p.W, matrix, H, sweeps=sweeps)
+    bound = (p.grid.steps().square()[:, factor.order] * factor.d).sum(1).expand(len(p.W)) / 4
+    rows = quadratic(p.W - polished.decode(), H)
+    assert bool((rows[inside] <= bound[inside] * (1 + 1e-12)).all())
+    found = certify(p.W, p.W, polished, p.H, factor, sweep=matrix.codes)
+    if bool(inside.all()):
+        assert found.damped_loss <= found.worst_case * (1 + 1e-12)
+
+
+@given(problems(UNCLIPPED, columns=5, full_rank=True, damps=(0.1, 1.0)), st.sampled_from(ORDERS))
+def test_no_grid_point_is_nearer_to_polished_codes_than_gamma_says(p: Problem, order: str) -> None:
+    factor, matrix, _ = solved(p, order)
+    H = p.damped_hessian(factor)
+    polished = polish(p.W, matrix, H, sweeps=9)
+    gamma = certify(p.W, p.W, polished, p.H, factor, sweep=matrix.codes).gamma
+    errors = quadratic(p.W - polished.decode(), H).tolist()
+    for w, s, error in zip(p.W, p.grid.steps().expand_as(p.W), errors, strict=True):
+        optimum = closest_vector(w, H, s, within=error)
+        assume(optimum is not None)
+        assert optimum * (1 - 1e-12) <= error <= gamma**2 * optimum * (1 + 1e-12)
+
+
+@given(problems(UNCLIPPED), st.sampled_from(ORDERS), st.sampled_from((0.9, 1.0, 1.3)))
+def test_values_decide_the_loss_and_codes_the_rest(p: Problem, order: str, gain: float) -> None:
+    """As where an entropy-coded matrix is scaled as a whole once it is solved."""
+    factor, matrix, plain = solved(p, order)
+    V = gain * matrix.decode()
+    found = certify(p.W, p.W, matrix, p.H, factor, values=V)
+    E = p.W - V
+    assert abs(found.loss - float(torch.trace(E @ p.H @ E.T)) / E.numel()) <= 1e-12 * scale_of(p, E)
+    for name in ("damped_loss", "worst_case", "expected", "gamma", "clipped", "clipped_rows", "nearest_loss"):
+        assert getattr(found, name) == getattr(plain, name)
