@@ -1,0 +1,335 @@
+"""Every figure of a certificate, from its definition in `record.py`, by numpy in float64."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields, replace
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nearplane.certificate import measure, profile
+from nearplane.coding.blob import decode, encode, size
+from nearplane.formats.native import contents
+from nearplane.inputs import Inputs, corrected
+from nearplane.lattice.factor import rounding_order
+from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
+from nearplane.lattice.root import append
+from nearplane.matrix import quantize_matrix
+from nearplane.models.statistics import Statistics
+from nearplane.rate import quantize_matrix_to_rate
+from nearplane.recipe import Rate, Rule
+from nearplane.record import LayerRecord, row_groups
+from strategies import problem
+
+Array = NDArray[np.float64]
+OUT, COLUMNS, TOKENS = 48, 32, 300
+
+
+def inputs_of(seed: int = 0, *, dead: int = 2) -> tuple[Tensor, Tensor]:
+    """Return weights (out, in) and inputs (tokens, in), some of them dead, their lengths a thousandfold apart."""
+    p = problem(seed=seed, out=OUT, columns=COLUMNS, tokens=TOKENS, dead=dead)
+    return p.W, p.X
+
+
+def seen(X: Tensor, seed: int = 1) -> Statistics:
+    """Return what calibration knows where layers before are quantized: `X` was something else in the original network."""
+    noise = torch.randn(X.shape, generator=torch.Generator().manual_seed(seed), dtype=X.dtype)
+    original = X + 0.2 * (noise + X.roll(1, 1)) * (X != 0)
+
+    def moments(tokens: slice) -> Statistics:
+        x, n = X[tokens], len(X[tokens])
+        return Statistics(H=x.T @ x / n, C=original[tokens].T @ x / n, tokens=n)
+
+    return replace(moments(slice(None)), held_out=moments(slice(len(X) - len(X) // 5, None)))
+
+
+class Plain:
+    """A matrix measured by the definitions alone: arrays of numpy in float64, nothing taken from the library but the order."""
+
+    def __init__(
+        self, target: Tensor, matrix: QuantizedMatrix, base: float | None, H: Tensor, order: str, damp: float
+    ) -> None:
+        self.T, self.H = target.double().numpy(), H.numpy()
+        self.codes = matrix.codes.numpy().astype(np.float64)
+        self.low = self.high = None
+        match matrix.grid:
+            case Grid() as grid:
+                group = grid.group.numpy()
+                self.scale, self.zero = (
+                    np.broadcast_to(part.double().numpy()[:, group], self.T.shape) for part in (grid.scale, grid.zero)
+                )
+                self.low, self.high, self.weight = grid.low, grid.high, np.ones(len(self.T))
+                self.values = self.decoded = self.scale * (self.codes - self.zero)
+            case ProductGrid() as grid:
+                rows = 2.0 ** (grid.rows.numpy() / grid.row_resolution)
+                columns = 2.0 ** (grid.columns.numpy() / grid.column_resolution)
+                self.scale, self.zero = base * np.outer(rows, columns), np.zeros(self.T.shape)
+                self.weight = rows**-2.0
+                single = [x.astype(np.float32) for x in (self.codes, rows[:, None], grid.base * columns)]
+                self.decoded = (single[0] * single[1] * single[2]).astype(
+                    np.float64
+                )  # as readers of the file do, in float32
+                self.values = self.scale * self.codes  # what the sweep meant
+        self.size = self.T.size
+        self.shift = damp * H.diagonal().mean().item()
+        damped = self.H + self.shift * np.eye(len(H))
+        self.damped = damped
+        p = rounding_order(torch.from_numpy(damped) if order == "pivoted" else H, order).numpy()
+        L = np.linalg.cholesky(damped[np.ix_(p, p)][::-1, ::-1])[::-1, ::-1]
+        self.order, self.U, self.d = p, L / L.diagonal(), L.diagonal() ** 2
+        self.profile = self.d * self.scale[:, p] ** 2  # (out, in)
+
+    def loss(self, values: Array, H: Array | None = None) -> Array:
+        """Return (out,) `e H e^T / in`."""
+        E = self.T - values
+        return np.einsum("oi,ij,oj->o", E, self.H if H is None else H, E) / E.shape[1]
+
+    def nearest(self) -> Array:
+        return self.scale * (self._limited(np.rint(self.T / self.scale + self.zero)) - self.zero)
+
+    def sweep(self) -> tuple[Array, Array]:
+        """Babai's sweep over all columns: values, and bool what was rounded lay outside the grid."""
+        T, scale, zero = (x[:, self.order] for x in (self.T, self.scale, self.zero))
+        E, outside = np.zeros_like(T), np.zeros(T.shape, dtype=bool)
+        for j in range(T.shape[1]):
+            x = (T[:, j] + E[:, :j] @ self.U[:j, j]) / scale[:, j] + zero[:, j]
+            outside[:, j] = self.outside(x)
+            E[:, j] = T[:, j] - scale[:, j] * (self._limited(np.rint(x)) - zero[:, j])
+        values = np.empty_like(T)
+        values[:, self.order] = T - E
+        return values, outside
+
+    def outside(self, x: Array) -> NDArray[np.bool_]:
+        """Say which positions, in steps, lie outside the grid."""
+        return np.zeros(x.shape, dtype=bool) if self.low is None else (x < self.low - 0.5) | (x > self.high + 0.5)
+
+    def gamma(self, rows: Array) -> float | None:
+        tails = self.profile[:, ::-1].cumsum(1)[:, ::-1]
+        return float(np.sqrt((tails / self.profile).max(1))[rows].max()) if rows.any() else None
+
+    def limit(self, loss: float) -> float:
+        """Reverse water-filling over all pairs of rows and eigenvalues, the level found by bisection."""
+        energy = (self.T**2).mean(1) * self.weight
+        variances = np.outer(energy, np.linalg.eigvalsh(self.H).clip(0)).ravel()
+        low, high = 0.0, variances.max()
+        for _ in range(200):
+            level = (low + high) / 2
+            low, high = (level, high) if np.minimum(variances, level).mean() < loss else (low, level)
+        return float((np.log2(variances[variances > level] / level) / 2).sum() / variances.size)
+
+    def _limited(self, codes: Array) -> Array:
+        return codes if self.low is None else codes.clip(self.low, self.high)
+
+
+def expected(plain: Plain, W: Tensor, *, swept: bool = True) -> dict[str, object]:
+    """Return the measured fields of a record by their definitions; `row_losses` in full."""
+    outside = plain.sweep()[1] if swept else plain.outside(plain.T / plain.scale + plain.zero)
+    losses, w = plain.loss(plain.decoded), W.double().numpy()
+    worst = float(plain.profile.sum(1).mean() / 4 / plain.T.shape[1])
+    groups = np.array_split(losses, row_groups(*plain.T.shape))
+    return {
+        "loss": losses.mean(),
+        "row_losses": tuple(group.mean() for group in groups),
+        "relative_loss": losses.sum() * plain.T.shape[1] / np.einsum("oi,ij,oj->", w, plain.H, w),
+        "nearest_loss": plain.loss(plain.nearest()).mean(),
+        "damped_loss": plain.loss(plain.values, plain.damped).mean(),
+        "worst_case": worst if swept else None,
+        "expected": worst / 3 if swept else None,
+        "gamma": plain.gamma(~outside.any(1)) if swept else None,
+        "clipped": outside.mean(),
+        "clipped_rows": outside.any(1).mean(),
+        "limit": plain.limit((losses * plain.weight).mean()),
+        "dead": int((np.diag(plain.H) == 0).sum()),
+        "out_features": W.shape[0],
+        "in_features": W.shape[1],
+    }  # fmt: skip
+
+
+TOLERANCES = {"row_losses": 5e-9, "limit": 1e-6}  # 9 digits; a bisection
+
+
+def agree(record: LayerRecord, wanted: dict[str, object]) -> None:
+    """Compare all fields but those that only the run knows: `seconds`, and what the file says of its tensors."""
+    names = {field.name for field in fields(LayerRecord)} - {"seconds", "bytes", "checksum", "stored"}
+    assert names == set(wanted)
+    for name, value in wanted.items():
+        found = getattr(record, name)
+        if value is None or isinstance(value, str | int | bool):
+            assert found == value, name
+        else:
+            assert found == pytest.approx(value, rel=TOLERANCES.get(name, 1e-9), abs=0), name
+
+
+RULES = {
+    "as it comes": Rule(bits=3, group_size=8),
+    "one solve": Rule(bits=3, group_size=8, polish=0, rounds=0),
+    "two bits with zero-points": Rule(bits=2, group_size=8, symmetric=False, order="pivoted", damp=0.03, rounds=3, polish=2),
+    "groups fitted on the way": Rule(bits=4, group_size=16, groups="current", order="natural", polish=2, rounds=0),
+    "a beam, polished": Rule(bits=3, group_size=None, solver="k-best", beam=3, polish=1, rounds=1),
+    "damped otherwise in the sweep": Rule(bits=3, group_size=8, sweep_damp=0.2, damp=0.001),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("corrects", [False, True])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_every_figure_of_a_fixed_grid_is_its_definition(rule: Rule, corrects: bool) -> None:
+    W, X = inputs_of()
+    statistics = seen(X) if corrects else Statistics(H=X.T @ X / len(X), tokens=len(X))
+    matrix, record = quantize_matrix(W, statistics, rule, name="mlp.up_proj")
+    target, rho = corrected(W, Inputs(statistics), rule)
+    sweep_damp = rule.sweep_damp or (0.1 if corrects else rule.damp)
+    plain = Plain(target, matrix, None, statistics.H, rule.order, sweep_damp)
+    assert (rho > 0) == corrects
+    agree(
+        record,
+        expected(plain, W) | {
+            "name": "mlp.up_proj", "correction": rho, "damp": rule.damp, "sweep_damp": sweep_damp, "tokens": TOKENS,
+            "order": rule.order, "bits": rule.bits, "group_size": rule.group_size, "symmetric": rule.symmetric,
+            "asked": None, "base": None, "entropy": None,
+        },
+    )  # fmt: skip
+    assert record.damped_loss <= plain.loss(plain.sweep()[0], plain.damped).mean() * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [Rule(bits=3, group_size=8, solver=solver) for solver in ("round-to-nearest", "obq")],
+    ids=lambda r: r.solver,
+)
+def test_codes_of_no_sweep_have_the_same_figures_without_bounds(rule: Rule) -> None:
+    W, X = inputs_of()
+    statistics = Statistics(H=X.T @ X / len(X), tokens=len(X))
+    matrix, record = quantize_matrix(W, statistics, rule)
+    dead = statistics.H.diagonal() == 0
+    plain = Plain(W.masked_fill(dead, 0), matrix, None, statistics.H, rule.order, rule.damp)
+    agree(
+        record,
+        expected(plain, W, swept=False) | {
+            "name": "matrix", "correction": 0.0, "damp": 0.01, "sweep_damp": 0.01, "tokens": TOKENS, "order": rule.order,
+            "bits": 3, "group_size": 8, "symmetric": True, "asked": None, "base": None, "entropy": None,
+        },
+    )  # fmt: skip
+
+
+RATES = {
+    "waterfill": (Rate(rate=3.0), Rule()),
+    "hptq": (Rate(rate=3.0, method="hptq"), Rule(order="pivoted")),
+    "huffman": (Rate(rate=3.0, method="hptq", coder="huffman"), Rule(damp=0.001)),
+    "polished": (Rate(rate=2.5), Rule(polish=2)),
+    "shrunken, with gains": (Rate(rate=2.5, shrink=True, gains="both"), Rule()),
+    "a beam": (Rate(rate=2.5), Rule(solver="k-best", beam=2)),
+}
+
+
+@pytest.mark.parametrize("corrects", [False, True])
+@pytest.mark.parametrize(("wanted", "rule"), RATES.values(), ids=RATES)
+def test_every_figure_of_an_entropy_coded_matrix_is_its_definition(wanted: Rate, rule: Rule, corrects: bool) -> None:
+    """The loss refers to the file, whose matrix is scaled as a whole; what bounds hold for, to the step of the sweep, `base`."""
+    W, X = inputs_of()
+    statistics = seen(X) if corrects else Statistics(H=X.T @ X / len(X), tokens=len(X))
+    sensitivity = torch.exp(torch.randn(OUT, generator=torch.Generator().manual_seed(5)).mul(3))
+    matrix, record = quantize_matrix_to_rate(W, statistics, rule, wanted, wanted.rate, sensitivity=sensitivity)
+    target, rho = corrected(W, Inputs(statistics), rule)
+    sweep_damp = 0.1 if corrects and wanted.method == "waterfill" else rule.damp
+    plain = Plain(target, matrix, record.base, statistics.H, rule.order, sweep_damp)
+    bounded = not wanted.shrink and wanted.gains == "none"
+    figures = expected(plain, W)
+    if not bounded:
+        figures |= {"worst_case": None, "expected": None, "gamma": None}
+    coded = contents(matrix)
+    data = encode(coded, coder=wanted.coder, classes=wanted.classes)
+    assert np.array_equal(decode(data).codes, coded.codes)
+    side = size(coded, coder=wanted.coder, classes=wanted.classes).side
+    assert record.entropy * W.numel() / 8 + side == pytest.approx(len(data), rel=0.005)
+    agree(
+        record,
+        figures | {
+            "name": "matrix", "correction": rho, "damp": rule.damp, "sweep_damp": sweep_damp, "tokens": TOKENS,
+            "order": rule.order, "bits": None, "group_size": None, "symmetric": None,
+            "asked": wanted.rate, "base": record.base, "entropy": record.entropy,
+        },
+    )  # fmt: skip
+    assert len(set(plain.weight.tolist())) > 1 or wanted.method == "hptq"
+    if bounded:
+        assert record.damped_loss <= record.worst_case * (1 + 1e-6)  # swept in float32
+        assert record.clipped == record.clipped_rows == 0.0
+
+
+def test_in_rate_mode_the_damped_loss_is_that_of_the_step_of_the_sweep_not_of_the_file() -> None:
+    W, X = inputs_of()
+    H = X.T @ X / len(X)
+    matrix, record = quantize_matrix_to_rate(W, Statistics(H=H, tokens=len(X)), Rule(), Rate(rate=1.2), 1.2)
+    assert record.base != matrix.grid.base
+    plain = Plain(W.masked_fill(H.diagonal() == 0, 0), matrix, record.base, H, "activation", 0.01)
+    assert record.damped_loss == pytest.approx(plain.loss(plain.values, plain.damped).mean(), rel=1e-9)
+    assert record.damped_loss != pytest.approx(plain.loss(plain.decoded, plain.damped).mean(), rel=1e-3)
+    assert record.loss == pytest.approx(plain.loss(plain.decoded).mean(), rel=1e-9)
+
+
+@pytest.mark.parametrize("corrects", [False, True])
+def test_a_factor_of_the_inputs_themselves_gives_the_same_certificate(corrects: bool) -> None:
+    """QR against Cholesky, 300 tokens of 32 inputs: the problem is well conditioned, so both keep nine digits and more."""
+    W, X = inputs_of(dead=0)
+    statistics = seen(X) if corrects else Statistics(H=X.T @ X / len(X), tokens=len(X))
+    rooted = replace(statistics, root=append(None, X), fitting_root=append(None, X[: len(X) - len(X) // 5]))
+    for quantize in (
+        lambda known: quantize_matrix(W, known, Rule(bits=3, group_size=8)),
+        lambda known: quantize_matrix_to_rate(W, known, Rule(), Rate(rate=3.0), 3.0),
+    ):
+        (matrix, one), (other, two) = quantize(statistics), quantize(rooted)
+        assert torch.equal(matrix.codes, other.codes)
+        for name, value in asdict(replace(one, seconds=0.0)).items():
+            found = getattr(replace(two, seconds=0.0), name)
+            assert found == (pytest.approx(value, rel=1e-9) if isinstance(value, float | tuple) else value), name
+
+
+def test_measuring_again_what_was_solved_gives_the_same_record() -> None:
+    """As `verify` does, from the codes and the grid in the file."""
+    W, X = inputs_of()
+    inputs = Inputs(seen(X))
+    for rule in (Rule(bits=3, group_size=8), Rule(bits=3, group_size=8, solver="k-best", beam=2)):
+        matrix, record = quantize_matrix(W, inputs, rule)
+        target, rho = corrected(W, inputs, rule)
+        assert measure("matrix", W, target, matrix, inputs, rule, correction=rho) == replace(record, seconds=0.0)
+
+
+def test_one_code_moved_by_one_shows_in_its_group_of_rows() -> None:
+    W, X = inputs_of()
+    inputs, rule = Inputs(X.T @ X / len(X)), Rule(bits=3, group_size=8)
+    matrix, record = quantize_matrix(W, inputs, rule)
+    target, rho = corrected(W, inputs, rule)
+    codes = matrix.codes.clone()
+    live = int(inputs.moments.H.diagonal().argmax())
+    codes[-1, live] += 1 if int(codes[-1, live]) < 3 else -1
+    moved = measure("matrix", W, target, replace(matrix, codes=codes), inputs, rule, correction=rho).row_losses
+    differ = [a != b for a, b in zip(moved, record.row_losses, strict=True)]
+    assert differ == [False] * (len(differ) - 1) + [True]
+    assert len(differ) == row_groups(OUT, COLUMNS) == 2
+
+
+@pytest.mark.parametrize("order", ["natural", "activation", "pivoted"])
+@pytest.mark.parametrize(
+    ("wanted", "damp"), [(Rate(), 0.1), (Rate(rate=3.0), 0.1), (Rate(rate=3.0, method="hptq"), 0.02)]
+)
+def test_a_profile_is_that_of_the_factor_of_the_sweep(wanted: Rate, damp: float, order: str) -> None:
+    """Targets are corrected here, so the sweep is damped with 0.1, but for the HPTQ paper's."""
+    W, X = inputs_of()
+    statistics = seen(X)
+    found = profile("q_proj", Inputs(statistics), Rule(damp=0.02), wanted, order)
+    matrix = QuantizedMatrix(codes=torch.zeros_like(W, dtype=torch.int32), grid=Grid(
+        scale=torch.ones(1, 1).double(), zero=torch.zeros(1, 1).double(), group=torch.zeros(COLUMNS, dtype=torch.int64)
+    ))  # fmt: skip
+    d = Plain(W, matrix, None, statistics.H, order, damp).d
+    assert (found.layer, found.order) == ("q_proj", order)
+    assert found.trace == pytest.approx(d.sum(), rel=1e-9)
+    assert found.spread == pytest.approx(0.5 * np.log2(d.mean() / np.exp(np.log(d).mean())), rel=1e-9)
+    assert found.lengths == pytest.approx(d, rel=5e-6)  # all 32, to 6 digits
+
+
+def test_a_wide_profile_is_thinned_evenly_from_the_first_to_the_last() -> None:
+    H = torch.diag(torch.arange(1.0, 101.0, dtype=torch.float64))
+    found = profile("q_proj", Inputs(H), Rule(damp=0.0), Rate(), "natural")
+    assert found.lengths == tuple(float(1 + round(99 * i / 31)) for i in range(32))
