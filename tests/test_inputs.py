@@ -1,0 +1,234 @@
+"""One layer input: factors made once, of the moments or of their roots, and what they are factors of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nearplane.errors import NumericalError
+from nearplane.inputs import SWEEP_DAMP, Inputs, corrected, damp_of_the_sweep
+from nearplane.lattice.factor import Factor, factorize
+from nearplane.lattice.root import append
+from nearplane.models.statistics import Statistics
+from nearplane.recipe import Rule
+from oracles import same
+from strategies import Problem, problems
+
+NAMED = ("natural", "reversed", "activation", "pivoted")
+COLUMNS, TOKENS = 12, 100
+FITTING = slice(0, 80)  # tokens that the correction is first fitted on; the others are held out
+
+
+def streams(generator: torch.Generator, *, drift: float = 0.3) -> tuple[Tensor, Tensor]:
+    """Return (tokens, in) inputs in the original and in the quantized network."""
+    mixing, shift = torch.randn(2, COLUMNS, COLUMNS, generator=generator, dtype=torch.float64) / COLUMNS**0.5
+    X = torch.randn(TOKENS, COLUMNS, generator=generator, dtype=torch.float64) @ mixing
+    return X, X + drift * X @ shift
+
+
+def seen(X: Tensor, X_hat: Tensor, *, roots: bool = False) -> Statistics:
+    """Return what calibration knows of them, the last fifth held out, with roots or without."""
+
+    def moments(tokens: slice) -> Statistics:
+        x, n = X_hat[tokens], len(X_hat[tokens])
+        return Statistics(H=x.T @ x / n, C=X[tokens].T @ x / n, tokens=n)
+
+    whole = replace(moments(slice(None)), held_out=moments(slice(FITTING.stop, None)))
+    return replace(whole, root=append(None, X_hat), fitting_root=append(None, X_hat[FITTING])) if roots else whole
+
+
+def product(factor: Factor) -> Tensor:
+    """Return (in, in) `U diag(d) U^T`, in the order of the columns."""
+    H = torch.empty_like(factor.U)
+    H[factor.order[:, None], factor.order] = factor.U * factor.d @ factor.U.T
+    return H
+
+
+@given(problems(dead=0), st.sampled_from(NAMED))
+def test_the_damped_hessian_is_what_was_factored(p: Problem, order: str) -> None:
+    inputs = Inputs(p.H)
+    factor = inputs.factor(order, p.damp)
+    assert same(inputs.damped(factor, torch.float64), product(factor))
+    assert same(inputs.damped(factor, torch.float64), p.damped_hessian(factor))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_damped_hessian_has_its_own_memory(dtype: torch.dtype, generator: torch.Generator) -> None:
+    H = seen(*streams(generator)).H
+    before, inputs = H.clone(), Inputs(H)
+    damped = inputs.damped(inputs.factor("natural", 0.01), dtype)
+    assert damped.dtype == dtype
+    damped.zero_()
+    assert torch.equal(H, before)
+
+
+@given(problems(dead=0), st.sampled_from(NAMED), st.floats(0, 10), st.booleans())
+def test_a_noisier_factor_has_as_much_more_on_the_diagonal_in_the_same_order(
+    p: Problem, order: str, noise: float, rooted: bool
+) -> None:
+    """`mu` in the units of H, on top of the damping."""
+    known = Statistics(H=p.H, tokens=len(p.X), root=append(None, p.X) if rooted else None)
+    inputs, mu = Inputs(known), noise * float(p.H.diagonal().mean())
+    factor = inputs.factor(order, p.damp)
+    noisier = inputs.noisier(factor, mu)
+    assert torch.equal(noisier.order, factor.order)
+    assert same(product(noisier), p.damped_hessian(factor) + mu * torch.eye(len(p.H), dtype=torch.float64))
+    assert noisier.shift == pytest.approx(factor.shift + mu, rel=1e-12)
+
+
+def test_each_factor_is_made_once(generator: torch.Generator) -> None:
+    inputs = Inputs(seen(*streams(generator)))
+    some = [
+        inputs.factor(order, damp, fitting=f) for order in NAMED for damp in (0.01, 0.1, "auto") for f in (False, True)
+    ]
+    again = [
+        inputs.factor(order, damp, fitting=f) for order in NAMED for damp in (0.01, 0.1, "auto") for f in (False, True)
+    ]
+    assert all(a is b for a, b in zip(some, again, strict=True))
+    assert len({id(factor) for factor in some}) == len(some)
+    assert inputs.eigenvalues() is inputs.eigenvalues()
+
+
+@pytest.mark.parametrize("roots", [False, True])
+def test_the_fitting_factor_is_that_of_the_tokens_not_held_out(roots: bool, generator: torch.Generator) -> None:
+    X, X_hat = streams(generator)
+    inputs = Inputs(seen(X, X_hat, roots=roots))
+    rest = X_hat[FITTING].T @ X_hat[FITTING] / FITTING.stop
+    for order in NAMED:
+        for fitting, H in ((True, rest), (False, X_hat.T @ X_hat / TOKENS)):
+            factor, expected = inputs.factor(order, 0.01, fitting=fitting), factorize(H, order)
+            assert torch.equal(factor.order, expected.order)
+            assert same(product(factor), product(expected))
+
+
+def test_without_tokens_held_out_the_fitting_factor_is_that_of_all(generator: torch.Generator) -> None:
+    inputs = Inputs(replace(seen(*streams(generator)), held_out=None))
+    one, other = (inputs.factor("activation", 0.01, fitting=fitting) for fitting in (False, True))
+    assert torch.equal(one.U, other.U)
+
+
+def test_with_roots_the_factor_never_sees_the_hessian(generator: torch.Generator) -> None:
+    """Here it is not even finite."""
+    X, X_hat = streams(generator)
+    inputs = Inputs(replace(seen(X, X_hat, roots=True), H=torch.full((COLUMNS, COLUMNS), torch.nan)))
+    for fitting, part in ((False, X_hat), (True, X_hat[FITTING])):
+        factor = inputs.factor("pivoted", 0.01, fitting=fitting)
+        assert same(product(factor), product(factorize(part.T @ part / len(part), factor.order)))
+
+
+def test_roots_keep_digits_that_the_hessian_has_lost(generator: torch.Generator) -> None:
+    """Two inputs that differ by 1e-9: in H the difference is below the last digit of float64, undamped."""
+    X, _ = streams(generator)
+    X[:, 1] = X[:, 0] + 1e-9 * X[:, 1]
+    H = X.T @ X / TOKENS
+    lengths = torch.linalg.qr(X.flip(1)).R.diagonal().flip(0).square() / TOKENS
+    kept = Inputs(Statistics(H=H, tokens=TOKENS, root=append(None, X))).factor("natural", 0.0).d
+    assert torch.allclose(kept, lengths, rtol=1e-5, atol=0)
+    try:
+        lost = Inputs(H).factor("natural", 0.0).d
+    except NumericalError:
+        return
+    assert not torch.allclose(lost, lengths, rtol=0.1, atol=0)
+
+
+def test_eigenvalues_are_those_of_the_hessian_none_below_zero(generator: torch.Generator) -> None:
+    X = streams(generator)[0][:5]  # five tokens: seven eigenvalues are 0, some computed below it
+    H = X.T @ X / 5
+    found = Inputs(H).eigenvalues()
+    assert bool((found >= 0).all())
+    expected = torch.cat([torch.zeros(COLUMNS - 5).double(), torch.linalg.svdvals(X).square().flip(0) / 5])
+    assert bool(((found - expected).abs() <= 1e-12 * expected.max()).all())
+
+
+def test_eigenvalues_of_a_diagonal_hessian_are_its_diagonal(generator: torch.Generator) -> None:
+    diagonal = torch.rand(COLUMNS, generator=generator, dtype=torch.float64)
+    diagonal[3] = 0
+    assert torch.equal(Inputs(diagonal.diag()).eigenvalues(), diagonal)
+
+
+def test_layers_share_factors_but_not_their_own_residual(generator: torch.Generator) -> None:
+    known = seen(*streams(generator))
+    one = Inputs(known)
+    factor, eigenvalues = one.factor("pivoted", 0.01), one.eigenvalues()
+    other = one.of(replace(known, S=torch.ones(4, COLUMNS).double()))
+    assert other.factor("pivoted", 0.01) is factor
+    assert other.eigenvalues() is eigenvalues
+    assert one.moments.S is None
+    assert other.moments.S is not None
+    later = other.factor("natural", 0.01)
+    assert one.factor("natural", 0.01) is later
+
+
+@pytest.mark.parametrize(
+    ("rule", "plain", "corrects", "expected"),
+    [
+        (Rule(damp=0.02), False, True, SWEEP_DAMP),
+        (Rule(damp=0.02), False, False, 0.02),
+        (Rule(damp=0.02, correct=False), False, True, 0.02),
+        (Rule(damp="auto"), False, False, "auto"),
+        (Rule(damp="auto"), False, True, SWEEP_DAMP),
+        (Rule(damp=0.02, sweep_damp=0.3), False, True, 0.3),
+        (Rule(damp=0.02, sweep_damp=0.0), False, True, 0.0),
+        (Rule(damp=0.02, sweep_damp=0.3), False, False, 0.3),
+        (Rule(damp=0.02, sweep_damp=0.3), True, True, 0.02),
+        (Rule(damp=0.02, solver="round-to-nearest"), False, True, 0.02),
+        (Rule(damp=0.02, solver="k-best"), False, True, SWEEP_DAMP),
+    ],
+)
+def test_the_sweep_is_damped_as_asked_else_more_where_targets_are_corrected(
+    rule: Rule, plain: bool, corrects: bool, expected: float | str, generator: torch.Generator
+) -> None:
+    known = seen(*streams(generator))
+    inputs = Inputs(known if corrects else known.H)
+    assert damp_of_the_sweep(inputs, rule, plain=plain) == expected
+
+
+@pytest.mark.parametrize("why", ["not asked for", "nothing to correct by", "nothing held out", "networks agree"])
+def test_without_a_correction_the_target_is_the_weights_with_dead_inputs_at_0(
+    why: str, generator: torch.Generator
+) -> None:
+    X, X_hat = streams(generator, drift=0.0 if why == "networks agree" else 0.3)
+    X[:, 4] = X_hat[:, 4] = 0
+    known = seen(X, X_hat)
+    known = replace(known, C=None) if why == "nothing to correct by" else known
+    known = replace(known, held_out=None) if why == "nothing held out" else known
+    W = torch.randn(5, COLUMNS, generator=generator, dtype=torch.float64)
+    before = W.clone()
+    target, rho = corrected(W, Inputs(known), Rule(correct=why != "not asked for"))
+    assert rho == 0.0
+    assert torch.equal(target, before.index_fill(1, torch.tensor([4]), 0.0))
+    assert torch.equal(W, before)
+
+
+@pytest.mark.parametrize("roots", [False, True])
+def test_a_drift_that_is_linear_is_undone(roots: bool, generator: torch.Generator) -> None:
+    """`X_hat = X (I + D)`: with hardly any damping the target gives the outputs of the original network, dead inputs staying 0."""
+    X, _ = streams(generator)
+    X[:, 4] = 0
+    D = 0.2 * torch.randn(COLUMNS, COLUMNS, generator=generator, dtype=torch.float64) / COLUMNS**0.5
+    D[4] = D[:, 4] = 0
+    X_hat = X @ (torch.eye(COLUMNS, dtype=torch.float64) + D)
+    W = torch.randn(5, COLUMNS, generator=generator, dtype=torch.float64)
+    target, rho = corrected(W, Inputs(seen(X, X_hat, roots=roots)), Rule(damp=1e-9))
+    assert rho == pytest.approx(1.0, abs=1e-6)
+    assert not target[:, 4].any()
+    assert torch.allclose(X_hat @ target.T, X @ W.T, rtol=0, atol=1e-5 * float((X @ W.T).abs().max()))
+
+
+def test_the_correction_by_roots_is_that_by_hessians(generator: torch.Generator) -> None:
+    X, X_hat = streams(generator)
+    X_hat = X_hat + 0.3 * torch.randn(
+        X_hat.shape, generator=generator, dtype=torch.float64
+    )  # which is not to be trusted
+    W = torch.randn(5, COLUMNS, generator=generator, dtype=torch.float64)
+    (one, rho), (other, rooted) = (
+        corrected(W, Inputs(seen(X, X_hat, roots=roots)), Rule(damp=0.01)) for roots in (False, True)
+    )
+    assert 0 < rho < 1
+    assert rooted == pytest.approx(rho, rel=1e-9)
+    assert bool(((one - other).abs() <= 1e-9 * W.abs().max()).all())
