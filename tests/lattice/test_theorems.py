@@ -61,6 +61,8 @@ ELSEWHERE = {
         "relative factor": "test_no_grid_point_is_nearer_than_gamma_says",
         "relative factor against [C25], [B25]": "test_gamma_is_never_larger_than_the_seeds",
         "rate-distortion function": "test_the_limit_fills_water_over_rows_and_directions",
+        "worst case of polished codes": "test_rows_whose_sweep_does_not_clip_keep_the_bound_when_polished",
+        "relative factor of polished codes": "test_no_grid_point_is_nearer_to_polished_codes_than_gamma_says",
     },
     "test_factor.py": {
         "factor": "test_the_factor_reproduces_the_damped_hessian_in_rounding_order",
@@ -74,9 +76,23 @@ ELSEWHERE = {
     },
     "test_root.py": {
         "QL of the data is the factor": "test_undamped_it_is_the_ql_decomposition_of_the_data",
+        "QR of the data keeps the digits that squaring loses": (
+            "test_qr_loses_digits_with_the_condition_and_cholesky_with_its_square"
+        ),
+    },
+    "test_polish.py": {
+        "coordinate descent never rises": "test_the_loss_of_no_row_rises",
+        "in blocks it is one column after another": "test_it_is_one_column_after_another_whatever_the_block",
+        "where it ends": "test_at_the_end_no_single_code_can_move_to_a_lower_loss",
+        "an orthogonal basis": "test_where_inputs_do_not_interact_anything_becomes_round_to_nearest",
+        "rounds of least-squares steps never rise": "test_the_loss_of_no_row_rises_with_the_rounds",
+        "the floor, with limits": "test_no_solver_beats_brute_force_on_a_grid_with_limits",
+        "the floor, without": "test_no_solver_beats_brute_force_on_a_lattice",
     },
     "test_beam.py": {
         "one candidate is nearest plane": "test_a_beam_of_one_is_nearest_plane",
+        "places: wider beams hold narrower ones": "test_a_wider_beam_holds_every_narrower_one",
+        "so the loss of no row rises": "test_the_loss_of_no_row_rises_with_the_beam",
         "all candidates are brute force": "test_a_beam_of_all_code_vectors_finds_the_best",
     },
     "test_reduction.py": {
