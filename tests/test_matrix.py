@@ -128,7 +128,7 @@ def test_the_record_says_what_was_asked_for() -> None:
         damp=0.02, tokens=77, correction=0.0, dead=0,
     )  # fmt: skip
     assert {key: fields[key] for key in expected} == expected
-    assert with_tensors(record, 12, "").rate == 8 * 12 / 24
+    assert with_tensors(record, "a", 12, "").rate == 8 * 12 / 24
 
 
 def test_a_group_size_that_does_not_divide_is_refused_by_name() -> None:

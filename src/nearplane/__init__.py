@@ -25,12 +25,14 @@ if TYPE_CHECKING:
     from nearplane.matrix import quantize_matrix
     from nearplane.quantize import quantize
     from nearplane.rate import quantize_matrix_to_rate
+    from nearplane.report import write_report
+    from nearplane.verify import verify
 
 __version__ = "0.1.0"
 __all__ = [
     "Calibration", "CalibrationError", "FormatError", "ModelError", "NearplaneError", "NumericalError", "Rate",
     "Recipe", "RecipeError", "Rule", "compare", "evaluate", "export", "load", "quantize", "quantize_matrix",
-    "quantize_matrix_to_rate", "register",
+    "quantize_matrix_to_rate", "register", "verify", "write_report",
 ]  # fmt: skip
 
 
@@ -43,6 +45,8 @@ HOMES = {
     "quantize_matrix": "nearplane.matrix",
     "quantize_matrix_to_rate": "nearplane.rate",
     "register": "nearplane.formats.hub",
+    "verify": "nearplane.verify",
+    "write_report": "nearplane.report",
 }
 
 

@@ -38,6 +38,7 @@ def quantize(
     rate: Annotated[Rate | None, Flat] = None,
     format: Format | None = None,
     allocate: Allocation | None = None,
+    max_loss: float | None = None,
     ignore: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     device: Device = "auto",
     overwrite: Switch = False,
@@ -53,6 +54,8 @@ def quantize(
             nearplane (entropy-coded; the default with --rate or --size).
         allocate: The same bits for every layer (uniform), or more where the network needs them (slope). Default: slope with --rate,
             --size or a fraction of bits, else uniform.
+        max_loss: Relative loss that no layer may exceed. Entropy-coded layers get more bits; layers that exceed it all the same,
+            or on fixed grids, are named and the command ends with code 2.
         ignore: Regular expression; layers whose full name it is found in stay as they are. May be repeated.
         device: Where to compute; auto is the GPU where there is one.
         overwrite: Replace what is in OUT; it is deleted when the work begins.
@@ -64,47 +67,17 @@ def quantize(
     _quiet()
     recipe = Recipe(
         rule=rule or Rule(), calibration=tokens or Calibration(), rate=rate or Rate(), format=format, allocate=allocate,
-        ignore=ignore,
+        max_loss=max_loss, ignore=ignore,
     )  # fmt: skip
     record = run(
         model, out, recipe, device=device, overwrite=overwrite, trust_remote_code=trust_remote_code, progress=_progress
     )
-    if json:
-        print(record.to_json())
-        return
-    losses = [layer.relative_loss for layer in record.layers]
-    worst = max(record.layers, key=lambda layer: layer.relative_loss)
-    better = [layer.nearest_loss / layer.loss for layer in record.layers if layer.nearest_loss and layer.loss > 0]
-    print(
-        f"{len(record.layers)} layers quantized to {record.rate:.3f} bits per weight in {record.seconds:.1f} s: {out}"
-    )
-    if (missed := record.missed) is not None:
-        print(missed)
-    print(
-        f"weight files {record.bytes / 1e6:,.1f} MB, the whole folder {record.folder / 1e6:,.1f} MB, "
-        f"calibrated on {record.tokens:,} tokens"
-    )
-    if record.tokens and record.windows < record.recipe.calibration.samples:
-        print(
-            f"the text holds {record.windows} windows of {record.seqlen}, {record.recipe.calibration.samples} were asked for"
-        )
-    print(f"relative loss: mean {sum(losses) / len(losses):.2e}, worst {worst.relative_loss:.2e} ({worst.name})")
-    if better and record.tokens:
-        print(
-            f"rounding the same targets to nearest would lose {sorted(better)[len(better) // 2]:.1f} times as much (median layer)"
-        )
-    if unsound := [layer for layer in record.layers if layer.dead]:
-        print(
-            f"{sum(layer.dead for layer in unsound)} inputs were 0 for every calibration token; their weights are 0 now:"
-        )
-        print("  " + ", ".join(f"{layer.name} ({layer.dead} of {layer.in_features})" for layer in unsound[:8]))
-    for name, reason in record.skipped:
-        print(f"left as it is: {name} ({reason})")
-    if record.recipe.format == "nearplane":
-        print(
-            f'load it with nearplane.load("{out}"), or in transformers after nearplane.register(): without that call transformers '
-            f"fills its layers with random numbers. For other programs: nearplane export"
-        )
+    from nearplane.summary import summary
+
+    for line in [record.to_json()] if json else summary(record, out):
+        print(line)
+    if record.exceeding:
+        sys.exit(2)
 
 
 @app.command
@@ -225,43 +198,85 @@ def inspect(out: Path, *, json: Switch = False) -> None:
         json: Print the record as JSON.
     """
     from nearplane.record import read_record
+    from nearplane.summary import layer_table
 
     record = read_record(out)
     if json:
         print(record.to_json())
         return
-    rule = record.recipe.rule
-    print(
-        f"{record.source} quantized by {rule.solver}, {record.recipe.format}, {record.device}, {record.seconds:.1f} s"
-    )
-    print(f"{record.windows} windows of {record.seqlen} tokens; versions {record.versions}")
-    if record.recipe.rate.wanted:
-        _table(("layer", "shape", "asked", "bits/weight", "of it codes", "limit", "above it", "relative loss", "correction"), (
-            (layer.name, f"{layer.out_features} x {layer.in_features}", _number(layer.asked), f"{layer.rate:.3f}",
-             _number(layer.entropy), _number(layer.limit), _number(layer.above_limit), f"{layer.relative_loss:.3e}",
-             f"{layer.correction:.2f}")
-            for layer in record.layers
-        ))  # fmt: skip
-        print("limit: least bits per weight for this loss on Gaussian weights; a reference, not a bound for real ones")
+    before, columns, rows, after = layer_table(record)
+    print(before)
+    _table(columns, rows)
+    for line in after:
+        print(line)
+
+
+@app.command
+def verify(
+    out: Path,
+    *,
+    against: str | None = None,
+    calibration: Path | None = None,
+    tolerance: float = 1e-6,
+    device: Device = "auto",
+    trust_remote_code: Switch = False,
+    json: Switch = False,
+) -> None:
+    """Check a checkpoint against its record: hashes, sizes, ranges; with the original and the text every loss is measured again.
+
+    Prints one line for each layer or file that does not hold, and then ends with code 1.
+
+    Args:
+        out: Folder of a checkpoint that nearplane wrote.
+        against: The original: a local folder, or a hub id.
+        calibration: The text that it was calibrated on. Default: where the recipe says.
+        tolerance: Relative, of figures measured again; the machine that wrote them repeats them exactly.
+        device: Where to compute; auto is the GPU where there is one.
+        trust_remote_code: Run model code that comes with the original.
+        json: Print JSON.
+    """
+    from nearplane.verify import verify as run
+
+    if against is not None:
+        _quiet()
+    found = run(
+        out, against=against, calibration=calibration, tolerance=tolerance, device=device,
+        trust_remote_code=trust_remote_code, progress=_progress,
+    )  # fmt: skip
+    if json:
+        print(_json({"faults": [asdict(fault) for fault in found.faults], "measured": found.measured}))
     else:
-        columns = (
-            "layer", "shape", "grid", "bits/weight", "relative loss", "nearest/this", "bound/this", "clipped %", "correction",
-        )  # fmt: skip
-        _table(columns, (
-            (layer.name, f"{layer.out_features} x {layer.in_features}",
-             _grid(layer.bits, layer.symmetric, layer.group_size), f"{layer.rate:.3f}", f"{layer.relative_loss:.3e}",
-             _ratio(layer.nearest_loss, layer.loss), _ratio(layer.worst_case, layer.damped_loss),
-             f"{100 * layer.clipped:.2f}", f"{layer.correction:.2f}")
-            for layer in record.layers
-        ))  # fmt: skip
-    for name, reason in record.skipped:
-        print(f"left as it is: {name} ({reason})")
-    print(f"total: {record.rate:.3f} bits per quantized weight, weight files {record.bytes / 1e6:,.1f} MB")
-    if record.recipe.rate.wanted:
-        print(
-            f"of {record.rate:.3f} bits: codes {_number(record.entropy)}, above the limit {_number(record.above_limit)}; "
-            f"headers and all that is not quantized {record.overhead / 1e6:,.2f} MB"
-        )
+        for fault in found.faults:
+            print(f"{fault.where}: {fault.what}")
+        print(found.summary())
+    if found.faults:
+        sys.exit(1)
+
+
+@app.command
+def report(out: Path, page: Path | None = None, /) -> None:
+    """Write an HTML page of figures and tables from the record of a checkpoint; it needs no network and opens from disk.
+
+    Args:
+        out: Folder of a checkpoint that nearplane wrote.
+        page: File to write. Default: beside the folder, named after it.
+    """
+    from nearplane.report import write_report
+
+    print(write_report(out, page))
+
+
+@app.command
+def geometry(out: Path) -> None:
+    """Draw the geometry of quantizing two weights, as SVG and PNG, computed as it is drawn.
+
+    Args:
+        out: Folder for the pictures.
+    """
+    from nearplane.pictures import draw_geometry
+
+    for path in draw_geometry(out):
+        print(path)
 
 
 @app.command
@@ -312,14 +327,6 @@ def demo(out: Path = Path("demo-out"), *, json: Switch = False) -> None:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
-
-
-def _ratio(value: float | None, of: float) -> str:
-    return f"{value / of:.2f}" if value and of else "-"
-
-
-def _grid(bits: int | None, symmetric: bool | None, group_size: int | None) -> str:
-    return f"{bits}-bit {'sym' if symmetric else 'asym'} g{group_size or '-'}"
 
 
 def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:

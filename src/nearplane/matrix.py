@@ -107,6 +107,6 @@ def _refit(steps: Steps, grid: Grid, importance: Tensor) -> Refit:
     return refit
 
 
-def with_tensors(record: LayerRecord, size: int, checksum: str) -> LayerRecord:
-    """Return the record with the bytes and the checksum of the layer's tensors in the file."""
-    return replace(record, bytes=size, checksum=checksum)
+def with_tensors(record: LayerRecord, name: str, size: int, checksum: str) -> LayerRecord:
+    """Return the record with the name, the bytes and the checksum of the layer's tensors in the file."""
+    return replace(record, stored=name, bytes=size, checksum=checksum)

@@ -93,7 +93,7 @@ def plan(model: Model, recipe: Recipe, tokens: Tensor | None, device: torch.devi
     budget = budget_of(model, recipe)
     planned = Plan(rates=dict.fromkeys((layer.name for layer in model.layers), budget))
     if tokens is not None:
-        _measure(planned, model, recipe, tokens, device)
+        look(planned, model, recipe, tokens, device)
     probed, low = any(block.layers for block in model.blocks), _least(recipe.rate)
     if recipe.allocate == "uniform" or tokens is None or budget <= low or not probed:
         return planned
@@ -106,8 +106,8 @@ def plan(model: Model, recipe: Recipe, tokens: Tensor | None, device: torch.devi
     return planned
 
 
-def _measure(planned: Plan, model: Model, recipe: Recipe, tokens: Tensor, device: torch.device) -> None:
-    """Measure what errors cost the network, for rows of all layers and for columns of embeddings."""
+def look(planned: Plan, model: Model, recipe: Recipe, tokens: Tensor, device: torch.device) -> None:
+    """Measure by one backward pass what errors cost the network, for rows of all layers and for columns of embeddings."""
     rows = recipe.rate.method == "waterfill" and recipe.rate.rows == "sensitivity"
     columns = model.embeddings is not None and recipe.rule.solver != "round-to-nearest"
     if not rows and not columns:
@@ -244,7 +244,7 @@ def _record(model: Model, recipe: Recipe) -> RunRecord:
             row_losses=(1.23456789e-05,) * row_groups(*layer.shape), damped_loss=little, correction=large, damp=0.01, dead=0,
             tokens=10**5, order=recipe.rule.order, seconds=middling, nearest_loss=little, worst_case=little, expected=little,
             gamma=large, sweep_damp=0.1, asked=large, base=middling, entropy=large, limit=large,
-            bytes=math.prod(layer.shape) // 3, checksum=64 * "0",
+            bytes=math.prod(layer.shape) // 3, stored=layer.name, checksum=64 * "0",
         )
         for layer in model.layers
     )  # fmt: skip

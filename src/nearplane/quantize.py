@@ -93,7 +93,7 @@ def quantize(
     record = RunRecord(
         recipe=recipe, source=str(model), versions=_versions(), device=str(place), seqlen=seqlen,
         windows=0 if tokens is None else len(tokens), tokens=0 if tokens is None else tokens.numel(),
-        text="" if tokens is None else digest_of(tokens), skipped=tuple(source.skipped),
+        text="" if tokens is None else digest_of_tokens(tokens), skipped=tuple(source.skipped),
     )  # fmt: skip
     planned = plan(source, recipe, tokens, place, progress)
     writer.config = quantization_config(source, recipe, planned.widths)
@@ -119,9 +119,10 @@ def quantized_layers(
                 profiles += profiles_of(observed, recipe)
             for layer, matrix, record in solve_together(observed, recipe, storage, planned):
                 layer.write(matrix.decode())  # the next stage sees it
-                written = writer.add(model.written_name(layer.name), matrix)
+                name = model.written_name(layer.name)
+                written = writer.add(name, matrix)
                 planned.spend(layer, written.bytes)
-                yield with_tensors(record, written.bytes, written.checksum)
+                yield with_tensors(record, name, written.bytes, written.checksum)
             del observed  # its moments are as large as a block
         if part.rest is not None:
             writer.close_block(model.reader.read(part.rest))
@@ -205,7 +206,7 @@ def solve_together(
         if recipe.rate.wanted:
             matrix, record = quantize_matrix_to_rate(
                 layer.read(), inputs, rule, recipe.rate, planned.rate(layer),
-                sensitivity=planned.sensitivity.get(layer.name), name=layer.name,
+                sensitivity=planned.sensitivity.get(layer.name), max_loss=recipe.max_loss, name=layer.name,
             )  # fmt: skip
         else:
             matrix, record = quantize_matrix(
@@ -308,7 +309,7 @@ def calibration_windows(model: Model, recipe: Recipe) -> tuple[int, Tensor | Non
     )
 
 
-def digest_of(tokens: Tensor) -> str:
+def digest_of_tokens(tokens: Tensor) -> str:
     """Return the SHA-256 of token ids, as little-endian int64."""
     return hashlib.sha256(tokens.to("cpu", torch.int64).contiguous().numpy().astype("<i8").tobytes()).hexdigest()
 

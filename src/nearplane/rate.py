@@ -32,6 +32,7 @@ from nearplane.record import LayerRecord
 CLOSE = 0.002  # of the rate asked for: what the search is content with
 SUBSET = 256  # rows that the search looks at where a matrix has many more
 EVALUATIONS = 16  # of one search
+HIGHEST = 7.0  # bits per weight to which --max-loss raises a rate
 FINER = 16  # steps per octave of gains
 LARGE = 1 << 21  # weights above which a size is not taken as foretold
 
@@ -172,6 +173,7 @@ def quantize_matrix_to_rate(
     rate: float,
     *,
     sensitivity: Tensor | None = None,
+    max_loss: float | None = None,
     name: str = "matrix",
 ) -> tuple[QuantizedMatrix, LayerRecord]:
     """Quantize one matrix to `rate` bits per weight, every byte of its tensor counted.
@@ -183,6 +185,7 @@ def quantize_matrix_to_rate(
         wanted: method, coder, gains.
         rate: bits per weight of this matrix.
         sensitivity: (out,) how much the network minds errors of every output, see `models/sensitivity.py`; None: equally.
+        max_loss: relative loss that is not to be exceeded: the rate is raised until it is not, to at most 7 bits; None: any.
         name: for the record and for errors.
 
     Raises:
@@ -192,13 +195,18 @@ def quantize_matrix_to_rate(
     inputs = statistics if isinstance(statistics, Inputs) else Inputs(statistics)
     try:
         T, rho = corrected(W, inputs, rule)
-        trial = search(T, inputs, rule, wanted, rate, _rows(W, wanted, sensitivity))
-        matrix = trial.matrix
-        if wanted.method == "waterfill":
-            matrix = scaled(matrix, T, inputs.moments.H, keep_energy=not wanted.shrink)
-        record = measure(
-            name, W, T, matrix, inputs, rule, wanted, correction=rho, base=trial.matrix.grid.base, asked=rate
-        )
+        rows = _rows(W, wanted, sensitivity)
+        while True:
+            trial = search(T, inputs, rule, wanted, rate, rows)
+            matrix = trial.matrix
+            if wanted.method == "waterfill":
+                matrix = scaled(matrix, T, inputs.moments.H, keep_energy=not wanted.shrink)
+            record = measure(
+                name, W, T, matrix, inputs, rule, wanted, correction=rho, base=trial.matrix.grid.base, asked=rate
+            )
+            if max_loss is None or record.relative_loss <= max_loss or rate >= HIGHEST:
+                break
+            rate = min(HIGHEST, rate + max(0.02, 0.5 * math.log2(record.relative_loss / max_loss)))  # 6 dB a bit
     except NumericalError as error:
         raise NumericalError(f"{name} ({inputs.moments.tokens} tokens): {error}") from error
     return matrix, replace(record, seconds=time.perf_counter() - began)

@@ -1,6 +1,6 @@
 """What a run should do, as frozen data: the command's flags, the JSON in the record and the Python keywords are all this.
 
-Needs no torch. Other tools' spellings are translated here and nowhere else.
+Needs no torch. Other tools' spellings are in `spellings.py`.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from nearplane.errors import RecipeError
+from nearplane.spellings import translated
 
 Order = Literal["natural", "activation", "pivoted", "reversed"]
 Solver = Literal["nearest-plane", "round-to-nearest", "k-best", "obq"]
@@ -245,6 +246,8 @@ class Recipe:
         format: Of the checkpoint that is written; default: nearplane with a rate or size, else compressed-tensors.
         allocate: The same bits for every layer (uniform), or more where the network needs them (slope, measured by a pass before
             the quantization); default: slope with a fraction of bits, and with a rate unless weights are rounded to nearest.
+        max_loss: Relative loss that no layer may exceed: entropy-coded layers get more bits until they do not; on fixed grids those
+            that do are named, and the command ends with code 2.
         ignore: Regular expressions; layers whose full name one of them is found in stay as they are.
     """
 
@@ -253,6 +256,7 @@ class Recipe:
     rate: Rate = field(default_factory=Rate)
     format: Format | None = None
     allocate: Allocation | None = None
+    max_loss: float | None = None
     ignore: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -269,6 +273,8 @@ class Recipe:
                 "--format nearplane is for entropy-coded weights, no --rate or --size is given: use --rate 2.5, not --bits."
             )
         _refuse_ignored(self)
+        most = self.max_loss
+        _within("max_loss", most, most is None or (isinstance(most, int | float) and 0 < most < 1), "between 0 and 1")
         fractional = not self.rate.wanted and not isinstance(self.rule.bits, int)
         if self.allocate is None:
             measured = self.rate.wanted and self.rule.solver != "round-to-nearest"  # which needs no calibration
@@ -307,8 +313,9 @@ class Recipe:
             RecipeError: a keyword is unknown, given twice under two names, or has a value that means nothing here.
         """
         chosen: dict[str, Any] = {}
+        known = set().union(*map(_names, PARTS.values())) | {"format", "ignore", "allocate", "max_loss"}
         for word, value in spellings.items():
-            for name, meaning in _translated(word, value).items():
+            for name, meaning in translated(word, value, known).items():
                 if name in chosen and chosen[name] != meaning:
                     raise RecipeError(
                         f"{word}={value!r} contradicts another keyword that already set {name}={chosen[name]!r}."
@@ -349,102 +356,6 @@ PARTS: Mapping[str, type[Any]] = {"rule": Rule, "calibration": Calibration, "rat
 
 def _names(part: type) -> set[str]:
     return {f.name for f in fields(part)}
-
-
-def _group_size(value: Any) -> dict[str, Any]:
-    return {"group_size": None if value in (-1, 0, None, "none") else value}
-
-
-ORDERS = {True: "activation", False: "natural", None: "natural"} | dict.fromkeys(
-    ("static", "weight", "group", "dynamic"), "activation"
-)
-
-
-def _order(value: Any) -> dict[str, Any]:
-    if value not in ORDERS:
-        raise RecipeError(
-            f"Order {value!r} is not offered: expected one of {', '.join(map(repr, ORDERS))}, or use order=."
-        )
-    return {"order": ORDERS[value]}
-
-
-def _actorder(value: Any) -> dict[str, Any]:
-    return _order(value) | ({"groups": "current"} if value in ("group", "dynamic") else {})
-
-
-def _strategy(value: Any) -> dict[str, Any]:
-    if value == "channel":
-        return {"group_size": None}
-    if value == "group":
-        return {}
-    raise RecipeError(f"strategy={value!r} is not offered: use 'group' with group_size, or 'channel'.")
-
-
-def _scheme(value: Any) -> dict[str, Any]:
-    if not (match := re.fullmatch(r"W([2-8])A16(_ASYM)?", str(value).upper())):
-        raise RecipeError(
-            f"scheme={value!r} is not offered: weights are quantized to W2A16 .. W8A16, or W4A16_ASYM and the like."
-        )
-    return {"bits": int(match[1]), "symmetric": match[2] is None}
-
-
-def _mse(value: Any) -> dict[str, Any]:
-    return {"scale": "mse" if value else "minmax"}
-
-
-def _observer(value: Any) -> dict[str, Any]:
-    meanings = {
-        "minmax": "minmax",
-        "memoryless_minmax": "minmax",
-        "mse": "mse",
-        "memoryless_mse": "mse",
-        "imatrix_mse": "hessian",
-    }
-    if value not in meanings:
-        raise RecipeError(f"observer={value!r} is not offered: expected one of {', '.join(meanings)}.")
-    return {"scale": meanings[value]}
-
-
-def _ignored(value: Any) -> dict[str, Any]:
-    """llm-compressor's list: names, or regular expressions behind "re:"."""
-    patterns = [value] if isinstance(value, str) else list(value or ())
-    return {"ignore": tuple(p.removeprefix("re:") for p in patterns)}
-
-
-def _dynamic(value: Any) -> dict[str, Any]:
-    if any(not key.startswith("-:") for key in value):
-        raise RecipeError("dynamic: only '-:regex' (leave these layers as they are) is offered; use ignore.")
-    return {"ignore": tuple(key.removeprefix("-:") for key in value)}
-
-
-SPELLINGS: Mapping[str, str | Callable[[Any], dict[str, Any]]] = {
-    "w_bit": "bits", "wbits": "bits", "num_bits": "bits", "weight_bit_width": "bits", "scheme": _scheme,
-    "group_size": _group_size, "groupsize": _group_size, "weight_group_size": _group_size, "strategy": _strategy,
-    "sym": "symmetric",
-    "desc_act": _order, "act_order": _order, "actorder": _actorder,
-    "damp_percent": "damp", "dampening_frac": "damp", "percdamp": "damp",
-    "static_groups": lambda value: {"groups": "static" if value else "current"},
-    "mse": _mse, "observer": _observer,
-    "nsamples": "samples", "num_calibration_samples": "samples", "num_samples": "samples",
-    "max_seq_length": "seqlen", "model_seqlen": "seqlen", "sequence_length": "seqlen",
-    "bpw": "rate", "target_rate": "rate", "target_bpw": "rate",
-    "dataset": "calibration", "calibration_dataset": "calibration",
-    "ignore": _ignored, "ignore_layers": _ignored, "dynamic": _dynamic,
-    "checkpoint_format": "format",
-}  # fmt: skip
-
-
-def _translated(word: str, value: Any) -> dict[str, Any]:
-    meaning = SPELLINGS.get(word)
-    if callable(meaning):
-        return meaning(value)
-    known = set().union(*(_names(part) for part in PARTS.values())) | {"format", "ignore", "allocate"}
-    name = meaning or word
-    if name not in known:
-        raise RecipeError(
-            f"{word} is not a keyword of quantize(). Expected one of {', '.join(sorted(known | SPELLINGS.keys()))}."
-        )
-    return {name: value}
 
 
 def _within(name: str, value: object, good: bool, expected: str) -> None:

@@ -24,6 +24,7 @@ class LayerRecord:
 
     Args:
         name: Full name of the layer.
+        stored: Name of its tensors in the file; the same for most models.
         out_features, in_features: Shape of the weight.
         loss: Exact loss under the undamped Hessian.
         row_losses: The same of groups of neighbouring rows, `row_groups` of them, to 9 digits: one changed code shows in its group.
@@ -79,6 +80,7 @@ class LayerRecord:
     entropy: float | None = None
     limit: float | None = None
     bytes: int = 0
+    stored: str = ""
     checksum: str = ""
 
     @property
@@ -138,7 +140,7 @@ class RunRecord:
         bytes: Of all weight files together.
         folder: Bytes of all files of the checkpoint, this record among them.
         files: SHA-256 of every other file of the checkpoint.
-        digest: SHA-256 of this record's JSON with an empty digest.
+        digest: See `digest_of`.
     """
 
     recipe: Recipe
@@ -169,11 +171,7 @@ class RunRecord:
         record = replace(self, folder=others, digest="0" * 64)
         for _ in range(3):  # until the number has as many digits as were counted
             record = replace(record, folder=others + len(record.to_json().encode()))
-        return replace(record, digest=record.own_digest())
-
-    def own_digest(self) -> str:
-        """Return what `digest` must be."""
-        return hashlib.sha256(replace(self, digest="").to_json().encode()).hexdigest()
+        return replace(record, digest=digest_of(record.to_json()))
 
     @classmethod
     def from_json(cls, text: str) -> RunRecord:
@@ -219,6 +217,13 @@ class RunRecord:
         return self.bytes - sum(layer.bytes for layer in self.layers)
 
     @property
+    def exceeding(self) -> tuple[LayerRecord, ...]:
+        """Layers whose relative loss is more than the recipe's max_loss, the worst first."""
+        most = self.recipe.max_loss
+        found = [layer for layer in self.layers if most is not None and layer.relative_loss > most]
+        return tuple(sorted(found, key=lambda layer: -layer.relative_loss))
+
+    @property
     def missed(self) -> str | None:
         """A sentence if the rate or size asked for was missed by more than 0.5 %."""
         asked = self.recipe.rate
@@ -227,10 +232,10 @@ class RunRecord:
         )
         if wanted is None or abs(found / wanted - 1) <= 0.005:
             return None
-        return (
-            f"{wanted:,g} {unit} asked for, {found:,.6g} found: some layers cannot have the rate that they were given, "
-            f"see `nearplane inspect`."
+        why = "some layers cannot have the rate that they were given" + (
+            "" if self.recipe.max_loss is None else ", or needed more to keep --max-loss"
         )
+        return f"{wanted:,g} {unit} asked for, {found:,.6g} found: {why}, see `nearplane inspect`."
 
     def _mean(self, values: list[float | None]) -> float | None:
         """Return the mean over weights of a figure of the layers; None if a layer has none."""
@@ -239,6 +244,11 @@ class RunRecord:
         if not sizes or len(known) < len(values):
             return None
         return sum(value * size for value, size in zip(known, sizes, strict=True)) / sum(sizes)
+
+
+def digest_of(text: str) -> str:
+    """Return what the digest in the JSON of a record must be: the SHA-256 of the text with an empty one."""
+    return hashlib.sha256(re.sub(r'"digest": "[0-9a-f]*"', '"digest": ""', text).encode()).hexdigest()
 
 
 def read_record(folder: Path) -> RunRecord:
