@@ -43,7 +43,9 @@ def polish(W: Tensor, matrix: QuantizedMatrix, H: Tensor, *, sweeps: int = 1, bl
     scale, zero = (part.to(W.dtype).expand(len(W), -1).T.contiguous() for part in (grid.scale, grid.zero))
     V = (scale[grid.group] * (matrix.codes.T.to(W.dtype) - zero[grid.group])).contiguous()  # (in, out) values
     E = W.T - V
-    codes = matrix.codes.T.contiguous()  # (in, out)
+    codes = matrix.codes.T.clone(
+        memory_format=torch.contiguous_format
+    )  # (in, out); of one row it would be the same memory
     moved = torch.empty_like(E[:block])
     sweep = sweep_of(W)
     for _ in range(sweeps):
