@@ -6,7 +6,9 @@ those of the files, and its certificate is measured anew. Nothing is trusted but
 
 from __future__ import annotations
 
+import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -16,17 +18,20 @@ import torch
 
 from nearplane.certificate import measure
 from nearplane.errors import FormatError, ModelError, NumericalError, RecipeError
+from nearplane.formats.beside import CONFIG, GPTQ_CONFIG, names_copied
 from nearplane.formats.folder import Stored, written
 from nearplane.inputs import corrected
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
 from nearplane.models.stream import Model, device_of, open_model
 from nearplane.plan import Plan, Progress, look
 from nearplane.quantize import calibration_windows, digest_of_tokens, parts, profiles_of, shared_inputs, silent
-from nearplane.recipe import Device
+from nearplane.recipe import Device, Recipe
 from nearplane.record import NAME, LayerRecord, RunRecord, digest_of, read_record
-from nearplane.shards import sha256
+from nearplane.shards import INDEX, sha256
 
 TOLERANCE = 1e-6  # relative, of losses measured again; the same machine repeats them to the last digit
+EXACT = 1e-12  # of figures of integers
+LENGTHS = 1.1e-5  # of numbers that are written down to 6 digits, the last of which may be rounded either way
 IGNORED = ("README", "LICENSE", "LICENCE", ".")  # beginnings of files that repositories add
 ASKED = {"name", "stored", "seconds", "asked", "bytes", "checksum", "entropy"}  # no data can measure these
 
@@ -101,18 +106,24 @@ def verify(
             "--calibration without --against: losses are measured with the original and the text, or not at all."
         )
     folder = Path(out)
-    record = read_record(folder)
+    try:
+        record = read_record(folder)
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{folder / NAME} is not text ({error}). Fetch it again.") from error
     faults = [*_files(folder, record), *_sums(folder, record)]
     stored = _opened(folder, faults)
     matrices: dict[str, QuantizedMatrix] = {}
     if stored is not None:
         faults += _stored(stored, record, matrices)
-    if against is not None and len(matrices) == len(record.layers) and stored is not None:
+    measured = False
+    if against is not None and stored is not None and len(matrices) == len(record.layers):
+        measured = True
         model = open_model(
             against, trust_remote_code=trust_remote_code, ignore=record.recipe.ignore,
             embeddings=record.recipe.rate.include_embeddings, head=record.recipe.rate.include_head,
         )  # fmt: skip
         faults += _untouched(stored, model)
+        faults += _beside(folder, record, model)
         faults += progress(
             _measured(model, record, matrices, calibration, device_of(device), tolerance),
             "measuring",
@@ -120,7 +131,7 @@ def verify(
         )
     return Verified(
         record=record, faults=tuple(fault for fault in faults if fault.what), files=len(record.files) + 1,
-        layers=len(record.layers), measured=against is not None,
+        layers=len(record.layers), measured=measured,
     )  # fmt: skip
 
 
@@ -148,10 +159,13 @@ def _sums(folder: Path, record: RunRecord) -> Iterator[Fault]:
     size = sum(path.stat().st_size for path in known if path.is_file())
     if size != record.folder:
         yield Fault(where=NAME, what=f"the files have {size:,} bytes, the record says {record.folder:,}")
-    if record.tokens != record.windows * record.seqlen and record.windows:
+    if record.tokens != record.windows * record.seqlen:
         yield Fault(where=NAME, what=f"{record.windows} windows of {record.seqlen} are not {record.tokens:,} tokens")
+    for name, count in Counter(layer.name for layer in record.layers).items():
+        if count > 1:
+            yield Fault(where=name, what=f"the record has {count} certificates of it")
     for layer in record.layers:
-        for what in _contradictions(layer):
+        for what in _contradictions(layer, record.recipe):
             yield Fault(where=layer.name, what=what)
 
 
@@ -159,15 +173,25 @@ def _shard(name: str) -> bool:
     return name.endswith(".safetensors")
 
 
-def _contradictions(layer: LayerRecord) -> Iterator[str]:
+def _contradictions(layer: LayerRecord, recipe: Recipe) -> Iterator[str]:
     """Yield what cannot be true of a certificate, whatever the data."""
-    groups = torch.tensor(layer.row_losses, dtype=torch.float64)
-    rows = torch.tensor([len(part) for part in torch.arange(layer.out_features).tensor_split(max(1, len(groups)))])
-    loss = float((groups * rows).sum() / layer.out_features) if len(groups) == len(rows) else math.nan
+    if not all(isinstance(size, int) and size > 0 for size in (layer.out_features, layer.in_features)):
+        yield f"it is {layer.out_features} x {layer.in_features}"
+        return
+    size, larger = divmod(
+        layer.out_features, max(1, len(layer.row_losses))
+    )  # rows of a group; of the first ones one more
+    rows = (size + (index < larger) for index in range(len(layer.row_losses)))
+    loss = sum(group * count for group, count in zip(layer.row_losses, rows, strict=True)) / layer.out_features
     if not _close(loss, layer.loss, 1e-8):
         yield f"row_losses average {loss:.9g}, loss is {layer.loss:.9g}"
-    if layer.worst_case is not None and not _close((layer.expected or 0.0) * 3, layer.worst_case, 1e-12):
+    if layer.worst_case is not None and not _close((layer.expected or 0.0) * 3, layer.worst_case, EXACT):
         yield f"expected is {layer.expected}, a third of worst_case is {layer.worst_case / 3}"
+    rule, own = recipe.rule, (layer.bits, layer.group_size, layer.symmetric, layer.order)
+    bits = rule.bits if recipe.allocate == "uniform" else layer.bits
+    wanted = (None, None, None) if recipe.rate.wanted else (bits, rule.group_size, rule.symmetric)
+    if own != (*wanted, rule.order):
+        yield f"bits, group size, symmetry and order are {own}, the recipe says {(*wanted, rule.order)}"
     if not 0 <= layer.clipped <= layer.clipped_rows <= 1:
         yield f"clipped is {layer.clipped}, clipped_rows {layer.clipped_rows}"
     if layer.worst_case is not None and layer.clipped_rows == 0 and layer.damped_loss > layer.worst_case * (1 + 1e-9):
@@ -230,7 +254,7 @@ def _of_the_grid(matrix: QuantizedMatrix, layer: LayerRecord) -> Iterator[str]:
         yield "it is on a fixed grid, the record says that it is entropy-coded"
         return
     groups = shape[1] // (layer.group_size or shape[1])
-    if (grid.high - grid.low + 1, grid.scale.shape[1], grid.low < 0) != (1 << layer.bits, groups, layer.symmetric):
+    if (grid.high - grid.low + 1, grid.scale.shape[1], grid.low < 0) != (2**layer.bits, groups, layer.symmetric):
         yield (
             f"its codes are {grid.low} to {grid.high} in {grid.scale.shape[1]} groups; the record says {layer.bits} bits, groups "
             f"of {layer.group_size or 'a row'}, {'' if layer.symmetric else 'not '}symmetric"
@@ -244,11 +268,15 @@ def _of_the_grid(matrix: QuantizedMatrix, layer: LayerRecord) -> Iterator[str]:
 
 
 def _untouched(stored: Stored, model: Model) -> Iterator[Fault]:
-    """Compare what is not quantized with the original."""
-    original = set(model.reader.names())
+    """Compare the tensors that are not quantized with the original."""
+    quantized = {name for layer in model.layers for name in model.copies(layer)}
+    blocks = (model.block_names(index) for index in range(len(model.blocks)))
+    wanted = {name for names in (*blocks, model.rest()) for name in names} - quantized
+    for name in sorted(wanted - set(stored.rest())):
+        yield Fault(where=name, what="the original has this tensor, and it is not quantized; it is missing")
     for name in stored.rest():
-        if name not in original:
-            yield Fault(where=name, what="a tensor that the original does not have")
+        if name not in wanted:
+            yield Fault(where=name, what="a tensor that the original does not have, or that is quantized")
             continue
         try:
             here, there = stored.reader.read([name])[name], model.reader.read([name])[name]
@@ -261,6 +289,24 @@ def _untouched(stored: Stored, model: Model) -> Iterator[Fault]:
             yield Fault(where=name, what="it is not quantized, and not what it is in the original")
 
 
+def _beside(folder: Path, record: RunRecord, model: Model) -> Iterator[Fault]:
+    """Compare what lies beside the weights with the original: what config.json says of the model, tokenizer, templates."""
+    ours = {NAME, INDEX, CONFIG, GPTQ_CONFIG}
+    copied = set(names_copied(model.folder, trust_remote_code=True))
+    for name in record.files.keys() - ours:
+        if _shard(name) or not (folder / name).is_file():
+            continue
+        if name not in copied or sha256(folder / name) != sha256(model.folder / name):
+            yield Fault(
+                where=name, what="not the file that the original has" if name in copied else "a file of no original"
+            )
+    here, there = (json.loads((where / CONFIG).read_text()) for where in (folder, model.folder))
+    if unlike := sorted(
+        key for key in here.keys() | there.keys() if here.get(key) != there.get(key) and key != "quantization_config"
+    ):
+        yield Fault(where=CONFIG, what=f"{', '.join(unlike)} are not what the original's says")
+
+
 def _measured(
     model: Model, record: RunRecord, matrices: Mapping[str, QuantizedMatrix], calibration: str | Path | None, place: torch.device,
     tolerance: float,
@@ -269,16 +315,23 @@ def _measured(
     recipe = record.recipe
     if calibration is not None:
         recipe = replace(recipe, calibration=replace(recipe.calibration, calibration=str(calibration)))
-    if unlike := {layer.name for layer in model.layers} ^ matrices.keys():
+    shapes = {(layer.name, layer.shape) for layer in model.layers}
+    if unlike := shapes ^ {(name, tuple(matrix.codes.shape)) for name, matrix in matrices.items()}:
+        named = ", ".join(f"{name} ({rows} x {columns})" for name, (rows, columns) in sorted(unlike)[:4])
         yield Fault(
-            where=str(model.folder), what=f"another model: {', '.join(sorted(unlike)[:4])} are in one of the two only"
+            where=str(model.folder), what=f"another model: {len(unlike)} layers are in one of the two only, as {named}"
         )
         return
+    if tuple(model.skipped) != record.skipped:
+        yield Fault(
+            where=NAME, what=f"{len(record.skipped)} skipped layers, the model has {len(model.skipped)}, or others"
+        )
     seqlen, tokens = calibration_windows(model, recipe)
     found = "" if tokens is None else digest_of_tokens(tokens)
     if (found, seqlen, 0 if tokens is None else len(tokens)) != (record.text, record.seqlen, record.windows):
         yield Fault(
-            where=str(recipe.calibration.calibration), what="its tokens are not those that the record was made with"
+            where=str(recipe.calibration.calibration or "calibration"),
+            what="its tokens are not those that the record was made with",
         )
         return
     planned = Plan()
@@ -309,7 +362,10 @@ def _measured(
                     yield Fault(where=layer.name, what=str(error))
                     continue
                 yield from _compare(layer.name, again, told, tolerance)
-                layer.write(matrix.decode())
+                values, dead = matrix.decode(), inputs.factor(rule.order, rule.damp).dead
+                if bool(values[:, dead].any()):  # which no loss shows
+                    yield Fault(where=layer.name, what="weights of inputs that were always 0 are not 0")
+                layer.write(values)
     for layer, order in profiles:
         yield Fault(where=f"{layer}, {order} order", what="a profile that was not measured")
 
@@ -324,10 +380,12 @@ def _compare(where: str, again: Any, told: Any, tolerance: float) -> Iterator[Fa
         if field.name in ASKED:
             continue
         new, old = getattr(again, field.name), getattr(told, field.name)
-        if not _same(new, old, tolerance):
+        digits = LENGTHS if field.name == "lengths" else 0.0
+        if not _same(new, old, max(tolerance, digits)):
             wrong.append(f"{field.name} is {_short(new)}, the record says {_short(old)}")
-    if getattr(told, "entropy", None) is not None and not _close(again.entropy, told.entropy, 1e-12):
-        wrong.append(f"entropy is {again.entropy:.9g}, the record says {told.entropy:.9g}")
+    new, old = (getattr(each, "entropy", None) for each in (again, told))
+    if not _same(new, old, EXACT):
+        wrong.append(f"entropy is {_short(new)}, the record says {_short(old)}")
     yield Fault(where=where, what="; ".join(wrong))
 
 

@@ -1,0 +1,435 @@
+"""verify(): what was written holds, and no single alteration passes, crude or with every hash made to fit."""
+
+import json
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import forgery
+import nearplane
+from families import config_of, random_model
+from nearplane import FormatError, NearplaneError, RecipeError
+from nearplane.demo import CALIBRATION, MODEL
+from nearplane.formats.folder import Stored, read_matrices
+from nearplane.record import NAME, read_record
+from nearplane.verify import Fault, Verified, verify
+
+WAYS = {  # every format; grids of every kind, and every way to solve, at least once
+    "compressed-tensors": ("llama", {"bits": 4, "group_size": 32}),
+    "compressed-tensors, mixed widths": ("llama", {"bits": 2.5, "group_size": 16}),
+    "compressed-tensors, rounded to nearest": ("llama", {"bits": 3, "group_size": None, "solver": "round-to-nearest"}),
+    "gptq, Conv1D": ("gpt2", {"bits": 4, "group_size": 32, "format": "gptq", "solver": "k-best"}),
+    "gptq_v2, names without a prefix": (
+        "gpt2 renamed", {"bits": 2, "group_size": 16, "symmetric": False, "format": "gptq_v2", "solver": "obq"},
+    ),
+    "gptq_v2, QR": (
+        "llama", {"bits": 4, "symmetric": False, "group_size": 16, "format": "gptq_v2", "factor": "qr", "groups": "current"},
+    ),
+    "nearplane": ("llama", {"rate": 3.0}),
+    "nearplane, tied ends": ("qwen3", {"rate": 3.0, "include_embeddings": True, "include_head": True}),
+    "nearplane, HPTQ, ends": (
+        "llama", {"rate": 3.0, "method": "hptq", "coder": "huffman", "include_embeddings": True, "include_head": True},
+    ),
+    "nearplane, gains, Conv1D": (
+        "gpt2 renamed", {"rate": 3.0, "shrink": True, "gains": "both", "true_sequential": False},
+    ),
+    "nearplane, rounded to nearest": ("qwen3", {"rate": 3.0, "solver": "round-to-nearest"}),
+}  # fmt: skip
+UNMEASURED = ("compressed-tensors, rounded to nearest", "nearplane, rounded to nearest")  # no tokens, so no profiles
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(CALIBRATION.read_text()[:4000])
+    return path
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory):
+    """Return a function from a family's name to the folder of a tiny random model with the demo model's tokenizer."""
+    folders = {}
+
+    def folder_of(name):
+        if name in folders:
+            return folders[name]
+        folder = folders[name] = tmp_path_factory.mktemp("models") / name.replace(" ", "-")
+        blocks = "n_layer" if name.startswith("gpt2") else "num_hidden_layers"
+        config = config_of(name.removesuffix(" renamed"), vocab_size=2048, **{blocks: 2})
+        random_model(config).float().save_pretrained(folder)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            (folder / file).write_bytes((MODEL / file).read_bytes())
+        if name.endswith(" renamed"):
+            tensors = load_file(folder / "model.safetensors")
+            tensors = {key.removeprefix("transformer."): tensor for key, tensor in tensors.items()}
+            save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        return folder
+
+    return folder_of
+
+
+@pytest.fixture(scope="module")
+def checkpoint_of(model_of, text, tmp_path_factory):
+    """Return a function from a key of WAYS to (checkpoint, original); do not change it."""
+    made = {}
+
+    def folders_of(way):
+        if way not in made:
+            family, words = WAYS[way]
+            out = tmp_path_factory.mktemp("out") / "checkpoint"
+            nearplane.quantize(model_of(family), out, calibration=str(text), samples=6, seqlen=40, **words)
+            made[way] = (out, str(model_of(family)))
+        return made[way]
+
+    return folders_of
+
+
+@pytest.fixture
+def copy_of(checkpoint_of, tmp_path):
+    """Return a function from a key of WAYS to (copy of the checkpoint that may be changed, original)."""
+
+    def folders_of(way):
+        folder, original = checkpoint_of(way)
+        shutil.rmtree(tmp_path / "copy", ignore_errors=True)
+        return Path(shutil.copytree(folder, tmp_path / "copy")), original
+
+    return folders_of
+
+
+def said(found):
+    """Return all faults as the command prints them."""
+    assert isinstance(found, Verified)
+    return [f"{fault.where}: {fault.what}" for fault in found.faults]
+
+
+def outcome(folder, **words):
+    """Return all faults, or the one sentence with which the folder was refused."""
+    try:
+        return said(verify(folder, **words))
+    except NearplaneError as error:
+        return [str(error)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_was_written_holds(checkpoint_of, way):
+    folder, original = checkpoint_of(way)
+    alone, measured = verify(folder), verify(folder, against=original)
+    assert said(alone) == said(measured) == []
+    assert not alone.measured
+    assert measured.measured
+    assert measured.layers == len(measured.record.layers) == len(dict(read_matrices(folder)))
+    assert measured.files == sum(path.is_file() for path in folder.rglob("*"))
+
+
+def test_the_summary_is_one_sentence(checkpoint_of):
+    folder, original = checkpoint_of("compressed-tensors")
+    files = sum(path.is_file() for path in folder.iterdir())
+    assert verify(folder).summary() == (
+        f"{files} files and 14 layers checked, losses not measured: that takes --against and --calibration: no faults"
+    )
+    assert (
+        verify(folder, against=original).summary().endswith("14 layers checked, every loss measured again: no faults")
+    )
+    found = Verified(
+        record=read_record(folder), faults=(Fault(where="a", what="b"),), files=1, layers=1, measured=False
+    )
+    assert found.summary().endswith(": 1 fault")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_hashes_of_what_was_not_altered_are_those_that_it_has(copy_of, checkpoint_of, way):
+    """Else forgeries would not be what they claim to be."""
+    folder, _ = copy_of(way)
+    forgery.rehash(folder)
+    for path in checkpoint_of(way)[0].rglob("*"):
+        assert path.read_bytes() == (folder / path.name).read_bytes()
+
+
+@pytest.mark.parametrize("kind", forgery.CRUDE)
+def test_crude_alterations_are_found_from_the_files_alone(copy_of, kind):
+    for seed, way in enumerate(("compressed-tensors", "gptq, Conv1D", "nearplane, tied ends") * 3):
+        folder, _ = copy_of(way)
+        altered = forgery.CRUDE[kind](folder, random.Random(f"{kind} {seed}"))
+        assert any(altered.where in line for line in outcome(folder)), altered
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", forgery.FORGED)
+def test_forged_alterations_are_found_with_the_data(copy_of, way, kind):
+    """Of the files alone no hash gives them away."""
+    if kind == "profile" and way in UNMEASURED:
+        pytest.skip("a run without calibration has no profiles")
+    for seed in range(2):
+        folder, original = copy_of(way)
+        altered = forgery.FORGED[kind](folder, random.Random(f"{way} {kind} {seed}"))
+        alone = outcome(folder)
+        assert not any("SHA-256" in line or "digest" in line for line in alone if altered.what != "checksum"), altered
+        assert alone == [] or kind == "certificate", altered
+        found = outcome(folder, against=original)
+        assert any(altered.where in line for line in found), altered
+
+
+@pytest.mark.parametrize("way", ["compressed-tensors", "gptq_v2, QR", "nearplane", "nearplane, HPTQ, ends"])
+def test_every_field_of_a_certificate_is_measured_again(copy_of, way):
+    """All but what it is called, what was asked for and how long it took. What files alone do not betray is changed one a layer."""
+    folder, original = copy_of(way)
+    record, hidden = read_record(folder), []
+    for name in forgery.measured(record.layers[0]):
+        forgery.forge_layer(folder, record.layers[0].name, name, random.Random(name))
+        found = outcome(folder)
+        assert all(line.startswith(f"{record.layers[0].name}: ") for line in found)
+        hidden += [] if found else [name]
+        forgery.sign(folder, record)
+    assert len(hidden) >= 9
+    places = len(record.layers)
+    for begin in range(0, len(hidden), places):
+        forged = {layer.name: name for layer, name in zip(record.layers, hidden[begin : begin + places], strict=False)}
+        for layer, name in forged.items():
+            forgery.forge_layer(folder, layer, name, random.Random(name))
+        found = {fault.where: fault.what for fault in verify(folder, against=original).faults}
+        assert found.keys() == forged.keys()
+        for layer, name in forged.items():
+            shows = "damped_loss" if name == "base" else name  # the step that was swept is where the bounds come from
+            assert f"{shows} is " in found[layer]
+        forgery.sign(folder, record)
+
+
+def test_the_fault_says_what_was_found_and_what_was_expected(copy_of):
+    folder, original = copy_of("nearplane")
+    layer = read_record(folder).layers[3]
+    forgery.forge_layer(folder, layer.name, "limit", random.Random(0))
+    found = said(verify(folder, against=original))
+    forged = read_record(folder).layers[3].limit
+    assert found == [f"{layer.name}: limit is {layer.limit:.9g}, the record says {forged:.9g}"]
+
+
+def test_a_code_moved_by_one_shows_in_the_losses_of_its_rows(copy_of):
+    folder, original = copy_of("compressed-tensors")
+    altered = forgery.move_code(folder, random.Random(1))
+    found = [line for line in said(verify(folder, against=original)) if line.startswith(f"{altered.where}:")]
+    assert len(found) == 1
+    for name in ("loss is", "row_losses is", "relative_loss is", "damped_loss is"):
+        assert name in found[0]
+
+
+def test_layers_before_an_altered_one_still_hold(copy_of):
+    """Those after it see other inputs than they were quantized with, and are named too."""
+    folder, original = copy_of("compressed-tensors")
+    names = [layer.name for layer in read_record(folder).layers]
+    stored = Stored(folder)
+    altered = names[4]
+    tensors = stored.tensors(altered)
+    matrix = stored.matrix(altered, tensors)
+    codes = matrix.codes.clone()
+    codes[0, 0] += 1 if codes[0, 0] < 7 else -1
+    packed = stored.layout.pack_layer(altered, replace(matrix, codes=codes), torch.float32)
+    forgery.rewrite(folder, stored.reader.file(f"{altered}.weight_packed"), packed)
+    forgery.rehash(folder)
+    wrong = {fault.where for fault in verify(folder, against=original).faults}
+    assert wrong >= {altered, names[-1]}
+    assert not wrong & set(names[:4])
+
+
+# ── what one alteration more than those of forgery.py would be ──
+
+
+def sign(folder, **changes):
+    forgery.sign(folder, replace(read_record(folder), **changes))
+
+
+def test_a_tensor_that_was_left_out_or_put_in_is_missed(copy_of):
+    for change in ("out", "in"):
+        folder, original = copy_of("compressed-tensors")
+        path = next(path for path in sorted(folder.glob("*.safetensors")) if "model.norm.weight" in load_file(path))
+        tensors, index = load_file(path), json.loads((folder / "model.safetensors.index.json").read_text())
+        name = "model.norm.weight" if change == "out" else "model.extra.weight"
+        if change == "out":
+            del tensors[name], index["weight_map"][name]
+        else:
+            tensors[name], index["weight_map"][name] = torch.ones(3), path.name
+        save_file(tensors, path, {"format": "pt"})
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        forgery.rehash(folder)
+        assert said(verify(folder)) == []
+        assert [fault.where for fault in verify(folder, against=original).faults] == [name]
+
+
+def test_what_lies_beside_the_weights_is_that_of_the_original(copy_of):
+    changes = {
+        "tokenizer.json": lambda text: text.replace("the", "teh", 1),
+        "config.json": lambda text: text.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-02'),
+        "modeling_llama.py": lambda text: "import os",
+    }
+    for name, change in changes.items():
+        folder, original = copy_of("compressed-tensors")
+        before = (folder / name).read_text() if (folder / name).exists() else ""
+        (folder / name).write_text(change(before))
+        assert (folder / name).read_text() != before
+        forgery.rehash(folder)
+        assert said(verify(folder)) == []
+        assert [fault.where for fault in verify(folder, against=original).faults] == [name]
+
+
+def test_a_certificate_less_or_twice_is_a_fault(copy_of):
+    folder, original = copy_of("nearplane")
+    layers = read_record(folder).layers
+    sign(folder, layers=layers[1:])
+    assert layers[0].name in said(verify(folder))[0]
+    sign(folder, layers=(*layers, layers[2]))
+    found = verify(folder, against=original)
+    assert [fault.where for fault in found.faults] == [layers[2].name]
+    assert not found.measured
+
+
+def test_a_profile_less_is_a_fault(copy_of):
+    folder, original = copy_of("nearplane")
+    profiles = read_record(folder).profiles
+    sign(folder, profiles=profiles[1:])
+    assert [fault.where for fault in verify(folder, against=original).faults] == [
+        f"{profiles[0].layer}, {profiles[0].order} order"
+    ]
+
+
+@pytest.mark.parametrize("field", ["row_losses", "limit", "entropy", "gamma", "worst_case", "nearest_loss"])
+def test_a_figure_that_was_taken_out_is_missed(copy_of, field):
+    folder, original = copy_of("nearplane")
+    first, *others = read_record(folder).layers
+    sign(folder, layers=(replace(first, **{field: () if field == "row_losses" else None}), *others))
+    assert first.name in " ".join(said(verify(folder, against=original)))
+
+
+def test_what_the_whole_run_was_calibrated_on_is_checked(copy_of):
+    folder, original = copy_of("compressed-tensors")
+    record = read_record(folder)
+    for changes in ({"windows": 7}, {"seqlen": 41}, {"tokens": 241}, {"text": 64 * "0"}, {"skipped": (("x", "y"),)}):
+        sign(folder, **changes)
+        assert said(verify(folder, against=original)) != [], changes
+        forgery.sign(folder, record)
+    assert said(verify(folder, against=original)) == []
+
+
+def test_steps_and_codes_outside_their_range_are_found_from_the_files_alone(copy_of):
+    """Of a step that is not a positive number, and of a zero-point outside its grid, no reader makes the same."""
+    folder, _ = copy_of("gptq_v2, QR")
+    stored = Stored(folder)
+    name = stored.names()[0]
+    scales = stored.tensors(name)[f"{name}.scales"]
+    scales[0, 0] = float("inf")
+    forgery.rewrite(folder, stored.reader.file(f"{name}.scales"), {f"{name}.scales": scales})
+    forgery.rehash(folder)
+    assert said(verify(folder)) == [f"{name}: a step is not a positive number"]
+
+
+def test_weights_of_dead_inputs_are_zero(model_of, text, tmp_path):
+    """Which no loss shows: a code of theirs costs nothing under the Hessian."""
+    model = tmp_path / "model"
+    shutil.copytree(model_of("llama"), model)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.1.input_layernorm.weight"][5] = 0
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    words = {"calibration": str(text), "samples": 6, "seqlen": 40}
+    for out, options in (("grid", {"bits": 4, "group_size": 32}), ("coded", {"rate": 3.0})):
+        folder = tmp_path / out
+        nearplane.quantize(model, folder, **options, **words)
+        assert said(verify(folder, against=str(model))) == []
+        name = "model.layers.1.self_attn.q_proj"
+        stored = Stored(folder)
+        tensors = stored.tensors(name)
+        matrix = stored.matrix(name, tensors)
+        codes = matrix.codes.clone()
+        codes[3, 5] += 1
+        packed = stored.layout.pack_layer(name, replace(matrix, codes=codes), torch.float32)
+        forgery.rewrite(folder, stored.reader.file(next(iter(tensors))), packed)
+        forgery.rehash(folder)
+        assert f"{name}: weights of inputs that were always 0 are not 0" in said(verify(folder, against=str(model)))
+
+
+# ── what is no fault, and what is refused ──
+
+
+def test_what_a_hub_adds_is_no_fault(copy_of):
+    folder, _ = copy_of("nearplane")
+    (folder / "README.md").write_text("# A model card")
+    (folder / "LICENSE").write_text("MIT")
+    (folder / ".gitattributes").write_text("*.safetensors filter=lfs")
+    (folder / ".cache" / "huggingface").mkdir(parents=True)
+    (folder / ".cache" / "huggingface" / "download.lock").write_text("")
+    assert said(verify(folder)) == []
+
+
+def test_another_text_is_said_in_one_sentence(checkpoint_of, tmp_path):
+    folder, original = checkpoint_of("compressed-tensors")
+    (tmp_path / "other.txt").write_text(CALIBRATION.read_text()[100:4100])
+    assert said(verify(folder, against=original, calibration=tmp_path / "other.txt")) == [
+        f"{tmp_path / 'other.txt'}: its tokens are not those that the record was made with"
+    ]
+
+
+def test_the_same_text_elsewhere_will_do(checkpoint_of, text, tmp_path):
+    folder, original = checkpoint_of("nearplane")
+    (tmp_path / "elsewhere.txt").write_bytes(text.read_bytes())
+    assert said(verify(folder, against=original, calibration=tmp_path / "elsewhere.txt")) == []
+
+
+@pytest.mark.parametrize("other", ["gpt2", "wider"])
+def test_another_model_is_said_in_one_sentence(checkpoint_of, model_of, tmp_path, other):
+    """Also one whose layers have the same names."""
+    folder, _ = checkpoint_of("compressed-tensors")
+    original = model_of("gpt2") if other == "gpt2" else tmp_path / "wider"
+    if other == "wider":
+        config = config_of("llama", vocab_size=2048, num_hidden_layers=2, intermediate_size=96)
+        random_model(config).float().save_pretrained(original)
+    found = said(verify(folder, against=str(original)))
+    assert [line for line in found if "another model" in line] == found[-1:]
+    assert str(original) in found[-1]
+
+
+def test_another_training_of_the_same_model_is_a_fault_of_its_tensors_and_layers(checkpoint_of, tmp_path):
+    folder, original = checkpoint_of("compressed-tensors")
+    shutil.copytree(original, tmp_path / "other")
+    path = tmp_path / "other" / "model.safetensors"
+    save_file({name: 1.01 * tensor for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+    wrong = {fault.where for fault in verify(folder, against=str(tmp_path / "other")).faults}
+    assert wrong >= {layer.name for layer in read_record(folder).layers}
+    assert "model.embed_tokens.weight" in wrong
+
+
+def test_a_tolerance_may_be_wider(copy_of):
+    folder, original = copy_of("compressed-tensors")
+    record = read_record(folder)
+    first, *others = record.layers
+    sign(folder, layers=(replace(first, relative_loss=first.relative_loss * (1 + 1e-4)), *others))
+    assert len(verify(folder, against=original).faults) == 1
+    assert said(verify(folder, against=original, tolerance=1e-3)) == []
+
+
+def test_a_text_without_the_original_is_refused(checkpoint_of, text):
+    with pytest.raises(RecipeError, match="--calibration without --against"):
+        verify(checkpoint_of("compressed-tensors")[0], calibration=text)
+
+
+def test_a_record_that_is_not_text_is_refused(copy_of):
+    folder, _ = copy_of("compressed-tensors")
+    (folder / NAME).write_bytes(b"\xff" + (folder / NAME).read_bytes())
+    with pytest.raises(FormatError, match=NAME):
+        verify(folder)
+
+
+@pytest.mark.parametrize("size", [0, -32, 32.5, 10**12])
+def test_sizes_that_no_matrix_has_are_faults(copy_of, size):
+    folder, _ = copy_of("compressed-tensors")
+    first, *others = read_record(folder).layers
+    sign(folder, layers=(replace(first, out_features=size), *others))
+    assert all(line.startswith(f"{first.name}: ") for line in said(verify(folder)))
+    assert said(verify(folder))
+
+
+def test_a_folder_that_is_not_finished_is_refused(copy_of):
+    folder, _ = copy_of("compressed-tensors")
+    (folder / "INCOMPLETE").write_text("")
+    assert any("incomplete" in line for line in outcome(folder))
