@@ -53,7 +53,7 @@ def measure(
         not coded or (not wanted.shrink and wanted.gains == "none")  # else another target or grid was swept
     )
     first = None
-    if bounded and (rule.solver == "k-best" or rule.polish != 0):  # which begin with this sweep and then only lose less
+    if bounded and not coded and (rule.solver == "k-best" or rule.polish != 0):  # begin with this sweep, and lose less
         first = nearest_plane(target.to(torch.promote_types(W.dtype, torch.float32)), on_grid.grid, sweep).codes
     found = certify(
         W, target, on_grid, H, sweep, swept=bounded, sweep=first, values=None if base is None else matrix.decode()

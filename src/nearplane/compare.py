@@ -211,7 +211,8 @@ def recipe_for(method: Way, bits: float, layers: Iterable[Layer], calibration: C
         return Recipe(rule=paper, rate=rate, allocate="uniform", calibration=calibration), ""
     layers = list(layers)
     width, group_size, note = fixed_grid(bits, [layer.shape[1] for layer in layers])
-    rule = replace(Rule() if method == "nearplane-grid" else paper, bits=width, group_size=group_size, symmetric=True)
+    rule = Rule() if method == "nearplane-grid" else replace(paper, polish=0, rounds=0)
+    rule = replace(rule, bits=width, group_size=group_size, symmetric=True)
     linear = all(layer.kind == "Linear" for layer in layers)
     format: Format = "compressed-tensors" if linear else "gptq"  # which holds GPT-2's Conv1D too
     return Recipe(rule=rule, format=format, allocate="uniform", calibration=calibration), note

@@ -224,8 +224,12 @@ def _rows(W: Tensor, wanted: Rate, sensitivity: Tensor | None) -> ProductGrid:
 
 
 def search(T: Tensor, inputs: Inputs, rule: Rule, wanted: Rate, rate: float, rows: ProductGrid) -> Trial:
-    """Find the step whose coded size is `rate` bits a weight: on some rows where there are many, then on all."""
+    """Find the step whose coded size is `rate` bits a weight: on some rows where there are many, then on all.
+
+    By nearest plane, and only from there by a solver or a polish that costs more.
+    """
     foreseeing = wanted.shrink and wanted.method == "waterfill"
+    costly, rule = rule, replace(rule, solver="nearest-plane", beam=None, polish=0)
     problem = Problem.foresee(T, inputs, rule, wanted, rows, None)
     x = problem.first_step(rate)
     for _ in range(2 if foreseeing else 0):  # step and noise determine each other; here by the high-rate formula
@@ -242,6 +246,9 @@ def search(T: Tensor, inputs: Inputs, rule: Rule, wanted: Rate, rate: float, row
         x = found.log_step
         problem = Problem.foresee(T, inputs, rule, wanted, rows, x)
         found = secant(lambda y, p=problem: _coded(p.attempt(y, wanted), wanted), x, rate, out)
+    if costly.solver not in ("nearest-plane", "round-to-nearest") or costly.polish:
+        problem = replace(problem, rule=costly)
+        found = secant(lambda y: _coded(problem.attempt(y, wanted), wanted), found.log_step, rate, out)
     return found
 
 
