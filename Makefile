@@ -7,7 +7,7 @@ SOURCES := $(shell find src -type f -not -name '*.pyc')
 
 export OMP_WAIT_POLICY ?= PASSIVE   # threads that wait do not spin: on a busy machine that is several times faster
 
-.PHONY: demo test bench clean
+.PHONY: demo test nightly bench clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/nearplane demo
@@ -20,6 +20,9 @@ test: $(VENV)/.tested-with
 	rm -rf build/wheel && $(VENV)/bin/python -m build --quiet --wheel --no-isolation --outdir build/wheel
 	$(PIP) --no-deps --force-reinstall build/wheel/*.whl   # the tests see what users install, not the checkout
 	$(VENV)/bin/python -m pytest
+
+nightly: $(VENV)/.tested-with   # 500 problems for every theorem instead of 50
+	HYPOTHESIS_PROFILE=nightly $(VENV)/bin/python -m pytest tests/lattice tests/test_geometry.py tests/test_inputs.py
 
 bench: $(VENV)/.tested-with
 	$(PIP) --no-deps --force-reinstall .

@@ -208,7 +208,7 @@ class RunRecord:
 
     @property
     def above_limit(self) -> float | None:
-        """Bits per quantized weight above the limit; None on fixed grids."""
+        """Bits per quantized weight above the limit; None if it is not known of some layer."""
         return self._mean([layer.above_limit for layer in self.layers])
 
     @property

@@ -52,7 +52,8 @@ def layer_table(record: RunRecord) -> tuple[str, tuple[str, ...], Iterator[tuple
     after.append(f"total: {record.rate:.3f} bits per quantized weight, weight files {record.bytes / 1e6:,.1f} MB")
     if not coded:
         columns = (
-            "layer", "shape", "grid", "bits/weight", "relative loss", "nearest/this", "bound/this", "clipped %", "correction",
+            "layer", "shape", "grid", "bits/weight", "relative loss", "nearest/this", "bound/this", "clipped %", "above limit",
+            "correction",
         )  # fmt: skip
         return before, columns, _grid_rows(record), after
     columns = (
@@ -74,7 +75,7 @@ def _grid_rows(record: RunRecord) -> Iterator[tuple[str, ...]]:
             layer.name, f"{layer.out_features} x {layer.in_features}",
             f"{layer.bits}-bit {'sym' if layer.symmetric else 'asym'} g{layer.group_size or '-'}", f"{layer.rate:.3f}",
             f"{layer.relative_loss:.3e}", _ratio(layer.nearest_loss, layer.loss), _ratio(layer.worst_case, layer.damped_loss),
-            f"{100 * layer.clipped:.2f}", f"{layer.correction:.2f}",
+            f"{100 * layer.clipped:.2f}", _number(layer.above_limit), f"{layer.correction:.2f}",
         )  # fmt: skip
 
 
