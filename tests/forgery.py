@@ -126,18 +126,25 @@ def _some_file(folder: Path, rng: random.Random) -> Path:
 def move_code(folder: Path, rng: random.Random) -> Alteration:
     """Move one code of one layer by one, within the range of its grid."""
     stored, name = _some_layer(folder, rng)
-    tensors = stored.tensors(name)
-    matrix = stored.matrix(name, tensors)
+    matrix = stored.matrix(name, stored.tensors(name))
     row, column = (rng.randrange(size) for size in matrix.codes.shape)
     before, step = int(matrix.codes[row, column]), rng.choice((-1, 1))
     low, high = getattr(matrix.grid, "low", None), getattr(matrix.grid, "high", None)
     if low is not None and high is not None and not low <= before + step <= high:
         step = -step
-    codes = matrix.codes.clone()
-    codes[row, column] = before + step
-    _pack(folder, stored, name, tensors, replace(matrix, codes=codes))
-    what = f"code [{row}, {column}] from {before} to {before + step}"
+    what = move_one(folder, name, row, column, step)
     return Alteration(kind="code", where=_called(folder, name), what=what)
+
+
+def move_one(folder: Path, name: str, row: int, column: int, step: int) -> str:
+    """Add `step` to one code of the layer whose tensors have this name; return that in words."""
+    stored = Stored(folder)
+    tensors = stored.tensors(name)
+    matrix = stored.matrix(name, tensors)
+    codes = matrix.codes.clone()
+    codes[row, column] += step
+    _pack(folder, stored, name, tensors, replace(matrix, codes=codes))
+    return f"code [{row}, {column}] from {int(matrix.codes[row, column])} to {int(codes[row, column])}"
 
 
 def move_scale(folder: Path, rng: random.Random) -> Alteration:

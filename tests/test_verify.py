@@ -221,15 +221,9 @@ def test_layers_before_an_altered_one_still_hold(copy_of):
     """Those after it see other inputs than they were quantized with, and are named too."""
     folder, original = copy_of("compressed-tensors")
     names = [layer.name for layer in read_record(folder).layers]
-    stored = Stored(folder)
     altered = names[4]
-    tensors = stored.tensors(altered)
-    matrix = stored.matrix(altered, tensors)
-    codes = matrix.codes.clone()
-    codes[0, 0] += 1 if codes[0, 0] < 7 else -1
-    packed = stored.layout.pack_layer(altered, replace(matrix, codes=codes), torch.float32)
-    forgery.rewrite(folder, stored.reader.file(f"{altered}.weight_packed"), packed)
-    forgery.rehash(folder)
+    code = int(dict(read_matrices(folder))[altered].codes[0, 0])
+    forgery.move_one(folder, altered, 0, 0, 1 if code < 7 else -1)
     wrong = {fault.where for fault in verify(folder, against=original).faults}
     assert wrong >= {altered, names[-1]}
     assert not wrong & set(names[:4])
@@ -338,14 +332,7 @@ def test_weights_of_dead_inputs_are_zero(model_of, text, tmp_path):
         nearplane.quantize(model, folder, **options, **words)
         assert said(verify(folder, against=str(model))) == []
         name = "model.layers.1.self_attn.q_proj"
-        stored = Stored(folder)
-        tensors = stored.tensors(name)
-        matrix = stored.matrix(name, tensors)
-        codes = matrix.codes.clone()
-        codes[3, 5] += 1
-        packed = stored.layout.pack_layer(name, replace(matrix, codes=codes), torch.float32)
-        forgery.rewrite(folder, stored.reader.file(next(iter(tensors))), packed)
-        forgery.rehash(folder)
+        forgery.move_one(folder, name, 3, 5, 1)
         assert f"{name}: weights of inputs that were always 0 are not 0" in said(verify(folder, against=str(model)))
 
 
