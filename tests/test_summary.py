@@ -1,0 +1,106 @@
+"""What the command says of a run is in its record, and what went otherwise than asked is said."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nearplane import Calibration, Rate, Recipe, Rule
+from nearplane.record import LayerRecord, RunRecord
+from nearplane.summary import layer_table, summary
+
+GOOD = LayerRecord(
+    name="model.layers.0.mlp.up_proj", stored="model.layers.0.mlp.up_proj", out_features=8, in_features=16, loss=0.25,
+    row_losses=(0.25,), relative_loss=0.01, nearest_loss=0.75, damped_loss=0.5, worst_case=2.0, expected=2 / 3, gamma=3.5,
+    clipped=0.125, clipped_rows=0.5, correction=0.7, damp=0.01, sweep_damp=0.1, dead=0, tokens=512, order="activation", bits=4,
+    group_size=16, symmetric=True, seconds=0.1, bytes=80,
+)  # fmt: skip
+WORSE = replace(GOOD, name="model.layers.1.mlp.up_proj", relative_loss=0.03, bytes=48)
+CODED = replace(
+    GOOD, bits=None, group_size=None, symmetric=None, asked=3.1, entropy=2.5, limit=2.25, base=0.1, bytes=48
+)
+RUN = RunRecord(
+    recipe=Recipe(calibration=Calibration(samples=2)), source="somewhere", versions={"torch": "2"}, device="cpu", windows=2,
+    seqlen=256, tokens=512, layers=(GOOD, WORSE), seconds=1.5, bytes=1_250_000, folder=1_500_000,
+)  # fmt: skip
+RATE = replace(RUN, recipe=Recipe(rate=Rate(rate=3.0), calibration=Calibration(samples=2)), layers=(CODED, CODED))
+OUT = Path("out")
+
+
+def test_a_run_that_went_as_asked_takes_four_lines():
+    assert list(summary(RUN, OUT)) == [
+        "2 layers quantized to 4.000 bits per weight in 1.5 s: out",
+        "weight files 1.2 MB, the whole folder 1.5 MB, calibrated on 512 tokens",
+        "relative loss: mean 2.00e-02, worst 3.00e-02 (model.layers.1.mlp.up_proj)",
+        "rounding the same targets to nearest would lose 3.0 times as much (median layer)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"windows": 1}, "the text holds 1 windows of 256, 2 were asked for"),
+        ({"skipped": (("router", "Router"),)}, "left as it is: router (Router)"),
+        (
+            {"layers": (replace(GOOD, dead=3), WORSE)},
+            "3 inputs were 0 for every calibration token; their weights are 0 now:",
+        ),
+        ({"layers": (replace(GOOD, dead=3), WORSE)}, "  model.layers.0.mlp.up_proj (3 of 16)"),
+        ({"recipe": Recipe(max_loss=0.02)}, "1 layers lose more than --max-loss 0.02:"),
+        ({"recipe": Recipe(max_loss=0.02)}, "  model.layers.1.mlp.up_proj: 3.000e-02 at 3.000 bits per weight"),
+        (
+            {"recipe": Recipe(rate=Rate(rate=4.1))},
+            "4.1 bits per weight asked for, 4 found: some layers cannot have the rate that they were given, see "
+            "`nearplane inspect`.",
+        ),
+        (
+            {"recipe": Recipe(rate=Rate(rate=3.9), max_loss=0.03)},
+            "3.9 bits per weight asked for, 4 found: some layers cannot have the rate that they were given, or needed more to "
+            "keep --max-loss, see `nearplane inspect`.",
+        ),
+    ],
+    ids=lambda value: value[:30] if isinstance(value, str) else next(iter(value)),
+)  # fmt: skip
+def test_what_went_otherwise_is_said(changes, line):
+    assert line in list(summary(replace(RUN, **changes), OUT))
+    assert line not in list(summary(RUN, OUT))
+
+
+def test_nothing_is_said_of_calibration_where_there_was_none():
+    bare = replace(RUN, tokens=0, windows=0, recipe=Recipe(rule=Rule(solver="round-to-nearest")))
+    assert not any("to nearest" in line or "windows" in line for line in summary(bare, OUT))
+
+
+def test_how_to_load_is_said_of_the_format_that_needs_it():
+    assert any('nearplane.load("out")' in line for line in summary(RATE, OUT))
+    assert not any("nearplane.load" in line for line in summary(RUN, OUT))
+
+
+def test_the_table_of_grids_has_a_row_for_every_layer():
+    before, columns, rows, after = layer_table(RUN)
+    assert "somewhere quantized by nearest-plane, compressed-tensors, cpu, 1.5 s" in before
+    first, second = (dict(zip(columns, row, strict=True)) for row in rows)
+    assert first.items() >= {
+        "layer": "model.layers.0.mlp.up_proj", "shape": "8 x 16", "grid": "4-bit sym g16", "bits/weight": "5.000",
+        "relative loss": "1.000e-02", "nearest/this": "3.00", "bound/this": "4.00", "clipped %": "12.50", "correction": "0.70",
+    }.items()  # fmt: skip
+    assert second["relative loss"] == "3.000e-02"
+    assert after == ["total: 4.000 bits per quantized weight, weight files 1.2 MB"]
+
+
+def test_the_table_of_rates_says_what_was_asked_for_and_how_far_the_limit_is():
+    _, columns, rows, after = layer_table(replace(RATE, skipped=(("router", "Router"),)))
+    first, _ = (dict(zip(columns, row, strict=True)) for row in rows)
+    assert first.items() >= {
+        "layer": "model.layers.0.mlp.up_proj", "shape": "8 x 16", "asked": "3.100", "bits/weight": "3.000", "of it codes": "2.500",
+        "limit": "2.250", "above it": "0.750", "relative loss": "1.000e-02", "bound/this": "4.00", "correction": "0.70",
+    }.items()  # fmt: skip
+    assert "left as it is: router (Router)" in after
+    assert after[-1].startswith("of 3.000 bits: codes 2.500, above the limit 0.750; ")
+
+
+@pytest.mark.parametrize("field", ["worst_case", "nearest_loss"])
+def test_figures_that_a_layer_does_not_have_are_a_dash(field):
+    _, columns, rows, _ = layer_table(replace(RUN, layers=(replace(GOOD, **{field: None}),)))
+    row = dict(zip(columns, next(rows), strict=True))
+    assert row["bound/this" if field == "worst_case" else "nearest/this"] == "-"
