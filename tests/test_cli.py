@@ -1,13 +1,19 @@
 """The command line: one clear sentence and exit code 1 for bad input, JSON for machines."""
 
 import json
+import random
+import shutil
 import subprocess
 import sys
 
 import pytest
 
+import forgery
+import nearplane
+from families import config_of, random_model
 from nearplane import cli
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
+from nearplane.record import read_record
 
 
 def command(monkeypatch, capsys, *words):
@@ -51,6 +57,9 @@ def test_quantize_evaluate_and_inspect_work_together(monkeypatch, capsys, tmp_pa
         (("evaluate", MODEL, "--text", "{tmp}/none.txt"), "none.txt"),
         (("evaluate", "{tmp}", "--text", HELD_OUT), "config.json"),
         (("inspect", "{tmp}"), "nearplane.json"),
+        (("verify", "{tmp}"), "nearplane.json"),
+        (("quantize", MODEL, "{tmp}/out", "--calibration", CALIBRATION, "--max-loss", "0"), "between 0 and 1"),
+        (("quantize", MODEL, "{tmp}/out", "--calibration", CALIBRATION, "--max-loss", "2"), "between 0 and 1"),
     ],
 )
 def test_bad_input_gets_one_clear_sentence(monkeypatch, capsys, tmp_path, words, said):
@@ -76,3 +85,92 @@ def test_bits_of_the_command_line_are_those_that_were_typed(flag, bits):
     found = bound.arguments["rule"].bits
     assert found == bits
     assert isinstance(found, int) == (bits == int(bits))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A random model of two narrow blocks, its checkpoint and the text: (model, checkpoint, text)."""
+    folder = tmp_path_factory.mktemp("tiny")
+    model, out, text = (folder / name for name in ("model", "out", "text.txt"))
+    random_model(config_of("llama", vocab_size=2048, num_hidden_layers=2)).float().save_pretrained(model)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (model / name).write_bytes((MODEL / name).read_bytes())
+    text.write_text(CALIBRATION.read_text()[:4000])
+    nearplane.quantize(model, out, bits=3, group_size=32, calibration=str(text), samples=4, seqlen=40)
+    return model, out, text
+
+
+def test_verify_says_that_all_holds_in_one_line(monkeypatch, capsys, tiny):
+    model, out, text = tiny
+    code, printed, _ = command(monkeypatch, capsys, "verify", out)
+    assert code == 0
+    assert printed.endswith("layers checked, losses not measured: that takes --against and --calibration: no faults\n")
+    code, printed, _ = command(monkeypatch, capsys, "verify", out, "--against", model, "--calibration", text)
+    assert code == 0
+    assert printed.count("\n") == 1
+    assert printed.endswith("14 layers checked, every loss measured again: no faults\n")
+
+
+def test_verify_prints_a_line_for_every_fault_and_ends_with_1(monkeypatch, capsys, tiny, tmp_path):
+    model, out, _ = tiny
+    shutil.copytree(out, tmp_path / "out")
+    record = read_record(out)
+    names = [layer.name for layer in record.layers[2:5]]
+    for name in names:
+        forgery.forge_layer(tmp_path / "out", name, "relative_loss", random.Random(0))
+    (tmp_path / "out" / "extra.py").write_text("import os")
+    code, printed, err = command(monkeypatch, capsys, "verify", tmp_path / "out")
+    assert code == 1
+    assert printed.splitlines()[0] == "extra.py: the record does not know this file"
+    assert printed.splitlines()[-1].endswith(": 1 fault")
+    assert len(printed.splitlines()) == 2
+    code, printed, err = command(monkeypatch, capsys, "verify", tmp_path / "out", "--against", model)
+    assert code == 1
+    assert [line.partition(":")[0] for line in printed.splitlines()[:-1]] == ["extra.py", *names]
+    assert printed.splitlines()[-1].endswith(": 4 faults")
+    assert "Traceback" not in err
+    code, printed, _ = command(monkeypatch, capsys, "verify", tmp_path / "out", "--json")
+    assert code == 1
+    assert json.loads(printed) == {
+        "faults": [{"where": "extra.py", "what": "the record does not know this file"}],
+        "measured": False,
+    }
+
+
+def test_verify_takes_a_tolerance(monkeypatch, capsys, tiny, tmp_path):
+    model, out, _ = tiny
+    shutil.copytree(out, tmp_path / "out")
+    forgery.forge_layer(tmp_path / "out", read_record(out).layers[2].name, "relative_loss", random.Random(0))
+    words = ("verify", tmp_path / "out", "--against", model)
+    assert command(monkeypatch, capsys, *words)[0] == 1
+    assert command(monkeypatch, capsys, *words, "--tolerance", 0.02)[0] == 0
+
+
+def test_a_text_without_the_original_is_refused_in_one_sentence(monkeypatch, capsys, tiny):
+    code, printed, err = command(monkeypatch, capsys, "verify", tiny[1], "--calibration", tiny[2])
+    assert (code, printed) == (1, "")
+    assert "--calibration without --against" in err
+
+
+def test_layers_that_lose_more_than_max_loss_are_named_and_the_command_ends_with_2(monkeypatch, capsys, tiny, tmp_path):
+    """The checkpoint is written all the same."""
+    model, out, text = tiny
+    losses = sorted(layer.relative_loss for layer in read_record(out).layers)
+    words = ("quantize", model, tmp_path / "out", "--bits", 3, "--group-size", 32, "--calibration", text, "--samples", 4,
+             "--seqlen", 40)  # fmt: skip
+    code, printed, _ = command(monkeypatch, capsys, *words, "--max-loss", (losses[-2] + losses[-1]) / 2)
+    assert code == 2
+    assert "1 layers lose more than --max-loss" in printed
+    assert read_record(tmp_path / "out").exceeding[0].name in printed
+    assert command(monkeypatch, capsys, "verify", tmp_path / "out")[0] == 0
+    assert command(monkeypatch, capsys, *words, "--overwrite", "--max-loss", 0.99)[0] == 0
+
+
+def test_entropy_coded_layers_get_the_bits_that_max_loss_takes(monkeypatch, capsys, tiny, tmp_path):
+    model, _, text = tiny
+    words = ("quantize", model, tmp_path / "out", "--rate", 3, "--calibration", text, "--samples", 4, "--seqlen", 40)
+    code, printed, _ = command(monkeypatch, capsys, *words, "--max-loss", 0.004)
+    assert code == 0
+    record = read_record(tmp_path / "out")
+    assert max(layer.relative_loss for layer in record.layers) <= 0.004
+    assert "needed more to keep --max-loss" in printed

@@ -1,5 +1,6 @@
 """The main path on real (tiny) models: what is written is what was solved, other programs load it, and nothing is lost."""
 
+import hashlib
 import json
 import resource
 import signal
@@ -15,7 +16,7 @@ import nearplane
 from nearplane import Calibration, NearplaneError, Recipe, Rule
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.formats.folder import read_dense, read_matrices
-from nearplane.record import read_record
+from nearplane.record import digest_of, read_record
 
 FAST = {"calibration": str(CALIBRATION), "samples": 8, "seqlen": 64, "group_size": 64}
 GRIDS = [("compressed-tensors", 4, True), ("compressed-tensors", 3, True), ("gptq", 4, True), ("gptq_v2", 2, False)]
@@ -243,3 +244,35 @@ def test_a_full_disk_is_one_sentence_and_what_was_written_does_not_load(small, t
 def test_a_recipe_and_keywords_together_are_refused(small, tmp_path):
     with pytest.raises(NearplaneError, match="not both"):
         nearplane.quantize(small, tmp_path / "out", Recipe(rule=Rule(), calibration=Calibration()), bits=3)
+
+
+def test_layers_that_lose_more_than_they_may_are_named(small, tmp_path):
+    """Grids cannot have more bits than they were given: nothing else changes."""
+    words = FAST | {"bits": 3, "ignore": ["mlp"]}
+    free = nearplane.quantize(small, tmp_path / "free", **words)
+    losses = sorted(layer.relative_loss for layer in free.layers)
+    most = (losses[-3] + losses[-2]) / 2
+    record = nearplane.quantize(small, tmp_path / "out", max_loss=most, **words)
+    assert [layer.relative_loss for layer in record.exceeding] == losses[:-3:-1]
+    assert [layer.checksum for layer in record.layers] == [layer.checksum for layer in free.layers]
+    assert free.exceeding == ()
+
+
+def test_the_record_has_the_hash_of_every_layer_and_file(quantized):
+    """Over a line of name, dtype and sizes, and the bytes, of every tensor in the order of their names."""
+    out, record = quantized
+    tensors = {name: tensor for path in out.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    names = {torch.int32: "I32", torch.int64: "I64", torch.float16: "F16", torch.bfloat16: "BF16"}
+    for layer in record.layers:
+        digest, size = hashlib.sha256(), 0
+        for name in sorted(name for name in tensors if name.startswith(f"{layer.stored}.")):
+            tensor = tensors[name]
+            digest.update(f"{name} {names[tensor.dtype]} {' '.join(map(str, tensor.shape))}\n".encode())
+            digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
+            size += tensor.nbytes
+        assert (layer.checksum, layer.bytes) == (digest.hexdigest(), size)
+    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in out.iterdir()}
+    del files["nearplane.json"]
+    assert record.files == files
+    assert record.folder == sum(path.stat().st_size for path in out.iterdir())
+    assert record.digest == digest_of((out / "nearplane.json").read_text())

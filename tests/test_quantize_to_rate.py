@@ -1,6 +1,8 @@
 """Rate mode through the main path: the size asked for, on disk; what is loaded is what was solved; clear refusals."""
 
+import hashlib
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -16,9 +18,10 @@ from nearplane.cli import app
 from nearplane.coding.blob import shape_of
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.formats.folder import read_dense, read_matrices
+from nearplane.models.data import read_windows
 from nearplane.models.stream import open_model
 from nearplane.plan import _rest
-from nearplane.record import read_record
+from nearplane.record import digest_of, read_record
 from nearplane.shards import ShardReader
 
 FAST = {"calibration": str(CALIBRATION), "samples": 8, "seqlen": 64}
@@ -226,3 +229,121 @@ def test_a_checkpoint_from_the_future_is_not_read(coded, tmp_path):
     path.write_text(json.dumps(config))
     with pytest.raises(NearplaneError, match="99"):
         nearplane.evaluate(tmp_path / "future", HELD_OUT, seqlen=64, samples=1)
+
+
+# ── --max-loss ──
+
+
+@pytest.fixture(scope="module")
+def limited(small, tmp_path_factory):
+    """One run at a rate, and one with the same rate that may lose half as much as the worst layer of the first."""
+    words = FAST | {"rate": 2.0, "allocate": "uniform"}
+    free = nearplane.quantize(small, tmp_path_factory.mktemp("free") / "out", **words)
+    most = max(layer.relative_loss for layer in free.layers) / 2
+    bound = nearplane.quantize(small, tmp_path_factory.mktemp("bound") / "out", max_loss=most, **words)
+    return free, bound, most
+
+
+def test_no_layer_loses_more_than_it_may(limited):
+    free, bound, most = limited
+    assert any(layer.relative_loss > most for layer in free.layers)
+    assert all(layer.relative_loss <= most for layer in bound.layers)
+    assert bound.exceeding == ()
+
+
+def test_layers_that_would_lose_more_get_more_bits_and_no_others(limited):
+    free, bound, most = limited
+    for before, after in zip(free.layers, bound.layers, strict=True):
+        if before.relative_loss > 1.1 * most:  # targets differ a little, as layers before lost less
+            assert after.rate > before.rate + 0.1
+            assert after.asked > 2.04  # what others left over moves a layer by 2 % at most
+            assert after.rate == pytest.approx(after.asked, rel=0.01)
+        elif before.relative_loss < 0.9 * most:
+            assert after.asked <= 2.04
+
+
+def test_bits_are_raised_no_further_than_the_loss_asks_for(limited):
+    """6 dB a bit: what a layer is within is at most half a bit's worth below the limit."""
+    _, bound, most = limited
+    raised = [layer for layer in bound.layers if layer.asked > 2.04]
+    assert raised
+    assert all(layer.relative_loss > most / 2 for layer in raised)
+
+
+def test_a_rate_that_the_loss_did_not_allow_is_reported_as_missed(limited):
+    free, bound, _ = limited
+    assert free.missed is None
+    assert bound.rate > 2.01
+    assert "2 bits per weight asked for" in bound.missed
+    assert "--max-loss" in bound.missed
+
+
+def test_what_not_even_seven_bits_reach_is_named(small, tmp_path):
+    """A loss below that of 7 bits: what is tried ends there."""
+    words = FAST | {"rate": 6.5, "allocate": "uniform", "ignore": ["mlp", "self_attn.[kvo]"]}
+    record = nearplane.quantize(small, tmp_path / "out", max_loss=1e-9, **words)
+    assert [layer.name for layer in record.exceeding] == [
+        layer.name for layer in sorted(record.layers, key=lambda layer: -layer.relative_loss)
+    ]
+    assert all(layer.asked == 7.0 for layer in record.layers)
+
+
+def test_a_loss_that_no_layer_exceeds_changes_nothing(limited, small, tmp_path):
+    again = nearplane.quantize(small, tmp_path / "out", rate=2.0, max_loss=0.99, allocate="uniform", **FAST)
+    assert [layer.checksum for layer in again.layers] == [layer.checksum for layer in limited[0].layers]
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, -0.1, True, "0.1"])
+def test_a_loss_that_is_no_part_of_the_whole_is_refused(most):
+    with pytest.raises(RecipeError, match=r"max_loss is .*; expected between 0 and 1"):
+        Recipe.from_spellings(rate=2.0, max_loss=most)
+
+
+def test_inspect_and_the_files_agree_on_what_each_layer_is(coded):
+    """The record's checksum is over names, dtypes, shapes and bytes, in plain Python."""
+    out, record = coded
+    reader = ShardReader(out)
+    for layer in record.layers:
+        name = f"{layer.stored}.weight_coded"
+        content = reader.read([name])[name].numpy().tobytes()
+        line = f"{name} U8 {len(content)}\n".encode()
+        assert layer.checksum == hashlib.sha256(line + content).hexdigest()
+    found = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in out.iterdir()
+        if path.name != "nearplane.json"
+    }
+    assert record.files == found
+    text = (out / "nearplane.json").read_text()
+    assert record.digest == digest_of(text)
+
+
+def test_the_record_says_which_tokens_it_saw(coded, small):
+    _, record = coded
+    tokens = read_windows(AutoTokenizer.from_pretrained(small), CALIBRATION, samples=8, seqlen=64)
+    assert (record.windows, record.seqlen, record.tokens) == (8, 64, 512)
+    assert record.text == hashlib.sha256(tokens.numpy().astype("<i8").tobytes()).hexdigest()
+
+
+def test_profiles_are_of_the_first_the_middle_and_the_last_block(coded):
+    """Of every input in them, in the three usual orders; longest first where that is the order."""
+    _, record = coded
+    blocks = {profile.layer.split(".")[2] for profile in record.profiles}
+    assert blocks == {"0", "1"}
+    assert len(record.profiles) == 2 * 4 * 3
+    assert {profile.order for profile in record.profiles} == {"natural", "activation", "pivoted"}
+    for profile in record.profiles:
+        assert len(profile.lengths) == 32
+        assert profile.trace > 0
+        assert profile.spread >= 0
+    spread = {(profile.layer, profile.order): profile.spread for profile in record.profiles}
+    for layer, order in spread:
+        assert spread[layer, order] == pytest.approx(
+            spread[layer, "natural"]
+            + 0.5 * math.log2(trace_of(record, layer, order) / trace_of(record, layer, "natural")),
+            abs=1e-4,
+        )  # the product of all lengths is the determinant, whatever the order
+
+
+def trace_of(record, layer, order):
+    return next(profile.trace for profile in record.profiles if (profile.layer, profile.order) == (layer, order))

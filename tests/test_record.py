@@ -1,21 +1,25 @@
 """The record survives JSON, and adds up."""
 
-from dataclasses import replace
+import hashlib
+import json
+from dataclasses import fields, replace
 
 import pytest
 
 from nearplane import FormatError, Rate, Recipe, Rule
-from nearplane.record import LayerRecord, RunRecord, read_record
+from nearplane.record import LayerRecord, Profile, RunRecord, digest_of, read_record, row_groups
 
 LAYER = LayerRecord(
     name="model.layers.0.mlp.up_proj", out_features=8, in_features=16, loss=0.5, row_losses=(0.5, 1e-07), sweep_damp=0.1,
     relative_loss=0.01, nearest_loss=0.9,
     damped_loss=0.6, worst_case=2.0, expected=2 / 3, gamma=3.5, clipped=0.0, clipped_rows=0.0, correction=0.7, damp=0.01, dead=0,
-    tokens=512, order="activation", bits=3, group_size=None, symmetric=True, seconds=0.1, bytes=64,
+    tokens=512, order="activation", bits=3, group_size=None, symmetric=True, seconds=0.1, bytes=64, checksum=64 * "a",
 )  # fmt: skip
+PROFILE = Profile(layer=LAYER.name, order="pivoted", lengths=(4.0, 2.5e-07), trace=4.5, spread=0.5)
 RUN = RunRecord(
     recipe=Recipe(rule=Rule(bits=3), ignore=("head",)), source="somewhere", versions={"torch": "2"}, device="cpu", windows=2,
-    seqlen=256, tokens=512, layers=(LAYER, LAYER), skipped=(("router", "Router"),), seconds=1.5, bytes=4096,
+    seqlen=256, tokens=512, text=64 * "b", layers=(LAYER, LAYER), profiles=(PROFILE,), files={"config.json": 64 * "c"},
+    skipped=(("router", "Router"),), seconds=1.5, bytes=4096,
 )  # fmt: skip
 
 
@@ -45,3 +49,60 @@ def test_what_is_no_record_is_refused(text, tmp_path):
     (tmp_path / "nearplane.json").write_text(text)
     with pytest.raises(FormatError, match=r"nearplane\.json"):
         read_record(tmp_path)
+
+
+def test_a_list_of_numbers_takes_one_line():
+    text = RUN.to_json()
+    assert '"row_losses": [ 0.5, 1e-07 ]' in text
+    assert '"lengths": [ 4.0, 2.5e-07 ]' in text
+    assert RunRecord.from_json(text).profiles[0].lengths == PROFILE.lengths
+
+
+@pytest.mark.parametrize("others", [0, 10**6])
+def test_the_digest_is_the_hash_of_the_record_without_it(others):
+    """So that any program can check it: blank the 64 digits, hash the bytes."""
+    text = RUN.in_folder(others).to_json()
+    said = json.loads(text)["digest"]
+    assert text.count(said) == 1
+    assert said == digest_of(text) == hashlib.sha256(text.replace(said, "").encode()).hexdigest()
+
+
+def test_whatever_is_changed_in_the_text_changes_the_digest():
+    text = RUN.in_folder(0).to_json()
+    said = json.loads(text)["digest"]
+    place = text.index(said)
+    for index, letter in enumerate(text):
+        if not place <= index < place + len(said):
+            assert digest_of(f"{text[:index]}{'1' if letter != '1' else '2'}{text[index + 1 :]}") != said, index
+
+
+def test_a_record_knows_its_folder_and_digest_again_after_json():
+    record = RUN.in_folder(5)
+    assert RunRecord.from_json(record.to_json()) == record
+    assert record.in_folder(5) == record
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups"), [((1, 1), 1), ((3, 4096), 3), ((32, 32), 2), ((128, 352), 13), ((4096, 4096), 256)]
+)
+def test_groups_of_rows_are_a_sixteenth_of_the_root_of_the_weights(shape, groups):
+    assert row_groups(*shape) == groups
+
+
+def test_layers_that_lose_too_much_are_named_the_worst_first():
+    layers = tuple(replace(LAYER, name=str(loss), relative_loss=loss) for loss in (0.01, 0.03, 0.02, 0.04))
+    asked = replace(RUN, layers=layers, recipe=Recipe(max_loss=0.02))
+    assert [layer.relative_loss for layer in asked.exceeding] == [0.04, 0.03]
+    assert replace(asked, recipe=Recipe()).exceeding == ()
+
+
+def test_what_was_missed_for_the_sake_of_the_loss_is_said():
+    asked = replace(RUN, recipe=Recipe(rate=Rate(rate=3.0), max_loss=0.1))
+    assert "3 bits per weight asked for, 4 found" in asked.missed
+    assert "--max-loss" in asked.missed
+    assert "--max-loss" not in replace(asked, recipe=Recipe(rate=Rate(rate=3.0))).missed
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(LayerRecord)])
+def test_no_field_of_a_certificate_is_left_out_of_the_file(name):
+    assert name in json.loads(RUN.to_json())["layers"][0]
