@@ -19,7 +19,7 @@ import torch
 from nearplane.certificate import measure
 from nearplane.errors import FormatError, ModelError, NumericalError, RecipeError
 from nearplane.formats.beside import CONFIG, GPTQ_CONFIG, names_copied
-from nearplane.formats.folder import Stored, written
+from nearplane.formats.folder import FORMATS, Stored, written
 from nearplane.inputs import corrected
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
 from nearplane.models.stream import Model, device_of, open_model
@@ -208,7 +208,12 @@ def _opened(folder: Path, faults: list[Fault]) -> Stored | None:
 
 def _stored(stored: Stored, record: RunRecord, matrices: dict[str, QuantizedMatrix]) -> Iterator[Fault]:
     """Compare the tensors of every layer with the record; fills `matrices` with those that can be read."""
-    known = {layer.stored: layer for layer in record.layers}
+    recipe, known = record.recipe, {layer.stored: layer for layer in record.layers}
+    layout = FORMATS[recipe.format]
+    if recipe.rate.wanted:
+        layout = replace(layout, coder=recipe.rate.coder, classes=recipe.rate.classes)
+    if stored.layout != layout:
+        yield Fault(where=CONFIG, what=f"its quantization_config is not that of {recipe.format} as the recipe has it")
     for name in stored.names():
         if name not in known:
             yield Fault(where=name, what=f"a quantized layer that {NAME} does not know")
