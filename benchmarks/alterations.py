@@ -187,6 +187,8 @@ def main() -> None:
             assert not faults, faults
         if words.every_code:
             try_hidden(checkpoints, str(words.model), scratch / "copy")
+        if not words.count:
+            return
         began, seeds = time.perf_counter(), range(words.first, words.first + words.count)
         counts = alterations(checkpoints, str(words.model), seeds, scratch / "copy")
         seconds = time.perf_counter() - began

@@ -16,7 +16,7 @@ from nearplane.rate import contents, quantize_matrix_to_rate
 from nearplane.recipe import Rate, Rule
 
 SPACE_FILLING = 0.5 * math.log2(2 * math.pi * math.e / 12)
-UNDAMPED = Rule(damp=0.0)
+UNDAMPED = Rule(damp=0.0, solver="nearest-plane")  # whose excess over the limit theory knows
 
 
 def power_law(n: int, exponent: float, seed: int = 0) -> torch.Tensor:

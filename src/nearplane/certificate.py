@@ -44,7 +44,7 @@ def measure(
     Returns:
         All of the record but seconds, bytes and checksum.
     """
-    H, grid = inputs.moments.H, matrix.grid
+    H, grid, rule = inputs.moments.H, matrix.grid, rule.resolved(wanted)
     coded = wanted is not None
     factor = inputs.factor(rule.order, rule.damp)
     sweep = inputs.factor(rule.order, damp_of_the_sweep(inputs, rule, plain=coded and wanted.method == "hptq"))

@@ -321,7 +321,7 @@ def demo(out: Path = Path("demo-out"), *, json: Switch = False) -> None:
          f"{row.kl:.4f}", f"{row.seconds:.1f} s")
         for row in rows
     ))  # fmt: skip
-    first = next(row for row in rows if row.folder and row.solver == "nearest-plane")
+    first = next(row for row in rows if row.folder and row.solver != "round-to-nearest")
     print(f"checkpoints: {out}. Serve one on a machine with vLLM: vllm serve {first.folder}")
 
 

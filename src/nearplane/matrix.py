@@ -55,7 +55,7 @@ def quantize_matrix(
         RecipeError: the group size does not divide the inputs.
         NumericalError: a weight is not finite, or the Hessian not positive definite.
     """
-    began = time.perf_counter()
+    began, rule = time.perf_counter(), rule.resolved(None)
     if rule.group_size is not None and W.shape[1] % rule.group_size:
         raise RecipeError(f"{name}: {W.shape[1]} inputs are not a multiple of --group-size {rule.group_size}.")
     inputs = statistics if isinstance(statistics, Inputs) else Inputs(statistics)

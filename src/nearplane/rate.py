@@ -191,7 +191,7 @@ def quantize_matrix_to_rate(
     Raises:
         NumericalError: a weight is not finite, or the Hessian not positive definite.
     """
-    began = time.perf_counter()
+    began, rule = time.perf_counter(), rule.resolved(wanted)
     inputs = statistics if isinstance(statistics, Inputs) else Inputs(statistics)
     try:
         T, rho = corrected(W, inputs, rule)

@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from nearplane.errors import RecipeError
@@ -40,7 +40,8 @@ class Rule:
         symmetric: Whether grids have no zero-point.
         order: Which column is rounded first.
         solver: nearest-plane is Babai's algorithm (GPTQ); round-to-nearest needs no calibration and loses more; k-best keeps
-            several candidates of every row; obq chooses the order of every row greedily (slow, up to 4,096 inputs).
+            several candidates of every row; obq chooses the order of every row greedily (slow, up to 4,096 inputs). Default: k-best
+            for entropy-coded weights (waterfill), else nearest-plane.
         beam: Candidates of k-best. Default: 8.
         polish: Sweeps of coordinate descent over the codes once they are solved. Default: as measured best on fixed grids, else 0.
         rounds: How often steps are fitted to the codes by least squares and the codes solved again; the best round of every row is
@@ -60,7 +61,7 @@ class Rule:
     group_size: int | None = 128
     symmetric: bool = True
     order: Order = "activation"
-    solver: Solver = "nearest-plane"
+    solver: Solver | None = None
     beam: int | None = None
     polish: int | None = None
     rounds: int | None = None
@@ -92,11 +93,12 @@ class Rule:
             if not isinstance(getattr(self, name), bool):
                 raise RecipeError(f"{name} is {getattr(self, name)!r}; expected true or false.")
         _one_of("order", self.order, Order)
-        _one_of("solver", self.solver, Solver)
+        if self.solver is not None:
+            _one_of("solver", self.solver, Solver)
         _one_of("factor", self.factor, Factorization)
         _one_of("scale", self.scale, Scale)
         _one_of("groups", self.groups, Groups)
-        if self.beam is not None and self.solver != "k-best":
+        if self.beam is not None and self.solver not in (None, "k-best"):
             raise RecipeError(f"beam is {self.beam}, but only solver 'k-best' has one, not {self.solver!r}.")
         if self.groups == "current" and self.solver in ("k-best", "obq"):
             raise RecipeError(f"groups 'current' goes with solver 'nearest-plane', not {self.solver!r}.")
@@ -108,6 +110,12 @@ class Rule:
                 raise RecipeError(
                     "scale 'hessian' needs calibration, which solver 'round-to-nearest' does without; use 'mse'."
                 )
+
+    def resolved(self, rate: Rate | None) -> Rule:
+        """Return the rule with the solver that is the default for fixed grids (None) or for weights coded as `rate` says."""
+        if self.solver is not None:
+            return self
+        return replace(self, solver="k-best" if rate is not None and rate.method == "waterfill" else "nearest-plane")
 
     @property
     def grid_bits(self) -> float:
@@ -273,6 +281,7 @@ class Recipe:
                 "--format nearplane is for entropy-coded weights, no --rate or --size is given: use --rate 2.5, not --bits."
             )
         _refuse_ignored(self)
+        object.__setattr__(self, "rule", self.rule.resolved(self.rate if self.rate.wanted else None))
         most = self.max_loss
         _within("max_loss", most, most is None or (isinstance(most, int | float) and 0 < most < 1), "between 0 and 1")
         fractional = not self.rate.wanted and not isinstance(self.rule.bits, int)

@@ -35,7 +35,7 @@ class Row:
 
     Args:
         grid: In words.
-        solver: nearest-plane or round-to-nearest; "-" for the original.
+        solver: how codes were found; "-" for the original.
         rate: Bits per quantized weight in the file.
         bytes: Of the weight files.
         perplexity: On held-out text.
@@ -92,7 +92,7 @@ def recipes() -> Iterator[tuple[str, Solver, Recipe]]:
             label = f"{bits}-bit {'sym' if symmetric else 'asym'} g{group_size}"
             yield label, solver, Recipe(rule=rule, calibration=tokens, format=format)
     for rate in RATES:
-        yield f"{rate:g} bits entropy-coded", "nearest-plane", Recipe(calibration=tokens, rate=Rate(rate=rate))
+        yield f"{rate:g} bits entropy-coded", "k-best", Recipe(calibration=tokens, rate=Rate(rate=rate))
 
 
 def _measure(model: Path, progress: Callable[[Iterable[Any], str, int], Iterable[Any]]) -> Evaluation:
