@@ -19,6 +19,8 @@ from nearplane.evaluate import evaluate
 ASSETS = Path(os.environ.get("ASSETS", "../shared/assets"))
 ROWS: Mapping[str, Mapping[str, Any]] = {
     "default": {},
+    "nearest plane": {"solver": "nearest-plane"},
+    "beam of 32": {"beam": 32},
     "uniform": {"allocate": "uniform"},
     "equal rows": {"rows": "equal"},
     "shrunken": {"shrink": True},
