@@ -269,6 +269,30 @@ def test_what_lies_beside_the_weights_is_that_of_the_original(copy_of):
         assert [fault.where for fault in verify(folder, against=original).faults] == [name]
 
 
+@pytest.mark.parametrize(
+    ("way", "key", "value"),
+    [
+        ("compressed-tensors", "ignore", []),
+        ("compressed-tensors, mixed widths", "ignore", ["model.layers.0.mlp.up_proj"]),
+        ("gptq, Conv1D", "lm_head", True),
+        ("nearplane, tied ends", "modules", ["model.layers.0.mlp.up_proj"]),
+    ],
+)
+def test_what_config_json_says_of_the_weights_is_what_the_recipe_makes_of_the_model(copy_of, way, key, value):
+    """Else other programs load something else."""
+    folder, original = copy_of(way)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"][key] = value
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if way.startswith("gptq"):
+        forgery.rehash(folder)
+        assert [fault.where for fault in verify(folder).faults] == ["quantize_config.json"]
+        (folder / "quantize_config.json").write_text(json.dumps(config["quantization_config"], indent=2) + "\n")
+    forgery.rehash(folder)
+    assert said(verify(folder)) == []
+    assert [fault.where for fault in verify(folder, against=original).faults] == ["config.json"]
+
+
 def test_a_certificate_less_or_twice_is_a_fault(copy_of):
     folder, original = copy_of("nearplane")
     layers = read_record(folder).layers

@@ -19,12 +19,20 @@ import torch
 from nearplane.certificate import measure
 from nearplane.errors import FormatError, ModelError, NumericalError, RecipeError
 from nearplane.formats.beside import CONFIG, GPTQ_CONFIG, names_copied
-from nearplane.formats.folder import FORMATS, Stored, written
+from nearplane.formats.folder import FORMATS, Stored, json_text, written
 from nearplane.inputs import corrected
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
 from nearplane.models.stream import Model, device_of, open_model
 from nearplane.plan import Plan, Progress, look
-from nearplane.quantize import calibration_windows, digest_of_tokens, parts, profiles_of, shared_inputs, silent
+from nearplane.quantize import (
+    calibration_windows,
+    digest_of_tokens,
+    parts,
+    profiles_of,
+    quantization_config,
+    shared_inputs,
+    silent,
+)
 from nearplane.recipe import Device, Recipe
 from nearplane.record import NAME, LayerRecord, RunRecord, digest_of, read_record
 from nearplane.shards import INDEX, sha256
@@ -32,6 +40,7 @@ from nearplane.shards import INDEX, sha256
 TOLERANCE = 1e-6  # relative, of losses measured again; the same machine repeats them to the last digit
 EXACT = 1e-12  # of figures of integers
 LENGTHS = 1.1e-5  # of numbers that are written down to 6 digits, the last of which may be rounded either way
+VERSIONS = {"written_by", "meta"}  # of quantization_config: which program wrote it
 IGNORED = ("README", "LICENSE", "LICENCE", ".")  # beginnings of files that repositories add
 ASKED = {"name", "stored", "seconds", "asked", "bytes", "checksum", "entropy"}  # no data can measure these
 
@@ -214,6 +223,9 @@ def _stored(stored: Stored, record: RunRecord, matrices: dict[str, QuantizedMatr
         layout = replace(layout, coder=recipe.rate.coder, classes=recipe.rate.classes)
     if stored.layout != layout:
         yield Fault(where=CONFIG, what=f"its quantization_config is not that of {recipe.format} as the recipe has it")
+    again = stored.reader.folder / GPTQ_CONFIG  # read first by some programs
+    if again.is_file() and again.read_bytes() != json_text(stored.config).encode():
+        yield Fault(where=GPTQ_CONFIG, what=f"it is not the quantization_config of {CONFIG}")
     for name in stored.names():
         if name not in known:
             yield Fault(where=name, what=f"a quantized layer that {NAME} does not know")
@@ -310,6 +322,20 @@ def _beside(folder: Path, record: RunRecord, model: Model) -> Iterator[Fault]:
         key for key in here.keys() | there.keys() if here.get(key) != there.get(key) and key != "quantization_config"
     ):
         yield Fault(where=CONFIG, what=f"{', '.join(unlike)} are not what the original's says")
+    recipe = record.recipe
+    own = {layer.name: layer.bits for layer in record.layers if layer.bits is not None}  # by name in the network
+    wanted = quantization_config(model, recipe, own if own and recipe.allocate == "slope" else None)
+    config = here["quantization_config"]
+    for key in sorted((config.keys() | wanted.keys()) - VERSIONS):
+        if _unordered(config.get(key)) != _unordered(wanted.get(key)):
+            yield Fault(where=CONFIG, what=f"{key} in quantization_config is not what the recipe makes of this model")
+
+
+def _unordered(value: Any) -> Any:
+    """Return JSON with its lists sorted."""
+    if isinstance(value, dict):
+        return {key: _unordered(part) for key, part in value.items()}
+    return sorted((_unordered(part) for part in value), key=str) if isinstance(value, list) else value
 
 
 def _measured(
