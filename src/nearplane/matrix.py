@@ -25,7 +25,7 @@ from nearplane.models.statistics import Statistics
 from nearplane.recipe import Rule
 from nearplane.record import LayerRecord
 
-POLISH = 1  # sweeps, on fixed grids; see docs/log.md
+POLISH = 2  # sweeps, on fixed grids; see docs/log.md
 ROUNDS = 2  # likewise
 BEAM = 8
 

@@ -43,9 +43,9 @@ class Rule:
             several candidates of every row; obq chooses the order of every row greedily (slow, up to 4,096 inputs). Default: k-best
             for entropy-coded weights (waterfill), else nearest-plane.
         beam: Candidates of k-best. Default: 8.
-        polish: Sweeps of coordinate descent over the codes once they are solved. Default: as measured best on fixed grids, else 0.
+        polish: Sweeps of coordinate descent over the codes once they are solved. Default: 2 on fixed grids, else 0.
         rounds: How often steps are fitted to the codes by least squares and the codes solved again; the best round of every row is
-            kept. Default: as measured best on fixed grids.
+            kept. Default: 2 on fixed grids.
         factor: cholesky of the Hessian, or qr of the inputs themselves, which loses half as many digits.
         scale: How steps are found: range of the weights, p-norm error search, or errors weighted by the Hessian.
         groups: Fit steps before the sweep (static) or to the current weights when it reaches a group.

@@ -81,28 +81,35 @@ def certify(
     T = target.to(H.dtype)
     assert isinstance(matrix.grid, Grid), "the bounds are those of the grid that was swept"
     grid, dtype = matrix.grid, H.dtype
-    U = factor.U.to(dtype)
-    d = factor.d.to(dtype).masked_fill(factor.dead[factor.order], factor.shift)  # a dead input has no length
+    order, U = factor.order, factor.U.to(dtype)
+    d = factor.d.to(dtype).masked_fill(factor.dead[order], factor.shift)  # a dead input has no length
+    single = torch.promote_types(W.dtype, torch.float32)
+    rough = H.to(single)  # for errors that nothing made small in the strong directions of H
     names = ("losses", "damped", "nearest", "energy", "bounds", "gammas", "outside")
     found: dict[str, list[Tensor]] = {name: [] for name in names}  # each (rows,)
     for rows in torch.split(torch.arange(len(T), device=T.device), STRIP):
         part = _rows_of(grid, rows).to(dtype)
         t, codes = T[rows], matrix.codes[rows]
         E = t - part.decode(codes)  # (rows, in)
-        loss = quadratic(E, H)
-        damped = loss + factor.shift * E.square().sum(1)
+        residual = _through(E[:, order], U)  # (rows, in), in rounding order
+        damped = (residual.square() * d).sum(1)
         if values is not None:
-            loss = quadratic(t - values[rows].to(dtype), H)
-        nearest = t - part.round(t, slice(None))[1]
-        first = E if sweep is None else t - part.decode(sweep[rows])
-        ordered = first[:, factor.order]
-        fed = t.index_add(1, factor.order, ordered @ U - ordered) if swept else t  # (rows, in), what was rounded
-        profile = (part.steps().square()[:, factor.order] * d).expand(len(t), -1)  # (rows, in), d_j s_j^2
+            final = t - values[rows].to(dtype)
+            loss = (_through(final[:, order], U).square() * d).sum(1) - factor.shift * final.square().sum(1)
+        else:
+            loss = damped - factor.shift * E.square().sum(1)
+        nearest = (t - part.round(t, slice(None))[1]).to(single)
+        fed = t
+        if swept:
+            first = E if sweep is None else t - part.decode(sweep[rows])
+            pulled = residual if sweep is None else _through(first[:, order], U)
+            fed = t.index_add(1, order, pulled - first[:, order])  # (rows, in), what was rounded
+        profile = (part.steps().square()[:, order] * d).expand(len(t), -1)  # (rows, in), d_j s_j^2
         tails = profile.flip(1).cumsum(1).flip(1)
-        found["losses"].append(loss)
+        found["losses"].append(loss.clamp(min=0))
         found["damped"].append(damped)
-        found["nearest"].append(quadratic(nearest, H))
-        found["energy"].append(quadratic(W[rows].to(dtype), H))
+        found["nearest"].append(quadratic(nearest, rough).to(dtype))
+        found["energy"].append(quadratic(W[rows].to(single), rough).to(dtype))
         found["bounds"].append(profile.sum(1) / 4)
         found["gammas"].append(torch.where(profile > 0, tails / profile, 1).amax(1).sqrt())
         found["outside"].append(part.clipped(codes, fed).sum(1))
@@ -123,6 +130,11 @@ def certify(
         clipped=int(each["outside"].sum()) / size,
         clipped_rows=float((~rows).double().mean()),
     )
+
+
+def _through(E: Tensor, U: Tensor, *, block: int = 512) -> Tensor:
+    """Return (rows, in) `E U`, of which the zeros below the diagonal of `U` are left out block by block."""
+    return torch.cat([E[:, : a + block] @ U[: a + block, a : a + block] for a in range(0, len(U), block)], dim=1)
 
 
 def _rows_of(grid: Grid, rows: Tensor) -> Grid:

@@ -84,15 +84,16 @@ def refine(
         storage: dtype in which steps are stored; they are rounded to it before each solve.
         solve: rounds `W` to a grid.
         rounds: solves after the first.
-        sweeps: of polish after each solve.
+        sweeps: of polish: one after each solve, the others over the best rows of all.
     """
     best, least = None, None
     for remaining in range(rounds, -1, -1):
         matrix = solve(grid)
         if sweeps:
-            matrix = polish(W, matrix, H, sweeps=sweeps)
+            matrix = polish(W, matrix, H)
         if not rounds:
-            return matrix
+            best = matrix
+            break
         E = W - matrix.decode().to(W.dtype)
         EH = E @ H.to(W.dtype)
         found = (EH * E).sum(1)  # (out,)
@@ -103,7 +104,7 @@ def refine(
         if remaining:
             grid = least_squares_steps(matrix, EH, H, storage)
     assert best is not None
-    return best
+    return polish(W, best, H, sweeps=sweeps - 1) if sweeps > 1 else best
 
 
 def merge(chosen: Tensor, one: QuantizedMatrix, other: QuantizedMatrix) -> QuantizedMatrix:
