@@ -260,4 +260,7 @@ def read_record(folder: Path) -> RunRecord:
     path = folder / NAME
     if not path.is_file():
         raise FormatError(f"{folder} holds no {NAME}: expected a folder that nearplane quantize wrote and finished.")
-    return RunRecord.from_json(path.read_text())
+    try:
+        return RunRecord.from_json(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{path} is not text ({error}). Fetch it again.") from error
