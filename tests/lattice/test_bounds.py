@@ -301,8 +301,8 @@ def test_the_nearest_loss_is_that_of_round_to_nearest(p: Problem, order: str) ->
     factor, _, certificate = solved(p, order)
     matrix = round_to_nearest(p.W, p.grid)
     rounded = certify(p.W, p.W, matrix, p.H, factor, swept=False)
-    assert certificate.nearest_loss == rounded.nearest_loss
-    assert close(rounded.nearest_loss, rounded.loss)
+    assert close(certificate.nearest_loss, rounded.nearest_loss)
+    assert rounded.nearest_loss == rounded.loss
     E = p.W - matrix.decode()
     assert abs(rounded.loss - float(torch.trace(E @ p.H @ E.T)) / E.numel()) <= 1e-12 * scale_of(p, E)
     assert (rounded.worst_case, rounded.expected, rounded.gamma) == (None, None, None)

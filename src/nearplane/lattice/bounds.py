@@ -98,17 +98,18 @@ def certify(
             loss = (_through(final[:, order], U).square() * d).sum(1) - factor.shift * final.square().sum(1)
         else:
             loss = damped - factor.shift * E.square().sum(1)
-        nearest = (t - part.round(t, slice(None))[1]).to(single)
-        fed = t
+        plain, plain_values = part.round(t, slice(None))
+        same = not swept and values is None and torch.equal(plain, codes.to(plain))
+        loss, fed = loss.clamp(min=0), t
         if swept:
             first = E if sweep is None else t - part.decode(sweep[rows])
             pulled = residual if sweep is None else _through(first[:, order], U)
             fed = t.index_add(1, order, pulled - first[:, order])  # (rows, in), what was rounded
         profile = (part.steps().square()[:, order] * d).expand(len(t), -1)  # (rows, in), d_j s_j^2
         tails = profile.flip(1).cumsum(1).flip(1)
-        found["losses"].append(loss.clamp(min=0))
+        found["losses"].append(loss)
         found["damped"].append(damped)
-        found["nearest"].append(quadratic(nearest, rough).to(dtype))
+        found["nearest"].append(loss if same else quadratic((t - plain_values).to(single), rough).to(dtype))
         found["energy"].append(quadratic(W[rows].to(single), rough).to(dtype))
         found["bounds"].append(profile.sum(1) / 4)
         found["gammas"].append(torch.where(profile > 0, tails / profile, 1).amax(1).sqrt())
