@@ -16,7 +16,7 @@ from matplotlib import pyplot as plt
 STYLE = {  # (on which grid, by which solver): colour, marker, label
     ("grid", "round-to-nearest"): ("#D55E00", "s", "grids, round to nearest"),
     ("grid", "nearest-plane"): ("#009E73", "D", "grids, nearplane"),
-    ("coded", "nearest-plane"): ("#0072B2", "o", "entropy-coded, nearplane --rate"),
+    ("coded", "k-best"): ("#0072B2", "o", "entropy-coded, nearplane --rate"),
 }
 
 
