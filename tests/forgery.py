@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nearplane.coding.blob import stored_base
+from nearplane.formats.beside import names_copied
 from nearplane.formats.folder import Stored, written
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
 from nearplane.recipe import Order
@@ -210,8 +211,17 @@ def change_profile(folder: Path, rng: random.Random) -> Alteration:
     return Alteration(kind="profile", where=profile.layer, what=name)
 
 
+def remove_file(folder: Path, rng: random.Random) -> Alteration:
+    """Delete a file that was copied from the original, and its entry in the record."""
+    name = rng.choice(names_copied(folder, trust_remote_code=False))
+    (folder / name).unlink()
+    sign(folder, read_record(folder))
+    return Alteration(kind="removed", where=name, what="deleted, and nowhere in the record")
+
+
 FORGED: Mapping[str, Alter] = {
     "code": move_code, "scale": move_scale, "tensor": change_tensor, "certificate": change_certificate, "profile": change_profile,
+    "removed": remove_file,
 }  # fmt: skip
 
 

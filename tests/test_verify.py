@@ -15,6 +15,7 @@ import nearplane
 from families import config_of, random_model
 from nearplane import FormatError, NearplaneError, Rate, RecipeError, Rule
 from nearplane.demo import CALIBRATION, MODEL
+from nearplane.formats.beside import names_copied
 from nearplane.formats.folder import Stored, read_matrices
 from nearplane.record import NAME, read_record
 from nearplane.verify import Fault, Verified, verify
@@ -267,6 +268,30 @@ def test_what_lies_beside_the_weights_is_that_of_the_original(copy_of):
         forgery.rehash(folder)
         assert said(verify(folder)) == []
         assert [fault.where for fault in verify(folder, against=original).faults] == [name]
+
+
+def test_every_file_beside_the_weights_is_missed(copy_of):
+    folder, original = copy_of("compressed-tensors")
+    names = names_copied(folder, trust_remote_code=False)
+    assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json"} <= set(names)
+    for name in names:
+        (folder / name).unlink()
+    forgery.sign(folder, read_record(folder))
+    assert said(verify(folder)) == []
+    assert {fault.where for fault in verify(folder, against=original).faults} == set(names)
+
+
+def test_code_of_the_original_may_be_left_out_or_there(model_of, text, tmp_path):
+    """Whether it was to be trusted is not in the record; if it is there it is the original's."""
+    model = shutil.copytree(model_of("llama"), tmp_path / "model")
+    (model / "modeling_own.py").write_text("import os\n")
+    for trusted in (False, True):
+        nearplane.quantize(
+            model, tmp_path / "out", calibration=str(text), samples=6, seqlen=40, bits=4, group_size=32,
+            trust_remote_code=trusted, overwrite=True,
+        )  # fmt: skip
+        assert (tmp_path / "out" / "modeling_own.py").exists() == trusted
+        assert said(verify(tmp_path / "out", against=str(model))) == []
 
 
 @pytest.mark.parametrize(

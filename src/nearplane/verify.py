@@ -317,6 +317,9 @@ def _beside(folder: Path, record: RunRecord, model: Model) -> Iterator[Fault]:
             yield Fault(
                 where=name, what="not the file that the original has" if name in copied else "a file of no original"
             )
+    for name in names_copied(model.folder, trust_remote_code=False):  # nobody has to take the code
+        if name not in record.files:
+            yield Fault(where=name, what="the original has this file, the record does not")
     here, there = (json.loads((where / CONFIG).read_text()) for where in (folder, model.folder))
     if unlike := sorted(
         key for key in here.keys() | there.keys() if here.get(key) != there.get(key) and key != "quantization_config"
