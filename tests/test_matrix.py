@@ -291,3 +291,17 @@ def test_codes_rounded_to_nearest_claim_none_of_babais_bounds(generator: torch.G
     assert (rounded.worst_case, rounded.expected, rounded.gamma) == (None, None, None)
     assert swept.worst_case is not None
     assert rounded.damped_loss > swept.worst_case
+
+
+def test_obq_solves_what_only_float64_can_invert() -> None:
+    """Columns whose scales span six powers of ten: rounded to float32 their Hessian is not positive definite."""
+    g = torch.Generator().manual_seed(0)
+    mixed = torch.randn(64, 40, generator=g, dtype=torch.float64) @ torch.randn(
+        40, 40, generator=g, dtype=torch.float64
+    )
+    X = mixed * torch.logspace(0, -6, 40, dtype=torch.float64)
+    H = X.T @ X / len(X)
+    rule = Rule(solver="obq", group_size=None, damp=0.0, polish=0, rounds=0)
+    matrix, record = quantize_matrix(torch.randn(8, 40, generator=g), H, rule)
+    assert record.loss <= record.nearest_loss
+    assert matrix.codes.shape == (8, 40)

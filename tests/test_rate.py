@@ -175,3 +175,13 @@ def test_a_matrix_on_a_gpu_is_quantized_there_wherever_its_sensitivity_lies(out,
     assert matrix.grid.rows.any()
     assert 8 * len(encode(contents(matrix))) / matrix.codes.numel() == pytest.approx(3.0, rel=0.005)
     assert math.isfinite(record.loss)
+
+
+def test_rounding_to_nearest_at_a_rate_rounds_to_nearest() -> None:
+    g = torch.Generator().manual_seed(0)
+    W = torch.randn(64, 48, generator=g)
+    matrix, record = quantize_matrix_to_rate(
+        W, power_law(48, 1.0), Rule(solver="round-to-nearest"), Rate(rate=3, method="hptq"), 3.0
+    )
+    assert torch.equal(matrix.codes.double(), (W.double() / matrix.grid.base).round())
+    assert record.nearest_loss == pytest.approx(record.loss, rel=1e-6)  # summed in float32

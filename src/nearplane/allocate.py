@@ -225,7 +225,7 @@ def _runs(ascending: Tensor) -> Tensor:
 
 def to_widths(widths: Sequence[int], rule: Rule, storage: torch.dtype) -> Perturb:
     """Perturb as weights on the fixed grids of a rule, at these widths instead of its own; codes and steps are not refined."""
-    plain = replace(rule, polish=0, rounds=0)
+    plain = replace(rule.resolved(None), polish=0, rounds=0)
 
     def perturb(W: Tensor, inputs: Inputs) -> Iterator[tuple[float, Tensor]]:
         factor = inputs.factor(rule.order, rule.damp)

@@ -5,16 +5,16 @@ Needs the weights, the codes, and what calibration saw; not how the codes were f
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
 
 from nearplane.coding.blob import size
+from nearplane.errors import NumericalError
 from nearplane.formats.native import contents
 from nearplane.inputs import Inputs, damp_of_the_sweep
 from nearplane.lattice.bounds import certify, limit
-from nearplane.lattice.factor import factorize
 from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
 from nearplane.lattice.solve import nearest_plane
 from nearplane.recipe import Order, Rate, Rule
@@ -48,13 +48,16 @@ def measure(
     coded = wanted is not None
     factor = inputs.factor(rule.order, rule.damp)
     sweep = inputs.factor(rule.order, damp_of_the_sweep(inputs, rule, plain=coded and wanted.method == "hptq"))
-    on_grid = QuantizedMatrix(codes=matrix.codes, grid=_swept(grid, base))
+    if isinstance(grid, ProductGrid) and base is not None:  # what was swept, before it was scaled as a whole
+        grid = replace(grid, base=base)
+    on_grid = QuantizedMatrix(codes=matrix.codes, grid=grid)
     bounded = rule.solver in ("nearest-plane", "k-best") and (
         not coded or (not wanted.shrink and wanted.gains == "none")  # else another target or grid was swept
     )
     first = None
     if bounded and not coded and (rule.solver == "k-best" or rule.polish != 0):  # begin with this sweep, and lose less
-        first = nearest_plane(target.to(torch.promote_types(W.dtype, torch.float32)), on_grid.grid, sweep).codes
+        assert isinstance(grid, Grid)
+        first = nearest_plane(target.to(torch.promote_types(W.dtype, torch.float32)), grid, sweep).codes
     found = certify(
         W, target, on_grid, H, sweep, swept=bounded, sweep=first, values=None if base is None else matrix.decode()
     )
@@ -80,18 +83,12 @@ PROFILED: tuple[Order, ...] = ("natural", "activation", "pivoted")
 def profile(name: str, inputs: Inputs, rule: Rule, wanted: Rate, order: Order) -> Profile:
     """Return the Gram-Schmidt profile of a layer's inputs in an order, damped as in the sweep."""
     plain = wanted.wanted and wanted.method == "hptq"
-    d = factorize(inputs.moments.H, order, damp=damp_of_the_sweep(inputs, rule, plain=plain)).d.double()
+    try:
+        d = inputs.factor(order, damp_of_the_sweep(inputs, rule, plain=plain)).d.double()
+    except NumericalError as error:
+        raise NumericalError(f"{name}, {order} order ({inputs.moments.tokens} tokens): {error}") from error
     picked = torch.linspace(0, len(d) - 1, min(32, len(d)), dtype=torch.float64).round().long()
     return Profile(
         layer=name, order=order, lengths=tuple(float(f"{x:.6g}") for x in d.cpu()[picked].tolist()),
         trace=float(d.sum()), spread=0.5 * float(d.mean().log2() - d.log2().mean()),
     )  # fmt: skip
-
-
-def _swept(grid: Grid | ProductGrid, base: float | None) -> Grid:
-    """Return the grid that was swept: that of the file, but for the scale of an entropy-coded matrix as a whole."""
-    if isinstance(grid, Grid):
-        return grid
-    rows, columns = torch.exp2(grid.rows.double() / grid.row_resolution), grid.columns.double() / grid.column_resolution
-    scale = rows[:, None] * ((grid.base if base is None else base) * torch.exp2(columns))
-    return Grid(scale=scale, zero=torch.zeros_like(scale), group=torch.arange(len(columns), device=scale.device))

@@ -120,8 +120,11 @@ def evaluate(
     print(
         f"perplexity {result.perplexity:.4f} ({result.tokens:,} tokens scored in {result.windows} windows of {result.seqlen})"
     )
-    if result.kl is not None and result.agreement is not None:
-        print(f"KL to the original {result.kl:.5f} nats per token, same top token {100 * result.agreement:.2f} %")
+    if result.kl is not None and result.agreement is not None and result.original is not None:
+        print(
+            f"the original's perplexity {result.original:.4f}, KL to it {result.kl:.5f} nats per token, same top token "
+            f"{100 * result.agreement:.2f} %"
+        )
 
 
 @app.command

@@ -39,6 +39,7 @@ class Evaluation:
         windows, seqlen: of the text.
         kl: mean KL(original || this) in nats per scored token; None without an original.
         agreement: fraction of scored tokens at which both hold the same token for the most likely; None likewise.
+        original: perplexity of the original; None likewise.
     """
 
     perplexity: float
@@ -48,6 +49,7 @@ class Evaluation:
     seqlen: int
     kl: float | None = None
     agreement: float | None = None
+    original: float | None = None
 
 
 def evaluate(
@@ -90,7 +92,7 @@ def evaluate(
     windows = read_windows(tokenizer, text, samples=samples or sys.maxsize, seqlen=seqlen)
     check_vocabulary(windows, network.get_input_embeddings().weight.shape[0])
     batches = windows.split(max(1, BATCH_TOKENS // seqlen))
-    nll, apart = 0.0, Divergence()
+    nll, unquantized, apart = 0.0, 0.0, Divergence()
     for batch in progress(batches, "evaluating", len(batches)):
         predicted = log_probabilities(network, batch.to(place))
         nll -= float(predicted.gather(-1, batch[:, 1:, None].to(place)).double().sum())
@@ -101,11 +103,13 @@ def evaluate(
                     f"{against} predicts {expected.shape[-1]} tokens, {model} {predicted.shape[-1]}. Pass its original."
                 )
             apart += divergence(expected, predicted)
+            unquantized -= float(expected.gather(-1, batch[:, 1:, None].to(place)).double().sum())
     tokens = windows[:, 1:].numel()
     return Evaluation(
         perplexity=math.exp(nll / tokens), nll=nll / tokens, tokens=tokens, windows=len(windows), seqlen=seqlen,
         kl=apart.kl / tokens if against is not None else None,
         agreement=apart.agreed / tokens if against is not None else None,
+        original=math.exp(unquantized / tokens) if against is not None else None,
     )  # fmt: skip
 
 

@@ -22,12 +22,8 @@ from nearplane.lattice.polish import refine
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solve import Refit, nearest_plane, round_to_nearest
 from nearplane.models.statistics import Statistics
-from nearplane.recipe import Rule
+from nearplane.recipe import BEAM, Rule
 from nearplane.record import LayerRecord
-
-POLISH = 2  # sweeps, on fixed grids; see docs/log.md
-ROUNDS = 2  # likewise
-BEAM = 8
 
 
 def quantize_matrix(
@@ -78,24 +74,27 @@ def solve(target: Tensor, inputs: Inputs, rule: Rule, storage: torch.dtype) -> Q
     if rule.solver == "round-to-nearest":
         return round_to_nearest(target, grid)
     refit = _refit(steps, grid, importance) if rule.groups == "current" else None
-    H = inputs.damped(factor, target.dtype)
-    rounds, sweeps = (ROUNDS if rule.rounds is None else rule.rounds), (POLISH if rule.polish is None else rule.polish)
+    rounds, sweeps = rule.rounds or 0, rule.polish or 0
 
     def once(now: Grid) -> QuantizedMatrix:
-        return rounded(target, now, factor, H, rule, refit=refit if now is grid else None)
+        return rounded(target, now, factor, rule, inputs.moments.H, factor.shift, refit=refit if now is grid else None)
 
-    return refine(target, H, grid, storage, once, rounds=rounds, sweeps=sweeps)
+    if not rounds and not sweeps:
+        return once(grid)
+    return refine(target, inputs.damped(factor, target.dtype), grid, storage, once, rounds=rounds, sweeps=sweeps)
 
 
 def rounded(
-    target: Tensor, grid: Grid, factor: Factor, H: Tensor, rule: Rule, *, refit: Refit | None = None
+    target: Tensor, grid: Grid, factor: Factor, rule: Rule, H: Tensor, shift: float, *, refit: Refit | None = None
 ) -> QuantizedMatrix:
-    """Round the target to a grid by the solver of the rule; `H` (in, in) is damped as the factor."""
+    """Round the target to a grid by the solver of the rule; `factor` is that of `H + shift I`."""
     match rule.solver:
+        case "round-to-nearest":
+            return round_to_nearest(target, grid)
         case "k-best":
             return k_best(target, grid, factor, beam=rule.beam or BEAM)
         case "obq":
-            return greedy(target, grid, H, dead=factor.dead)
+            return greedy(target, grid, H, shift=shift, dead=factor.dead)
         case _:
             return nearest_plane(target, grid, factor, refit=refit)
 

@@ -24,6 +24,7 @@ from nearplane.certificate import PROFILED, WIDE, profile
 from nearplane.errors import CalibrationError, RecipeError
 from nearplane.formats.folder import FORMATS, Writer, open_writer
 from nearplane.inputs import Inputs
+from nearplane.lattice.greedy import MOST
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.matrix import quantize_matrix, with_tensors
 from nearplane.models.calibrate import Observed, observe, observe_head, stages
@@ -32,6 +33,7 @@ from nearplane.models.layers import Layer
 from nearplane.models.skeleton import Stream, finish, skeleton
 from nearplane.models.statistics import Statistics
 from nearplane.models.stream import Block, Model, device_of, open_model
+from nearplane.parallel import world
 from nearplane.plan import Plan, Progress, budget_of, check_bits, plan, usable_widths
 from nearplane.rate import quantize_matrix_to_rate
 from nearplane.recipe import Device, Recipe
@@ -255,6 +257,12 @@ def check(model: Model, recipe: Recipe) -> None:
                 f"The largest that divides all layers is {gcd(*(layer.shape[1] for layer in layers))}; none gives one step a row; "
                 f"--ignore leaves a layer out."
             )
+        if rule.solver == "obq" and layer.shape[1] > MOST:
+            raise RecipeError(
+                f"{layer.name} has {layer.shape[1]} inputs; obq takes at most {MOST:,}. Use --solver k-best, or --ignore it."
+            )
+    if recipe.rule.factor == "qr" and world() > 1:
+        raise RecipeError(f"--factor qr runs on one rank, this run has {world()}. Use --factor cholesky.")
     if recipe.rate.wanted:
         budget_of(model, recipe)
         if recipe.rate.coder == "zstd" and find_spec("zstandard") is None:

@@ -18,7 +18,7 @@ from nearplane.coding.blob import Size, encode, size, stored_base
 from nearplane.errors import NumericalError
 from nearplane.formats.native import contents
 from nearplane.inputs import Inputs, corrected, damp_of_the_sweep
-from nearplane.lattice.bounds import quadratic
+from nearplane.lattice.bounds import STRIP, quadratic
 from nearplane.lattice.factor import Factor
 from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
 from nearplane.lattice.polish import polish
@@ -114,10 +114,10 @@ class Problem:
         scale = grid.column_scale()[None]
         swept = Grid(scale=scale, zero=torch.zeros_like(scale), group=columns)
         aim = self.aim[rows].float() / grid.row_scale()[:, None]
-        H = self.H.to(aim.dtype, copy=True)
-        H.diagonal().add_(self.mu)
-        found = rounded(aim, swept, self.factor, H, self.rule)
+        found = rounded(aim, swept, self.factor, self.rule, self.H, self.mu)
         if self.rule.polish:
+            H = self.H.to(aim.dtype, copy=True)
+            H.diagonal().add_(self.mu)
             found = polish(aim, found, H, sweeps=self.rule.polish)
         matrix = QuantizedMatrix(codes=found.codes, grid=grid)
         if wanted.gains != "none":
@@ -155,13 +155,16 @@ def scaled(matrix: QuantizedMatrix, T: Tensor, H: Tensor, *, keep_energy: bool) 
     """
     grid = matrix.grid
     assert isinstance(grid, ProductGrid)
-    T, V = T.to(H.dtype), matrix.decode().to(H.dtype)
     weight = grid.row_weight().to(H.dtype)
-    VH = V @ H
-    both, own = (float(((VH * x).sum(1) * weight).sum()) for x in (T, V))
+    both = own = wanted = 0.0  # <T, V>, <V, V> and <T, T> under H, rows weighted
+    for rows in torch.split(torch.arange(len(T), device=T.device), STRIP):
+        t, v = T[rows].to(H.dtype), replace(grid, rows=grid.rows[rows]).decode(matrix.codes[rows]).to(H.dtype)
+        vH = v @ H
+        both, own = (a + float(((vH * x).sum(1) * weight[rows]).sum()) for a, x in ((both, t), (own, v)))
+        wanted += float((quadratic(t, H) * weight[rows]).sum()) if keep_energy else 0.0
     if both <= 0 or own <= 0:
         return matrix
-    scale = math.sqrt(float((quadratic(T, H) * weight).sum()) / own) if keep_energy else both / own
+    scale = math.sqrt(wanted / own) if keep_energy else both / own
     return replace(matrix, grid=replace(grid, base=stored_base(grid.base * scale)))
 
 
@@ -229,7 +232,8 @@ def search(T: Tensor, inputs: Inputs, rule: Rule, wanted: Rate, rate: float, row
     By nearest plane, and only from there by a solver or a polish that costs more.
     """
     foreseeing = wanted.shrink and wanted.method == "waterfill"
-    costly, rule = rule, replace(rule, solver="nearest-plane", beam=None, polish=0)
+    costly, plain = rule, "round-to-nearest" if rule.solver == "round-to-nearest" else "nearest-plane"
+    rule = replace(rule, solver=plain, beam=None, polish=0)
     problem = Problem.foresee(T, inputs, rule, wanted, rows, None)
     x = problem.first_step(rate)
     for _ in range(2 if foreseeing else 0):  # step and noise determine each other; here by the high-rate formula
@@ -246,7 +250,7 @@ def search(T: Tensor, inputs: Inputs, rule: Rule, wanted: Rate, rate: float, row
         x = found.log_step
         problem = Problem.foresee(T, inputs, rule, wanted, rows, x)
         found = secant(lambda y, p=problem: _coded(p.attempt(y, wanted), wanted), x, rate, out)
-    if costly.solver not in ("nearest-plane", "round-to-nearest") or costly.polish:
+    if costly.solver != plain or costly.polish:
         problem = replace(problem, rule=costly)
         found = secant(lambda y: _coded(problem.attempt(y, wanted), wanted), found.log_step, rate, out)
     return found

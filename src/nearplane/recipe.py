@@ -29,6 +29,10 @@ Allocation = Literal["uniform", "slope"]
 Device = Literal["auto", "cpu", "cuda"]
 Way = Literal["rtn-mse", "gptq-mse", "rtn-huffman", "gptq-huffman", "nearplane-grid", "nearplane"]  # see compare.py
 
+BEAM = 8  # candidates of a row; these three as docs/log.md found them worth what they cost
+POLISH = 2  # sweeps, on fixed grids
+ROUNDS = 2  # of steps by least squares, on fixed grids
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
@@ -112,10 +116,17 @@ class Rule:
                 )
 
     def resolved(self, rate: Rate | None) -> Rule:
-        """Return the rule with the solver that is the default for fixed grids (None) or for weights coded as `rate` says."""
-        if self.solver is not None:
-            return self
-        return replace(self, solver="k-best" if rate is not None and rate.method == "waterfill" else "nearest-plane")
+        """Return the rule with the defaults that differ between fixed grids (None) and weights coded as `rate` says."""
+        best: Solver = "k-best" if rate is not None and rate.method == "waterfill" else "nearest-plane"
+        solver = self.solver or best
+        refined = rate is None and solver != "round-to-nearest"
+        return replace(
+            self,
+            solver=solver,
+            beam=BEAM if self.beam is None and solver == "k-best" else self.beam,
+            polish=(POLISH if refined else 0) if self.polish is None else self.polish,
+            rounds=ROUNDS if self.rounds is None and refined else self.rounds,
+        )
 
     @property
     def grid_bits(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from nearplane.record import RunRecord
+from nearplane.record import LayerRecord, RunRecord
 
 
 def summary(record: RunRecord, out: Path) -> Iterator[str]:
@@ -50,6 +50,8 @@ def layer_table(record: RunRecord) -> tuple[str, tuple[str, ...], Iterator[tuple
     )
     after = [f"left as it is: {name} ({reason})" for name, reason in record.skipped]
     after.append(f"total: {record.rate:.3f} bits per quantized weight, weight files {record.bytes / 1e6:,.1f} MB")
+    if any(layer.worst_case and layer.clipped_rows for layer in record.layers):
+        after.insert(0, "* some rows clip: for them the worst case does not hold")
     if not coded:
         columns = (
             "layer", "shape", "grid", "bits/weight", "relative loss", "nearest/this", "bound/this", "clipped %", "above limit",
@@ -74,7 +76,7 @@ def _grid_rows(record: RunRecord) -> Iterator[tuple[str, ...]]:
         yield (
             layer.name, f"{layer.out_features} x {layer.in_features}",
             f"{layer.bits}-bit {'sym' if layer.symmetric else 'asym'} g{layer.group_size or '-'}", f"{layer.rate:.3f}",
-            f"{layer.relative_loss:.3e}", _ratio(layer.nearest_loss, layer.loss), _ratio(layer.worst_case, layer.damped_loss),
+            f"{layer.relative_loss:.3e}", _ratio(layer.nearest_loss, layer.loss), _bound(layer),
             f"{100 * layer.clipped:.2f}", _number(layer.above_limit), f"{layer.correction:.2f}",
         )  # fmt: skip
 
@@ -84,8 +86,13 @@ def _coded_rows(record: RunRecord) -> Iterator[tuple[str, ...]]:
         yield (
             layer.name, f"{layer.out_features} x {layer.in_features}", _number(layer.asked), f"{layer.rate:.3f}",
             _number(layer.entropy), _number(layer.limit), _number(layer.above_limit), f"{layer.relative_loss:.3e}",
-            _ratio(layer.worst_case, layer.damped_loss), f"{layer.correction:.2f}",
+            _bound(layer), f"{layer.correction:.2f}",
         )  # fmt: skip
+
+
+def _bound(layer: LayerRecord) -> str:
+    """Return how many times the loss the worst case is, with a star where rows clip."""
+    return _ratio(layer.worst_case, layer.damped_loss) + ("*" if layer.worst_case and layer.clipped_rows else "")
 
 
 def _number(value: float | None) -> str:

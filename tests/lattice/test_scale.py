@@ -29,7 +29,7 @@ from nearplane.lattice.scale import (
 )
 from nearplane.lattice.solve import nearest_plane, round_to_nearest
 from oracles import absmax, same, zero_point
-from strategies import ORDERS, Problem, groups, problems
+from strategies import ORDERS, Problem, groups, problem, problems
 
 STORAGES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SEARCHES: tuple[Search, ...] = ("minmax", "mse", "hessian")
@@ -317,3 +317,17 @@ def test_a_ladder_is_as_fine_as_its_error_is_worth() -> None:
 
     for count in (32, 128, 352, 1024, 4096):
         assert ladder(count) == min((1, 2, 4, 8, 16, 32), key=lambda resolution: cost(resolution, count))
+
+
+def test_least_squares_steps_do_not_depend_on_how_many_rows_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = problem(
+        seed=3, out=9, columns=8, tokens=40, kind="grouped", bits=3, dead=0, damp=0.1, weight_scale=1.0, input_scale=1.0
+    )
+    factor = p.factor("activation")
+    H, matrix = p.damped_hessian(factor), nearest_plane(p.W, p.grid, factor)
+    EH = (p.W - matrix.decode()) @ H
+    at_once = least_squares_steps(matrix, EH, H, torch.float64).scale
+    assert not torch.equal(at_once, p.grid.scale)
+    monkeypatch.setattr("nearplane.lattice.scale.MEMORY", 1)
+    row_by_row = least_squares_steps(matrix, EH, H, torch.float64).scale
+    assert bool(((row_by_row - at_once).abs() <= 1e-12 * at_once).all())

@@ -25,7 +25,7 @@ Indices = npt.NDArray[np.int64]
 
 
 def k_best(
-    W: Tensor, grid: Grid, factor: Factor, *, beam: int = 8, block: int = 64, memory: int = 1 << 30
+    W: Tensor, grid: Grid, factor: Factor, *, beam: int = 8, block: int = 64, memory: int | None = None
 ) -> QuantizedMatrix:
     """Round each row of `W` to the best of `beam` candidates that are carried through all columns.
 
@@ -50,7 +50,8 @@ def k_best(
         factor: of the layer's Hessian; see `factorize`.
         beam: candidates of every row; time and memory grow with it.
         block: columns swept before the error is propagated as one matrix product.
-        memory: bytes that the targets and codes of the rows worked on at a time may take. At least one row is.
+        memory: bytes that the targets and codes of the rows worked on at a time may take, at least those of one; None: 1 GiB, on a
+            GPU half of what is free.
 
     Raises:
         NumericalError: `W` or the factor is not finite.
@@ -66,13 +67,15 @@ def k_best(
     still = factor.dead[order]  # nothing hangs on these columns: no candidate is spent on them
     d = (factor.d / factor.d.masked_fill(still, 0).max().clamp(min=torch.finfo(factor.d.dtype).tiny)).to(W.dtype)
     d = d.masked_fill(still, 0)
-    scale, zero = (part.to(W.dtype) for part in grid.columns(order))
+    if memory is None:
+        memory = torch.cuda.mem_get_info(W.device)[0] // 2 if W.device.type == "cuda" else 1 << 30
+    group = grid.group[order]
     each = 2 * W.element_size() + 4  # a target, its copy when candidates change places, a code
     rows = max(1, memory // (each * beam * W.shape[1]))
     codes = torch.empty_like(W, dtype=torch.int32)
     for a in range(0, len(W), rows):
         part = slice(a, a + rows)
-        s, z = (x.expand(len(W), -1)[part] for x in (scale, zero))
+        s, z = (x.expand(len(W), -1)[part][:, group].to(W.dtype) for x in (grid.scale, grid.zero))
         codes[part, order] = _best(W[part][:, order], s, z, grid.low, grid.high, U, d, beam, block)
     return QuantizedMatrix(codes=codes, grid=grid)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nearplane.lattice.factor import Factor
-from nearplane.lattice.grid import Grid, QuantizedMatrix
+from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
 
 STRIP = 1024  # rows measured at once: what is in memory beside the matrix does not grow with it
 
@@ -71,25 +71,24 @@ def certify(
     Args:
         W: (out, in) weights, whose energy under `H` the relative loss refers to.
         target: (out, in) what was quantized: the weights, or the corrected target.
-        matrix: codes and grid.
-        H: (in, in) undamped, in the dtype that the certificate is computed in.
+        matrix: codes and the grid that was swept.
+        H: (in, in) undamped, in the dtype that the certificate is computed in. The loss is `damped_loss - lambda mean(E^2)`: as
+            good as that dtype while damping does not outweigh it by many powers of ten.
         factor: of the damped `H`, in the order of the sweep.
         swept: whether the codes come from a sweep, or from one and then lost less; else every weight was rounded on its own.
         sweep: (out, in) codes of that sweep on the same grid, where they are not those of the matrix.
         values: (out, in) what the codes were made to mean afterwards; None: what their grid says.
     """
-    T = target.to(H.dtype)
-    assert isinstance(matrix.grid, Grid), "the bounds are those of the grid that was swept"
-    grid, dtype = matrix.grid, H.dtype
+    dtype = H.dtype
     order, U = factor.order, factor.U.to(dtype)
     d = factor.d.to(dtype).masked_fill(factor.dead[order], factor.shift)  # a dead input has no length
     single = torch.promote_types(W.dtype, torch.float32)
     rough = H.to(single)  # for errors that nothing made small in the strong directions of H
     names = ("losses", "damped", "nearest", "energy", "bounds", "gammas", "outside")
     found: dict[str, list[Tensor]] = {name: [] for name in names}  # each (rows,)
-    for rows in torch.split(torch.arange(len(T), device=T.device), STRIP):
-        part = _rows_of(grid, rows).to(dtype)
-        t, codes = T[rows], matrix.codes[rows]
+    for rows in torch.split(torch.arange(len(target), device=target.device), STRIP):
+        part = _rows_of(matrix.grid, rows).to(dtype)
+        t, codes = target[rows].to(dtype), matrix.codes[rows]
         E = t - part.decode(codes)  # (rows, in)
         residual = _through(E[:, order], U)  # (rows, in), in rounding order
         damped = (residual.square() * d).sum(1)
@@ -115,7 +114,7 @@ def certify(
         found["gammas"].append(torch.where(profile > 0, tails / profile, 1).amax(1).sqrt())
         found["outside"].append(part.clipped(codes, fed).sum(1))
     each = {name: torch.cat(parts) for name, parts in found.items()}
-    size, columns = T.numel(), T.shape[1]
+    size, columns = target.numel(), target.shape[1]
     rows = each["outside"] == 0
     bound = float(each["bounds"].mean() / columns)
     loss = each["losses"].sum()
@@ -138,8 +137,10 @@ def _through(E: Tensor, U: Tensor, *, block: int = 512) -> Tensor:
     return torch.cat([E[:, : a + block] @ U[: a + block, a : a + block] for a in range(0, len(U), block)], dim=1)
 
 
-def _rows_of(grid: Grid, rows: Tensor) -> Grid:
+def _rows_of(grid: Grid | ProductGrid, rows: Tensor) -> Grid:
     """Return the grid of some rows."""
+    if isinstance(grid, ProductGrid):
+        return grid.as_grid(rows)
     scale, zero = (part[rows] if len(part) > 1 else part for part in (grid.scale, grid.zero))
     return replace(grid, scale=scale, zero=zero)
 

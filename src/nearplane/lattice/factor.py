@@ -135,13 +135,18 @@ def rounding_order(H: Tensor, order: Order) -> Tensor:
     natural: 0, 1, ...; activation: descending diagonal of `H` ("act-order"); pivoted: the smallest remaining Schur complement
     is eliminated first and rounded last (Chen, Hoefler, Alistarh 2025, Algorithm 4).
     """
-    n = len(H)
+    return pivoted_order(H) if order == "pivoted" else order_by(H.diagonal(), order)
+
+
+def order_by(diagonal: Tensor, order: Order) -> Tensor:
+    """Return the permutation (in,) of an order that the diagonal (in,) of `H` decides."""
+    n = len(diagonal)
     match order:
         case "natural":
-            return torch.arange(n, device=H.device)
+            return torch.arange(n, device=diagonal.device)
         case "reversed":
-            return torch.arange(n - 1, -1, -1, device=H.device)
+            return torch.arange(n - 1, -1, -1, device=diagonal.device)
         case "activation":
-            return torch.argsort(H.diagonal(), descending=True, stable=True)
+            return torch.argsort(diagonal, descending=True, stable=True)
         case "pivoted":
-            return pivoted_order(H)
+            raise NumericalError("The pivoted order needs all of the Hessian, not its diagonal: use rounding_order.")

@@ -111,7 +111,7 @@ def _inverse(H: Tensor, shift: float, live: Tensor) -> tuple[Tensor, Tensor]:
     if int(info):
         raise NumericalError(
             f"The Hessian is not positive definite: the pivot of column {int(live[int(info) - 1])} is not positive with "
-            f"{shift:g} added to the diagonal. Use more calibration tokens or a larger shift."
+            f"{shift:g} added to the diagonal. Use more calibration tokens, or a larger --damp or --sweep-damp."
         )
     return torch.cholesky_inverse(L), 1 / A.diagonal()
 

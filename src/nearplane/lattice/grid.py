@@ -100,6 +100,12 @@ class ProductGrid:
         """Return (out,) float64 `1 / row_scale^2`: how much an error of each row counts if steps were chosen for that."""
         return torch.exp2(-2 * self.rows.double() / self.row_resolution)
 
+    def as_grid(self, rows: Tensor) -> Grid:
+        """Return some rows as a `Grid` with a step for every weight, float64, not rounded as decoded values are."""
+        columns = self.columns.double() / self.column_resolution
+        scale = torch.exp2(self.rows[rows].double() / self.row_resolution)[:, None] * (self.base * torch.exp2(columns))
+        return Grid(scale=scale, zero=torch.zeros_like(scale), group=torch.arange(len(columns), device=scale.device))
+
     def decode(self, codes: Tensor) -> Tensor:
         """Turn (out, in) codes into (out, in) float32 values."""
         return codes.to(torch.float32, copy=True).mul_(self.row_scale()[:, None]).mul_(self.column_scale())

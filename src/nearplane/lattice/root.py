@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import NumericalError
-from nearplane.lattice.factor import AUTO_DAMPS, Factor, Order, rounding_order
+from nearplane.lattice.factor import AUTO_DAMPS, Factor, Order, order_by, rounding_order
 
 TALL = 2  # rows of a block over columns: R below it is a quarter of the work, and three of such blocks fit in memory
 
@@ -97,7 +97,7 @@ def factorize_root(
 
 def _order(A: Tensor, diagonal: Tensor, order: Order, shift: float) -> Tensor:
     if order != "pivoted":
-        return rounding_order(diagonal.diag(), order)
+        return order_by(diagonal, order)
     H = A.T @ A
     H.diagonal().add_(torch.where(diagonal == 0, shift or 1.0, shift))
     return rounding_order(H, order)

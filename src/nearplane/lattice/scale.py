@@ -19,7 +19,7 @@ from nearplane.lattice.search_cpu import best_candidate
 
 Search = Literal["minmax", "mse", "hessian"]
 NORM = 2.5  # of the error search; GPTQ's own is 2.4, this one is a square times a square root
-STRIP = 512  # rows whose least-squares problems are solved together
+MEMORY = 1 << 28  # bytes of the least-squares problems that are solved together
 SHRINKS = tuple(1 - 0.8 * i / 80 for i in range(80))  # factors by which the search narrows the range
 
 
@@ -228,7 +228,8 @@ def least_squares_steps(matrix: QuantizedMatrix, EH: Tensor, H: Tensor, storage:
     H = H.to(EH.dtype)[columns[:, None], columns]
     old = grid.scale.expand(len(EH), -1)
     fitted = torch.empty_like(old)
-    for rows in torch.split(torch.arange(len(EH), device=EH.device), STRIP):
+    strip = max(1, MEMORY // (24 * groups * groups + 24 * len(H)))  # rows
+    for rows in torch.split(torch.arange(len(EH), device=EH.device), strip):
         V = (matrix.codes[rows] - grid.zero.expand(len(EH), -1)[rows][:, grid.group])[:, columns].to(EH.dtype)
         b = _by_group(V * EH[rows][:, columns], sizes).double()  # (rows, groups)
         A = torch.empty(len(rows), groups, groups, dtype=torch.float64, device=EH.device)
@@ -237,13 +238,14 @@ def least_squares_steps(matrix: QuantizedMatrix, EH: Tensor, H: Tensor, storage:
             product = (V[:, start:end] @ H[start:end, start:]).mul_(V[:, start:])
             A[:, g, g:] = A[:, g:, g] = _by_group(product, sizes[g:]).double()
         ridge = 1e-6 * A.diagonal(dim1=1, dim2=2).mean(1, keepdim=True).clamp(min=1e-300)  # (rows, 1), towards the old
-        delta = torch.linalg.solve(A + ridge[..., None] * torch.eye(groups).to(A), b)
+        A.diagonal(dim1=1, dim2=2).add_(ridge)
+        delta = torch.linalg.solve(A, b)
         before = old[rows].double()
         solved = before + delta
         kept = (solved > before / 3) & (solved < (before * 3).clamp(max=torch.finfo(storage).max))
         after = torch.where(kept, stored(torch.where(kept, solved, before), storage), before)
         moved = after - before
-        rise = ((moved[:, None] @ A)[:, 0] * moved - 2 * moved * b).sum(1)
+        rise = ((moved[:, None] @ A)[:, 0] * moved - ridge * moved.square() - 2 * moved * b).sum(1)
         fitted[rows] = torch.where((rise < 0)[:, None], after, before).to(old.dtype)
     return replace(grid, scale=fitted)
 

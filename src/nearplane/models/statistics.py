@@ -19,7 +19,7 @@ class Statistics:
             added to; None where it is added to none.
         held_out: the same moments over the last fifth of the windows alone (they are part of the whole); None without C.
         root: (in, in) float64 upper triangular, `R^T R = tokens * H` from QR of the inputs; None where it was not asked for. With
-            it the factor never sees H, which then serves the losses and the right-hand side of the correction alone.
+            it the factor never sees H, which then serves the nearest loss and the right-hand side of the correction alone.
         fitting_root: the same of the tokens that are not held out, which the correction is first fitted on; None where
             none are held out. It cannot be had from the other: taking rows out of a root costs what squaring costs.
     """

@@ -23,7 +23,7 @@ from nearplane.report.figures import figures, kinds, legend
 from nearplane.report.profiles import profiles
 
 
-def write_report(out: Path, page: Path | None = None) -> Path:
+def write_report(out: str | Path, page: str | Path | None = None) -> Path:
     """Write the report of the checkpoint in a folder, and return where.
 
     Args:
@@ -34,9 +34,10 @@ def write_report(out: Path, page: Path | None = None) -> Path:
         FormatError: the folder holds no record.
         RecipeError: the page would lie in the checkpoint, whose files are counted, or is not named as one.
     """
+    out = Path(out)
     record = read_record(out)
     folder = out.resolve()
-    page = folder.with_name(f"{folder.name}-report.html") if page is None else page
+    page = folder.with_name(f"{folder.name}-report.html") if page is None else Path(page)
     if page.resolve().is_relative_to(folder):
         raise RecipeError(f"{page} lies in the checkpoint {out}, whose files are counted: name one outside of it.")
     if page.suffix not in (".html", ".htm") or page.is_dir():
