@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from dataclasses import fields, replace
+import math
+from dataclasses import MISSING, fields, replace
 
 import pytest
 
@@ -101,6 +102,93 @@ def test_what_was_missed_for_the_sake_of_the_loss_is_said():
     assert "3 bits per weight asked for, 4 found" in asked.missed
     assert "--max-loss" in asked.missed
     assert "--max-loss" not in replace(asked, recipe=Recipe(rate=Rate(rate=3.0))).missed
+
+
+WRONG = {  # JSON that is not what an annotation says
+    "str": [None, 3, [], True],
+    "int": [None, "3", 2.5, True, 10**30, []],
+    "float": [None, "q", True, float("nan"), float("inf"), -float("inf"), 10**30, []],
+    "bool | None": ["true", 1, 0.5, {}],
+    "int | None": ["3", 2.5, True, []],
+    "float | None": ["x", True, float("nan"), float("inf"), {}],
+    "tuple[float, ...]": [None, 0.5, ["a"], [None], [float("nan")], [[0.5]], {}],
+    "dict[str, str]": [None, [], {"a": 1}, {"a": None}, "a"],
+    "tuple[tuple[str, str], ...]": [None, {}, ["ab"], [["a"]], [["a", "b", "c"]], [["a", 1]]],
+    "tuple[LayerRecord, ...]": [None, {}, [None], [[]], [{}], ["a"]],
+    "tuple[Profile, ...]": [None, {}, [None], [[]], [{}], ["a"]],
+    "Recipe": [None, [], "a", {"rule": None}, {"ignore": "ab"}, {"ignore": [1]}, {"rule": {"bits": "3"}},
+               {"rule": {"damp": "much"}}, {"rule": {"order": "any"}}, {"calibration": {"seed": "a"}}, {"polish": 1},
+               {"rate": {"size": f"{10**400}"}}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "wrong"),
+    [
+        pytest.param(kind, field.name, wrong, id=f"{kind.__name__}.{field.name}={wrong!r}"[:60])
+        for kind in (RunRecord, LayerRecord, Profile)
+        for field in fields(kind)
+        for wrong in WRONG[field.type]
+    ],
+)
+def test_every_field_is_of_its_type_or_the_record_is_refused_by_name(kind, field, wrong):
+    """Else what reads it ends in a traceback, or takes text for a number."""
+    data = json.loads(RUN.to_json())
+    place = {RunRecord: data, LayerRecord: data["layers"][1], Profile: data["profiles"][0]}[kind]
+    assert field in place
+    place[field] = wrong
+    with pytest.raises(FormatError, match=r"nearplane\.json") as caught:
+        RunRecord.from_json(json.dumps(data))
+    if field != "version":  # of another version nothing is read
+        assert field in str(caught.value)
+    if kind is not RunRecord:
+        named = LAYER.name if field not in ("name", "layer") else "s["
+        assert named in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [RunRecord, LayerRecord, Profile])
+def test_fields_that_are_unknown_or_missing_are_named(kind):
+    for field in fields(kind):
+        data = json.loads(RUN.to_json())
+        place = {RunRecord: data, LayerRecord: data["layers"][1], Profile: data["profiles"][0]}[kind]
+        value = place.pop(field.name)
+        if field.default is field.default_factory is MISSING:
+            with pytest.raises(FormatError, match=rf"\b{field.name}\b.*missing"):
+                RunRecord.from_json(json.dumps(data))
+        place[field.name] = value
+        place["other"] = 1
+        with pytest.raises(FormatError, match="other"):
+            RunRecord.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(LayerRecord) if "None" in field.type])
+def test_null_stands_for_a_figure_that_a_layer_does_not_have(name):
+    record = replace(RUN, layers=(replace(LAYER, **{name: None}),))
+    assert RunRecord.from_json(record.to_json()) == record
+
+
+def test_whole_numbers_may_stand_for_others():
+    text = RUN.to_json().replace('"loss": 0.5', '"loss": 1')
+    assert RunRecord.from_json(text).layers[0].loss == 1
+
+
+def test_the_message_says_what_was_found_and_expected():
+    text = RUN.to_json().replace('"loss": 0.5', '"loss": null', 1)
+    with pytest.raises(FormatError, match=r"loss of model\.layers\.0\.mlp\.up_proj is null, expected a finite number"):
+        RunRecord.from_json(text)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"version": 2, "tokens": ' + "9" * 5000 + "}", '{"version": 2.0}'])
+def test_json_that_no_record_has_is_refused(text):
+    with pytest.raises(FormatError):
+        RunRecord.from_json(text)
+
+
+def test_where_nothing_is_lost_no_rate_is_the_least():
+    """JSON has no infinity."""
+    record = replace(RUN, layers=(replace(LAYER, loss=0.0, limit=math.inf),))
+    assert record.layers[0].limit is None
+    assert RunRecord.from_json(record.to_json()) == record
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(LayerRecord)])

@@ -82,10 +82,21 @@ def test_the_table_of_grids_has_a_row_for_every_layer():
     first, second = (dict(zip(columns, row, strict=True)) for row in rows)
     assert first.items() >= {
         "layer": "model.layers.0.mlp.up_proj", "shape": "8 x 16", "grid": "4-bit sym g16", "bits/weight": "5.000",
-        "relative loss": "1.000e-02", "nearest/this": "3.00", "bound/this": "4.00", "clipped %": "12.50", "correction": "0.70",
+        "relative loss": "1.000e-02", "nearest/this": "3.00", "bound/this": "4.00*", "clipped %": "12.50", "correction": "0.70",
     }.items()  # fmt: skip
     assert second["relative loss"] == "3.000e-02"
-    assert after == ["total: 4.000 bits per quantized weight, weight files 1.2 MB"]
+    assert after == [
+        "* some rows clip: for them the worst case does not hold",
+        "total: 4.000 bits per quantized weight, weight files 1.2 MB",
+    ]
+
+
+@pytest.mark.parametrize("run", [RUN, RATE], ids=["grid", "coded"])
+def test_bounds_that_hold_for_every_row_have_no_star(run):
+    whole = replace(run, layers=tuple(replace(layer, clipped=0.0, clipped_rows=0.0) for layer in run.layers))
+    _, columns, rows, after = layer_table(whole)
+    assert {dict(zip(columns, row, strict=True))["bound/this"] for row in rows} == {"4.00"}
+    assert not any(line.startswith("*") for line in after)
 
 
 def test_the_table_of_rates_says_what_was_asked_for_and_how_far_the_limit_is():
@@ -93,7 +104,7 @@ def test_the_table_of_rates_says_what_was_asked_for_and_how_far_the_limit_is():
     first, _ = (dict(zip(columns, row, strict=True)) for row in rows)
     assert first.items() >= {
         "layer": "model.layers.0.mlp.up_proj", "shape": "8 x 16", "asked": "3.100", "bits/weight": "3.000", "of it codes": "2.500",
-        "limit": "2.250", "above it": "0.750", "relative loss": "1.000e-02", "bound/this": "4.00", "correction": "0.70",
+        "limit": "2.250", "above it": "0.750", "relative loss": "1.000e-02", "bound/this": "4.00*", "correction": "0.70",
     }.items()  # fmt: skip
     assert "left as it is: router (Router)" in after
     assert after[-1].startswith("of 3.000 bits: codes 2.500, above the limit 0.750; ")

@@ -6,11 +6,14 @@ import hashlib
 import json
 import math
 import re
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from nearplane.errors import FormatError
+from nearplane.errors import FormatError, RecipeError
 from nearplane.recipe import Recipe
 
 NAME = "nearplane.json"
@@ -46,7 +49,7 @@ class LayerRecord:
         base: Step of exponent 0 in the sweep of entropy-coded weights; that in the file is scaled to keep the target's energy.
         entropy: Bits per weight of the codes under the tables that the file stores, side information not counted.
         limit: Bits per weight below which no code reaches this loss on Gaussian rows under the same Hessian, rows weighted as their
-            exponents say; see `lattice/bounds.py`. None for more than 4096 inputs.
+            exponents say; see `lattice/bounds.py`. None for more than 4096 inputs, and where nothing at all was lost.
         seconds: To solve and measure it; a factor that layers share is counted at the first of them, calibration at none.
         bytes: Of the layer's tensors in the file.
         checksum: SHA-256 of these tensors: of a line "NAME DTYPE SIZE SIZE ..." and the bytes of each, sorted by name.
@@ -82,6 +85,10 @@ class LayerRecord:
     bytes: int = 0
     stored: str = ""
     checksum: str = ""
+
+    def __post_init__(self) -> None:
+        if self.limit == math.inf:  # which JSON does not have
+            object.__setattr__(self, "limit", None)
 
     @property
     def rate(self) -> float:
@@ -178,23 +185,17 @@ class RunRecord:
         """Read what `to_json` wrote.
 
         Raises:
-            FormatError: it is not a record of this version.
+            FormatError: it is not a record of this version, or a field is not of the type that it is declared with; the
+                message names it.
         """
         try:
-            data: dict[str, Any] = json.loads(text)
+            data = json.loads(text)
             if not isinstance(data, dict) or data.get("version") != VERSION:
                 raise ValueError(f"not an object of version {VERSION}")
-            layers = tuple(
-                LayerRecord(**(layer | {"row_losses": tuple(layer["row_losses"])})) for layer in data.pop("layers")
-            )
-            profiles = tuple(
-                Profile(**(profile | {"lengths": tuple(profile["lengths"])})) for profile in data.pop("profiles")
-            )
-            recipe = Recipe.from_json(json.dumps(data.pop("recipe")))
-            skipped = tuple((name, reason) for name, reason in data.pop("skipped"))
-            return cls(recipe=recipe, layers=layers, profiles=profiles, skipped=skipped, **data)
-        except (ValueError, KeyError, TypeError) as error:
+            record: RunRecord = _read(cls, data, "record")
+        except (ValueError, RecursionError) as error:
             raise FormatError(f"{NAME} is not a record that this version of nearplane reads ({error}).") from error
+        return record
 
     @property
     def rate(self) -> float:
@@ -246,6 +247,30 @@ class RunRecord:
         return sum(value * size for value, size in zip(known, sizes, strict=True)) / sum(sizes)
 
 
+def contradictions(layer: LayerRecord, recipe: Recipe) -> Iterator[str]:
+    """Yield what cannot be true of a certificate, whatever the data."""
+    if layer.out_features <= 0 or layer.in_features <= 0:
+        yield f"it is {layer.out_features} x {layer.in_features}"
+        return
+    size, larger = divmod(layer.out_features, max(1, len(layer.row_losses)))  # rows of a group; of the first one more
+    rows = (size + (index < larger) for index in range(len(layer.row_losses)))
+    loss = sum(group * count for group, count in zip(layer.row_losses, rows, strict=True)) / layer.out_features
+    if not math.isclose(loss, layer.loss, rel_tol=1e-8, abs_tol=1e-300):
+        yield f"row_losses average {loss:.9g}, loss is {layer.loss:.9g}"
+    third = (layer.expected or 0.0) * 3
+    if layer.worst_case is not None and not math.isclose(third, layer.worst_case, rel_tol=1e-12, abs_tol=1e-300):
+        yield f"expected is {layer.expected}, a third of worst_case is {layer.worst_case / 3}"
+    rule, own = recipe.rule, (layer.bits, layer.group_size, layer.symmetric, layer.order)
+    bits = rule.bits if recipe.allocate == "uniform" else layer.bits
+    wanted = (None, None, None) if recipe.rate.wanted else (bits, rule.group_size, rule.symmetric)
+    if own != (*wanted, rule.order):
+        yield f"bits, group size, symmetry and order are {own}, the recipe says {(*wanted, rule.order)}"
+    if not 0 <= layer.clipped <= layer.clipped_rows <= 1:
+        yield f"clipped is {layer.clipped}, clipped_rows {layer.clipped_rows}"
+    if layer.worst_case is not None and layer.clipped_rows == 0 and layer.damped_loss > layer.worst_case * (1 + 1e-9):
+        yield f"damped_loss {layer.damped_loss:.6g} is more than worst_case {layer.worst_case:.6g} though nothing clips"
+
+
 def digest_of(text: str) -> str:
     """Return what the digest in the JSON of a record must be: the SHA-256 of the text with an empty one."""
     return hashlib.sha256(re.sub(r'"digest": "[0-9a-f]*"', '"digest": ""', text).encode()).hexdigest()
@@ -264,3 +289,74 @@ def read_record(folder: Path) -> RunRecord:
         return RunRecord.from_json(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         raise FormatError(f"{path} is not text ({error}). Fetch it again.") from error
+
+
+# ── from JSON: every field is what its annotation says ──
+
+WORDS = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false", NoneType: "null"}
+
+
+def _read(kind: Any, value: Any, where: str) -> Any:
+    """Return JSON as a value of an annotation.
+
+    Args:
+        kind: a dataclass, tuple[kind, ...], tuple of one kind, dict[str, str], or as for `_fits`.
+        value: JSON.
+        where: for messages.
+
+    Raises:
+        ValueError: it is something else; the message says what, where, and what was expected.
+    """
+    parts, origin = get_args(kind), get_origin(kind)
+    if is_dataclass(kind) and isinstance(value, dict):
+        return _object(kind, value, where)
+    if origin is tuple and isinstance(value, list) and (parts[-1] is ... or len(value) == len(parts)):
+        return tuple(_read(parts[0], part, f"{where}[{index}]") for index, part in enumerate(value))
+    if origin is dict and isinstance(value, dict):
+        return {key: _read(parts[1], part, f"{where}[{key!r}]") for key, part in value.items()}
+    if is_dataclass(kind) or origin in (tuple, dict) or not _fits(kind, value):
+        found = json.dumps(value)
+        raise ValueError(f"{where} is {found[:40]}{'..' if len(found) > 40 else ''}, expected {_expected(kind)}")
+    return value
+
+
+def _object(kind: Any, value: dict[str, Any], where: str) -> Any:
+    """Return a JSON object as a dataclass."""
+    called = value.get("name", value.get("layer"))
+    of = f" of {called}" if isinstance(called, str) else "" if where == "record" else f" of {where}"
+    hints = _hints(kind)
+    if unknown := value.keys() - hints.keys():
+        raise ValueError(f"{min(unknown)}{of} is no field of this version")
+    for each in fields(kind):
+        if each.name not in value and each.default is each.default_factory is MISSING:
+            raise ValueError(f"{each.name}{of} is missing")
+    read = {name: _read(hints[name], part, f"{name}{of}") for name, part in value.items()}
+    try:
+        return kind(**read)
+    except (RecipeError, OverflowError) as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _fits(kind: Any, value: Any) -> bool:
+    """Whether JSON is a number, text, a truth value, null, or one of several; numbers are finite, whole ones of 64 bits."""
+    if get_origin(kind) in (Union, UnionType):
+        return any(_fits(part, value) for part in get_args(kind))
+    if get_origin(kind) is Literal:
+        return isinstance(value, str) and value in get_args(kind)
+    if kind in (int, float) and isinstance(value, int):
+        return not isinstance(value, bool) and -(2**63) <= value < 2**63
+    return isinstance(value, kind) and (kind is not float or math.isfinite(value))
+
+
+def _expected(kind: Any) -> str:
+    """Return an annotation in words."""
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(_expected(part) for part in get_args(kind))
+    if get_origin(kind) is Literal:
+        return " or ".join(repr(word) for word in get_args(kind))
+    return WORDS.get(kind, "a list" if get_origin(kind) is tuple else "an object")

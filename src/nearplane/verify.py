@@ -9,19 +9,21 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nearplane.certificate import measure
 from nearplane.errors import FormatError, ModelError, NumericalError, RecipeError
 from nearplane.formats.beside import CONFIG, GPTQ_CONFIG, names_copied
 from nearplane.formats.folder import FORMATS, Stored, json_text, written
-from nearplane.inputs import corrected
+from nearplane.inputs import Inputs, corrected
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
+from nearplane.models.layers import Layer
 from nearplane.models.stream import Model, device_of, open_model
 from nearplane.plan import Plan, Progress, look
 from nearplane.quantize import (
@@ -34,7 +36,7 @@ from nearplane.quantize import (
     silent,
 )
 from nearplane.recipe import Device, Recipe
-from nearplane.record import NAME, LayerRecord, RunRecord, digest_of, read_record
+from nearplane.record import NAME, LayerRecord, RunRecord, contradictions, digest_of, read_record
 from nearplane.shards import INDEX, sha256
 
 TOLERANCE = 1e-6  # relative, of losses measured again; the same machine repeats them to the last digit
@@ -66,23 +68,26 @@ class Verified:
         record: of the checkpoint.
         faults: what does not hold; empty if everything does.
         files, layers: how many were checked.
-        measured: whether the losses were measured again.
+        asked: whether the losses were to be measured again.
+        measured: whether all of them were.
     """
 
     record: RunRecord
     faults: tuple[Fault, ...]
     files: int
     layers: int
+    asked: bool
     measured: bool
 
     def summary(self) -> str:
         """Return one sentence."""
         checked = f"{self.files} files and {self.layers} layers checked"
-        measured = (
-            "every loss measured again"
-            if self.measured
-            else "losses not measured: that takes --against and --calibration"
-        )
+        if self.measured:
+            measured = "every loss measured again"
+        elif self.asked:
+            measured = "not every loss could be measured again, as the faults say"
+        else:
+            measured = "losses not measured: that takes --against and --calibration"
         return f"{checked}, {measured}: {len(self.faults) or 'no'} fault{'' if len(self.faults) == 1 else 's'}"
 
 
@@ -115,38 +120,36 @@ def verify(
             "--calibration without --against: losses are measured with the original and the text, or not at all."
         )
     folder = Path(out)
-    try:
-        record = read_record(folder)
-    except UnicodeDecodeError as error:
-        raise FormatError(f"{folder / NAME} is not text ({error}). Fetch it again.") from error
+    record = read_record(folder)
     faults = [*_files(folder, record), *_sums(folder, record)]
     stored = _opened(folder, faults)
-    matrices: dict[str, QuantizedMatrix] = {}
+    sound: set[str] = set()
     if stored is not None:
-        faults += _stored(stored, record, matrices)
+        faults += _stored(stored, record, sound)
     measured = False
-    if against is not None and stored is not None and len(matrices) == len(record.layers):
-        measured = True
+    if against is not None and stored is not None and len(sound) == len(record.layers):
         model = open_model(
             against, trust_remote_code=trust_remote_code, ignore=record.recipe.ignore,
             embeddings=record.recipe.rate.include_embeddings, head=record.recipe.rate.include_head,
         )  # fmt: skip
         faults += _untouched(stored, model)
         faults += _beside(folder, record, model)
-        faults += progress(
-            _measured(model, record, matrices, calibration, device_of(device), tolerance),
-            "measuring",
-            len(record.layers),
+        recipe = record.recipe
+        if calibration is not None:
+            recipe = replace(recipe, calibration=replace(recipe.calibration, calibration=str(calibration)))
+        run = _Again(
+            record=record, recipe=recipe, stored=stored, model=model, device=device_of(device), tolerance=tolerance
         )
+        measured = _measured(run, progress, faults)
     return Verified(
-        record=record, faults=tuple(fault for fault in faults if fault.what), files=len(record.files) + 1,
-        layers=len(record.layers), measured=measured,
+        record=record, faults=tuple(faults), files=len(record.files) + 1, layers=len(record.layers),
+        asked=against is not None, measured=measured,
     )  # fmt: skip
 
 
 def _files(folder: Path, record: RunRecord) -> Iterator[Fault]:
     """Compare every file with its hash."""
-    if (has := digest_of((folder / NAME).read_text())) != record.digest:
+    if (has := digest_of((folder / NAME).read_text(encoding="utf-8"))) != record.digest:
         yield Fault(where=NAME, what=f"it has the digest {has[:16]}.., and says {record.digest[:16]}..")
     found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} - {NAME}
     for name in sorted(found - record.files.keys()):
@@ -174,37 +177,12 @@ def _sums(folder: Path, record: RunRecord) -> Iterator[Fault]:
         if count > 1:
             yield Fault(where=name, what=f"the record has {count} certificates of it")
     for layer in record.layers:
-        for what in _contradictions(layer, record.recipe):
+        for what in contradictions(layer, record.recipe):
             yield Fault(where=layer.name, what=what)
 
 
 def _shard(name: str) -> bool:
     return name.endswith(".safetensors")
-
-
-def _contradictions(layer: LayerRecord, recipe: Recipe) -> Iterator[str]:
-    """Yield what cannot be true of a certificate, whatever the data."""
-    if not all(isinstance(size, int) and size > 0 for size in (layer.out_features, layer.in_features)):
-        yield f"it is {layer.out_features} x {layer.in_features}"
-        return
-    size, larger = divmod(
-        layer.out_features, max(1, len(layer.row_losses))
-    )  # rows of a group; of the first ones one more
-    rows = (size + (index < larger) for index in range(len(layer.row_losses)))
-    loss = sum(group * count for group, count in zip(layer.row_losses, rows, strict=True)) / layer.out_features
-    if not _close(loss, layer.loss, 1e-8):
-        yield f"row_losses average {loss:.9g}, loss is {layer.loss:.9g}"
-    if layer.worst_case is not None and not _close((layer.expected or 0.0) * 3, layer.worst_case, EXACT):
-        yield f"expected is {layer.expected}, a third of worst_case is {layer.worst_case / 3}"
-    rule, own = recipe.rule, (layer.bits, layer.group_size, layer.symmetric, layer.order)
-    bits = rule.bits if recipe.allocate == "uniform" else layer.bits
-    wanted = (None, None, None) if recipe.rate.wanted else (bits, rule.group_size, rule.symmetric)
-    if own != (*wanted, rule.order):
-        yield f"bits, group size, symmetry and order are {own}, the recipe says {(*wanted, rule.order)}"
-    if not 0 <= layer.clipped <= layer.clipped_rows <= 1:
-        yield f"clipped is {layer.clipped}, clipped_rows {layer.clipped_rows}"
-    if layer.worst_case is not None and layer.clipped_rows == 0 and layer.damped_loss > layer.worst_case * (1 + 1e-9):
-        yield f"damped_loss {layer.damped_loss:.6g} is more than worst_case {layer.worst_case:.6g} though nothing clips"
 
 
 def _opened(folder: Path, faults: list[Fault]) -> Stored | None:
@@ -215,8 +193,8 @@ def _opened(folder: Path, faults: list[Fault]) -> Stored | None:
         return None
 
 
-def _stored(stored: Stored, record: RunRecord, matrices: dict[str, QuantizedMatrix]) -> Iterator[Fault]:
-    """Compare the tensors of every layer with the record; fills `matrices` with those that can be read."""
+def _stored(stored: Stored, record: RunRecord, sound: set[str]) -> Iterator[Fault]:
+    """Compare the tensors of every layer with the record, one in memory at a time; `sound` gets the names of good ones."""
     recipe, known = record.recipe, {layer.stored: layer for layer in record.layers}
     layout = FORMATS[recipe.format]
     if recipe.rate.wanted:
@@ -252,7 +230,7 @@ def _stored(stored: Stored, record: RunRecord, matrices: dict[str, QuantizedMatr
         faults = list(_of_the_grid(matrix, layer))
         yield from (Fault(where=layer.name, what=what) for what in faults)
         if not faults:
-            matrices[layer.name] = matrix
+            sound.add(layer.name)
 
 
 def _of_the_grid(matrix: QuantizedMatrix, layer: LayerRecord) -> Iterator[str]:
@@ -271,7 +249,11 @@ def _of_the_grid(matrix: QuantizedMatrix, layer: LayerRecord) -> Iterator[str]:
         yield "it is on a fixed grid, the record says that it is entropy-coded"
         return
     groups = shape[1] // (layer.group_size or shape[1])
-    if (grid.high - grid.low + 1, grid.scale.shape[1], grid.low < 0) != (2**layer.bits, groups, layer.symmetric):
+    if (math.log2(grid.high - grid.low + 1), grid.scale.shape[1], grid.low < 0) != (
+        layer.bits,
+        groups,
+        layer.symmetric,
+    ):
         yield (
             f"its codes are {grid.low} to {grid.high} in {grid.scale.shape[1]} groups; the record says {layer.bits} bits, groups "
             f"of {layer.group_size or 'a row'}, {'' if layer.symmetric else 'not '}symmetric"
@@ -341,71 +323,90 @@ def _unordered(value: Any) -> Any:
     return sorted((_unordered(part) for part in value), key=str) if isinstance(value, list) else value
 
 
-def _measured(
-    model: Model, record: RunRecord, matrices: Mapping[str, QuantizedMatrix], calibration: str | Path | None, place: torch.device,
-    tolerance: float,
-) -> Iterator[Fault]:  # fmt: skip
-    """Measure every layer again; yields a fault or an empty one for each."""
-    recipe = record.recipe
-    if calibration is not None:
-        recipe = replace(recipe, calibration=replace(recipe.calibration, calibration=str(calibration)))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Again:
+    """What a run is measured again with.
+
+    Args:
+        record, recipe: what it says; the recipe with the text where it is now.
+        stored: its layers, each of which is read when its turn comes.
+        model: the original.
+        device, tolerance: see `verify`.
+    """
+
+    record: RunRecord
+    recipe: Recipe
+    stored: Stored
+    model: Model
+    device: torch.device
+    tolerance: float
+
+
+def _measured(run: _Again, progress: Progress, faults: list[Fault]) -> bool:
+    """Measure every layer again, if model and text are those of the record; adds to `faults`, returns whether all could be."""
+    record, model = run.record, run.model
     shapes = {(layer.name, layer.shape) for layer in model.layers}
-    if unlike := shapes ^ {(name, tuple(matrix.codes.shape)) for name, matrix in matrices.items()}:
+    if unlike := shapes ^ {(layer.name, (layer.out_features, layer.in_features)) for layer in record.layers}:
         named = ", ".join(f"{name} ({rows} x {columns})" for name, (rows, columns) in sorted(unlike)[:4])
-        yield Fault(
-            where=str(model.folder), what=f"another model: {len(unlike)} layers are in one of the two only, as {named}"
-        )
-        return
+        what = f"another model: {len(unlike)} layers are in one of the two only, as {named}"
+        faults.append(Fault(where=str(model.folder), what=what))
+        return False
     if tuple(model.skipped) != record.skipped:
-        yield Fault(
-            where=NAME, what=f"{len(record.skipped)} skipped layers, the model has {len(model.skipped)}, or others"
-        )
-    seqlen, tokens = calibration_windows(model, recipe)
+        what = f"{len(record.skipped)} skipped layers, the model has {len(model.skipped)}, or others"
+        faults.append(Fault(where=NAME, what=what))
+    seqlen, tokens = calibration_windows(model, run.recipe)
     found = "" if tokens is None else digest_of_tokens(tokens)
     if (found, seqlen, 0 if tokens is None else len(tokens)) != (record.text, record.seqlen, record.windows):
-        yield Fault(
-            where=str(recipe.calibration.calibration or "calibration"),
-            what="its tokens are not those that the record was made with",
-        )
-        return
+        where = str(run.recipe.calibration.calibration or "calibration")
+        faults.append(Fault(where=where, what="its tokens are not those that the record was made with"))
+        return False
+    return sum(progress(_layers(run, tokens, faults), "measuring", len(record.layers))) == len(record.layers)
+
+
+def _layers(run: _Again, tokens: Tensor | None, faults: list[Fault]) -> Iterator[bool]:
+    """Pass the windows (windows, seqlen) through both networks; yields for every layer whether it could be measured."""
     planned = Plan()
-    if model.embeddings is not None and tokens is not None:
-        look(planned, model, recipe, tokens, place)
-    said = {layer.name: layer for layer in record.layers}
-    profiles = {(profile.layer, profile.order): profile for profile in record.profiles}
-    for part in parts(model, recipe, tokens, place, planned.moments):
+    if run.model.embeddings is not None and tokens is not None:
+        look(planned, run.model, run.recipe, tokens, run.device)
+    told = {layer.name: layer for layer in run.record.layers}
+    profiles = {(profile.layer, profile.order): profile for profile in run.record.profiles}
+    for part in parts(run.model, run.recipe, tokens, run.device, planned.moments):
         for observed in part.stages:
-            if part.chosen:
-                for new in profiles_of(observed, recipe):
-                    yield from _compare(
-                        f"{new.layer}, {new.order} order", new, profiles.pop((new.layer, new.order), None), tolerance
-                    )
+            for new in profiles_of(observed, run.recipe) if part.chosen else ():
+                old = profiles.pop((new.layer, new.order), None)
+                faults += _compare(f"{new.layer}, {new.order} order", new, old, run.tolerance)
             for layer, inputs in shared_inputs(observed):
-                matrix, told = matrices[layer.name], said[layer.name]
-                W = layer.read()
-                matrix = QuantizedMatrix(codes=matrix.codes.to(W.device), grid=matrix.grid.to(W.device))
-                rule = recipe.for_layer(layer.name)
-                assert rule is not None, "ignored layers are not observed"
-                try:
-                    target, rho = corrected(W, inputs, rule)
-                    again = measure(
-                        layer.name, W, target, matrix, inputs, replace(rule, bits=told.bits or rule.bits),
-                        recipe.rate if recipe.rate.wanted else None, correction=rho, base=told.base,
-                    )  # fmt: skip
-                except NumericalError as error:
-                    yield Fault(where=layer.name, what=str(error))
-                    continue
-                yield from _compare(layer.name, again, told, tolerance)
-                values, dead = matrix.decode(), inputs.factor(rule.order, rule.damp).dead
-                if bool(values[:, dead].any()):  # which no loss shows
-                    yield Fault(where=layer.name, what="weights of inputs that were always 0 are not 0")
-                layer.write(values)
-    for layer, order in profiles:
-        yield Fault(where=f"{layer}, {order} order", what="a profile that was not measured")
+                yield _layer(run, layer, inputs, told[layer.name], faults)
+    for name, order in profiles:
+        faults.append(Fault(where=f"{name}, {order} order", what="a profile that was not measured"))
+
+
+def _layer(run: _Again, layer: Layer, inputs: Inputs, told: LayerRecord, faults: list[Fault]) -> bool:
+    """Measure the codes of the file on inputs, and let the network have their values; returns whether that could be done."""
+    rule, rate = run.recipe.for_layer(layer.name), run.recipe.rate
+    assert rule is not None, "ignored layers are not observed"
+    W = layer.read()
+    try:
+        matrix = run.stored.matrix(told.stored, run.stored.tensors(told.stored))
+        matrix = QuantizedMatrix(codes=matrix.codes.to(W.device), grid=matrix.grid.to(W.device))
+        target, rho = corrected(W, inputs, rule)
+        again = measure(
+            layer.name, W, target, matrix, inputs, replace(rule, bits=told.bits or rule.bits), rate if rate.wanted else None,
+            correction=rho, base=told.base,
+        )  # fmt: skip
+    except (FormatError, ModelError, NumericalError) as error:
+        faults.append(Fault(where=layer.name, what=str(error)))
+        return False
+    faults += _compare(layer.name, again, told, run.tolerance)
+    values, dead = matrix.decode(), inputs.factor(rule.order, rule.damp).dead
+    if bool(values[:, dead].any()):  # which no loss shows
+        faults.append(Fault(where=layer.name, what="weights of inputs that were always 0 are not 0"))
+    layer.write(values)
+    return True
 
 
 def _compare(where: str, again: Any, told: Any, tolerance: float) -> Iterator[Fault]:
-    """Yield one fault that names all fields that differ, or an empty one."""
+    """Yield one fault that names all fields that differ, if any do."""
     if told is None:
         yield Fault(where=where, what="the record has no profile of it")
         return
@@ -420,7 +421,8 @@ def _compare(where: str, again: Any, told: Any, tolerance: float) -> Iterator[Fa
     new, old = (getattr(each, "entropy", None) for each in (again, told))
     if not _same(new, old, EXACT):
         wrong.append(f"entropy is {_short(new)}, the record says {_short(old)}")
-    yield Fault(where=where, what="; ".join(wrong))
+    if wrong:
+        yield Fault(where=where, what="; ".join(wrong))
 
 
 def _same(new: Any, old: Any, tolerance: float) -> bool:
