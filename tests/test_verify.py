@@ -401,6 +401,50 @@ def test_what_the_recipe_says_of_the_problem_is_measured_again(copy_of, changed)
     assert said(verify(folder, against=original)) != []
 
 
+@pytest.mark.parametrize(
+    ("way", "changed"),
+    [
+        (
+            "compressed-tensors",
+            {
+                "rule": {"solver": "k-best", "beam": 3, "polish": 5, "rounds": 7, "scale": "minmax"}, "calibration": {"seed": 9},
+                "max_loss": 0.5, "ignore": ("nothing",),
+            },
+        ),
+        ("compressed-tensors", {"rule": {"groups": "current", "rounds": 0}}),
+        ("compressed-tensors, mixed widths", {"rule": {"bits": 2.75}}),
+        (
+            "compressed-tensors, rounded to nearest",
+            {"rule": {"scale": "minmax", "correct": False}, "calibration": {"samples": 9, "true_sequential": False}},
+        ),
+        (
+            "nearplane",
+            {
+                "rule": {"solver": "nearest-plane", "beam": None, "polish": 3},
+                "rate": {"rate": None, "size": "1MB", "rows": "equal"},
+                "allocate": "uniform", "max_loss": 0.5,
+            },
+        ),
+        ("nearplane, gains, Conv1D", {"rule": {"solver": "obq", "beam": None}, "rate": {"shrink": False, "gains": "rows"}}),
+    ],
+)  # fmt: skip
+def test_what_no_data_can_show_is_what_the_documentation_says(copy_of, way, changed):
+    """docs/certificates.md lists it: who reads a record is to know what it cannot prove."""
+    folder, original = copy_of(way)
+    recipe = read_record(folder).recipe
+    parts = {
+        name: replace(getattr(recipe, name), **new) if isinstance(new, dict) else new for name, new in changed.items()
+    }
+    sign(folder, recipe=replace(recipe, **parts))
+    assert read_record(folder).recipe != recipe
+    assert said(verify(folder, against=original)) == []
+    page = (
+        (Path(__file__).parent.parent / "docs" / "certificates.md").read_text().partition("## What no data can show")[2]
+    )
+    names = {word for name, new in changed.items() for word in (new if isinstance(new, dict) else {name})}
+    assert {name for name in names if f"`{name}`" not in page} <= {"true_sequential"}  # all of a calibration
+
+
 def test_a_profile_less_is_a_fault(copy_of):
     folder, original = copy_of("nearplane")
     profiles = read_record(folder).profiles

@@ -34,10 +34,15 @@ class LayerRecord:
         relative_loss: The loss over the energy of the weights under that Hessian.
         nearest_loss: Loss of rounding the same target to nearest on the same grid.
         damped_loss: Loss of the sweep under the Hessian damped with `sweep_damp`, which the next three refer to.
-        worst_case: Babai's bound on it; holds for rows that do not clip. None, as the next two, for codes that no sweep made.
+        worst_case: Babai's bound, mean over all rows: no damped_loss is more if clipped_rows is 0. It holds row by row where a row
+            does not clip, so that the sum over those rows is at most the sum of their own bounds; of this mean no row's bound
+            can be told, and where some rows clip it bounds neither a row nor damped_loss. None, as the next two, for codes that
+            no sweep made.
         expected: A third of the bound.
-        gamma: The error is at most gamma times the least possible, for rows that do not clip; None if all do.
-        clipped, clipped_rows: Fraction of codes, of rows, whose target lay outside the grid.
+        gamma: The error of a row that does not clip is at most gamma times the least possible, in length: the largest over these
+            rows alone, None if there are none.
+        clipped, clipped_rows: Fraction of codes that the sweep would have put outside the grid, of rows with one: the bounds say
+            nothing of these rows, the losses are theirs too.
         correction: How far the target went from the weights to the full correction, 0 to 1.
         damp: Damping of the correction, relative to the mean of the Hessian's diagonal.
         sweep_damp: The same in the sweep.
