@@ -133,6 +133,7 @@ def test_verify_prints_a_line_for_every_fault_and_ends_with_1(monkeypatch, capsy
     assert code == 1
     assert json.loads(printed) == {
         "faults": [{"where": "extra.py", "what": "the record does not know this file"}],
+        "asked": False,
         "measured": False,
     }
 

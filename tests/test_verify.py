@@ -585,3 +585,9 @@ def test_a_folder_that_is_not_finished_is_refused(copy_of):
     folder, _ = copy_of("compressed-tensors")
     (folder / "INCOMPLETE").write_text("")
     assert any("incomplete" in line for line in outcome(folder))
+
+
+@pytest.mark.parametrize("tolerance", [-1.0, 1.0, float("nan")])
+def test_a_tolerance_is_a_small_number(tmp_path: Path, tolerance: float) -> None:
+    with pytest.raises(RecipeError, match="expected a number from 0 to 1"):
+        verify(tmp_path, tolerance=tolerance)

@@ -247,7 +247,11 @@ def verify(
         trust_remote_code=trust_remote_code, progress=_progress,
     )  # fmt: skip
     if json:
-        print(_json({"faults": [asdict(fault) for fault in found.faults], "measured": found.measured}))
+        print(
+            _json(
+                {"faults": [asdict(fault) for fault in found.faults], "asked": found.asked, "measured": found.measured}
+            )
+        )
     else:
         for fault in found.faults:
             print(f"{fault.where}: {fault.what}")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nearplane.certificate import measure
-from nearplane.errors import FormatError, ModelError, NumericalError, RecipeError
+from nearplane.errors import CalibrationError, FormatError, ModelError, NumericalError, RecipeError
 from nearplane.formats.beside import CONFIG, GPTQ_CONFIG, names_copied
 from nearplane.formats.folder import FORMATS, Stored, json_text, written
 from nearplane.inputs import Inputs, corrected
@@ -39,6 +39,7 @@ from nearplane.recipe import Device, Recipe
 from nearplane.record import NAME, LayerRecord, RunRecord, contradictions, digest_of, read_record
 from nearplane.shards import INDEX, sha256
 
+NAMED = 4  # figures that one fault spells out
 TOLERANCE = 1e-6  # relative, of losses measured again; the same machine repeats them to the last digit
 EXACT = 1e-12  # of figures of integers
 LENGTHS = 1.1e-5  # of numbers that are written down to 6 digits, the last of which may be rounded either way
@@ -119,6 +120,8 @@ def verify(
         raise RecipeError(
             "--calibration without --against: losses are measured with the original and the text, or not at all."
         )
+    if not 0 <= tolerance < 1:
+        raise RecipeError(f"--tolerance is {tolerance}; expected a number from 0 to 1.")
     folder = Path(out)
     record = read_record(folder)
     faults = [*_files(folder, record), *_sums(folder, record)]
@@ -354,7 +357,10 @@ def _measured(run: _Again, progress: Progress, faults: list[Fault]) -> bool:
     if tuple(model.skipped) != record.skipped:
         what = f"{len(record.skipped)} skipped layers, the model has {len(model.skipped)}, or others"
         faults.append(Fault(where=NAME, what=what))
-    seqlen, tokens = calibration_windows(model, run.recipe)
+    try:
+        seqlen, tokens = calibration_windows(model, run.recipe)
+    except CalibrationError as error:
+        raise CalibrationError(f"{error} (The text is the record's, if --calibration names no other.)") from error
     found = "" if tokens is None else digest_of_tokens(tokens)
     if (found, seqlen, 0 if tokens is None else len(tokens)) != (record.text, record.seqlen, record.windows):
         where = str(run.recipe.calibration.calibration or "calibration")
@@ -406,7 +412,7 @@ def _layer(run: _Again, layer: Layer, inputs: Inputs, told: LayerRecord, faults:
 
 
 def _compare(where: str, again: Any, told: Any, tolerance: float) -> Iterator[Fault]:
-    """Yield one fault that names all fields that differ, if any do."""
+    """Yield one fault that names the first fields that differ, if any do."""
     if told is None:
         yield Fault(where=where, what="the record has no profile of it")
         return
@@ -422,7 +428,8 @@ def _compare(where: str, again: Any, told: Any, tolerance: float) -> Iterator[Fa
     if not _same(new, old, EXACT):
         wrong.append(f"entropy is {_short(new)}, the record says {_short(old)}")
     if wrong:
-        yield Fault(where=where, what="; ".join(wrong))
+        more = f"; and {len(wrong) - NAMED} more figures" if len(wrong) > NAMED else ""
+        yield Fault(where=where, what="; ".join(wrong[:NAMED]) + more)
 
 
 def _same(new: Any, old: Any, tolerance: float) -> bool:
