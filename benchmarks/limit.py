@@ -31,7 +31,9 @@ def rotated(n: int, exponent: float, generator: torch.Generator) -> Tensor:
 def excess(W: Tensor, H: Tensor, wanted: Rate, rate: float) -> tuple[float, float]:
     """Quantize to a rate; return bits per weight in the file, and how many of them are above the limit."""
     inputs = Inputs(H)
-    matrix, record = quantize_matrix_to_rate(W, inputs, Rule(damp=0.0, order="activation", solver="nearest-plane"), wanted, rate)
+    matrix, record = quantize_matrix_to_rate(
+        W, inputs, Rule(damp=0.0, order="activation", solver="nearest-plane"), wanted, rate
+    )
     coded = 8 * len(encode(contents(matrix))) / W.numel()
     assert record.limit is not None
     return coded, coded - record.limit

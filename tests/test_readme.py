@@ -34,7 +34,9 @@ def test_the_readme_is_short():
 def test_every_command_in_the_readme_exists():
     """And every flag that it shows."""
     text = (ROOT / "README.md").read_text()
-    for command in set(re.findall(r"nearplane (quantize|evaluate|compare|export|inspect|verify|report|geometry|demo)\b", text)):
+    for command in set(
+        re.findall(r"nearplane (quantize|evaluate|compare|export|inspect|verify|report|geometry|demo)\b", text)
+    ):
         assert (
             subprocess.run(
                 [sys.executable, "-m", "nearplane", command, "--help"], capture_output=True, check=False
