@@ -18,9 +18,7 @@ from nearplane.lattice.bounds import certify, limit
 from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
 from nearplane.lattice.solve import nearest_plane
 from nearplane.recipe import Order, Rate, Rule
-from nearplane.record import LayerRecord, Profile, row_groups
-
-WIDE = 4096  # inputs above which the limit is left out: the eigenvalues would take longer than the solve
+from nearplane.record import WIDE, LayerRecord, Profile, row_groups
 
 
 def measure(

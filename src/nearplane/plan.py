@@ -25,7 +25,7 @@ from nearplane.allocate import (
     to_rates,
     to_widths,
 )
-from nearplane.certificate import PROFILED, WIDE
+from nearplane.certificate import PROFILED
 from nearplane.errors import RecipeError
 from nearplane.formats.beside import names_copied, size_copied
 from nearplane.formats.folder import FORMATS, config_text
@@ -35,7 +35,7 @@ from nearplane.models.sensitivity import sensitivity
 from nearplane.models.statistics import Statistics
 from nearplane.models.stream import Model
 from nearplane.recipe import Rate, Recipe, Rule
-from nearplane.record import LayerRecord, Profile, RunRecord, row_groups
+from nearplane.record import WIDE, LayerRecord, Profile, RunRecord, row_groups
 from nearplane.shards import index_text
 
 Progress = Callable[[Iterable[Any], str, int], Iterable[Any]]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearplane.certificate import PROFILED, WIDE, profile
+from nearplane.certificate import PROFILED, profile
 from nearplane.errors import CalibrationError, RecipeError
 from nearplane.formats.folder import FORMATS, Writer, open_writer
 from nearplane.inputs import Inputs
@@ -37,7 +37,7 @@ from nearplane.parallel import world
 from nearplane.plan import Plan, Progress, budget_of, check_bits, plan, usable_widths
 from nearplane.rate import quantize_matrix_to_rate
 from nearplane.recipe import Device, Recipe
-from nearplane.record import LayerRecord, Profile, RunRecord
+from nearplane.record import WIDE, LayerRecord, Profile, RunRecord
 
 DEFAULT_SEQLEN = 2048
 

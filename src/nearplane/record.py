@@ -18,6 +18,7 @@ from nearplane.recipe import Recipe
 
 NAME = "nearplane.json"
 VERSION = 2  # of the record; 1 had no checksums
+WIDE = 4096  # inputs above which limits and profiles are left out: they would take longer than the solve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from nearplane.record import LayerRecord, RunRecord
+from nearplane.record import WIDE, LayerRecord, RunRecord
 from nearplane.report.drawing import (
     COLOURS,
     HEIGHT,
@@ -37,7 +37,6 @@ from nearplane.report.drawing import (
 
 KINDS = 11  # of layers with a mark of their own; what is rarer shares one
 UNIFORM = 0.5 * math.log2(math.pi * math.e / 6)  # bits that rounding on a line costs at high rates, 0.2546
-WIDE = 4096  # inputs for which the limit is computed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
