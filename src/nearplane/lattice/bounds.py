@@ -104,14 +104,13 @@ def certify(
             first = E if sweep is None else t - part.decode(sweep[rows])
             pulled = residual if sweep is None else _through(first[:, order], U)
             fed = t.index_add(1, order, pulled - first[:, order])  # (rows, in), what was rounded
-        profile = (part.steps().square()[:, order] * d).expand(len(t), -1)  # (rows, in), d_j s_j^2
-        tails = profile.flip(1).cumsum(1).flip(1)
+        bounds, gammas = _bounds(part.steps()[:, order].expand(len(t), -1), d)
         found["losses"].append(loss)
         found["damped"].append(damped)
         found["nearest"].append(loss if same else quadratic((t - plain_values).to(single), rough).to(dtype))
         found["energy"].append(quadratic(W[rows].to(single), rough).to(dtype))
-        found["bounds"].append(profile.sum(1) / 4)
-        found["gammas"].append(torch.where(profile > 0, tails / profile, 1).amax(1).sqrt())
+        found["bounds"].append(bounds)
+        found["gammas"].append(gammas)
         found["outside"].append(part.clipped(codes, fed).sum(1))
     each = {name: torch.cat(parts) for name, parts in found.items()}
     size, columns = target.numel(), target.shape[1]
@@ -130,6 +129,13 @@ def certify(
         clipped=int(each["outside"].sum()) / size,
         clipped_rows=float((~rows).double().mean()),
     )
+
+
+def _bounds(steps: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (rows,) `1/4 sum_j d_j s_j^2` and gamma of steps (rows, in) and lengths `d` (in,), both in rounding order."""
+    profile = steps.square() * d
+    tails = profile.flip(1).cumsum(1).flip(1)
+    return profile.sum(1) / 4, torch.where(profile > 0, tails / profile, 1).amax(1).sqrt()
 
 
 def _through(E: Tensor, U: Tensor, *, block: int = 512) -> Tensor:
