@@ -7,7 +7,7 @@ SOURCES := $(shell find src -type f -not -name '*.pyc')
 
 export OMP_WAIT_POLICY ?= PASSIVE   # threads that wait do not spin: on a busy machine that is several times faster
 
-.PHONY: demo test nightly bench clean
+.PHONY: demo test nightly bench fingerprint clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/nearplane demo
@@ -30,6 +30,9 @@ bench: $(VENV)/.tested-with
 	$(VENV)/bin/python benchmarks/codec.py
 	$(VENV)/bin/python benchmarks/loading.py
 	$(VENV)/bin/python benchmarks/limit.py
+
+fingerprint: $(VENV)/.tested-with   # OLD=<commit>: does the checkout write the same weights as that commit?
+	$(VENV)/bin/python benchmarks/fingerprint.py $(OLD)
 
 $(VENV)/.torch:
 	$(PYTHON) -c 'import sys; sys.exit(f"Python 3.11 or newer is needed, found {sys.version}") if sys.version_info < (3, 11) else None'
