@@ -21,6 +21,7 @@ from nearplane.record import LayerRecord, Profile, RunRecord
 from nearplane.report import findings, render, write_report
 from nearplane.report.drawing import HEIGHT, Scale, spanning
 from nearplane.report.figures import kinds
+from nearplane.sizes import size_text
 
 SHAPES = {
     "self_attn.q_proj": (128, 128), "self_attn.k_proj": (64, 128), "self_attn.v_proj": (64, 128), "self_attn.o_proj": (128, 128),
@@ -210,7 +211,7 @@ def test_the_headline_says_what_the_record_does():
     cards = re.findall(r"<dt>([^<]*)</dt><dd>([^<]*)</dd><dd>(.*?)</dd>", page)
     found = {what: value for what, value, _ in cards}
     assert found["bits per weight"] == f"{CODED.rate:.3f}"
-    assert found["checkpoint folder"] == f"{CODED.folder / 1e6:.2f} MB"
+    assert found["checkpoint folder"] == size_text(CODED.folder)
     assert found["layers quantized"] == "35"
     assert float(found["worst relative loss"].split()[0]) == pytest.approx(100 * worst.relative_loss, rel=0.005)
     assert float(found["bits above the limit"]) == pytest.approx(above, abs=0.0005)

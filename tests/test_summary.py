@@ -30,7 +30,7 @@ OUT = Path("out")
 def test_a_run_that_went_as_asked_takes_four_lines():
     assert list(summary(RUN, OUT)) == [
         "2 layers quantized to 4.000 bits per weight in 1.5 s: out",
-        "weight files 1.2 MB, the whole folder 1.5 MB, calibrated on 512 tokens",
+        "weight files 1.25 MB, the whole folder 1.50 MB, calibrated on 512 tokens",
         "relative loss: mean 2.00e-02, worst 3.00e-02 (model.layers.1.mlp.up_proj)",
         "rounding the same targets to nearest would lose 3.0 times as much (median layer)",
     ]
@@ -87,7 +87,7 @@ def test_the_table_of_grids_has_a_row_for_every_layer():
     assert second["relative loss"] == "3.000e-02"
     assert after == [
         "* some rows clip: for them the worst case does not hold",
-        "total: 4.000 bits per quantized weight, weight files 1.2 MB",
+        "total: 4.000 bits per quantized weight, weight files 1.25 MB",
     ]
 
 

@@ -15,6 +15,7 @@ from cyclopts import App, Parameter
 from nearplane import __version__
 from nearplane.errors import NearplaneError
 from nearplane.recipe import Allocation, Calibration, Device, Format, Rate, Recipe, Rule, Way
+from nearplane.sizes import size_text
 
 app = App(
     name="nearplane",
@@ -182,7 +183,7 @@ def compare(
             )  # fmt: skip
             _table(columns, (
                 (Path(row.model).name, row.method, "-" if row.asked is None else f"{row.asked:g}", _number(row.rate),
-                 "-" if row.bytes is None else f"{row.bytes / 1e6:,.3f} MB",
+                 "-" if row.bytes is None else size_text(row.bytes),
                  "-" if row.perplexity is None else f"{row.perplexity:#.4g}", _number(row.kl), f"{row.seconds:.1f} s", row.note)
                 for row in rows
             ))  # fmt: skip
@@ -304,7 +305,7 @@ def export(
 
     _quiet()
     size = run(out, folder, format=format, dtype=dtype, trust_remote_code=trust_remote_code)
-    print(f"weights decoded to {dtype}, {size / 1e6:,.1f} MB: {folder}")
+    print(f"weights decoded to {dtype}, {size_text(size)}: {folder}")
 
 
 @app.command
@@ -324,7 +325,7 @@ def demo(out: Path = Path("demo-out"), *, json: Switch = False) -> None:
         return
     columns = ("grid", "solver", "bits/weight", "weight files", "perplexity", "excess nats", "KL to original", "time")
     _table(columns, (
-        (row.grid, row.solver, f"{row.rate:.3f}", f"{row.bytes / 1e6:.2f} MB", f"{row.perplexity:.3f}", f"{row.excess:.4f}",
+        (row.grid, row.solver, f"{row.rate:.3f}", size_text(row.bytes), f"{row.perplexity:.3f}", f"{row.excess:.4f}",
          f"{row.kl:.4f}", f"{row.seconds:.1f} s")
         for row in rows
     ))  # fmt: skip

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from nearplane.errors import RecipeError
+from nearplane.sizes import bytes_in
 from nearplane.spellings import translated
 
 Order = Literal["natural", "activation", "pivoted", "reversed"]
@@ -234,24 +235,11 @@ class Rate:
         """Return the size asked for, in bytes.
 
         Raises:
-            RecipeError: it is not a number with one of the units below.
+            RecipeError: see `bytes_in`.
         """
         if self.size is None:
             return None
-        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kKMGT]?i?B?)\s*", self.size)
-        if not match or match[2] not in UNITS or float(match[1]) <= 0:
-            raise RecipeError(
-                f"size is {self.size!r}; expected a number of bytes or one with a unit: 3.1GB, 800MB, 2.9GiB."
-            )
-        return int(float(match[1]) * UNITS[match[2]])
-
-
-UNITS: Mapping[str, int] = {"": 1, "B": 1} | {
-    f"{prefix}{i}B": (1024 if i else 1000) ** power
-    for power, prefixes in enumerate(("kK", "M", "G", "T"), 1)
-    for prefix in prefixes
-    for i in ("", "i")
-}
+        return bytes_in(self.size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nearplane.record import LayerRecord, RunRecord
+from nearplane.sizes import size_text
 
 
 def summary(record: RunRecord, out: Path) -> Iterator[str]:
@@ -17,7 +18,7 @@ def summary(record: RunRecord, out: Path) -> Iterator[str]:
     if (missed := record.missed) is not None:
         yield missed
     yield (
-        f"weight files {record.bytes / 1e6:,.1f} MB, the whole folder {record.folder / 1e6:,.1f} MB, "
+        f"weight files {size_text(record.bytes)}, the whole folder {size_text(record.folder)}, "
         f"calibrated on {record.tokens:,} tokens"
     )
     if record.tokens and record.windows < record.recipe.calibration.samples:
@@ -49,7 +50,7 @@ def layer_table(record: RunRecord) -> tuple[str, tuple[str, ...], Iterator[tuple
         f"{record.windows} windows of {record.seqlen} tokens; versions {record.versions}"
     )
     after = [f"left as it is: {name} ({reason})" for name, reason in record.skipped]
-    after.append(f"total: {record.rate:.3f} bits per quantized weight, weight files {record.bytes / 1e6:,.1f} MB")
+    after.append(f"total: {record.rate:.3f} bits per quantized weight, weight files {size_text(record.bytes)}")
     if any(layer.worst_case and layer.clipped_rows for layer in record.layers):
         after.insert(0, "* some rows clip: for them the worst case does not hold")
     if not coded:
@@ -66,7 +67,7 @@ def layer_table(record: RunRecord) -> tuple[str, tuple[str, ...], Iterator[tuple
     )
     after.append(
         f"of {record.rate:.3f} bits: codes {_number(record.entropy)}, above the limit {_number(record.above_limit)}; "
-        f"headers and all that is not quantized {record.overhead / 1e6:,.2f} MB"
+        f"headers and all that is not quantized {size_text(record.overhead)}"
     )
     return before, columns, _coded_rows(record), after
 

@@ -18,9 +18,10 @@ from statistics import median
 
 from nearplane.errors import RecipeError
 from nearplane.record import LayerRecord, RunRecord, read_record
-from nearplane.report.drawing import NONE, TIMES, count, percent, short, size
+from nearplane.report.drawing import NONE, TIMES, count, percent, short
 from nearplane.report.figures import figures, kinds, legend
 from nearplane.report.profiles import profiles
+from nearplane.sizes import size_text
 
 
 def write_report(out: str | Path, page: str | Path | None = None) -> Path:
@@ -108,9 +109,9 @@ def _cards(record: RunRecord) -> list[tuple[str, str, str]]:
     cards = [
         ("bits per weight", f"{record.rate:.3f}", f"{wish}every byte of the quantized layers counted"),
         (
-            "checkpoint folder", size(record.folder),
+            "checkpoint folder", size_text(record.folder),
             (f"asked for: {asked.size}; " if asked.size else "")
-            + f"weight files {size(record.bytes)}, of them not quantized {size(record.overhead)}",
+            + f"weight files {size_text(record.bytes)}, of them not quantized {size_text(record.overhead)}",
         ),
         ("layers quantized", f"{len(layers):,}", f"{weights:,} weights"),
     ]  # fmt: skip

@@ -224,11 +224,6 @@ def short(value: float) -> str:
     return f"{mantissa}e{int(power)}".replace("-", MINUS)
 
 
-def size(many: int) -> str:
-    """Return bytes in MB, or GB."""
-    return f"{many / 1e9:,.2f} GB" if many >= 1e9 else f"{many / 1e6:,.2f} MB"
-
-
 def percent(share: float) -> str:
     """Return a share in percent, three digits."""
     return f"{short(100 * share)} %"

@@ -1,0 +1,48 @@
+"""Bytes in words: three digits and the unit that fits; what is printed is understood again."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nearplane import RecipeError
+from nearplane.sizes import bytes_in, size_text
+
+
+@pytest.mark.parametrize(
+    ("many", "text"),
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1000, "1.00 KB"),
+        (9_994, "9.99 KB"),
+        (9_996, "10.0 KB"),
+        (99_960, "100 KB"),
+        (412_345, "412 KB"),
+        (999_499, "999 KB"),
+        (999_500, "1.00 MB"),
+        (1_250_000, "1.25 MB"),
+        (3_104_000_000, "3.10 GB"),
+        (12_345_000_000_000_000, "12,345 TB"),
+    ],
+)
+def test_a_size_is_printed_in_three_digits_with_the_unit_that_fits(many, text):
+    assert size_text(many) == text
+
+
+@given(st.integers(1000, 10**14))
+def test_a_size_that_is_printed_is_within_half_a_percent_when_it_is_typed_again(many):
+    assert bytes_in(size_text(many)) == pytest.approx(many, rel=0.0051)
+
+
+@pytest.mark.parametrize(
+    ("text", "many"),
+    [("3.1GB", 3_100_000_000), ("2 MiB", 2 << 20), ("3kiB", 3 << 10), ("3 kB", 3000), ("350KB", 350_000), ("17", 17)],
+)
+def test_a_size_is_understood_with_every_unit(text, many):
+    assert bytes_in(text) == many
+
+
+@pytest.mark.parametrize("text", ["", "KB", "3 apples", "-3KB", "0", "1e3", "3,5GB"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(RecipeError, match="expected a number of bytes or one with a unit"):
+        bytes_in(text)
