@@ -1,7 +1,9 @@
 """The command line: one clear sentence and exit code 1 for bad input, JSON for machines."""
 
 import json
+import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -54,6 +56,10 @@ def test_quantize_evaluate_and_inspect_work_together(monkeypatch, capsys, tmp_pa
         (("quantize", MODEL, "{tmp}/out", "--calibration", CALIBRATION, "--no-symmetric"), "gptq_v2"),
         (("quantize", MODEL, "{tmp}/out", "--calibration", CALIBRATION, "--bits", "9"), "2 to 8"),
         (("quantize", MODEL, "{tmp}", "--calibration", CALIBRATION), "not empty"),
+        (
+            ("quantize", MODEL, "{tmp}/out", "--calibration", CALIBRATION, "--ignore", "q_proj", "k_porj"),
+            "like it: k_proj",
+        ),
         (("evaluate", MODEL, "--text", "{tmp}/none.txt"), "none.txt"),
         (("evaluate", "{tmp}", "--text", HELD_OUT), "config.json"),
         (("inspect", "{tmp}"), "nearplane.json"),
@@ -85,6 +91,29 @@ def test_bits_of_the_command_line_are_those_that_were_typed(flag, bits):
     found = bound.arguments["rule"].bits
     assert found == bits
     assert isinstance(found, int) == (bits == int(bits))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--ignore", "up_proj", "layers.0"), ("--ignore", "up_proj", "--ignore", "layers.0")],
+    ids=["list", "twice"],
+)
+def test_several_patterns_may_be_ignored(words):
+    _, bound, _ = cli.app.parse_args(["quantize", "model", "out", *words, "--bits", "3"])
+    assert bound.arguments["ignore"] == ("up_proj", "layers.0")
+    assert bound.arguments["rule"].bits == 3
+
+
+def test_the_shell_can_complete_commands_and_options(tmp_path):
+    """As it is installed, in a home of its own."""
+    words = [sys.executable, "-m", "nearplane", "--install-completion", "--shell", "bash"]
+    subprocess.run(words, env=os.environ | {"HOME": str(tmp_path)}, check=True, capture_output=True)
+    (script,) = (tmp_path / ".local").rglob("nearplane")
+    completed = f"source {script}; COMP_WORDS=(nearplane q); COMP_CWORD=1; _nearplane; echo ${{COMPREPLY[@]}}"
+    assert subprocess.run(["bash", "-c", completed], capture_output=True, text=True).stdout == "quantize\n"
+    assert {"evaluate", "compare", "verify", "--group-size", "--ignore"} <= set(
+        re.findall(r"[\w-]+", script.read_text())
+    )
 
 
 @pytest.fixture(scope="module")

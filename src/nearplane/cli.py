@@ -27,6 +27,7 @@ Flat = Parameter(name="*")
 Dense = Literal["bfloat16", "float16", "float32"]
 Switch = Annotated[bool, Parameter(negative="")]
 Several = Parameter(consume_multiple=True, negative="")
+app.register_install_completion_command(help="Let the shell complete commands and options with Tab.")
 
 
 @app.command
@@ -40,7 +41,7 @@ def quantize(
     format: Format | None = None,
     allocate: Allocation | None = None,
     max_loss: float | None = None,
-    ignore: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    ignore: Annotated[tuple[str, ...], Several] = (),
     device: Device = "auto",
     overwrite: Switch = False,
     trust_remote_code: Switch = False,
@@ -57,7 +58,7 @@ def quantize(
             --size or a fraction of bits, else uniform.
         max_loss: Relative loss that no layer may exceed. Entropy-coded layers get more bits; layers that exceed it all the same,
             or on fixed grids, are named and the command ends with code 2.
-        ignore: Regular expression; layers whose full name it is found in stay as they are. May be repeated.
+        ignore: Regular expressions, one or several; layers whose full name one of them is found in stay as they are.
         device: Where to compute; auto is the GPU where there is one.
         overwrite: Replace what is in OUT; it is deleted when the work begins.
         trust_remote_code: Run model code that comes with the checkpoint.

@@ -29,6 +29,7 @@ from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.matrix import quantize_matrix, with_tensors
 from nearplane.models.calibrate import Observed, observe, observe_head, stages
 from nearplane.models.data import read_windows
+from nearplane.models.ignored import refuse_unmatched
 from nearplane.models.layers import Layer
 from nearplane.models.skeleton import Stream, finish, skeleton
 from nearplane.models.statistics import Statistics
@@ -243,6 +244,7 @@ def check(model: Model, recipe: Recipe) -> None:
     Raises:
         RecipeError: names the layer and the way out.
     """
+    refuse_unmatched(model, recipe.ignore)
     layers = model.layers
     if not layers:
         raise RecipeError(
