@@ -20,10 +20,11 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from nearplane.coding import chunk, layout, stream, tans
+from nearplane.coding import chunk, header_bits, layout, payload, tans
+from nearplane.coding.bit_stream import read_rice
 from nearplane.coding.blob import Contents, decode, decode_packed, encode, entropies, size, stored_base
-from nearplane.coding.plan import make_plan
-from nearplane.coding.side import read_rice
+from nearplane.coding.encoder_choices import make_plan
+from nearplane.coding.header import Header
 
 
 def main() -> None:
@@ -127,18 +128,18 @@ def speeds(contents: Contents, repeats: int) -> str:
 
 def decoder(blob: NDArray[np.uint8]) -> Callable[[], object]:
     """Return what runs the lanes of all chunks into one buffer, after everything around them was read."""
-    header, arrangement, bits = layout.read_header(blob, "matrix")
+    header, arrangement, bits = header_bits.read_header(blob, "matrix")
     edges = layout.chunk_edges(arrangement.total)
-    starts, _ = stream._directory(bits, len(edges) - 1)
-    entries = tans.build(layout.tables(header, arrangement), False)[0]
+    starts, _ = payload._directory(bits, len(edges) - 1)
+    entries = tans.build(layout.frequencies(header, arrangement), False)[0]
     symbols = np.empty(arrangement.total, np.uint8)
     chunks = []
     for n, (begin, end) in enumerate(itertools.pairwise(edges)):
-        data = np.concatenate([blob[starts[n] : starts[n + 1]], np.zeros(tans.PADDING, np.uint8)])
+        data = np.concatenate([blob[starts[n] : starts[n + 1]], np.zeros(tans.PADDING_BYTES, np.uint8)])
         words, lengths = np.empty(tans.LANES, np.int64), np.empty(tans.LANES, np.int64)
-        at, count, parameter = chunk._read_count(data[: -tans.PADDING])
-        at = read_rice(data[: -tans.PADDING], at, parameter, np.empty(count, np.int64))
-        _, first = chunk._read_lanes(data[: -tans.PADDING], (at + 7) // 8, words, lengths)
+        at, count, parameter = chunk._read_count(data[: -tans.PADDING_BYTES])
+        at = read_rice(data[: -tans.PADDING_BYTES], at, parameter, np.empty(count, np.int64))
+        _, first = chunk._read_lanes(data[: -tans.PADDING_BYTES], (at + 7) // 8, words, lengths)
         counts, which = chunk.segments(begin, end, arrangement.edges, arrangement.which)
         chunks.append((data, first, lengths, words, counts, which, entries, symbols[begin:end]))
 
@@ -149,10 +150,10 @@ def decoder(blob: NDArray[np.uint8]) -> Callable[[], object]:
     return run
 
 
-def encoder(contents: Contents, header: layout.Header, arrangement: layout.Layout) -> Callable[[], object]:
+def encoder(contents: Contents, header: Header, arrangement: layout.Layout) -> Callable[[], object]:
     """Return what codes all chunks from codes, once the plan is made."""
-    tables = layout.tables(header, arrangement)
-    return lambda: stream.encode_chunks(header, arrangement, tables, contents.codes, 1)
+    tables = layout.frequencies(header, arrangement)
+    return lambda: payload.encode_chunks(header, arrangement, tables, contents.codes, 1)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from nearplane import FormatError, Rate, RecipeError, Rule
 from nearplane.recipe import Recipe
 from nearplane.record import LayerRecord, Profile, RunRecord
 from nearplane.report import findings, render, write_report
-from nearplane.report.drawing import HEIGHT, Scale, spanning
+from nearplane.report.drawing import PLOT_HEIGHT, Scale, spanning
 from nearplane.report.figures import kinds
 from nearplane.sizes import size_text
 
@@ -263,7 +263,7 @@ def test_every_value_and_every_tick_has_a_place_on_its_axis(values, log, most):
 def test_equal_ratios_are_equally_far_apart_on_a_logarithmic_axis():
     scale = Scale(low=1e-4, high=1.0, log=True)
     assert [scale(value) for value in (1e-4, 1e-3, 1e-2, 1.0)] == pytest.approx([0, 0.25, 0.5, 1], abs=1e-12)
-    assert (scale.down(1e-4), scale.down(1.0), scale.across(1e-2)) == (str(HEIGHT), "0", "50%")
+    assert (scale.down(1e-4), scale.down(1.0), scale.across(1e-2)) == (str(PLOT_HEIGHT), "0", "50%")
 
 
 # In the browser: every layer has its mark, where its number says
@@ -339,7 +339,7 @@ def test_every_figure_is_drawn_and_every_mark_lies_in_it(browser, pages, name, w
     expected |= {"Bits above the limit": limited, "Share of the worst case": many}
     for figure in found:
         assert figure["width"] > 200
-        assert figure["height"] == HEIGHT
+        assert figure["height"] == PLOT_HEIGHT
         assert figure["inside"] == figure["marks"] > 0
         if not figure["label"].startswith("Gram-Schmidt"):
             assert figure["layers"] == expected.pop(figure["label"])

@@ -24,7 +24,7 @@ from nearplane.coding.blob import (
     size,
     stored_base,
 )
-from nearplane.coding.packed import unpack
+from nearplane.coding.packed_matrix import unpack
 from nearplane.errors import FormatError, RecipeError
 
 CODERS = ("tans", "huffman", "zstd")
@@ -84,7 +84,7 @@ def test_threads_change_no_byte_and_no_code(name: str) -> None:
 @pytest.mark.parametrize("coder", CODERS)
 def test_what_the_sample_of_rows_lacks_is_coded_too(name: str, coder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     codes = LARGE[name].codes.copy()
-    monkeypatch.setattr(counts, "_SAMPLED", 20 * codes.shape[1])
+    monkeypatch.setattr(counts, "SAMPLED_CODES", 20 * codes.shape[1])
     seen = counts.sample(*codes.shape)
     others = np.setdiff1d(np.arange(len(codes)), seen)
     assert len(seen) <= 20

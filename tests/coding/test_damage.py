@@ -13,9 +13,9 @@ import pytest
 from numpy.typing import NDArray
 
 from coding.matrices import contents_of, gaussian
-from nearplane.coding import layout, stream
+from nearplane.coding import header, header_bits, layout, payload
 from nearplane.coding.blob import Contents, decode, decode_packed, encode
-from nearplane.coding.packed import unpack
+from nearplane.coding.packed_matrix import unpack
 from nearplane.errors import FormatError
 
 ROUNDS = 2400 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 240
@@ -36,11 +36,11 @@ def mended(blob: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Make the checksums of a damaged blob right, as far as its header can still be read."""
     blob = blob.copy()
     try:
-        _, (out, width), _ = layout.read_shape(blob, "")
-        if out * width < layout.CHUNKED:
+        _, (out, width), _ = header_bits.read_shape(blob, "")
+        if out * width < header.MIN_CHUNKED_WEIGHTS:
             blob[-4:] = np.frombuffer(zlib.crc32(blob[:-4]).to_bytes(4, "little"), np.uint8)
             return blob
-        _, arrangement, bits = layout.read_header(blob, "")
+        _, arrangement, bits = header_bits.read_header(blob, "")
         at = (bits.at + 7) // 8
         places = []
         for _ in range(len(layout.chunk_edges(arrangement.total)) - 1):
@@ -111,7 +111,7 @@ def test_damage_with_right_checksums_is_refused_or_decodes_to_some_matrix(name: 
             continue
         decoded += 1
         assert isinstance(found, Contents)
-        assert found.codes.size <= layout.DENSEST * len(bad)
+        assert found.codes.size <= header.MAX_WEIGHTS_PER_BYTE * len(bad)
         assert np.array_equal(unpack(decode_packed(bad)), found.codes)
     assert refused > 0
     assert refused + decoded == ROUNDS // len(BLOBS)
@@ -134,8 +134,8 @@ def test_every_truncation_is_refused() -> None:
 
 def test_chunks_in_another_order_are_refused_and_named() -> None:
     blob = encode(gaussian(512, 900, 2.0)[0])
-    _, arrangement, bits = layout.read_header(blob, "")
-    starts, _ = stream._directory(bits, len(layout.chunk_edges(arrangement.total)) - 1)
+    _, arrangement, bits = header_bits.read_header(blob, "")
+    starts, _ = payload._directory(bits, len(layout.chunk_edges(arrangement.total)) - 1)
     assert len(starts) >= 3
     first, second, third = starts[:3]
     bad = np.concatenate([blob[:first], blob[second:third], blob[first:second], blob[third:]])

@@ -7,14 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nearplane.coding import model, tans
+from nearplane.coding import frequency_tables, tans
 
 
 def problem(seed: int, segments: int, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return frequencies, counts, tables of the segments, and symbols drawn from the tables."""
     rng = np.random.default_rng(seed)
     frequencies = np.stack(
-        [model.normalise(rng.integers(0, 2 ** rng.integers(1, 20), 256) * (rng.random(256) < 0.3)) for _ in range(3)]
+        [
+            frequency_tables.normalise(rng.integers(0, 2 ** rng.integers(1, 20), 256) * (rng.random(256) < 0.3))
+            for _ in range(3)
+        ]
     )
     frequencies[frequencies.sum(1) == 0, 7] = 4096
     counts, which = rng.integers(0, most, segments), rng.integers(0, 3, segments)
@@ -30,7 +33,7 @@ def test_lanes_decode_to_what_was_encoded(seed: int, segments: int, most: int) -
     lengths, words = np.empty(tans.LANES, np.int64), np.empty(tans.LANES, np.int64)
     end = tans.encode(symbols, counts, which, tans.LANES, widths, offsets, states, out, lengths, words)
     assert end == lengths.sum()
-    data = np.concatenate([out[:end], np.zeros(tans.PADDING, np.uint8)])
+    data = np.concatenate([out[:end], np.zeros(tans.PADDING_BYTES, np.uint8)])
     found = np.empty_like(symbols)
     assert tans.decode_lanes(data, 0, lengths, words, counts, which, entries, found)
     assert np.array_equal(found, symbols)
@@ -42,7 +45,7 @@ def test_any_bytes_decode_within_their_buffers(seed: int) -> None:
     frequencies, counts, which, symbols = problem(seed, 4, 200)
     entries = tans.build(frequencies, False)[0]
     rng = np.random.default_rng(seed)
-    data = rng.integers(0, 256, int(rng.integers(0, 200)) + tans.PADDING, dtype=np.uint8)
+    data = rng.integers(0, 256, int(rng.integers(0, 200)) + tans.PADDING_BYTES, dtype=np.uint8)
     lengths = rng.integers(0, 40, tans.LANES)
     guarded = np.full(len(symbols) + 128, 77, np.uint8)
     tans.decode_lanes(data, 0, lengths, rng.integers(0, 1 << 15, tans.LANES), counts, which, entries, guarded[64:-64])
@@ -54,7 +57,7 @@ def test_any_bytes_decode_within_their_buffers(seed: int) -> None:
 def test_a_stream_takes_a_thousandth_more_than_its_information() -> None:
     rng = np.random.default_rng(0)
     for spread in (30, 48, 64, 90):
-        frequencies = model.parametric(spread, 0)[None]
+        frequencies = frequency_tables.parametric(spread, 0)[None]
         p = frequencies[0] / 4096
         symbols = rng.choice(256, 100_000, p=p).astype(np.uint8)
         _, widths, offsets, states = tans.build(frequencies, False)
@@ -69,7 +72,7 @@ def test_a_stream_takes_a_thousandth_more_than_its_information() -> None:
 def test_an_independent_range_coder_needs_as_many_bytes() -> None:
     constriction = pytest.importorskip("constriction")
     rng = np.random.default_rng(0)
-    table = model.parametric(60, 2)
+    table = frequency_tables.parametric(60, 2)
     symbols = rng.choice(256, 50_000, p=table / 4096)
     categorical = constriction.stream.model.Categorical(table[table > 0] / 4096, perfect=False)
     coder = constriction.stream.stack.AnsCoder()

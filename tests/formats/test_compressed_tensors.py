@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, LlamaForCausalLM
 
 from checkpoints import random_matrix, write_folder
-from nearplane.coding.pack import pack
+from nearplane.coding.words import pack
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats import compressed_tensors as layout
 from nearplane.formats.folder import read_dense

@@ -27,7 +27,7 @@ from nearplane.evaluate import load_dense
 from nearplane.formats.folder import read_dense
 from nearplane.formats.native import Native
 from nearplane.formats.network import stored_transposed
-from nearplane.runtime.packed import PackedLinear
+from nearplane.runtime.packed_linear import PackedLinear
 from nearplane.shards import INDEX, checksum
 
 CASES = {  # family, its changes, whether embeddings are quantized

@@ -11,13 +11,15 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from nearplane.coding import layout as rules
-from nearplane.coding import plan as planning
-from nearplane.coding import stream
+from nearplane.coding import encoder_choices
+from nearplane.coding.bit_stream import varint
 from nearplane.coding.chunk import Patches
 from nearplane.coding.cost import entropy_bits, total_bits
-from nearplane.coding.packed import Packed, pack
-from nearplane.coding.side import varint
+from nearplane.coding.header import CODERS, MAX_EXPONENT, MAX_SIDE, MIN_CHUNKED_WEIGHTS, VERSION, Header
+from nearplane.coding.header_bits import read_header, read_shape, write_header
+from nearplane.coding.layout import Layout, frequencies
+from nearplane.coding.packed_matrix import PackedMatrix, pack
+from nearplane.coding.payload import compressed_bytes, decode_chunks, decode_whole, encode_chunks, encode_whole, run
 from nearplane.coding.symbols import scatter
 from nearplane.errors import FormatError
 
@@ -50,7 +52,7 @@ class Contents:
     row_resolution: int
 
     def __post_init__(self) -> None:
-        if self.codes.ndim != 2 or 0 in self.codes.shape or max(self.codes.shape) > rules.SIDE:
+        if self.codes.ndim != 2 or 0 in self.codes.shape or max(self.codes.shape) > MAX_SIDE:
             raise ValueError(f"codes of shape {self.codes.shape}; a matrix of at least 1 x 1 can be coded")
         out, width = self.codes.shape
         for name, array, shape in (
@@ -61,10 +63,8 @@ class Contents:
             if array.dtype != np.int32 or array.shape != shape:
                 raise ValueError(f"{name}: expected {shape} of int32, found {array.shape} of {array.dtype}")
         for name, array in (("columns", self.columns), ("rows", self.rows)):
-            if max(int(array.max()), -int(array.min())) > rules.EXPONENT:
-                raise ValueError(
-                    f"{name}: exponents reach {np.abs(array).max()}, at most {rules.EXPONENT} can be stored"
-                )
+            if max(int(array.max()), -int(array.min())) > MAX_EXPONENT:
+                raise ValueError(f"{name}: exponents reach {np.abs(array).max()}, at most {MAX_EXPONENT} can be stored")
         for resolution in (self.column_resolution, self.row_resolution):
             if resolution not in (1, 2, 4, 8, 16, 32, 64):
                 raise ValueError(f"a ladder of {resolution} steps per octave; 1, 2, 4 ... 64 are possible")
@@ -137,14 +137,14 @@ def encode(
     """
     plan = _plan(contents, coder, classes)
     header, arrangement = plan.header, plan.layout
-    bits, _ = rules.write_header(header, arrangement)
-    start = bytes([rules.VERSION << 4 | rules.CODERS.index(coder)]) + varint(header.shape[0]) + varint(header.shape[1])
+    bits, _ = write_header(header, arrangement)
+    start = bytes([VERSION << 4 | CODERS.index(coder)]) + varint(header.shape[0]) + varint(header.shape[1])
     codes = _plain(contents.codes)
-    tables = None if coder == "zstd" else rules.tables(header, arrangement)
+    tables = None if coder == "zstd" else frequencies(header, arrangement)
     if not header.chunked:
-        whole = start + stream.encode_whole(bits, header, arrangement, tables, codes)
+        whole = start + encode_whole(bits, header, arrangement, tables, codes)
         return np.frombuffer(bytearray(whole + zlib.crc32(whole).to_bytes(4, "little")), np.uint8)
-    coded = stream.encode_chunks(header, arrangement, tables, codes, _threads(threads))
+    coded = encode_chunks(header, arrangement, tables, codes, _threads(threads))
     head = start + bits.bytes() + b"".join(varint(len(c)) + zlib.crc32(c).to_bytes(4, "little") for c in coded)
     return np.frombuffer(bytearray().join([head, zlib.crc32(head).to_bytes(4, "little"), *coded]), np.uint8)
 
@@ -154,16 +154,16 @@ def _plain(codes: NDArray[np.int32]) -> NDArray[np.int32]:
     return np.require(codes, requirements=["C", "W"])
 
 
-def _plan(contents: Contents, coder: str, classes: bool) -> planning.Plan:
-    if coder not in rules.CODERS:
-        raise ValueError(f"coder {coder!r}; there are {', '.join(rules.CODERS)}")
+def _plan(contents: Contents, coder: str, classes: bool) -> encoder_choices.Plan:
+    if coder not in CODERS:
+        raise ValueError(f"coder {coder!r}; there are {', '.join(CODERS)}")
     given: dict[str, object] = {
         "base": _rung(contents.base),
         "rows": contents.rows,
         "row_resolution": contents.row_resolution,
     }
     codes = _plain(contents.codes)
-    return planning.make_plan(
+    return encoder_choices.make_plan(
         codes, contents.columns, contents.column_resolution, coder=coder, classes=classes, rest=given
     )
 
@@ -176,13 +176,13 @@ def size(contents: Contents, *, coder: Coder = "tans", classes: bool = True) -> 
     """Return what `encode` would take: from histograms, without coding, or for zstd by compressing."""
     plan = _plan(contents, coder, classes)
     header = plan.header
-    bits, of_rows = rules.write_header(header, plan.layout)
+    bits, of_rows = write_header(header, plan.layout)
     start = 1 + len(varint(header.shape[0])) + len(varint(header.shape[1]))
     codes = _plain(contents.codes)
     if coder == "zstd":
-        payload = 8.0 * stream.compressed_bytes(header, plan.layout, codes)
+        payload = 8.0 * compressed_bytes(header, plan.layout, codes)
     else:
-        payload = planning.payload_bits(plan, planning.tally(plan, codes))
+        payload = encoder_choices.payload_bits(plan, encoder_choices.tally(plan, codes))
     return Size(side=start + (bits.count - of_rows) // 8 + 4, payload=of_rows + payload)
 
 
@@ -195,7 +195,7 @@ def entropies(contents: Contents) -> Report:
     """Return the plug-in entropies of a matrix; `classes` is given the classes of columns and rows that encode would store."""
     codes = contents.codes
     plan = _plan(contents, "tans", True)
-    tally = planning.tally(plan, _plain(codes))
+    tally = encoder_choices.tally(plan, _plain(codes))
     if len(tally.beyond):
         header = plan.header
         spreads = header.spread_of(header.column_levels()[None, :], header.row_levels[:, None])  # (out, in)
@@ -208,7 +208,7 @@ def entropies(contents: Contents) -> Report:
 
 def shape_of(blob: NDArray[np.uint8], *, name: str = "matrix") -> tuple[int, int]:
     """Return (out, in) from the first bytes, which are not checked against the checksum."""
-    return rules.read_shape(blob, name)[1]
+    return read_shape(blob, name)[1]
 
 
 def decode(
@@ -229,7 +229,7 @@ def decode(
     def some(begin: int, end: int) -> None:
         scatter(symbols, arrangement.places, *arrangement.orders, begin, end, codes)
 
-    stream.run(_threads(threads) if header.chunked else 1, some, header.shape[0])
+    run(_threads(threads) if header.chunked else 1, some, header.shape[0])
     codes[rows, columns] += delta
     return Contents(
         codes=codes,
@@ -243,7 +243,7 @@ def decode(
 
 def decode_packed(
     blob: NDArray[np.uint8], *, name: str = "matrix", threads: int | None = None, shape: tuple[int, int] | None = None
-) -> Packed:
+) -> PackedMatrix:
     """Return what a runtime multiplies with: nibbles or int8 by groups of columns, and patches. See `decode`."""
     header, arrangement, symbols, patches = _symbols(blob, name, threads, shape)
     scales = Contents(
@@ -259,7 +259,7 @@ def decode_packed(
 
 def _symbols(
     blob: NDArray[np.uint8], name: str, threads: int | None, shape: tuple[int, int] | None
-) -> tuple[rules.Header, rules.Layout, NDArray[np.uint8], Patches]:
+) -> tuple[Header, Layout, NDArray[np.uint8], Patches]:
     """Decode all symbols, and what is to be added to codes that were escaped."""
     if blob.dtype != np.uint8 or blob.ndim != 1:
         raise ValueError(f"a coded matrix is one-dimensional uint8, found {blob.ndim} dimensions of {blob.dtype}")
@@ -270,9 +270,9 @@ def _symbols(
             f"{name}: holds {found[0]} x {found[1]} weights, expected {shape[0]} x {shape[1]}; the file is damaged"
         )
     out, width = found
-    if out * width < rules.CHUNKED and zlib.crc32(blob[:-4]) != int.from_bytes(blob[-4:].tobytes(), "little"):
+    if out * width < MIN_CHUNKED_WEIGHTS and zlib.crc32(blob[:-4]) != int.from_bytes(blob[-4:].tobytes(), "little"):
         raise FormatError(f"{name}: the checksum of its {len(blob)} bytes is wrong; the file is damaged, get it again")
-    header, arrangement, bits = rules.read_header(blob if out * width >= rules.CHUNKED else blob[:-4], name)
+    header, arrangement, bits = read_header(blob if out * width >= MIN_CHUNKED_WEIGHTS else blob[:-4], name)
     if not header.chunked:
-        return header, arrangement, *stream.decode_whole(bits, header, arrangement)
-    return header, arrangement, *stream.decode_chunks(bits, header, arrangement, _threads(threads))
+        return header, arrangement, *decode_whole(bits, header, arrangement)
+    return header, arrangement, *decode_chunks(bits, header, arrangement, _threads(threads))

@@ -7,13 +7,18 @@ from numba import njit
 from numpy.typing import NDArray
 
 from nearplane.coding import tans
-from nearplane.coding.side import LONGEST, read_rice
+from nearplane.coding.bit_stream import MAX_RICE_ONES, read_rice
 from nearplane.coding.symbols import gather, locate
-from nearplane.coding.tans import LANES, PADDING
+from nearplane.coding.tans import LANES, PADDING_BYTES
 
 _u8 = np.uint64
 
-CUT_ESCAPES, CUT_LANES, LONG_LANES, ASTRAY, MISCOUNTED = 1, 2, 3, 4, 5  # what may be wrong with a chunk
+# what may be wrong with a chunk
+ESCAPES_CUT_SHORT = 1
+LANE_LENGTHS_CUT_SHORT = 2
+LANES_TOO_LONG = 3
+STREAM_END_WRONG = 4
+ESCAPE_COUNT_WRONG = 5
 Places = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]
 Orders = tuple[NDArray[np.int32], NDArray[np.int32]]
 Patches = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]  # rows, columns, what is added to the code
@@ -63,20 +68,20 @@ def _read_lanes(
 ) -> tuple[int, int]:
     """Fill the words and lengths of the lanes from byte `at`; return what is wrong, or 0, and the first lane's byte."""
     if at + 2 * LANES > len(data):
-        return CUT_LANES, 0
+        return LANE_LENGTHS_CUT_SHORT, 0
     for lane in range(LANES):
         words[lane] = np.int64(data[at]) | np.int64(data[at + 1]) << 8
         at += 2
         if words[lane] >> 15:
-            return LONG_LANES, 0
+            return LANES_TOO_LONG, 0
     total = np.int64(0)
     for lane in range(LANES - 1):
         value, shift = np.int64(0), 0
         while True:
             if at >= len(data):
-                return CUT_LANES, 0
+                return LANE_LENGTHS_CUT_SHORT, 0
             if shift > 28:
-                return LONG_LANES, 0
+                return LANES_TOO_LONG, 0
             byte = np.int64(data[at])
             at += 1
             value |= (byte & 127) << shift
@@ -86,7 +91,7 @@ def _read_lanes(
         lengths[lane] = value
         total += value
     lengths[LANES - 1] = len(data) - at - total
-    return (LONG_LANES if lengths[LANES - 1] < 0 else 0), at
+    return (LANES_TOO_LONG if lengths[LANES - 1] < 0 else 0), at
 
 
 @njit(cache=True, nogil=True)
@@ -103,7 +108,7 @@ def place(
     rows, columns, lowest = np.empty(count, np.int32), np.empty(count, np.int32), np.empty(count, np.int32)
     delta, n = np.empty(count, np.int64), 0
     if locate(symbols, begin, places, True, rows, columns, lowest) != count:
-        return MISCOUNTED, (rows[:0], columns[:0], delta[:0])
+        return ESCAPE_COUNT_WRONG, (rows[:0], columns[:0], delta[:0])
     for k in range(count):
         if columns[k] >= 0:
             rows[n], columns[n] = row_order[rows[k]], column_order[columns[k]]
@@ -129,24 +134,24 @@ def _read_chunk(
     nothing = (np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int64))
     at, count, parameter = _read_count(data)
     if at < 0:
-        return CUT_ESCAPES, nothing
+        return ESCAPES_CUT_SHORT, nothing
     values = np.empty(count, np.int64)
     at = read_rice(data, at, parameter, values)
     if at < 0:
-        return CUT_ESCAPES, nothing
+        return ESCAPES_CUT_SHORT, nothing
     words, lengths = np.empty(LANES, np.int64), np.empty(LANES, np.int64)
     wrong, at = _read_lanes(data, (at + 7) >> 3, words, lengths)
     if wrong:
         return wrong, nothing
-    if last + PADDING <= len(blob):
-        padded = blob[first : last + PADDING]
+    if last + PADDING_BYTES <= len(blob):
+        padded = blob[first : last + PADDING_BYTES]
     else:
-        padded = np.zeros(len(data) + PADDING, np.uint8)
+        padded = np.zeros(len(data) + PADDING_BYTES, np.uint8)
         padded[: len(data)] = data
     counts, tables = segments(begin, end, *cells)
     into = symbols[begin:end]
     if not tans.decode_lanes(padded, at, lengths, words, counts, tables, entries, into):
-        return ASTRAY, nothing
+        return STREAM_END_WRONG, nothing
     return place(into, begin, places, orders, values)
 
 
@@ -223,7 +228,7 @@ def _rice_bits(folded: NDArray[np.int64], parameter: int) -> int:
     total = np.int64(0)
     for value in folded:
         quotient = value >> parameter
-        total += quotient + 1 + parameter if quotient < LONGEST else LONGEST + 32
+        total += quotient + 1 + parameter if quotient < MAX_RICE_ONES else MAX_RICE_ONES + 32
     return total
 
 
@@ -257,13 +262,15 @@ def write_list(values: NDArray[np.int64]) -> NDArray[np.uint8]:
         at, held, n = _put(out, at, held, n, parameter, 4)
     for value in folded:
         quotient = value >> parameter
-        if quotient < LONGEST:
+        if quotient < MAX_RICE_ONES:
             rest = value & ((1 << parameter) - 1)
             at, held, n = _put(
                 out, at, held, n, ((1 << quotient) - 1) | rest << (quotient + 1), quotient + 1 + parameter
             )
         else:
-            at, held, n = _put(out, at, held, n, ((1 << LONGEST) - 1) | value << LONGEST, LONGEST + 32)
+            at, held, n = _put(
+                out, at, held, n, ((1 << MAX_RICE_ONES) - 1) | value << MAX_RICE_ONES, MAX_RICE_ONES + 32
+            )
     if n:
         out[at] = np.uint8(held)
         at += 1

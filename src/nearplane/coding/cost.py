@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from nearplane.coding.side import rice_bits, zigzag
+from nearplane.coding.bit_stream import rice_bits, zigzag
 
 
 def table_bits(count: NDArray[np.int64], table: NDArray[np.uint16]) -> float:

@@ -6,9 +6,9 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from nearplane.coding import model
+from nearplane.coding import frequency_tables
 
-_SAMPLED = 3 << 20  # codes of the rows that a large matrix is planned on
+SAMPLED_CODES = 3 << 20  # codes of the rows that a large matrix is planned on
 
 
 @njit(cache=True, nogil=True)
@@ -78,7 +78,7 @@ def _sum_by_spread(counts: NDArray[np.int32], spreads: NDArray[np.int64], out: N
 
 def sample(out: int, width: int) -> NDArray[np.int64]:
     """Return the rows that a matrix is planned on, always the same: all of a small one, else one of every so many."""
-    count = max(1, _SAMPLED // width)
+    count = max(1, SAMPLED_CODES // width)
     if count >= out:
         return np.arange(out)
     edges = np.arange(count + 1) * out // count
@@ -91,28 +91,30 @@ class Counts:
     def __init__(self, codes: NDArray[np.int32], row_levels: NDArray[np.int32], rows: NDArray[np.int64]) -> None:
         self.rows, self.out = rows, len(codes)
         self.doubt = 2.0 * (self.out / len(rows) - 1)
-        self.top = min(model.LARGEST, int(_largest(codes, rows)))
+        self.top = min(frequency_tables.MAX_BYTE_CODE, int(_largest(codes, rows)))
         self.levels, classes = np.unique(row_levels[rows], return_inverse=True)
         self.signed = np.zeros((len(self.levels), codes.shape[1], 2 * self.top + 2), np.int32)
         _histogram(codes, rows, classes.reshape(-1), self.top, self.signed)
 
     def costs(self, mixture: int, row_step: int, pick: NDArray[np.int64] | None = None) -> NDArray[np.float32]:
         """Return the bits of columns at every spread of row level 0: (columns, spreads)."""
-        table = model.family_costs(mixture)
+        table = frequency_tables.family_costs(mixture)
         table = np.concatenate([table[:, : self.top + 1], table[:, -1:]], 1).T  # (top + 2, spreads)
-        shifted = np.clip(np.arange(model.SPREADS) + self.levels[:, None] * row_step, 0, model.SPREADS - 1)
+        shifted = np.clip(
+            np.arange(frequency_tables.SPREADS) + self.levels[:, None] * row_step, 0, frequency_tables.SPREADS - 1
+        )
         tables = np.ascontiguousarray(np.moveaxis(table[:, shifted], 1, 0))  # (classes, top + 2, spreads)
         if pick is None:
             pick = np.arange(self.signed.shape[1])
-        out = np.zeros((len(pick), model.SPREADS), np.float32)
+        out = np.zeros((len(pick), frequency_tables.SPREADS), np.float32)
         _costs(self.signed, tables * np.float32(self.out / len(self.rows)), pick, out)
         return out
 
     def by_spread(self, spreads: NDArray[np.int64]) -> dict[int, NDArray[np.int64]]:
         """Return the counts by symbol of every spread; spreads (in, classes)."""
-        total = np.zeros((model.SPREADS, self.signed.shape[2]), np.int64)
+        total = np.zeros((frequency_tables.SPREADS, self.signed.shape[2]), np.int64)
         _sum_by_spread(self.signed, spreads, total)
-        symbols = np.zeros((model.SPREADS, 256), np.int64)
+        symbols = np.zeros((frequency_tables.SPREADS, 256), np.int64)
         symbols[:, 128 - self.top : 129 + self.top] = total[:, :-1]
         symbols[:, 0] += total[:, -1]
         symbols = symbols * self.out // len(self.rows)

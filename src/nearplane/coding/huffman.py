@@ -7,7 +7,7 @@ import heapq
 import numpy as np
 from numpy.typing import NDArray
 
-LONGEST = 12
+MAX_CODE_BITS = 12
 
 
 def lengths(frequency: NDArray[np.uint16]) -> NDArray[np.int64]:
@@ -23,7 +23,7 @@ def lengths(frequency: NDArray[np.uint16]) -> NDArray[np.int64]:
         return found
     alone: list[tuple[int, tuple[int, ...]]] = sorted((int(frequency[s]), (s,)) for s in symbols)
     packages: list[tuple[int, tuple[int, ...]]] = []
-    for _ in range(LONGEST):
+    for _ in range(MAX_CODE_BITS):
         pairs = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(packages[::2], packages[1::2], strict=False)]
         packages = list(heapq.merge(alone, pairs, key=lambda package: package[0]))
     for _, members in packages[: 2 * len(symbols) - 2]:
@@ -37,4 +37,4 @@ def frequencies(frequency: NDArray[np.uint16]) -> NDArray[np.uint16]:
     found = lengths(frequency)
     if not found.any():
         return frequency
-    return np.where(found > 0, 1 << (LONGEST - found), 0).astype(np.uint16)
+    return np.where(found > 0, 1 << (MAX_CODE_BITS - found), 0).astype(np.uint16)

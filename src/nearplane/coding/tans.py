@@ -21,8 +21,8 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 LANES = 8
-PADDING = 64  # readable bytes after the last that belongs to a stream
-_STEP = 2563  # between the states of a symbol; odd, so it visits all 4096
+PADDING_BYTES = 64  # readable bytes after the last that belongs to a stream
+STATE_STRIDE = 2563  # between the states of a symbol; odd, so it visits all 4096
 _u8 = np.uint64
 
 
@@ -100,7 +100,7 @@ def build(
     """
     if contiguous:
         return _build(frequencies, np.argsort(-frequencies.astype(np.int64), axis=1, kind="stable"), 1)
-    return _build(frequencies, np.broadcast_to(np.arange(256), frequencies.shape).copy(), _STEP)
+    return _build(frequencies, np.broadcast_to(np.arange(256), frequencies.shape).copy(), STATE_STRIDE)
 
 
 @njit(cache=True, nogil=True)
@@ -282,13 +282,13 @@ def decode_lane(
     """Decode one lane, a state of twelve bits and its stream, from bit `start` of the data.
 
     Args:
-        data: with PADDING bytes after what belongs to the stream.
+        data: with PADDING_BYTES bytes after what belongs to the stream.
 
     Returns:
         The bit after the last one used, or -1 where the data end before that or the last state is not 0.
     """
     base = _u8(data.ctypes.data)
-    last = _u8(8 * (len(data) - PADDING))
+    last = _u8(8 * (len(data) - PADDING_BYTES))
     at = _u8(start)
     if at + _u8(12) > last:
         return -1
@@ -325,7 +325,7 @@ def decode_lanes(
     """Decode the eight lanes of a chunk, four at a time.
 
     Args:
-        data: at least PADDING bytes stand after the last lane.
+        data: at least PADDING_BYTES bytes stand after the last lane.
         start: of the first lane; `lengths` and `words` are as `encode` gives them.
         out: as many bytes as the counts sum to.
 

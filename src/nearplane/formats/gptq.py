@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearplane.coding.pack import pack, unpack, words_of
+from nearplane.coding.words import pack, unpack, words_of
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.integers import Integers, consecutive, expect, matches
 from nearplane.lattice.grid import QuantizedMatrix

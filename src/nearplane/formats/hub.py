@@ -38,7 +38,7 @@ from nearplane.coding.blob import decode, decode_packed, shape_of
 from nearplane.errors import FormatError, ModelError, first_line
 from nearplane.formats.folder import quantization_of
 from nearplane.formats.native import METHOD, Native, matrix_of
-from nearplane.runtime.packed import PackedLinear
+from nearplane.runtime.packed_linear import PackedLinear
 from nearplane.shards import ShardReader
 
 KEY = Native.KEY

@@ -18,7 +18,7 @@ from statistics import median
 
 from nearplane.errors import RecipeError
 from nearplane.record import LayerRecord, RunRecord, read_record
-from nearplane.report.drawing import NONE, TIMES, count, percent, short
+from nearplane.report.drawing import NO_VALUE, TIMES, count, percent, short
 from nearplane.report.figures import figures, kinds, legend
 from nearplane.report.profiles import profiles
 from nearplane.sizes import size_text
@@ -318,7 +318,7 @@ def _cell(column: Column, layer: LayerRecord) -> str:
     """Return a cell: what it shows, and what it sorts by."""
     value = column.value(layer)
     if value is None or math.isnan(value):
-        return f'<td data-v="">{NONE}</td>'
+        return f'<td data-v="">{NO_VALUE}</td>'
     text = column.text(layer) if column.text and math.isfinite(value) else short(value)
     return f'<td data-v="{f"{value:.9g}".replace("inf", "Infinity")}">{escape(text)}</td>'
 

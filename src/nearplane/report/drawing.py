@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from html import escape
 from typing import TypeGuard
 
-ROW = 15  # between rows of texts
-HEIGHT = 300  # of every plot, in CSS pixels; its width is the page's
-COLOURS = 7  # that the page's style sheet names k0, k1, ...: Okabe and Ito's, which colour-blind readers can tell apart
-MINUS, TIMES, NONE = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
+TICK_ROW_HEIGHT = 15  # between rows of texts
+PLOT_HEIGHT = 300  # of every plot, in CSS pixels; its width is the page's
+COLOUR_COUNT = (
+    7  # that the page's style sheet names k0, k1, ...: Okabe and Ito's, which colour-blind readers can tell apart
+)
+MINUS, TIMES, NO_VALUE = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
 GLYPHS = (
     '<circle r="3.3"/>', '<path d="M-2.9-2.9h5.8v5.8h-5.8z"/>', '<path d="M0-3.9 3.6 2.6h-7.2z"/>', '<path d="M0-4 4 0 0 4-4 0z"/>',
     '<path d="M0 3.9 3.6-2.6h-7.2z"/>', '<path d="M-1.2-3.8h2.4v2.6h2.6v2.4h-2.6v2.6h-2.4v-2.6h-2.6v-2.4h2.6z"/>',
@@ -47,7 +49,7 @@ class Scale:
 
     def down(self, value: float) -> str:
         """Return the place of a value from the top, in pixels."""
-        return _coordinate(HEIGHT * (1 - self(value)))
+        return _coordinate(PLOT_HEIGHT * (1 - self(value)))
 
     def holds(self, value: float) -> bool:
         """Return whether a value lies between the ends."""
@@ -104,7 +106,7 @@ def spanning(values: Iterable[float], *, log: bool = False, least: float | None 
 
 def glyph(kind: int, x: str, y: str, *, hollow: bool = False) -> str:
     """Return a mark of a kind: colours and shapes repeat after different counts, so no two of the first 56 kinds look the same."""
-    look = f"k{kind % COLOURS}{' open' if hollow else ''}"
+    look = f"k{kind % COLOUR_COUNT}{' open' if hollow else ''}"
     return f'<use href="#g{kind % len(GLYPHS)}" class="{look}" x="{x}" y="{y}"/>'
 
 
@@ -145,7 +147,7 @@ def curve(x: Scale, y: Scale, points: Sequence[tuple[float, float]], look: str) 
     """Return a polyline whose width does not stretch."""
     places = " ".join(f"{_coordinate(1000 * x(a))},{y.down(b)}" for a, b in points)
     return (
-        f'<svg viewBox="0 0 1000 {HEIGHT}" preserveAspectRatio="none" width="100%" height="100%">'
+        f'<svg viewBox="0 0 1000 {PLOT_HEIGHT}" preserveAspectRatio="none" width="100%" height="100%">'
         f'<polyline class="{look}" vector-effect="non-scaling-stroke" points="{places}"/></svg>'
     )
 
@@ -170,16 +172,16 @@ def plot(label: str, y: Scale, across: Sequence[Tick], parts: Iterable[str]) -> 
         grid.append(line("0", place, "100%", place, "grid"))
         grid.append(f'<text x="-8" y="{place}" dy="4" text-anchor="end">{text}</text>')
     for tick in across:
-        seen = ' class="wide"' if tick.wide else ""
+        seen, below = ' class="wide"' if tick.wide else "", PLOT_HEIGHT + TICK_ROW_HEIGHT * tick.row
         grid.append(
-            f"<g{seen}>{line(tick.place, str(HEIGHT), tick.place, str(HEIGHT + 5 + ROW * tick.row), 'axis')}"
-            f'<text x="{tick.place}" y="{HEIGHT + 18 + ROW * tick.row}" text-anchor="middle">{escape(tick.text)}</text></g>'
+            f"<g{seen}>{line(tick.place, str(PLOT_HEIGHT), tick.place, str(below + 5), 'axis')}"
+            f'<text x="{tick.place}" y="{below + 18}" text-anchor="middle">{escape(tick.text)}</text></g>'
         )
-    edge = line("0", str(HEIGHT), "100%", str(HEIGHT), "axis")
-    below = 26 + ROW * max((tick.row for tick in across), default=0)
+    edge = line("0", str(PLOT_HEIGHT), "100%", str(PLOT_HEIGHT), "axis")
+    margin = 26 + TICK_ROW_HEIGHT * max((tick.row for tick in across), default=0)
     return (
-        f'<div class="plot" style="margin-bottom:{below}px"><svg role="img" tabindex="0" aria-label="{escape(label)}" '
-        f'height="{HEIGHT}"><g class="frame">{"".join(grid)}{edge}</g><g class="marks">{"".join(parts)}</g></svg></div>'
+        f'<div class="plot" style="margin-bottom:{margin}px"><svg role="img" tabindex="0" aria-label="{escape(label)}" '
+        f'height="{PLOT_HEIGHT}"><g class="frame">{"".join(grid)}{edge}</g><g class="marks">{"".join(parts)}</g></svg></div>'
     )
 
 
@@ -215,7 +217,7 @@ def _power(value: float) -> str:
 def short(value: float) -> str:
     """Return a number in three digits."""
     if not math.isfinite(value):
-        return NONE if math.isnan(value) else f"{MINUS if value < 0 else ''}∞"
+        return NO_VALUE if math.isnan(value) else f"{MINUS if value < 0 else ''}∞"
     if value == 0 or 0.01 <= abs(value) < 1000:
         return f"{value:#.3g}".rstrip(".").replace("-", MINUS) if value else "0"
     if 1000 <= abs(value) < 1e6:

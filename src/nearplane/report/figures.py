@@ -13,9 +13,9 @@ from html import escape
 
 from nearplane.record import WIDE, LayerRecord, RunRecord
 from nearplane.report.drawing import (
-    COLOURS,
-    HEIGHT,
+    COLOUR_COUNT,
     MINUS,
+    PLOT_HEIGHT,
     Scale,
     Tick,
     along,
@@ -35,8 +35,10 @@ from nearplane.report.drawing import (
     spanning,
 )  # fmt: skip
 
-KINDS = 11  # of layers with a mark of their own; what is rarer shares one
-UNIFORM = 0.5 * math.log2(math.pi * math.e / 6)  # bits that rounding on a line costs at high rates, 0.2546
+MAX_MARKED_KINDS = 11  # of layers with a mark of their own; what is rarer shares one
+UNIFORM_ROUNDING_BITS = 0.5 * math.log2(
+    math.pi * math.e / 6
+)  # bits that rounding on a line costs at high rates, 0.2546
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +108,11 @@ def kinds(record: RunRecord) -> list[tuple[str, list[int]]]:
     members: dict[str, list[int]] = {}
     for index, layer in enumerate(record.layers):
         members.setdefault(".".join(part for part in layer.name.split(".") if not part.isdigit()), []).append(index)
-    own = sorted(members, key=lambda kind: -len(members[kind]))[:KINDS] if len(members) > KINDS + 1 else list(members)
+    own = (
+        sorted(members, key=lambda kind: -len(members[kind]))[:MAX_MARKED_KINDS]
+        if len(members) > MAX_MARKED_KINDS + 1
+        else list(members)
+    )
     names = [kind for kind in members if kind in own]
     rest = sorted(index for kind, layers in members.items() if kind not in own for index in layers)
     return [*((_ending(kind, names), members[kind]) for kind in names), *([("other", rest)] if rest else [])]
@@ -199,7 +205,7 @@ class Row:
                 (self.at[layer], v) for layer in members if (v := value(self.layers[layer])) is not None and y.holds(v)
             ]
             if len(known) > 1 and len({self.blocks[layer] for layer in members}) == len(members):
-                drawn.append(curve(self.x, y, known, f"trend k{number % COLOURS}"))
+                drawn.append(curve(self.x, y, known, f"trend k{number % COLOUR_COUNT}"))
         return drawn
 
 
@@ -291,18 +297,21 @@ def above_limit(record: RunRecord) -> Figure:
     }
     if not above:
         return Figure(heading=heading, words=f"not drawn: {why}")
-    y = spanning([*above.values(), 0, UNIFORM])
+    y = spanning([*above.values(), 0, UNIFORM_ROUNDING_BITS])
     parts = row.trends(y, lambda layer: layer.above_limit)
     for index, value in above.items():
         layer = record.layers[index]
         title = f"{layer.name}: {value:.3f} bits above the limit, {layer.rate:.3f} in the file"
         parts.append(named(index, title, [glyph(row.kind[index], row.place(index), y.down(value))]))
     most = "tables and steps" if record.recipe.rate.wanted else "codes of equal length and steps"
-    parts += [level(y, 0, "limit"), level(y, UNIFORM, f"evenly spaced values: {UNIFORM:.4f}")]
+    parts += [
+        level(y, 0, "limit"),
+        level(y, UNIFORM_ROUNDING_BITS, f"evenly spaced values: {UNIFORM_ROUNDING_BITS:.4f}"),
+    ]
     return Figure(
         heading=heading, axis="bits per weight", below=row.below, drawing=plot(heading, y, row.ticks(), parts),
         words="Bits in the file less the fewest that could reach the same loss on Gaussian weights. Rounding to evenly spaced "
-        f"values costs {UNIFORM:.4f} of them at high rates; {most} cost most of the rest."
+        f"values costs {UNIFORM_ROUNDING_BITS:.4f} of them at high rates; {most} cost most of the rest."
         f"{f' Without a mark: {why}' if why else ''}",
     )  # fmt: skip
 
@@ -389,7 +398,7 @@ def _guides(x: Scale, y: Scale) -> list[str]:
             a, b = (y.down(min(y.high, max(y.low, 4.0 ** -(rate + shift)))) for rate in (start, end))
             drawn.append(line(x.across(start), a, x.across(end), b, "guide" if shift else "guide main"))
             if not shift:
-                if float(b) + 24 < HEIGHT:  # below its end, else above its start: where the line does not cross it
+                if float(b) + 24 < PLOT_HEIGHT:  # below its end, else above its start: where the line does not cross it
                     place, side = (x.across(end), float(b) + 16), "end"
                 else:
                     place, side = (x.across(start + 0.02 * (x.high - x.low)), max(12.0, float(a) - 8)), "start"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from nearplane.record import Profile, RunRecord
-from nearplane.report.drawing import NONE, Scale, Tick, curve, plot, positive, short, spanning
+from nearplane.report.drawing import NO_VALUE, Scale, Tick, curve, plot, positive, short, spanning
 
 ORDERS = ("natural", "activation", "pivoted", "reversed")
 
@@ -45,7 +45,7 @@ def _panel(layer: str, found: Sequence[Profile]) -> str:
         swatch = (
             f'<svg class="key long" aria-hidden="true"><line class="{look}" x1="0" y1="50%" x2="100%" y2="50%"/></svg>'
         )
-        worst = f"{profile.trace / least:.2f}" if least > 0 else NONE
+        worst = f"{profile.trace / least:.2f}" if least > 0 else NO_VALUE
         rows.append(
             f"<tr><td>{swatch} {escape(profile.order)}</td><td>{worst}</td><td>{profile.spread:.3f} bit</td></tr>"
         )

@@ -19,7 +19,7 @@ Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 Integers = npt.NDArray[np.int32]
 
-ALONE = 2**22  # bytes of codes under which one thread does all
+MIN_THREADED_BYTES = 2**22  # bytes of codes under which one thread does all
 
 
 def products(
@@ -43,7 +43,7 @@ def products(
     y = np.empty((len(x), out), np.float32)
     geometry = np.array(groups, np.int64).reshape(-1, 5)
     threads = threads or torch.get_num_threads()
-    share = out if codes.size < ALONE else -(-out // threads)
+    share = out if codes.size < MIN_THREADED_BYTES else -(-out // threads)
     with ThreadPoolExecutor(threads) as pool:  # starts no thread before work is submitted
         for row, total in zip(x, y, strict=True):
             shared = (codes, geometry, row, *_halves(row, geometry), patch_start, patch_at, patch_delta, total)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nearplane.coding import huffman, model
+from nearplane.coding import frequency_tables, huffman
 
 TIE = 1e-5  # of the constants from a half: an error of a thousand units in the last place would change none
 
@@ -20,16 +20,16 @@ def test_no_constant_is_near_a_tie() -> None:
     assert min(abs(x % 1 - 0.5) for x in tails + octaves) > TIE
 
 
-@pytest.mark.parametrize("shape", range(0, model.SHAPES, 3))
+@pytest.mark.parametrize("shape", range(0, frequency_tables.SHAPES, 3))
 def test_tables_of_the_family_are_complete_and_symmetric(shape: int) -> None:
-    for spread in range(model.SPREADS):
-        table = model.parametric(spread, shape).astype(np.int64)
-        assert table.sum() == model.TOTAL
+    for spread in range(frequency_tables.SPREADS):
+        table = frequency_tables.parametric(spread, shape).astype(np.int64)
+        assert table.sum() == frequency_tables.FREQUENCY_SUM
         assert table.min() >= 0
         assert min(table[0], table[127], table[128], table[129]) >= 1
         assert np.array_equal(table[129:], table[1:128][::-1])
-        pairs = model.paired(table.astype(np.uint16)).astype(np.int64)
-        assert pairs.sum() == model.TOTAL
+        pairs = frequency_tables.paired(table.astype(np.uint16)).astype(np.int64)
+        assert pairs.sum() == frequency_tables.FREQUENCY_SUM
         assert pairs[0] >= 1
 
 
@@ -40,7 +40,7 @@ def test_a_gaussian_costs_its_entropy_and_a_hundredth(spread: int) -> None:
     edges = (np.arange(-127, 129) - 0.5) / sigma / math.sqrt(2)
     inside = np.diff(np.vectorize(math.erf)(edges)) / 2
     p = np.append(1 - inside.sum(), inside)
-    table = model.parametric(spread, 0)
+    table = frequency_tables.parametric(spread, 0)
     kept = (table > 0) & (p > 0)
     missed = p[~kept].sum()  # escaped, at the escape's price
     bits = -(p[kept] @ np.log2(table[kept] / 4096)) - missed * math.log2(table[0] / 4096)
@@ -53,8 +53,8 @@ def test_normalised_weights_sum_to_4096_and_none_is_lost(weights: list[int]) -> 
     weight[: len(weights)] = weights
     if not weight.any():
         return
-    table = model.normalise(weight).astype(np.int64)
-    assert table.sum() == model.TOTAL
+    table = frequency_tables.normalise(weight).astype(np.int64)
+    assert table.sum() == frequency_tables.FREQUENCY_SUM
     assert np.array_equal(table > 0, weight > 0)
 
 
@@ -65,7 +65,7 @@ def test_huffman_codes_are_complete_and_as_short_as_the_limit_allows(weights: li
     weight[: len(weights)] = weights
     if (weight > 0).sum() < 2:
         return
-    frequency = model.normalise(weight)
+    frequency = frequency_tables.normalise(weight)
     lengths = huffman.lengths(frequency)
     used = frequency > 0
     assert np.array_equal(lengths > 0, used)

@@ -9,7 +9,7 @@ import torch
 from nearplane.coding.blob import Contents, decode_packed, encode, stored_base
 from nearplane.errors import FormatError
 from nearplane.formats.native import matrix_of
-from nearplane.runtime.packed import FEW, PackedLinear
+from nearplane.runtime.packed_linear import MAX_PACKED_PRODUCT_ROWS, PackedLinear
 from nearplane.runtime.product_cpu import products
 
 
@@ -42,7 +42,7 @@ def test_weight_is_the_decoded_matrix(case: Contents) -> None:
     assert torch.equal(layer.weight, matrix_of(case).decode())
 
 
-@pytest.mark.parametrize("tokens", [1, FEW, FEW + 1, 40])
+@pytest.mark.parametrize("tokens", [1, MAX_PACKED_PRODUCT_ROWS, MAX_PACKED_PRODUCT_ROWS + 1, 40])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "x".join(map(str, case.codes.shape)))
 def test_products_are_those_of_the_decoded_matrix(case: Contents, tokens: int, generator: torch.Generator) -> None:
     values = matrix_of(case).decode()
@@ -60,7 +60,7 @@ def test_strips_do_not_change_the_product(monkeypatch: pytest.MonkeyPatch, gener
     layer = PackedLinear.of(decode_packed(encode(CASES[4])))
     x = torch.randn(9, 96, generator=generator)
     whole = layer(x)
-    monkeypatch.setattr("nearplane.runtime.packed.STRIP", 5 * 96)
+    monkeypatch.setattr("nearplane.runtime.packed_linear.MAX_STRIP_WEIGHTS", 5 * 96)
     assert torch.equal(layer.weight, matrix_of(CASES[4]).decode())
     torch.testing.assert_close(layer(x), whole, rtol=1e-5, atol=1e-5 * float(whole.abs().max()))
 
@@ -110,7 +110,7 @@ def test_threads_share_rows_without_changing_them(monkeypatch: pytest.MonkeyPatc
     x = torch.randn(2, 512, generator=generator).numpy()
     rest = [part.numpy() for part in (layer.patch_start, layer.patch_at, layer.patch_delta)]
     one = products(x, layer.codes.numpy(), layer.groups, *rest, threads=1)
-    monkeypatch.setattr("nearplane.runtime.product_cpu.ALONE", 0)
+    monkeypatch.setattr("nearplane.runtime.product_cpu.MIN_THREADED_BYTES", 0)
     assert np.array_equal(products(x, layer.codes.numpy(), layer.groups, *rest, threads=7), one)
 
 

@@ -13,8 +13,8 @@ from nearplane.coding.layout import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """Neighbouring columns of `Packed.column_order` that are stored alike.
+class ColumnGroup:
+    """Neighbouring columns of `PackedMatrix.column_order` that are stored alike.
 
     Args:
         start, stop: positions in the column order.
@@ -29,7 +29,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Packed:
+class PackedMatrix:
     """value[i, j] = row_scale[i] * code[i, j] * column_scale[j], the codes in groups; indices of all else are the original ones.
 
     Args:
@@ -45,7 +45,7 @@ class Packed:
     shape: tuple[int, int]
     column_order: NDArray[np.int32]
     row_order: NDArray[np.int32]
-    groups: list[Group]
+    groups: list[ColumnGroup]
     patch_rows: NDArray[np.int32]
     patch_columns: NDArray[np.int32]
     patch_delta: NDArray[np.int64]
@@ -80,7 +80,7 @@ def pack(
     patches: Patches,
     column_scale: NDArray[np.float32],
     row_scale: NDArray[np.float32],
-) -> Packed:
+) -> PackedMatrix:
     """Hand over the decoder's symbols as they are; groups of bytes that fit are packed to nibbles."""
     out = len(layout.row_order)
     groups = []
@@ -93,8 +93,10 @@ def pack(
             packed = np.empty((out, (stop - start + 1) // 2), np.uint8)
             _nibbles(array, packed)
             array, nibbles = packed, True
-        groups.append(Group(start=start, stop=stop, nibbles=nibbles, array=array if nibbles else array.view(np.int8)))
-    return Packed(
+        groups.append(
+            ColumnGroup(start=start, stop=stop, nibbles=nibbles, array=array if nibbles else array.view(np.int8))
+        )
+    return PackedMatrix(
         shape=(out, len(layout.column_order)),
         column_order=layout.column_order,
         row_order=layout.row_order,
@@ -107,7 +109,7 @@ def pack(
     )
 
 
-def unpack(packed: Packed) -> NDArray[np.int32]:
+def unpack(packed: PackedMatrix) -> NDArray[np.int32]:
     """Return the codes (out, in) of a packed matrix."""
     ordered = np.empty(packed.shape, np.int64)
     for group in packed.groups:

@@ -12,23 +12,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearplane.coding import chunk as kernels
-from nearplane.coding import layout as rules
 from nearplane.coding import tans
+from nearplane.coding.bit_stream import BitReader, BitWriter
 from nearplane.coding.chunk import Patches
-from nearplane.coding.layout import Header, Layout
-from nearplane.coding.side import BitReader, BitWriter
+from nearplane.coding.header import Header
+from nearplane.coding.layout import Layout, chunk_edges, frequencies
 from nearplane.coding.symbols import flip_bytes, gather, stage
 from nearplane.errors import FormatError, NearplaneError, RecipeError
 
 R = TypeVar("R")
-_RUNS = 4  # of chunks or rows for each thread: few, since every hand-over stops the others, yet enough to even out
+PARTS_PER_THREAD = (
+    4  # of chunks or rows for each thread: few, since every hand-over stops the others, yet enough to even out
+)
 
 
 def run(threads: int, function: Callable[[int, int], R], count: int) -> list[R]:
     """Call the function with the parts begin, end of range(count), from as many threads; return the results in order."""
     if threads == 1:
         return [function(0, count)]
-    parts = min(count, _RUNS * threads)
+    parts = min(count, PARTS_PER_THREAD * threads)
     edges = [i * count // parts for i in range(parts + 1)]
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(function, edges[:-1], edges[1:]))
@@ -80,7 +82,7 @@ def _kept(layout: Layout, tables: NDArray[np.uint16] | None) -> NDArray[np.uint8
 
 def _entries(header: Header, layout: Layout) -> NDArray[np.uint32]:
     """Return the decoder's entries; byte tables emit code as int8 in place of code + 128."""
-    entries = tans.build(rules.tables(header, layout), header.coder == "huffman")[0]
+    entries = tans.build(frequencies(header, layout), header.coder == "huffman")[0]
     entries[[not pairs for _, pairs in layout.keys]] ^= 128 << 8
     return entries
 
@@ -101,11 +103,11 @@ def _place(symbols: NDArray[np.uint8], begin: int, layout: Layout, values: NDArr
 def _damage(wrong: int, where: str) -> FormatError:
     """Return the error of a chunk that a kernel refused."""
     what = {
-        kernels.CUT_ESCAPES: "its bytes end within the list of escapes",
-        kernels.CUT_LANES: "its bytes end within the lengths of the lanes",
-        kernels.LONG_LANES: "its lanes are longer than its bytes",
-        kernels.ASTRAY: "a stream does not end where its symbols do",
-        kernels.MISCOUNTED: "its symbols do not have the escapes of its list",
+        kernels.ESCAPES_CUT_SHORT: "its bytes end within the list of escapes",
+        kernels.LANE_LENGTHS_CUT_SHORT: "its bytes end within the lengths of the lanes",
+        kernels.LANES_TOO_LONG: "its lanes are longer than its bytes",
+        kernels.STREAM_END_WRONG: "a stream does not end where its symbols do",
+        kernels.ESCAPE_COUNT_WRONG: "its symbols do not have the escapes of its list",
     }[wrong]
     return FormatError(f"{where}: {what}; the file is damaged, get it again")
 
@@ -137,11 +139,11 @@ def decode_whole(bits: BitReader, header: Header, layout: Layout) -> tuple[NDArr
         symbols = _decompress(data[(bits.at + 7) // 8 :], layout.total, name)
         flip_bytes(symbols, 0, layout)
     else:
-        padded = np.concatenate([data, np.zeros(tans.PADDING, np.uint8)])
+        padded = np.concatenate([data, np.zeros(tans.PADDING_BYTES, np.uint8)])
         symbols = np.empty(layout.total, np.uint8)
         end = tans.decode_lane(padded, bits.at, layout.counts, layout.which, _entries(header, layout), symbols)
         if (end + 7) // 8 != len(data):
-            raise _damage(kernels.ASTRAY, name)
+            raise _damage(kernels.STREAM_END_WRONG, name)
     return symbols, _place(symbols, 0, layout, values, name)
 
 
@@ -149,7 +151,7 @@ def encode_chunks(
     header: Header, layout: Layout, tables: NDArray[np.uint16] | None, codes: NDArray[np.int32], threads: int
 ) -> list[memoryview | bytes]:
     """Return the chunks of a large matrix."""
-    edges = rules.chunk_edges(layout.total)
+    edges = chunk_edges(layout.total)
     built = None if tables is None else tans.build(tables, header.coder == "huffman")[1:]
     staged = _staged(layout, codes, threads)
     cells, kept = (layout.edges, layout.which), _kept(layout, tables)
@@ -180,7 +182,7 @@ def compressed_bytes(header: Header, layout: Layout, codes: NDArray[np.int32]) -
 def decode_chunks(bits: BitReader, header: Header, layout: Layout, threads: int) -> tuple[NDArray[np.uint8], Patches]:
     """Read the directory and the chunks behind a header; the same as `decode_whole`."""
     blob, name = bits.data, bits.name
-    edges = rules.chunk_edges(layout.total)
+    edges = chunk_edges(layout.total)
     chunks = len(edges) - 1
     starts, checksums = _directory(bits, chunks)
     entries = None if header.coder == "zstd" else _entries(header, layout)

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from nearplane.coding.tans import load64, trailing_zeros
 from nearplane.errors import FormatError
 
-LONGEST = 24  # ones of a Rice code; after that many, 32 plain bits follow
-EQUAL = 15  # in place of the Rice parameter: all entries are the centre
+MAX_RICE_ONES = 24  # ones of a Rice code; after that many, 32 plain bits follow
+ALL_EQUAL = 15  # in place of the Rice parameter: all entries are the centre
 
 
 def zigzag(value: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -24,7 +24,7 @@ def zigzag(value: NDArray[np.int64]) -> NDArray[np.int64]:
 def rice_bits(folded: NDArray[np.int64], parameter: int) -> int:
     """Return the bits that zig-zagged numbers take."""
     quotient = folded >> parameter
-    return int(np.where(quotient < LONGEST, quotient + 1 + parameter, LONGEST + 32).sum())
+    return int(np.where(quotient < MAX_RICE_ONES, quotient + 1 + parameter, MAX_RICE_ONES + 32).sum())
 
 
 def rice_parameter(folded: NDArray[np.int64]) -> int:
@@ -38,14 +38,14 @@ def _write_rice(folded: NDArray[np.int64], parameter: int, bits: NDArray[np.uint
     at = 0
     for value in folded:
         quotient = value >> parameter
-        if quotient < LONGEST:
+        if quotient < MAX_RICE_ONES:
             for _ in range(quotient):
                 bits[at] = 1
                 at += 1
             at += 1
             width = parameter
         else:
-            for _ in range(LONGEST):
+            for _ in range(MAX_RICE_ONES):
                 bits[at] = 1
                 at += 1
             width = 32
@@ -70,12 +70,12 @@ def read_rice(data: NDArray[np.uint8], at: int, parameter: int, values: NDArray[
                 word |= np.uint64(data[i]) << np.uint64(8 * (i - (at >> 3)))
             word >>= np.uint64(at & 7)
         ones = trailing_zeros(~word)
-        if ones < np.uint64(LONGEST):
+        if ones < np.uint64(MAX_RICE_ONES):
             value = np.int64(ones << np.uint64(parameter) | (word >> (ones + one)) & rest)
             at += np.int64(ones) + 1 + parameter
         else:
-            value = np.int64((word >> np.uint64(LONGEST)) & np.uint64(0xFFFFFFFF))
-            at += LONGEST + 32
+            value = np.int64((word >> np.uint64(MAX_RICE_ONES)) & np.uint64(0xFFFFFFFF))
+            at += MAX_RICE_ONES + 32
         if at > end:
             return -1
         values[n] = -((value + 1) >> 1) if value & 1 else value >> 1
@@ -120,7 +120,7 @@ class BitWriter:
         values = values.astype(np.int64)
         low, high = int(values.min()), int(values.max())
         if low == high:
-            self.put(EQUAL, 4)
+            self.put(ALL_EQUAL, 4)
             self.signed(low)
             return
         centre = centre_of(values)
@@ -229,7 +229,7 @@ class BitReader:
     def array(self, count: int, what: str, limit: int) -> NDArray[np.int32]:
         """Return `count` integers of at most `limit` in magnitude."""
         parameter, centre = self.take(4, what), self.signed(what)
-        if parameter == EQUAL:
+        if parameter == ALL_EQUAL:
             values = np.broadcast_to(np.int64(centre), (count,))
         else:
             values = self.rice(count, parameter, what) + centre

@@ -13,26 +13,29 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from nearplane.coding import huffman, layout, model
+from nearplane.coding import frequency_tables, huffman
+from nearplane.coding.bit_stream import BitWriter, array_bits, zigzag
 from nearplane.coding.cost import list_bits, paired_stream_bits, stream_bits, table_bits
 from nearplane.coding.counts import Counts, beyond, sample
-from nearplane.coding.side import BitWriter, array_bits, zigzag
+from nearplane.coding.header import MAX_COLUMN_LEVEL, MAX_ROW_LEVEL, Header, predict
+from nearplane.coding.header_bits import write_table
+from nearplane.coding.layout import Layout, chunk_edges, lay_out
 
-ESCAPES_IN_PAIRS = 2e-4  # share of codes outside the nibble up to which a group is coded in pairs
-_SAMPLE = 384  # columns that the family's member is chosen on
-_WEIGHED = 1024  # columns, about, that levels of rows are guessed from
-_TRIED = np.array(
+MAX_ESCAPE_SHARE_IN_PAIRS = 2e-4  # share of codes outside the nibble up to which a group is coded in pairs
+MIXTURE_SAMPLE_COLUMNS = 384  # columns that the family's member is chosen on
+ROW_LEVEL_SAMPLE_COLUMNS = 1024  # columns, about, that levels of rows are guessed from
+CORRECTIONS_TRIED = np.array(
     [*range(-6, 7), -8, 8, -11, 11, -15, 15, -20, 20, -27, 27, -36, 36]
 )  # corrections of a column's level
-_SLOPES = (4, 3, 5, 2, 6, 1, 7, 0)
+SLOPES_TRIED = (4, 3, 5, 2, 6, 1, 7, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """A header, its layout, and the sample that they were chosen for."""
 
-    header: layout.Header
-    layout: layout.Layout
+    header: Header
+    layout: Layout
     sample: Counts
 
 
@@ -114,7 +117,7 @@ def make_plan(
         rest: the header's fields that are given: base, rows, row_resolution.
     """
     out, width = codes.shape
-    header = layout.Header(
+    header = Header(
         coder=coder,
         shape=(out, width),
         columns=columns,
@@ -134,7 +137,7 @@ def make_plan(
                 header, counts = tried, other
     if (header.chunked or coder == "zstd") and coder != "huffman":
         header = _choose_pairs(header, counts)
-    arrangement = layout.lay_out(header)
+    arrangement = lay_out(header)
     if coder != "zstd":
         spreads = header.spread_of(header.column_levels()[:, None], counts.levels[None, :])
         shares = _shares_of_pairs(header, arrangement, spreads, counts)
@@ -158,13 +161,13 @@ def tally(plan: Plan, codes: NDArray[np.int32]) -> Tally:
     )
 
 
-def _levels_of_columns(header: layout.Header, counts: Counts, classes: bool) -> tuple[layout.Header, float]:
+def _levels_of_columns(header: Header, counts: Counts, classes: bool) -> tuple[Header, float]:
     """Choose the family's member, the slope, and the columns' levels; return the header and its bits."""
     width = header.shape[1]
     row_step = 16 // header.row_level_resolution
-    pick = np.unique(np.linspace(0, width - 1, min(width, _SAMPLE)).round().astype(np.int64))
+    pick = np.unique(np.linspace(0, width - 1, min(width, MIXTURE_SAMPLE_COLUMNS)).round().astype(np.int64))
     flat = classes and header.columns.min() == header.columns.max()
-    slopes = (0,) if flat or not classes else _SLOPES
+    slopes = (0,) if flat or not classes else SLOPES_TRIED
     header, spread = _member(header, counts, pick, slopes, row_step)
     cost = counts.costs(header.mixture, row_step)
     if not classes:
@@ -184,8 +187,8 @@ def _levels_of_columns(header: layout.Header, counts: Counts, classes: bool) -> 
 
 
 def _member(
-    header: layout.Header, counts: Counts, pick: NDArray[np.int64], slopes: tuple[int, ...], row_step: int
-) -> tuple[layout.Header, int]:
+    header: Header, counts: Counts, pick: NDArray[np.int64], slopes: tuple[int, ...], row_step: int
+) -> tuple[Header, int]:
     """Choose slope, spread and mixture on a sample of columns, without corrections."""
     cost = counts.costs(2, row_step, pick)
     cheapest = cost.argmin(1)
@@ -200,12 +203,12 @@ def _member(
     assert best is not None
     _, slope, spread = best
     levels = 2 * _predicted(header, slope)[pick]
-    mixture, spread = _best_mixture(counts, pick, row_step, spread + levels, range(model.SHAPES), spread)
+    mixture, spread = _best_mixture(counts, pick, row_step, spread + levels, range(frequency_tables.SHAPES), spread)
     return replace(header, mixture=mixture, slope=slope), spread
 
 
-def _predicted(header: layout.Header, slope: int) -> NDArray[np.int64]:
-    return np.clip(layout.predict(header.columns, header.column_resolution, slope, 8), -layout.LEVEL, layout.LEVEL)
+def _predicted(header: Header, slope: int) -> NDArray[np.int64]:
+    return np.clip(predict(header.columns, header.column_resolution, slope, 8), -MAX_COLUMN_LEVEL, MAX_COLUMN_LEVEL)
 
 
 def _best_mixture(
@@ -235,28 +238,26 @@ def _best_mixture(
         at = following
 
 
-def _corrected(
-    header: layout.Header, cost: NDArray[np.float32], spread: int, doubt: float
-) -> tuple[layout.Header, float]:
+def _corrected(header: Header, cost: NDArray[np.float32], spread: int, doubt: float) -> tuple[Header, float]:
     """Choose levels per octave, spread and corrections for the columns; return the header and its bits.
 
     `doubt` is the gain, in bits, that a correction must have over what it takes: a sample's gains are partly chance.
     """
     width = header.shape[1]
-    best: tuple[float, layout.Header] | None = None
+    best: tuple[float, Header] | None = None
     for resolution in (8, 4, 2, 1):
         step = 16 // resolution
-        predicted = layout.predict(header.columns, header.column_resolution, header.slope, resolution)
-        levels = np.clip(predicted, -layout.LEVEL, layout.LEVEL)
+        predicted = predict(header.columns, header.column_resolution, header.slope, resolution)
+        levels = np.clip(predicted, -MAX_COLUMN_LEVEL, MAX_COLUMN_LEVEL)
         totals = _totals(cost, levels, step, spread - 3, 7)
-        shift = int(np.clip(spread - 3 + int(totals.argmin()), 0, model.SPREADS - 1))
+        shift = int(np.clip(spread - 3 + int(totals.argmin()), 0, frequency_tables.SPREADS - 1))
         bits = float(_totals(cost, levels, step, shift, 1)[0]) + 4
         if best is None or bits < best[0]:
             none = np.zeros(width, np.int32)
             best = (bits, replace(header, level_resolution=resolution, spread=shift, corrections=none))
         for parameter in (0, 1, 2):
-            rice = _rice(_TRIED, parameter) + np.where(_TRIED, doubt, 0.0)
-            corrections, bits = _pick(cost, predicted, shift, step, layout.LEVEL, _TRIED, rice)
+            rice = _rice(CORRECTIONS_TRIED, parameter) + np.where(CORRECTIONS_TRIED, doubt, 0.0)
+            corrections, bits = _pick(cost, predicted, shift, step, MAX_COLUMN_LEVEL, CORRECTIONS_TRIED, rice)
             bits += array_bits(corrections)
             if bits < best[0]:
                 best = (bits, replace(header, level_resolution=resolution, spread=shift, corrections=corrections))
@@ -269,35 +270,37 @@ def _rice(values: NDArray[np.int64], parameter: int) -> NDArray[np.float64]:
     return (1.0 + parameter) + np.minimum(zigzag(values) >> parameter, 32)
 
 
-def _levels_of_rows(header: layout.Header, codes: NDArray[np.int32]) -> layout.Header | None:
+def _levels_of_rows(header: Header, codes: NDArray[np.int32]) -> Header | None:
     """Guess levels of rows from the weighted sums of |code|, or None where they would not pay.
 
     The weights make the sum as good an estimate of a row's spread as its columns allow; the gain of a level is that of
     Gaussians nearby, 0.72 * information * shift^2 bits.
     """
-    mean, variance = model.family_moments()
+    mean, variance = frequency_tables.family_moments()
     slope = np.gradient(mean)  # per sixteenth of an octave
     spreads = header.spread_of(header.column_levels(), 0)
     weights = slope[spreads] / np.maximum(variance[spreads], 1e-3)
     information = float((weights * slope[spreads]).sum())
     width = len(spreads)
     pick = np.arange(width)
-    if width > _WEIGHED:  # sixteen neighbours at a time: memory is read in lines
-        pick = (np.linspace(0, width - 16, _WEIGHED // 16).astype(np.int64)[:, None] + np.arange(16)).reshape(-1)
+    if width > ROW_LEVEL_SAMPLE_COLUMNS:  # sixteen neighbours at a time: memory is read in lines
+        pick = (
+            np.linspace(0, width - 16, ROW_LEVEL_SAMPLE_COLUMNS // 16).astype(np.int64)[:, None] + np.arange(16)
+        ).reshape(-1)
     spreads = spreads[pick]
     shifts = np.arange(-64, 65)
-    count = np.bincount(spreads, minlength=model.SPREADS)
+    count = np.bincount(spreads, minlength=frequency_tables.SPREADS)
     used = np.flatnonzero(count)
     per = count[used] * (slope[used] / np.maximum(variance[used], 1e-3))
-    expected = (per[:, None] * mean[np.clip(used[:, None] + shifts[None, :], 0, model.SPREADS - 1)]).sum(0)
+    expected = (per[:, None] * mean[np.clip(used[:, None] + shifts[None, :], 0, frequency_tables.SPREADS - 1)]).sum(0)
     shift = np.interp(_weighed(codes, pick, weights[pick]), np.maximum.accumulate(expected), shifts)
-    best: tuple[float, layout.Header] | None = None
+    best: tuple[float, Header] | None = None
     gained = 0.72 * information
-    tried, level = np.arange(-layout.ROW_LEVEL, layout.ROW_LEVEL + 1), np.zeros(len(shift), np.int64)
+    tried, level = np.arange(-MAX_ROW_LEVEL, MAX_ROW_LEVEL + 1), np.zeros(len(shift), np.int64)
     for resolution in (1, 2, 4):
         each = (gained * (shift[:, None] - 16 // resolution * tried[None, :]) ** 2).astype(np.float32)
         for parameter in (0, 1, 2):
-            levels, bits = _pick(each, level, layout.ROW_LEVEL, 1, layout.ROW_LEVEL, tried, _rice(tried, parameter))
+            levels, bits = _pick(each, level, MAX_ROW_LEVEL, 1, MAX_ROW_LEVEL, tried, _rice(tried, parameter))
             bits += array_bits(levels)
             if levels.any() and (best is None or bits < best[0]):
                 best = (bits, replace(header, row_level_resolution=resolution, row_levels=levels))
@@ -306,7 +309,7 @@ def _levels_of_rows(header: layout.Header, codes: NDArray[np.int32]) -> layout.H
     return best[1]
 
 
-def _choose_pairs(header: layout.Header, counts: Counts) -> layout.Header:
+def _choose_pairs(header: Header, counts: Counts) -> Header:
     """Choose the groups that are coded in pairs and make their widths even by moving single columns up a level."""
     levels = header.column_levels()
     top = counts.top
@@ -317,10 +320,10 @@ def _choose_pairs(header: layout.Header, counts: Counts) -> layout.Header:
     pairs = 0
     while pairs < len(found):
         here = levels == found[pairs]
-        if outside[here].sum() > ESCAPES_IN_PAIRS * total[here].sum():
+        if outside[here].sum() > MAX_ESCAPE_SHARE_IN_PAIRS * total[here].sum():
             break
         pairs += 1
-    predicted = layout.predict(header.columns, header.column_resolution, header.slope, header.level_resolution)
+    predicted = predict(header.columns, header.column_resolution, header.slope, header.level_resolution)
     corrections = header.corrections.copy()
     for level, above in itertools.pairwise(found[: pairs + 1]):
         here = np.flatnonzero(levels == level)
@@ -332,37 +335,39 @@ def _choose_pairs(header: layout.Header, counts: Counts) -> layout.Header:
 
 
 def _shares_of_pairs(
-    header: layout.Header, arrangement: layout.Layout, spreads: NDArray[np.int64], counts: Counts
+    header: Header, arrangement: Layout, spreads: NDArray[np.int64], counts: Counts
 ) -> dict[int, float]:
     """Return of every spread which share of its codes stands in pairs."""
     paired = np.zeros(header.shape[1], bool)
     for start, stop, pairs in zip(arrangement.starts, arrangement.stops, arrangement.pairs, strict=True):
         paired[arrangement.column_order[start:stop]] = pairs
     weight = counts.signed.sum(2, dtype=np.int64).T  # (in, classes)
-    total = np.bincount(spreads.reshape(-1), weight.reshape(-1), model.SPREADS)
-    within = np.bincount(spreads.reshape(-1), (weight * paired[:, None]).reshape(-1), model.SPREADS)
+    total = np.bincount(spreads.reshape(-1), weight.reshape(-1), frequency_tables.SPREADS)
+    within = np.bincount(spreads.reshape(-1), (weight * paired[:, None]).reshape(-1), frequency_tables.SPREADS)
     return {int(spread): float(within[spread] / total[spread]) for spread in np.flatnonzero(total)}
 
 
 def _stored_tables(
-    header: layout.Header, counts: dict[int, NDArray[np.int64]], shares: dict[int, float], sampled: bool
+    header: Header, counts: dict[int, NDArray[np.int64]], shares: dict[int, float], sampled: bool
 ) -> dict[int, NDArray[np.uint16]]:
     """Return the tables that pay for themselves; `sampled` if the counts are of some rows."""
     found: dict[int, NDArray[np.uint16]] = {}
     saved = 0.0
     for spread, count in counts.items():
-        reference = model.parametric(spread, header.mixture)
+        reference = frequency_tables.parametric(spread, header.mixture)
         kept = count.copy()
         if shares[spread] == 0.0:
             rare = (count << 14) < count.sum()
             rare[128] = False
-            kept[model.ESCAPE] += kept[1:][rare[1:]].sum()
+            kept[frequency_tables.ESCAPE] += kept[1:][rare[1:]].sum()
             kept[1:][rare[1:]] = 0
         if sampled:
-            kept[model.ESCAPE] = max(1, kept[model.ESCAPE])  # other rows may hold what the sample lacks
-        table = model.normalise(kept)
+            kept[frequency_tables.ESCAPE] = max(
+                1, kept[frequency_tables.ESCAPE]
+            )  # other rows may hold what the sample lacks
+        table = frequency_tables.normalise(kept)
         out = BitWriter()
-        layout.write_table(out, table, reference)
+        write_table(out, table, reference)
         gain = table_bits(count, reference) - table_bits(count, table) - out.count - 1
         if gain > 0:
             found[spread] = table
@@ -378,7 +383,7 @@ def payload_bits(plan: Plan, tally: Tally) -> float:
     for spread, count in tally.counts.items():
         table = header.stored.get(spread)
         if table is None:
-            table = model.parametric(spread, header.mixture)
+            table = frequency_tables.parametric(spread, header.mixture)
         share = tally.shares[spread]
         if share < 1:
             single = huffman.frequencies(table) if header.coder == "huffman" else table
@@ -386,13 +391,13 @@ def payload_bits(plan: Plan, tally: Tally) -> float:
             bits += (1 - share) * more
             listed += (1 - share) * more_listed
         if share > 0:
-            more, more_listed = paired_stream_bits(count, model.paired(table))
+            more, more_listed = paired_stream_bits(count, frequency_tables.paired(table))
             bits += share * more
             listed += share * more_listed
     bits += list_bits(listed, tally.beyond)
     if not header.chunked:
         return bits + 12 + 1
-    chunks = len(layout.chunk_edges(plan.layout.total)) - 1
+    chunks = len(chunk_edges(plan.layout.total)) - 1
     around = (
         7 + 16 if header.coder == "zstd" else 7 + 1 + 8 * 2 + 7 * 2 + 8 * 0.5
     )  # directory, escapes, words, lengths, ends

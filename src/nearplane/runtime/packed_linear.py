@@ -19,10 +19,10 @@ from nearplane.errors import FormatError
 from nearplane.runtime.product_cpu import products
 
 if TYPE_CHECKING:
-    from nearplane.coding.packed import Packed
+    from nearplane.coding.packed_matrix import PackedMatrix
 
-STRIP = 2**22  # weights decoded at a time
-FEW = 16  # rows of x, up to which the CPU multiplies packed codes
+MAX_STRIP_WEIGHTS = 2**22  # weights decoded at a time
+MAX_PACKED_PRODUCT_ROWS = 16  # rows of x, up to which the CPU multiplies packed codes
 
 
 class PackedLinear(nn.Module):
@@ -73,7 +73,9 @@ class PackedLinear(nn.Module):
             self.register_buffer(name, None)
 
     @classmethod
-    def of(cls, packed: Packed, bias: Tensor | None = None, *, dtype: torch.dtype = torch.float32) -> PackedLinear:
+    def of(
+        cls, packed: PackedMatrix, bias: Tensor | None = None, *, dtype: torch.dtype = torch.float32
+    ) -> PackedLinear:
         """Return a filled module."""
         out, columns = packed.shape
         module = cls(columns, out, bias=bias is not None, dtype=dtype)
@@ -82,7 +84,7 @@ class PackedLinear(nn.Module):
         module.fill(packed)
         return module
 
-    def fill(self, packed: Packed, device: torch.device | str | None = None) -> None:
+    def fill(self, packed: PackedMatrix, device: torch.device | str | None = None) -> None:
         """Take the codes and scales of a decoded matrix.
 
         Raises:
@@ -119,7 +121,7 @@ class PackedLinear(nn.Module):
             raise FormatError("This layer holds no weights yet: it is filled when its model is loaded.")
         flat = x.reshape(-1, self.in_features)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        few = len(flat) <= FEW and flat.device.type == "cpu" and x.dtype != torch.float64
+        few = len(flat) <= MAX_PACKED_PRODUCT_ROWS and flat.device.type == "cpu" and x.dtype != torch.float64
         if few and not (torch.is_grad_enabled() and x.requires_grad):
             y = self._product(flat, bias)
         else:
@@ -148,7 +150,7 @@ class PackedLinear(nn.Module):
     def _strips(self) -> Iterator[Tensor]:
         """Yield (rows, in) float32 values strip by strip, rows and columns by position."""
         column_scale, row_scale = self.column_bits.view(torch.float32), self.row_bits.view(torch.float32)
-        rows = max(1, STRIP // max(1, self.in_features))
+        rows = max(1, MAX_STRIP_WEIGHTS // max(1, self.in_features))
         for a in range(0, self.out_features, rows):
             b = min(a + rows, self.out_features)
             yield self._codes(a, b).mul_(row_scale[a:b, None]).mul_(column_scale)

@@ -18,56 +18,58 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-TOTAL = 4096  # frequencies of a table sum to this
+FREQUENCY_SUM = 4096  # frequencies of a table sum to this
 SPREADS = 161  # sigma = 2 ** ((spread - 48) / 16): 1/8 ... 128
 SHAPES = 16  # a mixture over sigma * 2 ** (shape * m / 16), m = -4 ... 4
 ESCAPE = 0
-LARGEST = 127  # of the codes that are symbols of a byte table
-LARGEST_NIBBLE = 7
+MAX_BYTE_CODE = 127  # of the codes that are symbols of a byte table
+MAX_NIBBLE_CODE = 7
 
-_TAIL = np.array([round(2**31 * math.erfc(i / 64 / math.sqrt(2)) / 2) for i in range(424)], np.int64)  # 2^31 Q(i/64)
-_OCTAVE = np.array([round(2**20 * 2 ** (-j / 16)) for j in range(16)], np.int64)
-_MIXTURE = np.array([1, 8, 28, 56, 70, 56, 28, 8, 1], np.int64)  # sums to 256
-_LAST = len(_TAIL) - 1
+_GAUSSIAN_TAIL = np.array(
+    [round(2**31 * math.erfc(i / 64 / math.sqrt(2)) / 2) for i in range(424)], np.int64
+)  # 2^31 Q(i/64)
+_OCTAVE_STEPS = np.array([round(2**20 * 2 ** (-j / 16)) for j in range(16)], np.int64)
+_MIXTURE_WEIGHTS = np.array([1, 8, 28, 56, 70, 56, 28, 8, 1], np.int64)  # sums to 256
+_LAST_TAIL = len(_GAUSSIAN_TAIL) - 1
 
 
 @njit(cache=True, nogil=True)
 def _tail(odd: int, spread: int) -> int:
     """Return 2^31 times the probability that a Gaussian of this spread exceeds odd/2."""
     octave, step = (spread - 48) >> 4, (spread - 48) & 15
-    x = odd * _OCTAVE[step]  # 2^21 (odd/2) / sigma, before the octaves
+    x = odd * _OCTAVE_STEPS[step]  # 2^21 (odd/2) / sigma, before the octaves
     shift = 5 + octave
     x = x >> shift if shift >= 0 else x << -shift  # now in 1/64, ten bits of fraction
     i, fraction = x >> 10, x & 1023
-    if i >= _LAST:
+    if i >= _LAST_TAIL:
         return 0
-    return _TAIL[i] - (((_TAIL[i] - _TAIL[i + 1]) * fraction) >> 10)
+    return _GAUSSIAN_TAIL[i] - (((_GAUSSIAN_TAIL[i] - _GAUSSIAN_TAIL[i + 1]) * fraction) >> 10)
 
 
 @njit(cache=True, nogil=True)
 def parametric(spread: int, shape: int) -> NDArray[np.uint16]:
     """Return the (256,) frequencies of the family's member; symmetric, and 0, +-1 and the escape always have some."""
-    weight = np.zeros(LARGEST + 2, np.int64)  # of |code|, one side; the last: beyond, both sides
+    weight = np.zeros(MAX_BYTE_CODE + 2, np.int64)  # of |code|, one side; the last: beyond, both sides
     parts = 9 if shape else 1
     for part in range(parts):
         at = spread + (part - 4) * shape if shape else spread
-        much = _MIXTURE[part] if shape else 1
+        much = _MIXTURE_WEIGHTS[part] if shape else 1
         before = np.int64(1) << 30
-        for k in range(LARGEST + 1):
+        for k in range(MAX_BYTE_CODE + 1):
             after = np.int64(_tail(2 * k + 1, at))
             weight[k] += much * ((before - after) * 2 if k == 0 else before - after)
             before = after
             if after == 0:
                 break
-        weight[LARGEST + 1] += much * 2 * before
+        weight[MAX_BYTE_CODE + 1] += much * 2 * before
     left = np.int64(1 << 31) * (256 if shape else 1)
-    escaped = weight[LARGEST + 1]
-    top = LARGEST
+    escaped = weight[MAX_BYTE_CODE + 1]
+    top = MAX_BYTE_CODE
     while top > 1 and weight[top] << 14 < left:  # rarer than 2^-14: cheaper as an escape
         escaped += 2 * weight[top]
         top -= 1
     frequency = np.zeros(256, np.uint16)
-    room = np.int64(TOTAL)
+    room = np.int64(FREQUENCY_SUM)
     much = min(max(1, (escaped * room + left // 2) // left), room - 2 * top - 1)
     frequency[ESCAPE] = much
     room -= much
@@ -97,7 +99,7 @@ def _share_out(weight: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[n
         if weight[symbol] > 0:
             count += 1
             left += weight[symbol]
-    room = np.int64(TOTAL)
+    room = np.int64(FREQUENCY_SUM)
     for symbol in order:
         if weight[symbol] > 0:
             count -= 1
@@ -113,8 +115,8 @@ def _share_out(weight: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[n
 def paired(single: NDArray[np.uint16]) -> NDArray[np.uint16]:
     """Return the (256,) frequencies of two independent codes as two nibbles; what is rarer than 2^-14 is (escape, escape)."""
     nibble = np.empty(16, np.int64)
-    nibble[1:] = single[128 - LARGEST_NIBBLE : 129 + LARGEST_NIBBLE]
-    nibble[0] = TOTAL - nibble[1:].sum()
+    nibble[1:] = single[128 - MAX_NIBBLE_CODE : 129 + MAX_NIBBLE_CODE]
+    nibble[0] = FREQUENCY_SUM - nibble[1:].sum()
     weight = np.outer(nibble, nibble).reshape(-1)  # symbol = high << 4 | low
     rare = weight < 1 << 10
     dropped = int(weight[rare].sum())
@@ -126,13 +128,13 @@ def paired(single: NDArray[np.uint16]) -> NDArray[np.uint16]:
 @functools.cache
 def family_costs(mixture: int) -> NDArray[np.float32]:
     """Return the bits of |code| = 0 ... 127 and, last, of anything beyond: (spreads, 129); escapes with their list."""
-    half = np.zeros((SPREADS, LARGEST + 2))
+    half = np.zeros((SPREADS, MAX_BYTE_CODE + 2))
     escape = np.empty(SPREADS)
     for spread in range(SPREADS):
         frequency = parametric(spread, mixture)
-        half[spread, : LARGEST + 1] = frequency[128:]
+        half[spread, : MAX_BYTE_CODE + 1] = frequency[128:]
         escape[spread] = frequency[ESCAPE]
-    listed = 4 + 2 * np.log2(np.maximum(np.arange(LARGEST + 2), 1))
+    listed = 4 + 2 * np.log2(np.maximum(np.arange(MAX_BYTE_CODE + 2), 1))
     with np.errstate(divide="ignore"):
         return np.where(half > 0, 12 - np.log2(half), 12 - np.log2(escape)[:, None] + listed).astype(np.float32)
 
@@ -140,7 +142,7 @@ def family_costs(mixture: int) -> NDArray[np.float32]:
 @functools.cache
 def family_moments() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return of |code| the mean and the variance at every spread of the Gaussian members: two of (spreads,)."""
-    magnitude = np.arange(LARGEST + 1.0)
+    magnitude = np.arange(MAX_BYTE_CODE + 1.0)
     mean, variance = np.empty(SPREADS), np.empty(SPREADS)
     for spread in range(SPREADS):
         frequency = parametric(spread, 0).astype(np.float64)

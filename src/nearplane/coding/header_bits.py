@@ -1,0 +1,160 @@
+"""The header of a coded matrix as bits: write it, read it, refuse what is damaged."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nearplane.coding import frequency_tables
+from nearplane.coding.bit_stream import BitReader, BitWriter, array_bits, rice_parameter, zigzag
+from nearplane.coding.header import CODERS, MAX_EXPONENT, MAX_ROW_LEVEL, MAX_SIDE, MAX_WEIGHTS_PER_BYTE, VERSION, Header
+from nearplane.coding.layout import Layout, lay_out
+from nearplane.errors import FormatError
+
+
+def write_header(header: Header, layout: Layout) -> tuple[BitWriter, int]:
+    """Return the header's bits after the tag and the shape, and how many of them grow with the rows."""
+    out = BitWriter()
+    out.put(header.base, 16)
+    out.put(header.column_resolution.bit_length() - 1, 3)
+    out.put(header.row_resolution.bit_length() - 1, 3)
+    out.array(header.columns)
+    out.optional(header.rows)
+    out.put(header.spread, 8)
+    out.put(header.mixture, 4)
+    out.put(header.slope, 3)
+    out.put(header.level_resolution.bit_length() - 1, 2)
+    out.optional(header.corrections)
+    out.optional(header.row_levels)
+    if header.row_levels.any():
+        out.put(header.row_level_resolution.bit_length() - 1, 2)
+    out.gamma(header.pairs)
+    if header.coder != "zstd":
+        _write_tables(out, header, layout)
+    return out, array_bits(header.rows) + array_bits(header.row_levels)
+
+
+def _write_tables(out: BitWriter, header: Header, layout: Layout) -> None:
+    out.put(bool(header.stored), 1)
+    if header.stored:
+        for spread in sorted({spread for spread, _ in layout.keys}):
+            table = header.stored.get(spread)
+            out.put(table is not None, 1)
+            if table is not None:
+                write_table(out, table, frequency_tables.parametric(spread, header.mixture))
+
+
+def write_table(out: BitWriter, table: NDArray[np.uint16], reference: NDArray[np.uint16]) -> None:
+    """Write frequencies as what they differ by from the family's: largest |code|, Rice parameter, escape, codes."""
+    used = np.flatnonzero(table[1:])
+    top = int(np.abs(used - 127).max()) if len(used) else 0
+    out.gamma(top)
+    kept = np.concatenate([[0], np.arange(128 - top, 129 + top)])
+    difference = table[kept].astype(np.int64) - reference[kept]
+    parameter = rice_parameter(zigzag(difference))
+    out.put(parameter, 4)
+    out.rice(difference, parameter)
+
+
+def read_header(data: NDArray[np.uint8], name: str) -> tuple[Header, Layout, BitReader]:
+    """Read and check a header.
+
+    Returns:
+        The header, its layout, and the reader behind its last bit.
+
+    Raises:
+        FormatError: the bytes are not a header of this version, or end early.
+    """
+    coder, shape, at = read_shape(data, name)
+    out, width = shape
+    if out * width > MAX_WEIGHTS_PER_BYTE * len(data):
+        raise FormatError(
+            f"{name}: {len(data)} bytes claim to hold {out} x {width} weights; the matrix is damaged or cut short"
+        )
+    bits = BitReader(data, 8 * at, name)
+    base, column_resolution, row_resolution = bits.take(16), 1 << bits.take(3), 1 << bits.take(3)
+    if max(column_resolution, row_resolution) > 64:
+        raise FormatError(f"{name}: a ladder has 128 steps per octave, at most 64 are possible; the file is damaged")
+    columns = bits.array(width, "column exponents", MAX_EXPONENT)
+    rows = bits.optional(out, "row exponents", MAX_EXPONENT)
+    spread, mixture, slope, level_resolution = bits.take(8), bits.take(4), bits.take(3), 1 << bits.take(2)
+    if spread >= frequency_tables.SPREADS:
+        raise FormatError(
+            f"{name}: the spread is {spread}, at most {frequency_tables.SPREADS - 1} is possible; the file is damaged"
+        )
+    corrections = bits.optional(width, "column levels", MAX_EXPONENT)
+    row_levels = bits.optional(out, "row levels", MAX_ROW_LEVEL)
+    row_level_resolution = 1 << bits.take(2) if row_levels.any() else 1
+    header = Header(
+        coder=coder,
+        shape=shape,
+        base=base,
+        column_resolution=column_resolution,
+        row_resolution=row_resolution,
+        columns=columns,
+        rows=rows,
+        spread=spread,
+        mixture=mixture,
+        slope=slope,
+        level_resolution=level_resolution,
+        row_level_resolution=row_level_resolution,
+        corrections=corrections,
+        row_levels=row_levels,
+        pairs=bits.gamma(),
+    )
+    layout = lay_out(header)
+    if header.pairs > len(layout.starts):
+        raise FormatError(
+            f"{name}: {header.pairs} groups of pairs, there are {len(layout.starts)} groups; the file is damaged"
+        )
+    if coder != "zstd" and bits.take(1):
+        for key in sorted({key for key, _ in layout.keys}):
+            if bits.take(1):
+                header.stored[key] = _read_table(bits, frequency_tables.parametric(key, mixture))
+    return header, layout, bits
+
+
+def _read_table(bits: BitReader, reference: NDArray[np.uint16]) -> NDArray[np.uint16]:
+    top = bits.gamma("tables")
+    if top > frequency_tables.MAX_BYTE_CODE:
+        raise FormatError(f"{bits.name}: a table reaches to {top}, at most 127 is possible; the file is damaged")
+    kept = np.concatenate([[0], np.arange(128 - top, 129 + top)])
+    table = np.zeros(256, np.int64)
+    table[kept] = reference[kept] + bits.rice(len(kept), bits.take(4, "tables"), "tables")
+    if table.min() < 0 or table.sum() != frequency_tables.FREQUENCY_SUM:
+        raise FormatError(
+            f"{bits.name}: the frequencies of a table sum to {table.sum()}, not 4096; the file is damaged"
+        )
+    return table.astype(np.uint16)
+
+
+def read_shape(data: NDArray[np.uint8], name: str) -> tuple[str, tuple[int, int], int]:
+    """Return coder, shape and the byte after them."""
+    if len(data) < 8:
+        raise FormatError(f"{name}: {len(data)} bytes, a coded matrix has at least 8; the file is cut short")
+    version, tag = int(data[0]) >> 4, int(data[0]) & 15
+    if version != VERSION:
+        raise FormatError(
+            f"{name}: coded in version {version} of the format, this nearplane reads version {VERSION}; "
+            "a newer nearplane may read it, or the file is damaged"
+        )
+    if tag >= len(CODERS):
+        raise FormatError(
+            f"{name}: coder {tag} is unknown, known are 0 (tans), 1 (huffman), 2 (zstd); a newer nearplane may read it"
+        )
+    sides, at = [], 1
+    for _ in range(2):
+        value, shift = 0, 0
+        while True:
+            if at >= len(data) or shift > 28:
+                raise FormatError(f"{name}: the shape does not end; the file is damaged")
+            byte = int(data[at])
+            at += 1
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                break
+        if not 1 <= value <= MAX_SIDE:
+            raise FormatError(f"{name}: a side of {value}, expected 1 ... {MAX_SIDE}; the file is damaged")
+        sides.append(value)
+    return CODERS[tag], (sides[0], sides[1]), at
