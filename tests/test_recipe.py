@@ -14,7 +14,7 @@ from nearplane import Calibration, Rate, Recipe, RecipeError, Rule
 rules = st.builds(
     Rule,
     bits=st.integers(2, 8) | st.floats(2, 8),
-    group_size=st.none() | st.integers(1, 4096),
+    group_size=st.none() | st.just("auto") | st.integers(1, 4096),
     symmetric=st.booleans(),
     order=st.sampled_from(["natural", "activation", "pivoted", "reversed"]),
     groups=st.sampled_from(["static", "current"]),
@@ -77,7 +77,7 @@ def test_other_tools_spellings_are_understood(words, fields):
         ({"bits": 4, "scheme": "W3A16"}, "contradicts"),
         ({"scheme": "NVFP4"}, "not offered"),
         ({"order": "random"}, "expected one of natural"),
-        ({"group_size": -5}, "positive number or none"),
+        ({"group_size": -5}, "positive number, auto or none"),
         ({"damp": -1.0}, "auto or a number"),
         ({"samples": 0}, "positive"),
         ({"actorder": "banana"}, "not offered"),

@@ -20,7 +20,8 @@ CODED = replace(
     GOOD, bits=None, group_size=None, symmetric=None, asked=3.1, entropy=2.5, limit=2.25, base=0.1, bytes=48
 )
 RUN = RunRecord(
-    recipe=Recipe(calibration=Calibration(samples=2)), source="somewhere", versions={"torch": "2"}, device="cpu", windows=2,
+    recipe=Recipe(rule=Rule(group_size=16), calibration=Calibration(samples=2)), source="somewhere", versions={"torch": "2"},
+    device="cpu", windows=2,
     seqlen=256, tokens=512, layers=(GOOD, WORSE), seconds=1.5, bytes=1_250_000, folder=1_500_000,
 )  # fmt: skip
 RATE = replace(RUN, recipe=Recipe(rate=Rate(rate=3.0), calibration=Calibration(samples=2)), layers=(CODED, CODED))

@@ -33,7 +33,7 @@ from nearplane.models.layers import Layer
 from nearplane.models.stream import Model, open_model
 from nearplane.plan import Progress
 from nearplane.quantize import quantize, silent
-from nearplane.recipe import Calibration, Device, Format, Rate, Recipe, Rule, Way
+from nearplane.recipe import Calibration, Device, Format, Rate, Recipe, Rule, Way, fitting_group
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 WAYS: tuple[Way, ...] = Way.__args__  # type: ignore[attr-defined]
 ORIGINAL = "original"
 GROUPS = (32, 64, 128, 256, 512, 1024)  # powers of two, so that the largest one that fits is a greatest common divisor
-SMALLEST = 16  # group that kernels take
 STYLES = {  # colour and marker of a curve; colours that the colour-blind tell apart (Okabe and Ito)
     "rtn-mse": ("#E69F00", "s"), "gptq-mse": ("#D55E00", "D"), "rtn-huffman": ("#56B4E9", "^"),
     "gptq-huffman": ("#009E73", "v"), "nearplane-grid": ("#CC79A7", "P"), "nearplane": ("#0072B2", "o"),
@@ -240,10 +239,10 @@ def fixed_grid(bits: float, columns: Sequence[int]) -> tuple[int, int | None, st
         )
     if group_size is None or all(n % group_size == 0 for n in columns):
         return width, group_size, ""
-    fitting = math.gcd(group_size, *columns)
-    if fitting < SMALLEST:
-        least = next(n for n in columns if n % SMALLEST)
-        return width, None, f"one step a row: groups of {SMALLEST} or more do not divide {least} inputs"
+    fitting = fitting_group(columns, group_size)
+    unfit = next((n for n in columns if n % fitting), None)
+    if unfit is not None:
+        return width, None, f"one step a row: groups of {fitting} or more do not divide {unfit} inputs"
     least = next(n for n in columns if n % group_size)
     return width, fitting, f"groups of {fitting}: {group_size} does not divide {least} inputs"
 

@@ -51,9 +51,12 @@ def quantize_matrix(
         RecipeError: the group size does not divide the inputs.
         NumericalError: a weight is not finite, or the Hessian not positive definite.
     """
-    began, rule = time.perf_counter(), rule.resolved(None)
+    began, rule = time.perf_counter(), rule.resolved(None).grouped([W.shape[1]])
     if rule.group_size is not None and W.shape[1] % rule.group_size:
-        raise RecipeError(f"{name}: {W.shape[1]} inputs are not a multiple of --group-size {rule.group_size}.")
+        raise RecipeError(
+            f"{name}: {W.shape[1]} inputs are not a multiple of --group-size {rule.group_size}. Use one that divides them, or "
+            f"none for one step a row."
+        )
     inputs = statistics if isinstance(statistics, Inputs) else Inputs(statistics)
     try:
         target, rho = corrected(W, inputs, rule)

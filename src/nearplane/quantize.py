@@ -87,6 +87,7 @@ def quantize(
         str(model), trust_remote_code=trust_remote_code, ignore=recipe.ignore,
         embeddings=recipe.rate.include_embeddings, head=recipe.rate.include_head,
     )  # fmt: skip
+    asked, recipe = recipe, recipe.grouped(layer.shape[1] for layer in source.layers)
     check(source, recipe)
     writer = open_writer(
         Path(out), source.folder, quantization_config(source, recipe), dtype=source.dtype, shards=len(source.blocks) + 1,
@@ -94,7 +95,7 @@ def quantize(
     )  # fmt: skip
     seqlen, tokens = calibration_windows(source, recipe)
     record = RunRecord(
-        recipe=recipe, source=str(model), versions=_versions(), device=str(place), seqlen=seqlen,
+        recipe=asked, source=str(model), versions=_versions(), device=str(place), seqlen=seqlen,
         windows=0 if tokens is None else len(tokens), tokens=0 if tokens is None else tokens.numel(),
         text="" if tokens is None else digest_of_tokens(tokens), skipped=tuple(source.skipped),
     )  # fmt: skip

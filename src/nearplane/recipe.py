@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from math import gcd
 from typing import Any, Literal
 
 from nearplane.errors import RecipeError
@@ -31,6 +32,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Way = Literal["rtn-mse", "gptq-mse", "rtn-huffman", "gptq-huffman", "nearplane-grid", "nearplane"]  # see compare.py
 
 BEAM = 8  # candidates of a row; these three as docs/log.md found them worth what they cost
+FITTING = (128, 64, 32, 16)  # weights that share a step by default: the first of these that fits; kernels take no fewer
 POLISH = 2  # sweeps, on fixed grids
 ROUNDS = 2  # of steps by least squares, on fixed grids
 
@@ -41,7 +43,8 @@ class Rule:
 
     Args:
         bits: Bits of a code, 2 to 8; a fraction (3.5) is what layers get on average, each a whole number of its own.
-        group_size: Weights that share a step, or none for one step a row.
+        group_size: Weights that share a step, or none for one step a row. auto is 128, or the largest of 64, 32 and 16 that
+            divides the inputs of all layers.
         symmetric: Whether grids have no zero-point.
         order: Which column is rounded first.
         solver: nearest-plane is Babai's algorithm (GPTQ); round-to-nearest needs no calibration and loses more; k-best keeps
@@ -63,7 +66,7 @@ class Rule:
     bits: float = (
         4  # a whole number is an int: not `int | float`, of which command lines would take the first that fits
     )
-    group_size: int | None = 128
+    group_size: int | Literal["auto"] | None = "auto"
     symmetric: bool = True
     order: Order = "activation"
     solver: Solver | None = None
@@ -83,9 +86,9 @@ class Rule:
         _within("bits", self.bits, isinstance(self.bits, int | float) and 2 <= self.bits <= 8, "a number from 2 to 8")
         if self.bits == int(self.bits):
             object.__setattr__(self, "bits", int(self.bits))
-        _within(
-            "group_size", self.group_size, self.group_size is None or self.group_size > 0, "a positive number or none"
-        )
+        size = self.group_size
+        known = size in (None, "auto") or (isinstance(size, int) and size > 0)
+        _within("group_size", size, known, "a positive number, auto or none")
         numeric = isinstance(self.damp, int | float) and 0 <= self.damp < 10
         _within("damp", self.damp, self.damp == "auto" or numeric, "auto or a number from 0 to 10")
         damp = self.sweep_damp
@@ -129,11 +132,24 @@ class Rule:
             rounds=ROUNDS if self.rounds is None and refined else self.rounds,
         )
 
+    def grouped(self, inputs: Iterable[int]) -> Rule:
+        """Return the rule with the group size that auto stands for where layers have so many inputs."""
+        return self if self.group_size != "auto" else replace(self, group_size=fitting_group(inputs))
+
     @property
     def grid_bits(self) -> float:
-        """Bits per weight of codes, 16-bit steps and zero-points; one step a row counts as nothing."""
+        """Bits per weight of codes, 16-bit steps and zero-points; one step a row counts as nothing, auto as groups of 128."""
         side = 16 + (0 if self.symmetric else self.bits)
-        return self.bits + (side / self.group_size if self.group_size else 0.0)
+        size = FITTING[0] if self.group_size == "auto" else self.group_size
+        return self.bits + (side / size if size else 0.0)
+
+
+def fitting_group(inputs: Iterable[int], most: int = FITTING[0]) -> int:
+    """Return the largest group, of `most` weights or half, a quarter, ... of it, that divides all numbers of inputs.
+
+    It is 16 where no group that kernels take does.
+    """
+    return max(FITTING[-1], gcd(most, *inputs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,6 +318,10 @@ class Recipe:
         """Return the rule of the layer with this full name, or None if it is to stay as it is."""
         return None if any(re.search(pattern, name) for pattern in self.ignore) else self.rule
 
+    def grouped(self, inputs: Iterable[int]) -> Recipe:
+        """Return the recipe with the group size that auto stands for where layers have so many inputs, see `Rule.grouped`."""
+        return self if self.rate.wanted else replace(self, rule=self.rule.grouped(inputs))
+
     def to_json(self) -> str:
         """Return the recipe as JSON."""
         return json.dumps(asdict(self), indent=2)
@@ -349,7 +369,10 @@ def _refuse_ignored(recipe: Recipe) -> None:
         part, plain, grid_only = recipe.rate, Rate(), tuple(sorted(_names(Rate) - {"rate", "size"}))  # type: ignore[assignment]
         kind, way_out = "only entropy-coded weights have that", "give --rate or --size"
     for name in grid_only:
-        if getattr(part, name) != getattr(plain, name):
+        before = (
+            FITTING[0] if name == "group_size" else None
+        )  # its default when records of version 2 were first written
+        if getattr(part, name) not in (getattr(plain, name), before):
             raise RecipeError(f"{name} is {getattr(part, name)!r}, but {kind}; {way_out}.")
     rate = recipe.rate
     own = recipe.rule.sweep_damp is not None or bool(recipe.rule.polish)

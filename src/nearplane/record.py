@@ -14,7 +14,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from nearplane.errors import FormatError, RecipeError
-from nearplane.recipe import Recipe
+from nearplane.recipe import FITTING, Recipe
 
 NAME = "nearplane.json"
 VERSION = 2  # of the record; 1 had no checksums
@@ -268,7 +268,8 @@ def contradictions(layer: LayerRecord, recipe: Recipe) -> Iterator[str]:
         yield f"expected is {layer.expected}, a third of worst_case is {layer.worst_case / 3}"
     rule, own = recipe.rule, (layer.bits, layer.group_size, layer.symmetric, layer.order)
     bits = rule.bits if recipe.allocate == "uniform" else layer.bits
-    wanted = (None, None, None) if recipe.rate.wanted else (bits, rule.group_size, rule.symmetric)
+    group_size = layer.group_size if rule.group_size == "auto" and layer.group_size in FITTING else rule.group_size
+    wanted = (None, None, None) if recipe.rate.wanted else (bits, group_size, rule.symmetric)
     if own != (*wanted, rule.order):
         yield f"bits, group size, symmetry and order are {own}, the recipe says {(*wanted, rule.order)}"
     if not 0 <= layer.clipped <= layer.clipped_rows <= 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from nearplane.recipe import FITTING
 from nearplane.record import LayerRecord, RunRecord
 from nearplane.sizes import size_text
 
@@ -21,6 +22,7 @@ def summary(record: RunRecord, out: Path) -> Iterator[str]:
         f"weight files {size_text(record.bytes)}, the whole folder {size_text(record.folder)}, "
         f"calibrated on {record.tokens:,} tokens"
     )
+    yield from _smaller_groups(record)
     if record.tokens and record.windows < record.recipe.calibration.samples:
         yield f"the text holds {record.windows} windows of {record.seqlen}, {record.recipe.calibration.samples} were asked for"
     yield f"relative loss: mean {sum(losses) / len(losses):.2e}, worst {worst.relative_loss:.2e} ({worst.name})"
@@ -40,6 +42,17 @@ def summary(record: RunRecord, out: Path) -> Iterator[str]:
             f'load it with nearplane.load("{out}"), or in transformers after nearplane.register(): without that call transformers '
             f"fills its layers with random numbers. For other programs: nearplane export"
         )
+
+
+def _smaller_groups(record: RunRecord) -> Iterator[str]:
+    """Yield a line if no one gave a group size and the default does not divide the inputs."""
+    size = record.layers[0].group_size
+    if record.recipe.rule.group_size != "auto" or size is None or size == FITTING[0]:
+        return
+    for layer in record.layers:
+        if layer.in_features % (2 * size):  # which is why they are not larger
+            yield f"groups of {size}: the default, {FITTING[0]}, does not divide the {layer.in_features} inputs of {layer.name}"
+            return
 
 
 def layer_table(record: RunRecord) -> tuple[str, tuple[str, ...], Iterator[tuple[str, ...]], list[str]]:

@@ -136,8 +136,8 @@ def verify(
             embeddings=record.recipe.rate.include_embeddings, head=record.recipe.rate.include_head,
         )  # fmt: skip
         faults += _untouched(stored, model)
-        faults += _beside(folder, record, model)
-        recipe = record.recipe
+        recipe = record.recipe.grouped(layer.shape[1] for layer in model.layers)
+        faults += _beside(folder, record, recipe, model)
         if calibration is not None:
             recipe = replace(recipe, calibration=replace(recipe.calibration, calibration=str(calibration)))
         run = _Again(
@@ -291,7 +291,7 @@ def _untouched(stored: Stored, model: Model) -> Iterator[Fault]:
             yield Fault(where=name, what="it is not quantized, and not what it is in the original")
 
 
-def _beside(folder: Path, record: RunRecord, model: Model) -> Iterator[Fault]:
+def _beside(folder: Path, record: RunRecord, recipe: Recipe, model: Model) -> Iterator[Fault]:
     """Compare what lies beside the weights with the original: what config.json says of the model, tokenizer, templates."""
     ours = {NAME, INDEX, CONFIG, GPTQ_CONFIG}
     copied = set(names_copied(model.folder, trust_remote_code=True))
@@ -310,7 +310,6 @@ def _beside(folder: Path, record: RunRecord, model: Model) -> Iterator[Fault]:
         key for key in here.keys() | there.keys() if here.get(key) != there.get(key) and key != "quantization_config"
     ):
         yield Fault(where=CONFIG, what=f"{', '.join(unlike)} are not what the original's says")
-    recipe = record.recipe
     own = {layer.name: layer.bits for layer in record.layers if layer.bits is not None}  # by name in the network
     wanted = quantization_config(model, recipe, own if own and recipe.allocate == "slope" else None)
     config = here["quantization_config"]

@@ -1,0 +1,93 @@
+"""The default group size: 128, or the largest that divides the inputs, said so; one that was asked for is never replaced."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import nearplane
+from families import config_of, random_model
+from nearplane import Recipe, RecipeError, Rule
+from nearplane.demo import CALIBRATION, MODEL
+from nearplane.recipe import fitting_group
+from nearplane.record import RunRecord, contradictions, read_record
+from nearplane.summary import summary
+
+FAST = {"calibration": str(CALIBRATION), "samples": 4, "seqlen": 40}
+
+
+@given(st.lists(st.integers(1, 9).map(lambda n: 16 * n), min_size=1), st.sampled_from([32, 128, 1024]))
+def test_the_group_is_the_largest_power_of_two_that_divides_all_inputs(inputs, most):
+    found = fitting_group(inputs, most)
+    dividing = (group for group in (1024, 512, 256, 128, 64, 32, 16) if not any(n % group for n in inputs))
+    assert found == next(group for group in dividing if group <= most)
+
+
+def test_inputs_that_no_group_divides_get_the_smallest_which_is_refused_where_it_is_used():
+    assert fitting_group([64, 40]) == 16
+    with pytest.raises(
+        RecipeError, match=r"matrix: 40 inputs are not a multiple of --group-size 16\. .*none for one step"
+    ):
+        nearplane.quantize_matrix(torch.eye(40), torch.eye(40), Rule())
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory):
+    """A model with layers of 96 and 64 inputs."""
+    folder = tmp_path_factory.mktemp("models") / "odd"
+    config = config_of("llama", vocab_size=2048, num_hidden_layers=1, hidden_size=96, intermediate_size=64, head_dim=24)
+    random_model(config).float().save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(MODEL / name, folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "gptq"])
+def test_where_the_default_does_not_divide_the_largest_that_does_is_used_and_said(odd, tmp_path, format):
+    record = nearplane.quantize(odd, tmp_path / "out", format=format, **FAST)
+    assert {layer.group_size for layer in record.layers} == {32}
+    line = "groups of 32: the default, 128, does not divide the 96 inputs of model.layers.0.self_attn.q_proj"
+    assert line in list(summary(record, Path("out")))
+    assert read_record(tmp_path / "out").recipe.rule.group_size == "auto"
+    explicit = nearplane.quantize(odd, tmp_path / "explicit", format=format, group_size=32, **FAST)
+    assert [layer.checksum for layer in explicit.layers] == [layer.checksum for layer in record.layers]
+    assert line not in list(summary(explicit, Path("out")))
+
+
+def test_a_checkpoint_with_the_group_that_fits_is_verified_in_full(odd, tmp_path):
+    nearplane.quantize(odd, tmp_path / "out", **FAST)
+    found = nearplane.verify(tmp_path / "out", against=str(odd))
+    assert found.faults == ()
+    assert found.measured
+
+
+def test_a_group_size_that_was_asked_for_is_not_replaced(odd, tmp_path):
+    with pytest.raises(RecipeError, match=r"96 inputs, not a multiple of --group-size 128\. The largest .* is 32"):
+        nearplane.quantize(odd, tmp_path / "out", group_size=128, **FAST)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("size", [16, 128, None, "auto"])
+def test_every_group_size_survives_json(size):
+    recipe = Recipe(rule=Rule(group_size=size))
+    assert Recipe.from_json(recipe.to_json()) == recipe
+
+
+def test_entropy_coded_records_of_before_that_say_128_are_read():
+    """128 was the default, which says nothing of weights without groups."""
+    assert Recipe.from_spellings(rate=3.0, group_size=128).rate.rate == 3.0
+    with pytest.raises(RecipeError, match="no fixed grid"):
+        Recipe.from_spellings(rate=3.0, group_size=64)
+
+
+def test_a_group_that_auto_never_gives_is_a_contradiction(odd, tmp_path):
+    record = nearplane.quantize(odd, tmp_path / "out", **FAST)
+    layer = record.layers[0]
+    assert isinstance(record, RunRecord)
+    assert not list(contradictions(layer, record.recipe))
+    for size in (48, 8, None):
+        assert list(contradictions(replace(layer, group_size=size), record.recipe))
