@@ -65,6 +65,14 @@ def test_rates_are_met_by_every_entropy_coded_method(rows):
         assert row.rate == pytest.approx(row.asked, rel=0.005)
 
 
+def test_a_row_whose_true_bits_differ_says_so(rows, small):
+    """One step a row is not free on narrow layers."""
+    assert all("asked for" not in row.note for row in rows[1:] if row.folder and row.asked == 3.125)
+    _, row = nearplane.compare(small, [3], text=HELD_OUT, calibration=TOKENS, methods=["rtn-mse"], samples=1)
+    assert row.rate > 3.02
+    assert row.note == f"{row.rate:.3f} bits per weight, 3 asked for"
+
+
 def test_a_grid_that_does_not_exist_has_a_row_that_says_so(rows):
     for row in rows[1:]:
         missing = row.method in GRIDS and row.asked == 2.7

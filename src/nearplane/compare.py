@@ -46,6 +46,7 @@ STYLES = {  # colour and marker of a curve; colours that the colour-blind tell a
     "rtn-mse": ("#E69F00", "s"), "gptq-mse": ("#D55E00", "D"), "rtn-huffman": ("#56B4E9", "^"),
     "gptq-huffman": ("#009E73", "v"), "nearplane-grid": ("#CC79A7", "P"), "nearplane": ("#0072B2", "o"),
 }  # fmt: skip
+CLOSE = 0.005  # of the bits asked for: what is not worth a note
 CEILING = 2.5  # times the original's perplexity: where the figure ends
 
 
@@ -166,8 +167,14 @@ class _Measure:
         result = evaluate(out, self.text, samples=self.samples, seqlen=self.seqlen, against=model, **options)
         return Row(
             model=str(model), method=method, asked=bits, rate=record.rate, bytes=record.bytes, kl=result.kl,
-            perplexity=result.perplexity, seconds=record.seconds, note="; ".join(filter(None, (note, record.missed))), folder=out,
+            perplexity=result.perplexity, seconds=record.seconds, folder=out,
+            note="; ".join(filter(None, (note, record.missed or _off(bits, record.rate)))),
         )  # fmt: skip
+
+
+def _off(asked: float, found: float) -> str:
+    """Say the true bits where they are not, within `CLOSE`, those asked for."""
+    return "" if abs(found / asked - 1) <= CLOSE else f"{found:.3f} bits per weight, {asked:g} asked for"
 
 
 def _rows(
