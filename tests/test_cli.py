@@ -204,3 +204,29 @@ def test_entropy_coded_layers_get_the_bits_that_max_loss_takes(monkeypatch, caps
     record = read_record(tmp_path / "out")
     assert max(layer.relative_loss for layer in record.layers) <= 0.004
     assert "needed more to keep --max-loss" in printed
+
+
+ESCAPES = "\x1b[2J\x1b]0;owned\x07\u202e[red]x[/]\r\nall is well"
+
+
+def test_names_in_files_cannot_steer_the_terminal(monkeypatch, capsys, tmp_path):
+    """inspect printed the escapes of a record, and took its brackets for markup."""
+    forgery_of = {"source": ESCAPES, "device": ESCAPES, "skipped": [[ESCAPES, ESCAPES]], "files": {ESCAPES: ESCAPES}}
+    flags = ("--bits", 4, "--group-size", 64, "--solver", "round-to-nearest")
+    command(monkeypatch, capsys, "quantize", MODEL, tmp_path / "out", *flags)
+    path = tmp_path / "out" / "nearplane.json"
+    data = json.loads(path.read_text())
+    data |= forgery_of
+    for layer in data["layers"]:
+        layer |= {"name": f"{ESCAPES}{layer['name']}", "stored": ESCAPES}
+    path.write_text(json.dumps(data))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config["quantization_config"]["format"] = ESCAPES
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    for words in (("inspect",), ("inspect", "--json"), ("verify",), ("report",), ("evaluate", "--text", HELD_OUT)):
+        code, out, err = command(monkeypatch, capsys, words[0], tmp_path / "out", *words[1:])
+        assert code == (0 if words[0] in ("inspect", "report") else 1), err
+        assert all(line.isprintable() for line in f"{out}{err}".split("\n")), words
+        assert "all is well" not in f"{out}{err}".split("\n")
+    page = (tmp_path / "out-report.html").read_text()
+    assert "\x1b" not in page

@@ -16,6 +16,7 @@ import nearplane
 from families import config_of, random_model
 from nearplane import FormatError, NearplaneError, Rate, RecipeError, Rule
 from nearplane.demo import CALIBRATION, MODEL
+from nearplane.errors import printable
 from nearplane.formats.beside import names_copied
 from nearplane.formats.folder import Stored, read_matrices
 from nearplane.lattice.grid import QuantizedMatrix
@@ -572,13 +573,38 @@ def test_a_record_that_is_not_text_is_refused(copy_of):
         verify(folder)
 
 
-@pytest.mark.parametrize("size", [0, -32, 10**12])
-def test_sizes_that_no_matrix_has_are_faults(copy_of, size):
+@pytest.mark.parametrize("size", [0, -32])
+def test_sizes_that_no_matrix_has_are_refused_by_all_that_read_the_record(copy_of, size, tmp_path):
+    """Rates are bytes per weight: a matrix without weights divided by zero."""
+    folder, _ = copy_of("compressed-tensors")
+    data = json.loads((folder / NAME).read_text())
+    data["layers"][0]["in_features"] = size
+    (folder / NAME).write_text(json.dumps(data))
+    for call in (verify, read_record, lambda out: nearplane.write_report(out, tmp_path / "page.html")):
+        with pytest.raises(FormatError, match=rf" x {size}; a matrix is at least 1 x 1"):
+            call(folder)
+
+
+def test_a_size_that_the_matrix_does_not_have_is_a_fault(copy_of):
     folder, _ = copy_of("compressed-tensors")
     first, *others = read_record(folder).layers
-    sign(folder, layers=(replace(first, out_features=size), *others))
+    sign(folder, layers=(replace(first, out_features=10**12), *others))
     assert all(line.startswith(f"{first.name}: ") for line in said(verify(folder)))
     assert said(verify(folder))
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../elsewhere.safetensors", "x" * 5000, "a\0b", "\x1b[31mred\n"])
+def test_names_of_files_in_the_record_are_not_followed_and_print_as_text(copy_of, tmp_path, name):
+    """The file that a name outside the folder points to counted as one of the checkpoint's."""
+    folder, _ = copy_of("compressed-tensors")
+    (tmp_path / "elsewhere.safetensors").write_text("a file of somebody else")
+    data = json.loads((folder / NAME).read_text())
+    data["files"][name] = "0" * 64
+    (folder / NAME).write_text(json.dumps(data))
+    found = verify(folder)
+    assert any(fault.where == printable(name) and fault.what == "the file is missing" for fault in found.faults)
+    assert not any("weight files have" in fault.what for fault in found.faults)
+    assert all(line.isprintable() for line in said(found))
 
 
 def test_a_folder_that_is_not_finished_is_refused(copy_of):

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, Parameter
 
 from nearplane import __version__
-from nearplane.errors import NearplaneError
+from nearplane.errors import NearplaneError, printable
 from nearplane.recipe import Allocation, Calibration, Device, Format, Rate, Recipe, Rule, Way
 from nearplane.sizes import size_text
 
@@ -76,8 +76,10 @@ def quantize(
     )
     from nearplane.summary import summary
 
-    for line in [record.to_json()] if json else summary(record, out):
-        print(line)
+    if json:
+        print(record.to_json())
+    else:
+        _say(summary(record, out))
     if record.exceeding:
         sys.exit(2)
 
@@ -210,10 +212,9 @@ def inspect(out: Path, *, json: Switch = False) -> None:
         print(record.to_json())
         return
     before, columns, rows, after = layer_table(record)
-    print(before)
+    _say(before)
     _table(columns, rows)
-    for line in after:
-        print(line)
+    _say(after)
 
 
 @app.command
@@ -338,14 +339,21 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
+def _say(lines: Iterable[str]) -> None:
+    """Print lines in which the names that files hold cannot steer the terminal."""
+    for line in lines:
+        print(printable(line))
+
+
 def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(*columns, box=box.SIMPLE)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(Text(printable(cell)) for cell in row))  # text: what names hold is no markup
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)
 

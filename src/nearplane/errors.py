@@ -1,8 +1,21 @@
 """What can go wrong, by cause. Every message says what was found, what was expected and what to do."""
 
 
+def printable(text: str) -> str:
+    """Return a text in which nothing can steer a terminal: control and formatting characters and lone surrogates escaped.
+
+    Names in files are chosen by whoever wrote them. All that nearplane prints of them goes through here.
+    """
+    if text.isprintable():
+        return text
+    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode("ascii") for sign in text)
+
+
 class NearplaneError(Exception):
     """Base of all errors that nearplane raises on purpose; the command line prints its message and exits with 1."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(printable(message))
 
 
 class RecipeError(NearplaneError):

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from nearplane.errors import FormatError, RecipeError
+from nearplane.errors import FormatError, NearplaneError
 from nearplane.recipe import FITTING, Recipe
 
 NAME = "nearplane.json"
@@ -93,6 +93,8 @@ class LayerRecord:
     checksum: str = ""
 
     def __post_init__(self) -> None:
+        if self.out_features < 1 or self.in_features < 1:
+            raise FormatError(f"{self.name} is {self.out_features} x {self.in_features}; a matrix is at least 1 x 1.")
         if self.limit == math.inf:  # which JSON does not have
             object.__setattr__(self, "limit", None)
 
@@ -255,9 +257,6 @@ class RunRecord:
 
 def contradictions(layer: LayerRecord, recipe: Recipe) -> Iterator[str]:
     """Yield what cannot be true of a certificate, whatever the data."""
-    if layer.out_features <= 0 or layer.in_features <= 0:
-        yield f"it is {layer.out_features} x {layer.in_features}"
-        return
     size, larger = divmod(layer.out_features, max(1, len(layer.row_losses)))  # rows of a group; of the first one more
     rows = (size + (index < larger) for index in range(len(layer.row_losses)))
     loss = sum(group * count for group, count in zip(layer.row_losses, rows, strict=True)) / layer.out_features
@@ -340,7 +339,7 @@ def _object(kind: Any, value: dict[str, Any], where: str) -> Any:
     read = {name: _read(hints[name], part, f"{name}{of}") for name, part in value.items()}
     try:
         return kind(**read)
-    except (RecipeError, OverflowError) as error:
+    except (NearplaneError, OverflowError) as error:
         raise ValueError(f"{where}: {error}") from error
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -22,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nearplane.errors import FormatError, ModelError
+from nearplane.jsonfile import read_object
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -73,12 +75,8 @@ class ShardReader:
         if not files:
             raise ModelError(f"{folder} holds no .safetensors file. Convert the checkpoint with save_pretrained first.")
         if (folder / INDEX).exists():
-            try:
-                index = json.loads((folder / INDEX).read_text())
-                files = sorted({folder / name for name in index["weight_map"].values()})
-                self.checksums = None if "checksums" not in index else dict(index["checksums"])
-            except (ValueError, KeyError, AttributeError, TypeError) as error:
-                raise ModelError(f"{folder / INDEX} is not an index of shards ({error!r}). Fetch it again.") from error
+            names, self.checksums = _read_index(folder / INDEX)
+            files = [folder / name for name in names]
         elif folder / SINGLE in files:
             files = [
                 folder / SINGLE
@@ -180,6 +178,38 @@ class ShardReader:
                     if self.checksums is not None:
                         self._check(name, checksum(tensors[name]))
         return tensors
+
+
+def _read_index(path: Path) -> tuple[list[str], dict[str, str] | None]:
+    """Return the names of the weight files and, if there are any, the checksums of tensors that an index lists.
+
+    A file is refused by its name if that leads out of the folder; what lies in the folder may be a link (the hub's cache is).
+
+    Raises:
+        ModelError: it is no index.
+    """
+    expected = "Expected an index of shards; fetch it again"
+    index = read_object(path, expected=expected, error=ModelError)
+    shards, sums = index.get("weight_map"), index.get("checksums")
+    for part, found in (("weight_map", shards), ("checksums", {} if sums is None else sums)):
+        if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+            raise ModelError(f"{path}: {part} is not an object that maps names to text. {expected}.")
+    names = sorted(set(shards.values()))
+    if not names:
+        raise ModelError(f"{path}: weight_map names no file. {expected}.")
+    for name in names:
+        if not inside(name):
+            raise ModelError(
+                f"{path} names the file {name!r}: a name that stays within the folder is expected, and ends in .safetensors. "
+                f"Do not use this checkpoint unless you trust who made it; fetch it again."
+            )
+    return names, sums
+
+
+def inside(name: str) -> bool:
+    """Whether this is the name of a safetensors file in a folder or below it."""
+    parts = re.split(r"[/\\]", name)
+    return name.endswith(".safetensors") and not {"", ".", ".."} & set(parts) and ":" not in name and name.isprintable()
 
 
 class _opened:  # noqa: N801  (a context manager used like a function)

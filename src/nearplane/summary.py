@@ -55,13 +55,13 @@ def _smaller_groups(record: RunRecord) -> Iterator[str]:
             return
 
 
-def layer_table(record: RunRecord) -> tuple[str, tuple[str, ...], Iterator[tuple[str, ...]], list[str]]:
+def layer_table(record: RunRecord) -> tuple[list[str], tuple[str, ...], Iterator[tuple[str, ...]], list[str]]:
     """Return what `nearplane inspect` prints: lines before the table, its columns and rows, and lines after it."""
     rule, coded = record.recipe.rule, record.recipe.rate.wanted
-    before = (
-        f"{record.source} quantized by {rule.solver}, {record.recipe.format}, {record.device}, {record.seconds:.1f} s\n"
-        f"{record.windows} windows of {record.seqlen} tokens; versions {record.versions}"
-    )
+    before = [
+        f"{record.source} quantized by {rule.solver}, {record.recipe.format}, {record.device}, {record.seconds:.1f} s",
+        f"{record.windows} windows of {record.seqlen} tokens; versions {record.versions}",
+    ]
     after = [f"left as it is: {name} ({reason})" for name, reason in record.skipped]
     after.append(f"total: {record.rate:.3f} bits per quantized weight, weight files {size_text(record.bytes)}")
     if any(layer.worst_case and layer.clipped_rows for layer in record.layers):

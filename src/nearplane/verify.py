@@ -6,7 +6,6 @@ those of the files, and its certificate is measured anew. Nothing is trusted but
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -18,9 +17,9 @@ import torch
 from torch import Tensor
 
 from nearplane.certificate import measure
-from nearplane.errors import CalibrationError, FormatError, ModelError, NumericalError, RecipeError
+from nearplane.errors import CalibrationError, FormatError, ModelError, NumericalError, RecipeError, printable
 from nearplane.formats.beside import CONFIG, GPTQ_CONFIG, names_copied
-from nearplane.formats.folder import FORMATS, Stored, json_text, written
+from nearplane.formats.folder import FORMATS, Stored, json_text, read_config, written
 from nearplane.inputs import Inputs, corrected
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
 from nearplane.models.layers import Layer
@@ -59,6 +58,10 @@ class Fault:
 
     where: str
     what: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "where", printable(self.where))  # names in files are anybody's choice
+        object.__setattr__(self, "what", printable(self.what))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +157,7 @@ def _files(folder: Path, record: RunRecord) -> Iterator[Fault]:
     """Compare every file with its hash."""
     if (has := digest_of((folder / NAME).read_text(encoding="utf-8"))) != record.digest:
         yield Fault(where=NAME, what=f"it has the digest {has[:16]}.., and says {record.digest[:16]}..")
-    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} - {NAME}
+    found = _names(folder) - {NAME}
     for name in sorted(found - record.files.keys()):
         if not name.startswith(IGNORED):
             yield Fault(where=name, what="the record does not know this file")
@@ -167,11 +170,11 @@ def _files(folder: Path, record: RunRecord) -> Iterator[Fault]:
 
 def _sums(folder: Path, record: RunRecord) -> Iterator[Fault]:
     """Add up what the record says in two places."""
-    shards = sum((folder / name).stat().st_size for name in record.files if (folder / name).is_file() and _shard(name))
+    known = sorted({NAME, *record.files} & set(_names(folder)))
+    shards = sum((folder / name).stat().st_size for name in known if _shard(name))
     if shards != record.bytes:
         yield Fault(where=NAME, what=f"the weight files have {shards:,} bytes, the record says {record.bytes:,}")
-    known = [folder / name for name in (*record.files, NAME)]
-    size = sum(path.stat().st_size for path in known if path.is_file())
+    size = sum((folder / name).stat().st_size for name in known)
     if size != record.folder:
         yield Fault(where=NAME, what=f"the files have {size:,} bytes, the record says {record.folder:,}")
     if record.tokens != record.windows * record.seqlen:
@@ -182,6 +185,11 @@ def _sums(folder: Path, record: RunRecord) -> Iterator[Fault]:
     for layer in record.layers:
         for what in contradictions(layer, record.recipe):
             yield Fault(where=layer.name, what=what)
+
+
+def _names(folder: Path) -> set[str]:
+    """Return the files in a folder and below; what the record names is looked for among these, never opened by its name."""
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
 def _shard(name: str) -> bool:
@@ -295,8 +303,8 @@ def _beside(folder: Path, record: RunRecord, recipe: Recipe, model: Model) -> It
     """Compare what lies beside the weights with the original: what config.json says of the model, tokenizer, templates."""
     ours = {NAME, INDEX, CONFIG, GPTQ_CONFIG}
     copied = set(names_copied(model.folder, trust_remote_code=True))
-    for name in record.files.keys() - ours:
-        if _shard(name) or not (folder / name).is_file():
+    for name in sorted((record.files.keys() & _names(folder)) - ours):
+        if _shard(name):
             continue
         if name not in copied or sha256(folder / name) != sha256(model.folder / name):
             yield Fault(
@@ -305,7 +313,7 @@ def _beside(folder: Path, record: RunRecord, recipe: Recipe, model: Model) -> It
     for name in names_copied(model.folder, trust_remote_code=False):  # nobody has to take the code
         if name not in record.files:
             yield Fault(where=name, what="the original has this file, the record does not")
-    here, there = (json.loads((where / CONFIG).read_text()) for where in (folder, model.folder))
+    here, there = (read_config(where) for where in (folder, model.folder))
     if unlike := sorted(
         key for key in here.keys() | there.keys() if here.get(key) != there.get(key) and key != "quantization_config"
     ):

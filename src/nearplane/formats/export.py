@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +16,7 @@ from nearplane.formats.folder import (
     disk,
     json_text,
     quantization_of,
+    read_config,
     read_dense,
 )
 from nearplane.formats.network import empty_network, stored_transposed, weight_shapes
@@ -68,7 +68,7 @@ def export(
             writer.write(shard)
         copy_beside(source, out, trust_remote_code=trust_remote_code)
         try:
-            (out / CONFIG).write_text(json_text(_dense(json.loads((source / CONFIG).read_text()), dtype)))
+            (out / CONFIG).write_text(json_text(_dense(read_config(source), dtype)))
             writer.finish()
         except BaseException:
             (out / CONFIG).unlink(missing_ok=True)

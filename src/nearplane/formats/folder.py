@@ -21,6 +21,7 @@ from torch import Tensor
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats import compressed_tensors, gptq, native
 from nearplane.formats.beside import CONFIG, GPTQ_CONFIG, copy_beside, names_copied, size_copied
+from nearplane.jsonfile import read_object
 from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
 from nearplane.record import NAME as RECORD
 from nearplane.shards import INCOMPLETE, INDEX, ShardReader, ShardWriter, about, sha256
@@ -66,7 +67,7 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
     if method == native.METHOD:
         return native.Native.of(config)
     name = config.get("checkpoint_format") or config.get("format") or "gptq" if method == "gptq" else method
-    if name not in FORMATS:
+    if not isinstance(name, str) or name not in FORMATS:
         raise FormatError(f"Weights quantized as {method} ({name}) are not understood, only {', '.join(FORMATS)}.")
     layout: Layout = FORMATS[name]
     return layout
@@ -244,7 +245,7 @@ class Writer:
 
 def config_text(source: Path, config: Mapping[str, Any]) -> str:
     """Return the config.json of a folder with a quantization_config."""
-    return json_text(json.loads((source / CONFIG).read_text()) | {"quantization_config": dict(config)})
+    return json_text(read_config(source) | {"quantization_config": dict(config)})
 
 
 def quantization_of(folder: Path) -> dict[str, Any] | None:
@@ -257,11 +258,21 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
         raise FormatError(
             f"{folder} is incomplete: the run that writes it is under way or died. Run it again with --overwrite."
         )
-    try:
-        config: dict[str, Any] | None = json.loads((folder / CONFIG).read_text()).get("quantization_config")
-    except (OSError, ValueError, AttributeError) as error:
-        raise FormatError(f"{folder / CONFIG} cannot be read ({error}). A model's folder has one.") from error
+    config = read_config(folder).get("quantization_config")
+    if config is not None and not isinstance(config, dict):
+        raise FormatError(
+            f"{folder / CONFIG}: quantization_config is {str(config)[:40]!r}, expected an object. Fetch it again."
+        )
     return config
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return a folder's config.json.
+
+    Raises:
+        FormatError: there is none, or it is no JSON object.
+    """
+    return read_object(folder / CONFIG, expected="A model's folder has one that save_pretrained or quantize wrote")
 
 
 class Stored:

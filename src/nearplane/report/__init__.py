@@ -16,7 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from statistics import median
 
-from nearplane.errors import RecipeError
+from nearplane.errors import RecipeError, printable
 from nearplane.record import LayerRecord, RunRecord, read_record
 from nearplane.report.drawing import NO_VALUE, TIMES, count, percent, short
 from nearplane.report.figures import figures, kinds, legend
@@ -63,8 +63,8 @@ def render(record: RunRecord) -> str:
     )  # fmt: skip
     broad = min(9.0, max(1.0, 800 / max(1, len(record.layers))))
     holes = {
-        "title": escape(f"{_model(record)} at {record.rate:.3f} bits per weight"),
-        "digest": digest, "broad": f"{broad:.1f}", "body": body, "script": script,
+        "title": escape(printable(f"{_model(record)} at {record.rate:.3f} bits per weight")),
+        "digest": digest, "broad": f"{broad:.1f}", "body": "\n".join(map(printable, body.split("\n"))), "script": script,
     }  # fmt: skip
     page = parts.joinpath("page.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda hole: holes[hole[1]], page)
