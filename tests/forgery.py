@@ -280,6 +280,7 @@ def _storage(key: str, tensors: Mapping[str, Tensor]) -> torch.dtype:
 def _pack(folder: Path, stored: Stored, name: str, tensors: Mapping[str, Tensor], matrix: QuantizedMatrix) -> None:
     """Put a matrix in the place of a layer, as its format would have written it."""
     packed = stored.layout.pack_layer(name, matrix, _storage(stored.layout.KEY, tensors))
+    packed |= {part: tensor for part, tensor in tensors.items() if not tensor.numel()}  # what stops other readers
     assert packed.keys() == tensors.keys()
     assert any(not torch.equal(packed[part], tensors[part]) for part in packed), "nothing was altered"
     rewrite(folder, stored.reader.file(next(iter(tensors))), packed)

@@ -208,8 +208,9 @@ def _rest(model: Model, recipe: Recipe) -> int:
     sizes = {name: reader.nbytes(name) for name in reader.names() if name not in again}
     entries: dict[str, tuple[str, tuple[int, ...]]] = {name: (reader.dtype(name), reader.shape(name)) for name in sizes}
     entries |= {
-        f"{model.written_name(each.name)}.weight_coded": ("U8", (math.prod(each.shape) // 3,)) for each in layers
+        f"{model.written_name(each.name)}.{Native.KEY}": ("U8", (math.prod(each.shape) // 3,)) for each in layers
     }
+    entries[f"{model.written_name(layers[0].name)}.{Native.STOP}"] = ("U8", (0,))
     shards = len(model.blocks) + 1
     middle = sum(map(reader.nbytes, reader.names())) // (8 * shards)  # of a file, about: has the digits of most offsets
     headers = {

@@ -40,7 +40,7 @@ def summary(record: RunRecord, out: Path) -> Iterator[str]:
     if record.recipe.format == "nearplane":
         yield (
             f'load it with nearplane.load("{out}"), or in transformers after nearplane.register(): without that call transformers '
-            f"fills its layers with random numbers. For other programs: nearplane export"
+            f"stops with an error. For other programs: nearplane export"
         )
 
 

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 import nearplane
 from native_checkpoints import product_matrix, save_tiny, write_native
@@ -177,6 +178,58 @@ def test_names_without_the_prefix_of_the_base_model_load(folder: Callable[[str],
     nearplane.export(out, tmp_path / "dense", dtype="float32")
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "dense").state_dict()
     assert all(torch.equal(read[name], tensor) for name, tensor in expected.items())
+
+
+def without_stops(out: Path) -> None:
+    """Make a folder what folders were before one of their layers had a weight without elements."""
+    dropped: list[str] = []
+
+    def drop(tensors: dict[str, Tensor]) -> None:
+        dropped.extend(name for name, tensor in tensors.items() if not tensor.numel())
+        for name in dropped:
+            tensors.pop(name, None)
+
+    rewrite(out, drop)
+    assert len(dropped) == 1
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_transformers_without_the_registration_stops(
+    folder: Callable[[str], Path], case: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It skips quantization of a kind that it does not know, and would fill what it does not find with random numbers."""
+    monkeypatch.delitem(AUTO_QUANTIZATION_CONFIG_MAPPING, "nearplane")
+    for auto in (AutoModelForCausalLM, AutoModel):
+        with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+            auto.from_pretrained(folder(case))
+    assert "Unknown quantization type, got nearplane" in caplog.text
+
+
+@pytest.mark.parametrize("case", ["llama", "llama-embeddings", "tied-embeddings", "gpt2"])
+def test_the_weight_without_elements_changes_nothing_for_readers(
+    folder: Callable[[str], Path], case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Folders of before have none and load as ever; what has one loads without a warning."""
+    old = shutil.copytree(folder(case), tmp_path / "old")
+    without_stops(old)
+    one, other = (AutoModelForCausalLM.from_pretrained(out).state_dict() for out in (folder(case), old))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert "UNEXPECTED" not in caplog.text
+    transposed = stored_transposed(decoded(old))
+    one, other = (dict(read_dense(out, transposed=transposed)) for out in (folder(case), old))
+    assert all(torch.equal(one[name], other[name]) for name in other)
+    assert one.keys() == other.keys()
+
+
+def test_a_weight_beside_its_codes_is_refused(copied: Path) -> None:
+    """Two readers would load two models."""
+    rewrite(
+        copied, lambda tensors: tensors.update({f"{Q}.weight": torch.zeros(32, 32)} if f"{Q}.weight" in tensors else {})
+    )
+    for read in (AutoModelForCausalLM.from_pretrained, nearplane.load, lambda out: dict(read_dense(out))):
+        with pytest.raises(FormatError, match=r"q_proj\.weight"):
+            read(copied)
 
 
 def test_importing_registers_nothing_and_registering_twice_is_harmless() -> None:

@@ -160,7 +160,7 @@ class Writer:
         self._remote_code = trust_remote_code
         self._shards: ShardWriter
         self._pending: dict[str, Tensor] = {}
-        self._size = 0
+        self._size, self._begun = 0, False
 
     @property
     def size(self) -> int:
@@ -205,6 +205,9 @@ class Writer:
         """
         matrix = QuantizedMatrix(codes=matrix.codes.cpu(), grid=matrix.grid.to("cpu"))
         tensors = self._layout.pack_layer(name, matrix, self._scale_dtype)
+        if isinstance(self._layout, native.Native) and not self._begun:
+            tensors |= self._layout.stop(name)
+        self._begun = True
         if not _equal(self._layout.unpack_layer(name, tensors, self.config), matrix):
             raise FormatError(
                 f"{name}: what was packed reads back differently: the config describes another grid than its."

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.core_model_loading import WeightRenaming
+from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import (
@@ -41,7 +41,7 @@ from nearplane.formats.native import METHOD, Native, matrix_of
 from nearplane.runtime.packed_linear import PackedLinear
 from nearplane.shards import ShardReader
 
-KEY = Native.KEY
+KEY, STOP = Native.KEY, Native.STOP
 logger = logging.get_logger(__name__)
 
 
@@ -129,6 +129,15 @@ class Place:
     tensor: str
 
 
+class Coded(ConversionOps):
+    """Take the blob of two tensors that transformers puts in one place: beside it may be a weight without elements."""
+
+    def convert(self, input_dict: dict[str, list[Tensor]], *args: Any, **kwargs: Any) -> dict[str, list[Tensor]]:
+        """Return the blob under the name of the weight."""
+        del args
+        return {kwargs["full_layer_name"]: max(input_dict.values(), key=lambda tensors: tensors[0].numel())}
+
+
 class NearplaneQuantizer(HfQuantizer):
     """Loads native checkpoints; never quantizes."""
 
@@ -154,13 +163,16 @@ class NearplaneQuantizer(HfQuantizer):
             return param.element_size()
         return place.shape[0] * place.shape[1] / 2
 
-    def get_weight_conversions(self) -> list[WeightRenaming]:
+    def get_weight_conversions(self) -> list[WeightConverter]:
         """Let transformers put the blobs of modules that are decoded where their weights will be."""
         dense = [place.name for place in self._places.values() if place.tensor == "weight"]
         dense += [
             bare for name in dense if (bare := name.removeprefix(self._prefix)) != name
         ]  # as some files have them
-        self._conversions = [WeightRenaming(rf"^{re.escape(name)}\.{KEY}", f"{name}.weight") for name in dense]
+        self._conversions = [
+            WeightConverter([rf"^{re.escape(name)}\.{part}" for part in (KEY, STOP)], f"{name}.weight", [Coded()])
+            for name in dense
+        ]
         return self._conversions
 
     def is_serializable(self) -> bool:
@@ -186,12 +198,20 @@ class NearplaneQuantizer(HfQuantizer):
         reader.verify()
         stored = set(reader.names())
         coded = [name for name in reader.names() if name.endswith(f".{KEY}")]
+        beside = {name.removesuffix(KEY) + STOP for name in coded} & stored
+        stops = {name for name in stored if name.endswith(f".{STOP}") and reader.shape(name) == (0,)}
+        for name in beside - stops:
+            raise FormatError(
+                f"{reader.file(name)}: {name} is {reader.shape(name)}, beside its codes (0,) is expected. Fetch the folder again."
+            )
+        unexpected = {rf"(^|\.){re.escape(name)}$" for name in stops}
+        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *unexpected}
         for name in coded:
             if reader.dtype(name) != "U8" or len(reader.shape(name)) != 1:
                 found = f"{reader.dtype(name)} {reader.shape(name)}"
                 raise FormatError(f"{reader.file(name)}: {name} is {found}, expected bytes (U8) in one dimension.")
         for name, tensor in model.state_dict().items():  # transformers says less of it
-            if name in stored and reader.shape(name) != tuple(tensor.shape):
+            if name in stored and name not in stops and reader.shape(name) != tuple(tensor.shape):
                 raise FormatError(
                     f"{reader.file(name)}: {name} is {reader.shape(name)}, config.json asks for {tuple(tensor.shape)}. The two "
                     f"do not belong together; fetch the folder again."

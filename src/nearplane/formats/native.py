@@ -1,6 +1,7 @@
 """nearplane's own format: codes of any size, entropy-coded; one tensor a layer.
 
     NAME.weight_coded  (bytes,) uint8  codes, their scales and how they are coded: see docs/format.md and `coding/blob.py`
+    NAME.weight        (0,)     uint8  beside the first of them: a size at which programs stop that do not know the format
 
     value[i, j] = row_scale[i] * code[i, j] * column_scale[j]
 
@@ -41,7 +42,8 @@ class Native:
     classes: bool = True
 
     KEY = "weight_coded"
-    SUFFIXES = (KEY,)
+    STOP = "weight"
+    SUFFIXES = (KEY, STOP)
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Native:
@@ -100,6 +102,14 @@ class Native:
         coded = encode(contents(matrix, name=name), coder=self.coder, classes=self.classes)
         return {f"{name}.{self.KEY}": torch.tensor(coded)}
 
+    def stop(self, name: str) -> dict[str, Tensor]:
+        """Return a weight without elements, of which one layer of a folder has one.
+
+        transformers skips quantization of a kind that it does not know, and fills weights that it does not find with random
+        numbers; a weight of another size than the model's is an error in all its versions.
+        """
+        return {f"{name}.{self.STOP}": torch.empty(0, dtype=torch.uint8)}
+
     def shape_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
         """Return (out, in) of a stored layer without decoding it.
 
@@ -116,6 +126,8 @@ class Native:
             FormatError: the tensor is missing or damaged, or of a version that is not understood.
         """
         Native.of(config)
+        if f"{name}.{self.STOP}" in tensors:
+            expect(name, tensors, self.STOP, (0,), {torch.uint8})
         blob = expect(name, tensors, self.KEY, (None,), {torch.uint8})
         return matrix_of(decode(blob.numpy(), name=f"{name}.{self.KEY}"))
 
