@@ -34,7 +34,6 @@ ROWS: Mapping[str, Mapping[str, Any]] = {
     "hptq uniform": {"method": "hptq", "allocate": "uniform"},
     "hptq uniform, not corrected": {"method": "hptq", "allocate": "uniform", "correct": False},
     "round to nearest": {"method": "hptq", "allocate": "uniform", "solver": "round-to-nearest"},
-    "zstd": {"coder": "zstd"},
     "huffman": {"coder": "huffman"},
 }
 

@@ -30,6 +30,14 @@ def command(monkeypatch, capsys, *words):
     return code, out, err
 
 
+@pytest.mark.parametrize("words", [("--coder", "zstd"), ("--coder=zstd",)])
+def test_a_value_that_was_removed_is_refused_with_what_replaced_it(monkeypatch, capsys, tmp_path, words):
+    code, _, err = command(monkeypatch, capsys, "quantize", MODEL, tmp_path / "out", "--rate", 2, *words)
+    assert code == 1
+    assert "coder zstd was removed: use tans" in err
+    assert not (tmp_path / "out").exists()
+
+
 def test_quantize_evaluate_and_inspect_work_together(monkeypatch, capsys, tmp_path):
     flags = ("--bits", 3, "--group-size", 64, "--samples", 8, "--seqlen", 64, "--calibration", CALIBRATION)
     code, out, _ = command(monkeypatch, capsys, "quantize", MODEL, tmp_path / "out", *flags)

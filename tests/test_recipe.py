@@ -161,8 +161,13 @@ def test_options_that_would_be_ignored_are_refused(options, says):
         Recipe.from_spellings(**options)
 
 
+def test_a_coder_that_was_removed_is_refused_with_what_replaced_it():
+    with pytest.raises(RecipeError, match=r"coder zstd was removed: use tans.*commit f3afb2a"):
+        Recipe.from_spellings(rate=3, coder="zstd")
+
+
 def test_rates_survive_json_and_choose_the_format():
-    recipe = Recipe.from_spellings(target_bpw=2.7, coder="zstd", allocate="uniform")
+    recipe = Recipe.from_spellings(target_bpw=2.7, coder="huffman", allocate="uniform")
     assert recipe.format == "nearplane"
     assert recipe.rate.rate == 2.7
     assert Recipe.from_json(recipe.to_json()) == recipe

@@ -15,6 +15,7 @@ from cyclopts import App, Parameter
 from nearplane import __version__
 from nearplane.errors import NearplaneError, printable
 from nearplane.recipe import Allocation, Calibration, Device, Format, Rate, Recipe, Rule, Way
+from nearplane.removed import refuse_removed_words
 from nearplane.sizes import size_text
 
 app = App(
@@ -399,6 +400,7 @@ def main() -> None:
         "OMP_WAIT_POLICY", "PASSIVE"
     )  # before torch: threads that spin while they wait crawl on a busy machine
     try:
+        refuse_removed_words(sys.argv[1:])
         app()
     except NearplaneError as error:
         print(f"nearplane: {error}", file=sys.stderr)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from importlib.util import find_spec
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -268,10 +267,6 @@ def check(model: Model, recipe: Recipe) -> None:
         raise RecipeError(f"--factor qr runs on one rank, this run has {world()}. Use --factor cholesky.")
     if recipe.rate.wanted:
         budget_of(model, recipe)
-        if recipe.rate.coder == "zstd" and find_spec("zstandard") is None:
-            raise RecipeError(
-                '--coder zstd needs the package zstandard: pip install "nearplane[zstd]", or use --coder tans.'
-            )
     if recipe.allocate == "uniform" or recipe.rate.wanted:
         check_bits(model, recipe, recipe.rule.bits)
     else:

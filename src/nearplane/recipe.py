@@ -14,6 +14,7 @@ from math import gcd
 from typing import Any, Literal
 
 from nearplane.errors import RecipeError
+from nearplane.removed import refuse_removed
 from nearplane.sizes import bytes_in
 from nearplane.spellings import translated
 
@@ -24,7 +25,7 @@ Scale = Literal["minmax", "mse", "hessian"]
 Groups = Literal["static", "current"]
 Format = Literal["compressed-tensors", "gptq", "gptq_v2", "nearplane"]
 Method = Literal["waterfill", "hptq"]
-Coder = Literal["tans", "huffman", "zstd"]
+Coder = Literal["tans", "huffman"]
 Gains = Literal["none", "rows", "columns", "both"]
 Rows = Literal["sensitivity", "equal"]
 Allocation = Literal["uniform", "slope"]
@@ -195,7 +196,7 @@ class Rate:
         rate: Bits per quantized weight, 0.5 to 7, every byte of the layers' tensors counted.
         size: Of the whole checkpoint folder, tokenizer and all, instead of a rate: "3.1GB", "800MiB" or a number of bytes.
         method: Steps that give every plane the same error (waterfill), or one step a matrix (hptq: GPTQ with unbounded codes).
-        coder: tans, huffman (the coder of the HPTQ paper), or zstd.
+        coder: tans, or huffman (the coder of the HPTQ paper).
         shrink: Whether targets are shrunken for the noise that the rounding adds (waterfill only): the least loss of one
             matrix, but later layers make up for noise better than for outputs that all shrink.
         gains: Which scales are fitted again once the codes are known; with waterfill that of the whole matrix always is.
@@ -395,5 +396,6 @@ def _within(name: str, value: object, good: bool, expected: str) -> None:
 
 
 def _one_of(name: str, value: object, choices: Any) -> None:
+    refuse_removed(name, value)
     if value not in choices.__args__:
         raise RecipeError(f"{name} is {value!r}; expected one of {', '.join(choices.__args__)}.")

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from nearplane.coding.blob import Contents, stored_base
+from nearplane.coding.packed_matrix import PackedMatrix
 
 
 def contents_of(codes: NDArray[np.int64], **given: object) -> Contents:
@@ -77,3 +78,25 @@ def any_contents(draw: st.DrawFn, largest: int = 24) -> Contents:
         rows=rng.integers(-3, 4, out).astype(np.int32) * draw(st.sampled_from([0, 1, 10000])),
         row_resolution=draw(st.sampled_from([1, 4, 64])),
     )
+
+
+def codes_of(packed: PackedMatrix) -> NDArray[np.int32]:
+    """Return the codes (out, in) of a packed matrix."""
+    ordered = np.empty(packed.shape, np.int64)
+    for group in packed.groups:
+        width = group.stop - group.start
+        if group.nibbles:
+            both = np.stack([group.array & 15, group.array >> 4], 2).reshape(packed.shape[0], -1)
+            ordered[:, group.start : group.stop] = both[:, :width].astype(np.int64) - 8
+        else:
+            ordered[:, group.start : group.stop] = group.array
+    codes = np.empty_like(ordered)
+    codes[packed.row_order[:, None], packed.column_order[None, :]] = ordered
+    codes[packed.patch_rows, packed.patch_columns] += packed.patch_delta
+    return codes.astype(np.int32)
+
+
+def total_entropy(codes: NDArray[np.int32]) -> float:
+    """Return the plug-in entropy of all codes as one source, in bits, times their number."""
+    counts = np.unique(codes, return_counts=True)[1]
+    return float(counts @ (np.log2(codes.size) - np.log2(counts)))

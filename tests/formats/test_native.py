@@ -48,11 +48,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
     return make
 
 
-@pytest.mark.parametrize("coder", ["tans", "huffman", "zstd"])
+@pytest.mark.parametrize("coder", ["tans", "huffman"])
 @pytest.mark.parametrize("shape", [(1, 2), (5, 7), (64, 96)])
 def test_a_matrix_reads_back_exactly(coder: str, shape: tuple[int, int], generator: torch.Generator) -> None:
-    if coder == "zstd":
-        pytest.importorskip("zstandard")
     matrix = product_matrix(torch.randn(shape, generator=generator))
     matrix.codes[0, 0] = 2**31 - 1
     layout = Native(coder=coder)
@@ -197,7 +195,8 @@ def test_a_folder_that_lacks_a_tensor_or_its_index_is_refused(
     [
         ({"format_version": 2}, "format_version 2.*reads 1"),
         ({"format_version": None}, "format_version None"),
-        ({"coder": "lzma"}, "coder 'lzma'.*tans, huffman, zstd"),
+        ({"coder": "lzma"}, "coder 'lzma'.*tans, huffman"),
+        ({"coder": "zstd"}, "coded with zstd, this version reads tans and huffman.*commit f3afb2a"),
         ({"classes": "yes"}, "classes 'yes'"),
     ],
 )

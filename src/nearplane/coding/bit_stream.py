@@ -196,20 +196,6 @@ class BitReader:
                 raise FormatError(f"{self.name}: a number of the {what} has more than 31 bits; the file is damaged")
         return (1 << width) + self.take(width, what) - 1
 
-    def varint(self, what: str) -> int:
-        """Return a number below 2^35 in groups of seven bits."""
-        value = 0
-        for shift in range(0, 35, 7):
-            if self.at & 7 or self.at >> 3 >= len(self.data):
-                byte = self.take(8, what)
-            else:
-                byte = int(self.data[self.at >> 3])
-                self.at += 8
-            value |= (byte & 127) << shift
-            if byte < 128:
-                return value
-        raise FormatError(f"{self.name}: a number of the {what} has more than 35 bits; the file is damaged")
-
     def signed(self, what: str = "header") -> int:
         """Return an integer of either sign."""
         value = self.gamma(what)

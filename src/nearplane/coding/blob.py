@@ -14,16 +14,15 @@ from numpy.typing import NDArray
 from nearplane.coding import encoder_choices
 from nearplane.coding.bit_stream import varint
 from nearplane.coding.chunk import Patches
-from nearplane.coding.cost import entropy_bits, total_bits
 from nearplane.coding.header import CODERS, MAX_EXPONENT, MAX_SIDE, MIN_CHUNKED_WEIGHTS, VERSION, Header
 from nearplane.coding.header_bits import read_header, read_shape, write_header
 from nearplane.coding.layout import Layout, frequencies
 from nearplane.coding.packed_matrix import PackedMatrix, pack
-from nearplane.coding.payload import compressed_bytes, decode_chunks, decode_whole, encode_chunks, encode_whole, run
+from nearplane.coding.payload import decode_chunks, decode_whole, encode_chunks, encode_whole, run
 from nearplane.coding.symbols import scatter
 from nearplane.errors import FormatError
 
-Coder = Literal["tans", "huffman", "zstd"]
+Coder = Literal["tans", "huffman"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,15 +96,6 @@ class Size:
         return self.side + math.ceil(self.payload / 8)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """Entropies in bits per weight, from counts: of all codes as one source, given the stored classes, and of each column."""
-
-    one: float
-    classes: float
-    columns: float
-
-
 def stored_base(x: float) -> float:
     """Return the base nearest to x > 0 that can be stored: float32 of 2 ** (k / 256), k = -32768 ... 32767."""
     return _base(_rung(x))
@@ -125,7 +115,7 @@ def encode(
     """Code a matrix; the bytes do not depend on the number of threads.
 
     Args:
-        coder: "tans" (the smallest), "huffman" (canonical, for comparison) or "zstd" (needs the package zstandard).
+        coder: "tans" (the smallest) or "huffman" (canonical, for comparison).
         classes: whether columns and rows may have tables of their own; without, one table serves the matrix.
         threads: at most so many at a time; None takes one per core.
 
@@ -133,14 +123,14 @@ def encode(
         The bytes, one-dimensional uint8.
 
     Raises:
-        RecipeError: the coder is "zstd" and its package is not installed.
+        ValueError: there is no such coder.
     """
     plan = _plan(contents, coder, classes)
     header, arrangement = plan.header, plan.layout
     bits, _ = write_header(header, arrangement)
     start = bytes([VERSION << 4 | CODERS.index(coder)]) + varint(header.shape[0]) + varint(header.shape[1])
     codes = _plain(contents.codes)
-    tables = None if coder == "zstd" else frequencies(header, arrangement)
+    tables = frequencies(header, arrangement)
     if not header.chunked:
         whole = start + encode_whole(bits, header, arrangement, tables, codes)
         return np.frombuffer(bytearray(whole + zlib.crc32(whole).to_bytes(4, "little")), np.uint8)
@@ -173,37 +163,14 @@ def _threads(threads: int | None) -> int:
 
 
 def size(contents: Contents, *, coder: Coder = "tans", classes: bool = True) -> Size:
-    """Return what `encode` would take: from histograms, without coding, or for zstd by compressing."""
+    """Return what `encode` would take: from histograms, without coding."""
     plan = _plan(contents, coder, classes)
     header = plan.header
     bits, of_rows = write_header(header, plan.layout)
     start = 1 + len(varint(header.shape[0])) + len(varint(header.shape[1]))
     codes = _plain(contents.codes)
-    if coder == "zstd":
-        payload = 8.0 * compressed_bytes(header, plan.layout, codes)
-    else:
-        payload = encoder_choices.payload_bits(plan, encoder_choices.tally(plan, codes))
+    payload = encoder_choices.payload_bits(plan, encoder_choices.tally(plan, codes))
     return Size(side=start + (bits.count - of_rows) // 8 + 4, payload=of_rows + payload)
-
-
-def entropy(codes: NDArray[np.int32]) -> float:
-    """Return the plug-in entropy of all codes as one source, in bits per code."""
-    return total_bits(codes) / codes.size
-
-
-def entropies(contents: Contents) -> Report:
-    """Return the plug-in entropies of a matrix; `classes` is given the classes of columns and rows that encode would store."""
-    codes = contents.codes
-    plan = _plan(contents, "tans", True)
-    tally = encoder_choices.tally(plan, _plain(codes))
-    if len(tally.beyond):
-        header = plan.header
-        spreads = header.spread_of(header.column_levels()[None, :], header.row_levels[:, None])  # (out, in)
-        classes = sum(total_bits(codes[spreads == spread]) for spread in np.unique(spreads))
-    else:
-        classes = sum(entropy_bits(count) for count in tally.counts.values())
-    columns = sum(total_bits(column) for column in codes.T)
-    return Report(one=entropy(codes), classes=classes / codes.size, columns=columns / codes.size)
 
 
 def shape_of(blob: NDArray[np.uint8], *, name: str = "matrix") -> tuple[int, int]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -54,20 +52,3 @@ def list_bits(listed: NDArray[np.float64], beyond: NDArray[np.int64]) -> float:
     listed[0] = 0
     outer = zigzag(beyond)
     return min(float(listed @ (1 + k + (folded >> k))) + rice_bits(outer, k) for k in range(15))
-
-
-def total_bits(codes: NDArray[np.int32]) -> float:
-    """Return the plug-in entropy of codes times their number."""
-    flat = codes.reshape(-1).astype(np.int64)
-    low = int(flat.min())
-    if int(flat.max()) - low < 1 << 20:
-        counts = np.bincount(flat - low)
-    else:
-        counts = np.unique(flat, return_counts=True)[1]
-    return entropy_bits(counts)
-
-
-def entropy_bits(counts: NDArray[np.int64]) -> float:
-    """Return the plug-in entropy of counts times their sum."""
-    found = counts[counts > 0].astype(np.float64)
-    return float(found @ (math.log2(found.sum()) - np.log2(found)))

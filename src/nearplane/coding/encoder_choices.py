@@ -135,14 +135,13 @@ def make_plan(
             tried, tried_bits = _levels_of_columns(guess, other, classes)
             if tried_bits + array_bits(guess.row_levels) + 2 < bits + 4:
                 header, counts = tried, other
-    if (header.chunked or coder == "zstd") and coder != "huffman":
+    if header.chunked and coder != "huffman":
         header = _choose_pairs(header, counts)
     arrangement = lay_out(header)
-    if coder != "zstd":
-        spreads = header.spread_of(header.column_levels()[:, None], counts.levels[None, :])
-        shares = _shares_of_pairs(header, arrangement, spreads, counts)
-        sampled = len(counts.rows) < out
-        header = replace(header, stored=_stored_tables(header, counts.by_spread(spreads), shares, sampled))
+    spreads = header.spread_of(header.column_levels()[:, None], counts.levels[None, :])
+    shares = _shares_of_pairs(header, arrangement, spreads, counts)
+    sampled = len(counts.rows) < out
+    header = replace(header, stored=_stored_tables(header, counts.by_spread(spreads), shares, sampled))
     return Plan(header=header, layout=arrangement, sample=counts)
 
 
@@ -398,7 +397,5 @@ def payload_bits(plan: Plan, tally: Tally) -> float:
     if not header.chunked:
         return bits + 12 + 1
     chunks = len(chunk_edges(plan.layout.total)) - 1
-    around = (
-        7 + 16 if header.coder == "zstd" else 7 + 1 + 8 * 2 + 7 * 2 + 8 * 0.5
-    )  # directory, escapes, words, lengths, ends
+    around = 7 + 1 + 8 * 2 + 7 * 2 + 8 * 0.5  # directory, escapes, words, lengths, ends
     return bits + 8 * chunks * around

@@ -11,7 +11,12 @@ from numpy.typing import NDArray
 from nearplane.coding import frequency_tables
 
 VERSION = 1
-CODERS = ("tans", "huffman", "zstd")
+CODERS = ("tans", "huffman")
+ZSTD_TAG = 2  # of a coder that earlier versions wrote
+ZSTD_REFUSED = (
+    "coded with zstd, this version reads tans and huffman. Decode it with `nearplane export` of commit f3afb2a, the last "
+    "that reads zstd, or quantize the original again"
+)
 MIN_CHUNKED_WEIGHTS = 1 << 17  # weights from which on a matrix is coded in chunks of eight lanes
 MAX_WEIGHTS_PER_BYTE = 1 << 14  # weights per byte: no encoder reaches that, so a blob that claims it is refused
 MAX_COLUMN_LEVEL = 40  # a column's level is clamped to -40 ... 40

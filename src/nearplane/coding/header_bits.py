@@ -7,7 +7,17 @@ from numpy.typing import NDArray
 
 from nearplane.coding import frequency_tables
 from nearplane.coding.bit_stream import BitReader, BitWriter, array_bits, rice_parameter, zigzag
-from nearplane.coding.header import CODERS, MAX_EXPONENT, MAX_ROW_LEVEL, MAX_SIDE, MAX_WEIGHTS_PER_BYTE, VERSION, Header
+from nearplane.coding.header import (
+    CODERS,
+    MAX_EXPONENT,
+    MAX_ROW_LEVEL,
+    MAX_SIDE,
+    MAX_WEIGHTS_PER_BYTE,
+    VERSION,
+    ZSTD_REFUSED,
+    ZSTD_TAG,
+    Header,
+)
 from nearplane.coding.layout import Layout, lay_out
 from nearplane.errors import FormatError
 
@@ -29,8 +39,7 @@ def write_header(header: Header, layout: Layout) -> tuple[BitWriter, int]:
     if header.row_levels.any():
         out.put(header.row_level_resolution.bit_length() - 1, 2)
     out.gamma(header.pairs)
-    if header.coder != "zstd":
-        _write_tables(out, header, layout)
+    _write_tables(out, header, layout)
     return out, array_bits(header.rows) + array_bits(header.row_levels)
 
 
@@ -107,7 +116,7 @@ def read_header(data: NDArray[np.uint8], name: str) -> tuple[Header, Layout, Bit
         raise FormatError(
             f"{name}: {header.pairs} groups of pairs, there are {len(layout.starts)} groups; the file is damaged"
         )
-    if coder != "zstd" and bits.take(1):
+    if bits.take(1):
         for key in sorted({key for key, _ in layout.keys}):
             if bits.take(1):
                 header.stored[key] = _read_table(bits, frequency_tables.parametric(key, mixture))
@@ -138,9 +147,11 @@ def read_shape(data: NDArray[np.uint8], name: str) -> tuple[str, tuple[int, int]
             f"{name}: coded in version {version} of the format, this nearplane reads version {VERSION}; "
             "a newer nearplane may read it, or the file is damaged"
         )
+    if tag == ZSTD_TAG:
+        raise FormatError(f"{name}: {ZSTD_REFUSED}")
     if tag >= len(CODERS):
         raise FormatError(
-            f"{name}: coder {tag} is unknown, known are 0 (tans), 1 (huffman), 2 (zstd); a newer nearplane may read it"
+            f"{name}: coder {tag} is unknown, known are 0 (tans) and 1 (huffman); a newer nearplane may read it"
         )
     sides, at = [], 1
     for _ in range(2):

@@ -107,19 +107,3 @@ def pack(
         column_scale=column_scale,
         row_scale=row_scale,
     )
-
-
-def unpack(packed: PackedMatrix) -> NDArray[np.int32]:
-    """Return the codes (out, in) of a packed matrix."""
-    ordered = np.empty(packed.shape, np.int64)
-    for group in packed.groups:
-        width = group.stop - group.start
-        if group.nibbles:
-            both = np.stack([group.array & 15, group.array >> 4], 2).reshape(packed.shape[0], -1)
-            ordered[:, group.start : group.stop] = both[:, :width].astype(np.int64) - 8
-        else:
-            ordered[:, group.start : group.stop] = group.array
-    codes = np.empty_like(ordered)
-    codes[packed.row_order[:, None], packed.column_order[None, :]] = ordered
-    codes[packed.patch_rows, packed.patch_columns] += packed.patch_delta
-    return codes.astype(np.int32)

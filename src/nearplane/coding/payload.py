@@ -1,4 +1,4 @@
-"""The symbols of a matrix to bytes and back: one lane in a small blob, chunks of eight lanes in a large one, or zstd frames."""
+"""The symbols of a matrix to bytes and back: one lane in a small blob, chunks of eight lanes in a large one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,8 @@ from nearplane.coding.bit_stream import BitReader, BitWriter
 from nearplane.coding.chunk import Patches
 from nearplane.coding.header import Header
 from nearplane.coding.layout import Layout, chunk_edges, frequencies
-from nearplane.coding.symbols import flip_bytes, gather, stage
-from nearplane.errors import FormatError, NearplaneError, RecipeError
+from nearplane.coding.symbols import gather, stage
+from nearplane.errors import FormatError
 
 R = TypeVar("R")
 PARTS_PER_THREAD = (
@@ -36,48 +36,15 @@ def run(threads: int, function: Callable[[int, int], R], count: int) -> list[R]:
         return list(pool.map(function, edges[:-1], edges[1:]))
 
 
-def _zstandard(error: type[NearplaneError]) -> Any:
-    try:
-        import zstandard
-    except ImportError as missing:
-        raise error(
-            "coder zstd needs the package zstandard, which is not installed: pip install 'nearplane[zstd]'"
-        ) from missing
-    return zstandard
-
-
-def _compress(symbols: NDArray[np.uint8]) -> bytes:
-    zstandard = _zstandard(RecipeError)
-    parameters = zstandard.ZstdCompressionParameters(
-        strategy=1, min_match=7, hash_log=6, window_log=17, target_length=0, write_content_size=True
-    )
-    return bytes(zstandard.ZstdCompressor(compression_params=parameters).compress(symbols.tobytes()))
-
-
-def _decompress(data: NDArray[np.uint8], count: int, where: str) -> NDArray[np.uint8]:
-    zstandard = _zstandard(FormatError)
-    try:
-        claimed = zstandard.get_frame_parameters(data.tobytes()).content_size
-        if claimed != count:
-            raise FormatError(f"{where}: a zstd frame of {claimed} symbols, expected {count}; the file is damaged")
-        found = zstandard.ZstdDecompressor(max_window_size=1 << 20).decompress(
-            data.tobytes(), max_output_size=count, allow_extra_data=False
-        )
-    except zstandard.ZstdError as error:
-        raise FormatError(f"{where}: zstandard cannot read it ({error}); the file is damaged") from error
-    return np.frombuffer(bytearray(found), np.uint8)
-
-
 def _staged(layout: Layout, codes: NDArray[np.int32], threads: int) -> NDArray[np.uint8]:
     out = np.empty(codes.shape, np.uint8)
     run(threads, lambda begin, end: stage(codes, *layout.orders, begin, end, out), len(codes))
     return out
 
 
-def _kept(layout: Layout, tables: NDArray[np.uint16] | None) -> NDArray[np.uint8]:
+def _kept(tables: NDArray[np.uint16]) -> NDArray[np.uint8]:
     """Return of every table which symbols it has (tables, 256): the symbol, or 0, which is an escape, or two."""
-    all_symbols = np.broadcast_to(np.arange(256, dtype=np.uint8), (len(layout.keys), 256))
-    return all_symbols.copy() if tables is None else np.where(tables > 0, all_symbols, np.uint8(0))
+    return np.where(tables > 0, np.arange(256, dtype=np.uint8), np.uint8(0))
 
 
 def _entries(header: Header, layout: Layout) -> NDArray[np.uint32]:
@@ -113,15 +80,13 @@ def _damage(wrong: int, where: str) -> FormatError:
 
 
 def encode_whole(
-    header: BitWriter, of: Header, layout: Layout, tables: NDArray[np.uint16] | None, codes: NDArray[np.int32]
+    header: BitWriter, of: Header, layout: Layout, tables: NDArray[np.uint16], codes: NDArray[np.int32]
 ) -> bytes:
     """Return all bytes of a small matrix after its shape, but for the checksum: header, escapes, one lane or a frame."""
     symbols = np.empty(layout.total, np.uint8)
-    kept = _kept(layout, tables)
+    kept = _kept(tables)
     gather(_staged(layout, codes, 1), 0, layout.total, layout.places, layout.edges, layout.which, kept, symbols)
     header.escapes(kernels.listed(symbols, 0, layout.places, layout.orders, codes))
-    if tables is None:
-        return header.bytes() + _compress(symbols)
     _, widths, offsets, states = tans.build(tables, of.coder == "huffman")
     out = np.empty(2 * len(symbols) + 16, np.uint8)
     lengths, words = np.empty(1, np.int64), np.empty(1, np.int64)
@@ -135,48 +100,29 @@ def decode_whole(bits: BitReader, header: Header, layout: Layout) -> tuple[NDArr
     """Read what `encode_whole` wrote after the header: decoded symbols, and the patches."""
     name, data = bits.name, bits.data
     values = _read_escapes(bits)
-    if header.coder == "zstd":
-        symbols = _decompress(data[(bits.at + 7) // 8 :], layout.total, name)
-        flip_bytes(symbols, 0, layout)
-    else:
-        padded = np.concatenate([data, np.zeros(tans.PADDING_BYTES, np.uint8)])
-        symbols = np.empty(layout.total, np.uint8)
-        end = tans.decode_lane(padded, bits.at, layout.counts, layout.which, _entries(header, layout), symbols)
-        if (end + 7) // 8 != len(data):
-            raise _damage(kernels.STREAM_END_WRONG, name)
+    padded = np.concatenate([data, np.zeros(tans.PADDING_BYTES, np.uint8)])
+    symbols = np.empty(layout.total, np.uint8)
+    end = tans.decode_lane(padded, bits.at, layout.counts, layout.which, _entries(header, layout), symbols)
+    if (end + 7) // 8 != len(data):
+        raise _damage(kernels.STREAM_END_WRONG, name)
     return symbols, _place(symbols, 0, layout, values, name)
 
 
 def encode_chunks(
-    header: Header, layout: Layout, tables: NDArray[np.uint16] | None, codes: NDArray[np.int32], threads: int
-) -> list[memoryview | bytes]:
+    header: Header, layout: Layout, tables: NDArray[np.uint16], codes: NDArray[np.int32], threads: int
+) -> list[memoryview]:
     """Return the chunks of a large matrix."""
     edges = chunk_edges(layout.total)
-    built = None if tables is None else tans.build(tables, header.coder == "huffman")[1:]
+    built = tans.build(tables, header.coder == "huffman")[1:]
     staged = _staged(layout, codes, threads)
-    cells, kept = (layout.edges, layout.which), _kept(layout, tables)
+    cells, kept = (layout.edges, layout.which), _kept(tables)
 
-    def some(first: int, last: int) -> list[memoryview | bytes]:
-        if built is None:
-            return [one(edges[chunk], edges[chunk + 1]) for chunk in range(first, last)]
+    def some(first: int, last: int) -> list[memoryview]:
         bounds = np.array(edges[first : last + 1])
         coded, starts = kernels.write_chunks(staged, bounds, cells, kept, built, layout.places, layout.orders, codes)
         return [coded.data[start:end] for start, end in itertools.pairwise(starts)]
 
-    def one(begin: int, end: int) -> bytes:
-        symbols = np.empty(end - begin, np.uint8)
-        gather(staged, begin, end, layout.places, *cells, kept, symbols)
-        values = kernels.listed(symbols, begin, layout.places, layout.orders, codes)
-        return bytes(kernels.write_list(values)) + _compress(symbols)
-
     return [chunk for part in run(threads, some, len(edges) - 1) for chunk in part]
-
-
-def compressed_bytes(header: Header, layout: Layout, codes: NDArray[np.int32]) -> int:
-    """Return the bytes of frames and escapes, and of the directory of a large matrix."""
-    if header.chunked:
-        return sum(len(chunk) + 7 for chunk in encode_chunks(header, layout, None, codes, 1))
-    return len(encode_whole(BitWriter(), header, layout, None, codes))
 
 
 def decode_chunks(bits: BitReader, header: Header, layout: Layout, threads: int) -> tuple[NDArray[np.uint8], Patches]:
@@ -185,7 +131,7 @@ def decode_chunks(bits: BitReader, header: Header, layout: Layout, threads: int)
     edges = chunk_edges(layout.total)
     chunks = len(edges) - 1
     starts, checksums = _directory(bits, chunks)
-    entries = None if header.coder == "zstd" else _entries(header, layout)
+    entries = _entries(header, layout)
     symbols = np.empty(layout.total, np.uint8)
     cells, places, orders = (layout.edges, layout.which), layout.places, layout.orders
 
@@ -196,8 +142,6 @@ def decode_chunks(bits: BitReader, header: Header, layout: Layout, threads: int)
                 raise FormatError(
                     f"{where(chunk)}: the checksum of its {len(data)} bytes is wrong; the file is damaged, get it again"
                 )
-        if entries is None:
-            return [one(chunk) for chunk in range(first, last)]
         bounds = np.array(starts[first : last + 1]), np.array(edges[first : last + 1])
         wrong, chunk, patches = kernels.read_chunks(blob, *bounds, cells, entries, places, orders, symbols)
         if wrong:
@@ -206,14 +150,6 @@ def decode_chunks(bits: BitReader, header: Header, layout: Layout, threads: int)
 
     def where(chunk: int) -> str:
         return f"{name}, chunk {chunk} of {chunks}"
-
-    def one(chunk: int) -> Patches:
-        begin, end = edges[chunk], edges[chunk + 1]
-        reader = BitReader(blob[starts[chunk] : starts[chunk + 1]], 0, where(chunk))
-        values = _read_escapes(reader)
-        symbols[begin:end] = _decompress(reader.data[(reader.at + 7) // 8 :], end - begin, where(chunk))
-        flip_bytes(symbols[begin:end], begin, layout)
-        return _place(symbols[begin:end], begin, layout, values, where(chunk))
 
     parts = [patches for part in run(threads, some, chunks) for patches in part]
     if len(parts) == 1:

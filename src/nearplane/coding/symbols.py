@@ -11,7 +11,6 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from nearplane.coding.layout import Layout
 from nearplane.coding.tans import keep_apart, load64, trailing_zeros
 
 _u8 = np.uint64
@@ -230,9 +229,3 @@ def scatter(
                 for j in range(start, stop):
                     into[column_order[j]] = np.int8(symbols[at])
                     at += 1
-
-
-def flip_bytes(symbols: NDArray[np.uint8], begin: int, layout: Layout) -> None:
-    """Turn stream symbols from `begin` of the traversal into decoded ones, in place: code + 128 to int8."""
-    first = int(layout.offsets[np.count_nonzero(layout.pairs)])  # pairs come first
-    symbols[max(first - begin, 0) :] ^= 128

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from nearplane.coding.blob import Coder, Contents, decode, encode, shape_of
+from nearplane.coding.header import ZSTD_REFUSED
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.integers import expect
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
@@ -58,6 +59,8 @@ class Native:
                 f"quantization_config says format_version {version!r}; this version of nearplane reads {VERSION}. "
                 f"Update nearplane, or fetch config.json again."
             )
+        if coder == "zstd":
+            raise FormatError(f"quantization_config: {ZSTD_REFUSED}.")
         if coder not in CODERS or not isinstance(classes, bool):
             raise FormatError(
                 f"quantization_config says coder {coder!r}, classes {classes!r}; this version of nearplane reads "
