@@ -193,11 +193,13 @@ def test_a_weight_that_is_not_finite_is_named_and_what_was_written_does_not_load
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
     save_file(tensors, broken / "model.safetensors", {"format": "pt"})
     refused(broken, tmp_path / "out", r"model\.layers\.1\.mlp\.up_proj\.weight")
-    assert (tmp_path / "out" / "INCOMPLETE").exists()
+    assert not (tmp_path / "out").exists()
+    unfinished = tmp_path / "out.unfinished"
+    assert (unfinished / "INCOMPLETE").exists()
     with pytest.raises((OSError, ValueError)):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        AutoModelForCausalLM.from_pretrained(unfinished)
     with pytest.raises(NearplaneError, match="incomplete"):
-        nearplane.evaluate(tmp_path / "out", HELD_OUT)
+        nearplane.evaluate(unfinished, HELD_OUT)
 
 
 def test_a_truncated_file_is_refused(small, tmp_path):
@@ -237,8 +239,8 @@ def test_a_full_disk_is_one_sentence_and_what_was_written_does_not_load(small, t
     assert result.returncode == 1
     assert "could not be written" in result.stderr
     assert "Traceback" not in result.stderr
-    assert (tmp_path / "out" / "INCOMPLETE").exists()
-    assert not (tmp_path / "out" / "config.json").exists()
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out.unfinished" / "config.json").exists()
 
 
 def test_a_recipe_and_keywords_together_are_refused(small, tmp_path):

@@ -61,7 +61,7 @@ def quantize(
             or on fixed grids, are named and the command ends with code 2.
         ignore: Regular expressions, one or several; layers whose full name one of them is found in stay as they are.
         device: Where to compute; auto is the GPU where there is one.
-        overwrite: Replace what is in OUT; it is deleted when the work begins.
+        overwrite: Replace what is in OUT, once the new checkpoint is whole; until then both need room on disk.
         trust_remote_code: Run model code that comes with the checkpoint.
         json: Print the record as JSON instead of a summary.
     """

@@ -65,7 +65,7 @@ def quantize(
         out: folder to write.
         recipe: what to do; or give its fields (or other tools' names for them) as keywords: `bits=4, group_size=128, ...`.
         device: where to compute; auto is the GPU where there is one.
-        overwrite: replace what is in `out`.
+        overwrite: replace what is in `out`, once the new checkpoint is whole.
         trust_remote_code: run model code that comes with the checkpoint.
         progress: wraps the iterator over layers: (items, label, total) -> items.
         spellings: see `Recipe.from_spellings`.
@@ -74,8 +74,8 @@ def quantize(
         What was done and measured; also in `out/nearplane.json`.
 
     Raises:
-        NearplaneError: of the kind that names the cause. Nothing is written before the request is known to make sense; with
-            `overwrite`, what was in `out` is deleted then.
+        NearplaneError: of the kind that names the cause. What was in `out` is then as it was; what was written so far lies in
+            `out.unfinished`, see `formats/unfinished.py`.
     """
     if recipe is not None and spellings:
         raise RecipeError(f"Give a recipe or keywords, not both (found a recipe and {', '.join(spellings)}).")
@@ -92,15 +92,15 @@ def quantize(
         Path(out), source.folder, quantization_config(source, recipe), dtype=source.dtype, shards=len(source.blocks) + 1,
         overwrite=overwrite, trust_remote_code=trust_remote_code,
     )  # fmt: skip
-    seqlen, tokens = calibration_windows(source, recipe)
-    record = RunRecord(
-        recipe=asked, source=str(model), versions=_versions(), device=str(place), seqlen=seqlen,
-        windows=0 if tokens is None else len(tokens), tokens=0 if tokens is None else tokens.numel(),
-        text="" if tokens is None else digest_of_tokens(tokens), skipped=tuple(source.skipped),
-    )  # fmt: skip
-    planned = plan(source, recipe, tokens, place, progress)
-    writer.config = quantization_config(source, recipe, planned.widths)
     with writer:
+        seqlen, tokens = calibration_windows(source, recipe)
+        record = RunRecord(
+            recipe=asked, source=str(model), versions=_versions(), device=str(place), seqlen=seqlen,
+            windows=0 if tokens is None else len(tokens), tokens=0 if tokens is None else tokens.numel(),
+            text="" if tokens is None else digest_of_tokens(tokens), skipped=tuple(source.skipped),
+        )  # fmt: skip
+        planned = plan(source, recipe, tokens, place, progress)
+        writer.config = quantization_config(source, recipe, planned.widths)
         profiles: list[Profile] = []
         solved = quantized_layers(source, recipe, tokens, writer, place, planned, profiles)
         layers = tuple(progress(solved, "quantizing", len(source.layers)))

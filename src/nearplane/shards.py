@@ -28,6 +28,7 @@ from nearplane.jsonfile import read_object
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 INCOMPLETE = "INCOMPLETE"
+MARK = "This checkpoint is not finished: the run that writes it is under way or died.\n"  # how that file begins
 NAMES = {  # of dtypes in safetensors, for those that are checked
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -247,9 +248,8 @@ class ShardWriter:
         self.size = 0
         self._count = 0
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / INCOMPLETE).write_text(
-            "This checkpoint is not finished: the run that writes it is under way or died.\n"
-        )
+        if not (folder / INCOMPLETE).exists():
+            (folder / INCOMPLETE).write_text(MARK)
 
     def write(self, tensors: Mapping[str, Tensor]) -> int:
         """Write one shard and return its size in bytes."""
@@ -263,8 +263,8 @@ class ShardWriter:
             save_file(tensors, path, {"format": "pt"})
         except (SafetensorError, OSError) as error:
             raise FormatError(
-                f"{path} could not be written ({error}). Free some space and run again with --overwrite; "
-                f"what is there is marked {INCOMPLETE} and does not load."
+                f"{path} could not be written ({error}). Free some space and run again; what is there is "
+                f"marked {INCOMPLETE} and does not load."
             ) from error
         path.chmod((self.folder / INCOMPLETE).stat().st_mode)  # safetensors makes files that only their owner may read
         self.weight_map |= dict.fromkeys(tensors, name)

@@ -106,23 +106,32 @@ def fail(opened: Writer) -> None:
     raise KeyboardInterrupt
 
 
+def unfinished(out: Path) -> Path:
+    return out.with_name(f"{out.name}.unfinished")
+
+
 def is_unfinished(out: Path) -> bool:
-    return (out / "INCOMPLETE").exists() and not (out / "config.json").exists()
+    folder = unfinished(out)
+    return (folder / "INCOMPLETE").exists() and not (folder / "config.json").exists()
 
 
-def test_a_run_that_fails_leaves_nothing_that_loads(tmp_path: Path, source: Callable[..., Path]) -> None:
-    """Not even where a checkpoint that did load was there before."""
+def test_a_run_that_fails_leaves_nothing_that_loads_and_what_was_there_before(
+    tmp_path: Path, source: Callable[..., Path]
+) -> None:
+    """With --overwrite the old checkpoint stays until the new one is whole."""
     model, out = source(torch.bfloat16), tmp_path / "out"
     write_folder(out, model, "compressed-tensors", bits=4, group_size=32)
-    assert AutoModelForCausalLM.from_pretrained(out)
+    before = contents(out)
     with pytest.raises(KeyboardInterrupt):
         finish(writer(out, model, "compressed-tensors", shards=2, overwrite=True), shards=2, during=fail)
+    assert contents(out) == before
+    assert AutoModelForCausalLM.from_pretrained(out)
     assert is_unfinished(out)
     with pytest.raises((OSError, ValueError), match=r"config\.json"):
-        AutoModelForCausalLM.from_pretrained(out)
-    (out / "config.json").write_text("{}")
+        AutoModelForCausalLM.from_pretrained(unfinished(out))
+    (unfinished(out) / "config.json").write_text("{}")
     with pytest.raises(FormatError, match="incomplete"):
-        list(read_dense(out))
+        list(read_dense(unfinished(out)))
 
 
 def test_missing_shards_a_missing_record_and_forgotten_layers_are_failures_too(tmp_path: Path, plain: Path) -> None:
@@ -132,7 +141,8 @@ def test_missing_shards_a_missing_record_and_forgotten_layers_are_failures_too(t
         w.close_block({"x": torch.ones(2)})
     with pytest.raises(FormatError, match="without a shard"), writer(tmp_path / "c", plain) as w:
         w.add("a", random_matrix(32, 64, **GRID))
-    assert all(is_unfinished(tmp_path / name) for name in "abc")
+    assert all(is_unfinished(tmp_path / name) for name in "ab")
+    assert not any((tmp_path / name).exists() for name in "abc")
 
 
 def test_a_full_folder_is_left_alone_without_overwrite(tmp_path: Path, plain: Path) -> None:
@@ -157,7 +167,7 @@ def test_overwrite_replaces_a_finished_and_an_unfinished_checkpoint(tmp_path: Pa
     (out / "notes.md").write_text("mine")
     with pytest.raises(KeyboardInterrupt):
         finish(writer(out, plain, overwrite=True), during=fail)
-    assert {path.name for path in out.iterdir()} == {"INCOMPLETE", "notes.md"}
+    assert unfinished(out).exists() is False  # nothing was written
     finish(writer(out, plain, "compressed-tensors", overwrite=True))
     assert {path.name for path in out.iterdir()} == {
         "config.json", "nearplane.json", "notes.md", "model-00001-of-00001.safetensors", "model.safetensors.index.json"
@@ -233,7 +243,7 @@ def test_a_full_disk_is_a_sentence_and_leaves_nothing_that_loads(tmp_path: Path,
     (plain / "tokenizer.json").write_text("{}")
     out = tmp_path / "out"
     with pytest.raises(FormatError, match="No space left on device"):
-        finish(writer(out, plain), during=lambda w: (out / name).symlink_to("/dev/full"))
+        finish(writer(out, plain), during=lambda w: (unfinished(out) / name).symlink_to("/dev/full"))
     assert is_unfinished(out)
 
 

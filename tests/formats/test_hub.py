@@ -310,11 +310,13 @@ def test_an_export_that_fails_does_not_load(copied: Path, tmp_path: Path, monkey
     monkeypatch.setattr("nearplane.formats.export.SHARD", 50_000)
     with pytest.raises(FormatError, match=r"layers\.2\.mlp\.down_proj\.weight_coded"):
         nearplane.export(copied, tmp_path / "dense")
-    assert (tmp_path / "dense" / "INCOMPLETE").exists()
+    assert not (tmp_path / "dense").exists()
+    unfinished = tmp_path / "dense.unfinished"
+    assert (unfinished / "INCOMPLETE").exists()
     with pytest.raises(NearplaneError, match="incomplete"):
-        nearplane.load(tmp_path / "dense")
+        nearplane.load(unfinished)
     with pytest.raises((OSError, ValueError), match="dense"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
+        AutoModelForCausalLM.from_pretrained(unfinished)
 
 
 def truncated(tensors: dict[str, Tensor]) -> None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
@@ -73,9 +72,7 @@ def run(out: Path, progress: Callable[[Iterable[Any], str, int], Iterable[Any]] 
     )
     for label, solver, recipe in recipes():
         folder = out / f"{label} {solver}".replace(" ", "-")
-        if folder.exists():
-            shutil.rmtree(folder)
-        record = quantize(MODEL, folder, recipe, progress=progress)
+        record = quantize(MODEL, folder, recipe, overwrite=True, progress=progress)
         result = _measure(folder, progress)
         yield Row(
             grid=label, solver=solver, rate=record.rate, bytes=record.bytes, perplexity=result.perplexity,

@@ -20,6 +20,7 @@ from nearplane.formats.folder import (
     read_dense,
 )
 from nearplane.formats.network import empty_network, stored_transposed, weight_shapes
+from nearplane.formats.unfinished import Unfinished
 from nearplane.shards import ShardWriter
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -38,7 +39,7 @@ def export(
 
     Args:
         source: a folder that `quantize` wrote, or another one in a format that nearplane reads.
-        out: a new or empty folder. Nothing loads it before it is whole.
+        out: a new or empty folder. It is written beside it and renamed when it is whole, see `Unfinished`.
         format: safetensors.
         dtype: of the weights.
         trust_remote_code: build the model with code that comes with the checkpoint, and copy it.
@@ -60,18 +61,20 @@ def export(
     check_apart(out, source)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RecipeError(f"{out} exists and is not empty. Choose another folder, or empty it first.")
+    place = Unfinished(out)
+    check_apart(place.folder, source)
     network = empty_network(source, trust_remote_code=trust_remote_code)
     tensors = read_dense(source, transposed=stored_transposed(network), shapes=weight_shapes(network))
-    with disk(out):
-        writer = ShardWriter(out, None)
+    with disk(out), place:
+        writer = ShardWriter(place.folder, None)
         for shard in _shards(tensors, DTYPES[dtype]):
             writer.write(shard)
-        copy_beside(source, out, trust_remote_code=trust_remote_code)
+        copy_beside(source, place.folder, trust_remote_code=trust_remote_code)
         try:
-            (out / CONFIG).write_text(json_text(_dense(read_config(source), dtype)))
+            (place.folder / CONFIG).write_text(json_text(_dense(read_config(source), dtype)))
             writer.finish()
         except BaseException:
-            (out / CONFIG).unlink(missing_ok=True)
+            (place.folder / CONFIG).unlink(missing_ok=True)
             raise
     return writer.size
 

@@ -21,12 +21,11 @@ from torch import Tensor
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats import compressed_tensors, gptq, native
 from nearplane.formats.beside import CONFIG, GPTQ_CONFIG, copy_beside, names_copied, size_copied
+from nearplane.formats.unfinished import Unfinished
 from nearplane.jsonfile import read_object
 from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
 from nearplane.record import NAME as RECORD
 from nearplane.shards import INCOMPLETE, INDEX, ShardReader, ShardWriter, about, sha256
-
-REPLACED = ("*.safetensors", "*.json", "*.jinja", "*.model", "vocab.txt", "merges.txt")  # deleted by --overwrite
 
 
 class Layout(Protocol):
@@ -85,6 +84,8 @@ def open_writer(
 ) -> Writer:
     """Return a writer for the folder `out`; nothing is touched before its `with` block begins.
 
+    Inside the block `out` is locked; see `Unfinished`, which also says what becomes of `out`.
+
     Args:
         out: a new or empty folder, or with `overwrite` one that this program wrote.
         source: the folder of the model that is quantized.
@@ -98,15 +99,9 @@ def open_writer(
         RecipeError: `out` is in use, or it is, holds or lies in `source`.
     """
     check_apart(out, source)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        if not overwrite:
-            raise RecipeError(f"{out} exists and is not empty. Choose another folder, or replace it with --overwrite.")
-        if not (out / RECORD).is_file() and not (out / INCOMPLETE).is_file():
-            raise RecipeError(
-                f"{out} holds files but neither {RECORD} nor {INCOMPLETE}: nearplane did not write it. Empty it first, "
-                f"or choose another folder."
-            )
-    return Writer(out, source, config, dtype, shards, trust_remote_code)
+    place = Unfinished(out, overwrite=overwrite)
+    check_apart(place.folder, source)
+    return Writer(place, source, config, dtype, shards, trust_remote_code)
 
 
 def check_apart(out: Path, source: Path) -> None:
@@ -138,14 +133,14 @@ def written(tensors: Mapping[str, Tensor]) -> Written:
 
 
 class Writer:
-    """Writes a checkpoint: INCOMPLETE and without config.json until it is whole, so that nothing loads it before.
+    """Writes a checkpoint beside the place that it is for, INCOMPLETE and without config.json until it is whole.
 
-    Set `record_json` before the `with` block ends; `config`, the quantization_config, may be replaced before it begins.
+    Set `record_json` before the `with` block ends; `config`, the quantization_config, may be replaced before the first layer.
     """
 
     def __init__(
         self,
-        out: Path,
+        place: Unfinished,
         source: Path,
         config: Mapping[str, Any],
         dtype: torch.dtype,
@@ -153,7 +148,7 @@ class Writer:
         trust_remote_code: bool,
     ) -> None:
         self.record_json: str | None = None
-        self._out, self._source, self.config = out, source, dict(config)
+        self._place, self._out, self._source, self.config = place, place.folder, source, dict(config)
         self._layout = layout_of(config)
         self._scale_dtype = self._layout.scale_dtype(dtype)
         self._total = shards
@@ -176,12 +171,9 @@ class Writer:
         return size_copied(self._source, trust_remote_code=self._remote_code) + sum(len(t.encode()) for t in texts)
 
     def __enter__(self) -> Writer:
-        with disk(self._out):
-            (self._out / CONFIG).unlink(missing_ok=True)  # first: from here on nothing loads what is there
+        with disk(self._place.out):
+            self._place.__enter__()
             self._shards = ShardWriter(self._out, self._total, checksums=isinstance(self._layout, native.Native))
-            for pattern in REPLACED:
-                for path in self._out.glob(pattern):
-                    path.unlink()
         return self
 
     def digests(self) -> dict[str, str]:
@@ -229,11 +221,21 @@ class Writer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None:
-            return
+        try:
+            if error is None:
+                self._finish()
+        except BaseException as failed:
+            self._place.__exit__(type(failed), failed, failed.__traceback__)
+            raise
+        self._place.__exit__(kind, error, trace)
+
+    def _finish(self) -> None:
+        """Write what belongs to the checkpoint beside its shards, config.json last."""
         if self._pending or self.record_json is None:
-            raise FormatError(f"{self._out}: layers without a shard, or no record. Call close_block, set record_json.")
-        with disk(self._out):
+            raise FormatError(
+                f"{self._place.out}: layers without a shard, or no record. Call close_block, set record_json."
+            )
+        with disk(self._place.out):
             copy_beside(self._source, self._out, trust_remote_code=self._remote_code)
             if self.config["quant_method"] == "gptq":
                 (self._out / GPTQ_CONFIG).write_text(json_text(self.config))
@@ -427,6 +429,6 @@ class disk:  # noqa: N801  (a context manager used like a function)
     ) -> None:
         if isinstance(error, OSError):
             raise FormatError(
-                f"{self.folder} could not be written ({error}). Free some space or choose another folder, and run "
-                f"again with --overwrite; what is there is marked {INCOMPLETE} and does not load."
+                f"{self.folder} could not be written ({error}). Free some space or choose another folder, and run again; "
+                f"what was written so far does not load."
             ) from error

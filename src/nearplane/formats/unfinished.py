@@ -1,0 +1,254 @@
+"""The folder beside OUT in which a checkpoint is written: locked by one run, put in the place of OUT once it is whole.
+
+    OUT.unfinished        what is written, marked INCOMPLETE until it is whole; a killed run leaves it
+    OUT.unfinished.lock   locked by the run that writes; the lock ends with its process, however that ends
+    OUT.old-...           what OUT was, from when it makes room for its successor until it is deleted
+
+Knows folders, not what is in them. At every moment a whole checkpoint that was in OUT is in OUT or in OUT.old-....
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import datetime
+from fnmatch import fnmatch
+from pathlib import Path
+from types import TracebackType
+
+from filelock import FileLock, Timeout
+
+from nearplane.errors import FormatError, RecipeError
+from nearplane.record import NAME as RECORD
+from nearplane.shards import INCOMPLETE, MARK
+
+SUFFIX = ".unfinished"
+REPLACED = ("*.safetensors", "*.json", "*.jinja", "*.model", "vocab.txt", "merges.txt", INCOMPLETE)  # by --overwrite
+PATIENCE = 0.5  # seconds in which a run that is just ending gives its lock back
+
+log = logging.getLogger(__name__)
+
+
+class Unfinished:
+    """A context in which one run alone writes `folder`; when it ends without an error, `folder` becomes `out`.
+
+    Nothing is touched before the context begins. After an error, what was written stays in `folder`; where that is
+    nothing, no trace is left. An error that stops the program (Ctrl-C) gets a note that says what is on disk.
+
+    Args:
+        out: a new or empty folder, or with `overwrite` a checkpoint of nearplane, which stays until the new one is whole.
+        overwrite: replace the checkpoint in `out`; other files in it are kept.
+
+    Raises:
+        RecipeError: `out` cannot be replaced as a whole, is in use, or another run writes it.
+    """
+
+    def __init__(self, out: Path, *, overwrite: bool = False) -> None:
+        self.out, self._overwrite = out, overwrite
+        self._place = out.resolve()
+        _check_replaceable(out, self._place)
+        self.folder = self._place.with_name(self._place.name + SUFFIX)
+        self._lock = FileLock(f"{self.folder}.lock", thread_local=False)
+        self._check_free()
+
+    def _check_free(self) -> None:
+        """Refuse an `out` that holds what may not be replaced."""
+        if not self._place.is_dir() and not self._place.exists():
+            return
+        if self._place.is_dir() and not any(self._place.iterdir()):
+            return
+        if not self._overwrite:
+            raise RecipeError(
+                f"{self.out} exists and is not empty. Choose another folder, or replace it with --overwrite."
+            )
+        if not (self._place / RECORD).is_file() and not (self._place / INCOMPLETE).is_file():
+            raise RecipeError(
+                f"{self.out} holds files but neither {RECORD} nor {INCOMPLETE}: nearplane did not write it. Empty it first, "
+                f"or choose another folder."
+            )
+
+    def __enter__(self) -> Unfinished:
+        self._place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock.acquire(timeout=PATIENCE)
+        except Timeout:
+            raise RecipeError(
+                f"{self.out} is being written by another run{_writer(self.folder)}. Wait until it has ended, or choose "
+                f"another folder."
+            ) from None
+        try:
+            self._check_free()  # again: a run may have ended since
+            self._begin()
+        except BaseException:
+            self._unlock()
+            raise
+        return self
+
+    def _begin(self) -> None:
+        """Make the folder, or empty that of a run that did not finish."""
+        if self.folder.is_symlink() or self.folder.exists():
+            self._check_ours()
+            found = [path for path in self.folder.iterdir() if path.name != INCOMPLETE]
+            if found:
+                log.warning(
+                    "%s is of a run that did not finish: it is deleted, and the work begins again.", self.folder
+                )
+            for path in found:  # the mark goes last: what is left of a folder half deleted is known by it
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        self.folder.mkdir(exist_ok=True)
+        now = datetime.now().astimezone().isoformat(" ", "seconds")
+        try:
+            (self.folder / INCOMPLETE).write_text(
+                f"{MARK}process {os.getpid()} on {socket.gethostname()}, since {now}\n"
+            )
+        except BaseException:
+            self._remove_if_nothing_is_written()
+            raise
+
+    def _check_ours(self) -> None:
+        """Refuse to empty a folder that is whole, or that no run of nearplane left."""
+        if self.folder.is_dir() and not self.folder.is_symlink():
+            if (self.folder / INCOMPLETE).is_file() or not any(self.folder.iterdir()):
+                return
+            if (self.folder / RECORD).is_file():
+                raise RecipeError(
+                    f"{self.folder} is a whole checkpoint: a run was stopped before it could rename it to {self.out}. Rename it, "
+                    f"or delete it, and run again."
+                )
+        raise RecipeError(
+            f"{self.folder} is where {self.out} would be written, and nearplane did not make it: no {INCOMPLETE} is in it. "
+            f"Move it away, or choose another folder."
+        )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._put_in_place()
+                return
+            nothing = self._remove_if_nothing_is_written()
+            if not isinstance(error, Exception):  # stopped from outside
+                error.add_note(self._left(nothing))
+        finally:
+            self._unlock()
+
+    def _left(self, nothing: bool) -> str:
+        """Say what a run that was stopped left on disk."""
+        old = f"{self.out} is as it was" if self._place.is_dir() and any(self._place.iterdir()) else ""
+        if nothing:
+            return f"Nothing was written{'; ' * bool(old)}{old}. Run the same command again."
+        return (
+            f"What is done lies in {self.folder}, which nothing loads{'; ' * bool(old)}{old}. Run the same command again: it "
+            f"begins anew."
+        )
+
+    def _remove_if_nothing_is_written(self) -> bool:
+        with suppress(OSError):
+            if {path.name for path in self.folder.iterdir()} <= {INCOMPLETE}:
+                shutil.rmtree(self.folder)
+                return True
+        return False
+
+    def _unlock(self) -> None:
+        with suppress(OSError):
+            Path(self._lock.lock_file).unlink()  # while it is held: whoever waits for this file finds that it is gone
+        self._lock.release()
+
+    def _put_in_place(self) -> None:
+        """Rename the folder to `out`; what was there is deleted afterwards, but for files that nearplane did not write."""
+        old = None
+        try:
+            if self._place.is_dir():
+                shutil.copymode(self._place, self.folder)
+                if any(self._place.iterdir()) and self._overwrite:
+                    _flush(self.folder)  # or a power cut could leave neither
+                    old = _unused(self._place)
+                    self._place.rename(old)
+                else:
+                    self._place.rmdir()
+            self.folder.rename(self._place)
+        except BaseException as error:
+            if old is not None and old.exists() and not self._place.exists():
+                old.rename(self._place)
+            if isinstance(error, OSError):
+                raise FormatError(
+                    f"{self.folder} is whole but could not become {self.out} ({error}). Rename it yourself; no work is lost."
+                ) from error
+            error.add_note(f"{self.folder} is whole: rename it to {self.out}.")
+            raise
+        if old is not None:
+            self._delete(old)
+
+    def _delete(self, old: Path) -> None:
+        """Delete a checkpoint that was replaced; files that no run wrote move to its successor."""
+        try:
+            ours = _written(old)
+            for path in list(old.iterdir()):
+                if path.name not in ours and not (self._place / path.name).exists():
+                    path.rename(self._place / path.name)
+            shutil.rmtree(old)
+        except BaseException as error:
+            log.warning("%s is whole; of what it replaced, %s is left (%r). Delete it.", self.out, old, error)
+            if not isinstance(error, OSError):
+                error.add_note(f"{self.out} is whole; {old}, which it replaced, is left to delete.")
+                raise
+
+
+def _check_replaceable(out: Path, place: Path) -> None:
+    """Refuse a folder that cannot be renamed.
+
+    Args:
+        out: as the user named it.
+        place: the same, resolved.
+    """
+    here = Path.cwd()
+    if place.name.endswith(SUFFIX):
+        raise RecipeError(f"{out} ends in {SUFFIX}, as folders do that are not whole yet. Choose another name.")
+    if place.is_mount() or place == here or place in here.parents:
+        what = "is a mount point" if place.is_mount() else "is or holds the current folder"
+        raise RecipeError(f"{out} {what}: a finished checkpoint cannot be put in its place. Choose a folder inside it.")
+
+
+def _writer(folder: Path) -> str:
+    """Return who writes a folder, as its mark says."""
+    with suppress(OSError, UnicodeDecodeError, IndexError):
+        line = (folder / INCOMPLETE).read_text().splitlines()[1]
+        return f": {''.join(letter for letter in line if letter.isprintable())[:200]}"
+    return ""
+
+
+def _written(folder: Path) -> set[str]:
+    """Return which files and folders in a checkpoint are of the run that wrote it."""
+    found = {path.name for path in folder.iterdir() if any(fnmatch(path.name, pattern) for pattern in REPLACED)}
+    return found | set(_recorded(folder))
+
+
+def _recorded(folder: Path) -> Iterator[str]:
+    """Yield what the record of a checkpoint lists; nothing if there is none that can be read."""
+    with suppress(OSError, ValueError, RecursionError, LookupError, TypeError):
+        for name in json.loads((folder / RECORD).read_text())["files"]:
+            yield Path(name).parts[0]
+
+
+def _unused(place: Path) -> Path:
+    """Return a name beside a folder that nothing has."""
+    folder = Path(tempfile.mkdtemp(prefix=f"{place.name}.old-", dir=place.parent))
+    folder.rmdir()
+    return folder
+
+
+def _flush(folder: Path) -> None:
+    """Wait until every file of a folder is on disk."""
+    for path in (path for path in folder.rglob("*") if path.is_file()):
+        number = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)

@@ -1,0 +1,273 @@
+"""One run alone writes a checkpoint; a crash at any moment leaves a whole one; nothing foreign is deleted."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nearplane.errors import FormatError, RecipeError
+from nearplane.formats.unfinished import Unfinished
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from nearplane.formats.unfinished import Unfinished
+with Unfinished(Path(sys.argv[1])) as place:
+    (place.folder / "part").write_text("of a run that is killed")
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+CRASHES = """
+import os, sys
+from pathlib import Path
+from nearplane.formats.unfinished import Unfinished
+
+root = Path(sys.argv[1])
+EVENTS = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod", "open", "shutil.rmtree")
+
+def write(folder, text):
+    for name in ("nearplane.json", "config.json", "model.safetensors"):
+        (folder / name).write_text(text)
+
+def run(out, crash):
+    place = Unfinished(out, overwrite=True)
+    with place:
+        write(place.folder, "new")
+        (place.folder / "INCOMPLETE").unlink()
+        left = crash
+        def hook(event, words):
+            nonlocal left
+            if event in EVENTS:
+                left -= 1
+                if left < 0:
+                    os._exit(9)
+        sys.addaudithook(hook)
+
+number = 0
+while True:
+    out = root / str(number) / "out"
+    out.mkdir(parents=True)
+    write(out, "old")
+    (out / "notes.md").write_text("mine")
+    child = os.fork()
+    if not child:
+        run(out, number)
+        os._exit(0)
+    if os.waitpid(child, 0)[1] == 0:
+        break
+    number += 1
+print(number)
+"""
+
+
+def finish(out: Path, text: str = "new", *, overwrite: bool = False) -> None:
+    """Write a checkpoint as far as a folder is concerned."""
+    with Unfinished(out, overwrite=overwrite) as place:
+        for name in ("nearplane.json", "model.safetensors"):
+            (place.folder / name).write_text(text)
+        (place.folder / "INCOMPLETE").unlink()
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def held(tmp_path: Path):
+    """Another process that writes `tmp_path / "out"`."""
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path / "out"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "out"
+    with Unfinished(out) as place:
+        (place.folder / "nearplane.json").write_text("new")
+        assert not out.exists()
+        assert (place.folder / "INCOMPLETE").exists()
+        (place.folder / "INCOMPLETE").unlink()
+    assert contents(tmp_path) == {"new/out/nearplane.json": "new"}
+
+
+def test_a_second_run_is_refused_and_told_who_writes(tmp_path: Path, held: subprocess.Popen[str]) -> None:
+    before = contents(tmp_path)
+    said = rf"being written by another run: process {held.pid} on .+, since 20.*Wait until it has ended, or choose"
+    for overwrite in (False, True):
+        with pytest.raises(RecipeError, match=said), Unfinished(tmp_path / "out", overwrite=overwrite):
+            pass
+    assert contents(tmp_path) == before
+
+
+def test_a_second_run_in_the_same_process_is_refused(tmp_path: Path) -> None:
+    with Unfinished(tmp_path / "out"):
+        with pytest.raises(RecipeError, match=f"another run: process {os.getpid()}"), Unfinished(tmp_path / "out"):
+            pass
+        with Unfinished(tmp_path / "other"):
+            pass
+
+
+def test_the_lock_of_a_killed_run_holds_nobody_up(
+    tmp_path: Path, held: subprocess.Popen[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it wrote is deleted, and that is said."""
+    held.send_signal(signal.SIGKILL)
+    held.wait()
+    assert set(contents(tmp_path)) == {"out.unfinished.lock", "out.unfinished/INCOMPLETE", "out.unfinished/part"}
+    with caplog.at_level(logging.INFO, logger="nearplane"):
+        finish(tmp_path / "out")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path / 'out.unfinished'} is of a run that did not finish: it is deleted, and the work begins again."
+    ]
+    assert contents(tmp_path) == {"out/nearplane.json": "new", "out/model.safetensors": "new"}
+
+
+def test_what_may_be_in_out_is_asked_again_under_the_lock(tmp_path: Path) -> None:
+    """A run may finish between the second run's first look and its lock."""
+    second = Unfinished(tmp_path / "out")
+    finish(tmp_path / "out")
+    with pytest.raises(RecipeError, match="not empty"), second:
+        pass
+    assert contents(tmp_path) == {"out/nearplane.json": "new", "out/model.safetensors": "new"}
+
+
+def test_a_run_that_fails_before_it_writes_leaves_no_trace(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="no"), Unfinished(tmp_path / "out"):
+        raise RecipeError("no")
+    assert list(tmp_path.iterdir()) == []
+
+
+def stop_half_way(out: Path) -> None:
+    with Unfinished(out, overwrite=True) as place:
+        (place.folder / "part").write_text("")
+        raise KeyboardInterrupt
+
+
+def test_a_run_that_is_stopped_says_what_is_on_disk(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt) as stopped, Unfinished(out):
+        raise KeyboardInterrupt
+    assert stopped.value.__notes__ == ["Nothing was written. Run the same command again."]
+    finish(out, "old")
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        stop_half_way(out)
+    assert stopped.value.__notes__ == [
+        f"What is done lies in {out}.unfinished, which nothing loads; {out} is as it was. Run the same command again: it begins "
+        f"anew."
+    ]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="crashes children")
+def test_a_crash_at_any_moment_leaves_a_whole_checkpoint_and_what_was_not_ours(tmp_path: Path) -> None:
+    """The process dies at every operation on files between the last write and the end."""
+    result = subprocess.run([sys.executable, "-c", CRASHES, tmp_path], check=True, capture_output=True, text=True)
+    moments = int(result.stdout)
+    assert moments > 10
+    for moment in range(moments + 1):
+        found = contents(tmp_path / str(moment))
+        places = {name.rpartition("/")[0] for name in found}
+        whole = {
+            place: text
+            for place in places
+            for text in ("old", "new")
+            if all(
+                found.get(f"{place}/{name}") == text for name in ("nearplane.json", "config.json", "model.safetensors")
+            )
+        }
+        assert whole.get("out") == "new" or "old" in {whole.get(p) for p in places if p == "out" or ".old-" in p}
+        assert [text for name, text in found.items() if name.endswith("notes.md")] == ["mine"]
+    assert found == {f"out/{name}": "new" for name in ("nearplane.json", "config.json", "model.safetensors")} | {
+        "out/notes.md": "mine"
+    }
+
+
+def test_after_a_crash_in_between_the_next_run_loses_nothing(tmp_path: Path) -> None:
+    """The whole checkpoint that was not renamed yet is not deleted."""
+    finish(tmp_path / "out")
+    (tmp_path / "out").rename(tmp_path / "out.unfinished")
+    before = contents(tmp_path)
+    with pytest.raises(RecipeError, match=r"out\.unfinished is a whole checkpoint.*Rename it"):
+        finish(tmp_path / "out")
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+def test_what_is_not_ours_is_not_deleted(tmp_path: Path, kind: str) -> None:
+    place = tmp_path / "out.unfinished"
+    if kind == "file":
+        place.write_text("mine")
+    else:
+        folder = place if kind == "folder" else tmp_path / "elsewhere"
+        folder.mkdir()
+        (folder / "thesis.tex").write_text("mine")
+        if kind == "link":
+            (folder / "INCOMPLETE").write_text("")
+            place.symlink_to(folder)
+    before = contents(tmp_path)
+    with pytest.raises(RecipeError, match="nearplane did not make it"):
+        finish(tmp_path / "out")
+    assert contents(tmp_path) == before
+
+
+def test_files_that_no_run_wrote_outlive_an_overwrite(tmp_path: Path) -> None:
+    """Those that the record lists do not: the new checkpoint may not have them."""
+    out = tmp_path / "out"
+    finish(out)
+    (out / "nearplane.json").write_text(json.dumps({"files": {"LICENSE": "", "templates/a.jinja": ""}}))
+    (out / "templates").mkdir()
+    for name in ("LICENSE", "templates/a.jinja", "notes.md", "tokenizer.json"):
+        (out / name).write_text("old")
+    finish(out, overwrite=True)
+    assert contents(tmp_path) == {"out/nearplane.json": "new", "out/model.safetensors": "new", "out/notes.md": "old"}
+
+
+def test_an_empty_folder_is_replaced_and_keeps_its_mode(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir(mode=0o750)
+    finish(out)
+    assert out.stat().st_mode & 0o777 == 0o750
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk" / "out")
+    for overwrite in (False, True):
+        finish(tmp_path / "out", overwrite=overwrite)
+        assert (tmp_path / "out").is_symlink()
+        assert [path.name for path in (tmp_path / "disk").iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("/", "mount point"), (".", "current folder"), ("a.unfinished", "another name")]
+)
+def test_what_cannot_be_replaced_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, why: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError, match=why):
+        Unfinished(Path(name), overwrite=True)
+
+
+def fill_meanwhile(out: Path) -> None:
+    with Unfinished(out) as place:
+        (place.folder / "model.safetensors").write_text("new")
+        out.mkdir()
+        (out / "thesis.tex").write_text("mine")
+
+
+def test_a_folder_that_fills_while_the_run_works_is_left_alone(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match=r"is whole but could not become .*Rename it yourself"):
+        fill_meanwhile(tmp_path / "out")
+    assert contents(tmp_path)["out/thesis.tex"] == "mine"
+    assert contents(tmp_path)["out.unfinished/model.safetensors"] == "new"

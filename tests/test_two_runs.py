@@ -1,0 +1,45 @@
+"""Two commands on one OUT at the same time: one succeeds, the other is refused, and nothing is mixed."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+import nearplane
+from families import config_of, random_model
+from nearplane.demo import CALIBRATION, MODEL
+
+REPETITIONS = 10 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    random_model(config_of("llama", vocab_size=2048, num_hidden_layers=2)).float().save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((MODEL / name).read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize("repetition", range(REPETITIONS))
+def test_of_two_runs_on_one_folder_one_succeeds_and_the_other_is_refused(model, tmp_path, repetition):
+    """The second begins up to a second after the first."""
+    out = tmp_path / "out"
+    words = [sys.executable, "-m", "nearplane", "quantize", model, out, "--calibration", CALIBRATION, "--bits"]
+    more = ["--group-size", "16", "--samples", "24", "--seqlen", "60"]
+    runs = []
+    for bits in ("3", "4"):
+        runs.append(subprocess.Popen([*words, bits, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        time.sleep(repetition % 4 / 4)
+    errors = [run.communicate()[1] for run in runs]
+    codes = [run.returncode for run in runs]
+    assert sorted(codes) == [0, 1], errors
+    refused = " ".join(errors[codes.index(1)].split())
+    assert f"{out} is being written by another run" in refused or f"{out} exists and is not empty" in refused
+    assert "Traceback" not in refused
+    found = nearplane.verify(out)
+    assert found.faults == ()
+    assert found.record.recipe.rule.bits == (3, 4)[codes.index(0)]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
