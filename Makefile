@@ -22,7 +22,7 @@ test: $(VENV)/.tested-with
 	$(VENV)/bin/python -m pytest
 
 nightly: $(VENV)/.tested-with   # 500 problems for every theorem instead of 50
-	HYPOTHESIS_PROFILE=nightly $(VENV)/bin/python -m pytest tests/lattice tests/test_geometry.py tests/test_inputs.py
+	HYPOTHESIS_PROFILE=nightly $(VENV)/bin/python -m pytest tests/lattice tests/study tests/test_inputs.py
 
 bench: $(VENV)/.tested-with
 	$(PIP) --no-deps --force-reinstall .

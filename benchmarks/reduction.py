@@ -27,12 +27,12 @@ from torch import Tensor
 from nearplane.lattice.bounds import limit, quadratic
 from nearplane.lattice.factor import factorize
 from nearplane.lattice.grid import Grid
-from nearplane.lattice.reduction import nearest_plane_reduced, reduce
 from nearplane.lattice.solve import nearest_plane
 from nearplane.models.calibrate import observe, stages
 from nearplane.models.data import read_windows
 from nearplane.models.skeleton import skeleton
 from nearplane.models.stream import open_model
+from nearplane.study.reduction import nearest_plane_reduced, reduce
 
 Solve = Callable[[Tensor, Grid], Tensor]  # weights and grid to codes
 

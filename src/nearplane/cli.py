@@ -284,7 +284,7 @@ def geometry(out: Path) -> None:
     Args:
         out: Folder for the pictures.
     """
-    from nearplane.pictures import draw_geometry
+    from nearplane.study.pictures import draw_geometry
 
     for path in draw_geometry(out):
         print(path)

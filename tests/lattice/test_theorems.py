@@ -95,7 +95,7 @@ ELSEWHERE = {
         "so the loss of no row rises": "test_the_loss_of_no_row_rises_with_the_beam",
         "all candidates are brute force": "test_a_beam_of_all_code_vectors_finds_the_best",
     },
-    "test_reduction.py": {
+    "../study/test_reduction.py": {
         "LLL (1982)": "test_is_a_reduced_basis_of_the_same_lattice",
         "[C25] Algorithm 2": "test_loss_is_within_the_reduced_profile",
     },

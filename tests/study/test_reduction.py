@@ -13,8 +13,8 @@ from nearplane.errors import NumericalError
 from nearplane.lattice.bounds import quadratic
 from nearplane.lattice.factor import Factor, factorize
 from nearplane.lattice.grid import Grid
-from nearplane.lattice.reduction import _sweeps, nearest_plane_reduced, reduce
 from nearplane.lattice.solve import nearest_plane
+from nearplane.study.reduction import _sweeps, nearest_plane_reduced, reduce
 from oracles import closest_vector
 from strategies import problem, problems
 

@@ -1,13 +1,13 @@
-"""draw_geometry(): five pictures of what quantizing does to two weights, every number in them from `geometry.py`.
+"""Five pictures of what quantizing does to two weights; every number in them is from `geometry.py`.
 
-    babai        nearest plane step by step: project on the nearest plane, then round; in the given basis and in a reduced one
+    babai        nearest plane step by step: project on the nearest plane, then round; in two bases of one lattice
     cells        which targets every method rounds to the same point, and where that point is the closest
     spaces       the first step of GPTQ in parameter space, of Babai in data space: the same step
     greedy       OBQ's choice of the weight to round first: the one whose nearest plane is nearest
     propagation  the worked example: rounding w_0 to 1 moves w_1 from 0.6 to 0.4
 
-After Chen, Hoefler, Alistarh, "The Geometry of LLM Quantization: GPTQ as Babai's Nearest Plane Algorithm" (2025), and Birnick,
-"The Lattice Geometry of Neural Network Quantization" (2025).
+After Chen, Hoefler, Alistarh, "The Geometry of LLM Quantization: GPTQ as Babai's Nearest Plane Algorithm" (2025), and
+Birnick, "The Lattice Geometry of Neural Network Quantization" (2025).
 """
 
 from __future__ import annotations
@@ -22,21 +22,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from nearplane import geometry as g
 from nearplane.errors import RecipeError
 from nearplane.lattice.bounds import quadratic
+from nearplane.study import geometry as g
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-BLUE, ORANGE, GREEN, RED = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#D55E00",
-)  # which the colour-blind tell apart (Okabe and Ito)
-RIGHT, WRONG = "#CFE6F5", "#F6C667"  # pale blue, pale orange
+# colours that the colour-blind tell apart (Okabe and Ito)
+BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
+OPTIMAL_COLOUR, MISSED_COLOUR = "#CFE6F5", "#F6C667"  # pale blue, pale orange
 TEXT, LINE, POINT = "#222222", "#BBBBBB", "#777777"
 FORMATS = ("svg", "png")
 
@@ -92,10 +88,12 @@ def _babai(figure: Figure) -> None:
     B = g.basis(H)
     T = g.reduced(B).to(B.dtype)
     _head(
-        figure, (7.2, 4.85), "Babai's nearest plane: project on a plane, then round",
+        figure,
+        (7.2, 4.85),
+        "Babai's nearest plane: project on a plane, then round",
         "Step 1 projects the target t on the nearest plane (here a line), step 2 goes to the nearest\n"
         "point on it. Shorter basis vectors b₀, b₁ of the same lattice have planes farther apart.",
-    )  # fmt: skip
+    )
     best = B @ g.closest(w[None], H)[0]
     for axes, name, basis in zip(figure.subplots(1, 2), ("given basis", "reduced basis"), (B, B @ T), strict=True):
         steps = g.sweep(torch.linalg.solve(basis, B @ w), basis.T @ basis)
@@ -115,10 +113,12 @@ def _cells(figure: Figure) -> None:
     H, w = g.hessian(g.INPUTS), g.WEIGHTS
     B = g.basis(H)
     _head(
-        figure, (7.2, 7.6), "Babai's cells are closer to the optimal ones than rounding's",
+        figure,
+        (7.2, 7.6),
+        "Babai's cells are closer to the optimal ones than rounding's",
         "All targets of a cell go to its lattice point. Blue: that is the closest one; orange: it is not.\n"
         "All areas are equal; Σd adds the squared sides of a box. Cross: a target; square: its point.",
-    )  # fmt: skip
+    )
     titles = {
         "optimum": "optimum: Voronoi cells",
         "round to nearest": "round to nearest: parallelograms",
@@ -128,8 +128,8 @@ def _cells(figure: Figure) -> None:
     for axes, method in zip(figure.subplots(2, 2).flatten(), g.METHODS, strict=True):
         tiling = g.tiling(H, method)
         for point in _lattice(axes, B, (-1.55, 1.95), (-1.1, 1.3)):
-            axes.fill(*(tiling.cell + point).T.tolist(), facecolor=WRONG, edgecolor="none", zorder=0)
-            axes.fill(*(tiling.agrees + point).T.tolist(), facecolor=RIGHT, edgecolor="none", zorder=1)
+            axes.fill(*(tiling.cell + point).T.tolist(), facecolor=MISSED_COLOUR, edgecolor="none", zorder=0)
+            axes.fill(*(tiling.agrees + point).T.tolist(), facecolor=OPTIMAL_COLOUR, edgecolor="none", zorder=1)
             axes.fill(*(tiling.cell + point).T.tolist(), facecolor="none", edgecolor=TEXT, linewidth=1, zorder=2)
         result = g.solve(w[None], H, method)
         axes.plot(*(B @ result[0]).tolist(), marker="s", markersize=9, color=BLUE, markeredgecolor="white", zorder=5)
@@ -152,10 +152,13 @@ def _spaces(figure: Figure) -> None:
     steps, error = g.sweep(w, H), w - moved
     z_0, z_1 = steps.codes.tolist()
     _head(
-        figure, (7.2, 4.95), "GPTQ's error propagation is Babai's projection",
-        f"One step in two spaces: w₀ is rounded to {code}, and w₁ moves from {w[1]:.2f} to {moved[1]:.2f}: least loss on the\n"
+        figure,
+        (7.2, 4.95),
+        "GPTQ's error propagation is Babai's projection",
+        f"One step in two spaces: w₀ is rounded to {code}, and w₁ moves from {w[1]:.2f} to {moved[1]:.2f}: "
+        "least loss on the\n"
         f"plane, where an ellipse of equal loss touches it, which is a circle on the right. Codes: ({z_0}, {z_1}).",
-    )  # fmt: skip
+    )
     left, right = figure.subplots(1, 2)
     for axes, basis, x, y in ((left, identity, (-0.55, 1.35), (-0.55, 1.35)), (right, B, (-0.4, 1.5), (-0.7, 1.2))):
         _lattice(axes, basis, x, y)
@@ -181,18 +184,20 @@ def _greedy(figure: Figure) -> None:
     B = g.basis(H)
     distances = g.plane_distances(w, H)
     chosen = g.greedy(w, H)
-    other = g.sweep(w, H, g.FIRST[chosen.last])
+    other = g.sweep(w, H, g.ORDER_STARTING_WITH[chosen.last])
     first, second = "w₀w₁"[2 * chosen.first :][:2], "w₀w₁"[2 * other.first :][:2]
     _head(
-        figure, (7.2, 4.5), "OBQ rounds first the weight whose nearest plane is nearest",
+        figure,
+        (7.2, 4.5),
+        "OBQ rounds first the weight whose nearest plane is nearest",
         f"Left: where w₀ is an integer (blue) and where w₁ is (orange), and how far t is from the nearest.\n"
         f"Right: {first} first ends at squared error {chosen.loss:.3f}, {second} first at the ring, {other.loss:.3f}.",
-    )  # fmt: skip
+    )
     left, right = figure.subplots(1, 2)
     for axes in (left, right):
         _lattice(axes, B, (-0.3, 1.5), (-0.7, 1.0))
     for j, colour in enumerate((BLUE, RED)):
-        steps = g.sweep(w, H, g.FIRST[j])
+        steps = g.sweep(w, H, g.ORDER_STARTING_WITH[j])
         code = int(steps.codes[j])
         foot = steps.path[1] @ B.T
         _planes(left, B, j, code, colour)
@@ -217,10 +222,13 @@ def _propagation(figure: Figure) -> None:
     inverse = str(torch.linalg.inv(H).round(decimals=9).int().tolist()).replace("-", "\N{MINUS SIGN}")
     (a, b), (z, moved), end = w.tolist(), between.tolist(), int(steps.codes[1])
     _head(
-        figure, (7.2, 6.9), f"Rounding w₀ to {z:.0f} moves w₁ from {b:.1f} to {moved:.1f}, and halves the loss",
+        figure,
+        (7.2, 6.9),
+        f"Rounding w₀ to {z:.0f} moves w₁ from {b:.1f} to {moved:.1f}, and halves the loss",
         f"Ellipses: equal loss around w = ({a:.1f}, {b:.1f}), H⁻¹ = {inverse}. On the line w₀ = {z:.0f} the loss is\n"
-        f"least where an ellipse touches it, w₁ = {moved:.1f}. That rounds to {end}, and {b:.1f} would have to {nearest[1]:.0f}.",
-    )  # fmt: skip
+        f"least where an ellipse touches it, w₁ = {moved:.1f}. That rounds to {end}, and {b:.1f} would have to "
+        f"{nearest[1]:.0f}.",
+    )
     axes = figure.subplots()
     _lattice(axes, torch.eye(2, dtype=H.dtype), (-0.25, 1.75), (-0.4, 1.55))
     axes.axvline(float(between[0]), color=BLUE, linewidth=2, zorder=1)
@@ -239,8 +247,12 @@ def _propagation(figure: Figure) -> None:
 
 
 PICTURES: dict[str, Callable[[Figure], None]] = {
-    "babai": _babai, "cells": _cells, "spaces": _spaces, "greedy": _greedy, "propagation": _propagation,
-}  # fmt: skip
+    "babai": _babai,
+    "cells": _cells,
+    "spaces": _spaces,
+    "greedy": _greedy,
+    "propagation": _propagation,
+}
 
 
 def _head(figure: Figure, size: tuple[float, float], title: str, caption: str) -> None:
@@ -269,9 +281,13 @@ def _planes(axes: Axes, B: Tensor, j: int, nearest: int, colour: str = BLUE, *, 
     for k in range(-reach, reach + 1):
         point = k * B[:, j]
         axes.axline(
-            _xy(point), _xy(point + B[:, 1 - j]), color=colour, linewidth=2 if k == nearest else 1,
-            alpha=1 if k == nearest else 0.35, zorder=1,
-        )  # fmt: skip
+            _xy(point),
+            _xy(point + B[:, 1 - j]),
+            color=colour,
+            linewidth=2 if k == nearest else 1,
+            alpha=1 if k == nearest else 0.35,
+            zorder=1,
+        )
 
 
 def _basis(axes: Axes, B: Tensor, start: Tensor) -> None:
@@ -312,8 +328,13 @@ def _level(axes: Axes, centre: Tensor, M: Tensor, loss: float) -> None:
 def _arrow(axes: Axes, start: Tensor, end: Tensor, colour: str, width: float, *, short: float = 0) -> None:
     """Draw an arrow that ends `short` points before its end."""
     arrow: dict[str, Any] = {
-        "arrowstyle": "-|>", "color": colour, "linewidth": width, "shrinkA": 0, "shrinkB": short, "mutation_scale": 12,
-    }  # fmt: skip
+        "arrowstyle": "-|>",
+        "color": colour,
+        "linewidth": width,
+        "shrinkA": 0,
+        "shrinkB": short,
+        "mutation_scale": 12,
+    }
     axes.annotate("", _xy(end), _xy(start), arrowprops=arrow, zorder=4)
 
 
@@ -335,6 +356,14 @@ def _say(
     from matplotlib.patheffects import withStroke
 
     axes.annotate(
-        text, _xy(point), offset, textcoords="offset points", ha=ha, va=va, color=TEXT, fontsize=11, zorder=7,
+        text,
+        _xy(point),
+        offset,
+        textcoords="offset points",
+        ha=ha,
+        va=va,
+        color=TEXT,
+        fontsize=11,
+        zorder=7,
         path_effects=[withStroke(linewidth=3, foreground="white")],
-    )  # fmt: skip
+    )

@@ -1,13 +1,13 @@
 """LLL reduction of a layer's lattice, and Babai's nearest plane in the reduced basis: for study, on unclipped grids.
 
-The lattice is spanned by the columns of `X diag(s)`. Rows of a matrix share a reduction if their steps are parallel, so one step
-for the matrix or one per column will do, and one per group and row will not. The codes are integers of the *original* basis: what
-is stored does not change its meaning. Lengths of a basis vector's part orthogonal to the vectors *after* it in rounding order are
-the Gram-Schmidt lengths: LLL's first vector is rounded last, so the kernels work on the mirror image of `Factor`, lower triangular
-`L` whose rows are the basis.
+The lattice is spanned by the columns of `X diag(s)`. Rows of a matrix share a reduction if their steps are parallel, so
+one step for the matrix or one per column will do, and one per group and row will not. The codes are integers of the
+*original* basis: what is stored does not change its meaning. Lengths of a basis vector's part orthogonal to the vectors
+*after* it in rounding order are the Gram-Schmidt lengths: LLL's first vector is rounded last, so the kernels work on
+the mirror image of `Factor`, lower triangular `L` whose rows are the basis.
 
-Floating point: windows of the triangle are reduced by themselves with rotations, the rest follows by matrix products, and what
-comes out is factored afresh from the exact integers and checked against the definition.
+Floating point: windows of the triangle are reduced by themselves with rotations, the rest follows by matrix products,
+and what comes out is factored afresh from the exact integers and checked against the definition.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from nearplane.lattice.solve import nearest_plane
 
 Floats = npt.NDArray[np.float64]
 
-EXACT = 2.0**52  # integers up to here are combined in float64 without rounding
-SLACK = 1e-7  # what a fresh factorization may find above |mu| = 1/2 and below delta
-REFRESHES = 10
+MAX_EXACT_INTEGER = 2.0**52  # integers up to here are combined in float64 without rounding
+REDUCED_TOLERANCE = 1e-7  # what a fresh factorization may find above |mu| = 1/2 and below delta
+MAX_REFRESHES = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +38,8 @@ class Reduced:
     """A reduced basis of a layer's lattice: `T^T diag(s) (H + shift I) diag(s) T = U diag(d) U^T`.
 
     Args:
-        factor: U and d of the reduced basis in its own rounding order (`factor.order` is 0, 1, ...); `d` is the reduced profile,
-            steps included.
+        factor: U and d of the reduced basis in its own rounding order (`factor.order` is 0, 1, ...); `d` is the reduced
+            profile, steps included.
         T: (in, in) int64, unimodular: column j holds the original coordinates of the basis vector that is rounded j-th.
         inverse: (in, in) int64 inverse of `T`, exact.
         step: (in,) `s`, the step of every original column, up to a factor common to all.
@@ -65,10 +65,11 @@ def reduce(factor: Factor, *, step: Tensor | None = None, delta: float = 0.75, w
         window: basis vectors reduced together; at least `in` makes it the textbook's algorithm, in its order.
 
     Raises:
-        NumericalError: float64 does not hold the lattice (its transformation, or its determinant), or nothing converges.
+        NumericalError: float64 does not hold the lattice (its transformation, or its determinant), or nothing
+            converges.
 
-    Lenstra, Lenstra, Lovasz (1982); delta 3/4 as in Chen, Hoefler, Alistarh (2025), Algorithm 2. In blocks after Koy and Schnorr
-    (2001). A sweep over the windows costs about `in^3` multiplications.
+    Lenstra, Lenstra, Lovasz (1982); delta 3/4 as in Chen, Hoefler, Alistarh (2025), Algorithm 2. In blocks after Koy
+    and Schnorr (2001). A sweep over the windows costs about `in^3` multiplications.
     """
     if not 0.25 < delta < 1:
         raise NumericalError(f"delta is {delta}; the algorithm of Lenstra, Lenstra and Lovasz needs 1/4 < delta < 1.")
@@ -82,27 +83,34 @@ def reduce(factor: Factor, *, step: Tensor | None = None, delta: float = 0.75, w
     start: Floats = rows.flip(0, 1).contiguous().numpy()  # lower triangular: LLL's first vector is rounded last
     V = np.eye(n)
     L = start.copy()
-    for _ in range(REFRESHES):
+    for _ in range(MAX_REFRESHES):
         _sweeps(L, V, delta, min(window, n))
         L = _lower(V @ start)
         drift = abs(float(np.log(L.diagonal()).mean()))  # 0 in exact arithmetic: the unit is the geometric mean
-        if not drift < SLACK:
+        if not drift < REDUCED_TOLERANCE:
             raise _lost(f"the geometric mean of its lengths moved by a factor of 1 + {drift:.2g}")
         if is_reduced(torch.from_numpy(L), delta):
             break
     else:
-        raise _lost(f"the basis is not reduced after {REFRESHES} refreshed factorizations")
+        raise _lost(f"the basis is not reduced after {MAX_REFRESHES} refreshed factorizations")
     R = torch.from_numpy(L).flip(0, 1)
     T = torch.empty(n, n, dtype=torch.int64)
     T[factor.order] = torch.from_numpy(V).flip(0, 1).T.to(torch.int64)
     lengths = R.diagonal()
     return Reduced(
         factor=Factor(
-            order=torch.arange(n), U=R / lengths, d=(lengths * unit).square(), damp=factor.damp, shift=factor.shift,
+            order=torch.arange(n),
+            U=R / lengths,
+            d=(lengths * unit).square(),
+            damp=factor.damp,
+            shift=factor.shift,
             dead=torch.zeros(n, dtype=torch.bool),
         ),
-        T=T, inverse=_inverse(T), step=s, before=before,
-    )  # fmt: skip
+        T=T,
+        inverse=_inverse(T),
+        step=s,
+        before=before,
+    )
 
 
 def nearest_plane_reduced(W: Tensor, grid: Grid, reduced: Reduced) -> QuantizedMatrix:
@@ -110,13 +118,15 @@ def nearest_plane_reduced(W: Tensor, grid: Grid, reduced: Reduced) -> QuantizedM
 
         u = W / s + zero ;  z = T^-1 u ;  codes = T nearest_plane(z)
 
-    The damped loss of a row is at most `1/4 sum_j d_j` of `reduced.factor`, times the square of the row's step over `reduced.step`.
+    The damped loss of a row is at most `1/4 sum_j d_j` of `reduced.factor`, times the square of the row's step over
+    `reduced.step`.
 
     Returns:
         Codes int32 of the original basis, on the same grid.
 
     Raises:
-        NumericalError: the grid clips, its steps are not parallel to those of the reduction, or codes do not fit 32 bits.
+        NumericalError: the grid clips, its steps are not parallel to those of the reduction, or codes do not fit 32
+            bits.
     """
     if grid.low is not None or grid.high is not None:
         raise NumericalError(
@@ -141,7 +151,7 @@ def nearest_plane_reduced(W: Tensor, grid: Grid, reduced: Reduced) -> QuantizedM
     return QuantizedMatrix(codes=codes.to(torch.int32), grid=grid)
 
 
-def is_reduced(L: Tensor, delta: float, *, slack: float = SLACK) -> bool:
+def is_reduced(L: Tensor, delta: float, *, slack: float = REDUCED_TOLERANCE) -> bool:
     """Say whether the rows of the lower triangle `L` are a reduced basis, the first row LLL's first vector.
 
     mu_ki = L_ki / L_ii :  |mu_ki| <= 1/2 for i < k ;  L_kk^2 >= (delta - mu_{k,k-1}^2) L_{k-1,k-1}^2
@@ -171,11 +181,11 @@ def _sweeps(L: Floats, V: Floats, delta: float, window: int) -> None:
 
 
 def _reduce_window(L: Floats, V: Floats, a: int, b: int, delta: float) -> int:
-    """Reduce the projected vectors `a` to `b`, carry the rest of the triangle along, and return how many changed places."""
+    """Reduce the projected vectors `a` to `b`, update the rest of the triangle, and return how many changed places."""
     part = L[a:b, a:b].copy()
     transform, rotation = np.eye(b - a), np.eye(b - a)
     swaps = int(_textbook(part, transform, rotation, delta))
-    if swaps < 0 or np.abs(transform).sum(1).max() * np.abs(V[a:b]).max() > EXACT:
+    if swaps < 0 or np.abs(transform).sum(1).max() * np.abs(V[a:b]).max() > MAX_EXACT_INTEGER:
         raise _lost("an integer of the transformation is above 2^52")
     if swaps == 0:
         return 0
@@ -195,7 +205,7 @@ def _size_reduce(L: Floats, V: Floats, a: int, b: int) -> None:
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def _subtract(L: Floats, V: Floats, k: int, i: int) -> float:
-    """Subtract from row `k` the multiple of row `i` that leaves |mu_ki| <= 1/2; return the largest integer met, 0 if none."""
+    """Subtract a multiple of row `i` from row `k`, so that |mu_ki| <= 1/2; return the largest integer met, or 0."""
     c = np.rint(L[k, i] / L[i, i])
     if c == 0:
         return 0.0
@@ -210,12 +220,12 @@ def _subtract(L: Floats, V: Floats, k: int, i: int) -> float:
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def _size_reduce_row(L: Floats, V: Floats, k: int) -> bool:
-    """Make |mu_ki| <= 1/2 for all i < k, again until nothing changes; False if it never ends or integers grow too large."""
+    """Make |mu_ki| <= 1/2 for all i < k until nothing changes; False if that never ends or integers grow too large."""
     for _ in range(100):
         changed = False
         for i in range(k - 1, -1, -1):
             largest = _subtract(L, V, k, i)
-            if not largest < EXACT:
+            if not largest < MAX_EXACT_INTEGER:
                 return False
             changed |= largest > 0
         if not changed:
@@ -225,6 +235,7 @@ def _size_reduce_row(L: Floats, V: Floats, k: int) -> bool:
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def _size_reduce_rows(L: Floats, V: Floats, a: int, b: int) -> bool:
+    """Make |mu_ki| <= 1/2 for all i < k in the rows from `a` to `b`; False as soon as that fails."""
     done = True
     for k in range(a, b):
         done = done and _size_reduce_row(L, V, k)
@@ -233,7 +244,7 @@ def _size_reduce_rows(L: Floats, V: Floats, a: int, b: int) -> bool:
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def _textbook(L: Floats, V: Floats, Q: Floats, delta: float) -> int:
-    """Reduce the rows of `L` in place; `V L Q` is what it was. Returns the number of exchanges, -1 if integers grow too large.
+    """Reduce the rows of `L` in place, `V L Q` is what it was; return the exchanges, -1 if integers grow too large.
 
     A row is reduced against its neighbour, then tested, then against the rest: the exchanges are those of the textbook.
     Rows are rotated back to a triangle after every exchange. Ends early after 1000 `in^2` exchanges.
@@ -241,7 +252,7 @@ def _textbook(L: Floats, V: Floats, Q: Floats, delta: float) -> int:
     n = L.shape[0]
     swaps, k = 0, 1
     while k < n and swaps < 1000 * n * n:
-        if not _subtract(L, V, k, k - 1) < EXACT:
+        if not _subtract(L, V, k, k - 1) < MAX_EXACT_INTEGER:
             return -1
         if L[k, k] * L[k, k] + L[k, k - 1] * L[k, k - 1] >= delta * L[k - 1, k - 1] * L[k - 1, k - 1]:
             if not _size_reduce_row(L, V, k):
@@ -283,12 +294,12 @@ def _potential(L: Floats) -> float:
 
 
 def _inverse(T: Tensor) -> Tensor:
-    """Return the exact inverse of a unimodular matrix, int64; that there is one proves that its determinant is 1 or -1."""
+    """Return the exact inverse, int64, of a unimodular matrix; having one proves that its determinant is 1 or -1."""
     one = torch.eye(len(T), dtype=torch.int64)
     guess: Tensor = torch.linalg.inv(T.double())
     inverse: Tensor = guess.round().to(torch.int64)
     for _ in range(5):
-        if float((T.double().abs() @ inverse.double().abs()).amax()) > EXACT:
+        if float((T.double().abs() @ inverse.double().abs()).amax()) > MAX_EXACT_INTEGER:
             break
         residual = one - T @ inverse
         if not bool(residual.any()):
@@ -299,5 +310,6 @@ def _inverse(T: Tensor) -> Tensor:
 
 def _lost(found: str) -> NumericalError:
     return NumericalError(
-        f"The lattice cannot be reduced in float64: {found}. It is nearly singular: use a larger --damp, or steps that differ less."
+        f"The lattice cannot be reduced in float64: {found}. It is nearly singular: use a larger --damp, or steps that "
+        "differ less."
     )

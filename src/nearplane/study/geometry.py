@@ -1,8 +1,8 @@
-"""The geometry of quantizing two weights, computed by the lattice code that quantizes models. `pictures.py` draws it.
+"""Quantizing two weights as geometry in the plane, by the lattice code that quantizes models; `pictures.py` draws it.
 
-Two inputs `X` (tokens, 2) span a lattice in the plane. *Parameter space* holds weights `w` (2,), and its lattice is Z^2; *data
-space* holds `B w`, where `B^T B = H = X^T X / tokens`, and squared length is the loss of a row. Steps are 1 and codes unbounded.
-Polygons are (corners, 2), convex and counter-clockwise.
+Two inputs `X` (tokens, 2) span a lattice in the plane. *Parameter space* holds weights `w` (2,), and its lattice is
+Z^2; *data space* holds `B w`, where `B^T B = H = X^T X / tokens`, and squared length is the loss of a row. Steps are 1
+and codes unbounded. Polygons are (corners, 2), convex and counter-clockwise.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Method = Literal["optimum", "round to nearest", "nearest plane", "nearest plane,
 METHODS: tuple[Method, ...] = Method.__args__  # type: ignore[attr-defined]
 ORDERS: dict[Method, Order] = {"nearest plane": "natural", "nearest plane, reversed": "reversed"}
 
-FIRST: tuple[Order, Order] = ("natural", "reversed")  # the order in which weight 0, weight 1 is rounded first
+ORDER_STARTING_WITH: tuple[Order, Order] = ("natural", "reversed")  # by the weight that is rounded first
 
 INPUTS = torch.tensor([[1.2, 1.6], [-1.2, -1.2], [-0.6, 0.4], [-1.6, -1.4]], dtype=torch.float64)  # correlation 0.9
 WEIGHTS = torch.tensor([0.4, 0.2], dtype=torch.float64)  # where rounding, nearest plane and the optimum all differ
@@ -39,7 +39,8 @@ def hessian(X: Tensor) -> Tensor:
 def basis(H: Tensor) -> Tensor:
     """Return (2, 2) `B` with `B^T B = H`: column 1 lies along the first axis, column 0 above it.
 
-    `diag(sqrt d) U^T` with its rows exchanged. The inputs themselves are the same lattice, rotated into more dimensions.
+    `diag(sqrt d) U^T` with its rows exchanged. The inputs themselves are the same lattice, rotated into more
+    dimensions.
     """
     factor = factorize(H, damp=0.0)
     return (factor.d.sqrt()[:, None] * factor.U.T).flip(0)
@@ -69,7 +70,8 @@ class Sweep:
     Args:
         first, last: column that is rounded first, and last.
         codes: (2,) int32.
-        path: (3, 2) the weights; after the first step: on the nearest plane, where the other weight made up for it; the codes.
+        path: (3, 2) the weights; after the first step: on the nearest plane, where the other weight made up for it; the
+            codes.
         loss: squared length of the error in data space.
     """
 
@@ -99,7 +101,7 @@ def sweep(w: Tensor, H: Tensor, order: Order = "natural") -> Sweep:
 
 
 def gptq_first(w: Tensor, H: Tensor) -> tuple[int, Tensor]:
-    """Return the code of weight 0 and (2,) the weights after it, in parameter space: `w - e / [H^-1]_00 H^-1 [:, 0]`."""
+    """Return the code of weight 0 and (2,) the weights after GPTQ's first step: `w - e / [H^-1]_00 H^-1 [:, 0]`."""
     inverse = torch.linalg.inv(H)
     code = w[0].round()
     return int(code), w - (w[0] - code) / inverse[0, 0] * inverse[:, 0]
@@ -126,7 +128,7 @@ def plane_distances(w: Tensor, H: Tensor) -> Tensor:
 
 def greedy(w: Tensor, H: Tensor) -> Sweep:
     """Round first the weight whose nearest plane is nearest: OBQ."""
-    return sweep(w, H, FIRST[int(plane_distances(w, H).argmin())])
+    return sweep(w, H, ORDER_STARTING_WITH[int(plane_distances(w, H).argmin())])
 
 
 def solve(W: Tensor, H: Tensor, method: Method) -> Tensor:
@@ -139,7 +141,7 @@ def solve(W: Tensor, H: Tensor, method: Method) -> Tensor:
 
 
 def closest(W: Tensor, H: Tensor) -> Tensor:
-    """Return (out, 2) the integers of least loss for every row, by trying all that could be better than nearest plane."""
+    """Return (out, 2) the integers of least loss for every row: all that may beat nearest plane are tried."""
     factor = factorize(H, damp=0.0)
     most = factor.d.sum() / 4
     reach = [int(j) + 1 for j in (most * torch.linalg.inv(H).diagonal()).sqrt() + 0.5]
@@ -180,10 +182,8 @@ def clip(polygon: Tensor, normal: Tensor, most: Tensor) -> Tensor:
     if not kept:
         return polygon[:0]
     corners = torch.stack(kept)
-    apart = (corners - corners.roll(-1, 0)).norm(
-        dim=1
-    ) > 1e-12 * polygon.abs().max()  # the edge between has a direction
-    return corners[apart]
+    lengths = (corners - corners.roll(-1, 0)).norm(dim=1)
+    return corners[lengths > 1e-12 * polygon.abs().max()]  # edges shorter than that have no direction
 
 
 def intersection(one: Tensor, other: Tensor) -> Tensor:
@@ -197,8 +197,8 @@ def intersection(one: Tensor, other: Tensor) -> Tensor:
 def cell(H: Tensor, method: Method) -> Tensor:
     """Return the polygon of data space whose points a method rounds to 0; shifted by lattice points it tiles the plane.
 
-    The optimum: the Voronoi cell. Round to nearest: the parallelogram of the basis. Nearest plane: the box of the Gram-Schmidt
-    vectors, a rectangle with sides `sqrt(d_j)`.
+    The optimum: the Voronoi cell. Round to nearest: the parallelogram of the basis. Nearest plane: the box of the
+    Gram-Schmidt vectors, a rectangle with sides `sqrt(d_j)`.
     """
     B = basis(H)
     if method == "optimum":
@@ -277,5 +277,5 @@ def bounds(H: Tensor, order: Order) -> tuple[float, float]:
 
 
 def worked_example() -> tuple[Tensor, Tensor]:
-    """Return the weights (0.8, 0.6) and the Hessian whose inverse is [[1, -1], [-1, 2]]: rounding w_0 to 1 moves w_1 to 0.4."""
+    """Return weights (0.8, 0.6) and H with inverse [[1, -1], [-1, 2]]: rounding w_0 to 1 moves w_1 to 0.4."""
     return torch.tensor([0.8, 0.6], dtype=torch.float64), torch.tensor([[2.0, 1.0], [1.0, 1.0]], dtype=torch.float64)

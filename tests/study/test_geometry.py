@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nearplane import geometry as g
 from nearplane.errors import RecipeError
 from nearplane.lattice.bounds import quadratic
 from nearplane.lattice.factor import factorize
-from nearplane.pictures import PICTURES, draw_geometry
+from nearplane.study import geometry as g
+from nearplane.study.pictures import PICTURES, draw_geometry
 from oracles import closest_vector
 
 DIGITS = 1e-12
@@ -187,7 +187,7 @@ def test_obq_takes_the_smallest_error_over_inverse_and_that_is_the_nearest_plane
     for w in W[:8]:
         distances = g.plane_distances(w, H)
         for j in (0, 1):
-            path = g.sweep(w, H, g.FIRST[j]).path @ B.T
+            path = g.sweep(w, H, g.ORDER_STARTING_WITH[j]).path @ B.T
             assert float((path[1] - path[0]).norm()) == pytest.approx(float(distances[j]), rel=1e-9)
         criterion = (w.round() - w).square() / inverse.diagonal()
         assert g.greedy(w, H).first == int(criterion.argmin())
