@@ -174,7 +174,7 @@ def test_inspect_shows_rates_and_totals(coded, capsys):
     shown = capsys.readouterr().out
     assert "above the limit" in shown
     assert "model.layers.1.mlp.down_proj" in shown
-    assert "total: 2.7" in shown
+    assert f"total: {coded[1].rate:.3f} bits" in shown
 
 
 def test_the_reader_of_a_table_may_stop_reading(coded):
@@ -242,6 +242,15 @@ def limited(small, tmp_path_factory):
     most = max(layer.relative_loss for layer in free.layers) / 2
     bound = nearplane.quantize(small, tmp_path_factory.mktemp("bound") / "out", max_loss=most, **words)
     return free, bound, most
+
+
+def test_what_is_left_is_settled_between_blocks_and_not_within_them(limited):
+    free, _, _ = limited
+    blocks = [{layer.asked for layer in free.layers if f"layers.{index}." in layer.name} for index in (0, 1)]
+    assert blocks[0] == {2.0}
+    assert len(blocks[1]) == 1
+    assert blocks[1] != blocks[0]
+    assert free.rate == pytest.approx(2.0, rel=0.002)
 
 
 def test_no_layer_loses_more_than_it_may(limited):

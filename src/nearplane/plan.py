@@ -1,6 +1,6 @@
 """What every layer may take: its width on fixed grids, or its rate where codes are entropy-coded, so that the budget is met.
 
-Made once before the quantization; while it runs, bits that one layer leaves over go to those after it.
+Made once before the quantization; while it runs, bits that one block leaves over go to those after it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from nearplane.shards import index_text
 
 Progress = Callable[[Iterable[Any], str, int], Iterable[Any]]
 HUFFMAN = 1.1  # bits per weight that a Huffman coder needs at least
-SWAY = 0.02  # of its rate, by which a layer takes up what those before it left over or took too much
+SWAY = 0.02  # of its rate, by which a layer takes up what the blocks before it left over or took too much
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,27 +52,39 @@ class Plan:
         rates: bits per weight by layer, every byte counted; empty on fixed grids.
         sensitivity: (out,) how much the network minds errors of a layer's outputs, by layer; may be empty.
         moments: what stands for the second moments of the inputs of layers that have none: of embeddings, see `Sensitivity`.
+        to_come: weights of the layers that are still to be quantized.
     """
 
     widths: dict[str, int] | None = None
     rates: dict[str, float] = field(default_factory=dict)
     sensitivity: dict[str, Tensor] = field(default_factory=dict)
     moments: dict[str, Statistics] = field(default_factory=dict)
+    to_come: int = 0
     _left: float = 0.0  # bits that layers so far have left over
+    _shift: float = 0.0  # bits per weight by which rates differ from those planned, until settled anew
 
     def rule(self, rule: Rule, layer: Layer) -> Rule:
         """Return the rule with the layer's own width."""
         return rule if self.widths is None else replace(rule, bits=self.widths[layer.name])
 
+    def settle(self) -> None:
+        """Spread what the layers so far left over, or took too much, over all that are still to come. Call it before a block.
+
+        Within a block rates stay, so that its layers do not depend on each other's sizes; the last block absorbs what is left.
+        """
+        self._shift = self._left / self.to_come if self.to_come else 0.0
+
     def rate(self, layer: Layer) -> float:
         """Return what the layer should take now, in bits per weight."""
         asked = self.rates[layer.name]
-        return asked + min(SWAY * asked, max(-SWAY * asked, self._left / math.prod(layer.shape)))
+        return asked + min(SWAY * asked, max(-SWAY * asked, self._shift))
 
     def spend(self, layer: Layer, size: int) -> None:
         """Note the bytes that a layer took."""
         if self.rates:
-            self._left += self.rates[layer.name] * math.prod(layer.shape) - 8 * size
+            weights = math.prod(layer.shape)
+            self._left += self.rates[layer.name] * weights - 8 * size
+            self.to_come -= weights
 
 
 def plan(model: Model, recipe: Recipe, tokens: Tensor | None, device: torch.device, progress: Progress) -> Plan:
@@ -91,7 +103,10 @@ def plan(model: Model, recipe: Recipe, tokens: Tensor | None, device: torch.devi
     if not recipe.rate.wanted:
         return Plan() if recipe.allocate == "uniform" else Plan(widths=_widths(model, recipe, tokens, device, progress))
     budget = budget_of(model, recipe)
-    planned = Plan(rates=dict.fromkeys((layer.name for layer in model.layers), budget))
+    planned = Plan(
+        rates=dict.fromkeys((layer.name for layer in model.layers), budget),
+        to_come=sum(math.prod(layer.shape) for layer in model.layers),
+    )
     if tokens is not None:
         look(planned, model, recipe, tokens, device)
     probed, low = any(block.layers for block in model.blocks), _least(recipe.rate)

@@ -117,6 +117,7 @@ def quantized_layers(
     """Quantize and write layer after layer, block after block; yields what was measured of each."""
     storage = FORMATS[recipe.format].scale_dtype(model.dtype)
     for part in parts(model, recipe, tokens, device, planned.moments):
+        planned.settle()
         for observed in part.stages:  # q/k/v, then o, then gate/up, then down
             if part.chosen:
                 profiles += profiles_of(observed, recipe)
