@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nearplane.divergence import Divergence, divergence
 from nearplane.errors import CalibrationError, ModelError, RecipeError
-from nearplane.formats.folder import quantization_of, read_dense
-from nearplane.formats.network import empty_network, stored_transposed, weight_shapes
+from nearplane.formats.dense import dense_network
 from nearplane.models.data import check_vocabulary, read_windows
-from nearplane.models.stream import device_of, find_folder, positions_of
+from nearplane.models.stream import device_of, positions_of
+from nearplane.pretrained import find_folder, tokenizer_of
 from nearplane.recipe import Device
 
 BATCH_TOKENS = 2048
@@ -89,6 +89,10 @@ def evaluate(
             f"--seqlen {seqlen} is more than the {positions} positions of the model; pass at most {positions}."
         )
     seqlen = seqlen or min(2048, positions or 2048)
+    if seqlen < 2:
+        raise ModelError(
+            f"{model}: config.json gives the model {positions} position; nothing is predicted of one token."
+        )
     windows = read_windows(tokenizer, text, samples=samples or sys.maxsize, seqlen=seqlen)
     check_vocabulary(windows, network.get_input_embeddings().weight.shape[0])
     batches = windows.split(max(1, BATCH_TOKENS // seqlen))
@@ -124,11 +128,5 @@ def load_dense(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model in float32 with every weight decoded, and its tokenizer."""
     folder = find_folder(str(source), trust_remote_code=trust_remote_code)
-    code = {"trust_remote_code": trust_remote_code}
-    if quantization_of(folder) is None:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **code)
-    else:
-        empty = empty_network(folder, **code)
-        weights = dict(read_dense(folder, transposed=stored_transposed(empty), shapes=weight_shapes(empty)))
-        model = type(empty).from_pretrained(None, config=empty.config, state_dict=weights, dtype=torch.float32)
-    return model.to(device).eval(), AutoTokenizer.from_pretrained(folder, **code)
+    model = dense_network(folder, trust_remote_code=trust_remote_code)
+    return model.to(device), tokenizer_of(folder, trust_remote_code=trust_remote_code)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
-import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from families import config_of
-from nearplane.errors import ModelError
-from nearplane.formats.network import empty_network, stored_transposed, weight_shapes
+from nearplane.formats.network import stored_transposed, weight_shapes
 
 
 def test_transposed_weights_are_named_with_and_without_the_base_prefix() -> None:
@@ -29,15 +24,3 @@ def test_shapes_are_those_of_matrices_however_they_are_stored() -> None:
     assert shapes["transformer.h.0.attn.c_attn.weight"] == shapes["h.0.attn.c_attn.weight"] == (96, 32)
     assert shapes["lm_head.weight"] == shapes["wte.weight"] == (96, 32)  # tied, and known by both names
     assert shapes["transformer.ln_f.weight"] == (32,)
-
-
-def test_a_network_is_built_without_weights_and_as_if_never_quantized(tmp_path: Path) -> None:
-    config_of("llama").save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text()) | {"architectures": ["LlamaForCausalLM"]}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "nearplane"}}))
-    network = empty_network(tmp_path)
-    assert all(parameter.is_meta for parameter in network.parameters())
-    assert not hasattr(network.config, "quantization_config")
-    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "unheard-of"}))
-    with pytest.raises(ModelError, match=r"no language model from .*config\.json \(.*unheard-of"):
-        empty_network(tmp_path)

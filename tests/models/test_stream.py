@@ -194,8 +194,12 @@ def test_a_missing_tensor_is_named_at_once(saved: Saved, tmp_path: Path) -> None
 
 
 def test_a_tensor_of_another_shape_is_named(saved: Saved, tmp_path: Path) -> None:
-    model = open_model(str(changed(saved("llama"), tmp_path, NORM, torch.ones(31, dtype=torch.float64))))
-    with pytest.raises(ModelError, match=rf"{NORM} gives \(31,\) where .* \(32,\)"):  # noqa: SIM117
+    folder = changed(saved("llama"), tmp_path, NORM, torch.ones(31, dtype=torch.float64))
+    with pytest.raises(ModelError, match=rf"{NORM} is \(31,\), config.json asks for \(32,\)"):
+        open_model(str(folder))
+    changed(saved("llama"), tmp_path, NORM, torch.ones(1, 32, dtype=torch.float64))
+    model = open_model(str(folder))
+    with pytest.raises(ModelError, match=rf"{NORM} gives \(1, 32\) where .* \(32,\)"):  # noqa: SIM117
         with model.blocks[1].on("cpu", torch.float64):
             pass
 
@@ -218,7 +222,11 @@ def test_a_quantized_model_is_refused(saved: Saved, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("config", "message"),
-    [(None, "no readable config.json"), ("{", "no readable config.json"), ('{"model_type": "nothing"}', "builds no")],
+    [
+        (None, "config.json cannot be read"),
+        ("{", "config.json cannot be read"),
+        ('{"model_type": "nothing"}', "builds no"),
+    ],
 )
 def test_a_folder_without_a_usable_config_is_refused(
     config: str | None, message: str, saved: Saved, tmp_path: Path

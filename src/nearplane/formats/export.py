@@ -19,8 +19,9 @@ from nearplane.formats.folder import (
     read_config,
     read_dense,
 )
-from nearplane.formats.network import empty_network, stored_transposed, weight_shapes
+from nearplane.formats.network import stored_transposed, weight_shapes
 from nearplane.formats.unfinished import Unfinished
+from nearplane.pretrained import empty_network
 from nearplane.shards import ShardWriter
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -15,13 +15,13 @@ import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import HfQuantizer
@@ -35,13 +35,19 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from nearplane.coding.blob import decode, decode_packed, shape_of
-from nearplane.errors import FormatError, ModelError, first_line
+from nearplane.errors import FormatError, ModelError, RecipeError
+from nearplane.formats.dense import dense_network
 from nearplane.formats.folder import quantization_of
 from nearplane.formats.native import METHOD, Native, matrix_of
+from nearplane.pretrained import find_folder, network_of
 from nearplane.runtime.packed_linear import PackedLinear
 from nearplane.shards import ShardReader
 
 KEY, STOP = Native.KEY, Native.STOP
+PACKAGES = {
+    "compressed-tensors": ("compressed_tensors", "accelerate")
+}  # that keep these weights packed in transformers
+DECODED = ("compressed-tensors", "gptq")  # by our own readers where it cannot
 logger = logging.get_logger(__name__)
 
 
@@ -61,7 +67,9 @@ def load(
     packed: bool = True,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Load a causal language model, native or any other that transformers loads.
+    """Load a causal language model: what nearplane wrote, in any format, or any folder of safetensors that transformers loads.
+
+    Weights of GPTQ are decoded to `dtype`, and those of compressed-tensors where that package and accelerate are not installed.
 
     Args:
         source: a folder or hub id.
@@ -73,17 +81,19 @@ def load(
     Raises:
         FormatError: a file is damaged, of a future version or not what config.json says.
         ModelError: there is no model there, or it is incomplete.
+        RecipeError: there is no such dtype.
     """
     register()
-    if (folder := Path(source).expanduser()).is_dir():
-        if (config := quantization_of(folder)) and config.get("quant_method") == METHOD:
-            ShardReader(folder)  # says of broken files more than transformers does
-        source = folder
-    try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        reason = first_line(error)
-        raise ModelError(f"transformers loads no language model from {source} ({reason}).") from error
+    wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype != "auto" and not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
+        raise RecipeError(f"dtype is {dtype!r}; expected auto, or one of torch: float32, float16, bfloat16.")
+    folder = find_folder(str(source), trust_remote_code=trust_remote_code)
+    method = (quantization_of(folder) or {}).get("quant_method")
+    code = {"trust_remote_code": trust_remote_code}
+    if method in DECODED and not (method in PACKAGES and all(map(find_spec, PACKAGES[method]))):
+        model = dense_network(folder, dtype=dtype, **code)
+    else:
+        model = network_of(folder, dtype=dtype, **code)
     if not packed and isinstance(getattr(model, "hf_quantizer", None), NearplaneQuantizer):
         model = model.dequantize(model.dtype)
     if device == "auto":

@@ -1,33 +1,9 @@
-"""The network that a checkpoint's config.json describes, without weights, and what it expects of the checkpoint's matrices."""
+"""What the network that config.json describes expects of a checkpoint's matrices."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
-
-from nearplane.errors import ModelError, first_line
-
-
-def empty_network(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Build the language model of a folder as if it had never been quantized, on the meta device.
-
-    Raises:
-        ModelError: transformers builds none.
-    """
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except Exception as error:  # configs and models are programs of their makers and raise what they like
-        raise ModelError(
-            f"transformers builds no language model from {folder / 'config.json'} ({first_line(error)})."
-        ) from error
 
 
 def stored_transposed(model: nn.Module) -> set[str]:

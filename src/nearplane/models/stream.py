@@ -5,9 +5,7 @@ The network is built on the meta device. Knows files and modules; not what is co
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,24 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from nearplane.errors import ModelError, RecipeError, first_line
+from nearplane.errors import ModelError, RecipeError
+from nearplane.jsonfile import read_object
 from nearplane.models.conversion import Weights
 from nearplane.models.layers import IGNORED, Layer, find_blocks, find_ends, find_layers
+from nearplane.pretrained import empty_network, find_folder, tokenizer_of
 from nearplane.shards import ShardReader
 
-FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -57,54 +47,15 @@ def open_model(
         ModelError: the model is not there, is quantized already, or cannot be taken apart.
     """
     folder = find_folder(source, trust_remote_code=trust_remote_code)
-    try:
-        plain = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{folder} has no readable config.json ({error}). Pass what save_pretrained wrote.") from error
+    plain = read_object(folder / "config.json", expected="Pass what save_pretrained wrote", error=ModelError)
     if (quantized := plain.get("quantization_config")) is not None:
-        method = quantized.get("quant_method", "an unnamed method")
-        raise ModelError(f"{source} is already quantized with {method}; start from the original.")
+        method = quantized.get("quant_method", "an unnamed method") if isinstance(quantized, dict) else quantized
+        raise ModelError(f"{source} is already quantized with {str(method)[:40]}; start from the original.")
     reader = ShardReader(folder)
-    dtype = _dtype(reader)
-    code = {"trust_remote_code": trust_remote_code}
-    try:
-        config = AutoConfig.from_pretrained(folder, **code)
-        with torch.device("meta"):
-            network = AutoModelForCausalLM.from_config(config, dtype=dtype, **code).eval()
-    except Exception as error:  # configs and models are programs of their makers and raise what they like
-        reason = first_line(error)
-        raise ModelError(f"transformers builds no language model from {folder}/config.json ({reason}).") from error
+    network = empty_network(folder, dtype=_dtype(reader), trust_remote_code=trust_remote_code).eval()
     return Model(
         folder, network, reader, ignore=ignore, embeddings=embeddings, head=head, trust_remote_code=trust_remote_code
     )
-
-
-def find_folder(source: str, *, trust_remote_code: bool = False) -> Path:
-    """Return the local folder of a model, fetching it from the hub if `source` is an id.
-
-    Raises:
-        ModelError: one sentence: no such folder, no such model, or no connection.
-    """
-    folder = Path(source).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise ModelError(f"{source} is a file; pass the folder of the model.")
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
-        raise ModelError(f"The folder {source} does not exist (and it is no hub id, which reads owner/name).")
-    try:
-        return Path(snapshot_download(source, allow_patterns=[*FILES, *(["*.py"] if trust_remote_code else [])]))
-    except GatedRepoError as error:
-        raise ModelError(f"{source} is gated: accept its terms on the hub and log in with `hf auth login`.") from error
-    except RepositoryNotFoundError as error:
-        raise ModelError(f"{source} is neither a folder here nor a model on the hub that you may read.") from error
-    except LocalEntryNotFoundError as error:
-        raise ModelError(
-            f"{source} is no folder here, and the hub could not be reached to fetch it; "
-            f"pass a local folder or check the connection."
-        ) from error
-    except Exception as error:  # whatever the network stack and the disk raise
-        raise ModelError(f"{source} could not be fetched from the hub ({first_line(error)}). Try again.") from error
 
 
 def device_of(device: str) -> torch.device:
@@ -124,7 +75,7 @@ def positions_of(config: Any) -> int | None:
     """Return how many positions a model was built for; None if its config sets no limit."""
     for place in (config, getattr(config, "text_config", None)):
         for name in ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length"):
-            if isinstance(value := getattr(place, name, None), int) and value > 0:
+            if type(value := getattr(place, name, None)) is int and value > 0:
                 return value
     return None
 
@@ -193,11 +144,7 @@ class Model:
         Raises:
             ModelError: the folder holds none.
         """
-        try:
-            return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=self.trust_remote_code)
-        except Exception as error:  # tokenizers of many libraries
-            reason = first_line(error)
-            raise ModelError(f"{self.folder} holds no tokenizer that transformers can load ({reason}).") from error
+        return tokenizer_of(self.folder, trust_remote_code=self.trust_remote_code)
 
     def source_name(self, parameter: str) -> str:
         """Return the name in the checkpoint of a parameter of the network; see `Weights.source_name`."""

@@ -1,0 +1,154 @@
+"""What transformers makes of a folder: an empty network, one with weights, a tokenizer.
+
+All that reads configs, weights and tokenizers by transformers goes through here: what would take minutes or all memory is refused
+before, and what transformers raises, which are programs of many makers, becomes one sentence.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from nearplane.errors import ModelError, NearplaneError, first_line
+from nearplane.jsonfile import read_object
+from nearplane.plausible import Limited, check_counts, check_sizes
+from nearplane.shards import ShardReader
+
+FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
+EXTRAS = {  # methods whose weights transformers loads with further packages only
+    "compressed-tensors": 'pip install "nearplane[serve]"',
+    "gptq": "pip install optimum gptqmodel",
+}
+
+
+@contextmanager
+def in_a_sentence(what: str) -> Iterator[None]:
+    """Turn whatever is raised within into a ModelError that begins with `what`; nearplane's own errors pass."""
+    try:
+        yield
+    except NearplaneError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # that of tokenizers, in Rust
+            raise
+        raise ModelError(f"{what} ({type(error).__name__}: {first_line(error)[:300]}).") from error
+
+
+def find_folder(source: str, *, trust_remote_code: bool = False) -> Path:
+    """Return the local folder of a model, fetching it from the hub if `source` is an id.
+
+    Raises:
+        ModelError: one sentence: no such folder, no such model, or no connection.
+    """
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ModelError(f"{source} is a file; pass the folder of the model.")
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
+        raise ModelError(f"The folder {source} does not exist (and it is no hub id, which reads owner/name).")
+    try:
+        return Path(snapshot_download(source, allow_patterns=[*FILES, *(["*.py"] if trust_remote_code else [])]))
+    except GatedRepoError as error:
+        raise ModelError(f"{source} is gated: accept its terms on the hub and log in with `hf auth login`.") from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(f"{source} is neither a folder here nor a model on the hub that you may read.") from error
+    except LocalEntryNotFoundError as error:
+        raise ModelError(
+            f"{source} is no folder here, and the hub could not be reached to fetch it; "
+            f"pass a local folder or check the connection."
+        ) from error
+    except Exception as error:  # whatever the network stack and the disk raise
+        raise ModelError(f"{source} could not be fetched from the hub ({first_line(error)}). Try again.") from error
+
+
+def empty_network(
+    folder: Path, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False, quantized: bool = False
+) -> PreTrainedModel:
+    """Build the language model of a folder on the meta device.
+
+    Args:
+        dtype: of its weights; None: what config.json says.
+        trust_remote_code: run model code that comes with the checkpoint.
+        quantized: leave what config.json says of quantization; else as if it had never been quantized.
+
+    Raises:
+        ModelError: transformers builds none, or it is not the network of the weights beside it.
+    """
+    path = folder / "config.json"
+    plain = read_object(path, expected="A model's folder has one that save_pretrained wrote", error=ModelError)
+    reader = ShardReader(folder)
+    check_counts(plain, reader)
+    with in_a_sentence(f"transformers builds no language model from {path}"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        if hasattr(config, "quantization_config") and not quantized:
+            del config.quantization_config
+        wanted = {} if dtype is None else {"dtype": dtype}
+        with torch.device("meta"), Limited(reader):
+            network = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **wanted)
+    check_sizes(network, reader)
+    return network
+
+
+def network_of(
+    folder: Path,
+    *,
+    dtype: torch.dtype | str,
+    weights: dict[str, Tensor] | None = None,
+    empty: PreTrainedModel | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Load the language model of a folder, every weight of which must be there.
+
+    Args:
+        folder: of the model.
+        dtype: to load in; "auto" is that of config.json.
+        weights: by name, to take in place of those in the folder; None: what the folder holds, as transformers reads it.
+        empty: from `empty_network`, if that was built already.
+
+    Raises:
+        ModelError: transformers loads none, or would fill weights with random numbers.
+    """
+    empty = empty or empty_network(folder, trust_remote_code=trust_remote_code)
+    options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
+    with in_a_sentence(f"transformers loads no language model from {folder}{_needs(folder)}"):
+        if weights is None:
+            own = {"trust_remote_code": trust_remote_code}
+            model, found = AutoModelForCausalLM.from_pretrained(folder, **own, **options)
+        else:
+            model, found = type(empty).from_pretrained(None, config=empty.config, state_dict=weights, **options)
+    absent = sorted({*found["missing_keys"], *(str(name) for name, *_ in found["mismatched_keys"])})
+    if absent:
+        raise ModelError(
+            f"{folder}: the weight files lack {len(absent)} of the weights that config.json describes, first {absent[0]}, "
+            f"which would be random numbers. The two do not belong together; fetch the folder again."
+        )
+    return model.eval()
+
+
+def tokenizer_of(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a folder.
+
+    Raises:
+        ModelError: the folder holds none, or a damaged one.
+    """
+    with in_a_sentence(f"{folder} holds no tokenizer that transformers can load"):
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+
+
+def _needs(folder: Path) -> str:
+    """Return what transformers needs to load weights as they are quantized, as part of a sentence."""
+    plain = read_object(folder / "config.json", expected="A model's folder has one", error=ModelError)
+    config = plain.get("quantization_config")
+    method = config.get("quant_method") if isinstance(config, dict) else None
+    extra = EXTRAS.get(method) if isinstance(method, str) else None
+    return "" if extra is None else f"; its {method} weights need {extra} to be loaded packed"

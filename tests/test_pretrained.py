@@ -1,0 +1,268 @@
+"""What transformers reads: a checkpoint that is not its config's is refused fast, in one sentence, whatever transformers says."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import nearplane
+from checkpoints import write_folder
+from native_checkpoints import save_tiny, write_native
+from nearplane import FormatError, ModelError, NearplaneError, RecipeError
+from nearplane.demo import HELD_OUT, MODEL
+from nearplane.evaluate import load_dense
+from nearplane.pretrained import empty_network, tokenizer_of
+
+TOKENS = torch.tensor([[5, 9, 11, 40, 7, 3, 80, 22]])
+WRITERS: dict[str, Callable[[Path, Path], Any]] = {
+    "compressed-tensors": lambda out, source: write_folder(out, source, "compressed-tensors", bits=4, group_size=16),
+    "gptq": lambda out, source: write_folder(out, source, "gptq", bits=4, group_size=16),
+    "nearplane": write_native,
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny Llama with the tokenizer of the demo model, dense and in three formats."""
+    place = tmp_path_factory.mktemp("checkpoints")
+    save_tiny(place / "dense", "llama", torch.bfloat16, vocab_size=2048, hidden_size=64, intermediate_size=64)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(MODEL / name, place / "dense" / name)
+    for name, write in WRITERS.items():
+        write(place / name, place / "dense")
+    return {name: place / name for name in ("dense", *WRITERS)}
+
+
+@pytest.fixture
+def copy_of(checkpoints: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
+    """Return a function to a copy of a checkpoint that may be damaged."""
+    return lambda name: shutil.copytree(checkpoints[name], tmp_path / name)
+
+
+def reconfigure(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def calls_of(folder: Path) -> dict[str, Callable[[], object]]:
+    """Return what reads a checkpoint."""
+    out = folder.with_name("dense-again")
+    return {
+        "load": lambda: nearplane.load(folder),
+        "evaluate": lambda: nearplane.evaluate(folder, HELD_OUT, seqlen=8, samples=1),
+        "export": lambda: nearplane.export(folder, out),
+        "quantize": lambda: nearplane.quantize(folder, out, solver="round-to-nearest", group_size=16),
+    }
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("installed", [True, False], ids=["with the extras", "without"])
+def test_every_format_loads_and_computes_what_the_decoded_weights_do(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, name: str, installed: bool
+) -> None:
+    """GPTQ wanted optimum, and compressed-tensors its package."""
+    if not installed:
+        monkeypatch.setitem(sys.modules, "compressed_tensors", None)
+    expected = load_dense(checkpoints[name], torch.device("cpu"))[0]
+    model = nearplane.load(checkpoints[name], dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(model(TOKENS).logits, expected(TOKENS).logits, rtol=1e-5, atol=1e-5)
+    assert nearplane.load(checkpoints[name]).dtype == torch.bfloat16, "that of config.json"
+    assert not model.training
+
+
+def test_an_unknown_dtype_is_named(checkpoints: dict[str, Path]) -> None:
+    for name in ("gptq", "nearplane", "dense"):
+        for dtype in ("int3", "int32", "Tensor", "nothing"):
+            with pytest.raises(RecipeError, match=dtype):
+                nearplane.load(checkpoints[name], dtype=dtype)
+
+
+def test_an_empty_network_is_as_if_never_quantized(checkpoints: dict[str, Path]) -> None:
+    network = empty_network(checkpoints["gptq"])
+    assert all(parameter.is_meta for parameter in network.parameters())
+    assert not hasattr(network.config, "quantization_config")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_hidden_layers": 10_000_000}, "num_hidden_layers is 10,000,000; the weight files hold"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1,000,000,000,000; the weight"),
+        ({"num_hidden_layers": 10**4000}, "num_hidden_layers is a number of 4001 digits"),
+        ({"num_labels": 10**9}, "num_labels is 1,000,000,000; the weight"),
+        ({"num_hidden_layers": 90_000}, "many more layers than the"),
+        ({"num_hidden_layers": 300}, "many more layers|weights that the weight files do not hold"),
+        ({"num_hidden_layers": 4}, "lack|do not belong together"),
+        ({"vocab_size": 10**9}, r"is \(2048, 64\), config.json asks for \(1000000000, 64\)"),
+        ({"vocab_size": 10**30}, "builds no language model from"),
+        ({"head_dim": 10**9}, "The two do not|tables of|correct its"),
+        ({"hidden_size": "64"}, "builds no language model from"),
+        ({"num_attention_heads": 0}, "builds no language model from"),
+        ({"num_hidden_layers": "2"}, "builds no language model from"),
+        ({"hidden_act": {"a": 1}}, "builds no language model from"),
+        ({"rope_parameters": [3]}, "builds no language model from"),
+        ({"model_type": ["llama"]}, "builds no language model from"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_config_that_is_not_the_checkpoints_is_refused_before_it_costs_anything(
+    copy_of: Callable[[str], Path], change: dict[str, Any], said: str
+) -> None:
+    """Ten million blocks took minutes to build, tables of 10^9 numbers all memory, and a block too many was random numbers."""
+    for name, calls in (("gptq", ["evaluate"]), ("nearplane", ["load", "export"]), ("dense", ["quantize", "load"])):
+        folder = copy_of(name)
+        reconfigure(folder, **change)
+        for what in calls:
+            if (what, change) == ("export", {"num_hidden_layers": 4}):
+                continue  # what the files hold is written, and what is missing stays missing
+            with pytest.raises(NearplaneError, match=said) as caught:
+                calls_of(folder)[what]()
+            assert len(str(caught.value)) < 700
+
+
+@pytest.mark.parametrize("name", ["dense", *WRITERS])
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "3", "null", '"text"', "[" * 200_000, '{"a":' * 200_000, '{"a":' * 100 + "{}" + "}" * 100, "", "\x00", "{'a': 1}",
+     '{"model_type": "llama"'],
+    ids=lambda text: text[:20],
+)  # fmt: skip
+def test_what_is_no_config_is_refused_by_all_that_read_it(copy_of: Callable[[str], Path], name: str, text: str) -> None:
+    folder = copy_of(name)
+    (folder / "config.json").write_text(text)
+    for call in calls_of(folder).values():
+        with pytest.raises(NearplaneError, match=r"config\.json"):
+            call()
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize(
+    "value", ["gptq", [], [1], 3, True, {"quant_method": ["gptq"]}, {"quant_method": {}}, {}], ids=str
+)
+def test_a_quantization_config_of_another_type_is_refused(
+    copy_of: Callable[[str], Path], name: str, value: object
+) -> None:
+    folder = copy_of(name)
+    reconfigure(folder, quantization_config=value)
+    for call in calls_of(folder).values():
+        with pytest.raises(NearplaneError):
+            call()
+
+
+@pytest.mark.parametrize("name", ["dense", *WRITERS])
+def test_a_weight_that_is_missing_is_no_random_number(copy_of: Callable[[str], Path], name: str) -> None:
+    """transformers warns and goes on."""
+    folder = copy_of(name)
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        tensors.pop("model.norm.weight", None)
+        save_file(tensors, path, {"format": "pt"})
+    for path in folder.glob("*.index.json"):
+        index = json.loads(path.read_text())
+        for part in index.values():
+            part.pop("model.norm.weight", None)
+        path.write_text(json.dumps(index))
+    for call in (lambda: nearplane.load(folder), lambda: nearplane.evaluate(folder, HELD_OUT, seqlen=8, samples=1)):
+        with pytest.raises(ModelError, match=r"lack 1 of the weights .* first model\.norm\.weight"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{", "null", "[" * 200_000, '{"version": "1.0"}', '{"model": {"type": "BPE", "vocab": 3}}', "\ud800"],
+    ids=lambda text: text[:20],
+)
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_damaged_tokenizer_files_are_one_sentence(copy_of: Callable[[str], Path], name: str, text: str) -> None:
+    folder = copy_of("dense")
+    (folder / name).write_bytes(text.encode("utf-8", "surrogatepass"))
+    if name == "tokenizer_config.json" and text.endswith("}"):  # an object: what it lacks has defaults
+        tokenizer_of(folder)
+        return
+    with pytest.raises(ModelError, match="holds no tokenizer that transformers can load"):
+        nearplane.evaluate(folder, HELD_OUT, seqlen=8, samples=1)
+    with pytest.raises(ModelError, match="holds no tokenizer that transformers can load"):
+        nearplane.quantize(folder, folder.with_name("out"), group_size=16, calibration=str(HELD_OUT), seqlen=8)
+    nearplane.load(folder)
+
+
+def test_a_position_that_is_true_is_no_number(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("dense")
+    for value in (True, 1):
+        reconfigure(folder, max_position_embeddings=value)
+        with pytest.raises(NearplaneError):
+            nearplane.evaluate(folder, HELD_OUT)
+
+
+@pytest.fixture
+def hub() -> Any:
+    """A hub that knows no model, and the list of what it was asked."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_HEAD = do_GET  # noqa: N815
+
+        def log_message(self, *words: object) -> None:
+            """Say nothing."""
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", asked
+    server.shutdown()
+
+
+def test_the_hub_is_asked_once_at_most(hub: Any, tmp_path: Path) -> None:
+    """It was asked six times."""
+    address, asked = hub
+    environment = os.environ | {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+    program = (
+        "import nearplane\n"
+        "for source in ('nonexistent', 'nobody/nothing'):\n"
+        "    try:\n"
+        "        nearplane.load(source)\n"
+        "    except nearplane.ModelError as error:\n"
+        "        print(error)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    first, second = run.stdout.splitlines()
+    assert "nonexistent does not exist" in first
+    assert "nobody/nothing is neither a folder here nor a model on the hub" in second
+    assert [path for path in asked if path.startswith("/api/models/") or "resolve" in path] == [
+        "/api/models/nobody/nothing/revision/main"
+    ]
+
+
+def test_a_method_of_others_names_what_transformers_needs(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("gptq")
+    reconfigure(folder, quantization_config={"quant_method": "awq", "bits": 4})
+    for call in list(calls_of(folder).values())[:3]:
+        with pytest.raises((ModelError, FormatError), match=r"(?i)awq|gptqmodel"):
+            call()
+
+
+def test_plain_transformers_loads_what_is_loaded_here(checkpoints: dict[str, Path]) -> None:
+    theirs, ours = AutoModelForCausalLM.from_pretrained(checkpoints["dense"]), nearplane.load(checkpoints["dense"])
+    assert theirs.dtype == ours.dtype
+    assert all(torch.equal(tensor, ours.state_dict()[name]) for name, tensor in theirs.state_dict().items())
