@@ -5,7 +5,7 @@ Needs the weights, the codes, and what calibration saw; not how the codes were f
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import torch
 from torch import Tensor
@@ -15,8 +15,9 @@ from nearplane.errors import NumericalError
 from nearplane.formats.native import contents
 from nearplane.inputs import Inputs, damp_of_the_sweep
 from nearplane.lattice.bounds import certify, limit
-from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
+from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.solve import nearest_plane
+from nearplane.lattice.solvers import SOLVERS
 from nearplane.recipe import Order, Rate, Rule
 from nearplane.record import WIDE, LayerRecord, Profile, row_groups
 
@@ -46,21 +47,18 @@ def measure(
     coded = wanted is not None
     factor = inputs.factor(rule.order, rule.damp)
     sweep = inputs.factor(rule.order, damp_of_the_sweep(inputs, rule, plain=coded and wanted.method == "hptq"))
-    if isinstance(grid, ProductGrid) and base is not None:  # what was swept, before it was scaled as a whole
-        grid = replace(grid, base=base)
-    on_grid = QuantizedMatrix(codes=matrix.codes, grid=grid)
-    bounded = rule.solver in ("nearest-plane", "k-best") and (
+    on_grid = QuantizedMatrix(codes=matrix.codes, grid=grid.scaled_to(base))  # what was swept
+    bounded = SOLVERS[rule.solver].bounded and (
         not coded or (not wanted.shrink and wanted.gains == "none")  # else another target or grid was swept
     )
     first = None
-    if bounded and not coded and (rule.solver == "k-best" or rule.polish != 0):  # begin with this sweep, and lose less
-        assert isinstance(grid, Grid)
+    if bounded and isinstance(grid, Grid):  # where a sweep clips, other codes than its own do not show it
         first = nearest_plane(target.to(torch.promote_types(W.dtype, torch.float32)), grid, sweep).codes
     found = certify(
         W, target, on_grid, H, sweep, swept=bounded, sweep=first, values=None if base is None else matrix.decode()
     )
     losses = found.row_losses  # (out,), means over the inputs
-    weight = grid.row_weight().to(losses) if isinstance(grid, ProductGrid) else torch.ones_like(losses)
+    weight = grid.row_weight().to(losses)
     energy = target.to(losses).square().mean(1) * weight
     groups = losses.tensor_split(row_groups(*W.shape))
     fixed = {} if coded else {"bits": rule.bits, "group_size": rule.group_size, "symmetric": rule.symmetric}

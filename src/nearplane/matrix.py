@@ -14,13 +14,12 @@ from torch import Tensor
 from nearplane.certificate import measure
 from nearplane.errors import NumericalError, RecipeError
 from nearplane.inputs import Inputs, corrected, damp_of_the_sweep
-from nearplane.lattice.beam import k_best
 from nearplane.lattice.factor import Factor
-from nearplane.lattice.greedy import greedy
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.polish import refine
 from nearplane.lattice.scale import Steps
-from nearplane.lattice.solve import Refit, nearest_plane, round_to_nearest
+from nearplane.lattice.solve import Refit, nearest_plane
+from nearplane.lattice.solvers import SOLVERS, Problem
 from nearplane.models.statistics import Statistics
 from nearplane.recipe import BEAM, Rule
 from nearplane.record import LayerRecord
@@ -67,19 +66,18 @@ def quantize_matrix(
     return matrix, replace(record, seconds=time.perf_counter() - began)
 
 
-def solve(target: Tensor, inputs: Inputs, rule: Rule, storage: torch.dtype) -> QuantizedMatrix:
+def solve(target: Tensor, inputs: Inputs, rule: Rule, storage: torch.dtype) -> QuantizedMatrix[Grid]:
     """Fit a grid to the target, round the target to it, and refine both."""
     factor = inputs.factor(rule.order, damp_of_the_sweep(inputs, rule))
     steps = Steps(bits=rule.bits, symmetric=rule.symmetric, search=rule.scale, storage=storage)
     importance = torch.empty_like(factor.d)
     importance[factor.order] = factor.d  # (in,), back in the order of the weight
     grid = steps.grid(target, rule.group_size, importance)
-    if rule.solver == "round-to-nearest":
-        return round_to_nearest(target, grid)
-    refit = _refit(steps, grid, importance) if rule.groups == "current" else None
+    current = rule.groups == "current" and rule.solver == "nearest-plane"
+    refit = _refit(steps, grid, importance) if current else None
     rounds, sweeps = rule.rounds or 0, rule.polish or 0
 
-    def once(now: Grid) -> QuantizedMatrix:
+    def once(now: Grid) -> QuantizedMatrix[Grid]:
         return rounded(target, now, factor, rule, inputs.moments.H, factor.shift, refit=refit if now is grid else None)
 
     if not rounds and not sweeps:
@@ -89,17 +87,13 @@ def solve(target: Tensor, inputs: Inputs, rule: Rule, storage: torch.dtype) -> Q
 
 def rounded(
     target: Tensor, grid: Grid, factor: Factor, rule: Rule, H: Tensor, shift: float, *, refit: Refit | None = None
-) -> QuantizedMatrix:
+) -> QuantizedMatrix[Grid]:
     """Round the target to a grid by the solver of the rule; `factor` is that of `H + shift I`."""
-    match rule.solver:
-        case "round-to-nearest":
-            return round_to_nearest(target, grid)
-        case "k-best":
-            return k_best(target, grid, factor, beam=rule.beam or BEAM)
-        case "obq":
-            return greedy(target, grid, H, shift=shift, dead=factor.dead)
-        case _:
-            return nearest_plane(target, grid, factor, refit=refit)
+    if refit is not None:
+        return nearest_plane(target, grid, factor, refit=refit)
+    return SOLVERS[rule.solver].round(
+        Problem(W=target, grid=grid, factor=factor, H=H, shift=shift, beam=rule.beam or BEAM)
+    )
 
 
 def _refit(steps: Steps, grid: Grid, importance: Tensor) -> Refit:

@@ -23,8 +23,8 @@ from nearplane.certificate import PROFILED, profile
 from nearplane.errors import CalibrationError, RecipeError
 from nearplane.formats.folder import FORMATS, Writer, open_writer
 from nearplane.inputs import Inputs
-from nearplane.lattice.greedy import MOST
 from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.lattice.solvers import SOLVERS
 from nearplane.matrix import quantize_matrix, with_tensors
 from nearplane.models.calibrate import Observed, observe, observe_head, stages
 from nearplane.models.data import read_windows
@@ -166,7 +166,7 @@ def parts(
         with model.embeddings.on(device, dtype, original=False) as block:
             yield Part(stages=(Observed(layers=tuple(block.quantized_layers()), statistics=dict(moments)),), rest=None)
             embeddings = block.quantized_layers()[0].read()
-    if tokens is not None and recipe.rule.solver != "round-to-nearest":
+    if tokens is not None and SOLVERS[recipe.rule.solver].needs_inputs:
         stream = skeleton(model, tokens, device=device, dtype=dtype, two_streams=correct, embeddings=embeddings)
     chosen = {0, len(model.blocks) // 2, len(model.blocks) - 1} if stream is not None else set()
     for index, block in enumerate(model.blocks):
@@ -260,9 +260,11 @@ def check(model: Model, recipe: Recipe) -> None:
                 f"The largest that divides all layers is {gcd(*(layer.shape[1] for layer in layers))}; none gives one step a row; "
                 f"--ignore leaves a layer out."
             )
-        if rule.solver == "obq" and layer.shape[1] > MOST:
+        most = SOLVERS[rule.solver].max_inputs
+        if most is not None and layer.shape[1] > most:
             raise RecipeError(
-                f"{layer.name} has {layer.shape[1]} inputs; obq takes at most {MOST:,}. Use --solver k-best, or --ignore it."
+                f"{layer.name} has {layer.shape[1]} inputs; {rule.solver} takes at most {most:,}. Use --solver k-best, or --ignore "
+                f"it."
             )
     if recipe.rule.factor == "qr" and world() > 1:
         raise RecipeError(f"--factor qr runs on one rank, this run has {world()}. Use --factor cholesky.")
@@ -309,7 +311,7 @@ def calibration_windows(model: Model, recipe: Recipe) -> tuple[int, Tensor | Non
             f"--seqlen {wanted.seqlen} is more than the {positions} positions of the model; pass at most {positions}."
         )
     seqlen = wanted.seqlen or min(DEFAULT_SEQLEN, positions or DEFAULT_SEQLEN)
-    if recipe.rule.solver == "round-to-nearest" and recipe.allocate != "slope":
+    if not SOLVERS[recipe.rule.solver].needs_inputs and recipe.allocate != "slope":
         return seqlen, None
     return seqlen, read_windows(
         model.tokenizer(), wanted.calibration, samples=wanted.samples, seqlen=seqlen, seed=wanted.seed

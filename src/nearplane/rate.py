@@ -18,7 +18,7 @@ from nearplane.coding.blob import Size, encode, size, stored_base
 from nearplane.errors import NumericalError
 from nearplane.formats.native import contents
 from nearplane.inputs import Inputs, corrected, damp_of_the_sweep
-from nearplane.lattice.bounds import STRIP, quadratic
+from nearplane.lattice.bounds import MEASURED_ROWS, quadratic
 from nearplane.lattice.factor import Factor
 from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
 from nearplane.lattice.polish import polish
@@ -49,7 +49,7 @@ class Trial:
     """
 
     log_step: float
-    matrix: QuantizedMatrix
+    matrix: QuantizedMatrix[ProductGrid]
     size: Size
     bytes: int | None = None
 
@@ -127,10 +127,11 @@ class Problem:
         )
 
 
-def with_gains(matrix: QuantizedMatrix, T: Tensor, H: Tensor, gains: Gains) -> QuantizedMatrix:
+def with_gains(
+    matrix: QuantizedMatrix[ProductGrid], T: Tensor, H: Tensor, gains: Gains
+) -> QuantizedMatrix[ProductGrid]:
     """Scale rows and columns as `gains` says to the least loss against `T` under `H`, in steps of the stored ladders."""
     grid = matrix.grid
-    assert isinstance(grid, ProductGrid)
     T, V = T.to(H.dtype), matrix.decode().to(H.dtype)
     if gains in ("columns", "both"):
         finer = max(1, FINER // grid.column_resolution)
@@ -146,7 +147,9 @@ def with_gains(matrix: QuantizedMatrix, T: Tensor, H: Tensor, gains: Gains) -> Q
     return replace(matrix, grid=grid)
 
 
-def scaled(matrix: QuantizedMatrix, T: Tensor, H: Tensor, *, keep_energy: bool) -> QuantizedMatrix:
+def scaled(
+    matrix: QuantizedMatrix[ProductGrid], T: Tensor, H: Tensor, *, keep_energy: bool
+) -> QuantizedMatrix[ProductGrid]:
     """Scale the whole matrix, which costs nothing.
 
     The scale of least loss, `<T,V> / <V,V>`, shrinks the outputs of every layer in the same sense; the one whose outputs are not
@@ -154,10 +157,9 @@ def scaled(matrix: QuantizedMatrix, T: Tensor, H: Tensor, *, keep_energy: bool) 
     diverge least, but for targets that were shrunken on purpose.
     """
     grid = matrix.grid
-    assert isinstance(grid, ProductGrid)
     weight = grid.row_weight().to(H.dtype)
     both = own = wanted = 0.0  # <T, V>, <V, V> and <T, T> under H, rows weighted
-    for rows in torch.split(torch.arange(len(T), device=T.device), STRIP):
+    for rows in torch.split(torch.arange(len(T), device=T.device), MEASURED_ROWS):
         t, v = T[rows].to(H.dtype), replace(grid, rows=grid.rows[rows]).decode(matrix.codes[rows]).to(H.dtype)
         vH = v @ H
         both, own = (a + float(((vH * x).sum(1) * weight[rows]).sum()) for a, x in ((both, t), (own, v)))

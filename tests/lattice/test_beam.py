@@ -18,7 +18,7 @@ from torch import Tensor
 from nearplane.errors import NumericalError, RecipeError
 from nearplane.lattice.beam import _trace, k_best, sweep_block, sweep_block_torch
 from nearplane.lattice.factor import Factor, factorize
-from nearplane.lattice.grid import Grid, QuantizedMatrix
+from nearplane.lattice.grid import Grid, QuantizedMatrix, Weights
 from nearplane.lattice.solve import nearest_plane, round_to_nearest
 from oracles import closest_vector, run
 from strategies import KINDS, ORDERS, UNCLIPPED, Problem, problem, problems
@@ -44,12 +44,11 @@ def swept(p: Problem, factor: Factor, beam: int, sweep=sweep_block, **options) -
     """Sweep all columns as one block: chosen codes, parents and costs of the places."""
     W = p.W[:, factor.order]
     scale, zero = (part.expand(len(W), -1) for part in p.grid.columns(factor.order))
-    low, high = (-torch.inf if p.grid.low is None else p.grid.low), (torch.inf if p.grid.high is None else p.grid.high)
     cost = torch.full((len(W), beam), torch.inf, dtype=torch.float64)
     cost[:, 0] = 0
     d = factor.d.masked_fill(factor.dead[factor.order], 0)
     target = W[:, None].repeat(1, beam, 1)
-    chosen, parent = sweep(target, W, scale, zero, low, high, factor.U, d, cost, **options)
+    chosen, parent = sweep(target, Weights(W, scale, zero, p.grid.codebook), factor.U, d, cost, **options)
     return chosen, parent, cost
 
 

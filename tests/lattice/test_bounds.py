@@ -74,7 +74,7 @@ def test_rows_that_do_not_clip_keep_the_bound_on_any_grid(p: Problem, order: str
     assume(torch.equal(codes, matrix.codes))
     targets = torch.empty_like(p.W)
     targets[:, factor.order] = rounding.targets.T
-    outside = p.grid.clipped(matrix.codes, targets)
+    outside = p.grid.clipped(targets)
     assert close(certificate.clipped, float(outside.double().mean()))
     assert close(certificate.clipped_rows, float(outside.any(1).double().mean()))
     rows = quadratic(p.W - matrix.decode(), p.damped_hessian(factor))
@@ -246,7 +246,7 @@ def scale_of(p: Problem, E: Tensor) -> float:
 def test_strips_of_rows_change_nothing(p: Problem, order: str, strip: int) -> None:
     factor, matrix, whole = solved(p, order)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bounds, "STRIP", strip)
+        patch.setattr(bounds, "MEASURED_ROWS", strip)
         parts = certify(p.W, p.W, matrix, p.H, factor)
     scale = scale_of(p, p.W - round_to_nearest(p.W, p.grid).decode()) + scale_of(p, p.W - matrix.decode())
     for field in fields(Certificate):
@@ -273,7 +273,7 @@ def test_strips_cut_the_sweep_and_the_values_as_they_cut_the_rows(monkeypatch: p
         moved = polish(p.W, matrix, p.damped_hessian(factor), sweeps=2)
         found = []
         for strip in (1024, 2):
-            monkeypatch.setattr(bounds, "STRIP", strip)
+            monkeypatch.setattr(bounds, "MEASURED_ROWS", strip)
             certificate = certify(p.W, p.W, moved, p.H, factor, sweep=matrix.codes, values=1.01 * moved.decode())
             found.append(torch.cat([certificate.row_losses, numbers(certificate)]))
         assert not torch.equal(moved.codes, matrix.codes)
@@ -306,7 +306,7 @@ def test_the_nearest_loss_is_that_of_round_to_nearest(p: Problem, order: str) ->
     E = p.W - matrix.decode()
     assert abs(rounded.loss - float(torch.trace(E @ p.H @ E.T)) / E.numel()) <= 1e-12 * scale_of(p, E)
     assert (rounded.worst_case, rounded.expected, rounded.gamma) == (None, None, None)
-    assert rounded.clipped == float(p.grid.clipped(matrix.codes, p.W).double().mean())
+    assert rounded.clipped == float(p.grid.clipped(p.W).double().mean())
 
 
 @given(problems(), st.sampled_from(ORDERS))
@@ -331,7 +331,7 @@ def test_rows_whose_sweep_does_not_clip_keep_the_bound_when_polished(p: Problem,
     assume(torch.equal(codes, matrix.codes))
     targets = torch.empty_like(p.W)
     targets[:, factor.order] = rounding.targets.T
-    inside = ~p.grid.clipped(matrix.codes, targets).any(1)
+    inside = ~p.grid.clipped(targets).any(1)
     polished = polish(p.W, matrix, H, sweeps=sweeps)
     bound = (p.grid.steps().square()[:, factor.order] * factor.d).sum(1).expand(len(p.W)) / 4
     rows = quadratic(p.W - polished.decode(), H)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from nearplane.errors import NumericalError
 from nearplane.lattice.factor import factorize
-from nearplane.lattice.greedy import MOST, GreedySweep, greedy, greedy_sweep, sweep_rows, sweep_rows_torch
-from nearplane.lattice.grid import Grid
+from nearplane.lattice.greedy import MAX_INPUTS, GreedySweep, greedy, greedy_sweep, sweep_rows, sweep_rows_torch
+from nearplane.lattice.grid import Grid, Weights
 from nearplane.lattice.solve import nearest_plane, round_to_nearest
 from oracles import damped, run
 from strategies import UNCLIPPED, Problem, problem, problems
@@ -129,7 +129,7 @@ def test_both_forms_are_the_algorithm_with_every_inverse_taken_anew(p: Problem) 
     assume(rounding_margin(p, p.W, factor.shift, order) > TIE)
     scale, zero = (part.expand(len(p.W), -1) for part in p.grid.columns(slice(None)))
     for sweep in (sweep_rows, sweep_rows_torch):
-        found = sweep(p.W, scale, zero, p.grid.low, p.grid.high, torch.linalg.inv(A), 1 / A.diagonal(), 2)
+        found = sweep(Weights(p.W, scale, zero, p.grid.codebook), torch.linalg.inv(A), 1 / A.diagonal(), 2)
         assert torch.equal(found[0], codes)
         assert torch.equal(found[1], order)
 
@@ -139,7 +139,7 @@ def test_both_forms_agree_on_a_matrix_of_a_hundred_columns(kind: str) -> None:
     p = problem(out=6, columns=100, tokens=60, kind=kind)
     A = p.damped_hessian(p.factor("natural"))
     scale, zero = (part.expand(len(p.W), -1) for part in p.grid.columns(slice(None)))
-    arguments = p.W, scale, zero, p.grid.low, p.grid.high, torch.linalg.inv(A), 1 / A.diagonal()
+    arguments = Weights(p.W, scale, zero, p.grid.codebook), torch.linalg.inv(A), 1 / A.diagonal()
     for one, other in zip(sweep_rows(*arguments, 9), sweep_rows_torch(*arguments, 9), strict=True):
         assert torch.equal(one, other)
 
@@ -148,7 +148,7 @@ def test_both_forms_agree_on_a_matrix_of_a_hundred_columns(kind: str) -> None:
 def test_memory_and_threads_change_nothing(p: Problem, threads: int) -> None:
     A = p.damped_hessian(p.factor("natural"))
     scale, zero = (part.expand(len(p.W), -1) for part in p.grid.columns(slice(None)))
-    arguments = p.W, scale, zero, p.grid.low, p.grid.high, torch.linalg.inv(A), 1 / A.diagonal()
+    arguments = Weights(p.W, scale, zero, p.grid.codebook), torch.linalg.inv(A), 1 / A.diagonal()
     for a, b in zip(sweep_rows(*arguments, 1), sweep_rows(*arguments, 99, threads=threads), strict=True):
         assert torch.equal(a, b)
     for a, b in zip(sweep_rows_torch(*arguments, 1), sweep_rows_torch(*arguments, 99), strict=True):
@@ -207,7 +207,8 @@ def test_of_equal_costs_the_lowest_column_goes_first() -> None:
     one = torch.ones(1, 1, dtype=torch.float64)
     grid = Grid(scale=one, zero=0 * one, group=torch.zeros(6, dtype=torch.int64))
     W = torch.tensor([[0.25, 0.125, 0.25, 0.125, 0.25, 0.125]], dtype=torch.float64)
-    arguments = W, one.expand(1, 6), 0 * one.expand(1, 6), None, None, torch.eye(6).double(), torch.ones(6).double()
+    weights = Weights(W, one.expand(1, 6), 0 * one.expand(1, 6), grid.codebook)
+    arguments = weights, torch.eye(6).double(), torch.ones(6).double()
     assert greedy_sweep(W, grid, torch.eye(6)).order.tolist() == [[1, 3, 5, 0, 2, 4]]
     assert sweep_rows_torch(*arguments, 1)[1].tolist() == [[1, 3, 5, 0, 2, 4]]
 
@@ -255,7 +256,7 @@ def test_what_is_not_finite_is_refused(value: float) -> None:
 
 
 def test_more_inputs_than_it_can_take_are_refused_with_what_to_use() -> None:
-    n = MOST + 1
+    n = MAX_INPUTS + 1
     one = torch.ones(1, 1)
     grid = Grid(scale=one, zero=0 * one, group=torch.zeros(n, dtype=torch.int64))
     with pytest.raises(NumericalError, match=r"at most 4096 inputs are taken\. Use nearest_plane"):

@@ -52,7 +52,7 @@ def test_codes_stay_within_the_limits(p: Problem) -> None:
 @given(problems())
 def test_what_does_not_clip_is_within_half_a_step_and_what_clips_is_at_a_limit(p: Problem) -> None:
     codes, values = p.grid.round(p.W, slice(None))
-    clipped = p.grid.clipped(codes, p.W)
+    clipped = p.grid.clipped(p.W)
     half = (p.grid.steps() / 2).expand_as(p.W)
     error = (p.W - values).abs()
     assert bool((error[~clipped] <= half[~clipped] * (1 + 1e-12)).all())

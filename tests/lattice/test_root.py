@@ -201,7 +201,7 @@ def test_qr_loses_digits_with_the_condition_and_cholesky_with_its_square(
     by_qr = error(lambda: factorize_root(append(None, X, dtype=dtype), 64, damp=0.0), exact)
     assert by_qr < eps * condition
     assert by_cholesky > 10 * by_qr
-    assert by_cholesky > min(1e-2, 1e-2 * eps * condition**2)  # infinite: no factor at all
+    assert by_cholesky > min(1e-2, 1e-3 * eps * condition**2)  # infinite: no factor at all
 
 
 @pytest.mark.parametrize("condition", [1e5, 1e6])

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nearplane.lattice.codebook import Codebook
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.search_cpu import best_candidate
 
@@ -28,7 +29,7 @@ def test_no_candidate_has_a_smaller_error(seed, n, g, weighted, threads):
         torch.randint(0, 16, (9, n), generator=generator).float(),
     )
     importance = torch.rand(1, g, generator=generator) if weighted else None
-    found = best_candidate(weights, scale, zero, 0, 15, importance, threads=threads)
+    found = best_candidate(weights, scale, zero, Codebook(low=0, high=15), importance, threads=threads)
     all_errors = errors(weights, scale, zero, 0, 15, importance)
     assert bool((all_errors.gather(0, found[None])[0] <= all_errors.amin(0) * (1 + 1e-5)).all())
 
@@ -36,7 +37,10 @@ def test_no_candidate_has_a_smaller_error(seed, n, g, weighted, threads):
 def test_threads_change_nothing():
     weights = torch.randn(4096, 32, generator=torch.Generator().manual_seed(0))
     scale = torch.rand(20, 4096, generator=torch.Generator().manual_seed(1)) + 0.01
-    one, four = (best_candidate(weights, scale, torch.zeros_like(scale), -8, 7, None, threads=t) for t in (1, 4))
+    one, four = (
+        best_candidate(weights, scale, torch.zeros_like(scale), Codebook(low=-8, high=7), None, threads=t)
+        for t in (1, 4)
+    )
     assert torch.equal(one, four)
 
 

@@ -5,18 +5,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nearplane.lattice.sweep_cpu import STRIP, sweep_block
+from nearplane.lattice.codebook import Codebook
+from nearplane.lattice.sweep_cpu import STRIP_ROWS, Columns, sweep_block
 
 SHAPES = [
     (1, 1),
     (1, 300),
     (2, 5),
-    (7, STRIP),
-    (8, STRIP + 1),
-    (9, 2 * STRIP - 1),
+    (7, STRIP_ROWS),
+    (8, STRIP_ROWS + 1),
+    (9, 2 * STRIP_ROWS - 1),
     (128, 1),
     (130, 67),
-    (256, 3 * STRIP),
+    (256, 3 * STRIP_ROWS),
 ]
 
 
@@ -48,7 +49,8 @@ def plain(target, W, scale, zero, group, low, high, U, dtype=torch.float32):
 def swept(target, W, scale, zero, group, low, high, U, **options):
     """Codes and errors of the compiled sweep."""
     codes, E = torch.empty(W.shape, dtype=torch.int32), torch.full(W.shape, torch.nan)
-    sweep_block(target, W, scale, zero, group, low, high, U, codes, E, **options)
+    columns = Columns(scale, zero, group, Codebook(low=low, high=high))
+    sweep_block(target, W, columns, U, codes, E, **options)
     return codes, E
 
 
@@ -116,9 +118,8 @@ def test_slices_of_larger_tensors_are_written_in_place():
     target, W, scale, zero, group, U = problem(48, 33, groups=2)
     codes, E = torch.zeros(48, 33, dtype=torch.int32), torch.zeros(48, 33)
     middle = slice(16, 32)
-    sweep_block(
-        target[middle], W[middle], scale, zero, group[middle], 0, 15, U[middle, middle], codes[middle], E[middle]
-    )
+    columns = Columns(scale, zero, group[middle], Codebook(low=0, high=15))
+    sweep_block(target[middle], W[middle], columns, U[middle, middle], codes[middle], E[middle])
     expected = swept(target[middle], W[middle], scale, zero, group[middle], 0, 15, U[middle, middle])
     assert torch.equal(codes[middle], expected[0])
     assert torch.equal(E[middle], expected[1])
@@ -130,7 +131,8 @@ def test_codes_may_take_the_memory_of_the_targets():
     *parts, U = problem(70, 300, groups=2)
     expected, E = swept(*parts, 0, 15, U)[0], torch.empty(70, 300)
     target = parts[0].clone()
-    sweep_block(target, *parts[1:], 0, 15, U, target.view(torch.int32), E, threads=2)
+    columns = Columns(*parts[2:], Codebook(low=0, high=15))
+    sweep_block(target, parts[1], columns, U, target.view(torch.int32), E, threads=2)
     assert torch.equal(target.view(torch.int32), expected)
 
 

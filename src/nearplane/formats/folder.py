@@ -23,7 +23,7 @@ from nearplane.formats import compressed_tensors, gptq, native
 from nearplane.formats.beside import CONFIG, GPTQ_CONFIG, copy_beside, names_copied, size_copied
 from nearplane.formats.unfinished import Unfinished
 from nearplane.jsonfile import read_object
-from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
+from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.record import NAME as RECORD
 from nearplane.shards import INCOMPLETE, INDEX, ShardReader, ShardWriter, about, sha256
 
@@ -195,12 +195,12 @@ class Writer:
         Raises:
             FormatError: the format cannot hold the matrix, or the config does not describe it.
         """
-        matrix = QuantizedMatrix(codes=matrix.codes.cpu(), grid=matrix.grid.to("cpu"))
+        matrix = matrix.to("cpu")
         tensors = self._layout.pack_layer(name, matrix, self._scale_dtype)
         if isinstance(self._layout, native.Native) and not self._begun:
             tensors |= self._layout.stop(name)
         self._begun = True
-        if not _equal(self._layout.unpack_layer(name, tensors, self.config), matrix):
+        if not matrix.same_as(self._layout.unpack_layer(name, tensors, self.config)):
             raise FormatError(
                 f"{name}: what was packed reads back differently: the config describes another grid than its."
             )
@@ -391,24 +391,6 @@ def _layers(layout: Layout, reader: ShardReader) -> dict[str, list[str]]:
     names = set(reader.names())
     layers = [name.removesuffix(f".{layout.KEY}") for name in reader.names() if name.endswith(f".{layout.KEY}")]
     return {layer: [part for s in layout.SUFFIXES if (part := f"{layer}.{s}") in names] for layer in layers}
-
-
-def _equal(one: QuantizedMatrix, other: QuantizedMatrix) -> bool:
-    """Return whether two matrices have the same integers, steps, groups and limits."""
-    a, b = one.grid, other.grid
-    if not torch.equal(one.codes, other.codes.to(torch.int32)):
-        return False
-    match a, b:
-        case ProductGrid(), ProductGrid():
-            return torch.equal(a.column_scale(), b.column_scale()) and torch.equal(a.row_scale(), b.row_scale())
-        case Grid(), Grid():
-            return (
-                (a.low, a.high) == (b.low, b.high)
-                and torch.equal(a.group, b.group.to(torch.int64))
-                and a.scale.shape[1] == b.scale.shape[1]
-                and bool((a.scale == b.scale).all() and (a.zero == b.zero).all())
-            )
-    return False
 
 
 def json_text(data: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ block in torch is the reference and serves every device; on the CPU a compiled k
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -17,16 +17,32 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import NumericalError, RecipeError
+from nearplane.lattice.codebook import Table, position_of, round_code
 from nearplane.lattice.factor import Factor
-from nearplane.lattice.grid import Grid, QuantizedMatrix
+from nearplane.lattice.grid import Grid, QuantizedMatrix, Weights
 
 Floats = npt.NDArray[np.float64]  # or float32: the kernel is compiled for either
 Indices = npt.NDArray[np.int64]
 
 
+class Block(NamedTuple):
+    """What the compiled sweep of a block reads, and `cost`, `chosen` and `parent`, which it writes; see `sweep_block_torch`."""
+
+    target: Floats
+    W: Floats
+    scale: Floats
+    zero: Floats
+    table: Table
+    U: Floats
+    d: Floats
+    cost: Floats
+    chosen: Floats
+    parent: Indices
+
+
 def k_best(
     W: Tensor, grid: Grid, factor: Factor, *, beam: int = 8, block: int = 64, memory: int | None = None
-) -> QuantizedMatrix:
+) -> QuantizedMatrix[Grid]:
     """Round each row of `W` to the best of `beam` candidates that are carried through all columns.
 
     In `factor.order`, candidate i has the target `t_i = W_j + E_i,{<j} U_{<j,j}` and has cost `sum_{k<j} d_k (t_k - value_k)^2`,
@@ -76,14 +92,13 @@ def k_best(
     for a in range(0, len(W), rows):
         part = slice(a, a + rows)
         s, z = (x.expand(len(W), -1)[part][:, group].to(W.dtype) for x in (grid.scale, grid.zero))
-        codes[part, order] = _best(W[part][:, order], s, z, grid.low, grid.high, U, d, beam, block)
+        codes[part, order] = _best(Weights(W[part][:, order], s, z, grid.codebook), U, d, beam, block)
     return QuantizedMatrix(codes=codes, grid=grid)
 
 
-def _best(
-    W: Tensor, scale: Tensor, zero: Tensor, low: int | None, high: int | None, U: Tensor, d: Tensor, beam: int, block: int
-) -> Tensor:  # fmt: skip
+def _best(weights: Weights, U: Tensor, d: Tensor, beam: int, block: int) -> Tensor:
     """Return (out, in) codes int32 of a matrix, everything in rounding order."""
+    W, codebook = weights.W, weights.codebook
     out, n = W.shape
     target = W[:, None].repeat(1, beam, 1)  # (out, beam, in) of the columns that are left
     cost = W.new_full((out, beam), torch.inf)
@@ -94,13 +109,13 @@ def _best(
     for a in range(0, n, block):
         b = min(a + block, n)
         part = slice(a, b)
-        limits = (-torch.inf if low is None else low), (torch.inf if high is None else high)
-        steps = W[:, part], scale[:, part], zero[:, part]
-        chosen, parent = sweep(target[:, :, : b - a], *steps, *limits, U[part, part], d[part], cost)
+        here = Weights(W[:, part], weights.scale[:, part], weights.zero[:, part], codebook)
+        chosen, parent = sweep(target[:, :, : b - a], here, U[part, part], d[part], cost)
         codes, ancestor = _trace(chosen, parent)
         history.append((codes.to(torch.int32), ancestor))
         if b < n:
-            E = W[:, None, part] - scale[:, None, part] * (codes - zero[:, None, part])  # (out, beam, b)
+            values = here.scale[:, None] * (codebook.position(codes) - here.zero[:, None])
+            E = here.W[:, None] - values  # (out, beam, b)
             target = target[row[:, None], ancestor, b - a :]
             target.view(out * beam, -1).addmm_(E.reshape(out * beam, -1), U[part, b:])
     place = cost.argmin(1)  # (out,)
@@ -130,15 +145,12 @@ def _trace(chosen: Tensor, parent: Tensor) -> tuple[Tensor, Tensor]:
     return codes, place
 
 
-def sweep_block_torch(
-    target: Tensor, W: Tensor, scale: Tensor, zero: Tensor, low: float, high: float, U: Tensor, d: Tensor, cost: Tensor
-) -> tuple[Tensor, Tensor]:
+def sweep_block_torch(target: Tensor, weights: Weights, U: Tensor, d: Tensor, cost: Tensor) -> tuple[Tensor, Tensor]:
     """Sweep one block of columns; updates `cost`. The oracle of the compiled kernel, and the form for every device.
 
     Args:
         target: (out, beam, b) of every candidate, with the error of earlier blocks fed forward.
-        W, scale, zero: (out, b).
-        low, high: limits of the codes, infinite where codes are unbounded.
+        weights: of these columns.
         U: (b, b) the block's own triangle.
         d: (b,) squared lengths, 0 for a dead input.
         cost: (out, beam) of every candidate, infinite for one that does not exist.
@@ -151,39 +163,45 @@ def sweep_block_torch(
     chosen = target.new_empty(width, out, beam)
     parent = torch.arange(beam, device=d.device).repeat(width, out, 1)
     for j, length in enumerate(d.tolist()):
-        t, w, s, z = target[:, :, j], *(x[:, j : j + 1] for x in (W, scale, zero))
-        chosen[j] = (t / s + z).round_().clamp_(low, high)
+        columns = slice(j, j + 1)
+        column = Weights(weights.W[:, columns], weights.scale[:, columns], weights.zero[:, columns], weights.codebook)
+        t, (w, s, z, codebook) = target[:, :, j], column
+        chosen[j] = codebook.nearest(t / s + z)
         if length > 0:
-            chosen[j], parent[j] = _survivors(t, chosen[j], s, z, low, high, length, cost)
-        value = s * (chosen[j] - z)
+            chosen[j], parent[j] = _survivors(t, chosen[j], column, length, cost)
+        value = s * (codebook.position(chosen[j]) - z)
         target = target.gather(1, parent[j][:, :, None].expand(-1, -1, width))
         target[:, :, j + 1 :] += (w - value)[:, :, None] * U[j, j + 1 :]
     return chosen, parent
 
 
-def _survivors(
-    t: Tensor, nearest: Tensor, s: Tensor, z: Tensor, low: float, high: float, length: float, cost: Tensor
-) -> tuple[Tensor, Tensor]:
+def _survivors(t: Tensor, nearest: Tensor, column: Weights, length: float, cost: Tensor) -> tuple[Tensor, Tensor]:
     """Fill the places of one column; updates `cost`.
 
     Returns (out, beam) codes, and (out, beam) int64 which candidate proposed each. Where no proposal is left the cost is infinite.
 
     Every candidate has two next proposals: below, from its nearest code downwards, and above, from the code after it upwards.
+    On a table of levels, too, distances grow on either side.
 
     Args:
         t: (out, beam) targets.
         nearest: (out, beam) codes.
-        s, z: (out, 1) scale and zero.
+        column: (out, 1) weights.
         length: of this column, squared.
         cost: (out, beam) before this column, and after it.
     """
     out, beam = t.shape
+    _, s, z, codebook = column
+    low, high = (
+        (-torch.inf if codebook.low is None else codebook.low),
+        (torch.inf if codebook.high is None else codebook.high),
+    )
     side = torch.tensor([-1, 1], device=t.device, dtype=t.dtype).repeat(beam).expand(out, -1)  # (out, 2 beam)
     code = torch.stack([nearest, nearest + 1], 2).view(out, -1)
     t, before = t.repeat_interleave(2, 1), cost.repeat_interleave(2, 1)
 
     def price(code: Tensor, t: Tensor, before: Tensor) -> Tensor:
-        total = before + length * (t - s * (code - z)).square()
+        total = before + length * (t - s * (codebook.position(code) - z)).square()
         return total.masked_fill((code < low) | (code > high), torch.inf)
 
     total = price(code, t, before)
@@ -201,28 +219,26 @@ def _survivors(
 
 
 def sweep_block(
-    target: Tensor, W: Tensor, scale: Tensor, zero: Tensor, low: float, high: float, U: Tensor, d: Tensor, cost: Tensor,
-    *, threads: int | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    target: Tensor, weights: Weights, U: Tensor, d: Tensor, cost: Tensor, *, threads: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Sweep one block of columns on the CPU, compiled, row by row. As `sweep_block_torch`."""
     out, beam, width = target.shape
     chosen, parent = target.new_empty(width, out, beam), torch.empty(width, out, beam, dtype=torch.int64)
-    arrays = [x.contiguous().numpy() for x in (target, W, scale, zero)]
-    kind = arrays[0].dtype.type
-    rest = [U.contiguous().numpy(), d.numpy(), cost.numpy(), chosen.numpy(), parent.numpy()]
-    arguments: list[Any] = [*arrays, kind(low), kind(high), *rest]
+    t, W, s, z = (x.contiguous().numpy() for x in (target, weights.W, weights.scale, weights.zero))
+    table = weights.codebook.table(target.dtype)
+    work = Block(t, W, s, z, table, U.contiguous().numpy(), d.numpy(), cost.numpy(), chosen.numpy(), parent.numpy())
     kernel: Any = _sweep_rows
     threads = threads or torch.get_num_threads()
     share = -(-out // threads)
     with ThreadPoolExecutor(threads) as pool:
-        for part in [pool.submit(kernel, a, min(a + share, out), *arguments) for a in range(0, out, share)]:
+        for part in [pool.submit(kernel, a, min(a + share, out), work) for a in range(0, out, share)]:
             part.result()
     return chosen, parent
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def _fill(
-    t: Floats, s: float, z: float, low: float, high: float, length: float, cost: Floats,
+    t: Floats, s: float, z: float, table: Table, length: float, cost: Floats,
     chosen: Floats, parent: Indices, before: Floats, code: Floats, total: Floats,
 ) -> None:  # fmt: skip
     """Fill the places of one row in one column; `code` and `total` (2 beam,) hold the next proposals below and above.
@@ -232,13 +248,12 @@ def _fill(
     beam = len(t)
     for i in range(beam):
         before[i] = cost[i]
-        nearest = np.rint(t[i] / s + z)
-        nearest = min(max(nearest, low), high)
+        nearest = round_code(t[i] / s + z, table)
         for side in range(2):
             k, proposal = 2 * i + side, nearest + side
-            ahead = t[i] - s * (proposal - z)
+            ahead = t[i] - s * (position_of(proposal, table) - z)
             code[k], total[k] = proposal, before[i] + length * (ahead * ahead)
-            if proposal > high:
+            if proposal > table.high:
                 total[k] = np.inf
     for place in range(beam):
         at = 0
@@ -249,18 +264,16 @@ def _fill(
         i = at // 2
         chosen[place], parent[place], cost[place] = code[at], i, total[at]
         code[at] += 2 * (at % 2) - 1
-        ahead = t[i] - s * (code[at] - z)
+        ahead = t[i] - s * (position_of(code[at], table) - z)
         total[at] = before[i] + length * (ahead * ahead)
-        if code[at] < low or code[at] > high:
+        if code[at] < table.low or code[at] > table.high:
             total[at] = np.inf
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def _sweep_rows(
-    start: int, stop: int, target: Floats, W: Floats, scale: Floats, zero: Floats, low: float, high: float,
-    U: Floats, d: Floats, cost: Floats, chosen: Floats, parent: Indices,
-) -> None:  # fmt: skip
+def _sweep_rows(start: int, stop: int, block: Block) -> None:
     """Sweep the rows from `start` to `stop`; targets change places between two arrays."""
+    target, W, scale, zero, table, U, d, cost, chosen, parent = block
     beam, width = target.shape[1:]
     now, then = np.empty_like(target[0]), np.empty_like(target[0])
     code, total, before, t = (
@@ -273,13 +286,13 @@ def _sweep_rows(
             for i in range(beam):
                 t[i] = now[i, j]
             if length > 0:
-                _fill(t, s, z, low, high, length, cost[row], chosen[j, row], parent[j, row], before, code, total)
+                _fill(t, s, z, table, length, cost[row], chosen[j, row], parent[j, row], before, code, total)
             else:
                 for i in range(beam):
-                    chosen[j, row, i], parent[j, row, i] = min(max(np.rint(t[i] / s + z), low), high), i
+                    chosen[j, row, i], parent[j, row, i] = round_code(t[i] / s + z, table), i
             for i in range(beam):
                 k = parent[j, row, i]
-                E = W[row, j] - s * (chosen[j, row, i] - z)
+                E = W[row, j] - s * (position_of(chosen[j, row, i], table) - z)
                 for c in range(j + 1, width):
                     then[i, c] = now[k, c] + E * U[j, c]
             now, then = then, now

@@ -7,15 +7,15 @@ the damped problem, row by row, where nothing clips.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from nearplane.lattice.factor import Factor
-from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
+from nearplane.lattice.grid import QuantizedMatrix
 
-STRIP = 1024  # rows measured at once: what is in memory beside the matrix does not grow with it
+MEASURED_ROWS = 1024  # at once: what is in memory beside the matrix does not grow with it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +86,8 @@ def certify(
     rough = H.to(single)  # for errors that nothing made small in the strong directions of H
     names = ("losses", "damped", "nearest", "energy", "bounds", "gammas", "outside")
     found: dict[str, list[Tensor]] = {name: [] for name in names}  # each (rows,)
-    for rows in torch.split(torch.arange(len(target), device=target.device), STRIP):
-        part = _rows_of(matrix.grid, rows).to(dtype)
+    for rows in torch.split(torch.arange(len(target), device=target.device), MEASURED_ROWS):
+        part = matrix.grid.of_rows(rows).to(dtype)
         t, codes = target[rows].to(dtype), matrix.codes[rows]
         E = t - part.decode(codes)  # (rows, in)
         residual = _through(E[:, order], U)  # (rows, in), in rounding order
@@ -97,7 +97,7 @@ def certify(
             loss = (_through(final[:, order], U).square() * d).sum(1) - factor.shift * final.square().sum(1)
         else:
             loss = damped - factor.shift * E.square().sum(1)
-        plain, plain_values = part.round(t, slice(None))
+        plain, plain_values = part.round(t)
         same = not swept and values is None and torch.equal(plain, codes.to(plain))
         loss, fed = loss.clamp(min=0), t
         if swept:
@@ -111,7 +111,7 @@ def certify(
         found["energy"].append(quadratic(W[rows].to(single), rough).to(dtype))
         found["bounds"].append(bounds)
         found["gammas"].append(gammas)
-        found["outside"].append(part.clipped(codes, fed).sum(1))
+        found["outside"].append(part.clipped(fed).sum(1))
     each = {name: torch.cat(parts) for name, parts in found.items()}
     size, columns = target.numel(), target.shape[1]
     rows = each["outside"] == 0
@@ -141,14 +141,6 @@ def _bounds(steps: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
 def _through(E: Tensor, U: Tensor, *, block: int = 512) -> Tensor:
     """Return (rows, in) `E U`, of which the zeros below the diagonal of `U` are left out block by block."""
     return torch.cat([E[:, : a + block] @ U[: a + block, a : a + block] for a in range(0, len(U), block)], dim=1)
-
-
-def _rows_of(grid: Grid | ProductGrid, rows: Tensor) -> Grid:
-    """Return the grid of some rows."""
-    if isinstance(grid, ProductGrid):
-        return grid.as_grid(rows)
-    scale, zero = (part[rows] if len(part) > 1 else part for part in (grid.scale, grid.zero))
-    return replace(grid, scale=scale, zero=zero)
 
 
 def limit(loss: float, row_energy: Tensor, eigenvalues: Tensor) -> float:

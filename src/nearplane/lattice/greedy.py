@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -20,13 +20,27 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import NumericalError
-from nearplane.lattice.grid import Grid, QuantizedMatrix
+from nearplane.lattice.codebook import Table, position_of, round_code
+from nearplane.lattice.grid import Grid, QuantizedMatrix, Weights
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int32]
 Indices = npt.NDArray[np.int64]
 
-MOST = 4096  # inputs; there a row takes seconds, and 128 MiB that no cache holds
+MAX_INPUTS = 4096  # there a row takes seconds, and 128 MiB that no cache holds
+
+
+class Rows(NamedTuple):
+    """What the compiled sweep reads, and `codes` and `order`, which it writes; see `sweep_rows_torch`."""
+
+    W: Floats
+    scale: Floats
+    zero: Floats
+    table: Table
+    P: Floats
+    floor: Floats
+    codes: Integers
+    order: Indices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +52,13 @@ class GreedySweep:
         order: (out, in) int64, the column of each row that was rounded first, second, ...; dead inputs stand last.
     """
 
-    matrix: QuantizedMatrix
+    matrix: QuantizedMatrix[Grid]
     order: Tensor
 
 
 def greedy(
     W: Tensor, grid: Grid, H: Tensor, *, shift: float = 0.0, dead: Tensor | None = None, memory: int = 1 << 30
-) -> QuantizedMatrix:
+) -> QuantizedMatrix[Grid]:
     """Round each row of `W` in its own greedy order: `greedy_sweep` without the orders."""
     return greedy_sweep(W, grid, H, shift=shift, dead=dead, memory=memory).matrix
 
@@ -75,16 +89,16 @@ def greedy_sweep(
     Frantar and Alistarh (2022), OBQ; the geometry is Corollary 4 of Chen et al. (2025).
     """
     n = W.shape[1]
-    if n > MOST:
+    if n > MAX_INPUTS:
         raise NumericalError(
-            f"The greedy order of {n} inputs takes {n}^3/6 multiplications a row; at most {MOST} inputs are taken. "
+            f"The greedy order of {n} inputs takes {n}^3/6 multiplications a row; at most {MAX_INPUTS} inputs are taken. "
             "Use nearest_plane with the pivoted order."
         )
     if not bool(torch.isfinite(W).all()):
         raise NumericalError("A weight is NaN or Inf.")
     dead = H.diagonal() == 0 if dead is None else dead
     live = (~dead).nonzero()[:, 0]
-    codes = grid.round(torch.zeros_like(W), slice(None))[0].to(torch.int32)
+    codes = grid.round(torch.zeros_like(W))[0].to(torch.int32)
     order = torch.cat([live, dead.nonzero()[:, 0]]).expand(len(W), -1).clone()
     if len(live) and len(W):
         P, floor = _inverse(H, shift, live)
@@ -92,7 +106,7 @@ def greedy_sweep(
         w = W[:, live].double()
         rows = max(1, memory // (8 * len(live) ** 2))  # at a time
         sweep = sweep_rows if w.device.type == "cpu" else sweep_rows_torch
-        found, sequence = sweep(w, scale, zero, grid.low, grid.high, P, floor, rows)
+        found, sequence = sweep(Weights(w, scale, zero, grid.codebook), P, floor, rows)
         codes[:, live] = found
         order[:, : len(live)] = live[sequence]
     return GreedySweep(matrix=QuantizedMatrix(codes=codes, grid=grid), order=order)
@@ -116,22 +130,19 @@ def _inverse(H: Tensor, shift: float, live: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cholesky_inverse(L), 1 / A.diagonal()
 
 
-def sweep_rows_torch(
-    W: Tensor, scale: Tensor, zero: Tensor, low: int | None, high: int | None, P: Tensor, floor: Tensor, rows: int
-) -> tuple[Tensor, Tensor]:
+def sweep_rows_torch(weights: Weights, P: Tensor, floor: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Sweep all rows, `rows` at a time with one inverse each; the oracle of the compiled kernel, and the form for every device.
 
     Args:
-        W, scale, zero: (out, in) float64.
-        low, high: limits of the codes, inclusive; None where codes are unbounded.
+        weights: (out, in) float64.
         P: (in, in) inverse of the damped Hessian.
         floor: (in,) least possible diagonal of the inverse for fewer columns; rounding errors do not get below it.
 
     Returns:
         (out, in) codes int32, and (out, in) the order.
     """
+    W, scale, zero, codebook = weights
     codes, order = torch.empty_like(W, dtype=torch.int32), torch.empty_like(W, dtype=torch.int64)
-    low_, high_ = (-torch.inf if low is None else low), (torch.inf if high is None else high)
     for a in range(0, len(W), rows):
         part = slice(a, a + rows)
         w, s, z = W[part].clone(), scale[part], zero[part]
@@ -139,8 +150,8 @@ def sweep_rows_torch(
         taken = torch.zeros_like(w, dtype=torch.bool)
         row = torch.arange(len(w), device=w.device)
         for step in range(W.shape[1]):
-            code = (w / s + z).round_().clamp_(low_, high_)
-            error = w - s * (code - z)
+            code = codebook.nearest(w / s + z)
+            error = w - s * (codebook.position(code) - z)
             length = torch.maximum(inverse.diagonal(dim1=1, dim2=2), floor)
             j = (error.square() / length).masked_fill_(taken, torch.inf).argmin(1)
             column = inverse[row, :, j] / length[row, j].sqrt()[:, None]  # (rows, in)
@@ -153,23 +164,23 @@ def sweep_rows_torch(
 
 
 def sweep_rows(
-    W: Tensor, scale: Tensor, zero: Tensor, low: int | None, high: int | None, P: Tensor, floor: Tensor, rows: int,
-    *, threads: int | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    weights: Weights, P: Tensor, floor: Tensor, rows: int, *, threads: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Sweep all rows on the CPU, compiled, a row in every thread and at most `rows` at a time. As `sweep_rows_torch`.
 
     What the downdates took from the inverse is kept as a factor, `P_t = P - L^T L` with a row of `L` for every step, so that only
     its diagonal and the chosen column are ever computed. Columns that are done leave: a row costs in^3/6 multiplications.
     """
+    W, scale, zero, codebook = weights
     codes, order = torch.empty_like(W, dtype=torch.int32), torch.empty_like(W, dtype=torch.int64)
-    arrays = [x.contiguous().numpy() for x in (W, scale, zero)]
-    limits = -np.inf if low is None else float(low), np.inf if high is None else float(high)
+    w, s, z = (x.contiguous().numpy() for x in (W, scale, zero))
     kernel: Any = _sweep_rows
-    arguments = [*arrays, *limits, P.contiguous().numpy(), floor.numpy(), codes.numpy(), order.numpy()]
+    table = codebook.table(W.dtype)
+    work = Rows(w, s, z, table, P.contiguous().numpy(), floor.numpy(), codes.numpy(), order.numpy())
     threads = min(threads or torch.get_num_threads(), rows, len(W))
     share = -(-len(W) // threads)
     with ThreadPoolExecutor(threads) as pool:
-        for part in [pool.submit(kernel, a, min(a + share, len(W)), *arguments) for a in range(0, len(W), share)]:
+        for part in [pool.submit(kernel, a, min(a + share, len(W)), work) for a in range(0, len(W), share)]:
             part.result()
     return codes, order
 
@@ -192,12 +203,12 @@ def _take(v: Floats, L: Floats, j: int, steps: int, m: int) -> None:
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def _cheapest(w: Floats, s: Floats, z: Floats, low: float, high: float, length: Floats, index: Indices, m: int) -> int:
+def _cheapest(w: Floats, s: Floats, z: Floats, table: Table, length: Floats, index: Indices, m: int) -> int:
     """Return the position whose rounding costs least; of equal ones that of the lowest column."""
     best, least = 0, np.inf
     for i in range(m):
-        code = min(max(np.rint(w[i] / s[i] + z[i]), low), high)
-        error = w[i] - s[i] * (code - z[i])
+        code = round_code(w[i] / s[i] + z[i], table)
+        error = w[i] - s[i] * (position_of(code, table) - z[i])
         cost = error * error / length[i]
         if cost < least or (cost == least and index[i] < index[best]):
             best, least = i, cost
@@ -205,11 +216,9 @@ def _cheapest(w: Floats, s: Floats, z: Floats, low: float, high: float, length: 
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def _sweep_rows(
-    start: int, stop: int, W: Floats, scale: Floats, zero: Floats, low: float, high: float, P: Floats, floor: Floats,
-    codes: Integers, order: Indices,
-) -> None:  # fmt: skip
+def _sweep_rows(start: int, stop: int, rows: Rows) -> None:
     """Sweep the rows from `start` to `stop`. Positions 0..m-1 hold the free columns; the last takes the place of one done."""
+    W, scale, zero, table, P, floor, codes, order = rows
     n = W.shape[1]
     L, v = np.empty((n, n)), np.empty(n)
     for row in range(start, stop):
@@ -218,9 +227,9 @@ def _sweep_rows(
         index = np.arange(n)
         for step in range(n):
             m = n - step
-            j = _cheapest(w, s, z, low, high, length, index, m)
-            code = min(max(np.rint(w[j] / s[j] + z[j]), low), high)
-            error = w[j] - s[j] * (code - z[j])
+            j = _cheapest(w, s, z, table, length, index, m)
+            code = round_code(w[j] / s[j] + z[j], table)
+            error = w[j] - s[j] * (position_of(code, table) - z[j])
             codes[row, index[j]] = np.int32(code)
             order[row, step] = index[j]
             column = P[index[j]]

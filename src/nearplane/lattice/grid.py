@@ -7,20 +7,27 @@ solver never asks which. It does not know how its steps were chosen (`scale.py`)
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Generic, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeVar
+
+from nearplane.lattice.codebook import Codebook
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
     """Values a weight may take: `value = scale[:, group] * (code - zero[:, group])` with `low <= code <= high`.
 
+    With levels a code is the number of its level: `value = scale[:, group] * (levels[code] - zero[:, group])`.
+
     Args:
         scale: (out or 1, groups) steps, positive.
         zero: (out or 1, groups) offsets in steps; 0 on symmetric grids.
         group: (in,) group of every column.
         low, high: limits of the codes, inclusive; None where codes are unbounded.
+        levels: (high + 1,) ascending positions of the codes 0 to `high`, in steps (FP4, NF4); None: a code is its own position.
     """
 
     scale: Tensor
@@ -28,39 +35,67 @@ class Grid:
     group: Tensor
     low: int | None = None
     high: int | None = None
+    levels: Tensor | None = None
+
+    @property
+    def codebook(self) -> Codebook:
+        """Return the codes that there are, and their positions."""
+        return Codebook(low=self.low, high=self.high, levels=self.levels)
 
     def columns(self, index: Tensor | slice | int) -> tuple[Tensor, Tensor]:
         """Return scale and zero of the columns at `index`, each (out or 1, columns)."""
         group = self.group[index]
         return self.scale[:, group], self.zero[:, group]
 
-    def round(self, x: Tensor, index: Tensor | slice | int) -> tuple[Tensor, Tensor]:
+    def round(self, x: Tensor, index: Tensor | slice | int = slice(None)) -> tuple[Tensor, Tensor]:
         """Round `x`, the columns at `index`, to the grid: (codes, values), both in the dtype of `x`."""
         scale, zero = self.columns(index)
-        codes = (x / scale + zero).round_()
-        if self.low is not None or self.high is not None:
-            codes = codes.clamp_(self.low, self.high)
-        return codes, scale * (codes - zero)
+        codes = self.codebook.nearest(x / scale + zero)
+        return codes, scale * (self.codebook.position(codes) - zero)
 
     def decode(self, codes: Tensor) -> Tensor:
         """Turn (out, in) codes into (out, in) values, in the dtype of the scale."""
         scale, zero = self.columns(slice(None))
-        return scale * (codes.to(scale.dtype) - zero)
+        return scale * (self.codebook.position(codes, scale.dtype) - zero)
+
+    def in_steps(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        """Turn (out, in) codes into (out, in) values over their steps: positions less zeros."""
+        return (self.codebook.position(codes, self.zero.dtype) - self.zero[:, self.group]).to(dtype)
 
     def steps(self) -> Tensor:
-        """Return the step of every column, (out or 1, in)."""
-        return self.scale[:, self.group]
+        """Return the step of every column, (out or 1, in): the largest distance of neighbouring values."""
+        return self.scale[:, self.group] * self.codebook.widest
 
-    def clipped(self, codes: Tensor, targets: Tensor) -> Tensor:
+    def clipped(self, targets: Tensor) -> Tensor:
         """Return (out, in) bool: where `targets` lie more than half a step beyond the limits of the grid."""
         scale, zero = self.columns(slice(None))
-        position = targets / scale + zero
-        outside = torch.zeros_like(codes, dtype=torch.bool)
-        if self.low is not None:
-            outside |= position < self.low - 0.5
-        if self.high is not None:
-            outside |= position > self.high + 0.5
-        return outside
+        return self.codebook.outside(targets / scale + zero)
+
+    def of_rows(self, rows: Tensor) -> Grid:
+        """Return the grid of some rows."""
+        scale, zero = (part[rows] if len(part) > 1 else part for part in (self.scale, self.zero))
+        return replace(self, scale=scale, zero=zero)
+
+    def row_weight(self) -> Tensor:
+        """Return (out or 1,) float64 ones: an error counts the same in every row."""
+        return torch.ones(len(self.scale), dtype=torch.float64, device=self.scale.device)
+
+    def scaled_to(self, base: float | None) -> Grid:
+        """Return the grid itself: its steps were never scaled as a whole; see `ProductGrid`."""
+        del base
+        return self
+
+    def same_as(self, other: Grid | ProductGrid) -> bool:
+        """Return whether another grid has the same steps, zeros, groups, limits and levels."""
+        return (
+            isinstance(other, Grid)
+            and (self.low, self.high) == (other.low, other.high)
+            and torch.equal(self.group, other.group.to(torch.int64))
+            and self.scale.shape[1] == other.scale.shape[1]
+            and (self.levels is None) == (other.levels is None)
+            and (self.levels is None or other.levels is None or torch.equal(self.levels, other.levels))
+            and bool((self.scale == other.scale).all() and (self.zero == other.zero).all())
+        )
 
     def to(self, target: torch.dtype | torch.device | str) -> Grid:
         """Return the grid with steps and offsets in another dtype, or all of it on another device."""
@@ -100,7 +135,19 @@ class ProductGrid:
         """Return (out,) float64 `1 / row_scale^2`: how much an error of each row counts if steps were chosen for that."""
         return torch.exp2(-2 * self.rows.double() / self.row_resolution)
 
-    def as_grid(self, rows: Tensor) -> Grid:
+    def scaled_to(self, base: float | None) -> ProductGrid:
+        """Return the grid with another step of exponent 0: that of the sweep, where the matrix was scaled after it."""
+        return self if base is None else replace(self, base=base)
+
+    def same_as(self, other: Grid | ProductGrid) -> bool:
+        """Return whether another grid has the same scales of rows and columns."""
+        return (
+            isinstance(other, ProductGrid)
+            and torch.equal(self.column_scale(), other.column_scale())
+            and torch.equal(self.row_scale(), other.row_scale())
+        )
+
+    def of_rows(self, rows: Tensor) -> Grid:
         """Return some rows as a `Grid` with a step for every weight, float64, not rounded as decoded values are."""
         columns = self.columns.double() / self.column_resolution
         scale = torch.exp2(self.rows[rows].double() / self.row_resolution)[:, None] * (self.base * torch.exp2(columns))
@@ -115,8 +162,20 @@ class ProductGrid:
         return replace(self, columns=self.columns.to(device), rows=self.rows.to(device))
 
 
+class Weights(NamedTuple):
+    """Weights with a step and a zero of their own, (rows, columns) each, as solvers take them that go row by row."""
+
+    W: Tensor
+    scale: Tensor
+    zero: Tensor
+    codebook: Codebook
+
+
+G = TypeVar("G", bound="Grid | ProductGrid", covariant=True, default="Grid | ProductGrid")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizedMatrix:
+class QuantizedMatrix(Generic[G]):
     """A matrix on a grid.
 
     Args:
@@ -125,8 +184,16 @@ class QuantizedMatrix:
     """
 
     codes: Tensor
-    grid: Grid | ProductGrid
+    grid: G
 
     def decode(self) -> Tensor:
         """Return the (out, in) values, in the dtype of the grid's scale."""
         return self.grid.decode(self.codes)
+
+    def same_as(self, other: QuantizedMatrix) -> bool:
+        """Return whether another matrix has the same integers on the same grid."""
+        return torch.equal(self.codes, other.codes.to(torch.int32)) and self.grid.same_as(other.grid)
+
+    def to(self, device: torch.device | str) -> QuantizedMatrix[G]:
+        """Return the matrix on another device."""
+        return QuantizedMatrix(codes=self.codes.to(device), grid=cast(G, self.grid.to(device)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-STRIP = 512  # rows of the lower triangle that one product updates
+UPDATED_ROWS = 512  # of the lower triangle by one product
 
 
 def pivoted_order(H: Tensor, *, panel: int = 64) -> Tensor:
@@ -35,8 +35,8 @@ def pivoted_order(H: Tensor, *, panel: int = 64) -> Tensor:
             left, diagonal, S = left[kept], diagonal[kept], S[kept[:, None], kept]
         picked, L = _eliminate(S, diagonal, floor[left], min(panel, n - start))
         order[start : start + panel] = left[picked]
-        for a in range(0, len(left), STRIP):
-            b = a + STRIP
+        for a in range(0, len(left), UPDATED_ROWS):
+            b = a + UPDATED_ROWS
             S[a:b, :b].addmm_(L[:, a:b].T, L[:, :b], alpha=-1)
     return order.flip(0)
 

@@ -16,9 +16,12 @@ from torch import Tensor
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.scale import least_squares_steps
 from nearplane.lattice.solve import sweep_of
+from nearplane.lattice.sweep_cpu import Columns
 
 
-def polish(W: Tensor, matrix: QuantizedMatrix, H: Tensor, *, sweeps: int = 1, block: int = 128) -> QuantizedMatrix:
+def polish(
+    W: Tensor, matrix: QuantizedMatrix[Grid], H: Tensor, *, sweeps: int = 1, block: int = 128
+) -> QuantizedMatrix[Grid]:
     """Move codes one column at a time, each to the grid point that is best given all other columns, `sweeps` times over.
 
         t_j = values_j + (E H)_j / H_jj ;  codes_j = round(t_j / scale_j + zero_j) clipped to the grid ;  E = W - values
@@ -37,11 +40,11 @@ def polish(W: Tensor, matrix: QuantizedMatrix, H: Tensor, *, sweeps: int = 1, bl
         Codes no worse, on the same grid.
     """
     grid = matrix.grid
-    assert isinstance(grid, Grid), "codes are polished on the grid that was swept"
     H = H.to(W.dtype)
     diagonal = torch.where(H.diagonal() > 0, H.diagonal(), torch.inf)  # a dead input stays what it is
     scale, zero = (part.to(W.dtype).expand(len(W), -1).T.contiguous() for part in (grid.scale, grid.zero))
-    V = (scale[grid.group] * (matrix.codes.T.to(W.dtype) - zero[grid.group])).contiguous()  # (in, out) values
+    positions = grid.codebook.position(matrix.codes.T, W.dtype)
+    V = (scale[grid.group] * (positions - zero[grid.group])).contiguous()  # (in, out) values
     E = W.T - V
     codes = matrix.codes.T.clone(
         memory_format=torch.contiguous_format
@@ -55,9 +58,8 @@ def polish(W: Tensor, matrix: QuantizedMatrix, H: Tensor, *, sweeps: int = 1, bl
             target = (H[a:b] @ E).div_(diagonal[a:b, None]).add_(V[a:b])
             U = H[a:b, a:b] / diagonal[a:b]  # what a column's move means for those after it; only the triangle is read
             delta = moved[: b - a]
-            sweep(
-                target, V[a:b], scale, zero, grid.group[a:b], grid.low, grid.high, U.triu(1), codes[a:b], delta
-            )  # (b - a, out), the value before minus the value now
+            columns = Columns(scale, zero, grid.group[a:b], grid.codebook)
+            sweep(target, V[a:b], columns, U.triu(1), codes[a:b], delta)  # delta: the value before minus the value now
             E[a:b] += delta
             V[a:b] -= delta
         if torch.equal(before, codes):
@@ -70,11 +72,11 @@ def refine(
     H: Tensor,
     grid: Grid,
     storage: torch.dtype,
-    solve: Callable[[Grid], QuantizedMatrix],
+    solve: Callable[[Grid], QuantizedMatrix[Grid]],
     *,
     rounds: int,
     sweeps: int,
-) -> QuantizedMatrix:
+) -> QuantizedMatrix[Grid]:
     """Solve, polish, fit the steps to the codes by least squares, and solve again; keep the best round of every row.
 
     Args:
@@ -107,10 +109,8 @@ def refine(
     return polish(W, best, H, sweeps=sweeps - 1) if sweeps > 1 else best
 
 
-def merge(chosen: Tensor, one: QuantizedMatrix, other: QuantizedMatrix) -> QuantizedMatrix:
+def merge(chosen: Tensor, one: QuantizedMatrix[Grid], other: QuantizedMatrix[Grid]) -> QuantizedMatrix[Grid]:
     """Take the rows where `chosen` (out, 1) bool from one matrix, the rest from the other; their groups and limits are the same."""
     a, b = one.grid, other.grid
-    assert isinstance(a, Grid)
-    assert isinstance(b, Grid)
     grid = replace(b, scale=torch.where(chosen, a.scale, b.scale), zero=torch.where(chosen, a.zero, b.zero))
     return QuantizedMatrix(codes=torch.where(chosen, one.codes, other.codes), grid=grid)

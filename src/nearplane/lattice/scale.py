@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import NumericalError
+from nearplane.lattice.codebook import Codebook
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.search_cpu import best_candidate
 
@@ -30,6 +31,7 @@ class Steps:
     Args:
         bits: of a code.
         symmetric: codes -2^(b-1) .. 2^(b-1)-1 without zero-point, else 0 .. 2^b-1 with an integer one.
+        levels: (2^b,) ascending positions of the codes 0 .. 2^b-1, some below and some above 0, without zero-point; None: integers.
         search: "minmax": the range; "mse": the shrunken range with the least p-norm error; "hessian": the same with squared
             errors weighted by importance.
         storage: dtype in which steps are stored.
@@ -39,16 +41,22 @@ class Steps:
     symmetric: bool
     search: Search
     storage: torch.dtype
+    levels: Tensor | None = None
 
     @property
     def low(self) -> int:
         """Smallest code."""
-        return -(1 << (self.bits - 1)) if self.symmetric else 0
+        return -(1 << (self.bits - 1)) if self.symmetric and self.levels is None else 0
 
     @property
     def high(self) -> int:
         """Largest code."""
         return self.low + (1 << self.bits) - 1
+
+    @property
+    def codebook(self) -> Codebook:
+        """The codes, and the positions that they stand for."""
+        return Codebook(low=self.low, high=self.high, levels=self.levels)
 
     def grid(self, W: Tensor, group_size: int | None, importance: Tensor | None = None) -> Grid:
         """Fit every group of `W` (out, in); `importance` (in,) weighs squared errors where the search asks for it."""
@@ -58,7 +66,7 @@ class Steps:
         weight = None if importance is None else importance.to(W.dtype).reshape(1, n // size, size)
         scale, zero = self.fit(groups, weight)
         group = torch.arange(n, device=W.device) // size
-        return Grid(scale=scale, zero=zero, group=group, low=self.low, high=self.high)
+        return Grid(scale=scale, zero=zero, group=group, low=self.low, high=self.high, levels=self.levels)
 
     def fit(self, weights: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return scale and zero (...) for weights (..., g)."""
@@ -79,8 +87,8 @@ class Steps:
         if weights.device.type == "cpu" and weights.dtype == torch.float32:
             size = weights.shape[-1]
             rows = None if importance is None else importance.to(weights.dtype).reshape(-1, size)
-            flat = (weights.reshape(-1, size), scales.flatten(1), zeros.flatten(1), self.low, self.high)
-            return best_candidate(*flat, rows).view(weights.shape[:-1])
+            flat = weights.reshape(-1, size), scales.flatten(1), zeros.flatten(1)
+            return best_candidate(*flat, self.codebook, rows).view(weights.shape[:-1])
         least = torch.full_like(scales[0], torch.inf)
         best = torch.zeros_like(least, dtype=torch.int64)
         for c, (scale, zero) in enumerate(zip(scales, zeros, strict=True)):
@@ -91,15 +99,16 @@ class Steps:
 
     def _from_range(self, minimum: Tensor, maximum: Tensor) -> tuple[Tensor, Tensor]:
         """Return the smallest step, and the zero, whose grid reaches from `minimum` <= 0 to `maximum` >= 0."""
-        if self.symmetric:
-            scale = stored(torch.maximum(minimum / self.low, maximum / self.high), self.storage)
+        if self.symmetric or self.levels is not None:
+            ends = (self.low, self.high) if self.levels is None else (float(self.levels[0]), float(self.levels[-1]))
+            scale = stored(torch.maximum(minimum / ends[0], maximum / ends[1]), self.storage)
             return scale, torch.zeros_like(scale)
         scale = stored((maximum - minimum) / self.high, self.storage)
         return scale, (-minimum / scale).round_().clamp_(self.low, self.high)
 
     def _error(self, weights: Tensor, scale: Tensor, zero: Tensor, importance: Tensor | None) -> Tensor:
-        codes = (weights / scale[..., None]).add_(zero[..., None]).round_().clamp_(self.low, self.high)
-        error = codes.sub_(zero[..., None]).mul_(scale[..., None]).sub_(weights)
+        codes = self.codebook.nearest((weights / scale[..., None]).add_(zero[..., None]))
+        error = (self.codebook.position(codes) - zero[..., None]).mul_(scale[..., None]).sub_(weights)
         if importance is not None:
             return error.square_().mul_(importance).sum(-1)
         return error.abs_().pow_(NORM).sum(-1)
@@ -203,7 +212,7 @@ def _positive(scale: Tensor, w: Tensor) -> Tensor:
     return torch.where(scale == 0, torch.where(level == 0, 1, level), scale)
 
 
-def least_squares_steps(matrix: QuantizedMatrix, EH: Tensor, H: Tensor, storage: torch.dtype) -> Grid:
+def least_squares_steps(matrix: QuantizedMatrix[Grid], EH: Tensor, H: Tensor, storage: torch.dtype) -> Grid:
     """Return the grid whose steps minimise `tr(E H E^T)` for the codes as they are, one least-squares problem a row.
 
     With `V` the values in steps, summed over the columns of each group, steps move by `delta`:
@@ -220,7 +229,6 @@ def least_squares_steps(matrix: QuantizedMatrix, EH: Tensor, H: Tensor, storage:
         storage: dtype in which steps are stored.
     """
     grid = matrix.grid
-    assert isinstance(grid, Grid), "steps are fitted to grids that have them"
     groups = grid.scale.shape[1]
     columns = torch.argsort(grid.group, stable=True)  # (in,), groups side by side
     sizes = grid.group.bincount(minlength=groups).tolist()
@@ -230,7 +238,7 @@ def least_squares_steps(matrix: QuantizedMatrix, EH: Tensor, H: Tensor, storage:
     fitted = torch.empty_like(old)
     strip = max(1, MEMORY // (24 * groups * groups + 24 * len(H)))  # rows
     for rows in torch.split(torch.arange(len(EH), device=EH.device), strip):
-        V = (matrix.codes[rows] - grid.zero.expand(len(EH), -1)[rows][:, grid.group])[:, columns].to(EH.dtype)
+        V = grid.of_rows(rows).in_steps(matrix.codes[rows], EH.dtype)[:, columns]
         b = _by_group(V * EH[rows][:, columns], sizes).double()  # (rows, groups)
         A = torch.empty(len(rows), groups, groups, dtype=torch.float64, device=EH.device)
         for g, (size, end) in enumerate(zip(sizes, ends, strict=True)):

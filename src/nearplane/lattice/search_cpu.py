@@ -15,6 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from nearplane.lattice.codebook import Codebook, Table, position_of, round_code, round_integer
+
 Floats = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.int64]
 
@@ -23,8 +25,7 @@ def best_candidate(
     weights: Tensor,
     scale: Tensor,
     zero: Tensor,
-    low: int,
-    high: int,
+    codebook: Codebook,
     importance: Tensor | None,
     *,
     threads: int | None = None,
@@ -36,7 +37,7 @@ def best_candidate(
     Args:
         weights: (n, g) float32.
         scale, zero: (candidates, n) float32.
-        low, high: limits of the codes.
+        codebook: of all groups.
         importance: (n or 1, g) float32, or None.
         threads: None takes as many as torch does.
     """
@@ -44,9 +45,8 @@ def best_candidate(
     weight = torch.ones(1, 1) if importance is None else importance
     arrays = [x.contiguous().numpy() for x in (weights, scale.T, zero.T, weight)]
     best = torch.empty(n, dtype=torch.int64)
-    limits = np.float32(low), np.float32(high)
     kernel: Any = _search
-    search = partial(kernel, *arrays, *limits, importance is not None, best.numpy())
+    search = partial(kernel, *arrays, codebook.table(weights.dtype), importance is not None, best.numpy())
     threads = threads or torch.get_num_threads()
     share = -(-n // threads)
     if share * weights.shape[1] < 10_000:
@@ -62,8 +62,7 @@ def best_candidate(
 def _weighted(w: Floats, s: float, z: float, low: float, high: float, importance: Floats) -> np.float32:
     total = np.float32(0)
     for k in range(w.shape[0]):
-        code = min(max(np.rint(w[k] / s + z), low), high)
-        e = w[k] - s * (code - z)
+        e = w[k] - s * (round_integer(w[k] / s + z, low, high) - z)
         total += importance[k] * e * e
     return total
 
@@ -72,15 +71,24 @@ def _weighted(w: Floats, s: float, z: float, low: float, high: float, importance
 def _plain(w: Floats, s: float, z: float, low: float, high: float) -> np.float32:
     total = np.float32(0)
     for k in range(w.shape[0]):
-        code = min(max(np.rint(w[k] / s + z), low), high)
-        e = np.abs(w[k] - s * (code - z))
+        e = np.abs(w[k] - s * (round_integer(w[k] / s + z, low, high) - z))
         total += e * e * np.sqrt(e)
     return total
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
+def _on_levels(w: Floats, s: float, z: float, table: Table, importance: Floats) -> np.float32:
+    """The error of either search, weighted where `importance` has an entry for every weight."""
+    total = np.float32(0)
+    for k in range(w.shape[0]):
+        e = np.abs(w[k] - s * (position_of(round_code(w[k] / s + z, table), table) - z))
+        total += importance[k] * e * e if len(importance) == len(w) else e * e * np.sqrt(e)
+    return total
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
 def _search(
-    weights: Floats, scale: Floats, zero: Floats, importance: Floats, low: float, high: float, weighted: bool, best: Indices,
+    weights: Floats, scale: Floats, zero: Floats, importance: Floats, table: Table, weighted: bool, best: Indices,
     start: int, stop: int,
 ) -> None:  # fmt: skip
     """Search the groups from `start` to `stop`."""
@@ -88,11 +96,13 @@ def _search(
         least = np.float32(np.inf)
         best[i] = 0
         for c in range(scale.shape[1]):
-            if weighted:
-                row = importance[i % importance.shape[0]]
-                error = _weighted(weights[i], scale[i, c], zero[i, c], low, high, row)
+            w, s, z = weights[i], scale[i, c], zero[i, c]
+            if len(table.levels) > 0:
+                error = _on_levels(w, s, z, table, importance[i % importance.shape[0]][: len(w) if weighted else 0])
+            elif weighted:
+                error = _weighted(w, s, z, table.low, table.high, importance[i % importance.shape[0]])
             else:
-                error = _plain(weights[i], scale[i, c], zero[i, c], low, high)
+                error = _plain(w, s, z, table.low, table.high)
             if error < least:
                 least = error
                 best[i] = c

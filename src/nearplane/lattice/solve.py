@@ -17,13 +17,13 @@ from torch import Tensor
 from nearplane.errors import NumericalError
 from nearplane.lattice.factor import Factor
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.lattice.sweep_cpu import sweep_block
+from nearplane.lattice.sweep_cpu import Columns, sweep_block
 
 Refit = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 """From the *current* weights (out, g) of a group, in column order, and its index to scale and zero, each (out,)."""
 
 
-def round_to_nearest(W: Tensor, grid: Grid) -> QuantizedMatrix:
+def round_to_nearest(W: Tensor, grid: Grid) -> QuantizedMatrix[Grid]:
     """Round every weight of `W` (out, in) on its own.
 
     Raises:
@@ -31,13 +31,13 @@ def round_to_nearest(W: Tensor, grid: Grid) -> QuantizedMatrix:
     """
     if not bool(torch.isfinite(W).all()):
         raise NumericalError("A weight is NaN or Inf.")
-    codes, _ = grid.round(W, slice(None))
+    codes, _ = grid.round(W)
     return QuantizedMatrix(codes=codes.to(torch.int32), grid=grid)
 
 
 def nearest_plane(
     W: Tensor, grid: Grid, factor: Factor, *, refit: Refit | None = None, block: int = 128
-) -> QuantizedMatrix:
+) -> QuantizedMatrix[Grid]:
     """Round each row of `W` to the lattice of `grid` by Babai's nearest-plane algorithm.
 
     Column by column, in `factor.order`, the error already made is fed forward:
@@ -86,7 +86,8 @@ def nearest_plane(
             fed = target[rest] - WT[rest]
             current = WT[members] + inverse[rest, members].T @ fed  # (g, out), where the loss so far is least
             scale[reached], zero[reached] = refit(current.T, reached)
-        sweep(target[a:b], WT[a:b], scale, zero, group[a:b], grid.low, grid.high, U[a:b, a:b], codes[a:b], E[: b - a])
+        columns = Columns(scale, zero, group[a:b], grid.codebook)
+        sweep(target[a:b], WT[a:b], columns, U[a:b, a:b], codes[a:b], E[: b - a])
         target[b:].addmm_(U[a:b, b:].T, E[: b - a])
     back = WT.view(torch.int32)[:, :out].index_copy_(
         0, order, codes
@@ -101,26 +102,20 @@ def sweep_of(W: Tensor) -> Callable[..., None]:
     return sweep_block if W.device.type == "cpu" and W.dtype == torch.float32 else sweep_block_torch
 
 
-def sweep_block_torch(
-    target: Tensor, WT: Tensor, scale: Tensor, zero: Tensor, group: Tensor, low: int | None, high: int | None,
-    U: Tensor, codes: Tensor, E: Tensor,
-) -> None:  # fmt: skip
+def sweep_block_torch(target: Tensor, WT: Tensor, grid: Columns, U: Tensor, codes: Tensor, E: Tensor) -> None:
     """Sweep one block of columns; fills `codes` and `E`. The oracle of the compiled kernel, and the form for every device.
 
     Args:
         target: (b, out) weights with the error of earlier blocks fed forward.
         WT: (b, out) weights.
-        scale, zero: (groups, out).
-        group: (b,) group of every column of the block.
+        grid: of these columns.
         U: (b, b) the block's own triangle.
     """
-    for j, g in enumerate(group.tolist()):
+    for j, g in enumerate(grid.group.tolist()):
         t = target[j] + U[:j, j] @ E[:j]
-        code = (t / scale[g] + zero[g]).round_()
-        if low is not None or high is not None:
-            code.clamp_(low, high)
+        code = grid.codebook.nearest(t / grid.scale[g] + grid.zero[g])
         codes[j] = code
-        E[j] = WT[j] - scale[g] * (code - zero[g])
+        E[j] = WT[j] - grid.scale[g] * (grid.codebook.position(code) - grid.zero[g])
 
 
 def _blocks(group: Tensor, block: int, dynamic: bool) -> Iterator[tuple[int, int, int | None]]:

@@ -7,7 +7,7 @@ the next one starts. Threads share the rows and never wait for each other. The f
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -15,17 +15,47 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from nearplane.lattice.codebook import Codebook, Table, position_of, round_code, round_integer
+
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int32]
 Indices = npt.NDArray[np.int64]
 
-STRIP = 256  # rows; a strip's errors, STRIP * block * 4 bytes, stay in the second-level cache
+STRIP_ROWS = 256  # the errors of a strip, STRIP_ROWS * block * 4 bytes, stay in the second-level cache
+
+
+class Columns(NamedTuple):
+    """The grid of some columns, as sweeps take it: a row for every column or group.
+
+    Args:
+        scale, zero: (groups, out).
+        group: (b,) group of every column, int64.
+        codebook: of all of them.
+    """
+
+    scale: Tensor
+    zero: Tensor
+    group: Tensor
+    codebook: Codebook
+
+
+class Block(NamedTuple):
+    """What the compiled sweep of a block of columns reads, and `codes` and `E`, which it writes; see `sweep_block`."""
+
+    target: Floats
+    W: Floats
+    scale: Floats
+    zero: Floats
+    group: Indices
+    table: Table
+    UT: Floats
+    codes: Integers
+    E: Floats
 
 
 def sweep_block(
-    target: Tensor, W: Tensor, scale: Tensor, zero: Tensor, group: Tensor, low: int | None, high: int | None,
-    U: Tensor, codes: Tensor, E: Tensor, *, threads: int | None = None,
-) -> None:  # fmt: skip
+    target: Tensor, W: Tensor, grid: Columns, U: Tensor, codes: Tensor, E: Tensor, *, threads: int | None = None
+) -> None:
     """Sweep one block of columns, columns first; fills `codes` and `E`.
 
         t_j = target_j + sum_{k<j} E_k U_kj
@@ -36,9 +66,7 @@ def sweep_block(
     Args:
         target: (b, out) weights with the error of earlier blocks fed forward.
         W: (b, out) weights.
-        scale, zero: (groups, out).
-        group: (b,) group of every column of the block, int64.
-        low, high: limits of the codes, inclusive; None where codes are unbounded.
+        grid: of these columns.
         U: (b, b) the block's own triangle, unit upper.
         codes: (b, out) int32, written; may be the memory of `target`.
         E: (b, out) written.
@@ -47,16 +75,16 @@ def sweep_block(
     b, out = W.shape
     UT = U.new_zeros(b + 3, b)  # row j holds what column j needs; the last rows let columns be taken by four
     UT[:b] = U.T
-    arrays = [x.contiguous().numpy() for x in (target, W, scale, zero, group)]
-    limits = np.float32(-np.inf if low is None else low), np.float32(np.inf if high is None else high)
-    arguments: list[Any] = [*arrays, *limits, UT.numpy(), codes.numpy(), E.numpy()]
+    t, w, s, z, group = (x.contiguous().numpy() for x in (target, W, grid.scale, grid.zero, grid.group))
+    work = Block(t, w, s, z, group, grid.codebook.table(W.dtype), UT.numpy(), codes.numpy(), E.numpy())
+    kernel: Any = _sweep_rows
     threads = threads or torch.get_num_threads()
     share = -(-out // (16 * threads)) * 16  # rows of one thread, whole cache lines
     if share >= out:
-        _sweep_rows(0, out, *arguments)
+        kernel(0, out, work)
         return
     with ThreadPoolExecutor(threads) as pool:
-        for part in [pool.submit(_sweep_rows, a, min(a + share, out), *arguments) for a in range(0, out, share)]:
+        for part in [pool.submit(kernel, a, min(a + share, out), work) for a in range(0, out, share)]:
             part.result()
 
 
@@ -85,24 +113,26 @@ def _feed(t: Floats, e: Floats, u: float) -> None:
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def _round(
-    t: Floats, w: Floats, scale: Floats, zero: Floats, low: float, high: float, codes: Integers, E: Floats, e: Floats
+    t: Floats, w: Floats, scale: Floats, zero: Floats, table: Table, codes: Integers, E: Floats, e: Floats
 ) -> None:
     """Round one column of a strip. No fused products here: values are exactly those that the codes decode to."""
+    if len(table.levels) == 0:  # a loop of its own, which takes many rows at once
+        for r in range(t.shape[0]):
+            code = round_integer(t[r] / scale[r] + zero[r], table.low, table.high)
+            codes[r] = np.int32(code)
+            E[r] = e[r] = w[r] - scale[r] * (code - zero[r])
+        return
     for r in range(t.shape[0]):
-        code = np.rint(t[r] / scale[r] + zero[r])
-        code = low if code < low else code  # not min(): NaN stays NaN, and the loop stays free of branches
-        code = high if code > high else code
+        code = round_code(t[r] / scale[r] + zero[r], table)
         codes[r] = np.int32(code)
-        E[r] = e[r] = w[r] - scale[r] * (code - zero[r])
+        E[r] = e[r] = w[r] - scale[r] * (position_of(code, table) - zero[r])
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def _sweep_rows(
-    start: int, stop: int, target: Floats, W: Floats, scale: Floats, zero: Floats, group: Indices,
-    low: float, high: float, UT: Floats, codes: Integers, E: Floats,
-) -> None:  # fmt: skip
+def _sweep_rows(start: int, stop: int, block: Block) -> None:
     """Sweep the rows from `start` to `stop`, strip by strip."""
-    width = min(STRIP, stop - start)
+    target, W, scale, zero, group, table, UT, codes, E = block
+    width = min(STRIP_ROWS, stop - start)
     t = np.zeros((4, width), np.float32)
     e = np.zeros((W.shape[0], width), np.float32)
     for a in range(start, stop, width):
@@ -118,4 +148,4 @@ def _sweep_rows(
                 for k in range(first, j):
                     _feed(t[i], e[k], UT[j, k])
                 g = group[j]
-                _round(t[i, : c - a], W[j, a:c], scale[g, a:c], zero[g, a:c], low, high, codes[j, a:c], E[j, a:c], e[j])
+                _round(t[i, : c - a], W[j, a:c], scale[g, a:c], zero[g, a:c], table, codes[j, a:c], E[j, a:c], e[j])

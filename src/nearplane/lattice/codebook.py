@@ -1,0 +1,123 @@
+"""Rounding one position to a code: the nearest integer between two limits, or the nearest entry of a table of levels.
+
+The only place where that is written down: `Codebook` for tensors, `round_code` and `position_of` for compiled kernels. A position
+is a weight in steps, `weight / scale + zero`; a code stands for the position that `position_of` returns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from nearplane.errors import RecipeError
+
+
+class Table(NamedTuple):
+    """A codebook as compiled kernels take it, all in one floating-point type.
+
+    Args:
+        low, high: limits of integer codes, infinite where there are none.
+        levels: ascending positions of codes 0, 1, ...; empty where codes are integers.
+        middles: between neighbouring levels.
+    """
+
+    low: Any
+    high: Any
+    levels: npt.NDArray[Any]
+    middles: npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Codebook:
+    """Which codes there are, and the positions that they stand for.
+
+    Args:
+        low, high: limits of the codes, inclusive; None where codes are unbounded.
+        levels: (codes,) ascending positions of the codes 0, 1, ...; None where a code is its own position.
+    """
+
+    low: int | None = None
+    high: int | None = None
+    levels: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.levels is None:
+            return
+        if self.levels.dim() != 1 or len(self.levels) < 2 or bool((self.levels.diff() <= 0).any()):
+            raise RecipeError(f"Levels are {self.levels.tolist()}; expected two or more ascending numbers.")
+        if (self.low, self.high) != (0, len(self.levels) - 1):
+            raise RecipeError(
+                f"Codes of {len(self.levels)} levels go from 0 to {len(self.levels) - 1}, found {self.low} to {self.high}."
+            )
+
+    @property
+    def bounded(self) -> bool:
+        """Whether there are positions beyond the codes."""
+        return self.low is not None or self.high is not None
+
+    @property
+    def widest(self) -> float:
+        """Return the largest distance between the positions of neighbouring codes, in steps."""
+        return 1.0 if self.levels is None else float(self.levels.diff().max())
+
+    def nearest(self, position: Tensor) -> Tensor:
+        """Return the codes nearest to positions, in their shape and dtype; of two the even integer, or the lower level."""
+        if self.levels is not None:
+            levels = self.levels.to(position)
+            return torch.bucketize(position, (levels[1:] + levels[:-1]) / 2).to(position.dtype)
+        code = position.round()
+        return code.clamp_(self.low, self.high) if self.bounded else code
+
+    def position(self, codes: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return what codes stand for, in steps."""
+        if self.levels is None:
+            return codes if dtype is None else codes.to(dtype)
+        levels = self.levels.to(device=codes.device, dtype=dtype or codes.dtype)
+        return levels[codes.long().clamp(0, len(levels) - 1)]
+
+    def outside(self, position: Tensor) -> Tensor:
+        """Return a bool tensor: where positions lie more than half a step, of levels the widest, beyond all codes."""
+        low, high = (self.low, self.high) if self.levels is None else (float(self.levels[0]), float(self.levels[-1]))
+        beyond = torch.zeros_like(position, dtype=torch.bool)
+        if low is not None:
+            beyond |= position < low - 0.5 * self.widest
+        if high is not None:
+            beyond |= position > high + 0.5 * self.widest
+        return beyond
+
+    def table(self, dtype: torch.dtype) -> Table:
+        """Return the codebook for kernels that compute in `dtype`, float32 or float64."""
+        kind = np.float32 if dtype == torch.float32 else np.float64
+        low, high = (-np.inf if self.low is None else self.low), (np.inf if self.high is None else self.high)
+        levels: npt.NDArray[Any] = np.empty(0, kind) if self.levels is None else self.levels.cpu().numpy().astype(kind)
+        return Table(kind(low), kind(high), levels, (levels[1:] + levels[:-1]) / kind(2))
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def round_integer(position: Any, low: Any, high: Any) -> Any:
+    """Return the integer nearest to a position within limits. NaN stays NaN, and a loop of it stays free of branches."""
+    code = np.rint(position)
+    code = low if code < low else code
+    return high if code > high else code
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def round_code(position: Any, table: Table) -> Any:
+    """Return the code nearest to a position."""
+    if len(table.levels) == 0:
+        return round_integer(position, table.low, table.high)
+    return table.low + np.searchsorted(table.middles, position)
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def position_of(code: Any, table: Table) -> Any:
+    """Return what a code stands for, in steps; of a code beyond the levels the position of the last one."""
+    if len(table.levels) == 0:
+        return code
+    return table.levels[max(0, min(int(code), len(table.levels) - 1))]

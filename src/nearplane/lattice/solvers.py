@@ -1,0 +1,67 @@
+"""The solvers: what rounds a matrix to a grid. Adding one is a function and a line of the table below.
+
+Knows what each needs and promises; not how it works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from nearplane.lattice.beam import k_best
+from nearplane.lattice.factor import Factor
+from nearplane.lattice.greedy import MAX_INPUTS, greedy
+from nearplane.lattice.grid import Grid, QuantizedMatrix
+from nearplane.lattice.solve import nearest_plane, round_to_nearest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What a solver is given.
+
+    Args:
+        W: (out, in) what is to be rounded, float32 or float64.
+        grid: to round to.
+        factor: of `H + shift I`, in rounding order.
+        H: (in, in) the Hessian.
+        shift: what damping added to its diagonal.
+        beam: candidates of every row, for solvers that keep several.
+    """
+
+    W: Tensor
+    grid: Grid
+    factor: Factor
+    H: Tensor
+    shift: float
+    beam: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solver:
+    """One way to round.
+
+    Args:
+        round: from the problem to codes on its grid.
+        bounded: whether it begins with the codes of `nearest_plane` and never loses more, so that Babai's bounds hold.
+        needs_inputs: whether it looks at the Hessian or its factor.
+        max_inputs: of a layer; None: any number.
+    """
+
+    round: Callable[[Problem], QuantizedMatrix[Grid]]
+    bounded: bool
+    needs_inputs: bool = True
+    max_inputs: int | None = None
+
+
+SOLVERS: Mapping[str | None, Solver] = {
+    "nearest-plane": Solver(round=lambda p: nearest_plane(p.W, p.grid, p.factor), bounded=True),
+    "round-to-nearest": Solver(round=lambda p: round_to_nearest(p.W, p.grid), bounded=False, needs_inputs=False),
+    "k-best": Solver(round=lambda p: k_best(p.W, p.grid, p.factor, beam=p.beam), bounded=True),
+    "obq": Solver(
+        round=lambda p: greedy(p.W, p.grid, p.H, shift=p.shift, dead=p.factor.dead),
+        bounded=False,
+        max_inputs=MAX_INPUTS,
+    ),
+}
