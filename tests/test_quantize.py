@@ -58,6 +58,11 @@ def test_the_record_in_the_folder_is_the_record_returned(quantized):
     assert read_record(out) == record
     assert record.bytes == sum(path.stat().st_size for path in out.glob("*.safetensors"))
     assert 0 < record.rate < 5.1
+    assert (
+        50e6
+        < record.peak_memory
+        <= (1 if sys.platform == "darwin" else 1024) * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    )
 
 
 def test_evaluation_computes_with_the_decoded_weights(quantized, small):

@@ -40,6 +40,10 @@ def test_a_run_that_went_as_asked_takes_four_lines():
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
+        (
+            {"peak_memory": 2_040_000_000},
+            "weight files 1.25 MB, the whole folder 1.50 MB, calibrated on 512 tokens, peak memory 2.04 GB",
+        ),
         ({"windows": 1}, "the text holds 1 windows of 256, 2 were asked for"),
         ({"skipped": (("router", "Router"),)}, "left as it is: router (Router)"),
         (

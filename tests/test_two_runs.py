@@ -1,6 +1,7 @@
 """Two commands on one OUT at the same time: one succeeds, the other is refused, and nothing is mixed."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -33,12 +34,15 @@ def test_of_two_runs_on_one_folder_one_succeeds_and_the_other_is_refused(model, 
     for bits in ("3", "4"):
         runs.append(subprocess.Popen([*words, bits, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
         time.sleep(repetition % 4 / 4)
-    errors = [run.communicate()[1] for run in runs]
+    outputs, errors = zip(*(run.communicate() for run in runs), strict=True)
     codes = [run.returncode for run in runs]
     assert sorted(codes) == [0, 1], errors
     refused = " ".join(errors[codes.index(1)].split())
     assert f"{out} is being written by another run" in refused or f"{out} exists and is not empty" in refused
     assert "Traceback" not in refused
+    assert re.search(r", peak memory [\d.]+ [MG]B\n", outputs[codes.index(0)])
+    last = errors[codes.index(0)].splitlines()[-1]
+    assert re.fullmatch(r"quantizing: block 2 of 2, layer 14 of 14, [^,]+", last)  # a line, as there is no terminal
     found = nearplane.verify(out)
     assert found.faults == ()
     assert found.record.recipe.rule.bits == (3, 4)[codes.index(0)]

@@ -28,6 +28,7 @@ from nearplane.models.calibrate import observe, stages
 from nearplane.models.layers import Layer
 from nearplane.models.skeleton import Stream, readout, skeleton
 from nearplane.models.stream import Block, Model
+from nearplane.progress import logged
 from nearplane.recipe import Rule
 
 LOW, HIGH = 0.5, 7.5  # rates that a layer may get
@@ -290,7 +291,8 @@ def probe(
     stream = skeleton(model, windows, device=device, dtype=dtype, batch=batch, two_streams=False)
     batches = size // batch
     travellers: list[_Traveller] = []
-    for block in progress(model.blocks, "probing", len(model.blocks)):
+    blocks = logged(model.blocks, "probing", len(model.blocks), blocks=[1] * len(model.blocks))
+    for block in progress(blocks, "probing", len(model.blocks)):
         with block.on(device, dtype, original=False):
             before = list(stream.quantized[:batches])
             after = [stream.forward(block, block.quantized, i, x) for i, x in enumerate(before)]

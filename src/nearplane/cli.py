@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,12 +17,14 @@ from nearplane.errors import NearplaneError, printable
 from nearplane.recipe import Allocation, Calibration, Device, Format, Rate, Recipe, Rule, Way
 from nearplane.removed import refuse_removed_words
 from nearplane.sizes import size_text
+from nearplane.terminal import attended, bar, say_stopped
 
 app = App(
     name="nearplane",
     version=__version__,
     help="Shrink language models: GPTQ as a closest-vector problem on a lattice.",
     help_format="plaintext",
+    suppress_keyboard_interrupt=False,  # main() says what a command that is stopped leaves on disk
 )
 Flat = Parameter(name="*")
 Dense = Literal["bfloat16", "float16", "float32"]
@@ -73,7 +75,7 @@ def quantize(
         max_loss=max_loss, ignore=ignore,
     )  # fmt: skip
     record = run(
-        model, out, recipe, device=device, overwrite=overwrite, trust_remote_code=trust_remote_code, progress=_progress
+        model, out, recipe, device=device, overwrite=overwrite, trust_remote_code=trust_remote_code, progress=bar
     )
     from nearplane.summary import summary
 
@@ -117,7 +119,7 @@ def evaluate(
     _quiet()
     result = run(
         model, text, seqlen=seqlen, samples=samples, against=against, device=device,
-        trust_remote_code=trust_remote_code, progress=_progress,
+        trust_remote_code=trust_remote_code, progress=bar,
     )  # fmt: skip
     if json:
         print(_json(asdict(result)))
@@ -177,7 +179,7 @@ def compare(
     try:
         for row in run(
             models, bits, text=text, calibration=tokens, methods=methods or WAYS, samples=eval_samples, seqlen=eval_seqlen,
-            keep=keep, device=device, trust_remote_code=trust_remote_code, progress=_progress,
+            keep=keep, device=device, trust_remote_code=trust_remote_code, progress=bar,
         ):  # fmt: skip
             rows.append(row)
     finally:  # what is known by now, whatever ended it
@@ -248,7 +250,7 @@ def verify(
         _quiet()
     found = run(
         out, against=against, calibration=calibration, tolerance=tolerance, device=device,
-        trust_remote_code=trust_remote_code, progress=_progress,
+        trust_remote_code=trust_remote_code, progress=bar,
     )  # fmt: skip
     if json:
         print(
@@ -322,7 +324,7 @@ def demo(out: Path = Path("demo-out"), *, json: Switch = False) -> None:
     from nearplane.demo import run
 
     _quiet()
-    rows = list(run(out, _progress))
+    rows = list(run(out, bar))
     if json:
         print(_json([asdict(row) for row in rows]))
         return
@@ -370,43 +372,20 @@ def _json(data: Any) -> str:
     return json.dumps(data, indent=1, default=str)  # paths
 
 
-def _progress(items: Iterable[Any], label: str, total: int) -> Iterator[Any]:
-    """Show a bar on the error stream while items pass through."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    parts = (
-        TextColumn(label),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*parts, console=Console(stderr=True), transient=True) as bar:
-        yield from bar.track(items, total=total)
-
-
 def main() -> None:
-    """Run the command line; an error that nearplane raises on purpose is one sentence and exit code 1."""
+    """Run the command line; an error that nearplane raises on purpose, or a signal, is one sentence, never a traceback."""
     os.environ.setdefault(
         "OMP_WAIT_POLICY", "PASSIVE"
     )  # before torch: threads that spin while they wait crawl on a busy machine
     try:
-        refuse_removed_words(sys.argv[1:])
-        app()
+        with attended():
+            refuse_removed_words(sys.argv[1:])
+            app()
     except NearplaneError as error:
         print(f"nearplane: {error}", file=sys.stderr)
         sys.exit(1)
     except BrokenPipeError:  # `nearplane inspect out | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except KeyboardInterrupt as stopped:
+        sys.exit(say_stopped(stopped))

@@ -192,6 +192,10 @@ def _rows(
                     try:
                         recipe, note = recipe_for(method, asked, layers, calibration)
                         row = measure.row(model, method, asked, recipe, note, out)
+                    except KeyboardInterrupt as stopped:
+                        if keep is None:
+                            stopped.__notes__ = []  # they tell of files in the temporary folder
+                        raise
                     except RecipeError as error:  # this method does not have these bits, or not for this model
                         row = Row(model=str(model), method=method, asked=asked, note=str(error))
                     if keep is None:

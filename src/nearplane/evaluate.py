@@ -23,6 +23,7 @@ from nearplane.formats.dense import dense_network
 from nearplane.models.data import check_vocabulary, read_windows
 from nearplane.models.stream import device_of, positions_of
 from nearplane.pretrained import find_folder, tokenizer_of
+from nearplane.progress import logged
 from nearplane.recipe import Device
 
 BATCH_TOKENS = 2048
@@ -97,7 +98,7 @@ def evaluate(
     check_vocabulary(windows, network.get_input_embeddings().weight.shape[0])
     batches = windows.split(max(1, BATCH_TOKENS // seqlen))
     nll, unquantized, apart = 0.0, 0.0, Divergence()
-    for batch in progress(batches, "evaluating", len(batches)):
+    for batch in progress(logged(batches, "evaluating", len(batches)), "evaluating", len(batches)):
         predicted = log_probabilities(network, batch.to(place))
         nll -= float(predicted.gather(-1, batch[:, 1:, None].to(place)).double().sum())
         if original is not None:

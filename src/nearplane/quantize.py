@@ -35,6 +35,7 @@ from nearplane.models.statistics import Statistics
 from nearplane.models.stream import Block, Model, device_of, open_model
 from nearplane.parallel import world
 from nearplane.plan import Plan, Progress, budget_of, check_bits, plan, usable_widths
+from nearplane.progress import logged, peak_memory
 from nearplane.rate import quantize_matrix_to_rate
 from nearplane.recipe import Device, Recipe
 from nearplane.record import WIDE, LayerRecord, Profile, RunRecord
@@ -67,7 +68,8 @@ def quantize(
         device: where to compute; auto is the GPU where there is one.
         overwrite: replace what is in `out`, once the new checkpoint is whole.
         trust_remote_code: run model code that comes with the checkpoint.
-        progress: wraps the iterator over layers: (items, label, total) -> items.
+        progress: wraps the iterator over layers: (items, label, total) -> items. Whatever it is, how far the run is goes to
+            the logger "nearplane.progress".
         spellings: see `Recipe.from_spellings`.
 
     Returns:
@@ -103,8 +105,10 @@ def quantize(
         writer.config = quantization_config(source, recipe, planned.widths)
         profiles: list[Profile] = []
         solved = quantized_layers(source, recipe, tokens, writer, place, planned, profiles)
-        layers = tuple(progress(solved, "quantizing", len(source.layers)))
+        seen = logged(solved, "quantizing", len(source.layers), blocks=_layers_of_blocks(source))
+        layers = tuple(progress(seen, "quantizing", len(source.layers)))
         record = replace(record, layers=layers, profiles=tuple(profiles), bytes=writer.size, files=writer.digests())
+        record = replace(record, peak_memory=peak_memory())
         record = replace(record, seconds=time.perf_counter() - began).in_folder(writer.size + writer.size_beside)
         writer.record_json = record.to_json()
     return record
@@ -291,6 +295,14 @@ def quantization_config(model: Model, recipe: Recipe, widths: Mapping[str, int] 
         ignore=sorted(model.linears() - set(quantized)), quantized=quantized, version=version("nearplane"), **own,
     )  # fmt: skip
     return config
+
+
+def _layers_of_blocks(model: Model) -> list[int]:
+    """Return how many layers are quantized with each block, embeddings with the first and the head with the last."""
+    counts = [len(block.layers) for block in model.blocks]
+    counts[0] += model.embeddings is not None
+    counts[-1] += model.head is not None
+    return counts
 
 
 def _unquantized(model: Model, names: Iterable[str]) -> list[str]:

@@ -152,6 +152,7 @@ class RunRecord:
         profiles: Of some layers, in several orders.
         skipped: (name, reason) of weights that were left as they are although the recipe did not ask for it.
         seconds: Of the whole run.
+        peak_memory: The most bytes that the process had in memory at a time, on the CPU; 0: not known.
         bytes: Of all weight files together.
         folder: Bytes of all files of the checkpoint, this record among them.
         files: SHA-256 of every other file of the checkpoint.
@@ -170,6 +171,7 @@ class RunRecord:
     profiles: tuple[Profile, ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
     seconds: float = 0.0
+    peak_memory: int = 0
     bytes: int = 0
     folder: int = 0
     files: dict[str, str] = field(default_factory=dict)

@@ -18,9 +18,10 @@ def summary(record: RunRecord, out: Path) -> Iterator[str]:
     yield f"{len(record.layers)} layers quantized to {record.rate:.3f} bits per weight in {record.seconds:.1f} s: {out}"
     if (missed := record.missed) is not None:
         yield missed
+    memory = f", peak memory {size_text(record.peak_memory)}" if record.peak_memory else ""
     yield (
         f"weight files {size_text(record.bytes)}, the whole folder {size_text(record.folder)}, "
-        f"calibrated on {record.tokens:,} tokens"
+        f"calibrated on {record.tokens:,} tokens{memory}"
     )
     yield from _smaller_groups(record)
     if record.tokens and record.windows < record.recipe.calibration.samples:

@@ -25,6 +25,7 @@ from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
 from nearplane.models.layers import Layer
 from nearplane.models.stream import Model, device_of, open_model
 from nearplane.plan import Plan, Progress, look
+from nearplane.progress import logged
 from nearplane.quantize import (
     calibration_windows,
     digest_of_tokens,
@@ -373,7 +374,8 @@ def _measured(run: _Again, progress: Progress, faults: list[Fault]) -> bool:
         where = str(run.recipe.calibration.calibration or "calibration")
         faults.append(Fault(where=where, what="its tokens are not those that the record was made with"))
         return False
-    return sum(progress(_layers(run, tokens, faults), "measuring", len(record.layers))) == len(record.layers)
+    total = len(record.layers)
+    return sum(progress(logged(_layers(run, tokens, faults), "measuring", total), "measuring", total)) == total
 
 
 def _layers(run: _Again, tokens: Tensor | None, faults: list[Fault]) -> Iterator[bool]:

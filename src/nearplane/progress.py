@@ -1,0 +1,77 @@
+"""How far a run is, as lines of logging, and how much memory it took. Needs no torch; sets up no handler."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+log = logging.getLogger(__name__)
+OFTEN, SELDOM = 1.0, 30.0  # seconds: no line sooner than the one, and one as soon as possible after the other
+
+
+def logged(
+    items: Iterable[Any],
+    label: str,
+    total: int,
+    *,
+    blocks: Sequence[int] = (),
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Any]:
+    """Pass items through and log how far they are: a line of level INFO for every block, or every 30 seconds.
+
+        quantizing: block 3 of 32, layer 21 of 224, 1 min 35 s, about 15 min 20 s left
+
+    There is at most one line a second, and always one at the end.
+
+    Args:
+        items: as they are worked off, `total` of them.
+        label: what is done with them.
+        total: how many they are.
+        blocks: how many items there are in each block; none: a line comes every 30 seconds only.
+        clock: seconds.
+    """
+    began = said = clock()
+    ends = list(accumulate(blocks))
+    last = set(ends)
+    for done, item in enumerate(items, 1):
+        yield item  # whoever takes the next one is done with this one
+        now = clock()
+        if done == total or now - said >= (OFTEN if done in last else SELDOM):
+            said = now
+            log.info("%s: %s, %s", label, _place(done, total, ends), _times(now - began, done, total))
+
+
+def _place(done: int, total: int, ends: Sequence[int]) -> str:
+    if not ends or len(ends) == total:  # items are blocks
+        return f"{'block ' * bool(ends)}{done:,} of {total:,}"
+    return f"block {min(bisect_right(ends, done - 1) + 1, len(ends))} of {len(ends)}, layer {done:,} of {total:,}"
+
+
+def _times(passed: float, done: int, total: int) -> str:
+    left = passed * (total - done) / done
+    return duration(passed) + (f", about {duration(left)} left" if done < total else "")
+
+
+def duration(seconds: float) -> str:
+    """Return a time in words: "0.4 s", "45 s", "12 min 5 s", "3 h 20 min"."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if not minutes:
+        return f"{rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def peak_memory() -> int:
+    """Return the most bytes of memory that this process has had at a time, on the CPU; 0 where the system does not say."""
+    try:
+        from resource import RUSAGE_SELF, getrusage
+    except ImportError:  # Windows
+        return 0
+    return getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

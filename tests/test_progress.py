@@ -1,0 +1,64 @@
+"""How far a run is, in lines of logging: not too often, not too seldom, and always at the end."""
+
+import logging
+
+import pytest
+
+from nearplane.progress import duration, logged
+
+
+def lines(caplog, seconds, **words):
+    """Work off items of so many seconds each, and return the lines."""
+    now = 0.0
+    times = iter(seconds)
+
+    def items():
+        nonlocal now
+        for _ in seconds:
+            now += next(times)
+            yield None
+
+    with caplog.at_level(logging.INFO, logger="nearplane"):
+        assert len(list(logged(items(), "quantizing", len(seconds), clock=lambda: now, **words))) == len(seconds)
+    assert {(record.name, record.levelname) for record in caplog.records} == {("nearplane.progress", "INFO")}
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_every_block_has_a_line_with_the_time_left(caplog):
+    assert lines(caplog, [2.0] * 6, blocks=[2, 2, 2]) == [
+        "quantizing: block 1 of 3, layer 2 of 6, 4.0 s, about 8.0 s left",
+        "quantizing: block 2 of 3, layer 4 of 6, 8.0 s, about 4.0 s left",
+        "quantizing: block 3 of 3, layer 6 of 6, 12 s",
+    ]
+
+
+def test_long_blocks_have_a_line_every_30_seconds(caplog):
+    said = lines(caplog, [16.0] * 7, blocks=[7])
+    assert [line.split(",")[1] for line in said] == [" layer 2 of 7", " layer 4 of 7", " layer 6 of 7", " layer 7 of 7"]
+    assert said[0] == "quantizing: block 1 of 1, layer 2 of 7, 32 s, about 1 min 20 s left"
+
+
+def test_short_blocks_share_a_line_a_second(caplog):
+    said = lines(caplog, [0.125] * 32, blocks=[2] * 16)
+    assert [line.split(",")[0] for line in said] == [f"quantizing: block {number} of 16" for number in (4, 8, 12, 16)]
+
+
+def test_what_is_no_block_has_a_line_every_30_seconds(caplog):
+    assert [line.split(",")[0] for line in lines(caplog, [7.5] * 10)] == [
+        "quantizing: 4 of 10", "quantizing: 8 of 10", "quantizing: 10 of 10",
+    ]  # fmt: skip
+
+
+def test_items_that_are_blocks_are_called_so(caplog):
+    assert lines(caplog, [40.0, 40.0], blocks=[1, 1]) == [
+        "quantizing: block 1 of 2, 40 s, about 40 s left",
+        "quantizing: block 2 of 2, 1 min 20 s",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0, "0.0 s"), (9.94, "9.9 s"), (9.96, "10 s"), (59.6, "1 min 0 s"), (125, "2 min 5 s"), (12_000, "3 h 20 min")],
+)
+def test_times_are_short(seconds, words):
+    assert duration(seconds) == words
