@@ -5,9 +5,11 @@ What `matrix.py` and `rate.py` solve and `certificate.py` measures; it rounds no
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nearplane.errors import NumericalError
@@ -17,6 +19,7 @@ from nearplane.lattice.target import correction, mismatch, trust, weighted_diffe
 from nearplane.models.statistics import Statistics
 from nearplane.recipe import Order, Rule
 
+SYMMETRIC = 1e-4  # of the largest entry: what the two halves of a product in float32 may differ by
 SWEEP_DAMP = 0.1  # where targets are corrected; see `Rule`
 
 
@@ -72,6 +75,64 @@ class Inputs:
         if fitting and held_out is not None:
             H = weighted_difference(H, moments.tokens, held_out.H, held_out.tokens)
         return factorize(H, order, damp=damp)
+
+
+def lattice_problem(
+    W: Tensor | NDArray[Any], statistics: Tensor | NDArray[Any] | Statistics | Inputs, name: str
+) -> tuple[Tensor, Inputs]:
+    """Return weights and inputs as the solvers take them.
+
+    Args:
+        W: (out, in) of torch or numpy.
+        statistics: (in, in) Hessian `X^T X / tokens` of either, or what calibration saw, or `Inputs`.
+        name: for errors.
+
+    Raises:
+        NumericalError: one of them is no such matrix; the message says how it differs.
+    """
+    W = _floating(W, f"{name}: W", "(out, in) weights")
+    if isinstance(statistics, Inputs):
+        inputs = statistics
+    elif isinstance(statistics, Statistics):
+        inputs = Inputs(statistics)
+    else:
+        H = _floating(statistics, f"{name}: H", "the (in, in) Hessian X^T X / tokens")
+        if not bool(torch.isfinite(H).all()):
+            raise NumericalError(f"{name}: H holds NaN or Inf. Check the rows of X that it was made of.")
+        if H.shape[0] == H.shape[1]:
+            lopsided, largest = float((H - H.T).abs().max()), float(H.abs().max())
+            if lopsided > SYMMETRIC * largest:
+                raise NumericalError(
+                    f"{name}: H is not symmetric: entries across the diagonal differ by up to {lopsided:.3g}, the largest is "
+                    f"{largest:.3g}. Expected X^T X / tokens."
+                )
+        inputs = Inputs(H)
+    H = inputs.moments.H
+    if tuple(H.shape) != (W.shape[1], W.shape[1]):
+        raise NumericalError(
+            f"{name}: H is {' x '.join(map(str, H.shape))}, W has {W.shape[1]} inputs (columns). Expected {W.shape[1]} x "
+            f"{W.shape[1]}: X^T X / tokens, with W as (out, in)."
+        )
+    if H.device != W.device:
+        raise NumericalError(f"{name}: W is on {W.device}, H on {H.device}. Move one of them.")
+    return W, inputs
+
+
+def _floating(given: Any, called: str, expected: str) -> Tensor:
+    """Return a matrix of floating-point numbers, at least float32, as a tensor."""
+    if isinstance(given, np.ndarray) and given.dtype.kind in "fiub":
+        given = torch.from_numpy(np.array(given, dtype=given.dtype.newbyteorder("=")))  # in memory of its own
+    if not isinstance(given, Tensor):
+        kind = f"an array of {given.dtype}" if isinstance(given, np.ndarray) else f"a {type(given).__name__}"
+        raise NumericalError(f"{called} is {kind}; expected {expected} as a tensor of torch or an array of numpy.")
+    if given.ndim != 2 or 0 in given.shape:
+        raise NumericalError(f"{called} has the shape {tuple(given.shape)}; expected {expected}, at least 1 x 1.")
+    if not given.is_floating_point():
+        found = str(given.dtype).removeprefix("torch.")
+        raise NumericalError(
+            f"{called} is of {found}; expected {expected} in floating point: make it float32 or float64."
+        )
+    return given.detach().to(torch.promote_types(given.dtype, torch.float32))
 
 
 def damp_of_the_sweep(inputs: Inputs, rule: Rule, *, plain: bool = False) -> float | Literal["auto"]:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nearplane.certificate import measure
 from nearplane.errors import NumericalError, RecipeError
-from nearplane.inputs import Inputs, corrected, damp_of_the_sweep
+from nearplane.inputs import Inputs, corrected, damp_of_the_sweep, lattice_problem
 from nearplane.lattice.factor import Factor
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.polish import refine
@@ -26,8 +28,8 @@ from nearplane.record import LayerRecord
 
 
 def quantize_matrix(
-    W: Tensor,
-    statistics: Tensor | Statistics | Inputs,
+    W: Tensor | NDArray[Any],
+    statistics: Tensor | NDArray[Any] | Statistics | Inputs,
     rule: Rule,
     *,
     storage: torch.dtype = torch.float16,
@@ -36,8 +38,8 @@ def quantize_matrix(
     """Quantize one matrix.
 
     Args:
-        W: (out, in) weights.
-        statistics: (in, in) Hessian `X^T X / tokens`, or all that calibration saw of the layer's inputs; `Inputs` where
+        W: (out, in) weights, of torch or numpy; results are of torch.
+        statistics: (in, in) Hessian `X^T X / tokens`, likewise, or all that calibration saw of the layer's inputs; `Inputs` where
             several matrices share them.
         rule: grid, order, solver.
         storage: dtype in which steps will be stored; they are rounded to it before the solve.
@@ -48,15 +50,16 @@ def quantize_matrix(
 
     Raises:
         RecipeError: the group size does not divide the inputs.
-        NumericalError: a weight is not finite, or the Hessian not positive definite.
+        NumericalError: a weight is not finite, or the Hessian not positive definite, symmetric or of W's inputs.
     """
-    began, rule = time.perf_counter(), rule.resolved(None).grouped([W.shape[1]])
+    began = time.perf_counter()
+    W, inputs = lattice_problem(W, statistics, name)
+    rule = rule.resolved(None).grouped([W.shape[1]])
     if rule.group_size is not None and W.shape[1] % rule.group_size:
         raise RecipeError(
             f"{name}: {W.shape[1]} inputs are not a multiple of --group-size {rule.group_size}. Use one that divides them, or "
             f"none for one step a row."
         )
-    inputs = statistics if isinstance(statistics, Inputs) else Inputs(statistics)
     try:
         target, rho = corrected(W, inputs, rule)
         matrix = solve(target.to(torch.promote_types(W.dtype, torch.float32)), inputs, rule, storage)

@@ -9,15 +9,17 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nearplane.certificate import measure
 from nearplane.coding.blob import Size, encode, size, stored_base
 from nearplane.errors import NumericalError
 from nearplane.formats.native import contents
-from nearplane.inputs import Inputs, corrected, damp_of_the_sweep
+from nearplane.inputs import Inputs, corrected, damp_of_the_sweep, lattice_problem
 from nearplane.lattice.bounds import MEASURED_ROWS, quadratic
 from nearplane.lattice.factor import Factor
 from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
@@ -171,8 +173,8 @@ def scaled(
 
 
 def quantize_matrix_to_rate(
-    W: Tensor,
-    statistics: Tensor | Statistics | Inputs,
+    W: Tensor | NDArray[Any],
+    statistics: Tensor | NDArray[Any] | Statistics | Inputs,
     rule: Rule,
     wanted: Rate,
     rate: float,
@@ -184,8 +186,7 @@ def quantize_matrix_to_rate(
     """Quantize one matrix to `rate` bits per weight, every byte of its tensor counted.
 
     Args:
-        W: (out, in) weights.
-        statistics: as for `quantize_matrix`.
+        W, statistics: as for `quantize_matrix`.
         rule: order, solver, damping, correction.
         wanted: method, coder, gains.
         rate: bits per weight of this matrix.
@@ -194,10 +195,10 @@ def quantize_matrix_to_rate(
         name: for the record and for errors.
 
     Raises:
-        NumericalError: a weight is not finite, or the Hessian not positive definite.
+        NumericalError: as `quantize_matrix`.
     """
     began, rule = time.perf_counter(), rule.resolved(wanted)
-    inputs = statistics if isinstance(statistics, Inputs) else Inputs(statistics)
+    W, inputs = lattice_problem(W, statistics, name)
     try:
         T, rho = corrected(W, inputs, rule)
         rows = _rows(W, wanted, sensitivity)
