@@ -31,8 +31,9 @@ from nearplane.formats.folder import read_matrices
 from nearplane.inputs import corrected
 from nearplane.models.stream import device_of, open_model
 from nearplane.plan import Plan, look
-from nearplane.quantize import calibration_windows, parts, shared_inputs
+from nearplane.quantize import parts, shared_inputs
 from nearplane.record import read_record, row_groups
+from nearplane.tokens import calibration_windows
 from nearplane.verify import TOLERANCE, Fault, verify
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

@@ -39,7 +39,7 @@ def test_a_value_that_was_removed_is_refused_with_what_replaced_it(monkeypatch, 
 
 
 def test_quantize_evaluate_and_inspect_work_together(monkeypatch, capsys, tmp_path):
-    flags = ("--bits", 3, "--group-size", 64, "--samples", 8, "--seqlen", 64, "--calibration", CALIBRATION)
+    flags = ("--bits", 3, "--group-size", 64, "--samples", 12, "--seqlen", 64, "--calibration", CALIBRATION)
     code, out, _ = command(monkeypatch, capsys, "quantize", MODEL, tmp_path / "out", *flags)
     assert code == 0
     assert "35 layers quantized" in out

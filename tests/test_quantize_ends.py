@@ -16,7 +16,7 @@ from nearplane.formats.folder import read_dense, read_matrices
 from nearplane.models.data import read_windows
 from nearplane.shards import ShardReader
 
-FAST = {"calibration": str(CALIBRATION), "samples": 8, "seqlen": 64, "allocate": "uniform"}
+FAST = {"calibration": str(CALIBRATION), "samples": 12, "seqlen": 64, "allocate": "uniform"}
 EMBEDDINGS, HEAD = "model.embed_tokens", "lm_head"
 BOTH = {"include_head": True, "include_embeddings": True}
 CPU = torch.device("cpu")
@@ -120,7 +120,7 @@ def test_the_network_still_predicts(coded, small):
 def test_blocks_are_calibrated_on_quantized_embeddings_and_the_head_on_quantized_blocks(small, tmp_path):
     """Recorded losses can be computed from the checkpoint and the text alone."""
     record = nearplane.quantize(small, tmp_path / "out", rate=3.0, correct=False, **BOTH, **FAST)
-    tokens = read_windows(AutoTokenizer.from_pretrained(small), CALIBRATION, samples=8, seqlen=64)
+    tokens = read_windows(AutoTokenizer.from_pretrained(small), CALIBRATION, samples=12, seqlen=64)
     original = AutoModelForCausalLM.from_pretrained(small, dtype=torch.float32)
     model, _ = load_dense(tmp_path / "out", CPU)
     names = ["model.layers.0.self_attn.q_proj", *([HEAD] if small.name == "untied" else [])]

@@ -24,7 +24,7 @@ from nearplane.plan import _rest
 from nearplane.record import digest_of, read_record
 from nearplane.shards import ShardReader
 
-FAST = {"calibration": str(CALIBRATION), "samples": 8, "seqlen": 64}
+FAST = {"calibration": str(CALIBRATION), "samples": 12, "seqlen": 64}
 
 
 @pytest.fixture(scope="module")
@@ -330,8 +330,8 @@ def test_inspect_and_the_files_agree_on_what_each_layer_is(coded):
 
 def test_the_record_says_which_tokens_it_saw(coded, small):
     _, record = coded
-    tokens = read_windows(AutoTokenizer.from_pretrained(small), CALIBRATION, samples=8, seqlen=64)
-    assert (record.windows, record.seqlen, record.tokens) == (8, 64, 512)
+    tokens = read_windows(AutoTokenizer.from_pretrained(small), CALIBRATION, samples=12, seqlen=64)
+    assert (record.windows, record.seqlen, record.tokens) == (12, 64, 768)
     assert record.text == hashlib.sha256(tokens.numpy().astype("<i8").tobytes()).hexdigest()
 
 

@@ -45,6 +45,12 @@ def test_a_run_that_went_as_asked_takes_four_lines():
             "weight files 1.25 MB, the whole folder 1.50 MB, calibrated on 512 tokens, peak memory 2.04 GB",
         ),
         ({"windows": 1}, "the text holds 1 windows of 256, 2 were asked for"),
+        (
+            {"windows": 2, "seqlen": 20, "tokens": 40},
+            "too few tokens to trust the losses: 40 calibration tokens are 2.5 for each of the 16 inputs of "
+            "model.layers.0.mlp.up_proj; at least 1 is needed, 4 or more are advised. Ask for --samples 4 or more (windows of 20 "
+            "tokens).",
+        ),
         ({"skipped": (("router", "Router"),)}, "left as it is: router (Router)"),
         (
             {"layers": (replace(GOOD, dead=3), WORSE)},

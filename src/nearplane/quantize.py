@@ -6,7 +6,6 @@ quantized network) pass through the block that is in memory, and each layer is w
 
 from __future__ import annotations
 
-import hashlib
 import platform
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,14 +19,13 @@ import torch
 from torch import Tensor
 
 from nearplane.certificate import PROFILED, profile
-from nearplane.errors import CalibrationError, RecipeError
+from nearplane.errors import RecipeError
 from nearplane.formats.folder import FORMATS, Writer, open_writer
 from nearplane.inputs import Inputs
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.solvers import SOLVERS
 from nearplane.matrix import quantize_matrix, with_tensors
 from nearplane.models.calibrate import Observed, observe, observe_head, stages
-from nearplane.models.data import read_windows
 from nearplane.models.ignored import refuse_unmatched
 from nearplane.models.layers import Layer
 from nearplane.models.skeleton import Stream, finish, skeleton
@@ -39,8 +37,7 @@ from nearplane.progress import logged, peak_memory
 from nearplane.rate import quantize_matrix_to_rate
 from nearplane.recipe import Device, Recipe
 from nearplane.record import WIDE, LayerRecord, Profile, RunRecord
-
-DEFAULT_SEQLEN = 2048
+from nearplane.tokens import calibration_windows, check_tokens, digest_of_tokens
 
 
 def silent(items: Iterable[Any], label: str, total: int) -> Iterable[Any]:
@@ -96,6 +93,7 @@ def quantize(
     )  # fmt: skip
     with writer:
         seqlen, tokens = calibration_windows(source, recipe)
+        check_tokens(source, recipe, tokens)
         record = RunRecord(
             recipe=asked, source=str(model), versions=_versions(), device=str(place), seqlen=seqlen,
             windows=0 if tokens is None else len(tokens), tokens=0 if tokens is None else tokens.numel(),
@@ -309,30 +307,6 @@ def _unquantized(model: Model, names: Iterable[str]) -> list[str]:
     """Leave out the names in the checkpoint of the weights of quantized layers."""
     quantized = {name for layer in model.layers for name in model.copies(layer)}
     return [name for name in names if name not in quantized]
-
-
-def calibration_windows(model: Model, recipe: Recipe) -> tuple[int, Tensor | None]:
-    """Return the length of calibration windows, and the windows (windows, seqlen), or None where nothing looks at the network.
-
-    Raises:
-        CalibrationError: the text cannot be read, or windows are longer than the model has positions.
-    """
-    wanted, positions = recipe.calibration, model.positions
-    if wanted.seqlen is not None and positions is not None and wanted.seqlen > positions:
-        raise CalibrationError(
-            f"--seqlen {wanted.seqlen} is more than the {positions} positions of the model; pass at most {positions}."
-        )
-    seqlen = wanted.seqlen or min(DEFAULT_SEQLEN, positions or DEFAULT_SEQLEN)
-    if not SOLVERS[recipe.rule.solver].needs_inputs and recipe.allocate != "slope":
-        return seqlen, None
-    return seqlen, read_windows(
-        model.tokenizer(), wanted.calibration, samples=wanted.samples, seqlen=seqlen, seed=wanted.seed
-    )
-
-
-def digest_of_tokens(tokens: Tensor) -> str:
-    """Return the SHA-256 of token ids, as little-endian int64."""
-    return hashlib.sha256(tokens.to("cpu", torch.int64).contiguous().numpy().astype("<i8").tobytes()).hexdigest()
 
 
 def _versions() -> dict[str, str]:

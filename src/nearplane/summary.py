@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from nearplane.enough import shortage
 from nearplane.recipe import FITTING
 from nearplane.record import LayerRecord, RunRecord
 from nearplane.sizes import size_text
@@ -24,6 +25,7 @@ def summary(record: RunRecord, out: Path) -> Iterator[str]:
         f"calibrated on {record.tokens:,} tokens{memory}"
     )
     yield from _smaller_groups(record)
+    yield from _few_tokens(record)
     if record.tokens and record.windows < record.recipe.calibration.samples:
         yield f"the text holds {record.windows} windows of {record.seqlen}, {record.recipe.calibration.samples} were asked for"
     yield f"relative loss: mean {sum(losses) / len(losses):.2e}, worst {worst.relative_loss:.2e} ({worst.name})"
@@ -43,6 +45,16 @@ def summary(record: RunRecord, out: Path) -> Iterator[str]:
             f'load it with nearplane.load("{out}"), or in transformers after nearplane.register(): without that call transformers '
             f"stops with an error. For other programs: nearplane export"
         )
+
+
+def _few_tokens(record: RunRecord) -> Iterator[str]:
+    """Yield a line if there were fewer calibration tokens than advised."""
+    if not record.tokens or record.recipe.rule.solver == "round-to-nearest":
+        return
+    widest = max(record.layers, key=lambda layer: layer.in_features)
+    said = shortage(record.windows, record.seqlen, record.recipe.calibration.samples, widest.name, widest.in_features)
+    if said is not None:
+        yield f"too few tokens to trust the losses: {said}"
 
 
 def _smaller_groups(record: RunRecord) -> Iterator[str]:

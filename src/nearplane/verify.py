@@ -27,8 +27,6 @@ from nearplane.models.stream import Model, device_of, open_model
 from nearplane.plan import Plan, Progress, look
 from nearplane.progress import logged
 from nearplane.quantize import (
-    calibration_windows,
-    digest_of_tokens,
     parts,
     profiles_of,
     quantization_config,
@@ -38,6 +36,7 @@ from nearplane.quantize import (
 from nearplane.recipe import Device, Recipe
 from nearplane.record import NAME, LayerRecord, RunRecord, contradictions, digest_of, read_record
 from nearplane.shards import INDEX, sha256
+from nearplane.tokens import calibration_windows, digest_of_tokens
 
 NAMED = 4  # figures that one fault spells out
 TOLERANCE = 1e-6  # relative, of losses measured again; the same machine repeats them to the last digit

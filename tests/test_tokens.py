@@ -1,0 +1,98 @@
+"""Calibration tokens: enough for the widest layer, or a warning; too few, or the same again and again, are refused."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+import nearplane
+from families import config_of, random_model
+from nearplane import CalibrationError
+from nearplane.demo import CALIBRATION, MODEL
+from nearplane.models.stream import open_model
+from nearplane.recipe import Calibration, Recipe
+from nearplane.tokens import check_tokens, distinct_runs
+
+WIDEST = "model.layers.0.mlp.down_proj"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Return the folder of a tiny random Llama, whose widest layer has 96 inputs, with the demo model's tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    config = config_of("llama", vocab_size=2048, num_hidden_layers=1, hidden_size=32, intermediate_size=96)
+    random_model(config).float().save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).write_bytes((MODEL / file).read_bytes())
+    return folder
+
+
+def quantized(model, out, **words):
+    return nearplane.quantize(model, out, **{"calibration": str(CALIBRATION), "bits": 4, "group_size": 16} | words)
+
+
+def said(caplog):
+    return [record.getMessage() for record in caplog.records if record.name == "nearplane"]
+
+
+@pytest.mark.parametrize(("samples", "seqlen"), [(1, 2), (1, 16), (5, 19)])
+def test_less_than_one_token_for_each_input_is_refused_before_anything_is_written(model, tmp_path, samples, seqlen):
+    with pytest.raises(CalibrationError) as refusal:
+        quantized(model, tmp_path / "out", samples=samples, seqlen=seqlen)
+    wanted = -(-4 * 96 // seqlen)
+    assert str(refusal.value).startswith(f"{samples * seqlen} calibration tokens are ")
+    assert f"each of the 96 inputs of {WIDEST}" in str(refusal.value)
+    assert f"Ask for --samples {wanted} or more (windows of {seqlen} tokens)." in str(refusal.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_less_than_four_tokens_for_each_input_are_a_warning_that_says_how_many_to_ask_for(model, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, logger="nearplane"):
+        quantized(model, tmp_path / "out", samples=12, seqlen=16)
+    assert said(caplog) == [
+        f"192 calibration tokens are 2 for each of the 96 inputs of {WIDEST}; at least 1 is needed, 4 or more are advised. Ask for "
+        f"--samples 24 or more (windows of 16 tokens)."
+    ]
+
+
+def test_as_many_as_the_warning_asks_for_are_enough(model, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, logger="nearplane"):
+        quantized(model, tmp_path / "out", samples=24, seqlen=16)
+    assert said(caplog) == []
+
+
+def test_a_short_text_is_said_to_be_short(model, tmp_path):
+    (tmp_path / "text.txt").write_text(CALIBRATION.read_text()[:100])
+    with pytest.raises(CalibrationError, match=r"no more than [1-9] windows to fit: pass a longer one"):
+        quantized(model, tmp_path / "out", calibration=str(tmp_path / "text.txt"), samples=100, seqlen=8)
+
+
+@pytest.mark.parametrize(
+    "text", ["\0" * 100_000, "the " * 10_000, "The quick brown fox jumps over the lazy dog. " * 500], ids=["NUL", "word", "line"]
+)  # fmt: skip
+def test_text_that_says_the_same_again_and_again_is_refused(model, tmp_path, text):
+    (tmp_path / "text.txt").write_text(text)
+    with pytest.raises(
+        CalibrationError, match=rf"the same again and again.* differ, fewer than the 96 inputs of {WIDEST}"
+    ):
+        quantized(model, tmp_path / "out", calibration=str(tmp_path / "text.txt"), samples=20, seqlen=32)
+    assert not (tmp_path / "out").exists()
+
+
+def test_rounding_to_nearest_looks_at_no_tokens_and_needs_none(model, tmp_path):
+    assert quantized(model, tmp_path / "out", samples=1, seqlen=2, solver="round-to-nearest").tokens == 0
+
+
+def test_embeddings_are_not_multiplied_by_tokens(model):
+    """Else a small vocabulary would count as a layer, and its absence of rows as a shortage."""
+    opened = open_model(str(model), embeddings=True, ignore=["."])
+    check_tokens(opened, Recipe(calibration=Calibration(samples=1)), torch.zeros(1, 1, dtype=torch.int64))
+
+
+def test_runs_are_counted_within_windows():
+    tokens = torch.arange(40).view(2, 20)
+    assert distinct_runs(tokens) == (26, 26)
+    assert distinct_runs(tokens % 5) == (5, 26)
+    assert distinct_runs(torch.zeros(3, 4, dtype=torch.int64)) == (1, 3)
