@@ -152,12 +152,12 @@ def decoder(blob: NDArray[np.uint8]) -> Callable[[], object]:
     chunks = []
     for n, (begin, end) in enumerate(itertools.pairwise(edges)):
         data = np.concatenate([blob[starts[n] : starts[n + 1]], np.zeros(tans.PADDING_BYTES, np.uint8)])
-        words, lengths = np.empty(tans.LANES, np.int64), np.empty(tans.LANES, np.int64)
+        lanes = tans.Lanes(np.empty(tans.LANES, np.int64), np.empty(tans.LANES, np.int64))
         at, count, parameter = chunk._read_count(data[: -tans.PADDING_BYTES])
         at = read_rice(data[: -tans.PADDING_BYTES], at, parameter, np.empty(count, np.int64))
-        _, first = chunk._read_lanes(data[: -tans.PADDING_BYTES], (at + 7) // 8, words, lengths)
-        counts, which = chunk.segments(begin, end, arrangement.edges, arrangement.which)
-        chunks.append((data, first, lengths, words, counts, which, entries, symbols[begin:end]))
+        _, first = chunk._read_lanes(data[: -tans.PADDING_BYTES], (at + 7) // 8, lanes)
+        segments = chunk.segments(begin, end, arrangement.cells)
+        chunks.append((data, first, lanes, segments, entries, symbols[begin:end]))
 
     def run() -> None:
         for each in chunks:

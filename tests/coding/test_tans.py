@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from nearplane.coding import frequency_tables, tans
 
 
-def problem(seed: int, segments: int, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return frequencies, counts, tables of the segments, and symbols drawn from the tables."""
+def problem(seed: int, segments: int, most: int) -> tuple[np.ndarray, tans.Segments, np.ndarray]:
+    """Return frequencies, segments, and symbols drawn from their tables."""
     rng = np.random.default_rng(seed)
     frequencies = np.stack(
         [
@@ -22,34 +22,45 @@ def problem(seed: int, segments: int, most: int) -> tuple[np.ndarray, np.ndarray
     frequencies[frequencies.sum(1) == 0, 7] = 4096
     counts, which = rng.integers(0, most, segments), rng.integers(0, 3, segments)
     parts = [rng.choice(256, n, p=frequencies[t] / 4096) for n, t in zip(counts, which, strict=True)]
-    return frequencies, counts.astype(np.int64), which.astype(np.int64), np.concatenate(parts).astype(np.uint8)
+    drawn = np.concatenate(parts).astype(np.uint8)
+    return frequencies, tans.Segments(counts.astype(np.int64), which.astype(np.int64)), drawn
+
+
+def one_segment(symbols: np.ndarray) -> tans.Segments:
+    """Return a single segment for all symbols."""
+    return tans.Segments(np.array([len(symbols)]), np.array([0]))
+
+
+def room_for(lanes: int) -> tans.Lanes:
+    """Return lanes to be filled in."""
+    return tans.Lanes(np.empty(lanes, np.int64), np.empty(lanes, np.int64))
 
 
 @given(st.integers(0, 2**32), st.integers(1, 6), st.sampled_from([2, 40, 300]))
 def test_lanes_decode_to_what_was_encoded(seed: int, segments: int, most: int) -> None:
-    frequencies, counts, which, symbols = problem(seed, segments, most)
-    entries, widths, offsets, states = tans.build(frequencies, False)
+    frequencies, parts, symbols = problem(seed, segments, most)
+    entries, encoder = tans.build(frequencies, False)
     out = np.empty(2 * len(symbols) + 16 * tans.LANES, np.uint8)
-    lengths, words = np.empty(tans.LANES, np.int64), np.empty(tans.LANES, np.int64)
-    end = tans.encode(symbols, counts, which, tans.LANES, widths, offsets, states, out, lengths, words)
-    assert end == lengths.sum()
+    lanes = room_for(tans.LANES)
+    end = tans.encode(symbols, parts, encoder, out, lanes)
+    assert end == lanes.lengths.sum()
     data = np.concatenate([out[:end], np.zeros(tans.PADDING_BYTES, np.uint8)])
     found = np.empty_like(symbols)
-    assert tans.decode_lanes(data, 0, lengths, words, counts, which, entries, found)
+    assert tans.decode_lanes(data, 0, lanes, parts, entries, found)
     assert np.array_equal(found, symbols)
 
 
 @given(st.integers(0, 2**32))
 def test_any_bytes_decode_within_their_buffers(seed: int) -> None:
     """Guard bytes on both sides of the output stay as they were, whatever is read."""
-    frequencies, counts, which, symbols = problem(seed, 4, 200)
+    frequencies, parts, symbols = problem(seed, 4, 200)
     entries = tans.build(frequencies, False)[0]
     rng = np.random.default_rng(seed)
     data = rng.integers(0, 256, int(rng.integers(0, 200)) + tans.PADDING_BYTES, dtype=np.uint8)
-    lengths = rng.integers(0, 40, tans.LANES)
+    lanes = tans.Lanes(rng.integers(0, 40, tans.LANES), rng.integers(0, 1 << 15, tans.LANES))
     guarded = np.full(len(symbols) + 128, 77, np.uint8)
-    tans.decode_lanes(data, 0, lengths, rng.integers(0, 1 << 15, tans.LANES), counts, which, entries, guarded[64:-64])
-    tans.decode_lane(data, int(rng.integers(0, 64)), counts, which, entries, guarded[64:-64])
+    tans.decode_lanes(data, 0, lanes, parts, entries, guarded[64:-64])
+    tans.decode_lane(data, int(rng.integers(0, 64)), parts, entries, guarded[64:-64])
     assert (guarded[:64] == 77).all()
     assert (guarded[-64:] == 77).all()
 
@@ -60,11 +71,9 @@ def test_a_stream_takes_a_thousandth_more_than_its_information() -> None:
         frequencies = frequency_tables.parametric(spread, 0)[None]
         p = frequencies[0] / 4096
         symbols = rng.choice(256, 100_000, p=p).astype(np.uint8)
-        _, widths, offsets, states = tans.build(frequencies, False)
+        encoder = tans.build(frequencies, False)[1]
         out = np.empty(2 * len(symbols) + 128, np.uint8)
-        lengths, words = np.empty(8, np.int64), np.empty(8, np.int64)
-        counts, which = np.array([len(symbols)]), np.array([0])
-        end = tans.encode(symbols, counts, which, 8, widths, offsets, states, out, lengths, words)
+        end = tans.encode(symbols, one_segment(symbols), encoder, out, room_for(tans.LANES))
         information = -np.log2(p[symbols]).sum() / 8
         assert information < end < information * 1.002 + 8
 
@@ -77,9 +86,7 @@ def test_an_independent_range_coder_needs_as_many_bytes() -> None:
     categorical = constriction.stream.model.Categorical(table[table > 0] / 4096, perfect=False)
     coder = constriction.stream.stack.AnsCoder()
     coder.encode_reverse((np.cumsum(table > 0) - 1)[symbols].astype(np.int32), categorical)
-    _, widths, offsets, states = tans.build(table[None], False)
+    encoder = tans.build(table[None], False)[1]
     out = np.empty(2 * len(symbols) + 16, np.uint8)
-    counts, which = np.array([len(symbols)]), np.array([0])
-    single = np.empty(1, np.int64), np.empty(1, np.int64)
-    end = tans.encode(symbols.astype(np.uint8), counts, which, 1, widths, offsets, states, out, *single)
+    end = tans.encode(symbols.astype(np.uint8), one_segment(symbols), encoder, out, room_for(1))
     assert end == pytest.approx(4 * len(coder.get_compressed()), rel=0.002)

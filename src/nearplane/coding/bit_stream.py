@@ -72,7 +72,7 @@ def read_rice(data: NDArray[np.uint8], at: int, parameter: int, values: NDArray[
         ones = trailing_zeros(~word)
         if ones < np.uint64(MAX_RICE_ONES):
             value = np.int64(ones << np.uint64(parameter) | (word >> (ones + one)) & rest)
-            at += np.int64(ones) + 1 + parameter
+            at += int(np.int64(ones)) + 1 + parameter
         else:
             value = np.int64((word >> np.uint64(MAX_RICE_ONES)) & np.uint64(0xFFFFFFFF))
             at += MAX_RICE_ONES + 32
@@ -117,17 +117,17 @@ class BitWriter:
 
     def array(self, values: NDArray[np.int32]) -> None:
         """Append at least one integer: parameter, centre, and the Rice codes of the differences from the centre."""
-        values = values.astype(np.int64)
         low, high = int(values.min()), int(values.max())
         if low == high:
             self.put(ALL_EQUAL, 4)
             self.signed(low)
             return
         centre = centre_of(values)
-        parameter = rice_parameter(zigzag(values - centre))
+        differences = values.astype(np.int64) - centre
+        parameter = rice_parameter(zigzag(differences))
         self.put(parameter, 4)
         self.signed(centre)
-        self.rice(values - centre, parameter)
+        self.rice(differences, parameter)
 
     def optional(self, values: NDArray[np.int32]) -> None:
         """Append a bit that says whether any of the integers is not zero, and if so the array."""
@@ -152,7 +152,7 @@ class BitWriter:
         return np.packbits(self.bits(), bitorder="little").tobytes()
 
 
-def centre_of(values: NDArray[np.int64]) -> int:
+def centre_of(values: NDArray[np.int32]) -> int:
     """Return the centre that `BitWriter.array` stores: the lower median."""
     return int(np.partition(values, (len(values) - 1) // 2)[(len(values) - 1) // 2])
 
@@ -161,7 +161,7 @@ def array_bits(values: NDArray[np.int32]) -> int:
     """Return the bits that `BitWriter.array` takes, without the centre."""
     if values.min() == values.max():
         return 4 if values[0] else 0
-    folded = zigzag(values.astype(np.int64) - centre_of(values.astype(np.int64)))
+    folded = zigzag(values.astype(np.int64) - centre_of(values))
     return 4 + rice_bits(folded, rice_parameter(folded))
 
 

@@ -194,7 +194,7 @@ def decode(
     codes = np.empty(header.shape, np.int32)
 
     def some(begin: int, end: int) -> None:
-        scatter(symbols, arrangement.places, *arrangement.orders, begin, end, codes)
+        scatter(symbols, arrangement.groups, arrangement.orders, begin, end, codes)
 
     run(_threads(threads) if header.chunked else 1, some, header.shape[0])
     codes[rows, columns] += delta
@@ -237,7 +237,9 @@ def _symbols(
             f"{name}: holds {found[0]} x {found[1]} weights, expected {shape[0]} x {shape[1]}; the file is damaged"
         )
     out, width = found
-    if out * width < MIN_CHUNKED_WEIGHTS and zlib.crc32(blob[:-4]) != int.from_bytes(blob[-4:].tobytes(), "little"):
+    if out * width < MIN_CHUNKED_WEIGHTS and zlib.crc32(blob[:-4].data) != int.from_bytes(
+        blob[-4:].tobytes(), "little"
+    ):
         raise FormatError(f"{name}: the checksum of its {len(blob)} bytes is wrong; the file is damaged, get it again")
     header, arrangement, bits = read_header(blob if out * width >= MIN_CHUNKED_WEIGHTS else blob[:-4], name)
     if not header.chunked:

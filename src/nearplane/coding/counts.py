@@ -18,7 +18,7 @@ def _largest(codes: NDArray[np.int32], rows: NDArray[np.int64]) -> int:
         row = codes[i]
         for j in range(len(row)):
             low, high = min(low, row[j]), max(high, row[j])
-    return max(-np.int64(low), np.int64(high))
+    return max(-int(np.int64(low)), int(np.int64(high)))
 
 
 @njit(cache=True, nogil=True)

@@ -266,7 +266,8 @@ def _corrected(header: Header, cost: NDArray[np.float32], spread: int, doubt: fl
 
 def _rice(values: NDArray[np.int64], parameter: int) -> NDArray[np.float64]:
     """Return the bits of single integers, about."""
-    return (1.0 + parameter) + np.minimum(zigzag(values) >> parameter, 32)
+    quotients: NDArray[np.int64] = np.minimum(zigzag(values) >> parameter, 32)
+    return np.float64(1 + parameter) + quotients.astype(np.float64)
 
 
 def _levels_of_rows(header: Header, codes: NDArray[np.int32]) -> Header | None:
@@ -338,8 +339,8 @@ def _shares_of_pairs(
 ) -> dict[int, float]:
     """Return of every spread which share of its codes stands in pairs."""
     paired = np.zeros(header.shape[1], bool)
-    for start, stop, pairs in zip(arrangement.starts, arrangement.stops, arrangement.pairs, strict=True):
-        paired[arrangement.column_order[start:stop]] = pairs
+    for start, stop, pairs in zip(*arrangement.groups[1:], strict=True):
+        paired[arrangement.orders.columns[start:stop]] = pairs
     weight = counts.signed.sum(2, dtype=np.int64).T  # (in, classes)
     total = np.bincount(spreads.reshape(-1), weight.reshape(-1), frequency_tables.SPREADS)
     within = np.bincount(spreads.reshape(-1), (weight * paired[:, None]).reshape(-1), frequency_tables.SPREADS)

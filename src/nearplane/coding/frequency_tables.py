@@ -43,7 +43,7 @@ def _tail(odd: int, spread: int) -> int:
     i, fraction = x >> 10, x & 1023
     if i >= _LAST_TAIL:
         return 0
-    return _GAUSSIAN_TAIL[i] - (((_GAUSSIAN_TAIL[i] - _GAUSSIAN_TAIL[i + 1]) * fraction) >> 10)
+    return int(_GAUSSIAN_TAIL[i] - (((_GAUSSIAN_TAIL[i] - _GAUSSIAN_TAIL[i + 1]) * fraction) >> 10))
 
 
 @njit(cache=True, nogil=True)

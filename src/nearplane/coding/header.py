@@ -53,16 +53,14 @@ class Header:
     def column_levels(self) -> NDArray[np.int64]:
         """Return the level of every column (in,)."""
         predicted = predict(self.columns, self.column_resolution, self.slope, self.level_resolution)
-        return np.clip(predicted + self.corrections, -MAX_COLUMN_LEVEL, MAX_COLUMN_LEVEL)
+        levels: NDArray[np.int64] = np.clip(predicted + self.corrections, -MAX_COLUMN_LEVEL, MAX_COLUMN_LEVEL)
+        return levels
 
     def spread_of(self, column_level: NDArray[Any] | int, row_level: NDArray[Any] | int) -> NDArray[np.int64]:
         """Return the spreads of cells, the index of their tables in the family."""
         step, row_step = 16 // self.level_resolution, 16 // self.row_level_resolution
-        return np.clip(
-            self.spread + step * np.asarray(column_level) + row_step * np.asarray(row_level),
-            0,
-            frequency_tables.SPREADS - 1,
-        )
+        spreads: NDArray[np.int64] = self.spread + step * np.asarray(column_level) + row_step * np.asarray(row_level)
+        return spreads.clip(0, frequency_tables.SPREADS - 1)
 
 
 def predict(columns: NDArray[np.int32], resolution: int, slope: int, level_resolution: int) -> NDArray[np.int64]:

@@ -112,9 +112,9 @@ def read_header(data: NDArray[np.uint8], name: str) -> tuple[Header, Layout, Bit
         pairs=bits.gamma(),
     )
     layout = lay_out(header)
-    if header.pairs > len(layout.starts):
+    if header.pairs > len(layout.groups.starts):
         raise FormatError(
-            f"{name}: {header.pairs} groups of pairs, there are {len(layout.starts)} groups; the file is damaged"
+            f"{name}: {header.pairs} groups of pairs, there are {len(layout.groups.starts)} groups; the file is damaged"
         )
     if bits.take(1):
         for key in sorted({key for key, _ in layout.keys}):

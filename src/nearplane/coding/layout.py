@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,69 +14,93 @@ from nearplane.coding.header import Header
 CHUNK_SYMBOLS = 1 << 17  # symbols of a chunk, about
 
 
+class Groups(NamedTuple):
+    """Groups of columns of one level: the symbols of a group stand together."""
+
+    offsets: NDArray[np.int64]  # (groups + 1,) first symbol of every group, and the end
+    starts: NDArray[np.int64]  # (groups,) first column, a position in the column order
+    stops: NDArray[np.int64]  # (groups,) the column after the last
+    pairs: NDArray[np.bool_]  # (groups,) whether a symbol is two columns
+
+
+class Orders(NamedTuple):
+    """Which row and column of the matrix stands at each position."""
+
+    rows: NDArray[np.int32]  # (out,)
+    columns: NDArray[np.int32]  # (in,)
+
+
+class Cells(NamedTuple):
+    """Runs of symbols that share a table: a group of columns in a class of rows."""
+
+    edges: NDArray[np.int64]  # (cells + 1,) first symbol of every cell, and the end
+    tables: NDArray[np.int64]  # (cells,) index into the keys of the layout
+
+
+class Traversal(NamedTuple):
+    """The order of the symbols, as compiled functions take it."""
+
+    groups: Groups
+    orders: Orders
+    cells: Cells
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """The order of the symbols: groups of columns of one level, in them classes of rows of one level, row by row."""
 
-    column_order: NDArray[np.int32]  # (in,) position -> column
-    row_order: NDArray[np.int32]  # (out,)
-    starts: NDArray[np.int64]  # (groups,) first position of a group in the column order
-    stops: NDArray[np.int64]
-    pairs: NDArray[np.bool_]
-    widths: NDArray[np.int64]  # symbols per row
-    offsets: NDArray[np.int64]  # (groups + 1,) first symbol of a group
-    counts: NDArray[np.int64]  # (cells,) symbols
-    which: NDArray[np.int64]  # (cells,) index into keys
-    keys: list[tuple[int, bool]]  # (spread, pairs) of every table that occurs, in increasing order
+    traversal: Traversal
+    keys: list[tuple[int, bool]]  # (spread, whether symbols are pairs) of every table that occurs, in increasing order
+
+    @property
+    def groups(self) -> Groups:
+        """Groups of columns."""
+        return self.traversal.groups
+
+    @property
+    def orders(self) -> Orders:
+        """Orders of rows and columns."""
+        return self.traversal.orders
+
+    @property
+    def cells(self) -> Cells:
+        """Runs of symbols that share a table."""
+        return self.traversal.cells
 
     @property
     def total(self) -> int:
         """Symbols of the matrix."""
-        return int(self.offsets[-1])
-
-    @property
-    def edges(self) -> NDArray[np.int64]:
-        """First symbols of the cells, and the end (cells + 1,)."""
-        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.counts)])
-
-    @property
-    def places(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-        """Where the symbols of the groups stand, for kernels: offsets, starts, stops, pairs."""
-        return self.offsets, self.starts, self.stops, self.pairs
-
-    @property
-    def orders(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Orders of rows and columns, for kernels."""
-        return self.row_order, self.column_order
+        return int(self.groups.offsets[-1])
 
 
 def lay_out(header: Header) -> Layout:
-    """Derive the order of symbols from the header; every reader must come to the same."""
+    """Derive the order of the symbols from the header; every reader must come to the same."""
     levels, row_levels = header.column_levels(), header.row_levels
-    column_order = np.argsort(levels, kind="stable").astype(np.int32)
-    row_order = np.argsort(row_levels, kind="stable").astype(np.int32)
+    orders = Orders(
+        rows=np.argsort(row_levels, kind="stable").astype(np.int32),
+        columns=np.argsort(levels, kind="stable").astype(np.int32),
+    )
     found = np.unique(levels)
-    ordered = levels[column_order]
-    starts = np.searchsorted(ordered, found)
+    starts = np.searchsorted(levels[orders.columns], found)
     stops = np.append(starts[1:], len(levels))
     row_found, sizes = np.unique(row_levels, return_counts=True)
     pairs = np.arange(len(found)) < header.pairs
-    widths = np.where(pairs, (stops - starts + 1) // 2, stops - starts)
-    offsets = np.concatenate([[0], np.cumsum(widths * header.shape[0])])
-    spreads = header.spread_of(found[:, None], row_found.astype(np.int64)[None, :])  # (groups, classes)
-    tags = spreads * 2 + pairs[:, None]
-    unique, which = np.unique(tags.reshape(-1), return_inverse=True)
-    return Layout(
-        column_order=column_order,
-        row_order=row_order,
+    widths = np.where(pairs, (stops - starts + 1) // 2, stops - starts)  # (groups,) symbols of a row
+    groups = Groups(
+        offsets=np.concatenate([[0], np.cumsum(widths * header.shape[0])]).astype(np.int64),
         starts=starts.astype(np.int64),
         stops=stops.astype(np.int64),
         pairs=pairs,
-        widths=widths.astype(np.int64),
-        offsets=offsets.astype(np.int64),
-        counts=(widths[:, None] * sizes[None, :]).reshape(-1).astype(np.int64),
-        which=which.reshape(-1).astype(np.int64),
-        keys=[(int(tag) >> 1, bool(tag & 1)) for tag in unique],
+    )
+    spreads = header.spread_of(found[:, None], row_found.astype(np.int64)[None, :])  # (groups, classes)
+    tags, tables = np.unique((spreads * 2 + pairs[:, None]).reshape(-1), return_inverse=True)
+    counts = (widths[:, None] * sizes[None, :]).reshape(-1)
+    cells = Cells(
+        edges=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64), tables=tables.reshape(-1).astype(np.int64)
+    )
+    return Layout(
+        traversal=Traversal(groups=groups, orders=orders, cells=cells),
+        keys=[(int(tag) >> 1, bool(tag & 1)) for tag in tags],
     )
 
 

@@ -82,13 +82,13 @@ def pack(
     row_scale: NDArray[np.float32],
 ) -> PackedMatrix:
     """Hand over the decoder's symbols as they are; groups of bytes that fit are packed to nibbles."""
-    out = len(layout.row_order)
+    out = len(layout.orders.rows)
     groups = []
-    for g in range(len(layout.starts)):
-        start, stop = int(layout.starts[g]), int(layout.stops[g])
-        part = symbols[layout.offsets[g] : layout.offsets[g + 1]]
+    for g in range(len(layout.groups.starts)):
+        start, stop = int(layout.groups.starts[g]), int(layout.groups.stops[g])
+        part = symbols[layout.groups.offsets[g] : layout.groups.offsets[g + 1]]
         array = part.reshape(out, -1)
-        nibbles = bool(layout.pairs[g])
+        nibbles = bool(layout.groups.pairs[g])
         if not nibbles and _fits(part):
             packed = np.empty((out, (stop - start + 1) // 2), np.uint8)
             _nibbles(array, packed)
@@ -97,13 +97,13 @@ def pack(
             ColumnGroup(start=start, stop=stop, nibbles=nibbles, array=array if nibbles else array.view(np.int8))
         )
     return PackedMatrix(
-        shape=(out, len(layout.column_order)),
-        column_order=layout.column_order,
-        row_order=layout.row_order,
+        shape=(out, len(layout.orders.columns)),
+        column_order=layout.orders.columns,
+        row_order=layout.orders.rows,
         groups=groups,
-        patch_rows=patches[0],
-        patch_columns=patches[1],
-        patch_delta=patches[2],
+        patch_rows=patches.rows,
+        patch_columns=patches.columns,
+        patch_delta=patches.delta,
         column_scale=column_scale,
         row_scale=row_scale,
     )

@@ -21,9 +21,8 @@ from nearplane.coding.symbols import gather, stage
 from nearplane.errors import FormatError
 
 R = TypeVar("R")
-PARTS_PER_THREAD = (
-    4  # of chunks or rows for each thread: few, since every hand-over stops the others, yet enough to even out
-)
+# parts of the work for each thread: few, since every hand-over stops the others, yet enough to even out
+PARTS_PER_THREAD = 4
 
 
 def run(threads: int, function: Callable[[int, int], R], count: int) -> list[R]:
@@ -38,7 +37,7 @@ def run(threads: int, function: Callable[[int, int], R], count: int) -> list[R]:
 
 def _staged(layout: Layout, codes: NDArray[np.int32], threads: int) -> NDArray[np.uint8]:
     out = np.empty(codes.shape, np.uint8)
-    run(threads, lambda begin, end: stage(codes, *layout.orders, begin, end, out), len(codes))
+    run(threads, lambda begin, end: stage(codes, layout.orders, begin, end, out), len(codes))
     return out
 
 
@@ -61,7 +60,7 @@ def _read_escapes(bits: BitReader) -> NDArray[np.int64]:
 
 def _place(symbols: NDArray[np.uint8], begin: int, layout: Layout, values: NDArray[np.int64], where: str) -> Patches:
     """Give the listed values to the escapes among the symbols."""
-    wrong, patches = kernels.place(symbols, begin, layout.places, layout.orders, values)
+    wrong, patches = kernels.place(symbols, begin, layout.traversal, values)
     if wrong:
         raise _damage(wrong, where)
     return patches
@@ -82,17 +81,16 @@ def _damage(wrong: int, where: str) -> FormatError:
 def encode_whole(
     header: BitWriter, of: Header, layout: Layout, tables: NDArray[np.uint16], codes: NDArray[np.int32]
 ) -> bytes:
-    """Return all bytes of a small matrix after its shape, but for the checksum: header, escapes, one lane or a frame."""
+    """Return all bytes of a small matrix after its shape, but for the checksum: header, escapes, one lane."""
     symbols = np.empty(layout.total, np.uint8)
-    kept = _kept(tables)
-    gather(_staged(layout, codes, 1), 0, layout.total, layout.places, layout.edges, layout.which, kept, symbols)
-    header.escapes(kernels.listed(symbols, 0, layout.places, layout.orders, codes))
-    _, widths, offsets, states = tans.build(tables, of.coder == "huffman")
+    gather(_staged(layout, codes, 1), 0, layout.groups, layout.cells, _kept(tables), symbols)
+    header.escapes(kernels.listed(symbols, 0, layout.traversal, codes))
+    encoder = tans.build(tables, of.coder == "huffman")[1]
     out = np.empty(2 * len(symbols) + 16, np.uint8)
-    lengths, words = np.empty(1, np.int64), np.empty(1, np.int64)
-    end = tans.encode(symbols, layout.counts, layout.which, 1, widths, offsets, states, out, lengths, words)
-    header.put(int(words[0]) & 4095, 12)
-    header.extend(np.unpackbits(out[:end], bitorder="little")[int(words[0]) >> 12 :])
+    lane = tans.Lanes(np.empty(1, np.int64), np.empty(1, np.int64))
+    end = tans.encode(symbols, kernels.segments(0, layout.total, layout.cells), encoder, out, lane)
+    header.put(int(lane.words[0]) & 4095, 12)
+    header.extend(np.unpackbits(out[:end], bitorder="little")[int(lane.words[0]) >> 12 :])
     return header.bytes()
 
 
@@ -102,7 +100,8 @@ def decode_whole(bits: BitReader, header: Header, layout: Layout) -> tuple[NDArr
     values = _read_escapes(bits)
     padded = np.concatenate([data, np.zeros(tans.PADDING_BYTES, np.uint8)])
     symbols = np.empty(layout.total, np.uint8)
-    end = tans.decode_lane(padded, bits.at, layout.counts, layout.which, _entries(header, layout), symbols)
+    segments = kernels.segments(0, layout.total, layout.cells)
+    end = tans.decode_lane(padded, bits.at, segments, _entries(header, layout), symbols)
     if (end + 7) // 8 != len(data):
         raise _damage(kernels.STREAM_END_WRONG, name)
     return symbols, _place(symbols, 0, layout, values, name)
@@ -113,13 +112,12 @@ def encode_chunks(
 ) -> list[memoryview]:
     """Return the chunks of a large matrix."""
     edges = chunk_edges(layout.total)
-    built = tans.build(tables, header.coder == "huffman")[1:]
-    staged = _staged(layout, codes, threads)
-    cells, kept = (layout.edges, layout.which), _kept(tables)
+    encoder = tans.build(tables, header.coder == "huffman")[1]
+    staged, kept = _staged(layout, codes, threads), _kept(tables)
 
     def some(first: int, last: int) -> list[memoryview]:
         bounds = np.array(edges[first : last + 1])
-        coded, starts = kernels.write_chunks(staged, bounds, cells, kept, built, layout.places, layout.orders, codes)
+        coded, starts = kernels.write_chunks(codes, staged, bounds, layout.traversal, kept, encoder)
         return [coded.data[start:end] for start, end in itertools.pairwise(starts)]
 
     return [chunk for part in run(threads, some, len(edges) - 1) for chunk in part]
@@ -133,17 +131,16 @@ def decode_chunks(bits: BitReader, header: Header, layout: Layout, threads: int)
     starts, checksums = _directory(bits, chunks)
     entries = _entries(header, layout)
     symbols = np.empty(layout.total, np.uint8)
-    cells, places, orders = (layout.edges, layout.which), layout.places, layout.orders
 
     def some(first: int, last: int) -> list[Patches]:
         for chunk in range(first, last):
             data = blob[starts[chunk] : starts[chunk + 1]]
-            if zlib.crc32(data) != checksums[chunk]:
+            if zlib.crc32(data.data) != checksums[chunk]:
                 raise FormatError(
                     f"{where(chunk)}: the checksum of its {len(data)} bytes is wrong; the file is damaged, get it again"
                 )
         bounds = np.array(starts[first : last + 1]), np.array(edges[first : last + 1])
-        wrong, chunk, patches = kernels.read_chunks(blob, *bounds, cells, entries, places, orders, symbols)
+        wrong, chunk, patches = kernels.read_chunks(blob, *bounds, layout.traversal, entries, symbols)
         if wrong:
             raise _damage(wrong, where(first + chunk))
         return [patches]
@@ -154,8 +151,7 @@ def decode_chunks(bits: BitReader, header: Header, layout: Layout, threads: int)
     parts = [patches for part in run(threads, some, chunks) for patches in part]
     if len(parts) == 1:
         return symbols, parts[0]
-    rows, columns, delta = (np.concatenate(part) for part in zip(*parts, strict=True))
-    return symbols, (rows, columns, delta)
+    return symbols, Patches(*(np.concatenate(part) for part in zip(*parts, strict=True)))
 
 
 def _directory(bits: BitReader, chunks: int) -> tuple[list[int], list[int]]:
@@ -176,7 +172,7 @@ def _directory(bits: BitReader, chunks: int) -> tuple[list[int], list[int]]:
         at += 5
     bits.at += 8 * at
     head = bits.at // 8
-    if zlib.crc32(blob[:head]) != bits.take(32, "directory"):
+    if zlib.crc32(blob[:head].data) != bits.take(32, "directory"):
         raise FormatError(f"{name}: the checksum of its header is wrong; the file is damaged, get it again")
     starts = [head + 4]
     for length in lengths:

@@ -1,31 +1,36 @@
-"""Codes to symbols and back: the traversal of a matrix as bytes or nibble pairs, and where its escapes stand.
+"""Codes to symbols and back: the traversal of a matrix as bytes or pairs of nibbles, and where its escapes stand.
 
-In the stream a symbol of a byte group is code + 128, its escape 0; a decoder's tables emit the code itself, as int8, whose
-escape is -128. Pairs are two nibbles of code + 8 on both sides, their escape nibble 0. So an escape always decodes to the
-least number that there is, and what is added to it makes the code.
+In the stream a symbol of a byte group is code + 128, its escape 0; a decoder's tables emit the code itself, as int8,
+whose escape is -128. Pairs are two nibbles of code + 8 on both sides, their escape nibble 0. So an escape always decodes
+to the least number that there is, and what is added to it makes the code.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from nearplane.coding.layout import Cells, Groups, Orders
 from nearplane.coding.tans import keep_apart, load64, trailing_zeros
 
-_u8 = np.uint64
+_u64 = np.uint64
+
+
+class Escapes(NamedTuple):
+    """Codes that are not among the symbols but listed, in the order of the traversal."""
+
+    rows: NDArray[np.int32]  # (escapes,) positions in the order of the rows
+    columns: NDArray[np.int32]  # (escapes,) positions in the order of the columns, -1 in the filling of an odd group
+    lowest: NDArray[np.int32]  # (escapes,) the code that the escape stands for where it is decoded
 
 
 @njit(cache=True, nogil=True)
-def stage(
-    codes: NDArray[np.int32],
-    row_order: NDArray[np.int32],
-    column_order: NDArray[np.int32],
-    begin: int,
-    end: int,
-    out: NDArray[np.uint8],
-) -> None:
-    """Write code + 128, 0 where |code| > 127, of rows begin ... end - 1 in the order of the traversal to out (out, in)."""
+def stage(codes: NDArray[np.int32], orders: Orders, begin: int, end: int, out: NDArray[np.uint8]) -> None:
+    """Write code + 128, 0 where |code| > 127, of rows begin ... end - 1 in the order of the traversal to out."""
+    row_order, column_order = orders
     width = len(column_order)
     sorted_already = True
     for j in range(width):
@@ -39,7 +44,7 @@ def stage(
             target[j] = np.uint8(code + 128) if (code >= -127) & (code <= 127) else np.uint8(0)
         if not sorted_already:
             for j in range(width):
-                into[j] = buffer[_u8(column_order[j])]  # unsigned: no test for an index from the end
+                into[j] = buffer[_u64(column_order[j])]  # unsigned: no test for an index from the end
 
 
 @njit(cache=True, nogil=True)
@@ -61,32 +66,25 @@ def _kept(symbols: NDArray[np.uint8], begin: int, end: int, kept: NDArray[np.uin
 
 
 @njit(cache=True, nogil=True)
-def _nibble(symbol: int) -> int:
+def _nibble(symbol: np.uint8) -> np.uint8:
+    """Return the nibble of a symbol code + 128: code + 8, or 0, which is an escape, where that is none."""
     shifted = np.uint8(symbol - 120)
     return shifted if shifted < np.uint8(16) else np.uint8(0)
 
 
 @njit(cache=True, nogil=True)
 def gather(
-    staged: NDArray[np.uint8],
-    begin: int,
-    end: int,
-    places: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]],
-    edges: NDArray[np.int64],
-    which: NDArray[np.int64],
-    kept: NDArray[np.uint8],
-    out: NDArray[np.uint8],
+    staged: NDArray[np.uint8], begin: int, groups: Groups, cells: Cells, kept: NDArray[np.uint8], out: NDArray[np.uint8]
 ) -> None:
-    """Write the symbols begin ... end - 1 of the traversal to `out`, those that their tables lack escaped.
+    """Fill `out` with the symbols of the traversal from `begin` on, those that their tables lack escaped.
 
     Args:
-        staged: what `stage` wrote.
-        places: offsets, starts, stops and pairs of the layout.
-        edges, which: first symbol and table of every cell.
-        kept: (tables, 256) of every symbol itself, or 0 where the table lacks it.
+        staged: (out, in) what `stage` wrote.
+        kept: (tables, 256) every symbol itself, or 0 where the table lacks it.
     """
     keep_apart()
-    offsets, starts, stops, pairs = places
+    offsets, starts, stops, pairs = groups
+    end = begin + len(out)
     for g in range(len(starts)):
         low, high = max(begin, offsets[g]), min(end, offsets[g + 1])
         if low >= high:
@@ -112,81 +110,72 @@ def gather(
                     into[count - 1] = _nibble(row[start + width - 1]) | np.uint8(128)
             at += count
             i, j = i + 1, 0
-    for cell in range(len(which)):
-        low, high = max(begin, edges[cell]), min(end, edges[cell + 1])
+    for cell in range(len(cells.tables)):
+        low, high = max(begin, cells.edges[cell]), min(end, cells.edges[cell + 1])
         if low < high:
-            _kept(out, low - begin, high - begin, kept[which[cell]])
+            _kept(out, low - begin, high - begin, kept[cells.tables[cell]])
 
 
 @njit(cache=True, nogil=True)
-def locate(
-    symbols: NDArray[np.uint8],
-    begin: int,
-    places: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]],
-    decoded: bool,
-    rows: NDArray[np.int32],
-    columns: NDArray[np.int32],
-    lowest: NDArray[np.int32],
-) -> int:
+def locate(symbols: NDArray[np.uint8], begin: int, groups: Groups, decoded: bool, escapes: Escapes) -> int:
     """Count the escapes among the symbols from `begin` of the traversal, and fill in as many as there is room for.
 
     Args:
-        places: offsets, starts, stops and pairs of the layout.
         decoded: whether the symbols of byte groups are codes as int8, not code + 128.
 
     Returns:
-        Escapes: there may be more than there is room for. Rows and columns are positions in the orders of the layout, column
-        -1 where it is the filling of an odd group; `lowest` is the code that the symbol stands for.
+        Escapes: there may be more than there is room for.
     """
     keep_apart()
-    offsets, starts, stops, pairs = places
+    offsets, starts, stops, pairs = groups
+    rows, columns, lowest = escapes
     end, room, n = begin + len(symbols), len(rows), 0
-    base = _u8(symbols.ctypes.data)
-    one, ones = _u8(1), _u8(0x1111111111111111)
-    low7 = _u8(0x7F7F7F7F7F7F7F7F)
+    base = _u64(symbols.ctypes.data)
+    one, ones = _u64(1), _u64(0x1111111111111111)
+    low7 = _u64(0x7F7F7F7F7F7F7F7F)
     for g in range(len(starts)):
         low, high = max(begin, offsets[g]), min(end, offsets[g + 1])
         if low >= high:
             continue
         pair, start, stop = pairs[g], starts[g], stops[g]
         per = (stop - start + 1) >> 1 if pair else stop - start
-        flip = _u8(0x8080808080808080) if decoded and not pair else _u8(0)
+        flip = _u64(0x8080808080808080) if decoded and not pair else _u64(0)
         shift, least = (4, -8) if pair else (8, -128)
         row = (low - offsets[g]) // per
         before, after = offsets[g] + row * per, offsets[g] + (row + 1) * per  # of the row, in symbols
         at, last = low - begin, high - begin
         while at < last:
             if at + 32 <= last:
-                found = _u8(0)
+                found = _u64(0)
                 if pair:
                     for word in range(at, at + 32, 8):  # nibbles that are 0, by their lowest bits
-                        v = load64(base + _u8(word))
+                        v = load64(base + _u64(word))
                         v |= v >> one
-                        found |= ~(v | v >> _u8(2)) & ones
+                        found |= ~(v | v >> _u64(2)) & ones
                 else:
                     for word in range(at, at + 32, 8):  # bytes that are 0, by their highest bits
-                        v = load64(base + _u8(word)) ^ flip
+                        v = load64(base + _u64(word)) ^ flip
                         found |= ~(((v & low7) + low7) | v | low7)
-                if found == _u8(0):
+                if found == _u64(0):
                     at += 32
                     continue
             block = min(at + 32, last)
             while at < block:
                 if at + 8 <= block:
-                    v = load64(base + _u8(at)) ^ flip
+                    v = load64(base + _u64(at)) ^ flip
                     step = 8
                 else:
-                    v = _u8(symbols[at]) ^ (flip & _u8(255)) ^ _u8(0xFFFFFFFFFFFFFF00)
+                    v = _u64(symbols[at]) ^ (flip & _u64(255)) ^ _u64(0xFFFFFFFFFFFFFF00)
                     step = 1
                 if pair:
                     v |= v >> one
-                    found = ~(v | v >> _u8(2)) & ones
+                    found = ~(v | v >> _u64(2)) & ones
                     if step == 1:
-                        v = _u8(symbols[at])
-                        found = (one if v & _u8(15) == _u8(0) else _u8(0)) | (_u8(16) if v < _u8(16) else _u8(0))
+                        v = _u64(symbols[at])
+                        found = (one if v & _u64(15) == _u64(0) else _u64(0)) | (_u64(16) if v < _u64(16) else _u64(0))
                 else:
                     found = ~(((v & low7) + low7) | v | low7)
-                while found != _u8(0):
+                while found != _u64(0):
                     place = np.int64(trailing_zeros(found)) // shift
                     found &= found - one
                     if n < room:
@@ -202,16 +191,11 @@ def locate(
 
 @njit(cache=True, nogil=True)
 def scatter(
-    symbols: NDArray[np.uint8],
-    places: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]],
-    row_order: NDArray[np.int32],
-    column_order: NDArray[np.int32],
-    begin: int,
-    end: int,
-    codes: NDArray[np.int32],
+    symbols: NDArray[np.uint8], groups: Groups, orders: Orders, begin: int, end: int, codes: NDArray[np.int32]
 ) -> None:
     """Write the codes of all decoded symbols of rows begin ... end - 1 to their places; escapes become the least code."""
-    offsets, starts, stops, pairs = places
+    offsets, starts, stops, pairs = groups
+    row_order, column_order = orders
     for i in range(begin, end):
         into = codes[row_order[i]]
         for g in range(len(starts)):

@@ -1,18 +1,19 @@
-"""The tANS coder: symbols under a sequence of tables to bits and back, in one lane or eight interleaved ones.
+"""The tANS entropy coder: symbols to bits and back by tables of 4,096 states, in one lane or eight interleaved ones.
 
-All tables have 4096 states, so a state is carried from table to table. An entry of a decoding table is
-`bits to read | symbol << 8 | next state before those bits << 16`. A canonical Huffman code is the same machine: a code of
-length l is a frequency of 2^(12 - l) whose states stand together, and the state is then the next twelve bits of the stream.
+Tabled asymmetric numeral systems (Duda, 2013). All tables have 4096 states, so a state is carried from table to table.
+An entry of a decoding table is `bits to read | symbol << 8 | next state before those bits << 16`. A canonical Huffman
+code is the same machine: a code of length l is a frequency of 2^(12 - l) whose states stand together, and the state is
+then the next twelve bits of the stream.
 
-A lane is read forwards, low bit first, and was therefore written from its last symbol to its first. The state before the
-first symbol is stored; after the last one it is 0, and the lane's bits are used up exactly: both are checked.
-No kernel reads or writes outside its buffers, whatever the bytes: states stay below 4096 by the construction of the tables,
-and unaligned loads are preceded by a bound on how far the reads that follow can advance.
+A lane is read forwards, low bit first, and was therefore written from its last symbol to its first. The state before
+the first symbol is stored; after the last one it is 0, and the lane's bits are used up exactly: both are checked.
+No kernel reads or writes outside its buffers, whatever the bytes: states stay below 4096 by the construction of the
+tables, and unaligned loads are preceded by a bound on how far the reads that follow can advance.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 LANES = 8
 PADDING_BYTES = 64  # readable bytes after the last that belongs to a stream
 STATE_STRIDE = 2563  # between the states of a symbol; odd, so it visits all 4096
-_u8 = np.uint64
+_u64 = np.uint64
 
 
 def _load(bits: int, align: int) -> Any:
@@ -57,25 +58,34 @@ def _store(bits: int) -> Any:
     return store
 
 
-@intrinsic
-def trailing_zeros(typingctx: Any, value: Any) -> Any:
-    """Return how many of the low bits of an unsigned 64-bit number are 0; of 0, 64."""
+def _trailing_zeros() -> Any:
+    """Make an intrinsic that counts how many of the low bits of an unsigned 64-bit number are 0; of 0, 64."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
+    @intrinsic
+    def count(typingctx: Any, value: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
 
-    return types.uint64(types.uint64), generate
+        return types.uint64(types.uint64), generate
+
+    return count
 
 
-@intrinsic
-def keep_apart(typingctx: Any) -> Any:
-    """Keep the function around from being merged into its callers, where its inner loop would run out of registers."""
+def _keep_apart() -> Any:
+    """Make an intrinsic that keeps the function around it from being merged into its callers.
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.function.attributes.add("noinline")
-        return context.get_dummy_value()
+    There its inner loop would run out of registers.
+    """
 
-    return types.void(), generate
+    @intrinsic
+    def keep(typingctx: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            builder.function.attributes.add("noinline")
+            return context.get_dummy_value()
+
+        return types.void(), generate
+
+    return keep
 
 
 load64 = _load(64, 1)
@@ -83,20 +93,57 @@ _load32 = _load(32, 4)
 _load16 = _load(16, 2)
 load8 = _load(8, 1)
 _store8, _store64 = _store(8), _store(64)
+trailing_zeros = _trailing_zeros()
+keep_apart = _keep_apart()
 
 
-def build(
-    frequencies: NDArray[np.uint16], contiguous: bool
-) -> tuple[NDArray[np.uint32], NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint16]]:
+class EncoderTables(NamedTuple):
+    """What the encoder looks up by symbol and state; a state has 4096 added to it."""
+
+    widths: NDArray[np.uint64]  # (tables, 256) what is added to a state, so that bits 16 and up say how many to write
+    offsets: NDArray[np.uint64]  # (tables, 256) where a symbol's states begin in `states`, less its frequency
+    states: NDArray[np.uint16]  # (tables, 4096)
+
+
+class Segments(NamedTuple):
+    """Runs of symbols of a chunk that share a table."""
+
+    counts: NDArray[np.int64]  # (segments,) symbols
+    tables: NDArray[np.int64]  # (segments,) which table
+
+
+class Lanes(NamedTuple):
+    """Where the lanes of a chunk begin and end."""
+
+    lengths: NDArray[np.int64]  # (lanes,) bytes
+    words: NDArray[np.int64]  # (lanes,) first state | unused low bits of the first byte << 12
+
+
+class _Addresses(NamedTuple):
+    """Where the encoder tables of a segment lie in memory."""
+
+    widths: np.uint64
+    offsets: np.uint64
+    states: np.uint64
+
+
+class _Writer(NamedTuple):
+    """A lane that is being written from its end."""
+
+    at: np.uint64  # address of the byte behind those that are still to be written
+    bits: np.uint64  # of which the low `held` ones are not yet written
+    held: np.uint64
+    state: np.uint64
+
+
+def build(frequencies: NDArray[np.uint16], contiguous: bool) -> tuple[NDArray[np.uint32], EncoderTables]:
     """Build the tables of the machine from (tables, 256) frequencies that each sum to 4096.
 
     Args:
         contiguous: give each symbol neighbouring states, the most frequent symbol first (Huffman).
 
     Returns:
-        Entries for decoding (tables, 4096); for encoding, where a state has 4096 added to it, what to add to it per symbol
-        so that the bits from 16 on are the number of bits to write, and the offset of a symbol's states in the last array
-        (tables, 4096).
+        Entries for decoding (tables, 4096), and the tables of the encoder.
     """
     if contiguous:
         return _build(frequencies, np.argsort(-frequencies.astype(np.int64), axis=1, kind="stable"), 1)
@@ -105,23 +152,24 @@ def build(
 
 @njit(cache=True, nogil=True)
 def _build(
-    frequencies: NDArray[np.uint16], orders: NDArray[np.int64], step: int
-) -> tuple[NDArray[np.uint32], NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint16]]:
+    frequencies: NDArray[np.uint16], order: NDArray[np.int64], stride: int
+) -> tuple[NDArray[np.uint32], EncoderTables]:
+    """Give every symbol, in an order (tables, 256), its states, `stride` apart; see `build`."""
     tables = len(frequencies)
     entries = np.empty((tables, 4096), np.uint32)
     widths = np.zeros((tables, 256), np.uint64)  # what is negative wraps around
     offsets = np.zeros((tables, 256), np.uint64)
     states = np.empty((tables, 4096), np.uint16)
-    place = np.empty(4096, np.uint8)
+    symbol_of = np.empty(4096, np.uint8)
     following = np.empty(256, np.int64)
     fill = np.empty(256, np.int64)
     for t in range(tables):
         frequency = frequencies[t].astype(np.int64)
         at = 0
-        for symbol in orders[t]:
+        for symbol in order[t]:
             for _ in range(frequency[symbol]):
-                place[at] = symbol
-                at = (at + step) & 4095
+                symbol_of[at] = symbol
+                at = (at + stride) & 4095
         start = 0
         for symbol in range(256):
             f = frequency[symbol]
@@ -135,7 +183,7 @@ def _build(
                 offsets[t, symbol] = np.uint64(start - f)
             start += f
         for state in range(4096):
-            symbol = place[state]
+            symbol = symbol_of[state]
             x = following[symbol]
             following[symbol] += 1
             width = 0
@@ -144,84 +192,76 @@ def _build(
             entries[t, state] = width | np.int64(symbol) << 8 | ((x << width) - 4096) << 16
             states[t, fill[symbol]] = state + 4096
             fill[symbol] += 1
-    return entries, widths, offsets, states
+    return entries, EncoderTables(widths, offsets, states)
 
 
 @njit(cache=True, nogil=True)
-def _encode_some(
-    end: int, count: int, width_of: int, offset_of: int, state_of: int, at: int, b: int, h: int, x: int
-) -> tuple[int, int, int, int]:
+def _encode_some(end: np.uint64, count: np.uint64, tables: _Addresses, lane: _Writer) -> _Writer:
     """Code the `count` symbols before address `end` in one lane, from the last to the first; see `encode`."""
+    at, bits, held, x = lane
     for _ in range(count):
-        end -= _u8(1)
-        symbol = load8(end) << _u8(3)
-        width = (x + load64(width_of + symbol)) >> _u8(16)
-        b = (b << width) | (x & ((_u8(1) << width) - _u8(1)))
-        h += width
-        x = _load16(state_of + (((x >> width) + load64(offset_of + symbol)) << _u8(1)))
-        _store64(at - _u8(8), b << ((_u8(64) - h) & _u8(63)))
-        at -= h >> _u8(3)
-        h &= _u8(7)
-    return at, b, h, x
+        end -= _u64(1)
+        symbol = load8(end) << _u64(3)
+        width = (x + load64(tables.widths + symbol)) >> _u64(16)
+        bits = (bits << width) | (x & ((_u64(1) << width) - _u64(1)))
+        held += width
+        x = _load16(tables.states + (((x >> width) + load64(tables.offsets + symbol)) << _u64(1)))
+        _store64(at - _u64(8), bits << ((_u64(64) - held) & _u64(63)))
+        at -= held >> _u64(3)
+        held &= _u64(7)
+    return _Writer(at, bits, held, x)
 
 
 @njit(cache=True, nogil=True)
 def encode(
-    symbols: NDArray[np.uint8],
-    counts: NDArray[np.int64],
-    which: NDArray[np.int64],
-    lanes: int,
-    widths: NDArray[np.uint64],
-    offsets: NDArray[np.uint64],
-    states: NDArray[np.uint16],
-    out: NDArray[np.uint8],
-    lengths: NDArray[np.int64],
-    words: NDArray[np.int64],
+    symbols: NDArray[np.uint8], segments: Segments, tables: EncoderTables, out: NDArray[np.uint8], ends: Lanes
 ) -> int:
-    """Code the segments of a chunk, `counts[i]` symbols under table `which[i]`, lane after lane into `out`.
+    """Code the segments of a chunk lane after lane into `out`.
 
-    Lane k of n takes the k-th n-th of every segment, count // n symbols, and the last lane what remains. Fills the `lengths`
-    of the lanes in bytes and their `words`, first state | unused low bits of the first byte << 12.
+    Lane k of n takes the k-th n-th of every segment, count // n symbols, and the last lane what remains. Eight lanes
+    are coded four at a time, four symbols each.
 
     Args:
-        lanes: 1 or 8. Eight are coded four at a time, four symbols each.
         out: 2 bytes per symbol and 16 per lane are enough.
+        ends: of one lane or eight; filled in.
 
     Returns:
         Bytes written.
     """
     keep_apart()
+    counts, lanes = segments.counts, len(ends.lengths)
     capacity = 16
     for count in counts:
         capacity += 2 * (count // lanes)
     last = 2 * len(symbols) + 16 * lanes  # of the last lane, which has more
-    base = _u8(out.ctypes.data)
+    base = _u64(out.ctypes.data)
     bits, held, state = np.zeros(lanes, np.uint64), np.zeros(lanes, np.uint64), np.full(lanes, 4096, np.uint64)
     at = np.empty(lanes, np.uint64)  # every lane is filled from its end
     for lane in range(lanes):
-        at[lane] = base + _u8(last if lane == lanes - 1 else (lane + 1) * capacity)
-    base_in, base_state = _u8(symbols.ctypes.data), _u8(states.ctypes.data)
-    base_width, base_offset = _u8(widths.ctypes.data), _u8(offsets.ctypes.data)
-    one, s3, s16, seven, eight, m63, c64 = _u8(1), _u8(3), _u8(16), _u8(7), _u8(8), _u8(63), _u8(64)
+        at[lane] = base + _u64(last if lane == lanes - 1 else (lane + 1) * capacity)
+    base_in, base_state = _u64(symbols.ctypes.data), _u64(tables.states.ctypes.data)
+    base_width, base_offset = _u64(tables.widths.ctypes.data), _u64(tables.offsets.ctypes.data)
+    one, s3, s16, seven, eight, m63, c64 = _u64(1), _u64(3), _u64(16), _u64(7), _u64(8), _u64(63), _u64(64)
     first = len(symbols)
     for segment in range(len(counts) - 1, -1, -1):
-        count, table = counts[segment], which[segment]
-        width_of, offset_of = base_width + _u8(table << 11), base_offset + _u8(table << 11)
-        state_of = base_state + _u8(table << 13)
+        count, table = counts[segment], segments.tables[segment]
+        width_of, offset_of = base_width + _u64(table << 11), base_offset + _u64(table << 11)
+        state_of = base_state + _u64(table << 13)
         first -= count
         share = count // lanes
         fours = share >> 2 if lanes == LANES else 0
         for lane in range(lanes):  # what is not coded four symbols at a time, from the lane's end
             end = first + (count if lane == lanes - 1 else (lane + 1) * share)
             some = end - first - lane * share - 4 * fours
-            place = (width_of, offset_of, state_of, at[lane], bits[lane], held[lane], state[lane])
-            at[lane], bits[lane], held[lane], state[lane] = _encode_some(base_in + _u8(end), some, *place)
+            writer = _Writer(at[lane], bits[lane], held[lane], state[lane])
+            writer = _encode_some(base_in + _u64(end), some, _Addresses(width_of, offset_of, state_of), writer)
+            at[lane], bits[lane], held[lane], state[lane] = writer
         for h in range(0, lanes if fours else 0, 4):
             a0, a1, a2, a3 = at[h], at[h + 1], at[h + 2], at[h + 3]
             b0, b1, b2, b3 = bits[h], bits[h + 1], bits[h + 2], bits[h + 3]
             h0, h1, h2, h3 = held[h], held[h + 1], held[h + 2], held[h + 3]
             x0, x1, x2, x3 = state[h], state[h + 1], state[h + 2], state[h + 3]
-            read, stride = base_in + _u8(first + h * share + 4 * fours), _u8(share)
+            read, stride = base_in + _u64(first + h * share + 4 * fours), _u64(share)
             for _ in range(fours):
                 for _ in range(4):
                     read -= one
@@ -257,16 +297,16 @@ def encode(
             state[h], state[h + 1], state[h + 2], state[h + 3] = x0, x1, x2, x3
     size = 0
     for lane in range(lanes):
-        unused = (_u8(8) - held[lane]) & seven
+        unused = (_u64(8) - held[lane]) & seven
         begin = np.int64(at[lane] - base)
-        if held[lane] > _u8(0):
+        if held[lane] > _u64(0):
             begin -= 1
             out[begin] = np.uint8(bits[lane] << unused)
-        lengths[lane] = (last if lane == lanes - 1 else (lane + 1) * capacity) - begin
-        words[lane] = np.int64((state[lane] & _u8(4095)) | unused << _u8(12))
-        for i in range(lengths[lane]):
+        ends.lengths[lane] = (last if lane == lanes - 1 else (lane + 1) * capacity) - begin
+        ends.words[lane] = np.int64((state[lane] & _u64(4095)) | unused << _u64(12))
+        for i in range(ends.lengths[lane]):
             out[size + i] = out[begin + i]
-        size += lengths[lane]
+        size += ends.lengths[lane]
     return size
 
 
@@ -274,8 +314,7 @@ def encode(
 def decode_lane(
     data: NDArray[np.uint8],
     start: int,
-    counts: NDArray[np.int64],
-    which: NDArray[np.int64],
+    segments: Segments,
     entries: NDArray[np.uint32],
     out: NDArray[np.uint8],
 ) -> int:
@@ -287,38 +326,38 @@ def decode_lane(
     Returns:
         The bit after the last one used, or -1 where the data end before that or the last state is not 0.
     """
-    base = _u8(data.ctypes.data)
-    last = _u8(8 * (len(data) - PADDING_BYTES))
-    at = _u8(start)
-    if at + _u8(12) > last:
+    base = _u64(data.ctypes.data)
+    last = _u64(8 * (len(data) - PADDING_BYTES))
+    at = _u64(start)
+    if at + _u64(12) > last:
         return -1
-    x = (load64(base + (at >> _u8(3))) >> (at & _u8(7))) & _u8(4095)
-    at += _u8(12)
+    x = (load64(base + (at >> _u64(3))) >> (at & _u64(7))) & _u64(4095)
+    at += _u64(12)
     n = 0
-    for segment in range(len(counts)):
-        table = entries[which[segment]]
-        for _ in range(counts[segment]):
-            entry = _u8(table[x])
-            out[n] = np.uint8(entry >> _u8(8))
+    for segment in range(len(segments.counts)):
+        table = entries[segments.tables[segment]]
+        for _ in range(segments.counts[segment]):
+            entry = _u64(table[x])
+            out[n] = np.uint8(entry >> _u64(8))
             n += 1
-            width = entry & _u8(63)
+            width = entry & _u64(63)
             if at > last:
                 return -1
-            x = (entry >> _u8(16)) + (load64(base + (at >> _u8(3))) >> (at & _u8(7)) & ((_u8(1) << width) - _u8(1)))
+            x = (entry >> _u64(16)) + (
+                load64(base + (at >> _u64(3))) >> (at & _u64(7)) & ((_u64(1) << width) - _u64(1))
+            )
             at += width
-    if x != _u8(0) or at > last:
+    if x != _u64(0) or at > last:
         return -1
-    return np.int64(at)
+    return int(np.int64(at))
 
 
 @njit(cache=True, nogil=True)
 def decode_lanes(
     data: NDArray[np.uint8],
     start: int,
-    lengths: NDArray[np.int64],
-    words: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    which: NDArray[np.int64],
+    lanes: Lanes,
+    segments: Segments,
     entries: NDArray[np.uint32],
     out: NDArray[np.uint8],
 ) -> bool:
@@ -326,30 +365,32 @@ def decode_lanes(
 
     Args:
         data: at least PADDING_BYTES bytes stand after the last lane.
-        start: of the first lane; `lengths` and `words` are as `encode` gives them.
+        start: byte of the first lane.
+        lanes: eight, as `encode` gives them.
         out: as many bytes as the counts sum to.
 
     Returns:
         Whether every lane ended in state 0 with its bits used up.
     """
     keep_apart()
-    base, base_out, base_table = _u8(data.ctypes.data), _u8(out.ctypes.data), _u8(entries.ctypes.data)
+    lengths, words, counts = lanes.lengths, lanes.words, segments.counts
+    base, base_out, base_table = _u64(data.ctypes.data), _u64(out.ctypes.data), _u64(entries.ctypes.data)
     limit = 8 * (len(data) - 8)  # the last bit that an unaligned load may be for
     at, state = np.empty(LANES, np.uint64), np.empty(LANES, np.uint64)  # bits from the start of the data
-    one, two, m63, s3, s8, s16, seven = _u8(1), _u8(2), _u8(63), _u8(3), _u8(8), _u8(16), _u8(7)
+    one, two, m63, s3, s8, s16, seven = _u64(1), _u64(2), _u64(63), _u64(3), _u64(8), _u64(16), _u64(7)
     end = start
     for lane in range(LANES):
-        at[lane], state[lane] = _u8(8 * end + (words[lane] >> 12)), _u8(words[lane] & 4095)
+        at[lane], state[lane] = _u64(8 * end + (words[lane] >> 12)), _u64(words[lane] & 4095)
         end += lengths[lane]
     for h in range(0, LANES, 4):
         first = 0
         for segment in range(len(counts)):
             count = counts[segment]
             share = count >> 3
-            table = base_table + _u8(which[segment] << 14)
+            table = base_table + _u64(segments.tables[segment] << 14)
             p0, p1, p2, p3 = at[h], at[h + 1], at[h + 2], at[h + 3]
             x0, x1, x2, x3 = state[h], state[h + 1], state[h + 2], state[h + 3]
-            write, stride = base_out + _u8(first + h * share), _u8(share)
+            write, stride = base_out + _u64(first + h * share), _u64(share)
             left = share >> 2
             while left > 0:
                 furthest = np.int64(max(max(p0, p1), max(p2, p3)))
@@ -406,6 +447,6 @@ def decode_lanes(
     end = start
     for lane in range(LANES):
         end += lengths[lane]
-        if state[lane] != _u8(0) or (at[lane] + seven) >> s3 != _u8(end):
+        if state[lane] != _u64(0) or (at[lane] + seven) >> s3 != _u64(end):
             return False
     return True
