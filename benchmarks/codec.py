@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from nearplane.coding import blob as blob_file
 from nearplane.coding import chunk, header_bits, layout, payload, tans
 from nearplane.coding.bit_stream import read_rice
 from nearplane.coding.blob import Contents, decode, decode_packed, encode, size, stored_base
-from nearplane.coding.encoder_choices import make_plan
 from nearplane.coding.header import Header
 
 
@@ -113,8 +113,7 @@ def miller_madow(codes: NDArray[np.int32]) -> float:
 def speeds(contents: Contents, repeats: int) -> str:
     """Return the cells of a row of the first table."""
     blob = encode(contents, threads=1)
-    given: dict[str, object] = {"base": 0, "rows": contents.rows, "row_resolution": 1}
-    plan = make_plan(contents.codes, contents.columns, 8, coder="tans", classes=True, rest=given)
+    choices = blob_file._choices(contents, "tans", True)
     source = np.random.default_rng(2).integers(0, 256, 1 << 26, dtype=np.uint8)
     target = np.empty_like(source)
     parts: dict[str, Callable[[], object]] = {
@@ -122,7 +121,7 @@ def speeds(contents: Contents, repeats: int) -> str:
         "decoder": decoder(blob),
         "packed": lambda: decode_packed(blob, threads=1),
         "codes": lambda: decode(blob, threads=1),
-        "encoder": encoder(contents, plan.header, plan.layout),
+        "encoder": encoder(contents, choices.header, choices.layout),
         "encode": lambda: encode(contents, threads=1),
         "size": lambda: size(contents),
     }
@@ -167,7 +166,7 @@ def decoder(blob: NDArray[np.uint8]) -> Callable[[], object]:
 
 
 def encoder(contents: Contents, header: Header, arrangement: layout.Layout) -> Callable[[], object]:
-    """Return what codes all chunks from codes, once the plan is made."""
+    """Return what codes all chunks from codes, once the encoder has chosen."""
     tables = layout.frequencies(header, arrangement)
     return lambda: payload.encode_chunks(header, arrangement, tables, contents.codes, 1)
 

@@ -1,4 +1,4 @@
-"""Small integers around the codes: a bit stream, low bit first, of plain, gamma and Rice-coded numbers; varints.
+"""A stream of bits, low bit first: plain, gamma-coded and Rice-coded integers; varints.
 
 A reader checks every length before it uses it and raises FormatError where the bytes end early.
 """

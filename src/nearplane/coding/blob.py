@@ -11,9 +11,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from nearplane.coding import encoder_choices
 from nearplane.coding.bit_stream import varint
 from nearplane.coding.chunk import Patches
+from nearplane.coding.encoder_choices import Choices, choose, payload_bits, tally
 from nearplane.coding.header import CODERS, MAX_EXPONENT, MAX_SIDE, MIN_CHUNKED_WEIGHTS, VERSION, Header
 from nearplane.coding.header_bits import read_header, read_shape, write_header
 from nearplane.coding.layout import Layout, frequencies
@@ -25,6 +25,7 @@ from nearplane.errors import FormatError
 Coder = Literal["tans", "huffman"]
 
 
+# Its scales are those of lattice.ProductGrid, in NumPy: lattice and coding are siblings, and neither imports the other.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
     """A matrix of unbounded integers and the logarithmic scales it is decoded with.
@@ -102,10 +103,12 @@ def stored_base(x: float) -> float:
 
 
 def _rung(x: float) -> int:
+    """Return the number, 0 ... 65535, that stands for the stored base nearest to x."""
     return min(max(round(256 * math.log2(x)) + 32768, 0), 65535)
 
 
 def _base(rung: int) -> float:
+    """Return the base that a stored number stands for."""
     return float(np.float32(2.0 ** ((rung - 32768) / 256)))
 
 
@@ -125,8 +128,8 @@ def encode(
     Raises:
         ValueError: there is no such coder.
     """
-    plan = _plan(contents, coder, classes)
-    header, arrangement = plan.header, plan.layout
+    choices = _choices(contents, coder, classes)
+    header, arrangement = choices.header, choices.layout
     bits, _ = write_header(header, arrangement)
     start = bytes([VERSION << 4 | CODERS.index(coder)]) + varint(header.shape[0]) + varint(header.shape[1])
     codes = _plain(contents.codes)
@@ -144,32 +147,38 @@ def _plain(codes: NDArray[np.int32]) -> NDArray[np.int32]:
     return np.require(codes, requirements=["C", "W"])
 
 
-def _plan(contents: Contents, coder: str, classes: bool) -> encoder_choices.Plan:
+def _choices(contents: Contents, coder: str, classes: bool) -> Choices:
+    """Return a header for a matrix, and the layout that follows from it."""
     if coder not in CODERS:
         raise ValueError(f"coder {coder!r}; there are {', '.join(CODERS)}")
-    given: dict[str, object] = {
-        "base": _rung(contents.base),
-        "rows": contents.rows,
-        "row_resolution": contents.row_resolution,
-    }
-    codes = _plain(contents.codes)
-    return encoder_choices.make_plan(
-        codes, contents.columns, contents.column_resolution, coder=coder, classes=classes, rest=given
+    out, width = contents.codes.shape
+    header = Header(
+        coder=coder,
+        shape=(out, width),
+        base=_rung(contents.base),
+        columns=contents.columns,
+        column_resolution=contents.column_resolution,
+        rows=contents.rows,
+        row_resolution=contents.row_resolution,
+        corrections=np.zeros(width, np.int32),
+        row_levels=np.zeros(out, np.int32),
     )
+    return choose(header, _plain(contents.codes), classes=classes)
 
 
 def _threads(threads: int | None) -> int:
+    """Return how many threads work: as many as given, or one per core."""
     return threads or os.cpu_count() or 1
 
 
 def size(contents: Contents, *, coder: Coder = "tans", classes: bool = True) -> Size:
     """Return what `encode` would take: from histograms, without coding."""
-    plan = _plan(contents, coder, classes)
-    header = plan.header
-    bits, of_rows = write_header(header, plan.layout)
+    choices = _choices(contents, coder, classes)
+    header = choices.header
+    bits, of_rows = write_header(header, choices.layout)
     start = 1 + len(varint(header.shape[0])) + len(varint(header.shape[1]))
     codes = _plain(contents.codes)
-    payload = encoder_choices.payload_bits(plan, encoder_choices.tally(plan, codes))
+    payload = payload_bits(choices, tally(choices, codes))
     return Size(side=start + (bits.count - of_rows) // 8 + 4, payload=of_rows + payload)
 
 

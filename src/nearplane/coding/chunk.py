@@ -1,4 +1,4 @@
-"""Chunks of a large matrix to bytes and back: many in one compiled call, which lets other threads run."""
+"""Chunks of a large matrix to bytes and back, compiled: many in one call, during which other threads run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _End(NamedTuple):
 
 @njit(cache=True, nogil=True)
 def segments(begin: int, end: int, cells: Cells) -> Segments:
-    """Return how many of the symbols begin ... end - 1 lie in each cell, and its table; cells without any are left out."""
+    """Return how many of the symbols begin ... end - 1 lie in each cell that has any, and its table."""
     edges = cells.edges
     counts, tables, n = np.empty(len(cells.tables), np.int64), np.empty(len(cells.tables), np.int64), 0
     for cell in range(len(cells.tables)):

@@ -17,7 +17,7 @@ def table_bits(count: NDArray[np.int64], table: NDArray[np.uint16]) -> float:
 
 
 def stream_bits(count: NDArray[np.int64], table: NDArray[np.uint16]) -> tuple[float, NDArray[np.float64]]:
-    """Return the bits of codes with the given counts (256,) but for the list of escapes, and the counts of that list."""
+    """Return the bits of codes with the counts (256,) without the list of escapes, and the counts of that list."""
     listed = np.where(table == 0, count, 0).astype(np.float64)
     listed[0] = count[0]
     price = np.zeros(256)

@@ -1,4 +1,4 @@
-"""Histograms of codes by column and class of rows, of all rows or of a fixed sample of them, and what tables would cost."""
+"""Histograms of codes by column and class of rows, of all rows or a fixed sample, and what tables would cost."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ SAMPLED_CODES = 3 << 20  # codes of the rows that a large matrix is planned on
 
 @njit(cache=True, nogil=True)
 def _largest(codes: NDArray[np.int32], rows: NDArray[np.int64]) -> int:
+    """Return the largest |code| of some rows."""
     low, high = codes[rows[0], 0], codes[rows[0], 0]
     for i in rows:
         row = codes[i]
@@ -49,7 +50,7 @@ def _histogram(
 def _costs(
     counts: NDArray[np.int32], tables: NDArray[np.float32], pick: NDArray[np.int64], out: NDArray[np.float32]
 ) -> None:
-    """Add up counts (classes, in, 2 top + 2) times the bits of |code| at every spread, tables (classes, top + 2, spreads)."""
+    """Add up counts (classes, in, 2 top + 2) times the bits of |code|, tables (classes, top + 2, spreads)."""
     top = tables.shape[1] - 2
     for c in range(counts.shape[0]):
         for n in range(len(pick)):

@@ -1,13 +1,14 @@
-"""What the encoder decides: levels of columns and rows, the family's member, stored tables, pairs. All by total bits.
+"""What the encoder chooses: which table codes each column and row, which tables are stored, what is coded in pairs.
 
-Works on histograms of |code| per column, of a fixed sample of the rows where a matrix is large, so that it costs little beside
-coding. A decoder needs none of this.
+Every choice is the one of fewest bits in all. Works on histograms of |code| per column, of a fixed sample of the rows
+where a matrix is large, so that it costs little beside coding. A decoder needs none of this.
 """
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
@@ -24,14 +25,20 @@ from nearplane.coding.layout import Layout, chunk_edges, lay_out
 MAX_ESCAPE_SHARE_IN_PAIRS = 2e-4  # share of codes outside the nibble up to which a group is coded in pairs
 MIXTURE_SAMPLE_COLUMNS = 384  # columns that the family's member is chosen on
 ROW_LEVEL_SAMPLE_COLUMNS = 1024  # columns, about, that levels of rows are guessed from
-CORRECTIONS_TRIED = np.array(
-    [*range(-6, 7), -8, 8, -11, 11, -15, 15, -20, 20, -27, 27, -36, 36]
-)  # corrections of a column's level
+# of a column's level
+CORRECTIONS_TRIED = np.array([*range(-6, 7), -8, 8, -11, 11, -15, 15, -20, 20, -27, 27, -36, 36])
 SLOPES_TRIED = (4, 3, 5, 2, 6, 1, 7, 0)
 
 
+class Corrections(NamedTuple):
+    """Corrections of a level that are tried, and about what each takes to store."""
+
+    values: NDArray[np.int64]  # (tried,)
+    bits: NDArray[np.float64]  # (tried,)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Choices:
     """A header, its layout, and the sample that they were chosen for."""
 
     header: Header
@@ -41,7 +48,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """The codes of a whole matrix under a plan, counted."""
+    """Counts of the codes of a whole matrix, by the spread of the table that codes them."""
 
     counts: dict[int, NDArray[np.int64]]  # spread -> (256,) codes by symbol, beyond 127 at the escape
     shares: dict[int, float]  # spread -> share of its codes in pair groups
@@ -80,52 +87,32 @@ def _pick(
     shift: int,
     step: int,
     limit: int,
-    tried: NDArray[np.int64],
-    rice: NDArray[np.float64],
+    tried: Corrections,
 ) -> tuple[NDArray[np.int32], float]:
-    """Choose for every row of the cost the correction, of those tried, that takes the fewest bits; return the bits without rice."""
+    """Choose for every row of the cost the correction that takes the fewest bits; return also the cost alone."""
     last = cost.shape[1] - 1
     found = np.empty(len(predicted), np.int32)
     total = 0.0
     for j in range(len(predicted)):
         best, own = 1e30, 0.0
-        for n in range(len(tried)):
-            level = min(max(predicted[j] + tried[n], -limit), limit)
+        for n in range(len(tried.values)):
+            level = min(max(predicted[j] + tried.values[n], -limit), limit)
             bits = cost[j, min(max(shift + step * level, 0), last)]
-            if bits + rice[n] < best:
-                best, own = bits + rice[n], bits
-                found[j] = tried[n]
+            if bits + tried.bits[n] < best:
+                best, own = bits + tried.bits[n], bits
+                found[j] = tried.values[n]
         total += own
     return found, total
 
 
-def make_plan(
-    codes: NDArray[np.int32],
-    columns: NDArray[np.int32],
-    column_resolution: int,
-    *,
-    coder: str,
-    classes: bool,
-    rest: dict[str, object],
-) -> Plan:
-    """Choose the header of a matrix.
+def choose(header: Header, codes: NDArray[np.int32], *, classes: bool) -> Choices:
+    """Choose what a header says of the tables, for codes (out, in).
 
     Args:
-        codes: (out, in).
-        columns: (in,) exponents on a ladder of `column_resolution` steps per octave.
+        header: its scales, shape and coder are given; levels are all 0.
         classes: whether columns and rows may have levels; without, one table serves the matrix.
-        rest: the header's fields that are given: base, rows, row_resolution.
     """
     out, width = codes.shape
-    header = Header(
-        coder=coder,
-        shape=(out, width),
-        columns=columns,
-        column_resolution=column_resolution,
-        corrections=np.zeros(width, np.int32),
-        row_levels=np.zeros(out, np.int32),
-        **rest,  # type: ignore[arg-type]
-    )
     counts = Counts(codes, header.row_levels, sample(out, width))
     header, bits = _levels_of_columns(header, counts, classes)
     if classes:
@@ -135,19 +122,19 @@ def make_plan(
             tried, tried_bits = _levels_of_columns(guess, other, classes)
             if tried_bits + array_bits(guess.row_levels) + 2 < bits + 4:
                 header, counts = tried, other
-    if header.chunked and coder != "huffman":
+    if header.chunked and header.coder != "huffman":
         header = _choose_pairs(header, counts)
     arrangement = lay_out(header)
     spreads = header.spread_of(header.column_levels()[:, None], counts.levels[None, :])
     shares = _shares_of_pairs(header, arrangement, spreads, counts)
     sampled = len(counts.rows) < out
     header = replace(header, stored=_stored_tables(header, counts.by_spread(spreads), shares, sampled))
-    return Plan(header=header, layout=arrangement, sample=counts)
+    return Choices(header=header, layout=arrangement, sample=counts)
 
 
-def tally(plan: Plan, codes: NDArray[np.int32]) -> Tally:
-    """Count all codes of the matrix (out, in) that was planned."""
-    header, counts = plan.header, plan.sample
+def tally(choices: Choices, codes: NDArray[np.int32]) -> Tally:
+    """Count all codes of the matrix (out, in) that the choices are for."""
+    header, counts = choices.header, choices.sample
     if len(counts.rows) < len(codes):
         counts = Counts(codes, header.row_levels, np.arange(len(codes)))
     spreads = header.spread_of(header.column_levels()[:, None], counts.levels[None, :])
@@ -155,13 +142,13 @@ def tally(plan: Plan, codes: NDArray[np.int32]) -> Tally:
     count = int(counts.signed[:, :, -1].sum(dtype=np.int64))  # none where the largest code is at most 127
     return Tally(
         counts=found,
-        shares=_shares_of_pairs(header, plan.layout, spreads, counts),
+        shares=_shares_of_pairs(header, choices.layout, spreads, counts),
         beyond=beyond(codes, count) if count else np.empty(0, np.int64),
     )
 
 
 def _levels_of_columns(header: Header, counts: Counts, classes: bool) -> tuple[Header, float]:
-    """Choose the family's member, the slope, and the columns' levels; return the header and its bits."""
+    """Choose shape and spread of the tables, the slope and the columns' levels; return the header and its bits."""
     width = header.shape[1]
     row_step = 16 // header.row_level_resolution
     pick = np.unique(np.linspace(0, width - 1, min(width, MIXTURE_SAMPLE_COLUMNS)).round().astype(np.int64))
@@ -188,7 +175,7 @@ def _levels_of_columns(header: Header, counts: Counts, classes: bool) -> tuple[H
 def _member(
     header: Header, counts: Counts, pick: NDArray[np.int64], slopes: tuple[int, ...], row_step: int
 ) -> tuple[Header, int]:
-    """Choose slope, spread and mixture on a sample of columns, without corrections."""
+    """Choose slope, spread and shape of the tables on a sample of columns, without corrections of their levels."""
     cost = counts.costs(2, row_step, pick)
     cheapest = cost.argmin(1)
     best: tuple[float, int, int] | None = None
@@ -218,7 +205,7 @@ def _best_mixture(
     mixtures: range,
     spread: int = 0,
 ) -> tuple[int, int]:
-    """Return the mixture, of those given, and the spread that are cheapest for columns at the given spreads."""
+    """Return the shape, of those given, and the spread that take the fewest bits for columns at the given spreads."""
     best: dict[int, tuple[float, int]] = {}
 
     def total(mixture: int) -> float:
@@ -256,7 +243,8 @@ def _corrected(header: Header, cost: NDArray[np.float32], spread: int, doubt: fl
             best = (bits, replace(header, level_resolution=resolution, spread=shift, corrections=none))
         for parameter in (0, 1, 2):
             rice = _rice(CORRECTIONS_TRIED, parameter) + np.where(CORRECTIONS_TRIED, doubt, 0.0)
-            corrections, bits = _pick(cost, predicted, shift, step, MAX_COLUMN_LEVEL, CORRECTIONS_TRIED, rice)
+            tried = Corrections(CORRECTIONS_TRIED, rice)
+            corrections, bits = _pick(cost, predicted, shift, step, MAX_COLUMN_LEVEL, tried)
             bits += array_bits(corrections)
             if bits < best[0]:
                 best = (bits, replace(header, level_resolution=resolution, spread=shift, corrections=corrections))
@@ -300,7 +288,8 @@ def _levels_of_rows(header: Header, codes: NDArray[np.int32]) -> Header | None:
     for resolution in (1, 2, 4):
         each = (gained * (shift[:, None] - 16 // resolution * tried[None, :]) ** 2).astype(np.float32)
         for parameter in (0, 1, 2):
-            levels, bits = _pick(each, level, MAX_ROW_LEVEL, 1, MAX_ROW_LEVEL, tried, _rice(tried, parameter))
+            corrections = Corrections(tried, _rice(tried, parameter))
+            levels, bits = _pick(each, level, MAX_ROW_LEVEL, 1, MAX_ROW_LEVEL, corrections)
             bits += array_bits(levels)
             if levels.any() and (best is None or bits < best[0]):
                 best = (bits, replace(header, row_level_resolution=resolution, row_levels=levels))
@@ -375,9 +364,9 @@ def _stored_tables(
     return found if saved > len(counts) else {}
 
 
-def payload_bits(plan: Plan, tally: Tally) -> float:
+def payload_bits(choices: Choices, tally: Tally) -> float:
     """Return the bits of codes and escapes, and of the chunks around them; pairs as if neighbours were independent."""
-    header = plan.header
+    header = choices.header
     bits = 0.0
     listed = np.zeros(256)
     for spread, count in tally.counts.items():
@@ -397,6 +386,6 @@ def payload_bits(plan: Plan, tally: Tally) -> float:
     bits += list_bits(listed, tally.beyond)
     if not header.chunked:
         return bits + 12 + 1
-    chunks = len(chunk_edges(plan.layout.total)) - 1
+    chunks = len(chunk_edges(choices.layout.total)) - 1
     around = 7 + 1 + 8 * 2 + 7 * 2 + 8 * 0.5  # directory, escapes, words, lengths, ends
     return bits + 8 * chunks * around

@@ -1,9 +1,9 @@
-"""Which probabilities code a cell of the matrix: integer frequencies that every machine computes alike.
+"""Probability tables of the coder: integer frequencies, which every machine computes alike.
 
 A table gives each symbol a frequency out of 4096. Tables come from one family, a scale mixture of Gaussians that are
 integrated over the unit bins around the integers; it is indexed by a spread (sixteenths of an octave) and a shape (0 is
-Gaussian, larger has heavier tails). A stored table is a correction of a member of the family. Floats never reach the coder:
-the two constants below are rounded once, far from any tie, and everything after them is integer arithmetic.
+Gaussian, larger has heavier tails). A stored table is a correction of a member of the family. Floats never reach the
+coder: the two constants below are rounded once, far from any tie, and everything after them is integer arithmetic.
 
 Symbols of a byte table are `code + 128` for |code| <= 127, of a pair table two nibbles `code + 8` for |code| <= 7, the
 first column low. Symbol 0 (in a pair: nibble 0) is the escape: its code stands in a list of its own.
@@ -48,72 +48,72 @@ def _tail(odd: int, spread: int) -> int:
 
 @njit(cache=True, nogil=True)
 def parametric(spread: int, shape: int) -> NDArray[np.uint16]:
-    """Return the (256,) frequencies of the family's member; symmetric, and 0, +-1 and the escape always have some."""
+    """Return the (256,) frequencies for a spread and a shape; symmetric, and 0, +-1 and the escape always have some."""
     weight = np.zeros(MAX_BYTE_CODE + 2, np.int64)  # of |code|, one side; the last: beyond, both sides
     parts = 9 if shape else 1
     for part in range(parts):
         at = spread + (part - 4) * shape if shape else spread
-        much = _MIXTURE_WEIGHTS[part] if shape else 1
+        share = _MIXTURE_WEIGHTS[part] if shape else 1
         before = np.int64(1) << 30
         for k in range(MAX_BYTE_CODE + 1):
             after = np.int64(_tail(2 * k + 1, at))
-            weight[k] += much * ((before - after) * 2 if k == 0 else before - after)
+            weight[k] += share * ((before - after) * 2 if k == 0 else before - after)
             before = after
             if after == 0:
                 break
-        weight[MAX_BYTE_CODE + 1] += much * 2 * before
-    left = np.int64(1 << 31) * (256 if shape else 1)
+        weight[MAX_BYTE_CODE + 1] += share * 2 * before
+    unallocated = np.int64(1 << 31) * (256 if shape else 1)
     escaped = weight[MAX_BYTE_CODE + 1]
     top = MAX_BYTE_CODE
-    while top > 1 and weight[top] << 14 < left:  # rarer than 2^-14: cheaper as an escape
+    while top > 1 and weight[top] << 14 < unallocated:  # rarer than 2^-14: cheaper as an escape
         escaped += 2 * weight[top]
         top -= 1
     frequency = np.zeros(256, np.uint16)
-    room = np.int64(FREQUENCY_SUM)
-    much = min(max(1, (escaped * room + left // 2) // left), room - 2 * top - 1)
-    frequency[ESCAPE] = much
-    room -= much
-    left -= escaped
-    for k in range(top, 0, -1):  # from the tails inwards, so that each rounding is made good by the next
-        much = min(max(1, (weight[k] * room + left // 2) // max(1, left)), (room - 2 * k + 1) // 2)
-        frequency[128 + k] = much
-        frequency[128 - k] = much
-        room -= 2 * much
-        left -= 2 * weight[k]
-    frequency[128] = room
+    free = np.int64(FREQUENCY_SUM)
+    slots = min(max(1, (escaped * free + unallocated // 2) // unallocated), free - 2 * top - 1)
+    frequency[ESCAPE] = slots
+    free -= slots
+    unallocated -= escaped
+    for k in range(top, 0, -1):  # from the tails inwards: codes nearer to 0 absorb the rounding
+        slots = min(max(1, (weight[k] * free + unallocated // 2) // max(1, unallocated)), (free - 2 * k + 1) // 2)
+        frequency[128 + k] = slots
+        frequency[128 - k] = slots
+        free -= 2 * slots
+        unallocated -= 2 * weight[k]
+    frequency[128] = free
     return frequency
 
 
 def normalise(weight: NDArray[np.int64]) -> NDArray[np.uint16]:
-    """Scale weights (256,), at most 2^50 in all, to frequencies that sum to 4096; zero stays zero, others get at least 1."""
-    return _share_out(weight, np.argsort(weight, kind="stable"))
+    """Scale weights (256,), at most 2^50 in all, to frequencies that sum to 4096; only zeros become 0."""
+    return _allocate(weight, np.argsort(weight, kind="stable"))
 
 
 @njit(cache=True, nogil=True)
-def _share_out(weight: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.uint16]:
-    """Give the symbols, rarest first, their share of what is left, so that each rounding is made good by the next."""
+def _allocate(weight: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.uint16]:
+    """Allocate 4,096 slots by weight, rarest symbol first; later symbols absorb the rounding."""
     frequency = np.zeros(256, np.uint16)
     count = 0
-    left = np.int64(0)
+    unallocated = np.int64(0)
     for symbol in range(256):
         if weight[symbol] > 0:
             count += 1
-            left += weight[symbol]
-    room = np.int64(FREQUENCY_SUM)
+            unallocated += weight[symbol]
+    free = np.int64(FREQUENCY_SUM)
     for symbol in order:
         if weight[symbol] > 0:
             count -= 1
-            much = min(max(1, (weight[symbol] * room + left // 2) // left), room - count)
+            slots = min(max(1, (weight[symbol] * free + unallocated // 2) // unallocated), free - count)
             if count == 0:
-                much = room
-            frequency[symbol] = much
-            room -= much
-            left -= weight[symbol]
+                slots = free
+            frequency[symbol] = slots
+            free -= slots
+            unallocated -= weight[symbol]
     return frequency
 
 
 def paired(single: NDArray[np.uint16]) -> NDArray[np.uint16]:
-    """Return the (256,) frequencies of two independent codes as two nibbles; what is rarer than 2^-14 is (escape, escape)."""
+    """Return the (256,) frequencies of two independent codes as nibbles; what is rarer than 2^-14 is escaped."""
     nibble = np.empty(16, np.int64)
     nibble[1:] = single[128 - MAX_NIBBLE_CODE : 129 + MAX_NIBBLE_CODE]
     nibble[0] = FREQUENCY_SUM - nibble[1:].sum()

@@ -14,8 +14,8 @@ VERSION = 1
 CODERS = ("tans", "huffman")
 ZSTD_TAG = 2  # of a coder that earlier versions wrote
 ZSTD_REFUSED = (
-    "coded with zstd, this version reads tans and huffman. Decode it with `nearplane export` of commit f3afb2a, the last "
-    "that reads zstd, or quantize the original again"
+    "coded with zstd, this version reads tans and huffman. Decode it with `nearplane export` of commit f3afb2a, the "
+    "last that reads zstd, or quantize the original again"
 )
 MIN_CHUNKED_WEIGHTS = 1 << 17  # weights from which on a matrix is coded in chunks of eight lanes
 MAX_WEIGHTS_PER_BYTE = 1 << 14  # weights per byte: no encoder reaches that, so a blob that claims it is refused
@@ -27,7 +27,10 @@ MAX_SIDE = 1 << 28  # bound on rows and on columns
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """All that precedes the codes. Levels are steps of 16/level_resolution sixteenths of an octave of spread."""
+    """All that precedes the codes: scales, and which table codes each column and row.
+
+    Levels are steps of 16/level_resolution sixteenths of an octave of spread.
+    """
 
     coder: str
     shape: tuple[int, int]
@@ -48,6 +51,7 @@ class Header:
 
     @property
     def chunked(self) -> bool:
+        """Whether the matrix is large enough to be coded in chunks."""
         return self.shape[0] * self.shape[1] >= MIN_CHUNKED_WEIGHTS
 
     def column_levels(self) -> NDArray[np.int64]:
@@ -64,7 +68,7 @@ class Header:
 
 
 def predict(columns: NDArray[np.int32], resolution: int, slope: int, level_resolution: int) -> NDArray[np.int64]:
-    """Return the levels that exponents predict (in,): -(exponent - centre) * slope/4 octaves, rounded, halves upwards."""
+    """Return the levels (in,) that exponents predict: -(exponent - centre) * slope/4 octaves, rounded half up."""
     middle = np.partition(columns, (len(columns) - 1) // 2)[(len(columns) - 1) // 2]
     doubled = -2 * (columns.astype(np.int64) - int(middle)) * slope * level_resolution
     return (doubled + 4 * resolution) // (8 * resolution)

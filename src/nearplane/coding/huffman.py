@@ -13,9 +13,9 @@ MAX_CODE_BITS = 12
 def lengths(frequency: NDArray[np.uint16]) -> NDArray[np.int64]:
     """Return the code lengths (256,) that are shortest for the frequencies; 0 where a symbol has none, or is alone.
 
-    Package-merge (Larmore and Hirschberg, 1990): each of twelve rounds pairs up the cheapest packages of the last one and
-    merges them with the symbols; a symbol's length is the number of chosen packages that it is in. Equals keep their order,
-    symbols before packages, so that every reader finds the same lengths.
+    Package-merge (Larmore and Hirschberg, 1990): each of twelve rounds pairs up the cheapest packages of the last one
+    and merges them with the symbols; a symbol's length is the number of chosen packages that it is in. Equals keep
+    their order, symbols before packages, so that every reader finds the same lengths.
     """
     found = np.zeros(256, np.int64)
     symbols = [int(s) for s in np.flatnonzero(frequency)]

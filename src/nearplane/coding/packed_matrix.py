@@ -30,7 +30,11 @@ class ColumnGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedMatrix:
-    """value[i, j] = row_scale[i] * code[i, j] * column_scale[j], the codes in groups; indices of all else are the original ones.
+    """A decoded matrix as a runtime multiplies with it: codes in groups of columns, scales, patches.
+
+        value[i, j] = row_scale[i] * code[i, j] * column_scale[j]
+
+    Rows and columns of scales and patches are those of the matrix.
 
     Args:
         shape: (out, in).

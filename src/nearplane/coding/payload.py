@@ -26,7 +26,7 @@ PARTS_PER_THREAD = 4
 
 
 def run(threads: int, function: Callable[[int, int], R], count: int) -> list[R]:
-    """Call the function with the parts begin, end of range(count), from as many threads; return the results in order."""
+    """Call the function with parts begin, end of range(count), from so many threads; return the results in order."""
     if threads == 1:
         return [function(0, count)]
     parts = min(count, PARTS_PER_THREAD * threads)
@@ -36,6 +36,7 @@ def run(threads: int, function: Callable[[int, int], R], count: int) -> list[R]:
 
 
 def _staged(layout: Layout, codes: NDArray[np.int32], threads: int) -> NDArray[np.uint8]:
+    """Return codes as bytes (out, in) in the order of the traversal, see `stage`."""
     out = np.empty(codes.shape, np.uint8)
     run(threads, lambda begin, end: stage(codes, layout.orders, begin, end, out), len(codes))
     return out
@@ -54,6 +55,7 @@ def _entries(header: Header, layout: Layout) -> NDArray[np.uint32]:
 
 
 def _read_escapes(bits: BitReader) -> NDArray[np.int64]:
+    """Read a list of escapes."""
     count = bits.gamma("escapes")
     return bits.rice(count, bits.take(4, "escapes"), "escapes") if count else np.zeros(0, np.int64)
 

@@ -1,8 +1,8 @@
 """Codes to symbols and back: the traversal of a matrix as bytes or pairs of nibbles, and where its escapes stand.
 
 In the stream a symbol of a byte group is code + 128, its escape 0; a decoder's tables emit the code itself, as int8,
-whose escape is -128. Pairs are two nibbles of code + 8 on both sides, their escape nibble 0. So an escape always decodes
-to the least number that there is, and what is added to it makes the code.
+whose escape is -128. Pairs are two nibbles of code + 8 on both sides, their escape nibble 0. So an escape always
+decodes to the least number that there is, and what is added to it makes the code.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def locate(symbols: NDArray[np.uint8], begin: int, groups: Groups, decoded: bool
 def scatter(
     symbols: NDArray[np.uint8], groups: Groups, orders: Orders, begin: int, end: int, codes: NDArray[np.int32]
 ) -> None:
-    """Write the codes of all decoded symbols of rows begin ... end - 1 to their places; escapes become the least code."""
+    """Write the codes of decoded symbols of rows begin ... end - 1 to their places; escapes become the least code."""
     offsets, starts, stops, pairs = groups
     row_order, column_order = orders
     for i in range(begin, end):

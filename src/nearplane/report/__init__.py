@@ -1,6 +1,7 @@
 """The report of a run: one HTML page, from the record of its checkpoint alone. Needs no torch and no network.
 
-What the page says. Its figures are in `figures.py` and `drawing.py`, how it looks in `page.html`, what it does in `page.js`.
+What the page says. Its figures are in `figures.py` and `drawing.py`, how it looks in `page.html`, what it does in
+`page.js`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     y = row_scale * (codes @ (column_scale * x)) + bias
 
-Takes half a byte a weight where codes lie in -8 ... 7. Serves Linear and Conv1D alike: both multiply by an (out, in) matrix.
-Many tokens are multiplied by strips of decoded rows, on any device; a few on the CPU by the packed codes themselves.
+Takes half a byte a weight where codes lie in -8 ... 7. Serves Linear and Conv1D alike: both multiply by an (out, in)
+matrix. Many tokens are multiplied by strips of decoded rows, on any device; a few on the CPU by the packed codes
+themselves.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ class PackedLinear(nn.Module):
         codes: (bytes,) uint8: row after row of each group of columns, in the order of `column_order` and sorted rows.
         column_order: (in,) int32 which column of x stands at each position.
         row_place: (out,) int32 at which position each row of the matrix stands.
-        column_bits, row_bits: (in,), (out,) scales by position, float32 seen as int32 so that no cast of the module rounds
-            them.
-        patch_start, patch_at, patch_delta: (out + 1,), (patches,) int32, (patches,) int64: what is added to codes that nibbles
-            or bytes do not hold, by position of the row; `patch_at` is the position of the column.
+        column_bits, row_bits: (in,), (out,) scales by position, float32 seen as int32 so that no cast of the module
+            rounds them.
+        patch_start, patch_at, patch_delta: (out + 1,), (patches,) int32, (patches,) int64: what is added to codes that
+            nibbles or bytes do not hold, by position of the row; `patch_at` is the position of the column.
     """
 
     BUFFERS = (
