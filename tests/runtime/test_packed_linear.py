@@ -108,10 +108,9 @@ def test_codes_near_zero_take_half_a_byte_each() -> None:
 def test_threads_share_rows_without_changing_them(monkeypatch: pytest.MonkeyPatch, generator: torch.Generator) -> None:
     layer = PackedLinear.of(decode_packed(encode(CASES[5])))
     x = torch.randn(2, 512, generator=generator).numpy()
-    rest = [part.numpy() for part in (layer.patch_start, layer.patch_at, layer.patch_delta)]
-    one = products(x, layer.codes.numpy(), layer.groups, *rest, threads=1)
+    one = products(x, layer.packed_codes(), threads=1)
     monkeypatch.setattr("nearplane.runtime.product_cpu.MIN_THREADED_BYTES", 0)
-    assert np.array_equal(products(x, layer.codes.numpy(), layer.groups, *rest, threads=7), one)
+    assert np.array_equal(products(x, layer.packed_codes(), threads=7), one)
 
 
 def test_a_layer_of_another_shape_or_without_weights_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""A linear layer whose weights stay packed: nibbles or bytes by group of columns, and a scale of every row and column.
+"""A linear layer whose weights stay packed: 4 or 8 bits a code, and a scale for every row and column.
 
     y = row_scale * (codes @ (column_scale * x)) + bias
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from nearplane.errors import FormatError
-from nearplane.runtime.product_cpu import products
+from nearplane.runtime.product_cpu import GroupBytes, PackedCodes, products
 
 if TYPE_CHECKING:
     from nearplane.coding.packed_matrix import PackedMatrix
@@ -56,6 +56,16 @@ class PackedLinear(nn.Module):
         "patch_delta",
     )
 
+    bias: nn.Parameter | None
+    codes: Tensor
+    column_order: Tensor
+    row_place: Tensor
+    column_bits: Tensor
+    row_bits: Tensor
+    patch_start: Tensor
+    patch_at: Tensor
+    patch_delta: Tensor
+
     def __init__(
         self,
         in_features: int,
@@ -67,7 +77,7 @@ class PackedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
-        self.groups: tuple[tuple[int, int, bool, int, int], ...] = ()  # start, stop, nibbles, first byte, bytes a row
+        self.groups: tuple[GroupBytes, ...] = ()
         empty = nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device), requires_grad=False)
         self.bias = empty if bias else None
         for name in self.BUFFERS:
@@ -96,7 +106,7 @@ class PackedLinear(nn.Module):
         groups, offset = [], 0
         for group in packed.groups:
             width = group.array.shape[1]
-            groups.append((group.start, group.stop, group.nibbles, offset, width))
+            groups.append(GroupBytes(group.start, group.stop, group.nibbles, offset, width))
             offset += group.array.size
         self.groups = tuple(groups)
         arrays = [group.array.reshape(-1).view(np.uint8) for group in packed.groups]
@@ -137,7 +147,7 @@ class PackedLinear(nn.Module):
         """The (out, in) values in the layer's dtype, decoded anew; nothing while the layer is empty."""
         if self.codes is None:
             nothing = torch.empty(0, dtype=self.dtype)
-            nothing._is_hf_initialized = True  # type: ignore[attr-defined]  # some models initialise weights of their layers
+            nothing._is_hf_initialized = True  # some models initialise weights of their layers
             return nothing
         strips = torch.cat(list(self._strips()))
         column_place = torch.empty_like(self.column_order)
@@ -175,11 +185,17 @@ class PackedLinear(nn.Module):
             codes[at] = (codes[at].long() + self.patch_delta[first:last]).float()  # rounded once, if at all
         return codes
 
+    def packed_codes(self) -> PackedCodes:
+        """Return the codes as compiled functions take them; on the CPU."""
+        groups = np.array(self.groups, np.int64).reshape(-1, 5)
+        patches = (part.numpy() for part in (self.patch_start, self.patch_at, self.patch_delta))
+        return PackedCodes(self.codes.numpy(), groups, *patches)
+
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return (tokens, out): x times the packed codes, on the CPU."""
         scaled = x.detach().float().index_select(1, self.column_order) * self.column_bits.view(torch.float32)
-        patches = [part.numpy() for part in (self.patch_start, self.patch_at, self.patch_delta)]
-        y = torch.from_numpy(products(scaled.numpy(), self.codes.numpy(), self.groups, *patches))
+        packed = self.packed_codes()
+        y = torch.from_numpy(products(scaled.numpy(), packed))
         y = (y * self.row_bits.view(torch.float32)).index_select(1, self.row_place)
         return (y if bias is None else y + bias).to(x.dtype)
 
@@ -192,7 +208,7 @@ def _inverse(order: Any) -> Any:
 
 
 def _joined(arrays: list[Any]) -> Any:
-    """Return (bytes,) arrays one after the other; those that lie so in memory, as a decoder leaves them, are not copied."""
+    """Return (bytes,) arrays one after the other; not copied if they lie so in memory, as a decoder leaves them."""
     ends = [array.ctypes.data + array.size for array in arrays[:-1]]
     if (
         arrays

@@ -1,4 +1,4 @@
-"""Packed codes times a few vectors on the CPU, compiled by Numba: one pass over the packed bytes a vector.
+"""Packed codes times a few vectors on the CPU, compiled by Numba: one pass over the packed bytes for each vector.
 
 A byte of two nibbles is `byte - 136 = low + 16 high`, so that two columns cost two multiplications and one mask:
 
@@ -7,8 +7,8 @@ A byte of two nibbles is `byte - 136 = low + 16 high`, so that two columns cost 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,61 +22,84 @@ Integers = npt.NDArray[np.int32]
 MIN_THREADED_BYTES = 2**22  # bytes of codes under which one thread does all
 
 
-def products(
-    x: Floats,
-    codes: Bytes,
-    groups: Sequence[tuple[int, int, bool, int, int]],
-    patch_start: Integers,
-    patch_at: Integers,
-    patch_delta: npt.NDArray[np.int64],
-    *,
-    threads: int | None = None,
-) -> Floats:
+class GroupBytes(NamedTuple):
+    """Where the codes of neighbouring columns that are stored alike lie."""
+
+    start: int  # position of the first column
+    stop: int  # position after the last
+    nibbles: bool  # whether a byte holds two codes
+    first_byte: int  # of the group's first row
+    row_bytes: int
+
+
+_START, _STOP, _NIBBLES, _FIRST_BYTE, _ROW_BYTES = range(5)  # columns of `PackedCodes.groups`
+
+
+class PackedCodes(NamedTuple):
+    """The codes of a matrix, by position of row and column; see `PackedLinear`."""
+
+    codes: Bytes  # (bytes,)
+    groups: npt.NDArray[np.int64]  # (groups, 5) the fields of `GroupBytes`
+    patch_start: Integers  # (out + 1,)
+    patch_at: Integers  # (patches,)
+    patch_delta: npt.NDArray[np.int64]  # (patches,)
+
+
+class _Factors(NamedTuple):
+    """A vector, and what the bytes of a row are multiplied by."""
+
+    x: Floats  # (in,)
+    low: Floats  # (bytes a row,) factors of low nibbles
+    whole: Floats  # (bytes a row,) factors of whole bytes
+
+
+def products(x: Floats, packed: PackedCodes, *, threads: int | None = None) -> Floats:
     """Return (tokens, out) float32 products of the codes with every row of x.
 
     Args:
         x: (tokens, in) times the scale of the column, by position.
-        codes, groups, patch_start, patch_at, patch_delta: see `PackedLinear`.
         threads: None takes as many as torch does.
     """
-    out = len(patch_start) - 1
+    out = len(packed.patch_start) - 1
     y = np.empty((len(x), out), np.float32)
-    geometry = np.array(groups, np.int64).reshape(-1, 5)
     threads = threads or torch.get_num_threads()
-    share = out if codes.size < MIN_THREADED_BYTES else -(-out // threads)
+    share = out if packed.codes.size < MIN_THREADED_BYTES else -(-out // threads)
     with ThreadPoolExecutor(threads) as pool:  # starts no thread before work is submitted
         for row, total in zip(x, y, strict=True):
-            shared = (codes, geometry, row, *_halves(row, geometry), patch_start, patch_at, patch_delta, total)
+            factors = _factors(row, packed.groups)
             if share >= out:
-                _rows(0, out, *shared)
+                _rows(0, out, packed, factors, total)
                 continue
-            for part in [pool.submit(_rows, a, min(a + share, out), *shared) for a in range(0, out, share)]:
+            parts = [(a, min(a + share, out)) for a in range(0, out, share)]
+            for part in [pool.submit(_rows, a, b, packed, factors, total) for a, b in parts]:
                 part.result()
     return y
 
 
-def _halves(x: Floats, geometry: npt.NDArray[np.int64]) -> tuple[Floats, Floats]:
+def _factors(x: Floats, groups: npt.NDArray[np.int64]) -> _Factors:
     """Return what low nibbles and whole bytes are multiplied by, byte by byte."""
     lows, wholes = [np.empty(0, np.float32)], [np.empty(0, np.float32)]
-    for start, stop, nibbles, _, width in geometry:
+    for start, stop, nibbles, _, width in groups:
         part = np.zeros(2 * width, np.float32)
         if nibbles:
             part[: stop - start] = x[start:stop]
-        even, odd = part[::2], part[1::2] / 16
-        lows.append(even - odd)
-        wholes.append(odd)
-    return np.concatenate(lows), np.concatenate(wholes)
+        whole = part[1::2] * np.float32(1 / 16)
+        lows.append(part[::2] - whole)
+        wholes.append(whole)
+    return _Factors(x, np.concatenate(lows), np.concatenate(wholes))
 
 
 @njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"})
-def _rows(a, b, codes, geometry, x, low, whole, patch_start, patch_at, patch_delta, y):  # type: ignore[no-untyped-def]  # pragma: no cover
+def _rows(a: int, b: int, packed: PackedCodes, factors: _Factors, y: Floats) -> None:  # pragma: no cover
+    """Write the products of rows a ... b - 1 to y (out,)."""
+    x, low, whole = factors
     y[a:b] = 0
     place = 0
-    for group in range(len(geometry)):
-        start, width = geometry[group, 0], geometry[group, 4]
-        first = geometry[group, 3] + a * width
-        lines = codes[first : first + (b - a) * width].reshape(b - a, width)
-        if geometry[group, 2]:
+    for group in range(len(packed.groups)):
+        start, width = packed.groups[group, _START], packed.groups[group, _ROW_BYTES]
+        first = packed.groups[group, _FIRST_BYTE] + a * width
+        lines = packed.codes[first : first + (b - a) * width].reshape(b - a, width)
+        if packed.groups[group, _NIBBLES]:
             lows, wholes = low[place : place + width], whole[place : place + width]
             for row in range(b - a):
                 total = np.float32(0)
@@ -94,5 +117,5 @@ def _rows(a, b, codes, geometry, x, low, whole, patch_start, patch_at, patch_del
                 y[a + row] += total
         place += width
     for row in range(a, b):
-        for patch in range(patch_start[row], patch_start[row + 1]):
-            y[row] += np.float32(patch_delta[patch]) * x[patch_at[patch]]
+        for patch in range(packed.patch_start[row], packed.patch_start[row + 1]):
+            y[row] += np.float32(packed.patch_delta[patch]) * x[packed.patch_at[patch]]
