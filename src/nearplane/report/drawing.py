@@ -1,4 +1,4 @@
-"""Figures as inline SVG that stretch with the page: places across are percentages, so text and marks keep their size.
+"""Inline SVG that stretches with the page: places across are percentages, so text and marks keep their size.
 
 Knows scales, ticks, marks and curves; not what they stand for. Needs no package.
 """
@@ -17,11 +17,16 @@ COLOUR_COUNT = (
     7  # that the page's style sheet names k0, k1, ...: Okabe and Ito's, which colour-blind readers can tell apart
 )
 MINUS, TIMES, NO_VALUE = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
-GLYPHS = (
-    '<circle r="3.3"/>', '<path d="M-2.9-2.9h5.8v5.8h-5.8z"/>', '<path d="M0-3.9 3.6 2.6h-7.2z"/>', '<path d="M0-4 4 0 0 4-4 0z"/>',
-    '<path d="M0 3.9 3.6-2.6h-7.2z"/>', '<path d="M-1.2-3.8h2.4v2.6h2.6v2.4h-2.6v2.6h-2.4v-2.6h-2.6v-2.4h2.6z"/>',
-    '<path d="M-3.8-1.2h7.6v2.4h-7.6z"/>', '<path d="M-1.2-3.8h2.4v7.6h-2.4z"/>',
-)  # fmt: skip
+MARKS = (  # circle, square, triangle, diamond, triangle upside down, plus, bar across, bar upright
+    '<circle r="3.3"/>',
+    '<path d="M-2.9-2.9h5.8v5.8h-5.8z"/>',
+    '<path d="M0-3.9 3.6 2.6h-7.2z"/>',
+    '<path d="M0-4 4 0 0 4-4 0z"/>',
+    '<path d="M0 3.9 3.6-2.6h-7.2z"/>',
+    '<path d="M-1.2-3.8h2.4v2.6h2.6v2.4h-2.6v2.6h-2.4v-2.6h-2.6v-2.4h2.6z"/>',
+    '<path d="M-3.8-1.2h7.6v2.4h-7.6z"/>',
+    '<path d="M-1.2-3.8h2.4v7.6h-2.4z"/>',
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,9 +110,9 @@ def spanning(values: Iterable[float], *, log: bool = False, least: float | None 
 
 
 def glyph(kind: int, x: str, y: str, *, hollow: bool = False) -> str:
-    """Return a mark of a kind: colours and shapes repeat after different counts, so no two of the first 56 kinds look the same."""
+    """Return a mark of a kind; the first 56 look different, as colours and shapes repeat after different counts."""
     look = f"k{kind % COLOUR_COUNT}{' open' if hollow else ''}"
-    return f'<use href="#g{kind % len(GLYPHS)}" class="{look}" x="{x}" y="{y}"/>'
+    return f'<use href="#g{kind % len(MARKS)}" class="{look}" x="{x}" y="{y}"/>'
 
 
 def key(kind: int, *, hollow: bool = False) -> str:
@@ -117,10 +122,10 @@ def key(kind: int, *, hollow: bool = False) -> str:
 
 
 def glyphs(size: float) -> str:
-    """Return the shapes that marks and legends refer to, to be put once on a page; marks of size 1 are about 7 pixels wide."""
+    """Return the shapes that marks and legends refer to, once for a page; marks of size 1 are about 7 pixels wide."""
     shapes = "".join(
         f'<g id="h{index}">{shape}</g><g id="g{index}" transform="scale({_coordinate(size)})">{shape}</g>'
-        for index, shape in enumerate(GLYPHS)
+        for index, shape in enumerate(MARKS)
     )
     return f'<svg width="0" height="0" style="position:absolute" aria-hidden="true"><defs>{shapes}</defs></svg>'
 
@@ -181,7 +186,8 @@ def plot(label: str, y: Scale, across: Sequence[Tick], parts: Iterable[str]) -> 
     margin = 26 + TICK_ROW_HEIGHT * max((tick.row for tick in across), default=0)
     return (
         f'<div class="plot" style="margin-bottom:{margin}px"><svg role="img" tabindex="0" aria-label="{escape(label)}" '
-        f'height="{PLOT_HEIGHT}"><g class="frame">{"".join(grid)}{edge}</g><g class="marks">{"".join(parts)}</g></svg></div>'
+        f'height="{PLOT_HEIGHT}"><g class="frame">{"".join(grid)}{edge}</g>'
+        f'<g class="marks">{"".join(parts)}</g></svg></div>'
     )
 
 

@@ -33,12 +33,11 @@ from nearplane.report.drawing import (
     positive,
     short,
     spanning,
-)  # fmt: skip
+)
 
 MAX_MARKED_KINDS = 11  # of layers with a mark of their own; what is rarer shares one
-UNIFORM_ROUNDING_BITS = 0.5 * math.log2(
-    math.pi * math.e / 6
-)  # bits that rounding on a line costs at high rates, 0.2546
+# bits that rounding to evenly spaced values costs at high rates, 0.2546
+UNIFORM_ROUNDING_BITS = 0.5 * math.log2(math.pi * math.e / 6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +71,7 @@ class Figure:
 
 
 def figures(record: RunRecord) -> str:
-    """Return all figures of layers: that of the losses and, if their number is then odd, the next one as wide as the page."""
+    """Return all figures of layers; the first, and the next where that leaves an odd number, as wide as the page."""
     if not record.layers:
         return ""
     found = [figure(record) for figure in (losses, shares, plane, above_limit, rates)]
@@ -96,9 +95,10 @@ def legend(record: RunRecord) -> str:
     )
     return (
         f"{glyphs(1 if many <= 120 else 0.8 if many <= 300 else 0.65)}"
-        f'<h2>Figures</h2><p class="soft hint">Point at a mark, or tap it, to read its numbers; every figure then rings '
-        f'that layer. A kind of layer, or part of a name, picks layers in figures and table.</p><div class="bar"><label>Filter '
-        f'<input id="filter" type="search" placeholder="part of a name" autocomplete="off"></label>'
+        '<h2>Figures</h2><p class="soft hint">Point at a mark, or tap it, to read its numbers; every figure then rings '
+        "that layer. A kind of layer, or part of a name, picks layers in figures and table.</p>"
+        '<div class="bar"><label>Filter '
+        '<input id="filter" type="search" placeholder="part of a name" autocomplete="off"></label>'
         f'<span class="count soft">{many} of {count(many, "layer")}</span>{buttons}</div>'
     )
 
@@ -215,6 +215,7 @@ def _every(many: int, most: int) -> int:
 
 
 def _finite(values: Iterable[float | None]) -> Iterator[float]:
+    """Yield the values that are known and finite."""
     return (value for value in values if value is not None and math.isfinite(value))
 
 
@@ -254,9 +255,13 @@ def losses(record: RunRecord) -> Figure:
             said.append(f"rounded to nearest {short(layer.nearest_loss)}")
         parts.append(named(index, f"{layer.name}: {', '.join(said)}", marks))
     return Figure(
-        heading="Loss", words=words, axis="squared error of an output, divided by the number of inputs", below=row.below,
-        drawing=plot("Loss of every layer", y, row.ticks(), parts), keys=keys,
-    )  # fmt: skip
+        heading="Loss",
+        words=words,
+        axis="squared error of an output, divided by the number of inputs",
+        below=row.below,
+        drawing=plot("Loss of every layer", y, row.ticks(), parts),
+        keys=keys,
+    )
 
 
 def shares(record: RunRecord) -> Figure:
@@ -281,10 +286,13 @@ def shares(record: RunRecord) -> Figure:
         " Hollow: some rows clip, and for those it is no bound." if any(x.clipped_rows for x in record.layers) else ""
     )
     return Figure(
-        heading=heading, axis="damped loss / worst case", below=row.below,
-        words=f"How much of what Babai's theorem allows was lost. Errors that are spread evenly come to a third.{hollow}",
+        heading=heading,
+        axis="damped loss / worst case",
+        below=row.below,
+        words="How much of what Babai's theorem allows was lost. Errors that are spread evenly come to a third."
+        + hollow,
         drawing=plot(heading, y, row.ticks(), [*parts, level(y, 1, "worst case"), level(y, 1 / 3, "expected")]),
-    )  # fmt: skip
+    )
 
 
 def above_limit(record: RunRecord) -> Figure:
@@ -309,11 +317,14 @@ def above_limit(record: RunRecord) -> Figure:
         level(y, UNIFORM_ROUNDING_BITS, f"evenly spaced values: {UNIFORM_ROUNDING_BITS:.4f}"),
     ]
     return Figure(
-        heading=heading, axis="bits per weight", below=row.below, drawing=plot(heading, y, row.ticks(), parts),
-        words="Bits in the file less the fewest that could reach the same loss on Gaussian weights. Rounding to evenly spaced "
-        f"values costs {UNIFORM_ROUNDING_BITS:.4f} of them at high rates; {most} cost most of the rest."
+        heading=heading,
+        axis="bits per weight",
+        below=row.below,
+        drawing=plot(heading, y, row.ticks(), parts),
+        words="Bits in the file less the fewest that could reach the same loss on Gaussian weights. Rounding to evenly "
+        f"spaced values costs {UNIFORM_ROUNDING_BITS:.4f} of them at high rates; {most} cost most of the rest."
         f"{f' Without a mark: {why}' if why else ''}",
-    )  # fmt: skip
+    )
 
 
 def _no_limit(record: RunRecord) -> str:
@@ -344,9 +355,12 @@ def rates(record: RunRecord) -> Figure:
         else "Every layer was to have the same."
     )
     return Figure(
-        heading=heading, words=f"Every byte of a layer's tensors in the file, per weight. {spent}", axis="bits per weight",
-        below=row.below, drawing=plot(heading, y, row.ticks(), [*parts, level(y, record.rate, f"mean {record.rate:.3f}")]),
-    )  # fmt: skip
+        heading=heading,
+        words=f"Every byte of a layer's tensors in the file, per weight. {spent}",
+        axis="bits per weight",
+        below=row.below,
+        drawing=plot(heading, y, row.ticks(), [*parts, level(y, record.rate, f"mean {record.rate:.3f}")]),
+    )
 
 
 def plane(record: RunRecord) -> Figure:
@@ -375,15 +389,18 @@ def plane(record: RunRecord) -> Figure:
             title += f", limit {layer.limit:.3f}"
         parts.append(named(index, title, marks))
     words = (
-        "What each layer costs and what it loses. Along a slanted line a bit more means a quarter of the loss, 6.02 dB; the "
-        f"lines lie a bit apart. The dashed one, 4 to the power of {MINUS}bits, is the limit of Gaussian weights with "
-        "independent inputs: layers below it have inputs that depend on each other."
+        "What each layer costs and what it loses. Along a slanted line a bit more means a quarter of the loss, "
+        f"6.02 dB; the lines lie a bit apart. The dashed one, 4 to the power of {MINUS}bits, is the limit of Gaussian "
+        "weights with independent inputs: layers below it have inputs that depend on each other."
     )
     reach = " The thin line leads left to the fewest bits that could reach the layer's loss." if limits else ""
     return Figure(
-        heading=heading, words=words + reach, axis="relative loss", below="bits per weight",
+        heading=heading,
+        words=words + reach,
+        axis="relative loss",
+        below="bits per weight",
         drawing=plot(heading, y, along(x), parts),
-    )  # fmt: skip
+    )
 
 
 def _guides(x: Scale, y: Scale) -> list[str]:

@@ -1,4 +1,4 @@
-"""Panels of Gram-Schmidt lengths: what the order of rounding does to the inputs of a layer."""
+"""Panels of Gram-Schmidt lengths, one a layer: a curve for each order of rounding."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ def profiles(record: RunRecord) -> str:
         panels.setdefault(profile.layer, []).append(profile)
     drawn = "".join(_panel(layer, sorted(found, key=_rank)) for layer, found in panels.items())
     return (
-        "<h2>Gram-Schmidt lengths of the inputs</h2><p>Each order of rounding splits the same volume into other lengths d, "
-        "shown in squared units of an input and of the damped Hessian. The worst case grows with their sum, and one step "
-        "for all columns costs half the logarithm of their mean over their geometric mean: a flat curve is best on both counts.</p>"
+        "<h2>Gram-Schmidt lengths of the inputs</h2>"
+        "<p>Each order of rounding splits the same volume into other lengths d, shown in squared units of an input and of "
+        "the damped Hessian. The worst case grows with their sum, and one step for all columns costs half the logarithm "
+        "of their mean over their geometric mean: a flat curve is best on both counts.</p>"
         f'<div class="profiles">{drawn}</div>'
     )
 
 
 def _rank(profile: Profile) -> int:
+    """Return the place of a profile's order among the known ones; unknown ones come last."""
     return ORDERS.index(profile.order) if profile.order in ORDERS else len(ORDERS)
 
 
@@ -40,7 +42,8 @@ def _panel(layer: str, found: Sequence[Profile]) -> str:
         look = f"o{_rank(profile) if _rank(profile) < 4 else number % 4}"
         last = max(1, len(profile.lengths) - 1)
         points = [(index / last, length) for index, length in enumerate(profile.lengths) if positive(length)]
-        title = f"{layer}, {profile.order}: sum of d {short(profile.trace)}, one step costs {profile.spread:.3f} bits per weight"
+        title = f"{layer}, {profile.order}: sum of d {short(profile.trace)}, "
+        title += f"one step costs {profile.spread:.3f} bits per weight"
         parts.append(f"<g><title>{escape(title)}</title>{curve(x, y, points, look)}</g>")
         swatch = (
             f'<svg class="key long" aria-hidden="true"><line class="{look}" x1="0" y1="50%" x2="100%" y2="50%"/></svg>'
@@ -52,7 +55,8 @@ def _panel(layer: str, found: Sequence[Profile]) -> str:
     ticks = [Tick(place=f"{share}%", text=text) for share, text in ((0, "first"), (50, "half"), (100, "last"))]
     return (
         f'<figure class="profile"><figcaption><h3>{escape(layer)}</h3></figcaption><p class="axis">d</p>'
-        f'{plot(f"Gram-Schmidt lengths of {layer}", y, ticks, parts)}<p class="axis below">column, in the order of rounding</p>'
+        f"{plot(f'Gram-Schmidt lengths of {layer}', y, ticks, parts)}"
+        '<p class="axis below">column, in the order of rounding</p>'
         '<table class="small"><thead><tr><th scope="col">order</th><th scope="col">sum of d, least = 1</th>'
         '<th scope="col">one step costs</th></tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></figure>"
