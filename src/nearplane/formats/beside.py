@@ -1,4 +1,4 @@
-"""What belongs to a model beside its weights: tokenizer, templates, licence. Which files these are, and copying them."""
+"""Files of a model other than weights and config: tokenizer, templates, licence. Which these are, and copying them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,23 @@ from pathlib import Path
 from nearplane.record import NAME as RECORD
 
 CONFIG, GPTQ_CONFIG = "config.json", "quantize_config.json"
-WEIGHTS = (
-    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".onnx_data", ".ot", ".tflite",
-    ".npz", ".index.json",
-)  # fmt: skip
-TEMPLATES = "additional_chat_templates"  # the only folder that a tokenizer saves
+WEIGHT_SUFFIXES = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".gguf",
+    ".onnx",
+    ".onnx_data",
+    ".ot",
+    ".tflite",
+    ".npz",
+    ".index.json",
+)
+TEMPLATES_FOLDER = "additional_chat_templates"  # the only folder that a tokenizer saves
 
 
 def copy_beside(source: Path, out: Path, *, trust_remote_code: bool) -> None:
@@ -40,14 +52,15 @@ def _beside(source: Path, trust_remote_code: bool) -> list[Path]:
     return [
         path
         for path in sorted(source.iterdir())
-        if (path.name == TEMPLATES if path.is_dir() else _copied(path.name, trust_remote_code))
+        if (path.name == TEMPLATES_FOLDER if path.is_dir() else _copied(path.name, trust_remote_code))
     ]
 
 
 def _copied(name: str, trust_remote_code: bool) -> bool:
+    """Return whether a file of this name is copied: not if it holds weights, is written anew, or is code not trusted."""
     return not (
         name.startswith((".", "README"))
-        or name.endswith(WEIGHTS)
+        or name.endswith(WEIGHT_SUFFIXES)
         or name in (CONFIG, GPTQ_CONFIG, RECORD)
         or (name.endswith(".py") and not trust_remote_code)
     )

@@ -1,4 +1,4 @@
-"""A quantized matrix as files hold it: unsigned codes and zeros, and scales in their storage dtype.
+"""A matrix on a fixed grid as files hold it: unsigned codes and zeros, and scales in their storage dtype.
 
 The solver writes symmetric codes around 0; every format here stores them `2^(bits-1)` higher. Nothing is ever
 re-rounded: what a file cannot hold exactly is an error.
@@ -36,12 +36,12 @@ class Integers:
     symmetric: bool
 
     @classmethod
-    def of(cls, name: str, matrix: QuantizedMatrix, dtype: torch.dtype) -> Integers:
+    def of(cls, name: str, matrix: QuantizedMatrix[Grid], dtype: torch.dtype) -> Integers:
         """Take the solver's integers as they are, scales in `dtype`.
 
         Raises:
-            FormatError: the limits are not those of 2 to 8 bits, a code or zero is outside them, or a scale is not
-                exact in `dtype`.
+            FormatError: the limits are not those of 2 to 8 bits, codes are numbers of levels, a code or zero is outside
+                the limits, or a scale is not exact in `dtype`.
         """
         grid, out = matrix.grid, len(matrix.codes)
         bits, symmetric = _range(name, grid)
@@ -62,7 +62,7 @@ class Integers:
             symmetric=symmetric,
         )
 
-    def matrix(self) -> QuantizedMatrix:
+    def matrix(self) -> QuantizedMatrix[Grid]:
         """Return codes and grid in the solver's conventions, scales and zeros in float32 or wider."""
         offset = 2 ** (self.bits - 1) if self.symmetric else 0
         dtype = torch.promote_types(self.scale.dtype, torch.float32)
@@ -118,6 +118,11 @@ def expect(
 
 def _range(name: str, grid: Grid) -> tuple[int, bool]:
     """Return bits and whether the grid is symmetric."""
+    if grid.levels is not None:
+        raise FormatError(
+            f"{name}: codes are numbers of {len(grid.levels)} levels; this format stores evenly spaced values only. "
+            f"Quantize it on a grid without levels, or leave the layer out."
+        )
     if grid.low is not None and grid.high is not None:
         for bits in range(2, 9):
             if (grid.low, grid.high) == (0, 2**bits - 1):

@@ -14,7 +14,7 @@ def stored_transposed(model: nn.Module) -> set[str]:
 
 
 def weight_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter, with and without the prefix of the base model: (out, in) of matrices however stored."""
+    """Return the shape of every parameter, with and without the base model's prefix; of matrices always (out, in)."""
     transposed, prefix = stored_transposed(model), f"{getattr(model, 'base_model_prefix', '')}."
     shapes: dict[str, tuple[int, ...]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -21,9 +21,9 @@ def profiles(record: RunRecord) -> str:
     drawn = "".join(_panel(layer, sorted(found, key=_rank)) for layer, found in panels.items())
     return (
         "<h2>Gram-Schmidt lengths of the inputs</h2>"
-        "<p>Each order of rounding splits the same volume into other lengths d, shown in squared units of an input and of "
-        "the damped Hessian. The worst case grows with their sum, and one step for all columns costs half the logarithm "
-        "of their mean over their geometric mean: a flat curve is best on both counts.</p>"
+        "<p>Each order of rounding splits the same volume into other lengths d, shown in squared units of an input and "
+        "of the damped Hessian. The worst case grows with their sum, and one step for all columns costs half the "
+        "logarithm of their mean over their geometric mean: a flat curve is best on both counts.</p>"
         f'<div class="profiles">{drawn}</div>'
     )
 
