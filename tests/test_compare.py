@@ -243,3 +243,37 @@ def test_the_command_prints_the_rows(small, monkeypatch, capsys):
     table = " ".join(printed(monkeypatch, capsys, words).split())
     assert f"{found[1]['perplexity']:.4g}" in table
     assert "no fixed grid has 2.7 bits" in table
+
+
+def test_places_that_cannot_be_written_are_refused_before_the_work(small, tmp_path):
+    """Not after hours of it."""
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder.svg").mkdir()
+    pytest.importorskip("matplotlib")
+    for plot in (tmp_path / "file" / "figure.svg", tmp_path / "folder.svg"):
+        with pytest.raises(RecipeError, match="folder"):
+            check_plot(plot)
+    for keep in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(RecipeError, match="no folder that can be written"):
+            nearplane.compare(small, BITS, text=HELD_OUT, keep=keep)
+
+
+def test_a_comparison_that_is_stopped_tells_of_no_files_that_are_gone(small, tmp_path):
+    """Checkpoints that nobody keeps lie in a temporary folder."""
+
+    def stop(items, label, total):
+        if label == "quantizing":
+            raise KeyboardInterrupt
+        yield from items
+
+    stopped = {}
+    for keep in (None, tmp_path / "kept"):
+        with pytest.raises(KeyboardInterrupt) as error:
+            list(
+                nearplane.compare(
+                    small, [3.125], text=HELD_OUT, calibration=TOKENS, samples=2, keep=keep, progress=stop
+                )
+            )
+        stopped[keep] = error.value.__notes__
+    assert stopped[None] == []
+    assert stopped[tmp_path / "kept"] == ["Nothing was written. Run the same command again."]

@@ -267,16 +267,17 @@ def verify(
 
 
 @app.command
-def report(out: Path, page: Path | None = None, /) -> None:
+def report(out: Path, page: Path | None = None, /, *, overwrite: Switch = False) -> None:
     """Write an HTML page of figures and tables from the record of a checkpoint; it needs no network and opens from disk.
 
     Args:
         out: Folder of a checkpoint that nearplane wrote.
-        page: File to write. Default: beside the folder, named after it.
+        page: File to write. Default: beside the folder, named after it; a report that is there is replaced.
+        overwrite: Replace a file that is there, whatever it is.
     """
     from nearplane.report import write_report
 
-    print(write_report(out, page))
+    print(write_report(out, page, overwrite=overwrite))
 
 
 @app.command

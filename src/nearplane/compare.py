@@ -18,6 +18,7 @@ and checkpoints in float32 have 32-bit steps: the true bits, all bytes of the la
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 import shutil
@@ -34,6 +35,7 @@ from nearplane.models.stream import Model, open_model
 from nearplane.plan import Progress
 from nearplane.quantize import quantize, silent
 from nearplane.recipe import Calibration, Device, Format, Rate, Recipe, Rule, Way, fitting_group
+from nearplane.wholefile import check_writable, write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -126,6 +128,8 @@ def compare(
         raise RecipeError(
             f"{keep} is to take one folder a model ({', '.join(names)}): expected different names and a new or empty folder."
         )
+    if keep is not None:
+        check_writable(Path(keep))
     calibration = calibration or Calibration()
     measure = _Measure(
         text=text, samples=samples, seqlen=seqlen or calibration.seqlen, device=device,
@@ -299,14 +303,17 @@ def draw(rows: Iterable[Row], out: str | Path) -> None:
             figure.supxlabel(f"weight files, {word}", fontsize=10)
             figure.supylabel("perplexity", fontsize=10)
             _name_markers(figure, markers)
-        figure.savefig(out, dpi=160, metadata={"Date": None} if out.suffix == ".svg" else None)
+        content = io.BytesIO()
+        metadata = {"Date": None} if out.suffix == ".svg" else None
+        figure.savefig(content, format=out.suffix[1:], dpi=160, metadata=metadata)
+    write_whole(out, content.getvalue())
 
 
 def check_plot(out: str | Path) -> None:
     """Refuse a figure that could not be drawn, before the work that it would show.
 
     Raises:
-        RecipeError: matplotlib is not installed, or does not write such files.
+        RecipeError: matplotlib is not installed, or does not write such files, or they may not be written there.
     """
     if Path(out).suffix not in (".svg", ".png", ".pdf"):
         raise RecipeError(f"{out} is no figure that can be written; expected a name that ends in .svg, .png or .pdf.")
@@ -316,6 +323,9 @@ def check_plot(out: str | Path) -> None:
         raise RecipeError(
             "Figures need matplotlib, which is not installed: pip install 'nearplane[figures]'."
         ) from error
+    if Path(out).is_dir():
+        raise RecipeError(f"{out} is a folder; expected the name of a figure to write. Choose another one.")
+    check_writable(Path(out).parent)
 
 
 def _curves(axes: Axes, original: Row, curves: dict[Way, list[Row]]) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nearplane.errors import RecipeError
+from nearplane.errors import FormatError, RecipeError
 from nearplane.lattice.bounds import quadratic
 from nearplane.lattice.factor import factorize
 from nearplane.study import geometry as g
@@ -278,6 +278,16 @@ def test_panels_have_equal_axes_and_say_what_was_computed() -> None:
     for axes, method in zip(figure.axes, g.METHODS, strict=True):
         assert axes.get_aspect() == 1
         assert f"{100 * g.tiling(H, method).share:.3g} %" in axes.get_title()
+
+
+def test_a_file_where_the_folder_should_be_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(RecipeError, match="file is a file; expected a folder"):
+        draw_geometry(tmp_path / "file")
+    with pytest.raises(FormatError, match="could not be written"):
+        draw_geometry(tmp_path / "file" / "below", formats=("svg",))
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor
 from nearplane.errors import RecipeError
 from nearplane.lattice.bounds import quadratic
 from nearplane.study import geometry as g
+from nearplane.wholefile import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,7 +49,8 @@ def draw_geometry(out: Path, *, formats: tuple[str, ...] = FORMATS) -> list[Path
         The files, in the order of `PICTURES`.
 
     Raises:
-        RecipeError: matplotlib is not installed, or a format is not known.
+        RecipeError: matplotlib is not installed, a format is not known, or `out` is a file.
+        FormatError: a picture cannot be written.
     """
     if not formats or set(formats) - set(FORMATS):
         raise RecipeError(f"Pictures as {', '.join(formats) or 'nothing'}: expected some of {', '.join(FORMATS)}.")
@@ -59,7 +61,8 @@ def draw_geometry(out: Path, *, formats: tuple[str, ...] = FORMATS) -> list[Path
         raise RecipeError(
             'Pictures need matplotlib, which is not installed: pip install "nearplane[figures]".'
         ) from error
-    out.mkdir(parents=True, exist_ok=True)
+    if out.exists() and not out.is_dir():
+        raise RecipeError(f"{out} is a file; expected a folder, new or not. Choose another name.")
     written = []
     with mpl.rc_context({"svg.hashsalt": "nearplane", "font.size": 11, "savefig.facecolor": "white"}):
         for name, draw in PICTURES.items():
@@ -67,7 +70,7 @@ def draw_geometry(out: Path, *, formats: tuple[str, ...] = FORMATS) -> list[Path
             draw(figure)
             for format in formats:
                 path = out / f"{name}.{format}"
-                path.write_bytes(_bytes(figure, format))
+                write_whole(path, _bytes(figure, format))
                 written.append(path)
     return written
 

@@ -1,0 +1,54 @@
+"""One file, whole or as it was."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nearplane.errors import FormatError, RecipeError
+from nearplane.wholefile import check_writable, write_whole
+
+
+def test_a_file_is_written_where_no_folder_is_and_replaced(tmp_path: Path) -> None:
+    for content in (b"one", b"two"):
+        write_whole(tmp_path / "new" / "file", content)
+        assert [path.read_bytes() for path in (tmp_path / "new").iterdir()] == [content]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sets a limit on file sizes as Linux has it")
+def test_a_full_disk_is_a_sentence_and_leaves_what_was_there(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"old")
+
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+
+    program = "import sys, pathlib, nearplane.wholefile as w; w.write_whole(pathlib.Path(sys.argv[1]), bytes(2000))"
+    words = [sys.executable, "-c", program, tmp_path / "file"]
+    result = subprocess.run(words, preexec_fn=limit, capture_output=True, text=True)
+    assert f"FormatError: {tmp_path / 'file'} could not be written" in result.stderr
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("file", b"old")]
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    """A pipe, for one, or a device."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(FormatError, match="no file"):
+        write_whole(tmp_path / "pipe", b"x")
+    assert (tmp_path / "pipe").is_fifo()
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(FormatError, match="could not be written"):
+        write_whole(tmp_path / "folder", b"x")
+
+
+def test_a_folder_is_made_or_refused(tmp_path: Path) -> None:
+    check_writable(tmp_path / "new" / "folder")
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere")):
+        with pytest.raises(RecipeError, match="no folder that can be written"):
+            check_writable(folder)
