@@ -57,7 +57,7 @@ def _beside(source: Path, trust_remote_code: bool) -> list[Path]:
 
 
 def _copied(name: str, trust_remote_code: bool) -> bool:
-    """Return whether a file of this name is copied: not if it holds weights, is written anew, or is code not trusted."""
+    """Return whether a file of this name is copied: not if it holds weights, is written anew, or is untrusted code."""
     return not (
         name.startswith((".", "README"))
         or name.endswith(WEIGHT_SUFFIXES)
