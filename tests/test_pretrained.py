@@ -137,10 +137,21 @@ def test_a_config_that_is_not_the_checkpoints_is_refused_before_it_costs_anythin
 @pytest.mark.parametrize("name", ["dense", *WRITERS])
 @pytest.mark.parametrize(
     "text",
-    ["[]", "3", "null", '"text"', "[" * 200_000, '{"a":' * 200_000, '{"a":' * 100 + "{}" + "}" * 100, "", "\x00", "{'a': 1}",
-     '{"model_type": "llama"'],
+    [
+        "[]",
+        "3",
+        "null",
+        '"text"',
+        "[" * 200_000,
+        '{"a":' * 200_000,
+        '{"a":' * 100 + "{}" + "}" * 100,
+        "",
+        "\x00",
+        "{'a': 1}",
+        '{"model_type": "llama"',
+    ],
     ids=lambda text: text[:20],
-)  # fmt: skip
+)
 def test_what_is_no_config_is_refused_by_all_that_read_it(copy_of: Callable[[str], Path], name: str, text: str) -> None:
     folder = copy_of(name)
     (folder / "config.json").write_text(text)

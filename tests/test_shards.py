@@ -127,9 +127,19 @@ def test_shards_are_numbered_when_their_count_is_known(tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["/etc/passwd", "../other/model.safetensors", "a/../../b.safetensors", "C:\\b.safetensors", "\\\\host\\b.safetensors",
-     "..", "", "model.bin", "a\0.safetensors", "\x1b[31m.safetensors"],
-)  # fmt: skip
+    [
+        "/etc/passwd",
+        "../other/model.safetensors",
+        "a/../../b.safetensors",
+        "C:\\b.safetensors",
+        "\\\\host\\b.safetensors",
+        "..",
+        "",
+        "model.bin",
+        "a\0.safetensors",
+        "\x1b[31m.safetensors",
+    ],
+)
 def test_an_index_that_leads_out_of_the_folder_is_refused_by_the_name(folder, name):
     """Absolute paths and `..` were followed."""
     index = json.loads((folder / INDEX).read_text())
@@ -153,11 +163,25 @@ def test_links_as_in_the_cache_of_the_hub_are_followed(folder, tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ["[]", "null", "{}", '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": null}}',
-     '{"weight_map": {"a": ["b"]}}', "[" * 200_000, '{"weight_map": {"a": "b.safetensors"}, "checksums": 3}', "\ud800",
-     '{"weight_map": {"a": "b.safetensors"}, "checksums": {"a": 3}}', '{"a":' * 100 + "1" + "}" * 100, "{", "1" * 5000],
+    [
+        "[]",
+        "null",
+        "{}",
+        '{"weight_map": []}',
+        '{"weight_map": {}}',
+        '{"weight_map": {"a": 1}}',
+        '{"weight_map": {"a": null}}',
+        '{"weight_map": {"a": ["b"]}}',
+        "[" * 200_000,
+        '{"weight_map": {"a": "b.safetensors"}, "checksums": 3}',
+        "\ud800",
+        '{"weight_map": {"a": "b.safetensors"}, "checksums": {"a": 3}}',
+        '{"a":' * 100 + "1" + "}" * 100,
+        "{",
+        "1" * 5000,
+    ],
     ids=lambda text: text[:40],
-)  # fmt: skip
+)
 def test_what_is_no_index_is_refused_in_one_sentence(folder, text):
     (folder / INDEX).write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(ModelError, match="Expected an index of shards"):

@@ -1,14 +1,15 @@
 """evaluate(): perplexity of a model on a text, and its divergence from the original.
 
 Reads every format that `quantize` writes with readers of our own, and any plain transformers folder. Everything is computed in
-float32 on the decoded weights.
+float32 on the decoded weights, but model objects as they are.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from nearplane.divergence import Divergence, divergence
 from nearplane.errors import CalibrationError, ModelError, RecipeError
 from nearplane.formats.dense import dense_network
 from nearplane.models.data import check_vocabulary, read_windows
+from nearplane.models.given import Given, called, check_model, refuse_tokenizer
 from nearplane.models.stream import device_of, positions_of
-from nearplane.pretrained import find_folder, tokenizer_of
+from nearplane.pretrained import find_folder, in_a_sentence, tokenizer_of
 from nearplane.progress import logged
 from nearplane.recipe import Device
 
@@ -54,12 +56,13 @@ class Evaluation:
 
 
 def evaluate(
-    model: str | Path,
-    text: str | Path,
+    model: str | Path | PreTrainedModel,
+    text: str | Path | Sequence[str] | Tensor,
     *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     seqlen: int | None = None,
     samples: int | None = None,
-    against: str | Path | None = None,
+    against: str | Path | PreTrainedModel | None = None,
     device: Device = "auto",
     trust_remote_code: bool = False,
     progress: Callable[[Iterable[Any], str, int], Iterable[Any]] = lambda items, label, total: items,
@@ -67,8 +70,11 @@ def evaluate(
     """Measure perplexity, and with `against` the divergence from the original.
 
     Args:
-        model: a folder or hub id: any transformers checkpoint, or what `quantize` wrote.
-        text: .txt, .jsonl or a folder of them, tokenized whole without special tokens, cut into windows that do not overlap.
+        model: a folder or hub id: any transformers checkpoint, or what `quantize` wrote. Or a model object, which is run as it is:
+            in its dtype, on its device.
+        text: .txt, .jsonl or a folder of them, tokenized whole without special tokens, cut into windows that do not overlap. Or a
+            list of texts, or token ids (windows, seqlen).
+        tokenizer: of a model object; tokens need none.
         seqlen: tokens of a window; None: 2048, or the model's positions if fewer.
         samples: windows, the first ones of the text; None: all.
         against: the original.
@@ -82,40 +88,103 @@ def evaluate(
         raise RecipeError(f"samples is {samples}; expected a positive number, or none for the whole text.")
     if seqlen is not None and seqlen < 2:
         raise RecipeError(f"seqlen is {seqlen}; expected at least 2: the first token of a window is not scored.")
-    network, tokenizer = load_dense(model, place, trust_remote_code=trust_remote_code)
-    original = None if against is None else load_dense(against, place, trust_remote_code=trust_remote_code)[0]
+    given = Given.of(text, "text")
+    refuse_tokenizer(model, tokenizer)
+    network, folder = _network(model, place, trust_remote_code)
+    original = None if against is None else _network(against, place, trust_remote_code)[0]
+    if folder is not None and (given is None or given.tokens is None):
+        tokenizer = tokenizer_of(folder, trust_remote_code=trust_remote_code)
+    windows = _windows(network, tokenizer, text, given, samples, seqlen)
+    seqlen = windows.shape[1]
+    check_vocabulary(windows, network.get_input_embeddings().weight.shape[0])
+    batches = windows.split(max(1, BATCH_TOKENS // seqlen))
+    nll, unquantized, apart = 0.0, 0.0, Divergence()
+    with _at_rest(network, original), in_a_sentence(f"{called(model)} does not run on its windows of {seqlen} tokens"):
+        for batch in progress(logged(batches, "evaluating", len(batches)), "evaluating", len(batches)):
+            predicted = log_probabilities(network, batch.to(network.device))
+            wanted = batch[:, 1:, None].to(predicted.device)
+            nll -= float(predicted.gather(-1, wanted).double().sum())
+            if original is not None:
+                expected = log_probabilities(original, batch.to(original.device)).to(predicted.device)
+                if expected.shape != predicted.shape:
+                    raise ModelError(
+                        f"{called(against)} predicts {expected.shape[-1]} tokens, {called(model)} {predicted.shape[-1]}. Pass its "
+                        f"original."
+                    )
+                apart += divergence(expected, predicted)
+                unquantized -= float(expected.gather(-1, wanted).double().sum())
+    if not math.isfinite(nll + unquantized):
+        raise ModelError(
+            f"{called(model)} or its original predicts NaN or Inf. Check its files, or compute in a wider dtype."
+        )
+    tokens = windows[:, 1:].numel()
+    return Evaluation(
+        perplexity=_exp(nll / tokens), nll=nll / tokens, tokens=tokens, windows=len(windows), seqlen=seqlen,
+        kl=apart.kl / tokens if against is not None else None,
+        agreement=apart.agreed / tokens if against is not None else None,
+        original=_exp(unquantized / tokens) if against is not None else None,
+    )  # fmt: skip
+
+
+def _network(
+    model: str | Path | PreTrainedModel, device: torch.device, trust_remote_code: bool
+) -> tuple[PreTrainedModel, Path | None]:
+    """Return a model object as it is; of a path, the network in float32 on the device, and its folder."""
+    if not isinstance(model, str | Path):
+        return check_model(model), None
+    folder = find_folder(str(model), trust_remote_code=trust_remote_code)
+    return dense_network(folder, trust_remote_code=trust_remote_code).to(device), folder
+
+
+def _windows(
+    network: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    text: Any,
+    given: Given | None,
+    samples: int | None,
+    seqlen: int | None,
+) -> Tensor:
+    """Return the windows (windows, seqlen) to measure on."""
     positions = positions_of(network.config)
+    if given is not None and given.tokens is not None:
+        if seqlen not in (None, given.tokens.shape[1]):
+            raise RecipeError(
+                f"seqlen is {seqlen}, the windows of text have {given.tokens.shape[1]} tokens; leave it out."
+            )
+        seqlen = given.tokens.shape[1]
     if seqlen is not None and positions is not None and seqlen > positions:
         raise CalibrationError(
             f"--seqlen {seqlen} is more than the {positions} positions of the model; pass at most {positions}."
         )
+    if given is not None and given.tokens is not None:
+        return given.tokens[:samples]
     seqlen = seqlen or min(2048, positions or 2048)
     if seqlen < 2:
-        raise ModelError(
-            f"{model}: config.json gives the model {positions} position; nothing is predicted of one token."
+        raise ModelError(f"config.json gives the model {positions} position; of one token nothing is predicted.")
+    if tokenizer is None:
+        raise RecipeError(
+            "A model object comes without tokenizer: pass tokenizer=, or token ids (windows, seqlen) as text."
         )
-    windows = read_windows(tokenizer, text, samples=samples or sys.maxsize, seqlen=seqlen)
-    check_vocabulary(windows, network.get_input_embeddings().weight.shape[0])
-    batches = windows.split(max(1, BATCH_TOKENS // seqlen))
-    nll, unquantized, apart = 0.0, 0.0, Divergence()
-    for batch in progress(logged(batches, "evaluating", len(batches)), "evaluating", len(batches)):
-        predicted = log_probabilities(network, batch.to(place))
-        nll -= float(predicted.gather(-1, batch[:, 1:, None].to(place)).double().sum())
-        if original is not None:
-            expected = log_probabilities(original, batch.to(place))
-            if expected.shape != predicted.shape:
-                raise ModelError(
-                    f"{against} predicts {expected.shape[-1]} tokens, {model} {predicted.shape[-1]}. Pass its original."
-                )
-            apart += divergence(expected, predicted)
-            unquantized -= float(expected.gather(-1, batch[:, 1:, None].to(place)).double().sum())
-    tokens = windows[:, 1:].numel()
-    return Evaluation(
-        perplexity=math.exp(nll / tokens), nll=nll / tokens, tokens=tokens, windows=len(windows), seqlen=seqlen,
-        kl=apart.kl / tokens if against is not None else None,
-        agreement=apart.agreed / tokens if against is not None else None,
-        original=math.exp(unquantized / tokens) if against is not None else None,
-    )  # fmt: skip
+    return read_windows(
+        tokenizer, text if given is None else given.texts, samples=samples or sys.maxsize, seqlen=seqlen
+    )
+
+
+@contextmanager
+def _at_rest(*networks: PreTrainedModel | None) -> Iterator[None]:
+    """Switch dropout off in networks, and on again where it was."""
+    modes = [(module, module.training) for network in networks if network is not None for module in network.modules()]
+    try:
+        for module, _ in modes:
+            module.training = False
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _exp(nats: float) -> float:
+    return math.exp(nats) if nats < 700 else math.inf
 
 
 @torch.inference_mode()
@@ -128,6 +197,6 @@ def load_dense(
     source: str | Path, device: torch.device, *, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model in float32 with every weight decoded, and its tokenizer."""
-    folder = find_folder(str(source), trust_remote_code=trust_remote_code)
-    model = dense_network(folder, trust_remote_code=trust_remote_code)
-    return model.to(device), tokenizer_of(folder, trust_remote_code=trust_remote_code)
+    model, folder = _network(source, device, trust_remote_code)
+    assert folder is not None, "a path"
+    return model, tokenizer_of(folder, trust_remote_code=trust_remote_code)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nearplane.certificate import PROFILED, profile
 from nearplane.errors import RecipeError
@@ -26,6 +27,7 @@ from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.solvers import SOLVERS
 from nearplane.matrix import quantize_matrix, with_tensors
 from nearplane.models.calibrate import Observed, observe, observe_head, stages
+from nearplane.models.given import Given, as_folder, called, taken
 from nearplane.models.ignored import refuse_unmatched
 from nearplane.models.layers import Layer
 from nearplane.models.skeleton import Stream, finish, skeleton
@@ -46,10 +48,11 @@ def silent(items: Iterable[Any], label: str, total: int) -> Iterable[Any]:
 
 
 def quantize(
-    model: str | Path,
+    model: str | Path | PreTrainedModel,
     out: str | Path,
     recipe: Recipe | None = None,
     *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     device: Device = "auto",
     overwrite: bool = False,
     trust_remote_code: bool = False,
@@ -59,15 +62,16 @@ def quantize(
     """Quantize a language model into a checkpoint that other programs load.
 
     Args:
-        model: a local folder of safetensors, or a hub id.
+        model: a local folder of safetensors, or a hub id; or a model object, which is saved to a temporary folder and read from it.
         out: folder to write.
         recipe: what to do; or give its fields (or other tools' names for them) as keywords: `bits=4, group_size=128, ...`.
+        tokenizer: of a model object; without one `out` holds no tokenizer, and the calibration must be tokens.
         device: where to compute; auto is the GPU where there is one.
         overwrite: replace what is in `out`, once the new checkpoint is whole.
         trust_remote_code: run model code that comes with the checkpoint.
         progress: wraps the iterator over layers: (items, label, total) -> items. Whatever it is, how far the run is goes to
             the logger "nearplane.progress".
-        spellings: see `Recipe.from_spellings`.
+        spellings: see `Recipe.from_spellings`. `calibration` may also be a list of texts, or token ids (windows, seqlen).
 
     Returns:
         What was done and measured; also in `out/nearplane.json`.
@@ -76,26 +80,46 @@ def quantize(
         NearplaneError: of the kind that names the cause. What was in `out` is then as it was; what was written so far lies in
             `out.unfinished`, see `formats/unfinished.py`.
     """
+    given, spellings = taken(spellings)
     if recipe is not None and spellings:
         raise RecipeError(f"Give a recipe or keywords, not both (found a recipe and {', '.join(spellings)}).")
     recipe = recipe or Recipe.from_spellings(**spellings)
+    options: dict[str, Any] = dict(device=device, overwrite=overwrite, trust_remote_code=trust_remote_code)
+    with as_folder(model, tokenizer) as folder:
+        return quantize_folder(folder, Path(out), recipe, given, name=called(model), progress=progress, **options)
+
+
+def quantize_folder(
+    model: str,
+    out: Path,
+    recipe: Recipe,
+    given: Given | None,
+    *,
+    name: str,
+    device: Device,
+    overwrite: bool,
+    trust_remote_code: bool,
+    progress: Progress,
+) -> RunRecord:
+    """Quantize a model that is a folder or on the hub; `name` is what the record calls it, the rest as for `quantize`."""
     began = time.perf_counter()
     place = device_of(device)
+    recipe = recipe if given is None else given.recorded(recipe)
     source = open_model(
-        str(model), trust_remote_code=trust_remote_code, ignore=recipe.ignore,
+        model, trust_remote_code=trust_remote_code, ignore=recipe.ignore,
         embeddings=recipe.rate.include_embeddings, head=recipe.rate.include_head,
     )  # fmt: skip
     asked, recipe = recipe, recipe.grouped(layer.shape[1] for layer in source.layers)
     check(source, recipe)
     writer = open_writer(
-        Path(out), source.folder, quantization_config(source, recipe), dtype=source.dtype, shards=len(source.blocks) + 1,
+        out, source.folder, quantization_config(source, recipe), dtype=source.dtype, shards=len(source.blocks) + 1,
         overwrite=overwrite, trust_remote_code=trust_remote_code,
     )  # fmt: skip
     with writer:
-        seqlen, tokens = calibration_windows(source, recipe)
+        seqlen, tokens = calibration_windows(source, recipe, given)
         check_tokens(source, recipe, tokens)
         record = RunRecord(
-            recipe=asked, source=str(model), versions=_versions(), device=str(place), seqlen=seqlen,
+            recipe=asked, source=name, versions=_versions(), device=str(place), seqlen=seqlen,
             windows=0 if tokens is None else len(tokens), tokens=0 if tokens is None else tokens.numel(),
             text="" if tokens is None else digest_of_tokens(tokens), skipped=tuple(source.skipped),
         )  # fmt: skip

@@ -177,7 +177,7 @@ class Calibration:
         if not isinstance(self.calibration, str | None):
             found = type(self.calibration).__name__
             raise RecipeError(
-                f"calibration is a {found}; expected a file, a folder or the name of a data set. Write texts to a .jsonl file."
+                f"calibration is a {found}; expected a file, a folder or the name of a data set. Give texts, tokens to quantize()."
             )
         _within("samples", self.samples, isinstance(self.samples, int) and self.samples > 0, "a positive number")
         _within(

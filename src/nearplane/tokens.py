@@ -15,6 +15,7 @@ from nearplane.enough import LEAST, shortage
 from nearplane.errors import CalibrationError
 from nearplane.lattice.solvers import SOLVERS
 from nearplane.models.data import read_windows
+from nearplane.models.given import Given, refuse_lost
 from nearplane.models.stream import Model
 from nearplane.recipe import Recipe
 
@@ -24,8 +25,11 @@ VARIED = 0.25  # share of runs that differ: less, and fewer than the widest laye
 logger = logging.getLogger("nearplane")
 
 
-def calibration_windows(model: Model, recipe: Recipe) -> tuple[int, Tensor | None]:
+def calibration_windows(model: Model, recipe: Recipe, given: Given | None = None) -> tuple[int, Tensor | None]:
     """Return the length of calibration windows, and the windows (windows, seqlen), or None where nothing looks at the network.
+
+    Args:
+        given: texts or tokens in place of what the recipe names.
 
     Raises:
         CalibrationError: the text cannot be read, or windows are longer than the model has positions.
@@ -38,9 +42,11 @@ def calibration_windows(model: Model, recipe: Recipe) -> tuple[int, Tensor | Non
     seqlen = wanted.seqlen or min(DEFAULT_SEQLEN, positions or DEFAULT_SEQLEN)
     if not SOLVERS[recipe.rule.solver].needs_inputs and recipe.allocate != "slope":
         return seqlen, None
-    return seqlen, read_windows(
-        model.tokenizer(), wanted.calibration, samples=wanted.samples, seqlen=seqlen, seed=wanted.seed
-    )
+    if given is not None and given.tokens is not None:
+        return seqlen, given.tokens
+    texts = wanted.calibration if given is None else given.texts
+    refuse_lost(texts)
+    return seqlen, read_windows(model.tokenizer(), texts, samples=wanted.samples, seqlen=seqlen, seed=wanted.seed)
 
 
 def check_tokens(model: Model, recipe: Recipe, tokens: Tensor | None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from nearplane.formats.beside import CONFIG, GPTQ_CONFIG, names_copied
 from nearplane.formats.folder import FORMATS, Stored, json_text, read_config, written
 from nearplane.inputs import Inputs, corrected
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
+from nearplane.models.given import Given
 from nearplane.models.layers import Layer
 from nearplane.models.stream import Model, device_of, open_model
 from nearplane.plan import Plan, Progress, look
@@ -98,8 +99,8 @@ class Verified:
 def verify(
     out: str | Path,
     *,
-    against: str | None = None,
-    calibration: str | Path | None = None,
+    against: str | Path | None = None,
+    calibration: str | Path | Sequence[str] | Tensor | None = None,
     tolerance: float = TOLERANCE,
     device: Device = "auto",
     trust_remote_code: bool = False,
@@ -110,7 +111,7 @@ def verify(
     Args:
         out: folder that `quantize` wrote.
         against: the original, to measure every loss again.
-        calibration: the text that it was calibrated on; None: where the recipe says.
+        calibration: the text that it was calibrated on, or what `quantize` was given; None: where the recipe says.
         tolerance: relative, of figures measured again.
         device: where to compute.
         trust_remote_code: run model code that comes with the original.
@@ -125,7 +126,7 @@ def verify(
         )
     if not 0 <= tolerance < 1:
         raise RecipeError(f"--tolerance is {tolerance}; expected a number from 0 to 1.")
-    folder = Path(out)
+    folder, given = Path(out), Given.of(calibration)
     record = read_record(folder)
     faults = [*_files(folder, record), *_sums(folder, record)]
     stored = _opened(folder, faults)
@@ -135,16 +136,22 @@ def verify(
     measured = False
     if against is not None and stored is not None and len(sound) == len(record.layers):
         model = open_model(
-            against, trust_remote_code=trust_remote_code, ignore=record.recipe.ignore,
+            str(against), trust_remote_code=trust_remote_code, ignore=record.recipe.ignore,
             embeddings=record.recipe.rate.include_embeddings, head=record.recipe.rate.include_head,
         )  # fmt: skip
         faults += _untouched(stored, model)
         recipe = record.recipe.grouped(layer.shape[1] for layer in model.layers)
         faults += _beside(folder, record, recipe, model)
-        if calibration is not None:
+        if calibration is not None and given is None:
             recipe = replace(recipe, calibration=replace(recipe.calibration, calibration=str(calibration)))
         run = _Again(
-            record=record, recipe=recipe, stored=stored, model=model, device=device_of(device), tolerance=tolerance
+            record=record,
+            recipe=recipe,
+            given=given,
+            stored=stored,
+            model=model,
+            device=device_of(device),
+            tolerance=tolerance,
         )
         measured = _measured(run, progress, faults)
     return Verified(
@@ -338,7 +345,7 @@ class _Again:
     """What a run is measured again with.
 
     Args:
-        record, recipe: what it says; the recipe with the text where it is now.
+        record, recipe, given: what it says; the recipe with the text where it is now, or what was given in its place.
         stored: its layers, each of which is read when its turn comes.
         model: the original.
         device, tolerance: see `verify`.
@@ -346,6 +353,7 @@ class _Again:
 
     record: RunRecord
     recipe: Recipe
+    given: Given | None
     stored: Stored
     model: Model
     device: torch.device
@@ -365,7 +373,7 @@ def _measured(run: _Again, progress: Progress, faults: list[Fault]) -> bool:
         what = f"{len(record.skipped)} skipped layers, the model has {len(model.skipped)}, or others"
         faults.append(Fault(where=NAME, what=what))
     try:
-        seqlen, tokens = calibration_windows(model, run.recipe)
+        seqlen, tokens = calibration_windows(model, run.recipe, run.given)
     except CalibrationError as error:
         raise CalibrationError(f"{error} (The text is the record's, if --calibration names no other.)") from error
     found = "" if tokens is None else digest_of_tokens(tokens)

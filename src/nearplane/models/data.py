@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from nearplane.errors import CalibrationError, first_line
+from nearplane.pretrained import in_a_sentence
 
 DEFAULT_DATASET = "HuggingFaceFW/fineweb-edu:sample-10BT:train"
 SUFFIXES = (".txt", ".jsonl")
@@ -23,7 +24,12 @@ SHUFFLED_ROWS = 10_000  # rows of a streamed data set that are held to draw from
 
 
 def read_windows(
-    tokenizer: PreTrainedTokenizerBase, source: str | Path | None, *, samples: int, seqlen: int, seed: int = 0
+    tokenizer: PreTrainedTokenizerBase,
+    source: str | Path | Sequence[str] | None,
+    *,
+    samples: int,
+    seqlen: int,
+    seed: int = 0,
 ) -> Tensor:
     """Read the first `samples` windows of `seqlen` tokens; fewer if the text ends before.
 
@@ -33,7 +39,8 @@ def read_windows(
 
     Args:
         tokenizer: of the model.
-        source: a .txt or .jsonl file, a folder of them, or a data set name[:config][:split]; None: `DEFAULT_DATASET`.
+        source: a .txt or .jsonl file, a folder of them, or a data set name[:config][:split]; None: `DEFAULT_DATASET`. Or the
+            documents themselves.
         samples, seqlen: windows, and tokens of each.
         seed: of the shuffle of a data set; files are not shuffled.
 
@@ -44,18 +51,20 @@ def read_windows(
         CalibrationError: there is no such text, it is malformed, or it is shorter than one window.
     """
     ids: list[int] = []
-    between = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    between = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
     wanted = samples * seqlen
     for text in _documents(tokenizer, DEFAULT_DATASET if source is None else source, seed):
         if ids:
             ids += between
-        ids += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        with in_a_sentence("The tokenizer of the model cannot tokenize the text; fetch its files again"):
+            ids += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if len(ids) >= wanted:
             break
     windows = min(len(ids) // seqlen, samples)
     if not windows:
+        where = f"The list of {len(source)} texts" if isinstance(source, tuple | list) else source or DEFAULT_DATASET
         raise CalibrationError(
-            f"{source or DEFAULT_DATASET} holds {len(ids)} tokens where one window needs {seqlen}. "
+            f"{where} holds {len(ids)} tokens where one window needs {seqlen}. "
             f"Pass a longer text with --calibration, or shorter windows with --seqlen."
         )
     return torch.tensor(ids[: windows * seqlen], dtype=torch.int64).view(windows, seqlen)
@@ -74,8 +83,11 @@ def check_vocabulary(tokens: Tensor, size: int) -> None:
         )
 
 
-def _documents(tokenizer: PreTrainedTokenizerBase, source: str | Path, seed: int) -> Iterator[str]:
-    """Yield the texts of a file, a folder or a data set, one by one."""
+def _documents(tokenizer: PreTrainedTokenizerBase, source: str | Path | Sequence[str], seed: int) -> Iterator[str]:
+    """Yield the texts of a file, a folder, a data set or a list, one by one."""
+    if not isinstance(source, str | Path):
+        yield from source
+        return
     path = Path(source).expanduser()
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)

@@ -1,0 +1,218 @@
+"""A model object, texts and tokens are taken as the paths of the same things are."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+import nearplane
+from native_checkpoints import save_tiny
+from nearplane import Calibration, CalibrationError, ModelError, Recipe, RecipeError, Rule
+from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
+from nearplane.models.given import TEXTS, TOKENS
+
+GRID: dict[str, Any] = {"bits": 4, "group_size": 16, "samples": 4, "seqlen": 32, "order": "natural"}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with the tokenizer of the demo model."""
+    folder = tmp_path_factory.mktemp("source") / "model"
+    save_tiny(folder, "llama", torch.float32, vocab_size=2048)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(MODEL / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(source: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(source)
+
+
+@pytest.fixture
+def model(source: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(source).train()
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    return CALIBRATION.read_text()[:3000]
+
+
+@pytest.fixture(scope="module")
+def tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.tensor(ids[: 4 * 32]).view(4, 32)
+
+
+@pytest.fixture(scope="module")
+def expected(source: Path, text: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What quantize makes of the folder and a text file."""
+    place = tmp_path_factory.mktemp("expected")
+    (place / "text.txt").write_text(text)
+    nearplane.quantize(source, place / "out", calibration=place / "text.txt", **GRID)
+    return place / "out"
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def same(one: Path, other: Path) -> bool:
+    a, b = weights(one), weights(other)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_an_object_and_tokens_give_the_checkpoint_that_paths_give(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: torch.Tensor,
+    text: str,
+    expected: Path,
+    tmp_path: Path,
+) -> None:
+    """Every peer takes them; they ended in a TypeError."""
+    before = set(Path(tempfile.gettempdir()).glob("nearplane-*"))
+    own = {name: value for name, value in GRID.items() if name not in ("samples", "seqlen")}
+    given: dict[str, Any] = {"texts": [text], "tokens": tokens, "lists": tokens.tolist(), "array": tokens.numpy()}
+    for name, calibration in given.items():
+        options = GRID if name == "texts" else own
+        record = nearplane.quantize(model, tmp_path / name, tokenizer=tokenizer, calibration=calibration, **options)
+        assert same(tmp_path / name, expected), name
+        assert record.recipe.calibration.calibration == (TEXTS if name == "texts" else TOKENS)
+        assert (record.windows, record.seqlen, record.tokens) == (4, 32, 128)
+        assert record.text == json.loads((expected / "nearplane.json").read_text())["text"]
+        assert record.source.endswith("model") or "given in Python" in record.source
+        assert AutoTokenizer.from_pretrained(tmp_path / name)("abc")["input_ids"] == tokenizer("abc")["input_ids"]
+    assert set(Path(tempfile.gettempdir()).glob("nearplane-*")) <= before
+    assert model.training, "left as it was"
+
+
+def test_other_tools_names_and_a_recipe_go_with_tokens(
+    source: Path, tokens: torch.Tensor, expected: Path, tmp_path: Path
+) -> None:
+    nearplane.quantize(source, tmp_path / "named", dataset=tokens, bits=4, group_size=16, order="natural")
+    recipe = Recipe(rule=Rule(bits=4, group_size=16, order="natural"), calibration=Calibration(samples=4, seqlen=32))
+    nearplane.quantize(source, tmp_path / "recipe", recipe, calibration=tokens)
+    assert same(tmp_path / "named", expected)
+    assert same(tmp_path / "recipe", expected)
+
+
+def test_without_a_tokenizer_the_folder_has_none(
+    model: PreTrainedModel, tokens: torch.Tensor, text: str, tmp_path: Path
+) -> None:
+    nearplane.quantize(model, tmp_path / "out", calibration=tokens, bits=4, group_size=16)
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
+    assert nearplane.evaluate(tmp_path / "out", tokens).tokens == 4 * 31
+    with pytest.raises(ModelError, match="no tokenizer"):
+        nearplane.quantize(model, tmp_path / "texts", calibration=[text], **GRID)
+
+
+def test_verify_measures_again_on_what_was_given(source: Path, tokens: torch.Tensor, text: str, tmp_path: Path) -> None:
+    """The record holds the SHA-256 of the tokens, not the tokens."""
+    for calibration, kind in ((tokens, TOKENS), ([text], TEXTS)):
+        out = tmp_path / kind
+        options = GRID if kind == TEXTS else {"bits": 4, "group_size": 16}
+        nearplane.quantize(source, out, calibration=calibration, **options)
+        found = nearplane.verify(out, against=source, calibration=calibration)
+        assert found.measured
+        assert not found.faults
+        with pytest.raises(CalibrationError, match=rf"calibration was {kind}, of which .* SHA-256 alone. Pass"):
+            nearplane.verify(out, against=source)
+    assert [
+        fault.what for fault in nearplane.verify(tmp_path / TOKENS, against=source, calibration=tokens[:2]).faults
+    ] == ["its tokens are not those that the record was made with"]
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    assert nearplane.verify(tmp_path / TEXTS, against=source, calibration=tmp_path / "text.jsonl").measured
+
+
+def test_objects_are_evaluated_as_they_are(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Path, expected: Path
+) -> None:
+    wanted = nearplane.evaluate(expected, HELD_OUT, seqlen=16, samples=4, against=source)
+    ids = tokenizer(HELD_OUT.read_text()[:2000], add_special_tokens=False, verbose=False)["input_ids"][: 4 * 16]
+    tokens = torch.tensor(ids).view(4, 16)
+    quantized = nearplane.load(expected, dtype=torch.float32)
+    for found in (
+        nearplane.evaluate(quantized, HELD_OUT, tokenizer=tokenizer, seqlen=16, samples=4, against=model),
+        nearplane.evaluate(
+            quantized, [HELD_OUT.read_text()], tokenizer=tokenizer, seqlen=16, samples=4, against=source
+        ),
+        nearplane.evaluate(quantized, tokens, against=model),
+        nearplane.evaluate(expected, tokens.tolist(), against=model),
+        nearplane.evaluate(expected, tokens, against=source),
+    ):
+        assert found.perplexity == pytest.approx(wanted.perplexity, rel=1e-5)
+        assert found.kl == pytest.approx(wanted.kl, rel=1e-3)
+        assert found.tokens == 4 * 15
+    assert model.training, "left as it was"
+
+
+@pytest.mark.parametrize(
+    ("calibration", "said"),
+    [
+        ([], r"calibration is float32|calibration is float64 \(0,\)"),
+        ([1, 2, 3], r"int64 \(3,\); expected a path, a list of texts, or whole numbers \(windows, seqlen\)"),
+        ([[1, 2], [3]], "a list that makes up no tensor"),
+        (["a", 1], "expected a path, a list of texts"),
+        ([{"input_ids": [1, 2]}], "expected a path, a list of texts"),
+        (torch.zeros(2, 4), r"float32 \(2, 4\)"),
+        (torch.zeros(2, 4, dtype=torch.bool), r"bool \(2, 4\)"),
+        (torch.zeros(2, 1, dtype=torch.int64), "at least one window of two"),
+        (torch.full((2, 4), -100), "token id -100; expected 0 or more"),
+        (torch.full((2, 32), 5000), "vocabulary of 2048"),
+        (torch.zeros(2, 9000, dtype=torch.int64), "positions"),
+        (3, r"int64 \(\)"),
+        (["a b"], "The list of 1 texts holds"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_is_neither_text_nor_tokens_is_one_sentence(
+    source: Path, tmp_path: Path, calibration: object, said: str
+) -> None:
+    with pytest.raises(CalibrationError, match=said):
+        nearplane.quantize(source, tmp_path / "out", calibration=calibration, group_size=16)
+
+
+@pytest.mark.parametrize("sizes", [{"samples": 3}, {"seqlen": 8}])
+def test_sizes_beside_tokens_that_have_others_are_refused(
+    source: Path, tokens: torch.Tensor, tmp_path: Path, sizes: dict[str, int]
+) -> None:
+    with pytest.raises(RecipeError, match="4 windows of 32 tokens"):
+        nearplane.quantize(source, tmp_path / "out", calibration=tokens, group_size=16, **sizes)
+    with pytest.raises(RecipeError, match="leave it out"):
+        nearplane.evaluate(source, tokens, seqlen=8)
+
+
+def test_what_is_no_model_to_start_from_is_one_sentence(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    source: Path,
+    expected: Path,
+    tokens: torch.Tensor,
+    tmp_path: Path,
+) -> None:
+    given: list[tuple[Any, str]] = [
+        (torch.nn.Linear(2, 2), "model is a Linear; expected a folder, a hub id or a PreTrainedModel"),
+        (3, "model is a int"),
+        (nearplane.load(expected), "quantized already"),
+        (model.to("meta"), "on the meta device"),
+    ]
+    for wrong, said in given:
+        with pytest.raises(ModelError, match=said):
+            nearplane.quantize(wrong, tmp_path / "out", calibration=tokens, group_size=16)
+    with pytest.raises(ModelError, match="model is a int"):
+        nearplane.evaluate(3, tokens)
+    with pytest.raises(RecipeError, match="tokenizer= goes with a model object"):
+        nearplane.quantize(source, tmp_path / "out", tokenizer=tokenizer, calibration=tokens)
+    with pytest.raises(RecipeError, match="pass tokenizer="):
+        nearplane.evaluate(model, HELD_OUT)
+    assert not (tmp_path / "out").exists()
