@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from nearplane.certificate import measure
-from nearplane.errors import CalibrationError, FormatError, ModelError, NumericalError, RecipeError, printable
+from nearplane.errors import CalibrationError, FormatError, ModelError, NumericalError, RecipeError
+from nearplane.faults import Fault, Verified
 from nearplane.formats.beside import CONFIG, GPTQ_CONFIG, names_copied
 from nearplane.formats.folder import FORMATS, Stored, json_text, read_config, written
 from nearplane.inputs import Inputs, corrected
@@ -46,54 +47,6 @@ LENGTHS = 1.1e-5  # of numbers that are written down to 6 digits, the last of wh
 VERSIONS = {"written_by", "meta"}  # of quantization_config: which program wrote it
 IGNORED = ("README", "LICENSE", "LICENCE", ".")  # beginnings of files that repositories add
 ASKED = {"name", "stored", "seconds", "asked", "bytes", "checksum", "entropy"}  # no data can measure these
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """Something that does not hold.
-
-    Args:
-        where: a layer, a file or a tensor.
-        what: what was found and what was expected.
-    """
-
-    where: str
-    what: str
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "where", printable(self.where))  # names in files are anybody's choice
-        object.__setattr__(self, "what", printable(self.what))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verified:
-    """What `verify` found.
-
-    Args:
-        record: of the checkpoint.
-        faults: what does not hold; empty if everything does.
-        files, layers: how many were checked.
-        asked: whether the losses were to be measured again.
-        measured: whether all of them were.
-    """
-
-    record: RunRecord
-    faults: tuple[Fault, ...]
-    files: int
-    layers: int
-    asked: bool
-    measured: bool
-
-    def summary(self) -> str:
-        """Return one sentence."""
-        checked = f"{self.files} files and {self.layers} layers checked"
-        if self.measured:
-            measured = "every loss measured again"
-        elif self.asked:
-            measured = "not every loss could be measured again, as the faults say"
-        else:
-            measured = "losses not measured: that takes --against and --calibration"
-        return f"{checked}, {measured}: {len(self.faults) or 'no'} fault{'' if len(self.faults) == 1 else 's'}"
 
 
 def verify(
