@@ -37,6 +37,7 @@ from nearplane.parallel import world
 from nearplane.plan import Plan, Progress, budget_of, check_bits, plan, usable_widths
 from nearplane.progress import logged, peak_memory
 from nearplane.rate import quantize_matrix_to_rate
+from nearplane.readers.dense import left_dense, merged_experts
 from nearplane.recipe import Device, Recipe
 from nearplane.record import WIDE, LayerRecord, Profile, RunRecord
 from nearplane.tokens import calibration_windows, check_tokens, digest_of_tokens
@@ -314,7 +315,7 @@ def quantization_config(model: Model, recipe: Recipe, widths: Mapping[str, int] 
     config: dict[str, Any] = layout.quantization_config(
         bits=rule.bits, group_size=rule.group_size, symmetric=rule.symmetric, order=rule.order, damp=rule.damp,
         static_groups=True,  # runs of neighbours whenever their steps are fitted, so no reader needs g_idx
-        ignore=sorted(model.linears() - set(quantized)), quantized=quantized, version=version("nearplane"), **own,
+        ignore=left_dense(model), experts=merged_experts(model), quantized=quantized, version=version("nearplane"), **own,
     )  # fmt: skip
     return config
 

@@ -10,6 +10,7 @@ What is written is what transformers 5.23.0 with compressed-tensors 0.20.0 loads
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -151,6 +152,7 @@ def quantization_config(
     quantized: Sequence[str],
     version: str,
     widths: Mapping[str, int] | None = None,
+    experts: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return `quantization_config` of config.json.
 
@@ -158,8 +160,12 @@ def quantization_config(
         bits, group_size, symmetric: of every quantized layer.
         order, static_groups: of the solve; kept for readers of the file, groups are runs of neighbours in any case.
         damp, quantized, version: this format has no place for them.
-        ignore: names of *all* modules left alone that are Linear or a subclass of it, in blocks or not ("lm_head").
+        ignore: names of *all* modules left alone that are Linear or a subclass of it, in blocks or not ("lm_head"), and
+            patterns "re:..." of parts.
         widths: bits of every layer by name, where they are not the same for all: a group for each width, which lists its layers.
+        experts: names of modules left alone that transformers puts together from one tensor an expert. Its reader drops tensors
+            that are not packed, unless a group that names experts is of eight-bit floats; so a group that applies to nothing
+            says so, since all that it names is in `ignore`.
     """
     del damp, quantized, version
     weights = {
@@ -183,6 +189,14 @@ def quantization_config(
         }
         for index, (width, names) in enumerate(targets.items())
     }
+    if experts:
+        groups[f"group_{len(groups)}"] = {
+            "targets": [_module_pattern(name) for name in experts],
+            "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False},
+            "input_activations": None,
+            "output_activations": None,
+            "format": "float-quantized",
+        }
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
@@ -192,6 +206,11 @@ def quantization_config(
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
+
+
+def _module_pattern(name: str) -> str:
+    """Return a pattern of a module alone; transformers looks for the word in it."""
+    return rf"re:^{re.escape(name)}$" if "experts" in name else rf"re:^{re.escape(name)}$(?#experts)"
 
 
 def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -170,18 +170,21 @@ class GPTQ:
         quantized: Sequence[str],
         version: str,
         widths: Mapping[str, int] | None = None,
+        experts: Sequence[str] = (),
     ) -> dict[str, Any]:
         """Return `quantization_config` of config.json, which is also quantize_config.json.
 
         Args:
             bits, group_size, symmetric: of every quantized layer.
             order, static_groups, damp: of the solve; `desc_act` is true only where groups are not runs of neighbours.
-            ignore: names of modules left alone; those outside the blocks may be among them.
+            ignore: names of modules left alone, and patterns "re:..." of parts; those outside the blocks may be among them.
             quantized: names of all quantized modules.
             version: of nearplane.
             widths: bits of every layer by name, where they are not the same for all: `bits` is then the most frequent, the
                 others are in `dynamic`.
+            experts: readers of this format need none.
         """
+        del experts
         if widths:
             bits = Counter(widths.values()).most_common(1)[0][0]
         config: dict[str, Any] = {
@@ -202,10 +205,11 @@ class GPTQ:
             },
         }
         blocks = {_list_of(name) for name in quantized}
-        skipped = [name for name in ignore if _list_of(name) in blocks]
+        skipped = [name for name in ignore if not name.startswith("re:") and _list_of(name) in blocks]
+        parts = [name.removeprefix("re:") for name in ignore if name.startswith("re:")]
         own = {name: width for name, width in _with_fused(widths or {}).items() if width != bits}
-        if skipped or own:  # gptqmodel, vLLM, SGLang: the first that matches counts
-            config["dynamic"] = {f"-:^{re.escape(name)}$": {} for name in skipped}
+        if skipped or parts or own:  # gptqmodel, vLLM, SGLang: the first that matches counts
+            config["dynamic"] = {f"-:{pattern}": {} for pattern in (*(f"^{re.escape(n)}$" for n in skipped), *parts)}
             config["dynamic"] |= {f"+:^{re.escape(name)}$": {"bits": width} for name, width in own.items()}
         if skipped:
             config["modules_in_block_to_quantize"] = [list(quantized)]  # transformers, through optimum

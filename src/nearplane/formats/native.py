@@ -147,16 +147,17 @@ class Native:
         damp: float | str | None = None,
         ignore: Sequence[str] = (),
         widths: Mapping[str, int] | None = None,
+        experts: Sequence[str] = (),
     ) -> dict[str, Any]:
         """Return `quantization_config` of config.json.
 
         Args:
             quantized: names in the model of all quantized modules.
             version: of nearplane.
-            bits, group_size, symmetric, order, static_groups, damp, ignore, widths: other formats say them; readers of this one
-                need none.
+            bits, group_size, symmetric, order, static_groups, damp, ignore, widths, experts: other formats say them; readers
+                of this one need none.
         """
-        del bits, group_size, symmetric, order, static_groups, damp, ignore, widths
+        del bits, group_size, symmetric, order, static_groups, damp, ignore, widths, experts
         return {
             "quant_method": METHOD,
             "format_version": VERSION,

@@ -77,6 +77,14 @@ class Weights:
         names = self._aliases.get(parameter, (parameter,))
         return [name for alias in names if alias in self._loads for name, _ in self._loads[alias].sources]
 
+    def merged(self) -> dict[str, list[str]]:
+        """Return the parameters that are made of several tensors, or of one that is converted, and the names of these."""
+        return {name: [source for source, _ in load.sources] for name, load in self._loads.items() if load.converter}
+
+    def unused(self) -> list[str]:
+        """Return the names in the checkpoint of what the network has no place for."""
+        return list(self._unused)
+
     def names_below(self, prefix: str) -> list[str]:
         """Return the names in the checkpoint of all that belongs to a submodule, used by it or not."""
         loads = {id(load): load for load in self._loads.values() if any(t.startswith(prefix) for t in load.targets)}

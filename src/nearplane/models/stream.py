@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from nearplane.errors import ModelError, RecipeError
 from nearplane.jsonfile import read_object
 from nearplane.models.conversion import Weights
+from nearplane.models.kept import MATRICES, kept_parts, outside_parts, unbuilt_parts
 from nearplane.models.layers import IGNORED, Layer, find_blocks, find_ends, find_layers
 from nearplane.pretrained import empty_network, find_folder, tokenizer_of
 from nearplane.shards import ShardReader
@@ -94,7 +96,9 @@ class Model:
         blocks: in the order they run.
         embeddings, head: as blocks of one layer each where they are to be quantized, else None.
         tied: whether they are one matrix, which is then `embeddings`.
-        skipped: (name, reason) of matrices in the blocks that no one asked to leave out and that are not handled.
+        unbuilt: names in the checkpoint of parts that transformers does not build, with the number of their matrices.
+        skipped: (name, reason) of matrices in the blocks that no one asked to leave out and that are not handled, and of
+            parts that are unbuilt or lie outside the blocks.
         ignored: names of matrices that `ignore` leaves out.
     """
 
@@ -130,6 +134,9 @@ class Model:
         outputs = network.get_output_embeddings()
         self.tied = outputs is not None and outputs.weight is network.get_input_embeddings().weight
         self.skipped += [entry for entry in left if entry[1] != IGNORED]
+        self.unbuilt = self._unbuilt()
+        ends = {name for name, module in network.named_modules() if module in (network.get_input_embeddings(), outputs)}
+        self.skipped += kept_parts(self.unbuilt, outside_parts(network, self.stack, ends))
         self.ignored += [layer for layer, reason in left if reason == IGNORED]
 
     @property
@@ -164,12 +171,24 @@ class Model:
 
     def rest(self) -> list[str]:
         """Return the names in the checkpoint of what belongs to no block: embeddings, norm, head, what is unused."""
-        taken = set(self.weights.names_below(f"{self.stack}."))
+        taken = {name for index in range(len(self.blocks)) for name in self.block_names(index)}
         return [name for name in self.reader.names() if name not in taken]
 
-    def linears(self) -> set[str]:
-        """Return the names of all modules that are a Linear or a subclass of it, in blocks or not."""
-        return {name for name, module in self.network.named_modules() if isinstance(module, nn.Linear)}
+    def matrices(self) -> set[str]:
+        """Return the names of all modules that are a Linear, Conv1D or Conv2d or inherit from one, in blocks or not."""
+        return {name for name, module in self.network.named_modules() if isinstance(module, MATRICES)}
+
+    def stacked(self) -> set[str]:
+        """Return the names of all modules with several matrices in one parameter: the experts of a block."""
+        return {
+            name.rpartition(".")[0]
+            for name, parameter in self.network.named_parameters()
+            if parameter.dim() >= 3 and not isinstance(self.network.get_submodule(name.rpartition(".")[0]), _ConvNd)
+        }
+
+    def _unbuilt(self) -> Counter[str]:
+        unused = {name for name in self.weights.unused() if len(self.reader.shape(name)) >= 2}
+        return unbuilt_parts(sorted(unused), {*self.reader.names()} - {*self.weights.unused()})
 
     @contextmanager
     def around(

@@ -1,0 +1,65 @@
+"""What of a model is not quantized, by the names under which readers of config.json look for it.
+
+Readers quantize every linear layer that config.json does not name as left alone. They look names up in the network that they
+build, or among the tensors of the file; where the two differ both are given. Whole parts are given as patterns, "re:...".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from nearplane.errors import ModelError
+from nearplane.models.stream import Model
+
+
+def left_dense(model: Model) -> list[str]:
+    """Return names and patterns of all that is not quantized and that a reader might take for a linear layer.
+
+    That is every Linear, Conv1D and Conv2d and what inherits from them, experts in one tensor or stored one by one, and
+    parts of the checkpoint that transformers does not build: other readers build them.
+    """
+    names = set(model.matrices()) - {layer.name for layer in model.layers}
+    names |= {stored for name in names if (stored := _stored(model, name)) is not None}
+    parts = {*experts(model), *model.unbuilt, *(_stem(names) for names in model.weights.merged().values())}
+    return sorted(names) + [_pattern(part) for part in sorted(parts)]
+
+
+def experts(model: Model) -> list[str]:
+    """Return the names of modules that hold several matrices in one parameter and are not quantized."""
+    left = {name for name, _ in model.skipped} | set(model.ignored)
+    return sorted(name for name in left if name in model.stacked())
+
+
+def merged_experts(model: Model) -> list[str]:
+    """Return those of them that transformers puts together from tensors `*.weight`, one for each expert.
+
+    Its reader of compressed-tensors then decodes these tensors first, and drops those that are not packed unless the scheme of
+    the experts is one of eight-bit floats: "weights that ship no scale pass through untouched".
+    """
+    merged = model.weights.merged()
+    weights = {name.rpartition(".")[0] for name, parts in merged.items() if all(p.endswith(".weight") for p in parts)}
+    return sorted(weights)
+
+
+def _stored(model: Model, name: str) -> str | None:
+    """Return the name of a module in the checkpoint, None if its weight is not stored as one tensor."""
+    try:
+        return model.source_name(f"{name}.weight").removesuffix(".weight")
+    except ModelError:
+        return None
+
+
+def _stem(names: Iterable[str]) -> str:
+    """Return the module that all names lie in."""
+    shared: list[str] = []
+    for parts in zip(*(name.split(".") for name in names), strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)
+
+
+def _pattern(part: str) -> str:
+    """Return a pattern of a module and all below it."""
+    return rf"re:^{re.escape(part)}(\..*)?$"
