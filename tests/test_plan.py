@@ -10,7 +10,7 @@ LAYERS = [Layer(name=str(index), kind="Linear", shape=(16, 64), module=torch.nn.
 
 
 def planned(rate=2.0):
-    return Plan(rates={layer.name: rate for layer in LAYERS}, to_come=sum(16 * 64 for _ in LAYERS))
+    return Plan(rates={layer.name: rate for layer in LAYERS}, to_come={layer.name: 16 * 64 for layer in LAYERS})
 
 
 def test_layers_of_a_block_are_asked_for_what_was_planned_whatever_those_before_them_took():

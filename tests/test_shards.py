@@ -5,9 +5,12 @@ import zlib
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save
 
 from nearplane.errors import FormatError, ModelError
-from nearplane.shards import INCOMPLETE, INDEX, ShardReader, ShardWriter, checksum
+from nearplane.shards import INCOMPLETE, INDEX, ShardReader, ShardWriter, about, checksum, shard_size
 
 SHARDS = [{"a": torch.arange(6).view(2, 3), "b.c": torch.randn(4)}, {"d": torch.randn(3).to(torch.bfloat16)}]
 
@@ -31,6 +34,19 @@ def test_sizes_are_known_without_reading_whatever_the_dtype(tmp_path):
     writer.finish()
     reader = ShardReader(tmp_path)
     assert {name: reader.nbytes(name) for name in reader.names()} == {n: t.nbytes for n, t in tensors.items()}
+
+
+@given(
+    st.dictionaries(
+        st.text("ab.é", min_size=1),
+        st.tuples(st.sampled_from(["uint8", "bfloat16", "float32", "int64"]), st.lists(st.integers(0, 40), max_size=3)),
+        max_size=12,
+    )
+)
+def test_the_size_of_a_file_is_known_before_it_is_written(described):
+    tensors = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in described.items()}
+    told = {name: (about(tensor).split()[0], tuple(tensor.shape), tensor.nbytes) for name, tensor in tensors.items()}
+    assert shard_size(told) == len(save(tensors, {"format": "pt"}))
 
 
 def test_what_is_written_is_read(folder):

@@ -10,6 +10,7 @@ import platform
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from math import gcd
 from pathlib import Path
@@ -19,12 +20,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from nearplane.budget import budget_of
 from nearplane.certificate import PROFILED, profile
 from nearplane.errors import RecipeError
 from nearplane.formats.folder import FORMATS, Writer, open_writer
 from nearplane.inputs import Inputs
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.solvers import SOLVERS
+from nearplane.ledger import Ledger, Solved
 from nearplane.matrix import quantize_matrix, with_tensors
 from nearplane.models.calibrate import Observed, observe, observe_head, stages
 from nearplane.models.given import Given, as_folder, called, taken
@@ -34,7 +37,7 @@ from nearplane.models.skeleton import Stream, finish, skeleton
 from nearplane.models.statistics import Statistics
 from nearplane.models.stream import Block, Model, device_of, open_model
 from nearplane.parallel import world
-from nearplane.plan import Plan, Progress, budget_of, check_bits, plan, usable_widths
+from nearplane.plan import Plan, Progress, check_bits, plan, usable_widths
 from nearplane.progress import logged, peak_memory
 from nearplane.rate import quantize_matrix_to_rate
 from nearplane.readers.dense import left_dense, merged_experts
@@ -126,37 +129,43 @@ def quantize_folder(
         )  # fmt: skip
         planned = plan(source, recipe, tokens, place, progress)
         writer.config = quantization_config(source, recipe, planned.widths)
-        profiles: list[Profile] = []
-        solved = quantized_layers(source, recipe, tokens, writer, place, planned, profiles)
+        ledger = Ledger(source, recipe, writer, record, planned)
+        solved = quantized_layers(source, recipe, tokens, writer, place, ledger)
         seen = logged(solved, "quantizing", len(source.layers), blocks=_layers_of_blocks(source))
         layers = tuple(progress(seen, "quantizing", len(source.layers)))
-        record = replace(record, layers=layers, profiles=tuple(profiles), bytes=writer.size, files=writer.digests())
-        record = replace(record, peak_memory=peak_memory())
+        record = replace(record, layers=layers, profiles=tuple(ledger.profiles), bytes=writer.size)
+        record = replace(record, files=writer.digests(), peak_memory=peak_memory())
         record = replace(record, seconds=time.perf_counter() - began).in_folder(writer.size + writer.size_beside)
+        ledger.check(record)
         writer.record_json = record.to_json()
     return record
 
 
 def quantized_layers(
-    model: Model, recipe: Recipe, tokens: Tensor | None, writer: Writer, device: torch.device, planned: Plan,
-    profiles: list[Profile],
-) -> Iterator[LayerRecord]:  # fmt: skip
+    model: Model, recipe: Recipe, tokens: Tensor | None, writer: Writer, device: torch.device, ledger: Ledger
+) -> Iterator[LayerRecord]:
     """Quantize and write layer after layer, block after block; yields what was measured of each."""
     storage = FORMATS[recipe.format].scale_dtype(model.dtype)
-    for part in parts(model, recipe, tokens, device, planned.moments):
-        planned.settle()
+
+    def solve(observed: Observed) -> Iterator[Solved]:
+        for layer, matrix, record in solve_together(observed, recipe, storage, ledger.planned):
+            name = model.written_name(layer.name)
+            written = writer.add(name, matrix)
+            yield layer, matrix, with_tensors(record, name, written.bytes, written.checksum)
+
+    for part in parts(model, recipe, tokens, device, ledger.planned.moments):
+        ledger.settle()
         for observed in part.stages:  # q/k/v, then o, then gate/up, then down
             if part.chosen:
-                profiles += profiles_of(observed, recipe)
-            for layer, matrix, record in solve_together(observed, recipe, storage, planned):
+                ledger.profiles += profiles_of(observed, recipe)
+            for layer, matrix, record in ledger.settled(observed.layers, partial(solve, observed), part.rest or ()):
                 layer.write(matrix.decode())  # the next stage sees it
-                name = model.written_name(layer.name)
-                written = writer.add(name, matrix)
-                planned.spend(layer, written.bytes)
-                yield with_tensors(record, name, written.bytes, written.checksum)
+                ledger.add(layer, record)
+                yield record
             del observed  # its moments are as large as a block
         if part.rest is not None:
             writer.close_block(model.reader.read(part.rest))
+            ledger.close(part.rest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -194,7 +194,8 @@ class Rate:
 
     Args:
         rate: Bits per quantized weight, 0.5 to 7, every byte of the layers' tensors counted.
-        size: Of the whole checkpoint folder, tokenizer and all, instead of a rate: "3.1GB", "800MiB" or a number of bytes.
+        size: Most bytes that the whole checkpoint folder may have, tokenizer and all, instead of a rate: "3.1GB", "800MiB" or a
+            number of bytes. It ends within 0.5 % below.
         method: Steps that give every plane the same error (waterfill), or one step a matrix (hptq: GPTQ with unbounded codes).
         coder: tans, or huffman (the coder of the HPTQ paper).
         shrink: Whether targets are shrunken for the noise that the rounding adds (waterfill only): the least loss of one

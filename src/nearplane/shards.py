@@ -13,7 +13,7 @@ import os
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -58,6 +58,18 @@ def index_text(weight_map: Mapping[str, str], checksums: Mapping[str, str] | Non
     if checksums is not None:
         index["checksums"] = dict(sorted(checksums.items()))
     return json.dumps(index, indent=2) + "\n"
+
+
+def shard_size(tensors: Mapping[str, tuple[str, Sequence[int], int]]) -> int:
+    """Return the bytes of a safetensors file with tensors of these dtypes, shapes and bytes, to a few digits of its header."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    order = {"U8": 1, "I8": 1, "BOOL": 0, "BF16": 2, "F16": 2, "I16": 2, "I32": 4, "F32": 4, "I64": 8, "F64": 8}
+    for name, (dtype, shape, size) in sorted(tensors.items(), key=lambda each: (-order.get(each[1][0], 1), each[0])):
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, begin + size]}
+        begin += size
+    text = len(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode())
+    return 8 + -(-text // 8) * 8 + begin
 
 
 class ShardReader:
@@ -276,9 +288,12 @@ class ShardWriter:
         """Names of the shards written so far."""
         return [self._shard(number) for number in range(1, self._count + 1)]
 
-    def index(self) -> str:
-        """Return what the index says of the shards so far."""
-        return index_text(self.weight_map, self.checksums, self.size)
+    def index(self, more: Mapping[str, int] | None = None) -> str:
+        """Return what the index says of the shards so far; of as many letters if another had `more` tensors of so many bytes."""
+        more = more or {}
+        checksums = None if self.checksums is None else self.checksums | dict.fromkeys(more, 8 * "0")
+        shards = self.weight_map | dict.fromkeys(more, self._shard(self._count + 1))
+        return index_text(shards, checksums, self.size + sum(more.values()))
 
     def finish(self) -> None:
         """Write the index and take the mark away. Call it last, when every other file of the folder is there."""

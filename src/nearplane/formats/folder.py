@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +25,7 @@ from nearplane.formats.unfinished import Unfinished
 from nearplane.jsonfile import read_object
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.record import NAME as RECORD
-from nearplane.shards import INCOMPLETE, INDEX, ShardReader, ShardWriter, about, sha256
+from nearplane.shards import INCOMPLETE, INDEX, ShardReader, ShardWriter, about, sha256, shard_size
 
 
 class Layout(Protocol):
@@ -155,7 +155,7 @@ class Writer:
         self._remote_code = trust_remote_code
         self._shards: ShardWriter
         self._pending: dict[str, Tensor] = {}
-        self._size, self._begun = 0, False
+        self._size, self._first = 0, ""
 
     @property
     def size(self) -> int:
@@ -165,10 +165,24 @@ class Writer:
     @property
     def size_beside(self) -> int:
         """Bytes of all other files of the folder but the record, once all shards are written."""
-        texts = [config_text(self._source, self.config), self._shards.index()]
+        return self._size_beside(self._shards.index())
+
+    def _size_beside(self, index: str) -> int:
+        texts = [config_text(self._source, self.config), index]
         if self.config["quant_method"] == "gptq":
             texts.append(json_text(self.config))
         return size_copied(self._source, trust_remote_code=self._remote_code) + sum(len(t.encode()) for t in texts)
+
+    def size_with(self, *rest: Mapping[str, tuple[str, Sequence[int], int]]) -> int:
+        """Return the bytes of the folder but the record, if it ended with these shards, the first with what is collected too.
+
+        Args:
+            rest: (dtype in safetensors, shape, bytes) of tensors by name; a shard without any is none.
+        """
+        ours = {name: (about(each).split()[0], tuple(each.shape), each.nbytes) for name, each in self._pending.items()}
+        shards = [shard for shard in (ours | (dict(rest[0]) if rest else {}), *rest[1:]) if shard]
+        index = self._shards.index({name: size for shard in shards for name, (_, _, size) in shard.items()})
+        return self._size + self._size_beside(index) + sum(map(shard_size, shards))
 
     def __enter__(self) -> Writer:
         with disk(self._place.out):
@@ -197,9 +211,9 @@ class Writer:
         """
         matrix = matrix.to("cpu")
         tensors = self._layout.pack_layer(name, matrix, self._scale_dtype)
-        if isinstance(self._layout, native.Native) and not self._begun:
+        self._first = self._first or name  # also where it is given again
+        if isinstance(self._layout, native.Native) and name == self._first:
             tensors |= self._layout.stop(name)
-        self._begun = True
         if not matrix.same_as(self._layout.unpack_layer(name, tensors, self.config)):
             raise FormatError(
                 f"{name}: what was packed reads back differently: the config describes another grid than its."

@@ -1,0 +1,165 @@
+"""Bits for all layers together: what a rate or a size asks for leaves them, foretold before the run.
+
+Of a folder, exact are the tensors that are not quantized and the files beside the weights. What headers, index and record say of
+layers is estimated from their shapes; `ledger.py` corrects that by what they do say, as the run goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from importlib.metadata import version
+
+from nearplane.allocate import LOW
+from nearplane.certificate import PROFILED
+from nearplane.errors import RecipeError
+from nearplane.formats.beside import CONFIG, names_copied, size_copied
+from nearplane.formats.folder import config_text
+from nearplane.formats.native import Native
+from nearplane.models.layers import Layer
+from nearplane.models.stream import Model
+from nearplane.recipe import Rate, Recipe
+from nearplane.record import WIDE, LayerRecord, Profile, RunRecord, row_groups
+from nearplane.shards import INDEX, index_text, shard_size
+
+HUFFMAN = 1.1  # bits per weight that a Huffman coder needs at least
+MARGIN = 0.001  # of a size asked for, by which the aim is below it
+SLACK = 64  # bytes kept free for what the record says last: seconds, bytes
+FIGURE = 14  # characters that a figure takes in the record, on average: many are null, others have 17 digits
+SHORT = 10  # characters of a figure that is written to six digits
+INPUTS = 4  # that layers of a block share, on average
+
+
+def aim_of(limit: int) -> int:
+    """Return the bytes that a run aims at, for its folder to end just below a limit."""
+    return math.floor(limit * (1 - MARGIN)) - SLACK
+
+
+def budget_of(model: Model, recipe: Recipe) -> float:
+    """Return the bits per quantized weight that the recipe leaves.
+
+    Raises:
+        RecipeError: the size leaves more or fewer than can be had, or the rate is less than the side information of small layers.
+    """
+    layers = model.layers
+    weights = sum(math.prod(layer.shape) for layer in layers)
+    rate, size = recipe.rate.rate, recipe.rate.bytes()
+    if size is not None:
+        rest = foretell(model, recipe).total()
+        rate = 8 * (aim_of(size) - rest) / weights
+        smallest, largest = (math.ceil((rest + bits * weights / 8 + SLACK + 1) / (1 - MARGIN)) for bits in (LOW, 7))
+        if not LOW <= rate <= 7:
+            raise RecipeError(
+                f"--size {recipe.rate.size} is {size:,} bytes, of which about {rest:,} are not quantized: {rate:.2f} bits are "
+                f"left for each of {weights:,} weights. Ask for {smallest:,} to {largest:,} bytes (0.5 to 7 bits per weight)."
+            )
+    assert rate is not None, "a plan for rates needs a rate or a size"
+    if rate < least_rate(recipe.rate):
+        raise RecipeError(
+            f"{rate:.3f} bits per weight asked for; a Huffman code takes at least one bit for every code. Use --coder tans, or "
+            f"ask for {HUFFMAN} bits or more."
+        )
+    least = 8 * sum(_side(layer, recipe.rate) for layer in layers) / weights
+    if rate < least:
+        raise RecipeError(
+            f"{rate:.3f} bits per weight asked for; what is stored beside the codes of such small layers takes {least:.3f}. "
+            f"Ask for more than that, use --method hptq, or leave small layers out with --ignore."
+        )
+    return rate
+
+
+def least_rate(rate: Rate) -> float:
+    """Return the least rate that a layer may get."""
+    return HUFFMAN if rate.coder == "huffman" else LOW
+
+
+def _side(layer: Layer, rate: Rate) -> float:
+    """Return about the fewest bytes that a layer takes beside its codes: a header, and where steps differ their exponents."""
+    return 16 if rate.method == "hptq" else 16 + 3 * layer.shape[1] / 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foretold:
+    """Bytes of a folder that are not the codes of its layers.
+
+    Args:
+        kept: of the tensors that are not quantized, by name.
+        beside: of config.json and the files that are copied.
+        once: that headers, index and record take before they say anything of a tensor or a layer.
+        said: about how many they take to say what they do of a tensor or a layer, by name; layers have those of the network.
+    """
+
+    kept: dict[str, int]
+    beside: int
+    once: int
+    said: dict[str, float]
+
+    def total(self) -> int:
+        """Return all of it."""
+        return math.ceil(sum(self.kept.values()) + self.beside + self.once + sum(self.said.values()))
+
+
+def foretell(model: Model, recipe: Recipe) -> Foretold:
+    """Foretell what a checkpoint will hold beside the codes of its layers."""
+    layers, reader = model.layers, model.reader
+    again = {name for layer in layers for name in model.copies(layer)}  # also tied ones, which are not written twice
+    kept = {name: reader.nbytes(name) for name in reader.names() if name not in again}
+    shards = len(model.blocks) + 1
+    said = {name: _of_tensor(name, reader.dtype(name), reader.shape(name), size, shards) for name, size in kept.items()}
+    for layer in layers:
+        size = math.prod(layer.shape) // 3
+        name = f"{model.written_name(layer.name)}.{Native.KEY}"
+        said[layer.name] = _of_tensor(name, "U8", (size,), size, shards) + _of_layer(layer)
+    if recipe.rule.solver != "round-to-nearest":
+        for index in {0, len(model.blocks) // 2, len(model.blocks) - 1}:
+            for layer in [each for each in model.blocks[index].layers if each.shape[1] <= WIDE][:INPUTS]:
+                said[layer.name] += len({*PROFILED, recipe.rule.order}) * _of_profile(layer)
+    layout = Native(coder=recipe.rate.coder, classes=recipe.rate.classes)
+    names = [layer.name for layer in layers]
+    config = config_text(model.folder, layout.quantization_config(quantized=names, version=version("nearplane")))
+    copied = size_copied(model.folder, trust_remote_code=model.trust_remote_code)
+    packages = ("python", "nearplane", "torch", "transformers", "numba", "safetensors")
+    bare = RunRecord(
+        recipe=recipe, source=str(model.folder), versions=dict.fromkeys(packages, "0.00.0"), device="cpu", windows=256,
+        seqlen=2048, tokens=10**5, text=64 * "0", skipped=tuple(model.skipped),
+    )  # fmt: skip
+    return Foretold(
+        kept=kept, beside=len(config.encode()) + copied, said=said,
+        once=shards * shard_size({}) + len(index_text({}, {}, 10**7)) + len(finished(bare, model, 10**7).to_json().encode()),
+    )  # fmt: skip
+
+
+def finished(record: RunRecord, model: Model, size: int) -> RunRecord:
+    """Return the record of a run under way with all that is only known at its end, of the length that it will have."""
+    shards = len(model.blocks) + 1
+    files = [f"model-{n:05d}-of-{shards:05d}.safetensors" for n in range(shards)]
+    files += [CONFIG, INDEX, *names_copied(model.folder, trust_remote_code=model.trust_remote_code)]
+    return replace(
+        record,
+        seconds=1234.567890123456,
+        bytes=size,
+        folder=size,
+        files=dict.fromkeys(files, 64 * "0"),
+        digest=64 * "0",
+    )
+
+
+def _of_tensor(name: str, dtype: str, shape: Sequence[int], size: int, shards: int) -> float:
+    """Return the characters that a header and the index take to name a tensor, its file and its checksum."""
+    header = {name: {"dtype": dtype, "shape": list(shape), "data_offsets": [size, size]}}
+    index = index_text({name: f"model-00001-of-{shards:05d}.safetensors"}, {name: 8 * "0"}, 0)
+    return len(json.dumps(header, separators=(",", ":"))) + len(index) - len(index_text({}, {}, 0))
+
+
+def _of_layer(layer: Layer) -> float:
+    """Return about how many characters the record takes for a layer: every field a line, every group of rows a figure."""
+    lines = sum(len(f'   "{field.name}": ,\n') + FIGURE for field in fields(LayerRecord))
+    return lines + FIGURE * row_groups(*layer.shape) + 2 * len(layer.name)
+
+
+def _of_profile(layer: Layer) -> float:
+    """Return about how many characters the record takes for a profile."""
+    lines = sum(len(f'   "{field.name}": ,\n') + FIGURE for field in fields(Profile))
+    return lines + SHORT * min(32, layer.shape[1]) + len(layer.name)

@@ -1,0 +1,144 @@
+"""What a run has written so far, and what a limit on the size of its folder leaves for the layers still to come.
+
+A size is a hard limit. All that is known is counted to the byte: shards, index, files beside them, and the record as it would be
+written now. What the layers still to come add to these is foretold, see `budget.py`, and the more of them are written the better.
+The layers that are solved last are solved again until the folder ends within the limit and close to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from nearplane.budget import SLACK, Foretold, aim_of, finished, foretell, least_rate
+from nearplane.errors import RecipeError
+from nearplane.formats.folder import Writer
+from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.models.layers import Layer
+from nearplane.models.stream import Model
+from nearplane.plan import Plan
+from nearplane.rate import HIGHEST
+from nearplane.recipe import Recipe
+from nearplane.record import LayerRecord, Profile, RunRecord
+from nearplane.sizes import size_text
+
+Solved = tuple[Layer, QuantizedMatrix, LayerRecord]
+CLOSE = 0.004  # of the limit: a folder that ends at most so far below it is not solved again
+TRIES = 8  # to solve the last layers
+
+
+class Ledger:
+    """The layers that are written, and a plan for the others.
+
+    Attributes:
+        layers, profiles: what the record will hold of them.
+        planned: what every layer may take.
+    """
+
+    def __init__(self, model: Model, recipe: Recipe, writer: Writer, record: RunRecord, planned: Plan) -> None:
+        self.layers: list[LayerRecord] = []
+        self.profiles: list[Profile] = []
+        self.planned = planned
+        self._model, self._writer, self._rate = model, writer, recipe.rate
+        self._closed: set[str] = set()  # names of tensors that are not quantized and are written
+        self._limit, self._most = recipe.rate.bytes(), recipe.max_loss
+        if self._limit is not None:
+            self._record = finished(record, model, self._limit)
+            self._told: Foretold = foretell(model, recipe)
+            self.planned.bounds = (least_rate(recipe.rate), HIGHEST)
+
+    def settle(self) -> None:
+        """Spread what is left over the layers still to come. Call it before a block.
+
+        Raises:
+            RecipeError: even at the least rate these would exceed the limit.
+        """
+        if self._limit is None or not self.planned.to_come:
+            self.planned.settle()
+            return
+        bits = 8 * self._room(self._limit)
+        weights = sum(self.planned.to_come.values())
+        if bits < least_rate(self._rate) * weights:
+            least = (least_rate(self._rate) * weights - bits) / 8 + self._limit
+            raise RecipeError(self._missed(least, f"at least, with {len(self.planned.to_come)} layers still to come"))
+        self.planned.settle(bits)
+
+    def add(self, layer: Layer, record: LayerRecord) -> None:
+        """Note a layer whose tensors the writer has."""
+        self.layers.append(record)
+        self.planned.spend(layer, record.bytes)
+
+    def close(self, rest: Sequence[str]) -> None:
+        """Note that a shard was written, with these tensors as they are."""
+        self._closed.update(rest)
+
+    def settled(
+        self, layers: Sequence[Layer], solve: Callable[[], Iterable[Solved]], rest: Sequence[str]
+    ) -> Iterable[Solved]:
+        """Solve layers that share an input; those that come last of all so that the folder keeps the limit.
+
+        Args:
+            layers: that will be solved.
+            solve: solves them as `planned` says and gives them to the writer; is called again where that was not right.
+            rest: names of the tensors that go into the same shard as they are.
+
+        Raises:
+            RecipeError: the limit cannot be kept.
+        """
+        if self._limit is None or self.planned.to_come.keys() != {layer.name for layer in layers}:
+            return solve()
+        self.settle()
+        limit, weights = self._limit, sum(self.planned.to_come.values())
+        tried: list[tuple[int, list[Solved]]] = []
+        for _ in range(TRIES):
+            found = list(solve())
+            size = self._size([record for *_, record in found], rest, end=True)
+            tried.append((size, found))
+            near = (1 - CLOSE) * limit <= size <= limit - SLACK
+            if near or not self.planned.move(8 * (aim_of(limit) - size) / weights, layers):
+                break
+        kept = [each for each in tried if each[0] <= limit - SLACK]
+        if not kept:
+            raise RecipeError(self._missed(min(size for size, _ in tried), "whatever its last layers take"))
+        _, best = max(kept, key=lambda each: each[0])
+        if best is not tried[-1][1]:
+            for _, matrix, record in best:
+                self._writer.add(record.stored, matrix)
+        return best
+
+    def check(self, record: RunRecord) -> None:
+        """Refuse a folder that exceeds the limit.
+
+        Raises:
+            RecipeError: it does.
+        """
+        if self._limit is not None and record.folder > self._limit:
+            raise RecipeError(self._missed(record.folder, "in the end"))
+
+    def _size(self, more: Sequence[LayerRecord] = (), rest: Sequence[str] = (), *, end: bool = False) -> int:
+        """Return the bytes of the folder if it ended with more layers and the rest; or with all other tensors in a last shard."""
+        reader, kept = self._model.reader, self._told.kept
+        last = [name for name in kept if name not in self._closed and name not in rest] if end else []
+        shards = [
+            {name: (reader.dtype(name), reader.shape(name), kept[name]) for name in names} for names in (rest, last)
+        ]
+        record = replace(self._record, layers=(*self.layers, *more), profiles=tuple(self.profiles))
+        return self._writer.size_with(*shards) + len(record.to_json().encode())
+
+    def _room(self, limit: int) -> float:
+        """Return the bytes that the codes of the layers still to come may take."""
+        told, now = self._told, self._size()
+        codes = sum(layer.bytes for layer in self.layers)
+        said = now - codes - sum(told.kept[name] for name in self._closed) - told.beside - told.once
+        foretold = sum(told.said[name] for name in (*(layer.name for layer in self.layers), *self._closed))
+        still = (sum(told.said.values()) - foretold) * (said / foretold if foretold else 1.0)
+        kept = sum(told.kept.values()) - sum(told.kept[name] for name in self._closed)
+        return aim_of(limit) - now - still - kept
+
+    def _missed(self, size: float, when: str) -> str:
+        why, more = "", f"Ask for {size_text(math.ceil(1.01 * size))} or more."
+        if self._most is not None:
+            why = f", as --max-loss {self._most:g} takes more bits than the size leaves"
+            more = "Ask for more, or for a larger --max-loss."
+        return f"--size {self._rate.size} cannot be kept: the folder would have {math.ceil(size):,} bytes {when}{why}. {more}"

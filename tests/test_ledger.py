@@ -1,0 +1,103 @@
+"""A size is a hard limit: the folder ends at most that large and within 0.5 % below, record and all, or the run fails."""
+
+import shutil
+import sys
+
+import pytest
+import torch
+
+import nearplane
+from families import config_of, random_model
+from nearplane import Recipe, RecipeError
+from nearplane.budget import foretell
+from nearplane.demo import CALIBRATION, MODEL
+from nearplane.models.stream import open_model
+from nearplane.rate import quantize_matrix_to_rate
+
+FAST = {"calibration": str(CALIBRATION), "samples": 8, "seqlen": 64, "solver": "nearest-plane", "allocate": "uniform"}
+
+
+def bytes_of(folder):
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A model so small that its tokenizer and its record are most of the folder."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    config = config_of("llama", vocab_size=2048, intermediate_size=256, tie_word_embeddings=True)
+    random_model(config).to(torch.bfloat16).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(MODEL / name, folder / name)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("size", "more"),
+    [
+        ("330KB", {}),
+        ("350KB", {}),
+        ("340000", {"allocate": "slope", "solver": "k-best"}),
+        ("345KB", {"method": "hptq", "coder": "huffman"}),
+        ("360KB", {"solver": "round-to-nearest"}),
+        ("230KB", {"include_embeddings": True}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value.values())),
+)
+def test_a_folder_is_at_most_as_large_as_asked_for_and_hardly_smaller(tiny, tmp_path, size, more):
+    record = nearplane.quantize(tiny, tmp_path / "out", size=size, **FAST | more)
+    asked = record.recipe.rate.bytes()
+    assert record.folder == bytes_of(tmp_path / "out")
+    assert 0.995 * asked <= record.folder <= asked
+    assert record.missed is None
+    assert nearplane.verify(tmp_path / "out").faults == ()
+
+
+def test_rates_are_what_they_are_without_a_limit_but_for_a_little(tiny, tmp_path):
+    """What is not codes, here nine tenths, is foretold so well that no block pays much for those before it."""
+    record = nearplane.quantize(tiny, tmp_path / "out", size="350KB", **FAST)
+    asked = [layer.asked for layer in record.layers]
+    assert max(asked) - min(asked) < 0.1 * record.rate
+
+
+def test_what_is_not_codes_is_foretold(tiny, tmp_path):
+    """Within half a percent of the folder, before anything is written, most of it being record."""
+    recipe = Recipe.from_spellings(rate=3.0, **FAST)
+    record = nearplane.quantize(tiny, tmp_path / "out", recipe)
+    rest = record.folder - sum(layer.bytes for layer in record.layers)
+    assert foretell(open_model(str(tiny)), recipe).total() == pytest.approx(rest, abs=0.005 * record.folder)
+
+
+def test_a_loss_that_takes_more_than_the_size_leaves_ends_the_run_without_a_checkpoint(tiny, tmp_path):
+    with pytest.raises(
+        RecipeError, match=r"--size 330KB cannot be kept: .* as --max-loss 0\.0001 takes more bits than the size"
+    ):
+        nearplane.quantize(tiny, tmp_path / "out", size="330KB", max_loss=1e-4, **FAST)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_loss_that_takes_more_bits_here_takes_them_from_other_layers(tiny, tmp_path):
+    free = nearplane.quantize(tiny, tmp_path / "free", size="340KB", **FAST)
+    most = 0.8 * max(layer.relative_loss for layer in free.layers[:7])
+    bound = nearplane.quantize(tiny, tmp_path / "bound", size="340KB", max_loss=most, **FAST)
+    assert bound.exceeding == ()
+    assert 0.995 * 340_000 <= bound.folder <= 340_000
+    assert [layer.asked for layer in bound.layers] != [layer.asked for layer in free.layers]
+
+
+@pytest.mark.parametrize("wrong", [1.0, 1.4, 0.6])
+def test_what_comes_last_is_solved_again_until_the_limit_is_kept(tiny, tmp_path, monkeypatch, wrong):
+    """The solver takes, of the last layer alone, 40 % more than it is told, or less."""
+    told = []
+
+    def biased(W, inputs, rule, wanted, rate, **options):
+        last = options["name"] == "model.layers.2.mlp.down_proj"
+        if last:
+            told.append(rate)
+        return quantize_matrix_to_rate(W, inputs, rule, wanted, rate * wrong if last else rate, **options)
+
+    monkeypatch.setattr(sys.modules["nearplane.quantize"], "quantize_matrix_to_rate", biased)
+    nearplane.quantize(tiny, tmp_path / "out", size="345KB", **FAST)
+    assert (len(told) == 1) == (wrong == 1.0)
+    assert 0.995 * 345_000 <= bytes_of(tmp_path / "out") <= 345_000
+    assert nearplane.verify(tmp_path / "out").faults == ()
