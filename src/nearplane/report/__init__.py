@@ -68,19 +68,16 @@ def render(record: RunRecord) -> str:
     parts = files(__name__)
     script = parts.joinpath("page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    body = "\n".join(
-        part
-        for part in (
-            _headline(record), _heed(record), _terms(record), legend(record), figures(record), profiles(record), _table(record),
-            _making(record),
-        )
-        if part
-    )  # fmt: skip
+    sections = (_headline, _heed, _terms, legend, figures, profiles, _table, _making)
+    body = "\n".join(part for section in sections if (part := section(record)))
     broad = min(9.0, max(1.0, 800 / max(1, len(record.layers))))
     holes = {
         "title": escape(printable(f"{_model(record)} at {record.rate:.3f} bits per weight")),
-        "digest": digest, "broad": f"{broad:.1f}", "body": "\n".join(map(printable, body.split("\n"))), "script": script,
-    }  # fmt: skip
+        "digest": digest,
+        "broad": f"{broad:.1f}",
+        "body": "\n".join(map(printable, body.split("\n"))),
+        "script": script,
+    }
     page = parts.joinpath("page.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda hole: holes[hole[1]], page)
 
@@ -124,12 +121,13 @@ def _cards(record: RunRecord) -> list[tuple[str, str, str]]:
     cards = [
         ("bits per weight", f"{record.rate:.3f}", f"{wish}every byte of the quantized layers counted"),
         (
-            "checkpoint folder", size_text(record.folder),
+            "checkpoint folder",
+            size_text(record.folder),
             (f"asked for: {asked.size}; " if asked.size else "")
             + f"weight files {size_text(record.bytes)}, of them not quantized {size_text(record.overhead)}",
         ),
         ("layers quantized", f"{len(layers):,}", f"{weights:,} weights"),
-    ]  # fmt: skip
+    ]
     if layers:
         worst = max(layers, key=lambda layer: layer.relative_loss)
         cards.append(("worst relative loss", percent(worst.relative_loss), worst.name))
@@ -171,20 +169,20 @@ def findings(record: RunRecord) -> list[str]:
     if dead := [layer for layer in layers if layer.dead]:
         each = [f"{layer.name} ({layer.dead} of {layer.in_features})" for layer in dead]
         found.append(
-            f"{sum(layer.dead for layer in dead):,} inputs were 0 for every calibration token and their weights are 0 now: "
-            f"{some(each)}. Other text may use them."
+            f"{sum(layer.dead for layer in dead):,} inputs were 0 for every calibration token and their weights are 0 "
+            f"now: {some(each)}. Other text may use them."
         )
     if thin := [layer.name for layer in layers if 0 < layer.tokens < layer.in_features]:
         found.append(
-            f"{count(len(thin), 'layer')} saw fewer tokens than they have inputs, so that damping decided part of the codes: "
-            f"{some(thin)}."
+            f"{count(len(thin), 'layer')} saw fewer tokens than they have inputs, so that damping decided part of the "
+            f"codes: {some(thin)}."
         )
     if clipped := [layer for layer in layers if layer.clipped_rows]:
         most = max(clipped, key=lambda layer: layer.clipped_rows)
         found.append(
-            f"Rows clip in {len(clipped)} of {count(len(layers), 'layer')}: some of their targets lay outside the grid. "
-            f"Worst case, expected loss and gamma hold for none of these rows; the losses themselves are exact. Share of "
-            f"rows that clip: median layer {percent(median(layer.clipped_rows for layer in clipped))}, most "
+            f"Rows clip in {len(clipped)} of {count(len(layers), 'layer')}: some of their targets lay outside the "
+            "grid. Worst case, expected loss and gamma hold for none of these rows; the losses themselves are exact. "
+            f"Share of rows that clip: median layer {percent(median(layer.clipped_rows for layer in clipped))}, most "
             f"{percent(most.clipped_rows)} ({most.name})."
         )
     if beyond := [x.name for x in layers if x.worst_case is not None and x.damped_loss > x.worst_case * (1 + 1e-9)]:
@@ -193,7 +191,8 @@ def findings(record: RunRecord) -> list[str]:
         )
     if worse := [layer.name for layer in layers if layer.nearest_loss is not None and layer.nearest_loss < layer.loss]:
         found.append(
-            f"Rounding to nearest would have lost less on the calibration text in {count(len(worse), 'layer')}: {some(worse)}."
+            f"Rounding to nearest would have lost less on the calibration text in {count(len(worse), 'layer')}: "
+            f"{some(worse)}."
         )
     for reason in dict.fromkeys(reason for _, reason in record.skipped):
         names = [name for name, why in record.skipped if why == reason]
@@ -209,23 +208,23 @@ def some(names: Sequence[str], most: int = 4) -> str:
 
 TERMS = {
     "bits per weight": f"Size of a layer's tensors in the file: 8 {TIMES} bytes / weights, steps, tables and all.",
-    "relative loss": "The error that rounding adds to a layer's outputs on the calibration text, as a share of the outputs, "
-    "both squared: 0.01 is 1 %, or 20 dB below. It compares layers.",
-    "loss": "The same without the share: mean squared error of an output, divided by the number of inputs. Unit: that of an "
-    "output, squared.",
+    "relative loss": "The error that rounding adds to a layer's outputs on the calibration text, as a share of the "
+    "outputs, both squared: 0.01 is 1 %, or 20 dB below. It compares layers.",
+    "loss": "The same without the share: mean squared error of an output, divided by the number of inputs. Unit: that "
+    "of an output, squared.",
     "nearest / this": "How many times the loss would be if every weight were rounded to nearest, with the same steps.",
-    "worst case, expected": "What Babai's theorem allows at most, and a third of that, which it makes probable. They bound "
-    "the loss under the damped Hessian, row by row, where nothing clips.",
-    "gamma": "No codes with the same steps have an error (a root mean square) below 1 / gamma of this one, in rows that do not "
-    "clip.",
+    "worst case, expected": "What Babai's theorem allows at most, and a third of that, which it makes probable. They "
+    "bound the loss under the damped Hessian, row by row, where nothing clips.",
+    "gamma": "No codes with the same steps have an error (a root mean square) below 1 / gamma of this one, in rows "
+    "that do not clip.",
     "clipped": "Codes whose target lay outside the grid, and rows with such a code.",
-    "bits above the limit": "Bits per weight in the file less the fewest with which any code reaches this loss on Gaussian "
-    "weights, under the same Hessian. A reference, not a strict bound for real weights.",
-    "correction": "How far targets moved from the original weights to make up for what the layers before lost: 0 not at "
-    "all, 1 all the way.",
+    "bits above the limit": "Bits per weight in the file less the fewest with which any code reaches this loss on "
+    "Gaussian weights, under the same Hessian. A reference, not a strict bound for real weights.",
+    "correction": "How far targets moved from the original weights to make up for what the layers before lost: 0 not "
+    "at all, 1 all the way.",
     "dead": "Inputs that were 0 for every calibration token.",
-    "d": "Squared Gram-Schmidt length of an input: what the inputs that are rounded after it do not explain. The damped "
-    f"loss is the sum of d {TIMES} (rounding error)\N{SUPERSCRIPT TWO}.",
+    "d": "Squared Gram-Schmidt length of an input: what the inputs that are rounded after it do not explain. The "
+    f"damped loss is the sum of d {TIMES} (rounding error)\N{SUPERSCRIPT TWO}.",
 }
 
 
@@ -263,6 +262,7 @@ class Column:
 
 
 def _ratio(part: float | None, of: float) -> float | None:
+    """Return part / of, None where it is not known or not defined."""
     return part / of if part is not None and of > 0 else None
 
 
@@ -271,20 +271,28 @@ def _grid_bits(layer: LayerRecord) -> float | None:
     return None if layer.bits is None else layer.bits + 16 / (layer.group_size or layer.in_features)
 
 
+def _grid_text(layer: LayerRecord) -> str:
+    """Return width, kind and groups of a layer's grid."""
+    groups = f"g{layer.group_size}" if layer.group_size else "row"
+    return f"{layer.bits}-bit {'sym' if layer.symmetric else 'asym'} {groups}"
+
+
 def _columns(record: RunRecord) -> list[Column]:
     """Return the columns of the table but the first, which holds names."""
     grids = not record.recipe.rate.wanted
     choice = (
         Column(
-            head="grid", value=_grid_bits,
-            text=lambda x: f"{x.bits}-bit {'sym' if x.symmetric else 'asym'} {f'g{x.group_size}' if x.group_size else 'row'}",
+            head="grid",
+            value=_grid_bits,
+            text=_grid_text,
         )
         if grids
         else Column(head="asked rate", value=lambda x: x.asked, text=lambda x: f"{x.asked:.3f}")
-    )  # fmt: skip
+    )
     return [
         Column(
-            head="shape", value=lambda x: x.out_features * x.in_features,
+            head="shape",
+            value=lambda x: x.out_features * x.in_features,
             text=lambda x: f"{x.out_features} {TIMES} {x.in_features}",
         ),
         choice,
@@ -294,16 +302,21 @@ def _columns(record: RunRecord) -> list[Column]:
         Column(head="nearest / this", value=lambda x: _ratio(x.nearest_loss, x.loss)),
         Column(head="worst case / this", value=lambda x: _ratio(x.worst_case, x.damped_loss)),
         Column(head="gamma", value=lambda x: x.gamma),
-        Column(head="clipped codes %", value=lambda x: 100 * x.clipped if grids else None, text=lambda x: f"{100 * x.clipped:.2f}"),
         Column(
-            head="clipped rows %", value=lambda x: 100 * x.clipped_rows if grids else None,
+            head="clipped codes %",
+            value=lambda x: 100 * x.clipped if grids else None,
+            text=lambda x: f"{100 * x.clipped:.2f}",
+        ),
+        Column(
+            head="clipped rows %",
+            value=lambda x: 100 * x.clipped_rows if grids else None,
             text=lambda x: f"{100 * x.clipped_rows:.2f}",
         ),
         Column(head="bits above limit", value=lambda x: x.above_limit, text=lambda x: f"{x.above_limit:.3f}"),
         Column(head="correction", value=lambda x: x.correction, text=lambda x: f"{x.correction:.2f}"),
         Column(head="dead", value=lambda x: x.dead, text=lambda x: str(x.dead)),
         Column(head="bytes", value=lambda x: x.bytes, text=lambda x: f"{x.bytes:,}"),
-    ]  # fmt: skip
+    ]
 
 
 def _table(record: RunRecord) -> str:
@@ -324,7 +337,8 @@ def _table(record: RunRecord) -> str:
     )
     return (
         '<h2 id="table">All layers</h2><p class="soft hint">Click on a heading to sort, again to turn it round; the '
-        f'filter above picks layers by name.{escape(left)}</p><div class="box" tabindex="0" role="region" aria-labelledby="table">'
+        f"filter above picks layers by name.{escape(left)}</p>"
+        '<div class="box" tabindex="0" role="region" aria-labelledby="table">'
         f'<table id="layers"><thead><tr>{heads}</tr></thead><tbody>\n{rows}\n</tbody></table></div>'
     )
 
@@ -351,6 +365,6 @@ def _making(record: RunRecord) -> str:
     return (
         f'<details><summary>How it was made</summary><dl class="terms">{rows}</dl>'
         f"<pre>{escape(record.recipe.to_json())}</pre></details>"
-        '<p class="soft">Written from the record of the checkpoint alone, <code>nearplane.json</code>; no weight was read. '
-        "<code>nearplane verify</code> measures it again.</p>"
+        '<p class="soft">Written from the record of the checkpoint alone, <code>nearplane.json</code>; no weight was '
+        "read. <code>nearplane verify</code> measures it again.</p>"
     )
