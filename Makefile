@@ -22,7 +22,7 @@ test: $(VENV)/.tested-with
 	$(VENV)/bin/python -m pytest
 
 nightly: $(VENV)/.tested-with   # 500 problems for every theorem instead of 50, ten races for one folder instead of three
-	HYPOTHESIS_PROFILE=nightly $(VENV)/bin/python -m pytest tests/lattice tests/study tests/test_inputs.py tests/test_two_runs.py
+	HYPOTHESIS_PROFILE=nightly $(VENV)/bin/python -m pytest tests/lattice tests/study tests/test_inputs.py tests/test_edits.py tests/test_two_runs.py
 
 bench: $(VENV)/.tested-with
 	$(PIP) --no-deps --force-reinstall .

@@ -265,6 +265,18 @@ def test_the_hub_is_asked_once_at_most(hub: Any, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(("name", "key"), [("compressed-tensors", "ignore"), ("gptq", "dynamic")])
+def test_patterns_that_take_years_are_not_matched(copy_of: Callable[[str], Path], name: str, key: str) -> None:
+    """Not by transformers either, which matches the first."""
+    folder = copy_of(name)
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    config[key] = ["re:(.+)+$!"] if key == "ignore" else {"+:(.+)+$!": {"bits": 4}}
+    reconfigure(folder, quantization_config=config)
+    for what in ("load", "evaluate", "export"):
+        with pytest.raises(ModelError, match="which could take years to match"):
+            calls_of(folder)[what]()
+
+
 def test_a_method_of_others_names_what_transformers_needs(copy_of: Callable[[str], Path]) -> None:
     folder = copy_of("gptq")
     reconfigure(folder, quantization_config={"quant_method": "awq", "bits": 4})

@@ -15,12 +15,14 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from nearplane.errors import ModelError
+from nearplane.patterns import fault_of
 from nearplane.shards import ShardReader
 
 COUNT = re.compile(r"(^|_)(num|n|number)_\w+|layers?$|blocks?$|experts$|heads?$|depths?$|labels$|groups$")
 SIZES = re.compile(
     r"positions|embd|embed|ctx|inner|hidden_size|intermediate|vocab|tokens"
 )  # may be large: nobody counts to them
+PATTERNS = ("re:", "+:", "-:")  # how texts begin that are regular expressions
 MOST = 100_000  # of anything that is counted
 CALLS = (
     50_000,
@@ -46,6 +48,25 @@ def check_counts(config: Mapping[str, Any], reader: ShardReader) -> None:
                 f"{reader.folder}/config.json: {name} is {found}; the weight files hold {len(reader.names())} tensors. The two do "
                 f"not belong together; fetch the folder again."
             )
+
+
+def check_patterns(config: Mapping[str, Any], reader: ShardReader) -> None:
+    """Refuse regular expressions in a quantization_config that take years to match: other programs match them, too.
+
+    Raises:
+        ModelError: names the pattern.
+    """
+    for text in _texts(config.get("quantization_config")):
+        if text.startswith(PATTERNS) and (fault := fault_of(text[3 if text.startswith("re:") else 2 :])) is not None:
+            raise ModelError(f"{reader.folder}/config.json: {text[:60]!r} {fault}. Fetch it again.")
+
+
+def _texts(config: Any) -> Iterator[str]:
+    """Yield every text, keys too."""
+    if isinstance(config, str):
+        yield config
+    for part in config.items() if isinstance(config, Mapping) else config if isinstance(config, list | tuple) else ():
+        yield from _texts(part)
 
 
 def _numbers(config: Any, name: str = "") -> Iterator[tuple[str, int]]:

@@ -20,10 +20,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from nearplane.errors import ModelError, NearplaneError, first_line
 from nearplane.jsonfile import read_object
-from nearplane.plausible import Limited, check_counts, check_sizes
+from nearplane.plausible import Limited, check_counts, check_patterns, check_sizes
 from nearplane.shards import ShardReader
 
 FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
+LONGEST = 400  # letters of what transformers says that an error repeats
 EXTRAS = {  # methods whose weights transformers loads with further packages only
     "compressed-tensors": 'pip install "nearplane[serve]"',
     "gptq": "pip install optimum gptqmodel",
@@ -40,7 +41,8 @@ def in_a_sentence(what: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # that of tokenizers, in Rust
             raise
-        raise ModelError(f"{what} ({type(error).__name__}: {first_line(error)[:300]}).") from error
+        said = " ".join(str(error).split())[:LONGEST]  # of several lines the first is often a heading
+        raise ModelError(f"{what} ({': '.join(part for part in (type(error).__name__, said) if part)}).") from error
 
 
 def find_folder(source: str, *, trust_remote_code: bool = False) -> Path:
@@ -88,6 +90,7 @@ def empty_network(
     plain = read_object(path, expected="A model's folder has one that save_pretrained wrote", error=ModelError)
     reader = ShardReader(folder)
     check_counts(plain, reader)
+    check_patterns(plain, reader)
     with in_a_sentence(f"transformers builds no language model from {path}"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         if hasattr(config, "quantization_config") and not quantized:

@@ -14,6 +14,7 @@ from math import gcd
 from typing import Any, Literal
 
 from nearplane.errors import RecipeError
+from nearplane.patterns import fault_of
 from nearplane.removed import refuse_removed
 from nearplane.sizes import bytes_in
 from nearplane.spellings import translated
@@ -311,10 +312,8 @@ class Recipe:
                 f"bits is {self.rule.bits}, which no layer can have: with --allocate slope it is the average of layers' own widths."
             )
         for pattern in self.ignore:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise RecipeError(f"ignore: {pattern!r} is not a regular expression ({error}).") from error
+            if (fault := fault_of(pattern)) is not None:
+                raise RecipeError(f"ignore: {pattern[:60]!r} {fault}.")
 
     def for_layer(self, name: str) -> Rule | None:
         """Return the rule of the layer with this full name, or None if it is to stay as it is."""

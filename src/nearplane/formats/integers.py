@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nearplane.errors import FormatError
 from nearplane.lattice.grid import Grid, QuantizedMatrix
+from nearplane.patterns import fault_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +88,9 @@ def matches(pattern: str, name: str) -> bool:
     Raises:
         FormatError: it is none.
     """
-    try:
-        return re.match(pattern, name) is not None
-    except re.error as error:
-        raise FormatError(f"{pattern!r} in quantization_config is not a regular expression ({error}).") from error
+    if (fault := fault_of(pattern)) is not None:
+        raise FormatError(f"{pattern[:60]!r} in quantization_config {fault}. Fetch config.json again.")
+    return re.match(pattern, name) is not None
 
 
 def expect(
