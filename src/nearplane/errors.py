@@ -1,5 +1,7 @@
 """What can go wrong, by cause. Every message says what was found, what was expected and what to do."""
 
+LONGEST = 1600  # letters of a message
+
 
 def printable(text: str) -> str:
     """Return a text in which nothing can steer a terminal: control and formatting characters and lone surrogates escaped.
@@ -15,7 +17,10 @@ class NearplaneError(Exception):
     """Base of all errors that nearplane raises on purpose; the command line prints its message and exits with 1."""
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(printable(message))
+        message = printable(message)
+        if len(message) > LONGEST:  # what was found may be a file of any size: both ends say what it is about
+            message = f"{message[: LONGEST // 2]} .. {message[-LONGEST // 4 :]}"
+        super().__init__(message)
 
 
 class RecipeError(NearplaneError):

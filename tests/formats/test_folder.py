@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -309,3 +310,47 @@ def test_shared_steps_are_equal_to_spelled_out_ones_on_the_way_back(tmp_path: Pa
         w.close_block({})
         w.record_json = "{}"
     assert torch.equal(dict(read_dense(tmp_path / "out"))["a.weight"], shared.decode())
+
+
+@pytest.mark.parametrize("format", FORMAT_NAMES)
+@pytest.mark.parametrize(
+    "value",
+    [None, "", "16", 0, -2, True, 1.5, 2.0, 10**400, [], [16], {}, {"a": 1}, "x" * 10**5],
+    ids=lambda v: str(v)[:12],
+)
+def test_a_config_of_other_types_is_one_sentence(
+    tmp_path: Path, source: Callable[..., Path], format: str, value: object
+) -> None:
+    """`group_size: ""` was a ValueError of int(), `dynamic: []` an AttributeError, a group size of 0 a division by zero."""
+    write_folder(tmp_path / "out", source(torch.bfloat16), format, bits=4, group_size=32)
+    whole = json.loads((tmp_path / "out" / "config.json").read_text())
+
+    def read(**changes: object) -> None:
+        quantization = json.loads(json.dumps(whole["quantization_config"]))
+        for name, new in changes.items():
+            *path, last = name.split("__")
+            part = quantization
+            for key in path:
+                part = part[key]
+            part[last] = new
+        (tmp_path / "out" / "config.json").write_text(json.dumps(whole | {"quantization_config": quantization}))
+        list(read_matrices(tmp_path / "out"))
+
+    weights = "config_groups__group_0__weights"
+    places = (
+        (
+            weights,
+            f"{weights}__group_size",
+            f"{weights}__num_bits",
+            f"{weights}__symmetric",
+            f"{weights}__strategy",
+            "config_groups",
+            "format",
+            "quantization_status",
+        )
+        if format == "compressed-tensors"
+        else ("bits", "group_size", "sym", "dynamic", "format")
+    )
+    for place in places:
+        with contextlib.suppress(FormatError):
+            read(**{place: value})

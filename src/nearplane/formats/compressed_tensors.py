@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nearplane.coding.words import pack, unpack, words_of
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.integers import Integers, consecutive, expect, matches
+from nearplane.formats.integers import Integers, consecutive, expect, group_size_of, matches, object_of, truth_of
 from nearplane.lattice.grid import QuantizedMatrix
 
 KEY = "weight_packed"  # the tensor that every quantized layer has
@@ -215,14 +215,14 @@ def _module_pattern(name: str) -> str:
 
 def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return the scheme of a layer: of several, the one that targets its name, else a pattern of it, else its class."""
-    schemes = list((config.get("config_groups") or {}).values())
+    schemes = list(object_of("compressed-tensors: config_groups", config.get("config_groups")).values())
     if not schemes or not all(isinstance(scheme, Mapping) for scheme in schemes):
         raise FormatError(
             f"compressed-tensors: config_groups has {len(schemes)} schemes; one or more, spelled out, are understood."
         )
     if len(schemes) == 1:
         return schemes[0]
-    targets = [(target, scheme) for scheme in schemes for target in scheme.get("targets") or ()]
+    targets = [(str(target), scheme) for scheme in schemes for target in _list("targets", scheme.get("targets"))]
     exact = [scheme for target, scheme in targets if target == name]
     patterns = [scheme for target, scheme in targets if target.startswith("re:") and matches(target[3:], name)]
     found = exact or patterns or [scheme for target, scheme in targets if target == "Linear"]
@@ -234,7 +234,7 @@ def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _scheme(config: Mapping[str, Any], name: str) -> tuple[int, int | None, bool]:
     """Return bits, group size and symmetry of a layer."""
     scheme = _group(config, name)
-    weights = scheme.get("weights") or {}
+    weights = object_of("compressed-tensors: weights", scheme.get("weights"))
     used: dict[str, tuple[Any, set[Any]]] = {
         "format": (config.get("format"), {"pack-quantized"}),
         "quantization_status": (config.get("quantization_status"), {"compressed"}),
@@ -246,8 +246,18 @@ def _scheme(config: Mapping[str, Any], name: str) -> tuple[int, int | None, bool
         "weights.num_bits": (weights.get("num_bits"), set(BITS)),
     }
     for option, (value, understood) in used.items():
-        if isinstance(value, dict | list) or value not in understood:
+        if isinstance(value, dict | list | float) or value not in understood:
             expected = " or ".join(sorted(map(str, understood)))
             raise FormatError(f"compressed-tensors: {option} is {value!r}, understood is {expected}.")
-    group_size = weights.get("group_size") if weights["strategy"] == "group" else None
-    return int(weights["num_bits"]), group_size, bool(weights.get("symmetric", True))
+    group_size = None
+    if weights["strategy"] == "group":
+        group_size = group_size_of("compressed-tensors: weights.group_size", weights.get("group_size"), ())
+    symmetric = truth_of("compressed-tensors: weights.symmetric", weights.get("symmetric", True))
+    return int(weights["num_bits"]), group_size, symmetric
+
+
+def _list(name: str, value: Any) -> list[Any]:
+    """Return a list of the config; null is an empty one."""
+    if value is not None and not isinstance(value, list):
+        raise FormatError(f"compressed-tensors: {name} is {value!r}, expected a list. Fetch config.json again.")
+    return value or []

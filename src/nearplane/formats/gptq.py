@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nearplane.coding.words import pack, unpack, words_of
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.integers import Integers, consecutive, expect, matches
+from nearplane.formats.integers import Integers, consecutive, expect, group_size_of, matches, object_of, truth_of
 from nearplane.lattice.grid import QuantizedMatrix
 
 BITS = (2, 3, 4, 8)
@@ -239,19 +239,19 @@ def _scheme(config: Mapping[str, Any], name: str) -> tuple[int, int | None, bool
     """Return bits, group size and symmetry of a layer: those of the config, or its own by the first of `dynamic` that matches."""
     own = _dynamic(config, name)
     bits, group_size = own.get("bits", config.get("bits")), own.get("group_size", config.get("group_size", 128))
-    if bits not in BITS:
+    if type(bits) is not int or bits not in BITS:
         raise FormatError(f"GPTQ: bits is {bits!r}, understood is {', '.join(map(str, BITS))}.")
     if str(config.get("pack_dtype") or "int32").removeprefix("torch.") != "int32":
         raise FormatError(f"GPTQ: pack_dtype is {config['pack_dtype']!r}, understood is int32.")
     if config.get("rotation"):
         raise FormatError(f"GPTQ: rotation is {config['rotation']!r}; rotated weights are not understood.")
-    symmetric = bool(own.get("sym", config.get("sym", True)))
-    return int(bits), None if group_size in (-1, None) else int(group_size), symmetric
+    symmetric = truth_of("GPTQ: sym", own.get("sym", config.get("sym", True)))
+    return bits, group_size_of("GPTQ: group_size", group_size, (-1, None)), symmetric
 
 
 def _dynamic(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return what `dynamic` says of one layer."""
-    for key, own in (config.get("dynamic") or {}).items():
+    for key, own in object_of("GPTQ: dynamic", config.get("dynamic")).items():
         if not matches(key.removeprefix("+:").removeprefix("-:"), name):
             continue
         if key.startswith("-:"):

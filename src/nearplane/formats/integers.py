@@ -7,8 +7,9 @@ re-rounded: what a file cannot hold exactly is an error.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,6 +81,42 @@ class Integers:
 def consecutive(columns: int, group_size: int | None) -> Tensor:
     """Return (in,) the group of every column where groups are runs of neighbours; one group without a size."""
     return torch.arange(columns) // (group_size or max(columns, 1))
+
+
+def group_size_of(called: str, value: Any, none: Collection[int | None]) -> int | None:
+    """Return the group size that a config says; None for one step a row, which `none` lists the words of.
+
+    Raises:
+        FormatError: it is no size.
+    """
+    if value is None or (type(value) is int and value in none):
+        if value in none:
+            return None
+    elif type(value) is int and 1 <= value < 2**31:
+        return value
+    raise FormatError(f"{called} is {value!r}, expected a positive whole number. Fetch config.json again.")
+
+
+def truth_of(called: str, value: Any) -> bool:
+    """Return what a config says of something that is true or false.
+
+    Raises:
+        FormatError: it is neither.
+    """
+    if not isinstance(value, bool):
+        raise FormatError(f"{called} is {value!r}, expected true or false. Fetch config.json again.")
+    return value
+
+
+def object_of(called: str, value: Any) -> Mapping[str, Any]:
+    """Return an object of a config; null is an empty one.
+
+    Raises:
+        FormatError: it is no object.
+    """
+    if value is not None and not isinstance(value, Mapping):
+        raise FormatError(f"{called} is {value!r}, expected an object. Fetch config.json again.")
+    return value or {}
 
 
 def matches(pattern: str, name: str) -> bool:
