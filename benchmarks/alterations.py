@@ -114,15 +114,15 @@ def every_code(folder: Path, source: str) -> Moves:
     model = open_model(
         source, ignore=recipe.ignore, embeddings=recipe.rate.include_embeddings, head=recipe.rate.include_head
     )
-    _, tokens = calibration_windows(model, recipe)
-    assert tokens is not None
+    windows = calibration_windows(model, recipe)
+    assert windows.fitted is not None
     planned = Plan()
     if model.embeddings is not None:
-        look(planned, model, recipe, tokens, place)
+        look(planned, model, recipe, windows.fitted, place)
     matrices = dict(read_matrices(folder))
     stored = {layer.name: layer.stored for layer in record.layers}
     changes, hidden, dead = [], [], 0
-    for part in parts(model, recipe, tokens, place, planned.moments):
+    for part in parts(model, recipe, windows, place, planned.moments):
         for observed in part.stages:
             for layer, inputs in shared_inputs(observed):
                 matrix, W = matrices[stored[layer.name]], layer.read()

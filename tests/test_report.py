@@ -19,7 +19,7 @@ from nearplane import FormatError, Rate, RecipeError, Rule
 from nearplane.recipe import Recipe
 from nearplane.record import LayerRecord, Profile, RunRecord
 from nearplane.report import findings, render, write_report
-from nearplane.report.drawing import PLOT_HEIGHT, Scale, spanning
+from nearplane.report.drawing import PLOT_HEIGHT, TIMES, Scale, spanning
 from nearplane.report.figures import kinds
 from nearplane.sizes import size_text
 
@@ -230,7 +230,8 @@ def test_missing_figures_limits_and_columns_are_explained():
         "<b>Bits above the limit</b>: not drawn: 5 layers of more than 4096 inputs",
         "for which the limit is not computed and 30 layers without a limit in the record.",
         "<b>Share of the worst case</b>: not drawn, as the record holds no worst case.",
-        "No layer has a value for: nearest / this, worst case / this, gamma, clipped codes %, clipped rows %, bits above limit.",
+        "No layer has a value for: relative loss on extra windows, nearest / this, nearest / this on extra windows, "
+        "worst case / this, gamma, clipped codes %, clipped rows %, bits above limit.",
         "The record holds no loss of rounding to nearest.",
     ):
         assert said in page
@@ -251,6 +252,28 @@ def test_the_headline_says_what_the_record_does():
     assert float(found["worst relative loss"].split()[0]) == pytest.approx(100 * worst.relative_loss, rel=0.005)
     assert float(found["bits above the limit"]) == pytest.approx(above, abs=0.0005)
     assert worst.name in [more.replace("<wbr>", "") for _, _, more in cards]
+
+
+def test_losses_on_extra_windows_stand_beside_those_on_what_was_fitted():
+    layers = [
+        replace(
+            layer,
+            extra_loss=3 * layer.loss,
+            extra_relative_loss=4 * layer.relative_loss,
+            extra_nearest_loss=6 * layer.loss,
+        )
+        for layer in CODED.layers
+    ]
+    page = render(replace(CODED, layers=tuple(layers), extra_windows=7))
+    worst = max(layers, key=lambda layer: layer.relative_loss)
+    cards = re.findall(r"<dt>([^<]*)</dt><dd>([^<]*)</dd><dd>(.*?)</dd>", page)
+    found = {what: (value, more.replace("<wbr>", "")) for what, value, more in cards}
+    assert float(found["worst on extra windows"][0].split()[0]) == pytest.approx(400 * worst.relative_loss, rel=0.005)
+    assert found["worst on extra windows"][1] == f"{worst.name}, 7 windows to which nothing was fitted"
+    assert f"2.00 {TIMES} on extra windows" in found["rounding to nearest"][1]
+    assert "measured on 7 windows more" in page
+    assert page.count(">relative loss on extra windows<") == page.count(">nearest / this on extra windows<") == 1
+    assert "relative loss on extra windows<" not in render(CODED).split("No layer has")[0]
 
 
 @pytest.mark.parametrize("value", [0.0, math.inf, math.nan, 1e-300, 1e300])

@@ -13,16 +13,17 @@ GOOD = LayerRecord(
     name="model.layers.0.mlp.up_proj", stored="model.layers.0.mlp.up_proj", out_features=8, in_features=16, loss=0.25,
     row_losses=(0.25,), relative_loss=0.01, nearest_loss=0.75, damped_loss=0.5, worst_case=2.0, expected=2 / 3, gamma=3.5,
     clipped=0.125, clipped_rows=0.5, correction=0.7, damp=0.01, sweep_damp=0.1, dead=0, tokens=512, order="activation", bits=4,
-    group_size=16, symmetric=True, seconds=0.1, bytes=80,
+    group_size=16, symmetric=True, seconds=0.1, bytes=80, extra_loss=0.5, extra_relative_loss=0.02, extra_nearest_loss=1.0,
+    pruned=0,
 )  # fmt: skip
-WORSE = replace(GOOD, name="model.layers.1.mlp.up_proj", relative_loss=0.03, bytes=48)
+WORSE = replace(GOOD, name="model.layers.1.mlp.up_proj", relative_loss=0.03, extra_relative_loss=0.05, bytes=48)
 CODED = replace(
     GOOD, bits=None, group_size=None, symmetric=None, asked=3.1, entropy=2.5, limit=2.25, base=0.1, bytes=48
 )
 RUN = RunRecord(
     recipe=Recipe(rule=Rule(group_size=16), calibration=Calibration(samples=2)), source="somewhere", versions={"torch": "2"},
     device="cpu", windows=2,
-    seqlen=256, tokens=512, layers=(GOOD, WORSE), seconds=1.5, bytes=1_250_000, folder=1_500_000,
+    seqlen=256, tokens=512, extra_windows=1, layers=(GOOD, WORSE), seconds=1.5, bytes=1_250_000, folder=1_500_000,
 )  # fmt: skip
 RATE = replace(RUN, recipe=Recipe(rate=Rate(rate=3.0), calibration=Calibration(samples=2)), layers=(CODED, CODED))
 OUT = Path("out")
@@ -32,9 +33,27 @@ def test_a_run_that_went_as_asked_takes_four_lines():
     assert list(summary(RUN, OUT)) == [
         "2 layers quantized to 4.000 bits per weight in 1.5 s: out",
         "weight files 1.25 MB, the whole folder 1.50 MB, calibrated on 512 tokens",
-        "relative loss: mean 2.00e-02, worst 3.00e-02 (model.layers.1.mlp.up_proj)",
-        "rounding the same targets to nearest would lose 3.0 times as much (median layer)",
+        "relative loss on 1 extra windows, to which nothing was fitted: mean 3.50e-02, worst 5.00e-02 (model.layers.1.mlp.up_proj)",
+        "rounding the same targets to nearest would lose 2.0 times as much there (median layer)",
     ]
+
+
+def without_extra(layer):
+    return replace(layer, extra_loss=None, extra_relative_loss=None, extra_nearest_loss=None)
+
+
+def test_without_extra_windows_the_losses_are_said_to_be_on_what_was_fitted():
+    layers = tuple(map(without_extra, RUN.layers))
+    lines = list(summary(replace(RUN, layers=layers, extra_windows=0), OUT))
+    fitted = "relative loss on the tokens that were fitted, as the text has no windows besides"
+    assert f"{fitted}: mean 2.00e-02, worst 3.00e-02 (model.layers.1.mlp.up_proj)" in lines
+    assert "rounding the same targets to nearest would lose 3.0 times as much (median layer)" in lines
+
+
+def test_layers_that_no_extra_window_reaches_do_not_hide_the_others():
+    """Of embeddings and of some experts no loss is known there."""
+    lines = list(summary(replace(RUN, layers=(without_extra(GOOD), WORSE)), OUT))
+    assert any("to which nothing was fitted: mean 5.00e-02, worst 5.00e-02" in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +73,22 @@ def test_a_run_that_went_as_asked_takes_four_lines():
         ({"skipped": (("router", "Router"),)}, "left as it is: router (Router)"),
         (
             {"layers": (replace(GOOD, dead=3), WORSE)},
+            "3 inputs were 0 for every calibration token, in the original network too; their weights are 0 now:",
+        ),
+        (
+            {"layers": (replace(GOOD, dead=3, pruned=2), replace(WORSE, dead=4, pruned=4))},
+            "6 neurons were pruned: quantization made these inputs 0 for every calibration token, and their weights are 0 now:",
+        ),
+        (
+            {"layers": (replace(GOOD, dead=3, pruned=2), replace(WORSE, dead=4, pruned=4))},
+            "  model.layers.0.mlp.up_proj (2 of 16), model.layers.1.mlp.up_proj (4 of 16)",
+        ),
+        (
+            {"layers": (replace(GOOD, dead=3, pruned=2), replace(WORSE, dead=4, pruned=4))},
+            "1 inputs were 0 for every calibration token, in the original network too; their weights are 0 now:",
+        ),
+        (
+            {"layers": (replace(GOOD, dead=3, pruned=None), WORSE)},
             "3 inputs were 0 for every calibration token; their weights are 0 now:",
         ),
         ({"layers": (replace(GOOD, dead=3), WORSE)}, "  model.layers.0.mlp.up_proj (3 of 16)"),
@@ -78,7 +113,9 @@ def test_what_went_otherwise_is_said(changes, line):
 
 
 def test_nothing_is_said_of_calibration_where_there_was_none():
-    bare = replace(RUN, tokens=0, windows=0, recipe=Recipe(rule=Rule(solver="round-to-nearest")))
+    layers = tuple(map(without_extra, RUN.layers))
+    rule = Rule(solver="round-to-nearest")
+    bare = replace(RUN, tokens=0, windows=0, extra_windows=0, layers=layers, recipe=Recipe(rule=rule))
     assert not any("to nearest" in line or "windows" in line for line in summary(bare, OUT))
 
 
@@ -93,11 +130,13 @@ def test_the_table_of_grids_has_a_row_for_every_layer():
     first, second = (dict(zip(columns, row, strict=True)) for row in rows)
     assert first.items() >= {
         "layer": "model.layers.0.mlp.up_proj", "shape": "8 x 16", "grid": "4-bit sym g16", "bits/weight": "5.000",
-        "relative loss": "1.000e-02", "nearest/this": "3.00", "bound/this": "4.00*", "clipped %": "12.50", "correction": "0.70",
+        "relative loss": "1.000e-02", "on extra": "2.000e-02", "nearest/this": "3.00", "nearest/extra": "2.00",
+        "bound/this": "4.00*", "clipped %": "12.50", "correction": "0.70",
     }.items()  # fmt: skip
     assert second["relative loss"] == "3.000e-02"
     assert after == [
         "* some rows clip: for them the worst case does not hold",
+        "on extra: outputs against the original's, on 1 windows to which nothing was fitted",
         "total: 4.000 bits per quantized weight, weight files 1.25 MB",
     ]
 

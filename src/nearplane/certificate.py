@@ -14,7 +14,7 @@ from nearplane.coding.blob import size
 from nearplane.errors import NumericalError
 from nearplane.formats.native import contents
 from nearplane.inputs import Inputs, damp_of_the_sweep
-from nearplane.lattice.bounds import certify, limit
+from nearplane.lattice.bounds import certify, limit, losses_beside
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.solve import nearest_plane
 from nearplane.lattice.solvers import SOLVERS
@@ -54,9 +54,11 @@ def measure(
     first = None
     if bounded and isinstance(grid, Grid):  # where a sweep clips, other codes than its own do not show it
         first = nearest_plane(target.to(torch.promote_types(W.dtype, torch.float32)), grid, sweep).codes
-    found = certify(
-        W, target, on_grid, H, sweep, swept=bounded, sweep=first, values=None if base is None else matrix.decode()
-    )
+    values = None if base is None else matrix.decode()
+    found = certify(W, target, on_grid, H, sweep, swept=bounded, sweep=first, values=values)
+    extra: tuple[float | None, ...] = (None, None, None)
+    if (beside := inputs.moments.extra) is not None:
+        extra = losses_beside(W, target, on_grid, (beside.H, beside.K, beside.Q), values=values)
     losses = found.row_losses  # (out,), means over the inputs
     weight = grid.row_weight().to(losses)
     energy = target.to(losses).square().mean(1) * weight
@@ -69,8 +71,16 @@ def measure(
         limit=None if len(H) > WIDE else limit(float((losses * weight).mean()), energy, inputs.eigenvalues()),
         entropy=size(contents(matrix), coder=wanted.coder, classes=wanted.classes).payload / W.numel() if coded else None,
         asked=asked, base=base, correction=correction, damp=factor.damp, sweep_damp=sweep.damp,
-        dead=int(factor.dead.sum()), tokens=inputs.moments.tokens, order=rule.order, seconds=0.0,
+        extra_loss=extra[0], extra_relative_loss=extra[1], extra_nearest_loss=extra[2],
+        dead=int(factor.dead.sum()), pruned=pruned(inputs, factor.dead), tokens=inputs.moments.tokens, order=rule.order,
+        seconds=0.0,
     )  # fmt: skip
+
+
+def pruned(inputs: Inputs, dead: Tensor) -> int | None:
+    """Return how many of the inputs that were always 0 (in,) were not in the original network; None where it did not run."""
+    alive = inputs.moments.alive
+    return None if alive is None else int((dead & (alive > 0)).sum())
 
 
 PROFILED: tuple[Order, ...] = ("natural", "activation", "pivoted")

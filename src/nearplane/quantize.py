@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nearplane.budget import budget_of
@@ -43,7 +42,7 @@ from nearplane.rate import quantize_matrix_to_rate
 from nearplane.readers.dense import left_dense, merged_experts
 from nearplane.recipe import Device, Recipe
 from nearplane.record import WIDE, LayerRecord, Profile, RunRecord
-from nearplane.tokens import calibration_windows, check_tokens, digest_of_tokens
+from nearplane.tokens import Windows, calibration_windows, check_tokens
 
 
 def silent(items: Iterable[Any], label: str, total: int) -> Iterable[Any]:
@@ -120,17 +119,17 @@ def quantize_folder(
         overwrite=overwrite, trust_remote_code=trust_remote_code,
     )  # fmt: skip
     with writer:
-        seqlen, tokens = calibration_windows(source, recipe, given)
-        check_tokens(source, recipe, tokens)
+        windows = calibration_windows(source, recipe, given)
+        check_tokens(source, recipe, windows.fitted)
         record = RunRecord(
-            recipe=asked, source=name, versions=_versions(), device=str(place), seqlen=seqlen,
-            windows=0 if tokens is None else len(tokens), tokens=0 if tokens is None else tokens.numel(),
-            text="" if tokens is None else digest_of_tokens(tokens), skipped=tuple(source.skipped),
+            recipe=asked, source=name, versions=_versions(), device=str(place), windows=windows.count,
+            seqlen=windows.seqlen, tokens=windows.count * windows.seqlen, extra_windows=windows.extra_count,
+            text=windows.digest(), skipped=tuple(source.skipped),
         )  # fmt: skip
-        planned = plan(source, recipe, tokens, place, progress)
+        planned = plan(source, recipe, windows.fitted, place, progress)
         writer.config = quantization_config(source, recipe, planned.widths)
         ledger = Ledger(source, recipe, writer, record, planned)
-        solved = quantized_layers(source, recipe, tokens, writer, place, ledger)
+        solved = quantized_layers(source, recipe, windows, writer, place, ledger)
         seen = logged(solved, "quantizing", len(source.layers), blocks=_layers_of_blocks(source))
         layers = tuple(progress(seen, "quantizing", len(source.layers)))
         record = replace(record, layers=layers, profiles=tuple(ledger.profiles), bytes=writer.size)
@@ -142,7 +141,7 @@ def quantize_folder(
 
 
 def quantized_layers(
-    model: Model, recipe: Recipe, tokens: Tensor | None, writer: Writer, device: torch.device, ledger: Ledger
+    model: Model, recipe: Recipe, windows: Windows, writer: Writer, device: torch.device, ledger: Ledger
 ) -> Iterator[LayerRecord]:
     """Quantize and write layer after layer, block after block; yields what was measured of each."""
     storage = FORMATS[recipe.format].scale_dtype(model.dtype)
@@ -153,7 +152,7 @@ def quantized_layers(
             written = writer.add(name, matrix)
             yield layer, matrix, with_tensors(record, name, written.bytes, written.checksum)
 
-    for part in parts(model, recipe, tokens, device, ledger.planned.moments):
+    for part in parts(model, recipe, windows, device, ledger.planned.moments):
         ledger.settle()
         for observed in part.stages:  # q/k/v, then o, then gate/up, then down
             if part.chosen:
@@ -184,14 +183,14 @@ class Part:
 
 
 def parts(
-    model: Model, recipe: Recipe, tokens: Tensor | None, device: torch.device, moments: Mapping[str, Statistics]
+    model: Model, recipe: Recipe, windows: Windows, device: torch.device, moments: Mapping[str, Statistics]
 ) -> Iterator[Part]:
     """Pass both streams through the network, part after part; whoever takes a part writes its layers before the next.
 
     Args:
         model: the original.
         recipe: what calibration is to see.
-        tokens: (windows, seqlen); None: layers are solved without looking at their inputs.
+        windows: of the text; without any, layers are solved without looking at their inputs.
         device: where to compute.
         moments: of the embeddings' inputs, where they are quantized; see `Plan`.
     """
@@ -202,8 +201,16 @@ def parts(
         with model.embeddings.on(device, dtype, original=False) as block:
             yield Part(stages=(Observed(layers=tuple(block.quantized_layers()), statistics=dict(moments)),), rest=None)
             embeddings = block.quantized_layers()[0].read()
-    if tokens is not None and SOLVERS[recipe.rule.solver].needs_inputs:
-        stream = skeleton(model, tokens, device=device, dtype=dtype, two_streams=correct, embeddings=embeddings)
+    if windows.fitted is not None and SOLVERS[recipe.rule.solver].needs_inputs:
+        stream = skeleton(
+            model,
+            windows.fitted,
+            device=device,
+            dtype=dtype,
+            two_streams=correct,
+            embeddings=embeddings,
+            extra=windows.extra,
+        )
     chosen = {0, len(model.blocks) // 2, len(model.blocks) - 1} if stream is not None else set()
     for index, block in enumerate(model.blocks):
         with block.on(device, dtype, original=correct and stream is not None):
@@ -216,7 +223,7 @@ def parts(
         yield Part(stages=(), rest=rest)
         return
     if stream is not None:
-        finish(model, stream, tokens, device=device, dtype=dtype)
+        finish(model, stream, windows.tokens(), device=device, dtype=dtype)
     with model.head.on(device, dtype, original=False) as block:
         yield Part(stages=(observe_head(block, stream, correct=correct, root=recipe.rule.factor == "qr"),), rest=rest)
 

@@ -17,7 +17,8 @@ from nearplane.errors import FormatError, NearplaneError
 from nearplane.recipe import FITTING, Recipe
 
 NAME = "nearplane.json"
-VERSION = 2  # of the record; 1 had no checksums
+VERSION = 3  # of the record; 2 had no extra windows, 1 no checksums
+READ = (2, 3)  # versions that are read
 WIDE = 4096  # inputs above which limits and profiles are left out: they would take longer than the solve
 
 
@@ -34,6 +35,11 @@ class LayerRecord:
         row_losses: The same of groups of neighbouring rows, `row_groups` of them, to 9 digits: one changed code shows in its group.
         relative_loss: The loss over the energy of the weights under that Hessian.
         nearest_loss: Loss of rounding the same target to nearest on the same grid.
+        extra_loss: How far outputs are from those of the original network on the extra windows, to which nothing was fitted: what
+            the layers before lost is in it. Where targets are not corrected the original network does not run: then it is that of
+            this layer alone. This and the next two are None where no row of extra windows reached the layer.
+        extra_relative_loss: The same over the energy of the original network's outputs.
+        extra_nearest_loss: The same of rounding the target to nearest on the same grid.
         damped_loss: Loss of the sweep under the Hessian damped with `sweep_damp`, which the next three refer to.
         worst_case: Babai's bound, mean over all rows: no damped_loss is more if clipped_rows is 0. It holds row by row where a row
             does not clip, so that the sum over those rows is at most the sum of their own bounds; of this mean no row's bound
@@ -48,6 +54,8 @@ class LayerRecord:
         damp: Damping of the correction, relative to the mean of the Hessian's diagonal.
         sweep_damp: The same in the sweep.
         dead: Inputs that were always 0.
+        pruned: How many of these were not always 0 in the original network: quantizing what they come from made them so. None if
+            targets are not corrected, as the original network does not run then.
         tokens: Rows that the Hessian was averaged over.
         order: In which columns were rounded.
         bits, group_size, symmetric: Of the grid; None for entropy-coded weights, whose codes have no limits.
@@ -84,6 +92,10 @@ class LayerRecord:
     bits: int | None = None
     group_size: int | None = None
     symmetric: bool | None = None
+    extra_loss: float | None = None
+    extra_relative_loss: float | None = None
+    extra_nearest_loss: float | None = None
+    pruned: int | None = None
     asked: float | None = None
     base: float | None = None
     entropy: float | None = None
@@ -146,8 +158,9 @@ class RunRecord:
         source: The model as the user named it.
         versions: Of the packages that computed it.
         device: That it ran on.
-        windows, seqlen, tokens: Calibration windows, their length, and their product.
-        text: SHA-256 of the calibration's token ids, as little-endian int64; empty where there was none.
+        windows, seqlen, tokens: Calibration windows that are fitted, their length, and their product.
+        extra_windows: Windows of the same text that enter no sum, on which losses are measured besides.
+        text: SHA-256 of the token ids of all these windows, as little-endian int64; empty where there was no text.
         layers: In the order they were quantized.
         profiles: Of some layers, in several orders.
         skipped: (name, reason) of weights that were left as they are although the recipe did not ask for it.
@@ -166,6 +179,7 @@ class RunRecord:
     windows: int
     seqlen: int
     tokens: int
+    extra_windows: int = 0
     text: str = ""
     layers: tuple[LayerRecord, ...] = ()
     profiles: tuple[Profile, ...] = ()
@@ -200,8 +214,8 @@ class RunRecord:
         """
         try:
             data = json.loads(text)
-            if not isinstance(data, dict) or data.get("version") != VERSION:
-                raise ValueError(f"not an object of version {VERSION}")
+            if not isinstance(data, dict) or data.get("version") not in READ:
+                raise ValueError(f"not an object of version {' or '.join(map(str, READ))}")
             record: RunRecord = _read(cls, data, "record")
         except (ValueError, RecursionError) as error:
             raise FormatError(f"{NAME} is not a record that this version of nearplane reads ({error}).") from error

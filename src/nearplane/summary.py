@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from nearplane.dead import dead_inputs
 from nearplane.enough import shortage
 from nearplane.recipe import FITTING
 from nearplane.record import LayerRecord, RunRecord
@@ -13,9 +14,6 @@ from nearplane.sizes import size_text
 
 def summary(record: RunRecord, out: Path) -> Iterator[str]:
     """Yield the lines that `nearplane quantize` prints."""
-    losses = [layer.relative_loss for layer in record.layers]
-    worst = max(record.layers, key=lambda layer: layer.relative_loss)
-    better = [layer.nearest_loss / layer.loss for layer in record.layers if layer.nearest_loss and layer.loss > 0]
     yield f"{len(record.layers)} layers quantized to {record.rate:.3f} bits per weight in {record.seconds:.1f} s: {out}"
     if (missed := record.missed) is not None:
         yield missed
@@ -28,12 +26,10 @@ def summary(record: RunRecord, out: Path) -> Iterator[str]:
     yield from _few_tokens(record)
     if record.tokens and record.windows < record.recipe.calibration.samples:
         yield f"the text holds {record.windows} windows of {record.seqlen}, {record.recipe.calibration.samples} were asked for"
-    yield f"relative loss: mean {sum(losses) / len(losses):.2e}, worst {worst.relative_loss:.2e} ({worst.name})"
-    if better and record.tokens:
-        yield f"rounding the same targets to nearest would lose {sorted(better)[len(better) // 2]:.1f} times as much (median layer)"
-    if unsound := [layer for layer in record.layers if layer.dead]:
-        yield f"{sum(layer.dead for layer in unsound)} inputs were 0 for every calibration token; their weights are 0 now:"
-        yield "  " + ", ".join(f"{layer.name} ({layer.dead} of {layer.in_features})" for layer in unsound[:8])
+    yield from _losses(record)
+    for sentence, layers in dead_inputs(record):
+        yield f"{sentence}:"
+        yield "  " + ", ".join(layers[:8]) + (f" and {len(layers) - 8} more" if len(layers) > 8 else "")
     for name, reason in record.skipped:
         yield f"left as it is: {name} ({reason})"
     if record.exceeding:
@@ -45,6 +41,31 @@ def summary(record: RunRecord, out: Path) -> Iterator[str]:
             f'load it with nearplane.load("{out}"), or in transformers after nearplane.register(): without that call transformers '
             f"stops with an error. For other programs: nearplane export"
         )
+
+
+def _losses(record: RunRecord) -> Iterator[str]:
+    """Yield what was lost: on the extra windows where there are some, as losses on what was fitted look better than they are.
+
+    Those are of outputs against the original network's: what the layers before lost is in them.
+    """
+    where, there = "", ""
+    found = [
+        (layer.extra_relative_loss, layer.extra_nearest_loss, layer.extra_loss, layer.name)
+        for layer in record.layers
+        if layer.extra_relative_loss is not None
+    ]
+    if found:
+        where, there = f" on {record.extra_windows} extra windows, to which nothing was fitted", " there"
+    else:
+        found = [(layer.relative_loss, layer.nearest_loss, layer.loss, layer.name) for layer in record.layers]
+        if record.tokens and not record.extra_windows:
+            where = " on the tokens that were fitted, as the text has no windows besides"
+    worst, _, _, name = max(found, key=lambda losses: losses[0])
+    yield f"relative loss{where}: mean {sum(losses[0] for losses in found) / len(found):.2e}, worst {worst:.2e} ({name})"
+    better = sorted(nearest / loss for _, nearest, loss, _ in found if nearest and loss)
+    if record.tokens and better:
+        times = better[len(better) // 2]
+        yield f"rounding the same targets to nearest would lose {times:.1f} times as much{there} (median layer)"
 
 
 def _few_tokens(record: RunRecord) -> Iterator[str]:
@@ -73,20 +94,26 @@ def layer_table(record: RunRecord) -> tuple[list[str], tuple[str, ...], Iterator
     rule, coded = record.recipe.rule, record.recipe.rate.wanted
     before = [
         f"{record.source} quantized by {rule.solver}, {record.recipe.format}, {record.device}, {record.seconds:.1f} s",
-        f"{record.windows} windows of {record.seqlen} tokens; versions {record.versions}",
+        f"{record.windows} windows of {record.seqlen} tokens, {record.extra_windows} extra; versions {record.versions}",
     ]
     after = [f"left as it is: {name} ({reason})" for name, reason in record.skipped]
     after.append(f"total: {record.rate:.3f} bits per quantized weight, weight files {size_text(record.bytes)}")
+    if record.extra_windows:
+        after.insert(
+            0,
+            f"on extra: outputs against the original's, on {record.extra_windows} windows to which nothing was fitted",
+        )
     if any(layer.worst_case and layer.clipped_rows for layer in record.layers):
         after.insert(0, "* some rows clip: for them the worst case does not hold")
     if not coded:
         columns = (
-            "layer", "shape", "grid", "bits/weight", "relative loss", "nearest/this", "bound/this", "clipped %", "above limit",
-            "correction",
+            "layer", "shape", "grid", "bits/weight", "relative loss", "on extra", "nearest/this", "nearest/extra", "bound/this",
+            "clipped %", "above limit", "correction",
         )  # fmt: skip
         return before, columns, _grid_rows(record), after
     columns = (
-        "layer", "shape", "asked", "bits/weight", "of it codes", "limit", "above it", "relative loss", "bound/this", "correction",
+        "layer", "shape", "asked", "bits/weight", "of it codes", "limit", "above it", "relative loss", "on extra", "bound/this",
+        "correction",
     )  # fmt: skip
     after.insert(
         0, "limit: least bits per weight for this loss on Gaussian weights; a reference, not a bound for real ones"
@@ -103,8 +130,9 @@ def _grid_rows(record: RunRecord) -> Iterator[tuple[str, ...]]:
         yield (
             layer.name, f"{layer.out_features} x {layer.in_features}",
             f"{layer.bits}-bit {'sym' if layer.symmetric else 'asym'} g{layer.group_size or '-'}", f"{layer.rate:.3f}",
-            f"{layer.relative_loss:.3e}", _ratio(layer.nearest_loss, layer.loss), _bound(layer),
-            f"{100 * layer.clipped:.2f}", _number(layer.above_limit), f"{layer.correction:.2f}",
+            f"{layer.relative_loss:.3e}", _power(layer.extra_relative_loss), _ratio(layer.nearest_loss, layer.loss),
+            _ratio(layer.extra_nearest_loss, layer.extra_loss), _bound(layer), f"{100 * layer.clipped:.2f}",
+            _number(layer.above_limit), f"{layer.correction:.2f}",
         )  # fmt: skip
 
 
@@ -113,7 +141,7 @@ def _coded_rows(record: RunRecord) -> Iterator[tuple[str, ...]]:
         yield (
             layer.name, f"{layer.out_features} x {layer.in_features}", _number(layer.asked), f"{layer.rate:.3f}",
             _number(layer.entropy), _number(layer.limit), _number(layer.above_limit), f"{layer.relative_loss:.3e}",
-            _bound(layer), f"{layer.correction:.2f}",
+            _power(layer.extra_relative_loss), _bound(layer), f"{layer.correction:.2f}",
         )  # fmt: skip
 
 
@@ -126,5 +154,9 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _ratio(value: float | None, of: float) -> str:
+def _power(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3e}"
+
+
+def _ratio(value: float | None, of: float | None) -> str:
     return f"{value / of:.2f}" if value and of else "-"

@@ -1,4 +1,4 @@
-"""The tokens that a run looks at: the windows that are fitted, and whether they are enough.
+"""The tokens that a run looks at: the windows that are fitted, those that are not, and whether they are enough.
 
 Knows texts, models' tokenizers and widths; nothing of what is computed from the tokens.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,16 +21,60 @@ from nearplane.models.stream import Model
 from nearplane.recipe import Recipe
 
 DEFAULT_SEQLEN = 2048
+EXTRA = 8  # windows that are fitted for every one that follows them and is not
 RUN = 8  # tokens in a row: text that says something new repeats few runs of so many
 VARIED = 0.25  # share of runs that differ: less, and fewer than the widest layer has inputs, is no text to learn from
 logger = logging.getLogger("nearplane")
 
 
-def calibration_windows(model: Model, recipe: Recipe, given: Given | None = None) -> tuple[int, Tensor | None]:
-    """Return the length of calibration windows, and the windows (windows, seqlen), or None where nothing looks at the network.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Windows:
+    """The calibration text in windows.
 
     Args:
+        seqlen: tokens of a window.
+        fitted: (windows, seqlen) what every sum is made of; None where nothing looks at the network.
+        extra: (windows, seqlen) what follows them in the text and enters no sum: what the losses are measured on besides. None
+            where there are none.
+    """
+
+    seqlen: int
+    fitted: Tensor | None = None
+    extra: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        """How many are fitted."""
+        return 0 if self.fitted is None else len(self.fitted)
+
+    @property
+    def extra_count(self) -> int:
+        """How many follow them."""
+        return 0 if self.extra is None else len(self.extra)
+
+    def tokens(self) -> Tensor:
+        """Return (windows, seqlen) all of them, extra ones last."""
+        assert self.fitted is not None, "nothing looks at the network"
+        return self.fitted if self.extra is None else torch.cat([self.fitted, self.extra])
+
+    def digest(self) -> str:
+        """Return the SHA-256 of all token ids as little-endian int64; empty where there are none."""
+        if self.fitted is None:
+            return ""
+        ids = self.tokens().to("cpu", torch.int64).contiguous().numpy().astype("<i8")
+        return hashlib.sha256(ids.tobytes()).hexdigest()
+
+
+def calibration_windows(model: Model, recipe: Recipe, given: Given | None = None, *, extra: bool = True) -> Windows:
+    """Read the calibration text: `samples` windows that are fitted, and an eighth as many, at least one, that follow them.
+
+    Where the text is shorter, the last ninth of its windows, at least one, are the extra ones; of a single window there are none.
+
+    Args:
+        model: whose tokenizer reads the text.
+        recipe: names it.
         given: texts or tokens in place of what the recipe names.
+        extra: whether there are extra windows; in records before version 3 there were none.
 
     Raises:
         CalibrationError: the text cannot be read, or windows are longer than the model has positions.
@@ -41,12 +86,19 @@ def calibration_windows(model: Model, recipe: Recipe, given: Given | None = None
         )
     seqlen = wanted.seqlen or min(DEFAULT_SEQLEN, positions or DEFAULT_SEQLEN)
     if not SOLVERS[recipe.rule.solver].needs_inputs and recipe.allocate != "slope":
-        return seqlen, None
+        return Windows(seqlen=seqlen)
+    following = max(1, wanted.samples // EXTRA) if extra else 0
     if given is not None and given.tokens is not None:
-        return seqlen, given.tokens
-    texts = wanted.calibration if given is None else given.texts
-    refuse_lost(texts)
-    return seqlen, read_windows(model.tokenizer(), texts, samples=wanted.samples, seqlen=seqlen, seed=wanted.seed)
+        windows = given.tokens
+    else:
+        texts = wanted.calibration if given is None else given.texts
+        refuse_lost(texts)
+        samples = wanted.samples + following
+        windows = read_windows(model.tokenizer(), texts, samples=samples, seqlen=seqlen, seed=wanted.seed)
+    if not extra or len(windows) == 1:
+        return Windows(seqlen=seqlen, fitted=windows)
+    fitted = min(wanted.samples, len(windows) - max(1, len(windows) // (EXTRA + 1)))
+    return Windows(seqlen=seqlen, fitted=windows[:fitted], extra=windows[fitted:])
 
 
 def check_tokens(model: Model, recipe: Recipe, tokens: Tensor | None) -> None:
@@ -79,8 +131,3 @@ def distinct_runs(tokens: Tensor) -> tuple[int, int]:
     runs = tokens.unfold(1, length, 1).reshape(-1, length)  # (runs, length)
     weights = 1_000_003 ** torch.arange(length)  # a hash: what overflows wraps round
     return int((runs * weights).sum(1).unique().numel()), len(runs)
-
-
-def digest_of_tokens(tokens: Tensor) -> str:
-    """Return the SHA-256 of token ids, as little-endian int64."""
-    return hashlib.sha256(tokens.to("cpu", torch.int64).contiguous().numpy().astype("<i8").tobytes()).hexdigest()

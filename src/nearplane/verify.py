@@ -38,7 +38,7 @@ from nearplane.quantize import (
 from nearplane.recipe import Device, Recipe
 from nearplane.record import NAME, LayerRecord, RunRecord, contradictions, digest_of, read_record
 from nearplane.shards import INDEX, sha256
-from nearplane.tokens import calibration_windows, digest_of_tokens
+from nearplane.tokens import Windows, calibration_windows
 
 NAMED = 4  # figures that one fault spells out
 TOLERANCE = 1e-6  # relative, of losses measured again; the same machine repeats them to the last digit
@@ -326,26 +326,26 @@ def _measured(run: _Again, progress: Progress, faults: list[Fault]) -> bool:
         what = f"{len(record.skipped)} skipped layers, the model has {len(model.skipped)}, or others"
         faults.append(Fault(where=NAME, what=what))
     try:
-        seqlen, tokens = calibration_windows(model, run.recipe, run.given)
+        windows = calibration_windows(model, run.recipe, run.given, extra=record.version > 2)
     except CalibrationError as error:
         raise CalibrationError(f"{error} (The text is the record's, if --calibration names no other.)") from error
-    found = "" if tokens is None else digest_of_tokens(tokens)
-    if (found, seqlen, 0 if tokens is None else len(tokens)) != (record.text, record.seqlen, record.windows):
+    found = (windows.digest(), windows.seqlen, windows.count, windows.extra_count)
+    if found != (record.text, record.seqlen, record.windows, record.extra_windows):
         where = str(run.recipe.calibration.calibration or "calibration")
         faults.append(Fault(where=where, what="its tokens are not those that the record was made with"))
         return False
     total = len(record.layers)
-    return sum(progress(logged(_layers(run, tokens, faults), "measuring", total), "measuring", total)) == total
+    return sum(progress(logged(_layers(run, windows, faults), "measuring", total), "measuring", total)) == total
 
 
-def _layers(run: _Again, tokens: Tensor | None, faults: list[Fault]) -> Iterator[bool]:
-    """Pass the windows (windows, seqlen) through both networks; yields for every layer whether it could be measured."""
+def _layers(run: _Again, windows: Windows, faults: list[Fault]) -> Iterator[bool]:
+    """Pass the windows through both networks; yields for every layer whether it could be measured."""
     planned = Plan()
-    if run.model.embeddings is not None and tokens is not None:
-        look(planned, run.model, run.recipe, tokens, run.device)
+    if run.model.embeddings is not None and windows.fitted is not None:
+        look(planned, run.model, run.recipe, windows.fitted, run.device)
     told = {layer.name: layer for layer in run.record.layers}
     profiles = {(profile.layer, profile.order): profile for profile in run.record.profiles}
-    for part in parts(run.model, run.recipe, tokens, run.device, planned.moments):
+    for part in parts(run.model, run.recipe, windows, run.device, planned.moments):
         for observed in part.stages:
             for new in profiles_of(observed, run.recipe) if part.chosen else ():
                 old = profiles.pop((new.layer, new.order), None)
@@ -372,6 +372,8 @@ def _layer(run: _Again, layer: Layer, inputs: Inputs, told: LayerRecord, faults:
     except (FormatError, ModelError, NumericalError) as error:
         faults.append(Fault(where=layer.name, what=str(error)))
         return False
+    if run.record.version == 2:  # which did not tell
+        again = replace(again, pruned=None)
     faults += _compare(layer.name, again, told, run.tolerance)
     values, dead = matrix.decode(), inputs.factor(rule.order, rule.damp).dead
     if bool(values[:, dead].any()):  # which no loss shows

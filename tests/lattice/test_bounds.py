@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nearplane.lattice import bounds
-from nearplane.lattice.bounds import Certificate, certify, limit, quadratic
+from nearplane.lattice.bounds import Certificate, certify, limit, losses_beside, quadratic
 from nearplane.lattice.factor import Factor, factorize
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.polish import polish
@@ -364,3 +364,21 @@ def test_values_decide_the_loss_and_codes_the_rest(p: Problem, order: str, gain:
     assert abs(found.loss - float(torch.trace(E @ p.H @ E.T)) / E.numel()) <= 1e-12 * scale_of(p, E)
     for name in ("damped_loss", "worst_case", "expected", "gamma", "clipped", "clipped_rows", "nearest_loss"):
         assert getattr(found, name) == getattr(plain, name)
+
+
+@pytest.mark.parametrize("two", [True, False], ids=["two networks", "one network"])
+def test_losses_beside_are_those_of_outputs_on_the_rows(generator: torch.Generator, two: bool) -> None:
+    """`E|W x - V x_hat|^2` of rows that the codes have never seen; with one network `x` is `x_hat`."""
+    p = problem(0, out=5, columns=12)
+    matrix = nearest_plane(p.W, p.grid, p.factor("natural"))
+    target = p.W + 0.01 * torch.randn(p.W.shape, generator=generator, dtype=torch.float64)
+    X_hat = torch.randn(40, 12, generator=generator, dtype=torch.float64)
+    X = X_hat + 0.1 * torch.randn(X_hat.shape, generator=generator, dtype=torch.float64) if two else X_hat
+    D = X - X_hat
+    moments = [A.T @ B / 40 for A, B in ((X_hat, X_hat), (D, X_hat), (D, D))]
+    loss, relative, nearest = losses_beside(p.W, target, matrix, (moments[0], *(moments[1:] if two else (None, None))))
+    outputs, plain = X @ p.W.T, p.grid.decode(p.grid.round(target)[0])
+    lost, would = (float((outputs - X_hat @ V.T).square().mean()) / 12 for V in (matrix.decode(), plain))
+    assert close(loss, lost)
+    assert close(nearest, would)
+    assert close(relative, lost / (float(outputs.square().mean()) / 12))

@@ -131,6 +131,41 @@ def certify(
     )
 
 
+def losses_beside(
+    W: Tensor,
+    target: Tensor,
+    matrix: QuantizedMatrix,
+    moments: tuple[Tensor, Tensor | None, Tensor | None],
+    *,
+    values: Tensor | None = None,
+) -> tuple[float, float, float]:
+    """Measure outputs `V x_hat` of a quantized matrix against `W x` of the original, on rows that nothing was fitted to.
+
+        E|W x - V x_hat|^2 = tr(E H E^T) + 2 tr(W K E^T) + tr(W Q W^T),   E = W - V
+
+    Args:
+        W, target, matrix, values: as for `certify`.
+        moments: (in, in) each: H, K and Q of `models.statistics.Extra`. Without K and Q `x` is `x_hat`.
+
+    Returns:
+        The loss, / (out * in); the same over `E|W x|^2`; and the loss of rounding `target` to nearest on the grid.
+    """
+    H, single = moments[0], torch.promote_types(W.dtype, torch.float32)
+    rough, K, Q = H.to(single), *(None if M is None else M.to(single) for M in moments[1:])
+    loss = nearest = energy = 0.0
+    for rows in torch.split(torch.arange(len(target), device=target.device), MEASURED_ROWS):
+        part, w = matrix.grid.of_rows(rows).to(H.dtype), W[rows].to(single)
+        E = W[rows].to(H.dtype) - (part.decode(matrix.codes[rows]) if values is None else values[rows].to(H.dtype))
+        plain = w - part.round(target[rows].to(H.dtype))[1].to(single)
+        WK, own = (w.new_zeros(()) if M is None else w @ M for M in (K, Q))  # (rows, in)
+        inherited = (own * w).sum(dtype=H.dtype)
+        loss += float(quadratic(E, H).sum() + 2 * (WK * E).sum() + inherited)
+        nearest += float(quadratic(plain, rough).sum(dtype=H.dtype) + 2 * (WK * plain).sum(dtype=H.dtype) + inherited)
+        energy += float(quadratic(w, rough).sum(dtype=H.dtype) + 2 * (WK * w).sum(dtype=H.dtype) + inherited)
+    size, loss, nearest = target.numel(), max(loss, 0.0), max(nearest, 0.0)
+    return loss / size, loss / max(energy, torch.finfo(H.dtype).tiny), nearest / size
+
+
 def _bounds(steps: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
     """Return (rows,) `1/4 sum_j d_j s_j^2` and gamma of steps (rows, in) and lengths `d` (in,), both in rounding order."""
     profile = steps.square() * d

@@ -19,7 +19,7 @@ from nearplane.errors import CalibrationError
 from nearplane.lattice.root import TALL, append, combine
 from nearplane.models.layers import Layer
 from nearplane.models.skeleton import Call, Stream, finite, skeleton
-from nearplane.models.statistics import Statistics
+from nearplane.models.statistics import Extra, Statistics
 from nearplane.models.stream import Block
 from nearplane.models.watch import Additions, Hooks, Stop, until_stopped, wide
 from nearplane.parallel import sum_, world
@@ -95,7 +95,8 @@ def observe(
         H = X_hat^T X_hat / tokens        C = X^T X_hat / tokens        S = (r - r_hat)^T X_hat / tokens
 
     Products are taken in float32 (float64 if the activations are) batch by batch and summed in float64. A root of H is
-    not made from them: it is the R of a QR decomposition of X_hat in float64, to which rows are added as they come.
+    not made from them: it is the R of a QR decomposition of X_hat in float64, to which rows are added as they come. Extra windows
+    enter none of this; their moments are given apart, see `Extra`.
 
     Args:
         block: in memory, with its original if `correct`.
@@ -114,10 +115,11 @@ def observe(
     assert not correct or (stream.original is not None and not stream.ahead), "correction needs the original stream"
     if root and world() > 1:
         raise CalibrationError(f"--factor qr runs on one rank, and this run has {world()}: start one, or leave it out.")
-    windows = sum(stream.sizes)
+    windows = sum(stream.sizes[: stream.fitted])
     split = correct and held_out > 0 and windows > 1
     first_held = windows - min(windows - 1, max(1, round(held_out * windows))) if split else windows
     fitted, held = [[_Moments(rooted=root) for _ in groups] for _ in range(2)]
+    extra = [_Beside() for _ in groups]
     look = _Look(block, groups, stream, residual=correct and residual)
     before = 0  # windows of earlier batches
     for batch, size in enumerate(stream.sizes):
@@ -128,18 +130,21 @@ def observe(
                 stream.original[batch] = finite(output, block)
         quantized, _ = look(block.quantized, batch, stream.quantized[batch])
         for index, seen in enumerate(quantized):
-            cut = seen.tokens * min(max(first_held - before, 0), size) // size
             pair = None if original is None else original[index]
             if pair is not None and pair.tokens != seen.tokens:
                 raise CalibrationError(
                     f"{groups[index][0].name} sees {pair.tokens} tokens in the original network and {seen.tokens} in "
                     f"the quantized one (routed experts do): leave it out with --ignore, or do without correction."
                 )
+            if batch >= stream.fitted:
+                extra[index].add(seen, pair)
+                continue
+            cut = seen.tokens * min(max(first_held - before, 0), size) // size
             fitted[index].add(seen, pair, slice(0, cut))
             held[index].add(seen, pair, slice(cut, seen.tokens))
         before += size
     stream.ahead = correct and last
-    return [_observed(group, a, b, split) for group, a, b in zip(groups, fitted, held, strict=True)]
+    return [_observed(*of, split) for of in zip(groups, fitted, held, extra, strict=True)]
 
 
 def observe_head(block: Block, stream: Stream | None, *, correct: bool, root: bool = False) -> Observed:
@@ -159,21 +164,27 @@ def observe_head(block: Block, stream: Stream | None, *, correct: bool, root: bo
     return observe(block, [head], stream, correct=correct, residual=False, root=root)[0]
 
 
-def _observed(group: tuple[Layer, ...], fitted: _Moments, held: _Moments, split: bool) -> Observed:
+def _observed(group: tuple[Layer, ...], fitted: _Moments, held: _Moments, beside: _Beside, split: bool) -> Observed:
     split = split and fitted.tokens > 0 and held.tokens > 0  # an expert may be reached by the ones or the others alone
     fitting_root = fitted.triangle() if split else None
     fitted.absorb(held)
-    total, held = fitted.summed(), held.summed() if split else None
+    total, held, extra = fitted.summed(), held.summed() if split else None, beside.summed()
     names = ", ".join(layer.name for layer in group)
     if not total.tokens:
         raise _unreached(names)
-    for which, tensor in (("quantized", total.H), ("original", total.C), *(("original", S) for S in total.S.values())):
+    sums = (
+        ("quantized", total.H),
+        ("quantized", extra and extra.H),
+        ("original", total.C),
+        ("original", extra and extra.Q),
+    )
+    for which, tensor in (*sums, *(("original", S) for S in total.S.values())):
         if tensor is not None and not torch.isfinite(tensor).all():
             raise CalibrationError(
                 f"The input of {names} holds NaN or Inf (in the {which} network, or its square overflows). "
                 f"Check the checkpoint, or compute in a wider dtype."
             )
-    statistics = {layer.name: total.of(layer.name, held, fitting_root) for layer in group}
+    statistics = {layer.name: replace(total.of(layer.name, held, fitting_root), extra=extra) for layer in group}
     return Observed(layers=group, statistics=statistics)
 
 
@@ -195,9 +206,13 @@ class _Seen:
 
 @dataclass(slots=True)
 class _Moments:
-    """Sums, not yet divided by tokens; if `rooted` the root of H as well, with the rows that it has not taken in yet."""
+    """Sums, not yet divided by tokens; if `rooted` the root of H as well, with the rows that it has not taken in yet.
+
+    `alive` counts the tokens of the original network at which an input was not 0.
+    """
 
     H: Tensor | None = None
+    alive: Tensor | None = None
     C: Tensor | None = None
     S: dict[str, Tensor] = field(default_factory=dict)
     tokens: int = 0
@@ -217,7 +232,9 @@ class _Moments:
             if sum(map(len, self.waiting)) >= TALL * X_hat.shape[1]:
                 self.triangle()
         if original is not None:
-            self.C = _plus(self.C, original.stacked[part].T @ X_hat)
+            X = original.stacked[part]
+            self.C = _plus(self.C, X.T @ X_hat)
+            self.alive = _plus(self.alive, X.count_nonzero(0))
             for name, r_hat in quantized.added.items():
                 self.S[name] = _plus(self.S.get(name), (original.added[name] - r_hat)[part].T @ X_hat)
 
@@ -233,7 +250,9 @@ class _Moments:
         R, other.R = other.triangle(), None
         if R is not None:
             self.R = R if self.triangle() is None else combine(self.triangle(), R)
-        self.H, self.C = self._sum(self.H, other.H), self._sum(self.C, other.C)
+        self.H, self.C, self.alive = (
+            self._sum(*pair) for pair in ((self.H, other.H), (self.C, other.C), (self.alive, other.alive))
+        )
         self.S = {name: self._sum(self.S.get(name), other.S.get(name)) for name in self.S | other.S}
         self.tokens += other.tokens
 
@@ -249,15 +268,50 @@ class _Moments:
             return None if tensor is None else sum_(tensor).div_(tokens)
 
         S = {name: mean(S) for name, S in self.S.items()}
-        return _Moments(H=mean(self.H), C=mean(self.C), S=S, tokens=tokens, R=self.triangle())
+        alive = mean(self.alive)
+        return _Moments(H=mean(self.H), alive=alive, C=mean(self.C), S=S, tokens=tokens, R=self.triangle())
 
     def of(self, name: str, held: _Moments | None, fitting_root: Tensor | None = None) -> Statistics:
         """Return what is known of one layer."""
         apart = None if held is None else held.of(name, None)
         S, R = self.S.get(name), self.R
         return Statistics(
-            H=self.H, C=self.C, S=S, tokens=self.tokens, held_out=apart, root=R, fitting_root=fitting_root
+            H=self.H,
+            C=self.C,
+            S=S,
+            tokens=self.tokens,
+            held_out=apart,
+            root=R,
+            fitting_root=fitting_root,
+            alive=self.alive,
         )
+
+
+@dataclass(slots=True)
+class _Beside:
+    """Sums over extra windows, not yet divided by tokens."""
+
+    H: Tensor | None = None
+    K: Tensor | None = None
+    Q: Tensor | None = None
+    tokens: int = 0
+
+    def add(self, quantized: _Seen, original: _Seen | None) -> None:
+        """Add a batch."""
+        if not quantized.tokens:
+            return
+        X_hat = quantized.stacked
+        self.tokens += len(X_hat)
+        self.H = _plus(self.H, X_hat.T @ X_hat)
+        if original is not None:
+            D = original.stacked - X_hat
+            self.K, self.Q = _plus(self.K, D.T @ X_hat), _plus(self.Q, D.T @ D)
+
+    def summed(self) -> Extra | None:
+        """Return the means over the tokens of all ranks, in the memory of the sums; None if there were none."""
+        tokens = int(sum_(torch.tensor(self.tokens)))
+        H, K, Q = (None if x is None else sum_(x).div_(tokens) for x in (self.H, self.K, self.Q))
+        return None if H is None else Extra(H=H, K=K, Q=Q)
 
 
 class _Look:

@@ -33,20 +33,29 @@ class Stream:
     """Hidden states on their way through the network, batch by batch: (windows, seqlen, hidden) each.
 
     Attributes:
-        quantized: inputs of the next block in the quantized network.
+        quantized: inputs of the next block in the quantized network; batches of extra windows come last.
         original: the same in the original one; None if only one stream runs. Both start as the same tensors.
         calls: {block name: its other arguments, by batch}.
         ahead: whether `original` has passed the block that `quantized` still stands before.
         extra: what a block returns beside hidden states, of one window; None if it returns no tuple.
+        sizes: windows of each batch.
+        fitted: batches that sums are made of; the windows of those behind them enter none.
     """
 
     def __init__(
-        self, hidden: list[Tensor], calls: dict[str, list[Call]], *, two_streams: bool, extra: Any = None
+        self,
+        hidden: list[Tensor],
+        calls: dict[str, list[Call]],
+        *,
+        two_streams: bool,
+        extra: Any = None,
+        fitted: int | None = None,
     ) -> None:
         self.quantized = hidden
+        self.fitted = len(hidden) if fitted is None else fitted
         self.original = list(hidden) if two_streams else None
         self.calls, self.ahead, self.extra = calls, False, extra
-        self.sizes = [len(x) for x in hidden]  # windows of each batch
+        self.sizes = [len(x) for x in hidden]
 
     def forward(self, block: Block, module: nn.Module, batch: int, hidden: Tensor) -> Tensor:
         """Run a copy of a block on one batch and return the hidden states that come out."""
@@ -83,6 +92,7 @@ def skeleton(
     batch: int = 8,
     two_streams: bool = True,
     embeddings: Tensor | None = None,
+    extra: Tensor | None = None,
 ) -> Stream:
     """Run the network without its blocks: learn the inputs of the first one and the other arguments of all.
 
@@ -96,13 +106,16 @@ def skeleton(
         batch: windows at a time.
         two_streams: keep hidden states of the original network beside those of the quantized one.
         embeddings: (vocabulary, hidden) input embeddings of the quantized network; None: those of the original.
+        extra: (windows, seqlen) more tokens, in batches of their own behind the others.
 
     Raises:
         ModelError: the blocks do not run one after the other, each on what the one before returned.
         CalibrationError: a token is not in the model's vocabulary.
     """
-    check_vocabulary(tokens, len(model.network.get_input_embeddings().weight))
-    place = torch.device(device)
+    place, fitted = torch.device(device), list(tokens.split(batch))
+    batches = fitted if extra is None else [*fitted, *extra.split(batch)]
+    for part in batches:
+        check_vocabulary(part, len(model.network.get_input_embeddings().weight))
     tape = _Tape([block.name for block in model.blocks])
     recorders = [_Recorder(block.empty, index, tape) for index, block in enumerate(model.blocks)]
     with model.around(recorders, place, dtype) as network:
@@ -114,11 +127,11 @@ def skeleton(
             tape.probe = None
         original = None
         if embeddings is not None and two_streams:
-            original = tape.run(network, tokens.split(batch), place)
+            original = tape.run(network, batches, place)
         if embeddings is not None:
             network.get_input_embeddings().weight.copy_(embeddings)
-        hidden = tape.run(network, tokens.split(batch), place)
-    stream = Stream(hidden, tape.calls, two_streams=two_streams, extra=tape.extra)
+        hidden = tape.run(network, batches, place)
+    stream = Stream(hidden, tape.calls, two_streams=two_streams, extra=tape.extra, fitted=len(fitted))
     stream.original = original or stream.original
     return stream
 
@@ -130,7 +143,7 @@ def finish(model: Model, stream: Stream, tokens: Tensor, *, device: torch.device
     Args:
         model: whose head is a module of its own.
         stream: from `skeleton`, advanced past all blocks.
-        tokens: (windows, seqlen) that it was made of.
+        tokens: (windows, seqlen) that it was made of, extra ones last.
         device, dtype: where and in what to compute.
     """
     entered: list[Tensor] = []

@@ -8,6 +8,21 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Extra:
+    """Second moments of rows that nothing is fitted to: what the outputs of a layer differ by from the original's.
+
+    Args:
+        H: (in, in) float64, `X_hat^T X_hat / tokens`.
+        K: (in, in) float64, `(X - X_hat)^T X_hat / tokens`; None where the original network did not run.
+        Q: (in, in) float64, `(X - X_hat)^T (X - X_hat) / tokens`; None likewise.
+    """
+
+    H: Tensor
+    K: Tensor | None = None
+    Q: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
     """Second moments of the rows that a layer multiplies, averaged over tokens.
 
@@ -22,6 +37,8 @@ class Statistics:
             it the factor never sees H, which then serves the nearest loss and the right-hand side of the correction alone.
         fitting_root: the same of the tokens that are not held out, which the correction is first fitted on; None where
             none are held out. It cannot be had from the other: taking rows out of a root costs what squaring costs.
+        extra: moments of windows that entered none of the above; None where there were none, or no row of them came here.
+        alive: (in,) share of the tokens at which the input was not 0 in the original network; None without C.
     """
 
     H: Tensor
@@ -31,3 +48,5 @@ class Statistics:
     held_out: Statistics | None = None
     root: Tensor | None = None
     fitting_root: Tensor | None = None
+    extra: Extra | None = None
+    alive: Tensor | None = None

@@ -18,6 +18,7 @@ from importlib.resources import files
 from pathlib import Path
 from statistics import median
 
+from nearplane.dead import dead_inputs
 from nearplane.errors import RecipeError, printable
 from nearplane.record import LayerRecord, RunRecord, read_record
 from nearplane.report.drawing import NO_VALUE, TIMES, count, percent, short
@@ -94,6 +95,7 @@ def _headline(record: RunRecord) -> str:
     how = f"entropy-coded ({rate.method}, {rate.coder})" if rate.wanted else f"on fixed grids ({record.recipe.format})"
     seen = (
         f"calibrated on {record.tokens:,} tokens ({record.windows} windows of {record.seqlen})"
+        + (f", measured on {record.extra_windows} windows more" if record.extra_windows else "")
         if record.tokens
         else "without calibration: every loss here is that of independent inputs"
     )
@@ -131,14 +133,24 @@ def _cards(record: RunRecord) -> list[tuple[str, str, str]]:
     if layers:
         worst = max(layers, key=lambda layer: layer.relative_loss)
         cards.append(("worst relative loss", percent(worst.relative_loss), worst.name))
+    if extra := [(layer.extra_relative_loss, layer.name) for layer in layers if layer.extra_relative_loss is not None]:
+        most, name = max(extra)
+        windows = f"{record.extra_windows} windows to which nothing was fitted"
+        cards.append(("worst on extra windows", percent(most), f"{name}, {windows}"))
     if known := [layer for layer in layers if layer.above_limit is not None and math.isfinite(layer.above_limit)]:
         sizes = [layer.out_features * layer.in_features for layer in known]
         above = sum((layer.above_limit or 0.0) * own for layer, own in zip(known, sizes, strict=True)) / sum(sizes)
         of = "" if len(known) == len(layers) else f" of {count(len(known), 'layer')}"
         cards.append(("bits above the limit", f"{above:.3f}", f"mean over the weights{of}; a Gaussian reference"))
     if gains := [layer.nearest_loss / layer.loss for layer in layers if layer.nearest_loss and layer.loss > 0]:
+        there = [x.extra_nearest_loss / x.extra_loss for x in layers if x.extra_nearest_loss and x.extra_loss]
+        other = f"; {median(there):.2f} {TIMES} on extra windows" if there else ""
         cards.append(
-            ("rounding to nearest", f"{median(gains):.2f} {TIMES}", "the loss, with the same steps (median layer)")
+            (
+                "rounding to nearest",
+                f"{median(gains):.2f} {TIMES}",
+                f"the loss, with the same steps (median layer){other}",
+            )
         )
     return cards
 
@@ -166,12 +178,8 @@ def findings(record: RunRecord) -> list[str]:
             f"The calibration text holds {record.windows} windows of {record.seqlen} tokens; "
             f"{record.recipe.calibration.samples} were asked for."
         )
-    if dead := [layer for layer in layers if layer.dead]:
-        each = [f"{layer.name} ({layer.dead} of {layer.in_features})" for layer in dead]
-        found.append(
-            f"{sum(layer.dead for layer in dead):,} inputs were 0 for every calibration token and their weights are 0 "
-            f"now: {some(each)}. Other text may use them."
-        )
+    for sentence, each in dead_inputs(record):
+        found.append(f"{sentence}: {some(each)}. Other text may use them.")
     if thin := [layer.name for layer in layers if 0 < layer.tokens < layer.in_features]:
         found.append(
             f"{count(len(thin), 'layer')} saw fewer tokens than they have inputs, so that damping decided part of the "
@@ -212,6 +220,9 @@ TERMS = {
     "outputs, both squared: 0.01 is 1 %, or 20 dB below. It compares layers.",
     "loss": "The same without the share: mean squared error of an output, divided by the number of inputs. Unit: that "
     "of an output, squared.",
+    "on extra windows": "How far outputs are from those of the original network, on windows of the text to which "
+    "nothing was fitted: with what the layers before lost, so more than the relative loss. If much more, there were too few "
+    "tokens.",
     "nearest / this": "How many times the loss would be if every weight were rounded to nearest, with the same steps.",
     "worst case, expected": "What Babai's theorem allows at most, and a third of that, which it makes probable. They "
     "bound the loss under the damped Hessian, row by row, where nothing clips.",
@@ -231,6 +242,7 @@ TERMS = {
 def _terms(record: RunRecord) -> str:
     """Explain the words of the page that this record has."""
     absent = {
+        "on extra windows": all(layer.extra_loss is None for layer in record.layers),
         "nearest / this": all(layer.nearest_loss is None for layer in record.layers),
         "worst case, expected": all(layer.worst_case is None for layer in record.layers),
         "gamma": all(layer.gamma is None for layer in record.layers),
@@ -261,9 +273,9 @@ class Column:
     text: Callable[[LayerRecord], str] | None = None
 
 
-def _ratio(part: float | None, of: float) -> float | None:
+def _ratio(part: float | None, of: float | None) -> float | None:
     """Return part / of, None where it is not known or not defined."""
-    return part / of if part is not None and of > 0 else None
+    return part / of if part is not None and of is not None and of > 0 else None
 
 
 def _grid_bits(layer: LayerRecord) -> float | None:
@@ -298,8 +310,10 @@ def _columns(record: RunRecord) -> list[Column]:
         choice,
         Column(head="bits / weight", value=lambda x: x.rate, text=lambda x: f"{x.rate:.3f}"),
         Column(head="relative loss", value=lambda x: x.relative_loss),
+        Column(head="relative loss on extra windows", value=lambda x: x.extra_relative_loss),
         Column(head="loss", value=lambda x: x.loss),
         Column(head="nearest / this", value=lambda x: _ratio(x.nearest_loss, x.loss)),
+        Column(head="nearest / this on extra windows", value=lambda x: _ratio(x.extra_nearest_loss, x.extra_loss)),
         Column(head="worst case / this", value=lambda x: _ratio(x.worst_case, x.damped_loss)),
         Column(head="gamma", value=lambda x: x.gamma),
         Column(
