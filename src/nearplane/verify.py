@@ -280,6 +280,9 @@ def _beside(folder: Path, record: RunRecord, recipe: Recipe, model: Model) -> It
         yield Fault(where=CONFIG, what=f"{', '.join(unlike)} are not what the original's says")
     own = {layer.name: layer.bits for layer in record.layers if layer.bits is not None}  # by name in the network
     wanted = quantization_config(model, recipe, own if own and recipe.allocate == "slope" else None)
+    if record.version == 2 and "ignore" in wanted:  # which named linear layers alone, as the network calls them
+        linears = {name for name, part in model.network.named_modules() if isinstance(part, torch.nn.Linear)}
+        wanted["ignore"] = sorted(linears - {layer.name for layer in model.layers})
     config = here["quantization_config"]
     for key in sorted((config.keys() | wanted.keys()) - VERSIONS):
         if _unordered(config.get(key)) != _unordered(wanted.get(key)):

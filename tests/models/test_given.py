@@ -50,7 +50,7 @@ def text() -> str:
 @pytest.fixture(scope="module")
 def tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return torch.tensor(ids[: 4 * 32]).view(4, 32)
+    return torch.tensor(ids[: 5 * 32]).view(5, 32)  # four that are fitted, and an extra one
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_other_tools_names_and_a_recipe_go_with_tokens(
     source: Path, tokens: torch.Tensor, expected: Path, tmp_path: Path
 ) -> None:
     nearplane.quantize(source, tmp_path / "named", dataset=tokens, bits=4, group_size=16, order="natural")
-    recipe = Recipe(rule=Rule(bits=4, group_size=16, order="natural"), calibration=Calibration(samples=4, seqlen=32))
+    recipe = Recipe(rule=Rule(bits=4, group_size=16, order="natural"), calibration=Calibration(samples=5, seqlen=32))
     nearplane.quantize(source, tmp_path / "recipe", recipe, calibration=tokens)
     assert same(tmp_path / "named", expected)
     assert same(tmp_path / "recipe", expected)
@@ -111,7 +111,7 @@ def test_without_a_tokenizer_the_folder_has_none(
 ) -> None:
     nearplane.quantize(model, tmp_path / "out", calibration=tokens, bits=4, group_size=16)
     assert not (tmp_path / "out" / "tokenizer.json").exists()
-    assert nearplane.evaluate(tmp_path / "out", tokens).tokens == 4 * 31
+    assert nearplane.evaluate(tmp_path / "out", tokens).tokens == 5 * 31
     with pytest.raises(ModelError, match="no tokenizer"):
         nearplane.quantize(model, tmp_path / "texts", calibration=[text], **GRID)
 
@@ -186,7 +186,7 @@ def test_what_is_neither_text_nor_tokens_is_one_sentence(
 def test_sizes_beside_tokens_that_have_others_are_refused(
     source: Path, tokens: torch.Tensor, tmp_path: Path, sizes: dict[str, int]
 ) -> None:
-    with pytest.raises(RecipeError, match="4 windows of 32 tokens"):
+    with pytest.raises(RecipeError, match="5 windows of 32 tokens"):
         nearplane.quantize(source, tmp_path / "out", calibration=tokens, group_size=16, **sizes)
     with pytest.raises(RecipeError, match="leave it out"):
         nearplane.evaluate(source, tokens, seqlen=8)
