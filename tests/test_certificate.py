@@ -18,7 +18,7 @@ from nearplane.lattice.factor import rounding_order
 from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
 from nearplane.lattice.root import append
 from nearplane.matrix import quantize_matrix
-from nearplane.models.statistics import Statistics
+from nearplane.models.statistics import Extra, Statistics
 from nearplane.rate import quantize_matrix_to_rate
 from nearplane.recipe import Rate, Rule
 from nearplane.record import LayerRecord, row_groups
@@ -26,6 +26,7 @@ from strategies import problem
 
 Array = NDArray[np.float64]
 OUT, COLUMNS, TOKENS = 48, 32, 300
+ELSEWHERE = torch.randn(2, 50, COLUMNS, generator=torch.Generator().manual_seed(9)) + 1  # extra rows: of both networks
 
 
 def inputs_of(seed: int = 0, *, dead: int = 2) -> tuple[Tensor, Tensor]:
@@ -43,7 +44,12 @@ def seen(X: Tensor, seed: int = 1) -> Statistics:
         x, n = X[tokens], len(X[tokens])
         return Statistics(H=x.T @ x / n, C=original[tokens].T @ x / n, tokens=n)
 
-    return replace(moments(slice(None)), held_out=moments(slice(len(X) - len(X) // 5, None)))
+    alive = (original != 0).double().mean(0)
+    alive[(X == 0).all(0).nonzero()[:1]] = 0.25  # one of the dead inputs was not dead before
+    x, D = ELSEWHERE[1].double(), (ELSEWHERE[0] - ELSEWHERE[1]).double()
+    extra = Extra(H=x.T @ x / len(x), K=D.T @ x / len(x), Q=D.T @ D / len(x))
+    held_out = moments(slice(len(X) - len(X) // 5, None))
+    return replace(moments(slice(None)), held_out=held_out, extra=extra, alive=alive)
 
 
 class Plain:
@@ -124,7 +130,23 @@ class Plain:
         return codes if self.low is None else codes.clip(self.low, self.high)
 
 
-def expected(plain: Plain, W: Tensor, *, swept: bool = True) -> dict[str, object]:
+def elsewhere(plain: Plain, w: Array) -> dict[str, object]:
+    """Return what is measured on extra rows, output by output."""
+    x, x_hat = ELSEWHERE.double().numpy()
+    outputs = x @ w.T
+    lost, nearest = ((outputs - x_hat @ V.T) ** 2 for V in (plain.decoded, plain.nearest()))
+    return {
+        "extra_loss": lost.mean() / w.shape[1],
+        "extra_relative_loss": lost.sum() / (outputs**2).sum(),
+        "extra_nearest_loss": nearest.mean() / w.shape[1],
+        "pruned": min(1, int((np.diag(plain.H) == 0).sum())),
+    }
+
+
+NOWHERE = {"extra_loss": None, "extra_relative_loss": None, "extra_nearest_loss": None, "pruned": None}
+
+
+def expected(plain: Plain, W: Tensor, *, swept: bool = True, corrects: bool = False) -> dict[str, object]:
     """Return the measured fields of a record by their definitions; `row_losses` in full."""
     outside = plain.sweep()[1] if swept else plain.outside(plain.T / plain.scale + plain.zero)
     losses, w = plain.loss(plain.decoded), W.double().numpy()
@@ -145,7 +167,7 @@ def expected(plain: Plain, W: Tensor, *, swept: bool = True) -> dict[str, object
         "dead": int((np.diag(plain.H) == 0).sum()),
         "out_features": W.shape[0],
         "in_features": W.shape[1],
-    }  # fmt: skip
+    } | (elsewhere(plain, w) if corrects else NOWHERE)  # fmt: skip
 
 
 TOLERANCES = {"row_losses": 5e-9, "limit": 1e-6}  # 9 digits; a bisection
@@ -185,7 +207,7 @@ def test_every_figure_of_a_fixed_grid_is_its_definition(rule: Rule, corrects: bo
     assert (rho > 0) == corrects
     agree(
         record,
-        expected(plain, W) | {
+        expected(plain, W, corrects=corrects) | {
             "name": "mlp.up_proj", "correction": rho, "damp": rule.damp, "sweep_damp": sweep_damp, "tokens": TOKENS,
             "order": rule.order, "bits": rule.bits, "group_size": rule.group_size, "symmetric": rule.symmetric,
             "asked": None, "base": None, "entropy": None,
@@ -236,7 +258,7 @@ def test_every_figure_of_an_entropy_coded_matrix_is_its_definition(wanted: Rate,
     sweep_damp = 0.1 if corrects and wanted.method == "waterfill" else rule.damp
     plain = Plain(target, matrix, record.base, statistics.H, rule.order, sweep_damp)
     bounded = not wanted.shrink and wanted.gains == "none"
-    figures = expected(plain, W)
+    figures = expected(plain, W, corrects=corrects)
     if not bounded:
         figures |= {"worst_case": None, "expected": None, "gamma": None}
     coded = contents(matrix)

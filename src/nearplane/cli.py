@@ -358,7 +358,7 @@ def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
     table = Table(*columns, box=box.SIMPLE)
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))  # text: what names hold is no markup
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = Console(width=None if sys.stdout.isatty() else 190)
     console.print(table)
 
 
