@@ -18,7 +18,7 @@ from nearplane.errors import ModelError
 from nearplane.patterns import fault_of
 from nearplane.shards import ShardReader
 
-COUNT = re.compile(r"(^|_)(num|n|number)_\w+|layers?$|blocks?$|experts$|heads?$|depths?$|labels$|groups$")
+COUNT = re.compile(r"^(num|n|number)_\w+|layers?$|blocks?$|experts$|heads?$|depths?$|labels$|groups$")
 SIZES = re.compile(
     r"positions|embd|embed|ctx|inner|hidden_size|intermediate|vocab|tokens"
 )  # may be large: nobody counts to them
@@ -29,6 +29,7 @@ CALLS = (
     200,
 )  # of torch while a network is built: at least, and for each tensor of the checkpoint; a block takes about 25
 SLACK = 1 << 20  # elements that a network may have beside what is stored
+PACKED = (".weight_packed", ".qweight", ".weight_coded")  # tensors of which every quantized matrix has one
 CODES = {"I32": 16, "U8": 64}  # codes that one element of a packed tensor holds at most; other dtypes are weights
 BUFFERS = 1 << 28  # elements of tables and masks that no checkpoint holds
 
@@ -128,6 +129,12 @@ def check_sizes(network: nn.Module, reader: ShardReader) -> None:
                 )
         elif name.rpartition(".")[0] not in owners:
             unknown, first = unknown + parameter.numel(), first or name
+    packed, places = sum(name.endswith(PACKED) for name in reader.names()), _places(network)
+    if packed > places:
+        raise ModelError(
+            f"{reader.folder}: the weight files hold {packed} quantized matrices, the network that config.json describes has "
+            f"{places}. The two do not belong together; fetch the folder again."
+        )
     rest = (name for name in reader.names() if name not in found)
     room = SLACK + sum(math.prod(reader.shape(name)) * CODES.get(reader.dtype(name), 1) for name in rest)
     if unknown > room:
@@ -140,3 +147,9 @@ def check_sizes(network: nn.Module, reader: ShardReader) -> None:
             f"{reader.folder}: config.json describes tables of {tables:,} numbers beside the weights. Fetch it again, or correct "
             f"its number of positions and sizes of heads."
         )
+
+
+def _places(network: nn.Module) -> int:
+    """Return how many matrices a network can take; of fused experts (experts, out, in) each may be two."""
+    shapes = [parameter.shape for parameter in network.parameters()]
+    return sum(1 if len(shape) == 2 else 2 * shape[0] for shape in shapes if len(shape) >= 2)

@@ -417,7 +417,7 @@ def test_a_matrix_that_the_model_does_not_expect_is_refused_before_it_is_decoded
         ({"quantization_config": {"modules": [f"{Q}.{i}" for i in range(21)]}}, r"q_proj\.0.*no matrix of that name"),
         ({"hidden_size": 64}, r"embed_tokens\.weight is \(96, 32\), config\.json asks for \(96, 64\)"),
         ({"intermediate_size": 96}, "96"),
-        ({"num_hidden_layers": 2}, r"layers\.2.*no matrix of that name"),
+        ({"num_hidden_layers": 2}, r"layers\.2.*no matrix of that name|hold 21 quantized matrices, .* has 16"),
     ],
 )
 def test_a_config_that_is_not_its_files_does_not_load(copied: Path, changes: dict[str, Any], match: str) -> None:

@@ -78,9 +78,11 @@ def test_an_object_and_tokens_give_the_checkpoint_that_paths_give(
     text: str,
     expected: Path,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every peer takes them; they ended in a TypeError."""
-    before = set(Path(tempfile.gettempdir()).glob("nearplane-*"))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     own = {name: value for name, value in GRID.items() if name not in ("samples", "seqlen")}
     given: dict[str, Any] = {"texts": [text], "tokens": tokens, "lists": tokens.tolist(), "array": tokens.numpy()}
     for name, calibration in given.items():
@@ -92,7 +94,7 @@ def test_an_object_and_tokens_give_the_checkpoint_that_paths_give(
         assert record.text == json.loads((expected / "nearplane.json").read_text())["text"]
         assert record.source.endswith("model") or "given in Python" in record.source
         assert AutoTokenizer.from_pretrained(tmp_path / name)("abc")["input_ids"] == tokenizer("abc")["input_ids"]
-    assert set(Path(tempfile.gettempdir()).glob("nearplane-*")) <= before
+    assert not list((tmp_path / "temporary").iterdir())
     assert model.training, "left as it was"
 
 
