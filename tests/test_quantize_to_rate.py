@@ -331,8 +331,8 @@ def test_inspect_and_the_files_agree_on_what_each_layer_is(coded):
 
 def test_the_record_says_which_tokens_it_saw(coded, small):
     _, record = coded
-    tokens = read_windows(AutoTokenizer.from_pretrained(small), CALIBRATION, samples=12, seqlen=64)
-    assert (record.windows, record.seqlen, record.tokens) == (12, 64, 768)
+    tokens = read_windows(AutoTokenizer.from_pretrained(small), CALIBRATION, samples=13, seqlen=64)
+    assert (record.windows, record.extra_windows, record.seqlen, record.tokens) == (12, 1, 64, 768)
     assert record.text == hashlib.sha256(tokens.numpy().astype("<i8").tobytes()).hexdigest()
 
 
