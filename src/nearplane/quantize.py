@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -35,11 +35,14 @@ from nearplane.models.layers import Layer
 from nearplane.models.skeleton import Stream, finish, skeleton
 from nearplane.models.statistics import Statistics
 from nearplane.models.stream import Block, Model, device_of, open_model
+from nearplane.models.trial import try_blocks
+from nearplane.models.unsupported import refuse_unsupported
 from nearplane.parallel import world
 from nearplane.plan import Plan, Progress, check_bits, plan, usable_widths
 from nearplane.progress import logged, peak_memory
 from nearplane.rate import quantize_matrix_to_rate
 from nearplane.readers.dense import left_dense, merged_experts
+from nearplane.readers.loadable import check_loads
 from nearplane.recipe import Device, Recipe
 from nearplane.record import WIDE, LayerRecord, Profile, RunRecord
 from nearplane.tokens import Windows, calibration_windows, check_tokens
@@ -114,6 +117,7 @@ def quantize_folder(
     )  # fmt: skip
     asked, recipe = recipe, recipe.grouped(layer.shape[1] for layer in source.layers)
     check(source, recipe)
+    check_loads(source, recipe, lambda recipe, layers: quantization_config(source, recipe, layers=layers))
     writer = open_writer(
         out, source.folder, quantization_config(source, recipe), dtype=source.dtype, shards=len(source.blocks) + 1,
         overwrite=overwrite, trust_remote_code=trust_remote_code,
@@ -121,6 +125,8 @@ def quantize_folder(
     with writer:
         windows = calibration_windows(source, recipe, given)
         check_tokens(source, recipe, windows.fitted)
+        if windows.fitted is not None:
+            try_blocks(source, windows.fitted, place)
         record = RunRecord(
             recipe=asked, source=name, versions=_versions(), device=str(place), windows=windows.count,
             seqlen=windows.seqlen, tokens=windows.count * windows.seqlen, extra_windows=windows.extra_count,
@@ -290,10 +296,7 @@ def check(model: Model, recipe: Recipe) -> None:
     """
     refuse_unmatched(model, recipe.ignore)
     layers = model.layers
-    if not layers:
-        raise RecipeError(
-            f"Nothing to quantize: every layer is ignored or of a type that is not handled ({len(model.skipped)})."
-        )
+    refuse_unsupported(model)
     for layer in layers:
         rule = recipe.for_layer(layer.name)
         assert rule is not None, "ignored layers are not listed"
@@ -319,19 +322,22 @@ def check(model: Model, recipe: Recipe) -> None:
         usable_widths(model, recipe)
 
 
-def quantization_config(model: Model, recipe: Recipe, widths: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Return what config.json will say of the quantized weights."""
+def quantization_config(
+    model: Model, recipe: Recipe, widths: Mapping[str, int] | None = None, *, layers: Sequence[Layer] | None = None
+) -> dict[str, Any]:
+    """Return what config.json will say of the quantized weights; `layers` are those quantized, if not all of the model."""
+    layers = model.layers if layers is None else layers
     rule = recipe.rule
     stored = {model.written_name(name): bits for name, bits in (widths or {}).items()}
     own = {"widths": {**(widths or {}), **stored}} if widths else {}  # of both names, where they differ
-    quantized = [layer.name for layer in model.layers]
+    quantized = [layer.name for layer in layers]
     layout = FORMATS[recipe.format]
     if recipe.rate.wanted:
         layout = replace(layout, coder=recipe.rate.coder, classes=recipe.rate.classes)
     config: dict[str, Any] = layout.quantization_config(
         bits=rule.bits, group_size=rule.group_size, symmetric=rule.symmetric, order=rule.order, damp=rule.damp,
         static_groups=True,  # runs of neighbours whenever their steps are fitted, so no reader needs g_idx
-        ignore=left_dense(model), experts=merged_experts(model), quantized=quantized, version=version("nearplane"), **own,
+        ignore=left_dense(model, layers), experts=merged_experts(model), quantized=quantized, version=version("nearplane"), **own,
     )  # fmt: skip
     return config
 

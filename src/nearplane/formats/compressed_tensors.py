@@ -93,6 +93,19 @@ def pack_layer(name: str, matrix: QuantizedMatrix, dtype: torch.dtype) -> dict[s
     }
 
 
+def empty(
+    name: str, shape: tuple[int, int], *, bits: int, group_size: int | None, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Return the tensors of one layer as `pack_layer` makes them, on the meta device; `dtype` is the model's."""
+    out, columns = shape
+    groups = -(-columns // group_size) if group_size else 1
+    return {
+        f"{name}.weight_packed": torch.empty(out, words_of(columns, bits), dtype=torch.int32, device="meta"),
+        f"{name}.weight_scale": torch.empty(out, groups, dtype=scale_dtype(dtype), device="meta"),
+        f"{name}.weight_shape": torch.empty(2, dtype=torch.int64, device="meta"),
+    }
+
+
 def shape_of(name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
     """Return (out, in) of a stored layer without unpacking it.
 

@@ -29,6 +29,9 @@ BITS = (2, 3, 4, 8)
 FUSED = {  # what vLLM and SGLang call layers that they load as one; they look up the scheme by this name
     "q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj",
 }  # fmt: skip
+BLOCKS_FOUND = (  # lists of blocks that optimum looks for, in this order; it takes the first that begins a name
+    "transformer.h", "model.decoder.layers", "gpt_neox.layers", "model.layers", "model.language_model.layers",
+)  # fmt: skip
 GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)  # what gptqmodel's kernels take, besides one step a row
 
 
@@ -111,6 +114,19 @@ class GPTQ:
             f"{name}.qzeros": pack((stored.zeros - self.less).T, stored.bits),
             f"{name}.scales": stored.scale.T.contiguous(),
             f"{name}.g_idx": stored.group.to(torch.int32),
+        }
+
+    def empty(
+        self, name: str, shape: tuple[int, int], *, bits: int, group_size: int | None, dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """Return the tensors of one layer as `pack_layer` makes them, on the meta device."""
+        out, columns = shape
+        groups = -(-columns // group_size) if group_size else 1
+        return {
+            f"{name}.qweight": torch.empty(words_of(columns, bits), out, dtype=torch.int32, device="meta"),
+            f"{name}.qzeros": torch.empty(groups, words_of(out, bits), dtype=torch.int32, device="meta"),
+            f"{name}.scales": torch.empty(groups, out, dtype=self.scale_dtype(dtype), device="meta"),
+            f"{name}.g_idx": torch.empty(columns, dtype=torch.int32, device="meta"),
         }
 
     def shape_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
@@ -211,6 +227,8 @@ class GPTQ:
         if skipped or parts or own:  # gptqmodel, vLLM, SGLang: the first that matches counts
             config["dynamic"] = {f"-:{pattern}": {} for pattern in (*(f"^{re.escape(n)}$" for n in skipped), *parts)}
             config["dynamic"] |= {f"+:^{re.escape(name)}$": {"bits": width} for name, width in own.items()}
+        if blocks - {*BLOCKS_FOUND}:
+            config["block_name_to_quantize"] = sorted(blocks)[0]
         if skipped:
             config["modules_in_block_to_quantize"] = [list(quantized)]  # transformers, through optimum
         return config

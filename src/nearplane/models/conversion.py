@@ -42,6 +42,7 @@ class Weights:
         self.network, self.reader = network, reader
         self._aliases = _aliases(network)
         self._loads, self._unused = _plan(network, reader)
+        self._known = {*network.state_dict()}
         names = [name for name, _ in network.named_parameters(remove_duplicate=False)]
         if missing := [name for name in names if self._find(name) is None]:
             raise ModelError(
@@ -80,6 +81,10 @@ class Weights:
     def merged(self) -> dict[str, list[str]]:
         """Return the parameters that are made of several tensors, or of one that is converted, and the names of these."""
         return {name: [source for source, _ in load.sources] for name, load in self._loads.items() if load.converter}
+
+    def lacks(self, name: str) -> bool:
+        """Return whether the network has a parameter or buffer of this name that no tensor is for."""
+        return name in self._known and self._find(name) is None
 
     def unused(self) -> list[str]:
         """Return the names in the checkpoint of what the network has no place for."""

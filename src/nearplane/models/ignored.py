@@ -46,3 +46,12 @@ def _names(model: Model) -> list[str]:
     ]
     stored = (name.rpartition(".")[0] or name for name in model.reader.names())
     return list(dict.fromkeys([*modules, *stored]))
+
+
+def pattern_of(block: str, layer: str) -> str:
+    """Return a pattern for --ignore of a layer and of those that differ from it by numbers alone, in its block and others.
+
+    >>> pattern_of("model.layers.0", "model.layers.0.mlp.experts.3.up_proj")
+    'mlp\\\\.experts\\\\.[0-9]+\\\\.up_proj$'
+    """
+    return rf"{re.sub(r'[0-9]+', '[0-9]+', re.escape(layer.removeprefix(f'{block}.')))}$"

@@ -20,6 +20,7 @@ from nearplane.errors import ModelError
 
 Kind = Literal["Linear", "Conv1D", "Conv2d", "Embedding"]
 IGNORED = "ignored"
+NOT_HANDLED = "is of no type that is handled"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -116,7 +117,7 @@ def find_layers(block: nn.Module, prefix: str, ignore: Sequence[str] = ()) -> tu
             skipped.append((name, IGNORED))
         elif layer is None:
             shapes = ", ".join("x".join(map(str, p.shape)) for p in own)
-            skipped.append((name, f"{type(module).__name__} ({shapes}) is of no type that is handled"))
+            skipped.append((name, f"{type(module).__name__} ({shapes}) {NOT_HANDLED}"))
         else:
             layers.append(layer)
     return layers, skipped
@@ -149,7 +150,7 @@ def find_ends(
         elif asked and isinstance(module, nn.Embedding):  # subclasses scale what was looked up
             layer = Layer(name=name, kind="Embedding", shape=tuple(module.weight.shape), module=module)
         elif asked and (module is None or (layer := as_layer(name, module)) is None):
-            left.append((name or "head", f"{type(module).__name__} is of no type that is handled"))
+            left.append((name or "head", f"{type(module).__name__} {NOT_HANDLED}"))
         found.append(layer)
     return found[0], found[1], left
 

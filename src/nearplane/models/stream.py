@@ -174,6 +174,10 @@ class Model:
         taken = {name for index in range(len(self.blocks)) for name in self.block_names(index)}
         return [name for name in self.reader.names() if name not in taken]
 
+    def configs(self) -> list[Any]:
+        """Return the config and those nested in it; copies of the network share them."""
+        return _configs(self.config)
+
     def matrices(self) -> set[str]:
         """Return the names of all modules that are a Linear, Conv1D or Conv2d or inherit from one, in blocks or not."""
         return {name for name, module in self.network.named_modules() if isinstance(module, MATRICES)}

@@ -7,22 +7,29 @@ build, or among the tensors of the file; where the two differ both are given. Wh
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from nearplane.errors import ModelError
+from nearplane.models.layers import Layer
 from nearplane.models.stream import Model
 
 
-def left_dense(model: Model) -> list[str]:
+def left_dense(model: Model, layers: Sequence[Layer] | None = None) -> list[str]:
     """Return names and patterns of all that is not quantized and that a reader might take for a linear layer.
 
     That is every Linear, Conv1D and Conv2d and what inherits from them, experts in one tensor or stored one by one, and
     parts of the checkpoint that transformers does not build: other readers build them.
+
+    Args:
+        model: the original.
+        layers: what is quantized, if that is not all that can be.
     """
-    names = set(model.matrices()) - {layer.name for layer in model.layers}
+    quantized = {layer.name for layer in (model.layers if layers is None else layers)}
+    names = set(model.matrices()) - quantized
     names |= {stored for name in names if (stored := _stored(model, name)) is not None}
     parts = {*experts(model), *model.unbuilt, *(_stem(names) for names in model.weights.merged().values())}
-    return sorted(names) + [_pattern(part) for part in sorted(parts)]
+    holding = {name[:place] for name in quantized for place, letter in enumerate(name) if letter == "."}
+    return sorted(names) + [_pattern(part) for part in sorted(parts - holding - quantized)]
 
 
 def experts(model: Model) -> list[str]:

@@ -1,0 +1,78 @@
+"""One window through one block of each kind, before anything is solved: networks that cannot be calibrated are found out here.
+
+Knows blocks and tokens; a trial costs little, for it takes neither all blocks nor all windows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nearplane.errors import CalibrationError, ModelError, NearplaneError, first_line
+from nearplane.models.ignored import pattern_of
+from nearplane.models.skeleton import Stream, skeleton
+from nearplane.models.stream import Block, Model
+from nearplane.models.watch import Hooks
+
+
+def try_blocks(model: Model, tokens: Tensor, device: torch.device) -> None:
+    """Run the first window through one block of each kind, as calibration will.
+
+    Args:
+        model: to be calibrated.
+        tokens: (windows, seqlen).
+        device: where to compute.
+
+    Raises:
+        ModelError: the network does not run block by block, or not on windows of this length.
+        CalibrationError: a layer never runs, whatever the text.
+    """
+    dtype = torch.float32 if device.type == "cpu" else model.dtype
+    try:
+        stream = skeleton(model, tokens[:1], device=device, dtype=dtype, two_streams=False)
+        for block in one_of_each(model):
+            with block.on(device, dtype, original=False):
+                never = never_run(block, stream)
+                if never:
+                    raise CalibrationError(_said(model, block, never))
+    except NearplaneError:
+        raise
+    except Exception as error:  # models are programs of their makers and raise what they like
+        raise ModelError(
+            f"{type(model.network).__name__} does not run on a window of {tokens.shape[1]} tokens ({first_line(error)}). Try "
+            f"another --seqlen, or --solver round-to-nearest, which does not run it."
+        ) from error
+
+
+def one_of_each(model: Model) -> list[Block]:
+    """Return the first block of each kind; of one kind are those whose modules have the same names and types."""
+    kinds: dict[frozenset[tuple[str, type]], Block] = {}
+    for block in model.blocks:
+        kinds.setdefault(frozenset((name, type(part)) for name, part in block.empty.named_modules()), block)
+    return [block for block in kinds.values() if block.layers]
+
+
+@torch.no_grad()
+def never_run(block: Block, stream: Stream) -> list[str]:
+    """Return the layers of a block that one window does not run, nor any that differs from them by a number (an expert)."""
+    reached: set[str] = set()
+    layers = block.quantized_layers()
+    with Hooks() as hooks:
+        for layer in layers:
+            hooks.before(layer, lambda layer, x: reached.add(pattern_of(block.name, layer.name)))
+        stream.forward(block, block.quantized, 0, stream.quantized[0])
+    return [layer.name for layer in layers if pattern_of(block.name, layer.name) not in reached]
+
+
+def _said(model: Model, block: Block, names: list[str]) -> str:
+    """Return what is to be done about layers that never run."""
+    patterns = " ".join(f"'{pattern}'" for pattern in dict.fromkeys(pattern_of(block.name, name) for name in names))
+    kind = type(model.network).__name__
+    return (
+        f"{kind} is not supported as it is: it never runs {', '.join(names[:4])}{_more(names[4:])} as layers of their own, so "
+        f"nothing shows their inputs. Leave them as they are with --ignore {patterns}."
+    )
+
+
+def _more(names: list[str]) -> str:
+    return f" and {len(names)} more" if names else ""

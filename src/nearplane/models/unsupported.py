@@ -1,0 +1,41 @@
+"""Architectures that cannot be quantized at all, and the sentence that says why."""
+
+from __future__ import annotations
+
+import re
+
+import transformers
+
+from nearplane.errors import RecipeError
+from nearplane.models.layers import NOT_HANDLED
+from nearplane.models.stream import Model
+
+HEADS = re.compile(
+    r"For(?!CausalLM$|ConditionalGeneration$)[A-Z]\w+$"
+)  # of classes of transformers that continue no text
+
+
+def refuse_unsupported(model: Model) -> None:
+    """Refuse a model with nothing to quantize, and one that was made for something else than to continue text.
+
+    Raises:
+        RecipeError: names the architecture, and the type of module that is not handled.
+    """
+    kind = type(model.network).__name__
+    for made in getattr(model.config, "architectures", None) or ():
+        if made != kind and HEADS.search(made) and hasattr(transformers, made):
+            raise RecipeError(
+                f"The architecture {made} is not supported: it does not predict the next token, as nearplane expects of a model. "
+                f"transformers would build {kind} of it. Pass a causal language model."
+            )
+    if model.layers:
+        return
+    if left := [(name, reason) for name, reason in model.skipped if reason.endswith(NOT_HANDLED)]:
+        name, reason = left[0]
+        raise RecipeError(
+            f"The architecture {kind} is not supported: its matrices are of the type {reason.split()[0]} (as {name}), which is not "
+            f"handled; Linear, Conv1D and Conv2d are. Use another model, or another tool for this one."
+        )
+    raise RecipeError(
+        f"Nothing to quantize: --ignore leaves out all {len(model.ignored)} matrices of {kind}. Leave out fewer."
+    )

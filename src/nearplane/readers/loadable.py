@@ -1,0 +1,157 @@
+"""Refuse, before a run begins, what transformers would not load when it is done; say what would be."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nearplane.errors import ModelError, NearplaneError, RecipeError
+from nearplane.formats.folder import FORMATS
+from nearplane.formats.native import METHOD
+from nearplane.models.ignored import pattern_of
+from nearplane.models.layers import Layer
+from nearplane.models.stream import Model
+from nearplane.readers.rehearsal import Fault, faults
+from nearplane.readers.rules import GPTQMODEL_ALONE
+from nearplane.recipe import Recipe
+from nearplane.shards import NAMES
+
+Configure = Callable[[Recipe, Sequence[Layer]], dict[str, Any]]  # quantization_config where these layers are quantized
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+logger = logging.getLogger("nearplane")
+ATTEMPTS = 6  # kinds of layers that are left out in turn, to find out whether the others load
+
+
+def check_loads(model: Model, recipe: Recipe, configure: Configure) -> None:
+    """Load the tensors that will be written, without contents, as their reader does.
+
+    Raises:
+        RecipeError: something would not load; names a layer and a way that works.
+    """
+    if (merged := _without_name(model)) is not None:
+        layer, why = merged
+        raise RecipeError(
+            f"{layer.name} cannot be written: {why}. Leave it and its like as they are with --ignore "
+            f"'{_pattern(model, layer)}'."
+        )
+    if recipe.format == METHOD:
+        return
+    found = attempt(model, recipe, configure, model.layers)
+    if found and _read_by_gptqmodel(model, recipe, found):
+        logger.warning(
+            f"transformers does not load {model.config.model_type} from {recipe.format} ({found[0].why}); GPTQModel.load does."
+        )
+        return
+    if not found:
+        return
+    first = _blamed(found[0], model.layers) or model.layers[0]
+    raise RecipeError(
+        f"{first.name}: transformers would not load this {model.network.config.model_type} from {recipe.format}: "
+        f"{_called(found[0], first)}. {way_out(model, recipe, configure, found)}"
+    )
+
+
+def attempt(model: Model, recipe: Recipe, configure: Configure, layers: Sequence[Layer]) -> list[Fault]:
+    """Return what would not load if these layers were quantized."""
+    return faults(model, configure(recipe, layers), tensors_of(model, recipe, layers))
+
+
+def _read_by_gptqmodel(model: Model, recipe: Recipe, found: Sequence[Fault]) -> bool:
+    """Return whether GPTQ's own program reads what transformers does not."""
+    known = model.config.model_type in GPTQMODEL_ALONE
+    return recipe.format.startswith("gptq") and known and all(fault.late for fault in found)
+
+
+def tensors_of(model: Model, recipe: Recipe, layers: Sequence[Layer]) -> dict[str, Tensor]:
+    """Return all tensors of the checkpoint that will be written, on the meta device."""
+    quantized = {name for layer in layers for name in model.copies(layer)}
+    reader = model.reader
+    tensors = {
+        name: torch.empty(reader.shape(name), dtype=DTYPES.get(reader.dtype(name), torch.uint8), device="meta")
+        for name in reader.names()
+        if name not in quantized
+    }
+    layout = FORMATS[recipe.format]
+    for layer in layers:
+        rule = recipe.for_layer(layer.name)
+        assert rule is not None, "ignored layers are not listed"
+        tensors |= layout.empty(
+            model.written_name(layer.name), layer.shape, bits=recipe.rule.bits, group_size=rule.group_size,
+            dtype=model.dtype,
+        )  # fmt: skip
+    return tensors
+
+
+def way_out(model: Model, recipe: Recipe, configure: Configure, found: Sequence[Fault]) -> str:
+    """Return what works in place of what was asked for: layers left out, another format, or rates."""
+    ways: list[str] = []
+    if patterns := _left_out(model, recipe, configure, found):
+        listed = " ".join(f"'{pattern}'" for pattern in patterns)
+        ways.append(f"leave out what does not load with --ignore {listed}")
+    for other in ("gptq", "compressed-tensors"):
+        if other != recipe.format and _loads(model, replace(recipe, format=other), configure):
+            ways.append(f"use --format {other}")
+    ways.append(f"use --rate {recipe.rule.bits}, which nearplane.load reads")
+    sentence = ", or ".join(ways)
+    return f"{sentence[0].upper()}{sentence[1:]}."
+
+
+def _pattern(model: Model, layer: Layer) -> str:
+    """Return a pattern for --ignore of a layer and those in its place in other blocks."""
+    return pattern_of(next((block.name for block in model.blocks if layer in block.layers), ""), layer.name)
+
+
+def _left_out(model: Model, recipe: Recipe, configure: Configure, found: Sequence[Fault]) -> list[str]:
+    """Return patterns of layers without which all others load; none if there are no such."""
+    layers, patterns = model.layers, []
+    for _ in range(ATTEMPTS):
+        blamed = {_pattern(model, layer): None for fault in found if (layer := _blamed(fault, layers))}
+        layers = [layer for layer in layers if not any(re.search(pattern, layer.name) for pattern in blamed)]
+        patterns += blamed
+        if not blamed or not layers:
+            return []
+        found = attempt(model, recipe, configure, layers)
+        if not found:
+            return patterns
+    return []
+
+
+def _loads(model: Model, recipe: Recipe, configure: Configure) -> bool:
+    """Return whether a recipe that is allowed loads."""
+    try:
+        for layer in model.layers:
+            rule = recipe.for_layer(layer.name)
+            assert rule is not None, "ignored layers are not listed"
+            FORMATS[recipe.format].check(
+                layer.name, layer.shape, layer.kind,
+                bits=rule.bits, group_size=rule.group_size, symmetric=rule.symmetric, permuted=False,
+            )  # fmt: skip
+        found = attempt(model, recipe, configure, model.layers)
+        return not found or _read_by_gptqmodel(model, recipe, found)
+    except NearplaneError:
+        return False
+
+
+def _without_name(model: Model) -> tuple[Layer, str] | None:
+    """Return a layer whose weight is no tensor of its own in the checkpoint, and why."""
+    for layer in model.layers:
+        try:
+            model.written_name(layer.name)
+        except ModelError as error:
+            return layer, str(error).rstrip(".")
+    return None
+
+
+def _blamed(fault: Fault, layers: Sequence[Layer]) -> Layer | None:
+    """Return the layer that a fault is about."""
+    return next((layer for layer in layers if layer.name == fault.place), None)
+
+
+def _called(fault: Fault, layer: Layer) -> str:
+    return f"{fault.place}: {fault.why}" if fault.place and fault.place != layer.name else fault.why
