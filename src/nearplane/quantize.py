@@ -117,7 +117,6 @@ def quantize_folder(
     )  # fmt: skip
     asked, recipe = recipe, recipe.grouped(layer.shape[1] for layer in source.layers)
     check(source, recipe)
-    check_loads(source, recipe, lambda recipe, layers: quantization_config(source, recipe, layers=layers))
     writer = open_writer(
         out, source.folder, quantization_config(source, recipe), dtype=source.dtype, shards=len(source.blocks) + 1,
         overwrite=overwrite, trust_remote_code=trust_remote_code,
@@ -127,6 +126,7 @@ def quantize_folder(
         check_tokens(source, recipe, windows.fitted)
         if windows.fitted is not None:
             try_blocks(source, windows.fitted, place)
+        check_loads(source, recipe, lambda recipe, layers: quantization_config(source, recipe, layers=layers))
         record = RunRecord(
             recipe=asked, source=name, versions=_versions(), device=str(place), windows=windows.count,
             seqlen=windows.seqlen, tokens=windows.count * windows.seqlen, extra_windows=windows.extra_count,

@@ -1,0 +1,49 @@
+"""Architectures that are not supported are refused in one sentence, before anything is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import nearplane
+from nearplane.errors import NearplaneError
+from readers.types import save_type
+
+WINDOWS = torch.randint(3, 96, (8, 32), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [
+        ("falcon", r"^The architecture FalconForCausalLM is not supported: its matrices are of the type FalconLinear \(as transf"),
+        ("whisper", r"^WhisperForCausalLM is not supported as it is: it never runs model\.decoder\.layers\.0\.encoder_attn\.k"),
+        ("mamba", r"^MambaForCausalLM .* it never runs backbone\.layers\.0\.mixer\.dt_proj .*--ignore 'mixer\\.dt_proj\$'\.$"),
+    ],
+)  # fmt: skip
+def test_the_architecture_and_the_module_are_named(kind: str, match: str, tmp_path: Path) -> None:
+    save_type(tmp_path / "model", kind)
+    with pytest.raises(NearplaneError, match=match):
+        nearplane.quantize(tmp_path / "model", tmp_path / "out", calibration=WINDOWS, rate=3, device="cpu")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_model_that_continues_no_text_is_refused(tmp_path: Path) -> None:
+    save_type(tmp_path / "model", "bert")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"architectures": ["BertForMaskedLM"]}))
+    with pytest.raises(
+        NearplaneError, match=r"^The architecture BertForMaskedLM is not supported: it does not predict the next"
+    ):
+        nearplane.quantize(tmp_path / "model", tmp_path / "out", bits=4, solver="round-to-nearest", device="cpu")
+
+
+def test_a_network_that_does_not_run_on_such_windows_is_refused(tmp_path: Path) -> None:
+    save_type(tmp_path / "model", "big_bird", attention_type="block_sparse")
+    with pytest.raises(
+        NearplaneError, match=r"^BigBirdForCausalLM does not run on a window of 32 tokens \(Query sided"
+    ):
+        nearplane.quantize(tmp_path / "model", tmp_path / "out", calibration=WINDOWS, bits=4, device="cpu")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

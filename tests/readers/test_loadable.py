@@ -1,0 +1,151 @@
+"""What would not load is refused before a run begins, by transformers' own loader or by rule, with a way that works."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import nearplane
+from checkpoints import random_matrix
+from nearplane.errors import RecipeError
+from nearplane.formats.folder import FORMATS
+from nearplane.models.stream import Model, open_model
+from nearplane.quantize import quantization_config
+from nearplane.readers import rehearsal
+from nearplane.readers.loadable import attempt
+from nearplane.recipe import Recipe
+from readers.types import save_type
+
+WINDOWS = torch.randint(3, 96, (8, 32), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function from a type to the folder of a tiny model."""
+    made: dict[str, Path] = {}
+
+    def folder_of(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = save_type(tmp_path_factory.mktemp(kind) / "model", kind, torch.bfloat16)
+        return made[kind]
+
+    return folder_of
+
+
+def rounded(source: Path, out: Path, **how: Any) -> nearplane.record.RunRecord:
+    return nearplane.quantize(source, out, solver="round-to-nearest", group_size=16, device="cpu", **how)
+
+
+def blamed(model: Model, format: str) -> set[str]:
+    """Return the places that would not load."""
+    recipe = Recipe.from_spellings(bits=4, group_size=16, format=format)
+    found = attempt(model, recipe, lambda own, layers: quantization_config(model, own, layers=layers), model.layers)
+    return {fault.place for fault in found}
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "gptq", "gptq_v2"])
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 16), (3, None)])
+def test_tensors_without_contents_are_those_that_are_written(format: str, bits: int, group_size: int | None) -> None:
+    layout = FORMATS[format]
+    matrix = random_matrix(32, 64, bits=bits, group_size=group_size, symmetric=True)
+    real: dict[str, Tensor] = layout.pack_layer("a", matrix, torch.float16)
+    empty: dict[str, Tensor] = layout.empty("a", (32, 64), bits=bits, group_size=group_size, dtype=torch.float16)
+    assert [(n, t.shape, t.dtype) for n, t in empty.items()] == [(n, t.shape, t.dtype) for n, t in real.items()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "places"),
+    [
+        ("llama", set()),
+        ("deepseek_v3", set()),
+        ("gpt_bigcode", {f"transformer.h.{i}.{part}.c_proj" for i in range(2) for part in ("attn", "mlp")}),
+        ("mamba2", {f"backbone.layers.{i}.mixer.out_proj" for i in range(2)}),
+        ("llama4_text", {f"model.layers.{i}.feed_forward.experts.{e}.{part}_proj" for i in range(2) for e in range(4)
+                         for part in ("gate", "up", "down")}),
+    ],
+)  # fmt: skip
+def test_the_rule_blames_what_the_reader_does(
+    source: Callable[[str], Path], kind: str, places: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts of llama4 become layers in the reader, and in the file are one tensor."""
+    pytest.importorskip("compressed_tensors")
+    model = open_model(str(source(kind)))
+    assert blamed(model, "compressed-tensors") - {p.rpartition(".")[0] for p in places} == places
+    monkeypatch.setattr(rehearsal, "find_spec", lambda name: None)
+    assert blamed(model, "compressed-tensors") - {p.rpartition(".")[0] for p in places} == places
+
+
+@pytest.mark.parametrize("way", ["targets", "ignore", "experts"])
+def test_a_config_that_says_something_else_is_found_out(source: Callable[[str], Path], way: str) -> None:
+    """By the reader and by the rule: what is not named, what is named too much, experts without their group."""
+    model = open_model(str(source("qwen3_moe")))
+    recipe = Recipe.from_spellings(bits=4, group_size=16)
+
+    def configure(own: Recipe, layers: Any) -> dict[str, Any]:
+        config = json.loads(json.dumps(quantization_config(model, own, layers=layers)))
+        if way == "targets":
+            config["config_groups"]["group_0"]["targets"] = [r"re:.*self_attn\.[qkv]_proj$"]
+        elif way == "ignore":
+            config["ignore"].remove("lm_head")
+        else:
+            del config["config_groups"]["group_1"]
+        return config
+
+    places = {fault.place for fault in attempt(model, recipe, configure, model.layers)}
+    expected = {
+        "targets": "model.layers.0.self_attn.o_proj",
+        "ignore": "lm_head",
+        "experts": "model.layers.0.mlp.experts",
+    }
+    assert expected[way] in places
+
+
+def test_a_refusal_names_a_layer_and_ways_that_work(source: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as refused:
+        rounded(source("gpt_bigcode"), tmp_path / "out", bits=4)
+    said = str(refused.value)
+    assert said.startswith(
+        "transformer.h.0.attn.c_proj: transformers would not load this gpt_bigcode from compressed-tensors"
+    )
+    assert said.endswith("or use --format gptq, or use --rate 4, which nearplane.load reads.")
+    assert not any(tmp_path.iterdir())
+    patterns = re.findall("'([^']*)'", said)
+    assert patterns == [r"attn\.c_proj$", r"mlp\.c_proj$"]
+    assert len(rounded(source("gpt_bigcode"), tmp_path / "less", bits=4, ignore=patterns).layers) == 4
+    assert len(rounded(source("gpt_bigcode"), tmp_path / "gptq", bits=4, format="gptq").layers) == 8
+
+
+def test_where_no_layer_helps_only_other_formats_are_named(source: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"looks for .*experts.*\. Use --format gptq, or use --rate 4, which"):
+        rounded(source("llama4_text"), tmp_path / "out", bits=4)
+    with pytest.raises(RecipeError, match=r"packed\. Use --rate 4, which nearplane\.load reads\.$"):
+        rounded(source("rwkv"), tmp_path / "out", bits=4)
+
+
+def test_a_weight_that_is_put_together_has_no_name_to_be_written_under(
+    source: Callable[[str], Path], tmp_path: Path
+) -> None:
+    with pytest.raises(RecipeError, match=r"q_proj cannot be written: .*--ignore 'self_attn\\.q_proj\$'"):
+        rounded(source("hrm_text"), tmp_path / "out", bits=4)
+    assert not any(tmp_path.iterdir())
+
+
+def test_nothing_is_said_by_the_loaders(source: Callable[[str], Path], capfd: pytest.CaptureFixture[str]) -> None:
+    model = open_model(str(source("llama4_text")))
+    capfd.readouterr()
+    assert blamed(model, "compressed-tensors")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_optimum_is_told_where_blocks_are_that_it_does_not_find(source: Callable[[str], Path], tmp_path: Path) -> None:
+    model = open_model(str(source("mamba2")))
+    recipe = Recipe.from_spellings(bits=4, group_size=16, format="gptq")
+    assert quantization_config(model, recipe)["block_name_to_quantize"] == "backbone.layers"
+    assert "block_name_to_quantize" not in quantization_config(open_model(str(source("llama"))), recipe)

@@ -1,0 +1,115 @@
+"""Every type of model: what is written loads and computes what our decoded weights do, or is refused before work starts.
+
+No third outcome. Plain transformers loads fixed grids, `nearplane.load` rates, which plain transformers must not load.
+`make nightly` runs a hundred types, every other run a few. With -s each test prints a line of the table in docs/results.md.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GPTQConfig, PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+import nearplane
+from nearplane.errors import NearplaneError
+from nearplane.readers.rules import GPTQMODEL_ALONE
+from readers.types import SURVEYED, VOCABULARY, save_type
+
+WINDOWS = torch.randint(3, VOCABULARY, (16, 32), generator=torch.Generator().manual_seed(1))
+TOKENS = WINDOWS[:2, :12]
+PACKED = 1e-5  # of the logits, in float32: packed layers sum in another order
+HALF = 1e-2  # of the logits: kernels of GPTQ round activations to float16, 2^-11 each; a random weight changes them by about 1
+
+
+@pytest.fixture
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Return the folder of a tiny random model of the type that the test is for."""
+    return save_type(tmp_path / "source", request.param)
+
+
+def written(source: Path, out: Path, **how: Any) -> nearplane.record.RunRecord | None:
+    """Quantize; None where that is refused, which must be before anything is there, with the name of a part of the model."""
+    try:
+        return nearplane.quantize(source, out, calibration=WINDOWS, allocate="uniform", device="cpu", **how)
+    except NearplaneError as error:
+        said = str(error)
+    network = AutoModelForCausalLM.from_config(AutoModelForCausalLM.from_pretrained(source).config)
+    named = [name for name, _ in network.named_modules() if "." in name and name in said]
+    assert named or type(network).__name__ in said, said
+    assert [path.name for path in out.parent.iterdir()] == ["source"], "something was written before it was refused"
+    print(f"| {network.config.model_type} | {_how(how)} | refused: {said} |")
+    return None
+
+
+def logits(model: PreTrainedModel) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(TOKENS).logits
+
+
+def decoded(out: Path) -> Tensor:
+    """Return the logits of our own decoded weights in a plain float32 model."""
+    nearplane.export(out, out.parent / "dense", dtype="float32")
+    return logits(AutoModelForCausalLM.from_pretrained(out.parent / "dense", dtype=torch.float32))
+
+
+@pytest.mark.parametrize("source", SURVEYED, indirect=True)
+def test_four_bits_load_in_plain_transformers_or_are_refused(source: Path, tmp_path: Path) -> None:
+    """Bit by bit: in float32 the reader multiplies scale and code as we do, and the same modules compute."""
+    pytest.importorskip("compressed_tensors")
+    record = written(source, tmp_path / "out", bits=4, group_size=16)
+    if record is not None:
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+        assert torch.equal(logits(loaded), decoded(tmp_path / "out"))
+        print(f"| {loaded.config.model_type} | compressed-tensors | equal, {len(record.layers)} layers |")
+
+
+@pytest.mark.parametrize("source", SURVEYED, indirect=True)
+def test_rates_load_in_nearplane_alone_or_are_refused(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = written(source, tmp_path / "out", rate=3)
+    if record is None:
+        return
+    expected = decoded(tmp_path / "out")
+    assert torch.equal(logits(nearplane.load(tmp_path / "out", dtype="float32", device="cpu", packed=False)), expected)
+    loaded = nearplane.load(tmp_path / "out", dtype="float32", device="cpu")
+    assert (logits(loaded) - expected).norm() <= PACKED * expected.norm()
+    monkeypatch.delitem(AUTO_QUANTIZATION_CONFIG_MAPPING, "nearplane")
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    print(f"| {loaded.config.model_type} | rate | equal, {len(record.layers)} layers; plain transformers stops |")
+
+
+@pytest.mark.parametrize("source", SURVEYED, indirect=True)
+def test_gptq_loads_by_rule_and_where_its_programs_are_installed(source: Path, tmp_path: Path) -> None:
+    """Optimum and gptqmodel exclude versions of other packages, so that they are installed in environments of their own."""
+    record = written(source, tmp_path / "out", bits=4, group_size=16, format="gptq")
+    if record is None:
+        return
+    kind, loaded = AutoConfig.from_pretrained(source).model_type, "written"
+    if find_spec("gptqmodel") is not None and find_spec("optimum") is not None:
+        expected = decoded(tmp_path / "out")
+        found = logits(_by_gptqmodel(tmp_path / "out")).float()
+        assert (found - expected).norm() <= HALF * expected.norm()
+        loaded = "equal to rounding of activations"
+    print(f"| {kind} | gptq | {loaded}, {len(record.layers)} layers |")
+
+
+def _by_gptqmodel(out: Path) -> PreTrainedModel:
+    """Load through transformers, and where it is known not to do so through gptqmodel itself."""
+    if AutoConfig.from_pretrained(out).model_type not in GPTQMODEL_ALONE:
+        backend = GPTQConfig(bits=4, backend="gptq_torch")
+        return AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, quantization_config=backend)
+    from gptqmodel import BACKEND, GPTQModel
+
+    return GPTQModel.load(str(out), device="cpu", backend=BACKEND.GPTQ_TORCH, dtype=torch.bfloat16).model
+
+
+def _how(how: dict[str, Any]) -> str:
+    return "rate" if "rate" in how else how.get("format", "compressed-tensors")

@@ -1,0 +1,79 @@
+"""Tiny configs of causal language models of transformers, by their type."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+VOCABULARY = 96
+SIZES = {  # what fields of these names become, where a config has them
+    64: "hidden_size n_embd d_model embedding_size word_embed_proj_dim lru_width mamba_d_ssm "
+    "max_position_embeddings n_positions n_ctx max_seq_len",
+    128: "intermediate_size ffn_dim ffn_hidden_size d_ff n_inner decoder_ffn_dim encoder_ffn_dim "
+    "shared_intermediate_size dff",
+    32: "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size q_lora_rank "
+    "kv_lora_rank qk_head_dim",
+    2: "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_key_value_heads "
+    "num_experts_per_tok moe_topk moe_k top_k_experts",
+    4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads "
+    "num_experts num_local_experts n_routed_experts moe_num_experts linear_num_key_heads "
+    "linear_num_value_heads mamba_n_heads",
+    16: "head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim rotary_dim linear_key_head_dim "
+    "linear_value_head_dim attention_window_size mamba_d_state mamba_chunk_size",
+    1: "n_shared_experts n_group topk_group eos_token_id",
+}
+SMALL = {name: size for size, names in SIZES.items() for name in names.split()} | dict(
+    vocab_size=VOCABULARY, pad_token_id=2, bos_token_id=0
+)
+LATENT = dict(head_dim=16, num_key_value_heads=4, first_k_dense_replace=1)
+MIXED = dict(layer_types=["linear_attention", "full_attention"])
+OWN: dict[str, dict[str, Any]] = {  # what some types need besides; None takes a field away
+    **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"), LATENT),
+    **dict.fromkeys(("longcat_flash", "minicpm3", "youtu"), LATENT),
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), MIXED),
+    "big_bird": dict(attention_type="original_full"),
+    "falcon": dict(head_dim=None),
+    "gpt_neo": dict(attention_types=[[["global", "local"], 1]]),
+    "jamba": dict(attn_layer_period=2, attn_layer_offset=1, mamba_dt_rank=16),
+    "lfm2_moe": dict(layer_types=["conv", "full_attention"]),
+    "lfm3": dict(layer_types=["conv", "full_attention"]),
+    "mamba2": dict(num_heads=8, n_groups=2, state_size=16),
+    "recurrent_gemma": dict(num_hidden_layers=3),
+    "zaya": dict(num_experts_per_tok=1),
+}  # fmt: skip
+NIGHTLY = (
+    "afmoe apertus arcee aria_text axk1 beam bert big_bird bigbird_pegasus biogpt bitnet blenderbot bloom codegen "
+    "cohere cohere2 cohere2_moe cwm data2vec-text deepseek_v2 deepseek_v3 diffllama doge dots1 electra ernie4_5 "
+    "ernie4_5_moe exaone4 exaone_moe falcon falcon_mamba flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe "
+    "glm4_moe_lite gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj granite granitemoe granitemoeshared helium "
+    "hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 internlm3 jamba jetmoe laguna lfm2 lfm2_moe llama llama4_text "
+    "longcat_flash mamba mamba2 marian mbart minicpm3 minimax_m2 ministral mistral mixtral modernbert-decoder mpt "
+    "nanochat nemotron olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 "
+    "qwen3_moe qwen3_next recurrent_gemma rwkv seed_oss smollm3 stablelm starcoder2 whisper xglm youtu zaya "
+)
+TYPES = NIGHTLY.split()
+FEW = ["llama", "qwen3_moe", "gpt_bigcode", "llama4_text"]  # of every test run
+SURVEYED = TYPES if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else FEW
+
+
+def tiny_config(kind: str, **changes: Any) -> Any:
+    """Return a config of a type with small sizes; `None` leaves a field at what it is by default."""
+    made = CONFIG_MAPPING[kind]
+    base = made()
+    fields = {name: size for name, size in SMALL.items() if hasattr(base, name)} | OWN.get(kind, {}) | changes
+    return made(**{name: value for name, value in fields.items() if value is not None})
+
+
+def save_type(folder: Path, kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+    """Write a random model of a type in which every parameter matters."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(kind, **changes)).eval()
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    model.to(dtype).save_pretrained(folder)
+    return folder
