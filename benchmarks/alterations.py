@@ -28,13 +28,15 @@ from torch import Tensor
 import nearplane
 from nearplane import NearplaneError, demo
 from nearplane.formats.folder import read_matrices
-from nearplane.inputs import corrected
-from nearplane.models.stream import device_of, open_model
+from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.matrix.inputs import Inputs, corrected
+from nearplane.models.model import device_of, open_model
 from nearplane.plan import Plan, look
-from nearplane.quantize import parts, shared_inputs
 from nearplane.record import read_record, row_groups
+from nearplane.schemes import Scheme
 from nearplane.tokens import calibration_windows
 from nearplane.verify import TOLERANCE, Fault, verify
+from nearplane.walk import Stage, walk
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from forgery import CRUDE, FORGED, move_one
@@ -109,41 +111,54 @@ class Moves:
 
 def every_code(folder: Path, source: str) -> Moves:
     """Compute what every move of one code by one within its grid would do to the row_losses of the record."""
-    record = read_record(folder)
-    recipe, place = record.recipe, device_of("auto")
-    model = open_model(
-        source, ignore=recipe.ignore, embeddings=recipe.rate.include_embeddings, head=recipe.rate.include_head
-    )
-    windows = calibration_windows(model, recipe)
+    record, place = read_record(folder), device_of("auto")
+    scheme, (embeddings, head) = record.recipe.scheme, record.recipe.scheme.ends
+    model = open_model(source, ignore=record.recipe.ignore, embeddings=embeddings, head=head)
+    windows = calibration_windows(model, record.recipe)
     assert windows.fitted is not None
     planned = Plan()
     if model.embeddings is not None:
-        look(planned, model, recipe, windows.fitted, place)
+        look(planned, model, scheme, windows.fitted, place)
     matrices = dict(read_matrices(folder))
     stored = {layer.name: layer.stored for layer in record.layers}
+    found: list[Moves] = []
+
+    def values(stage: Stage) -> list[Tensor]:
+        pairs = list(zip(stage.layers, stage.inputs, strict=True))
+        found.extend(
+            moves(stored[layer.name], layer.read(), inputs, matrices[stored[layer.name]], scheme)
+            for layer, inputs in pairs
+        )
+        return [matrices[stored[layer.name]].decode() for layer, _ in pairs]
+
+    for _ in walk(model, record.recipe, windows, values, device=place, moments=planned.moments):
+        pass
+    return Moves(
+        changes=torch.cat([each.changes for each in found]), hidden=[code for each in found for code in each.hidden],
+        dead=sum(each.dead for each in found),
+    )  # fmt: skip
+
+
+def moves(name: str, W: Tensor, inputs: Inputs, matrix: QuantizedMatrix, scheme: Scheme) -> Moves:
+    """Compute what every move of one code of one layer would do; `name` is that of its tensors."""
+    values, H = matrix.decode(), inputs.moments.H
+    E = corrected(W, inputs, scheme)[0].to(H.dtype) - values.to(H.dtype)
+    EH = E @ H  # (out, in)
+    steps = (matrix.grid.decode(matrix.codes + 1) - values).to(H.dtype)  # (out, in)
+    groups = (EH * E).sum(1).tensor_split(row_groups(*W.shape))
+    totals = torch.cat([group.sum().expand(len(group)) for group in groups])[:, None]
+    low, high = (getattr(matrix.grid, limit, None) for limit in ("low", "high"))
+    living = ~inputs.factor(scheme.order, scheme.damp).dead
     changes, hidden, dead = [], [], 0
-    for part in parts(model, recipe, windows, place, planned.moments):
-        for observed in part.stages:
-            for layer, inputs in shared_inputs(observed):
-                matrix, W = matrices[stored[layer.name]], layer.read()
-                values, H = matrix.decode(), inputs.moments.H
-                E = corrected(W, inputs, recipe.rule)[0].to(H.dtype) - values.to(H.dtype)
-                EH = E @ H  # (out, in)
-                steps = (matrix.grid.decode(matrix.codes + 1) - values).to(H.dtype)  # (out, in)
-                groups = (EH * E).sum(1).tensor_split(row_groups(*W.shape))
-                totals = torch.cat([group.sum().expand(len(group)) for group in groups])[:, None]
-                low, high = (getattr(matrix.grid, name, None) for name in ("low", "high"))
-                living = ~inputs.factor(recipe.rule.order, recipe.rule.damp).dead
-                for step in (-1, 1):
-                    change = ((steps.square() * H.diagonal() - step * 2 * steps * EH) / totals).abs()
-                    moved = matrix.codes + step
-                    inside = (moved >= (moved if low is None else low)) & (moved <= (moved if high is None else high))
-                    dead += int((inside & ~living).sum())
-                    inside &= living
-                    changes.append(change[inside])
-                    places = (inside & (change < TOLERANCE)).nonzero().tolist()
-                    hidden += [(stored[layer.name], row, column, step) for row, column in places]
-                layer.write(values)
+    for step in (-1, 1):
+        change = ((steps.square() * H.diagonal() - step * 2 * steps * EH) / totals).abs()
+        moved = matrix.codes + step
+        inside = (moved >= (moved if low is None else low)) & (moved <= (moved if high is None else high))
+        dead += int((inside & ~living).sum())
+        inside &= living
+        changes.append(change[inside])
+        places = (inside & (change < TOLERANCE)).nonzero().tolist()
+        hidden += [(name, row, column, step) for row, column in places]
     return Moves(changes=torch.cat(changes), hidden=hidden, dead=dead)
 
 

@@ -24,10 +24,11 @@ import torch
 
 from nearplane import demo
 from nearplane.lattice.factor import Order, factorize
-from nearplane.models.calibrate import Observed, observe, stages
+from nearplane.models.activations import skeleton
+from nearplane.models.calibrate import stages
 from nearplane.models.data import read_windows
-from nearplane.models.skeleton import skeleton
-from nearplane.models.stream import open_model
+from nearplane.models.model import open_model
+from nearplane.observe import Observed, observe
 
 ASSETS = Path(os.environ.get("ASSETS", "../shared/assets"))
 MODELS = ("demo", "babyllama105", "stories260K")
@@ -95,7 +96,7 @@ def observations(chosen: Case, samples: int = 128) -> Iterator[Observed]:
 
 def entry(observed: Observed, damp: float) -> Entry:
     """Factor one input in every order."""
-    H = observed.statistics[observed.layers[0].name].H
+    H = observed.moments[observed.layers[0].name].H
     lengths = {order: factorize(H, order, damp=damp).d for order in get_args(Order)}
     return Entry(
         layers=len(observed.layers), traces={order: float(d.sum()) for order, d in lengths.items()},

@@ -28,10 +28,11 @@ from nearplane.lattice.bounds import limit, quadratic
 from nearplane.lattice.factor import factorize
 from nearplane.lattice.grid import Grid
 from nearplane.lattice.solve import nearest_plane
-from nearplane.models.calibrate import observe, stages
+from nearplane.models.activations import skeleton
+from nearplane.models.calibrate import stages
 from nearplane.models.data import read_windows
-from nearplane.models.skeleton import skeleton
-from nearplane.models.stream import open_model
+from nearplane.models.model import open_model
+from nearplane.observe import observe
 from nearplane.study.reduction import nearest_plane_reduced, reduce
 
 Solve = Callable[[Tensor, Grid], Tensor]  # weights and grid to codes
@@ -160,7 +161,7 @@ def layers(folder: Path, text: Path) -> Iterator[tuple[Tensor, list[Tensor]]]:
         with block.on("cpu", torch.float32, original=False):
             for observed in observe(block, stages(block, stream), stream, correct=False):
                 weights = [layer.read().double() for layer in observed.layers]
-                yield observed.statistics[observed.layers[0].name].H, weights
+                yield observed.moments[observed.layers[0].name].H, weights
             stream.advance(block)
 
 

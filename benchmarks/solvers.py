@@ -36,14 +36,14 @@ from torch import Tensor
 import nearplane
 from nearplane.divergence import Divergence, divergence
 from nearplane.evaluate import load_dense, log_probabilities
-from nearplane.inputs import Inputs, corrected
 from nearplane.lattice.bounds import quadratic
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solve import nearest_plane
-from nearplane.matrix import quantize_matrix, solve
+from nearplane.matrix.inputs import Inputs, corrected
+from nearplane.matrix.on_grid import quantize_matrix, solve
 from nearplane.models.data import read_windows
-from nearplane.quantize import shared_inputs
-from nearplane.recipe import Rule
+from nearplane.observe import shared_inputs
+from nearplane.schemes import GridScheme
 
 PLAIN: dict[str, Any] = {"polish": 0, "rounds": 0}
 REFERENCE = "nearest plane"  # in activation order
@@ -104,14 +104,16 @@ def on_layers(chosen: Case, bits: int, names: list[str]) -> dict[str, Sums]:
     """Solve every layer on the inputs of the float model."""
     found = {name: Sums() for name in names}
     for observed in observations(chosen):
-        for layer, inputs in shared_inputs(observed):
+        for layer, inputs in zip(observed.layers, shared_inputs(observed), strict=True):
             W, reference = layer.read().float(), (0.0, 0.0)
             for name in [REFERENCE, *(name for name in names if name != REFERENCE)]:
-                rule = Rule(bits=bits, group_size=chosen.group_size, symmetric=False, correct=False, **VARIANTS[name])
-                target, _ = corrected(W, inputs, rule)
-                seconds, matrix = timed(lambda: solve(target, inputs, rule, torch.float16))  # noqa: B023
+                scheme = GridScheme(
+                    bits=bits, group_size=chosen.group_size, symmetric=False, correct=False, **VARIANTS[name]
+                )
+                target, _ = corrected(W, inputs, scheme)
+                seconds, matrix = timed(lambda: solve(target, inputs, scheme, torch.float16))  # noqa: B023
                 E = (W - matrix.decode()).double()
-                damped = inputs.damped(inputs.factor(rule.order, rule.damp), torch.float64)
+                damped = inputs.damped(inputs.factor(scheme.order, scheme.damp), torch.float64)
                 losses = float(quadratic(E, inputs.moments.H).mean()), float(quadratic(E, damped).mean())
                 if name == REFERENCE:
                     reference = losses
@@ -197,11 +199,13 @@ def large(n: int, bits: int, names: list[str]) -> None:
     Q = torch.linalg.qr(torch.randn(n, n, generator=g)).Q.double()
     inputs = Inputs(Q * torch.arange(1, n + 1, dtype=torch.float64).pow(-1.6) @ Q.T)
     W = torch.randn(n, n, generator=g)
-    rules = {name: Rule(bits=bits, group_size=128, symmetric=False, correct=False, **VARIANTS[name]) for name in names}
-    for rule in rules.values():  # compiles
-        quantize_matrix(W[:128, :128].contiguous(), torch.eye(128, dtype=torch.float64), rule)
+    schemes = {
+        name: GridScheme(bits=bits, group_size=128, symmetric=False, correct=False, **VARIANTS[name]) for name in names
+    }
+    for scheme in schemes.values():  # compiles
+        quantize_matrix(W[:128, :128].contiguous(), torch.eye(128, dtype=torch.float64), scheme)
     parts = {order: _once(lambda: inputs.factor(order, 0.01)) for order in ("activation", "pivoted")}  # noqa: B023
-    factor, plain = parts["activation"], rules[names[0]]
+    factor, plain = parts["activation"], schemes[names[0]]
     parts["eigenvalues for the certificate"] = _once(inputs.eigenvalues)
     steps = Steps(bits=bits, symmetric=False, search=plain.scale, storage=torch.float16)
     parts["steps"], grid = timed(lambda: steps.grid(W, plain.group_size))
@@ -210,10 +214,10 @@ def large(n: int, bits: int, names: list[str]) -> None:
     print(f"| solver, {n} x {n}, {bits} bits | loss, bits | solve | ratio | with factor | quantize_matrix | ratio |")
     print("|---|---|---|---|---|---|---|")
     first: tuple[float, float, float] | None = None
-    for name, rule in rules.items():
-        seconds, matrix = timed(lambda: solve(W, inputs, rule, torch.float16))  # noqa: B023
+    for name, scheme in schemes.items():
+        seconds, matrix = timed(lambda: solve(W, inputs, scheme, torch.float16))  # noqa: B023
         loss = float(quadratic((W - matrix.decode()).double(), inputs.moments.H).mean())
-        whole, _ = timed(lambda: quantize_matrix(W, inputs, rule))  # noqa: B023
+        whole, _ = timed(lambda: quantize_matrix(W, inputs, scheme))  # noqa: B023
         whole += factor + parts["eigenvalues for the certificate"]  # which `inputs` has kept
         first = first or (seconds, whole, loss)
         print(

@@ -2,7 +2,7 @@
 
 import torch
 
-from nearplane import Rule, quantize_matrix
+from nearplane import GridScheme, quantize_matrix
 
 generator = torch.Generator().manual_seed(0)
 spectrum = torch.arange(1, 257) ** -0.8  # inputs of real layers are far from white
@@ -11,7 +11,7 @@ W = torch.randn(64, 256, generator=generator)
 H = (X.T @ X / len(X)).double()
 
 for solver in ("round-to-nearest", "nearest-plane"):
-    matrix, record = quantize_matrix(W, H, Rule(bits=3, group_size=64, symmetric=False, solver=solver))
+    matrix, record = quantize_matrix(W, H, GridScheme(bits=3, group_size=64, symmetric=False, solver=solver))
     error = (X @ (W - matrix.decode()).T).square().sum() / (X @ W.T).square().sum()
     print(f"{solver:17s} relative output error {error:.5f} (record: {record.relative_loss:.5f})")
 print(f"Babai's worst case {record.worst_case:.4f}, expected {record.expected:.4f}, found {record.damped_loss:.4f}")

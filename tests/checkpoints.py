@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nearplane.formats.folder import FORMATS, open_writer
+from nearplane.formats.integers import LayerGrid
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 
 
@@ -103,7 +104,7 @@ def write_folder(
         ignore=ignore,
         quantized=tuple(linear),
         version="0",
-        **({"widths": widths} if width else {}),
+        **({"grids": {n: LayerGrid(b, group_size, symmetric) for n, b in widths.items()}} if width else {}),
     )
     matrices: dict[str, QuantizedMatrix] = {}
     writer = open_writer(out, source, config, dtype=model.dtype, shards=len(model.model.layers) + 1, **options)

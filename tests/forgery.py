@@ -22,8 +22,8 @@ from nearplane.coding.blob import stored_base
 from nearplane.formats.beside import names_copied
 from nearplane.formats.folder import Stored, written
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
-from nearplane.recipe import Order
 from nearplane.record import NAME, LayerRecord, Profile, RunRecord, read_record
+from nearplane.schemes import Order
 from nearplane.shards import INDEX, checksum, index_text, sha256
 
 CIRCUMSTANCES = {

@@ -189,17 +189,6 @@ def gptq_lazy(W: Tensor, X: Tensor, rounding: Rounding, *, B: int = 3) -> Tensor
     return codes.T
 
 
-def gptq_groups(W: Tensor, X: Tensor, rounding: Rounding, *, size: int, fit: Fit) -> Tensor:
-    """[F22] the textbook loop, fitting every group of `size` columns to its current weights when it gets there."""
-    G, W, codes = cholesky(inv(X.T @ X), upper=True), W.T.clone(), torch.empty_like(W.T)
-    for j in range(W.shape[1]):
-        if j % size == 0:
-            rounding.S[j : j + size], rounding.Z[j : j + size] = fit(W[:, j : j + size], j // size)
-        codes[:, j], q = rounding(j, W[:, j])
-        W[:, j:] -= torch.outer((W[:, j] - q) / G[j, j], G[j, j:])
-    return codes.T
-
-
 def least_squares(W: Tensor, X: Tensor, rounding: Rounding) -> Tensor:
     """Tutorial 1: after each rounding the rows that are left move to the exact minimiser of the error."""
     H, W, codes = X.T @ X, W.clone(), torch.empty_like(W)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import nearplane
 from families import config_of, random_model
-from nearplane import RecipeError, Rule
+from nearplane import GridScheme, RateScheme, RecipeError
 from nearplane.allocate import (
     Curve,
     allocate,
@@ -30,7 +30,7 @@ from nearplane.divergence import divergence
 from nearplane.evaluate import load_dense
 from nearplane.lattice.factor import factorize
 from nearplane.models.data import read_windows
-from nearplane.models.stream import open_model
+from nearplane.models.model import open_model
 
 CPU = torch.device("cpu")
 WIDTHS = (2, 3, 4, 8)
@@ -298,7 +298,7 @@ def demo(small):
 
 def test_losses_fall_with_the_rate_by_the_law_where_it_holds(demo):
     model, tokens = demo
-    curves = probe(model, tokens, to_rates((2.5, 4.5), Rule()), points=2, together=False, device=CPU)
+    curves = probe(model, tokens, to_rates((2.5, 4.5), RateScheme(rate=3.5)), points=2, together=False, device=CPU)
     slopes = [math.log2(c.losses[0] / c.losses[1]) / (c.rates[1] - c.rates[0]) for c in curves]
     assert all(abs(c.rates[0] - 2.5) < 0.5 and abs(c.rates[1] - 4.5) < 0.5 for c in curves)
     assert sum(slopes) / len(slopes) == pytest.approx(2, abs=0.3)
@@ -306,7 +306,7 @@ def test_losses_fall_with_the_rate_by_the_law_where_it_holds(demo):
 
 def test_losses_fall_with_the_width(demo):
     model, tokens = demo
-    perturb = to_widths((2, 4), Rule(group_size=32, symmetric=False), torch.float16)
+    perturb = to_widths((2, 4), GridScheme(group_size=32, symmetric=False), torch.float16)
     assert all(
         c.rates == (2, 4) and c.losses[0] > 4 * c.losses[1]
         for c in probe(model, tokens, perturb, points=2, together=True, device=CPU)

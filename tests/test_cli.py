@@ -15,6 +15,7 @@ import nearplane
 from families import config_of, random_model
 from nearplane import cli
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
+from nearplane.flags import scheme_from
 from nearplane.record import read_record
 
 
@@ -51,7 +52,7 @@ def test_quantize_evaluate_and_inspect_work_together(monkeypatch, capsys, tmp_pa
     assert code == 0
     assert "model.layers.4.mlp.down_proj" in out
     code, out, _ = command(monkeypatch, capsys, "inspect", tmp_path / "out", "--json")
-    assert json.loads(out)["recipe"]["rule"]["bits"] == 3
+    assert json.loads(out)["recipe"]["scheme"]["bits"] == 3
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_a_mistyped_flag_is_explained():
 @pytest.mark.parametrize(("flag", "bits"), [("3.5", 3.5), ("2.25", 2.25), ("4", 4), ("3.0", 3)])
 def test_bits_of_the_command_line_are_those_that_were_typed(flag, bits):
     _, bound, _ = cli.app.parse_args(["quantize", "model", "out", "--bits", flag])
-    found = bound.arguments["rule"].bits
+    found = scheme_from(bound.arguments["scheme"]).bits
     assert found == bits
     assert isinstance(found, int) == (bits == int(bits))
 
@@ -109,7 +110,7 @@ def test_bits_of_the_command_line_are_those_that_were_typed(flag, bits):
 def test_several_patterns_may_be_ignored(words):
     _, bound, _ = cli.app.parse_args(["quantize", "model", "out", *words, "--bits", "3"])
     assert bound.arguments["ignore"] == ("up_proj", "layers.0")
-    assert bound.arguments["rule"].bits == 3
+    assert scheme_from(bound.arguments["scheme"]).bits == 3
 
 
 def test_the_shell_can_complete_commands_and_options(tmp_path):

@@ -16,7 +16,7 @@ from nearplane import Calibration, RecipeError, cli
 from nearplane.compare import ORIGINAL, WAYS, Row, check_plot, draw, fixed_grid, recipe_for
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.formats.folder import read_matrices
-from nearplane.models.stream import open_model
+from nearplane.models.model import open_model
 from nearplane.record import read_record
 
 TOKENS = Calibration(calibration=str(CALIBRATION), samples=16, seqlen=64)
@@ -105,12 +105,12 @@ def test_rounding_to_nearest_rounds_the_original_weights(rows, small, method):
 def test_the_paper_s_rows_are_without_what_this_package_adds(rows):
     for row in (row for row in rows[1:] if row.folder and not row.method.startswith("nearplane")):
         recipe = read_record(row.folder).recipe
-        assert (recipe.rule.correct, recipe.rule.order, recipe.allocate) == (False, "natural", "uniform")
-        assert recipe.rule.solver == ("round-to-nearest" if row.method.startswith("rtn") else "nearest-plane")
+        assert (recipe.scheme.correct, recipe.scheme.order, recipe.allocate) == (False, "natural", "uniform")
+        assert recipe.scheme.solver == ("round-to-nearest" if row.method.startswith("rtn") else "nearest-plane")
         if row.method in GRIDS:
-            assert (recipe.rule.bits, recipe.rule.group_size, recipe.rule.scale) == (3, 128, "mse")
+            assert (recipe.scheme.bits, recipe.scheme.group_size, recipe.scheme.scale) == (3, 128, "mse")
         else:
-            assert (recipe.rate.method, recipe.rate.coder, recipe.rate.gains) == ("hptq", "huffman", "none")
+            assert (recipe.scheme.method, recipe.scheme.coder) == ("hptq", "huffman")
 
 
 def test_checkpoints_are_deleted_as_soon_as_they_are_measured(small, tmp_path, monkeypatch):
@@ -152,7 +152,7 @@ def test_groups_follow_the_layers_of_the_model(tmp_path):
     tiny_llama(128, 352).save_pretrained(tmp_path)
     layers = [layer for block in open_model(str(tmp_path)).blocks for layer in block.layers]
     recipe, note = recipe_for("gptq-mse", 4.125, layers, TOKENS)
-    assert (recipe.rule.group_size, note) == (32, "groups of 32: 128 does not divide 352 inputs")
+    assert (recipe.scheme.group_size, note) == (32, "groups of 32: 128 does not divide 352 inputs")
 
 
 def test_layers_that_are_not_linear_get_a_format_that_holds_them(tmp_path):

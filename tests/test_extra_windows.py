@@ -14,7 +14,7 @@ from families import config_of, random_model
 from nearplane.demo import CALIBRATION, MODEL
 from nearplane.evaluate import load_dense
 from nearplane.models.data import read_windows
-from nearplane.models.stream import open_model
+from nearplane.models.model import open_model
 from nearplane.recipe import Calibration, Recipe
 from nearplane.record import LayerRecord, RunRecord
 from nearplane.summary import summary

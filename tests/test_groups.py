@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 import nearplane
 from families import config_of, random_model
-from nearplane import Recipe, RecipeError, Rule
+from nearplane import GridScheme, Recipe, RecipeError
 from nearplane.demo import CALIBRATION, MODEL
-from nearplane.recipe import fitting_group
 from nearplane.record import RunRecord, contradictions, read_record
+from nearplane.schemes import fitting_group
 from nearplane.summary import summary
 
 FAST = {"calibration": str(CALIBRATION), "samples": 4, "seqlen": 40}
@@ -32,7 +32,7 @@ def test_inputs_that_no_group_divides_get_the_smallest_which_is_refused_where_it
     with pytest.raises(
         RecipeError, match=r"matrix: 40 inputs are not a multiple of --group-size 16\. .*none for one step"
     ):
-        nearplane.quantize_matrix(torch.eye(40), torch.eye(40), Rule())
+        nearplane.quantize_matrix(torch.eye(40), torch.eye(40), GridScheme())
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_where_the_default_does_not_divide_the_largest_that_does_is_used_and_sai
     assert {layer.group_size for layer in record.layers} == {32}
     line = "groups of 32: the default, 128, does not divide the 96 inputs of model.layers.0.self_attn.q_proj"
     assert line in list(summary(record, Path("out")))
-    assert read_record(tmp_path / "out").recipe.rule.group_size == "auto"
+    assert read_record(tmp_path / "out").recipe.scheme.group_size == "auto"
     explicit = nearplane.quantize(odd, tmp_path / "explicit", format=format, group_size=32, **FAST)
     assert [layer.checksum for layer in explicit.layers] == [layer.checksum for layer in record.layers]
     assert line not in list(summary(explicit, Path("out")))
@@ -73,21 +73,14 @@ def test_a_group_size_that_was_asked_for_is_not_replaced(odd, tmp_path):
 
 @pytest.mark.parametrize("size", [16, 128, None, "auto"])
 def test_every_group_size_survives_json(size):
-    recipe = Recipe(rule=Rule(group_size=size))
+    recipe = Recipe(scheme=GridScheme(group_size=size))
     assert Recipe.from_json(recipe.to_json()) == recipe
-
-
-def test_entropy_coded_records_of_before_that_say_128_are_read():
-    """128 was the default, which says nothing of weights without groups."""
-    assert Recipe.from_spellings(rate=3.0, group_size=128).rate.rate == 3.0
-    with pytest.raises(RecipeError, match="no fixed grid"):
-        Recipe.from_spellings(rate=3.0, group_size=64)
 
 
 def test_a_group_that_auto_never_gives_is_a_contradiction(odd, tmp_path):
     record = nearplane.quantize(odd, tmp_path / "out", **FAST)
     layer = record.layers[0]
     assert isinstance(record, RunRecord)
-    assert not list(contradictions(layer, record.recipe))
+    assert not list(contradictions(layer, record))
     for size in (48, 8, None):
-        assert list(contradictions(replace(layer, group_size=size), record.recipe))
+        assert list(contradictions(replace(layer, group_size=size), record))

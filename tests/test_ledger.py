@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from families import config_of, random_model
 from nearplane import Recipe, RecipeError
 from nearplane.budget import foretell
 from nearplane.demo import CALIBRATION, MODEL
-from nearplane.models.stream import open_model
-from nearplane.rate import quantize_matrix_to_rate
+from nearplane.matrix import solve_layer
+from nearplane.models.model import open_model
 
 FAST = {"calibration": str(CALIBRATION), "samples": 8, "seqlen": 64, "solver": "nearest-plane", "allocate": "uniform"}
 
@@ -46,7 +47,7 @@ def tiny(tmp_path_factory):
 )
 def test_a_folder_is_at_most_as_large_as_asked_for_and_hardly_smaller(tiny, tmp_path, size, more):
     record = nearplane.quantize(tiny, tmp_path / "out", size=size, **FAST | more)
-    asked = record.recipe.rate.bytes()
+    asked = record.recipe.scheme.bytes()
     assert record.folder == bytes_of(tmp_path / "out")
     assert 0.995 * asked <= record.folder <= asked
     assert record.missed is None
@@ -65,7 +66,9 @@ def test_what_is_not_codes_is_foretold(tiny, tmp_path):
     recipe = Recipe.from_spellings(rate=3.0, **FAST)
     record = nearplane.quantize(tiny, tmp_path / "out", recipe)
     rest = record.folder - sum(layer.bytes for layer in record.layers)
-    assert foretell(open_model(str(tiny)), recipe).total() == pytest.approx(rest, abs=0.005 * record.folder)
+    assert foretell(open_model(str(tiny)), recipe, recipe.scheme).total() == pytest.approx(
+        rest, abs=0.005 * record.folder
+    )
 
 
 def test_a_loss_that_takes_more_than_the_size_leaves_ends_the_run_without_a_checkpoint(tiny, tmp_path):
@@ -90,13 +93,14 @@ def test_what_comes_last_is_solved_again_until_the_limit_is_kept(tiny, tmp_path,
     """The solver takes, of the last layer alone, 40 % more than it is told, or less."""
     told = []
 
-    def biased(W, inputs, rule, wanted, rate, **options):
-        last = options["name"] == "model.layers.2.mlp.down_proj"
-        if last:
-            told.append(rate)
-        return quantize_matrix_to_rate(W, inputs, rule, wanted, rate * wrong if last else rate, **options)
+    def biased(task):
+        last = task.name == "model.layers.2.mlp.down_proj"
+        if not last:
+            return solve_layer(task)
+        told.append(task.scheme.rate)
+        return solve_layer(replace(task, scheme=replace(task.scheme, rate=task.scheme.rate * wrong)))
 
-    monkeypatch.setattr(sys.modules["nearplane.quantize"], "quantize_matrix_to_rate", biased)
+    monkeypatch.setattr(sys.modules["nearplane.quantize"], "solve_layer", biased)
     nearplane.quantize(tiny, tmp_path / "out", size="345KB", **FAST)
     assert (len(told) == 1) == (wrong == 1.0)
     assert 0.995 * 345_000 <= bytes_of(tmp_path / "out") <= 345_000

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import nearplane
-from nearplane import Calibration, NearplaneError, Recipe, Rule
+from nearplane import Calibration, GridScheme, NearplaneError, Recipe
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.formats.folder import read_dense, read_matrices
 from nearplane.record import digest_of, read_record
@@ -146,7 +146,7 @@ def test_ignored_layers_stay_and_are_named_in_the_config(small, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words", [{"groups": "current"}, {"true_sequential": False}, {"scale": "hessian", "order": "pivoted"}]
+    "words", [{"true_sequential": False}, {"scale": "minmax", "order": "pivoted"}, {"solver": "obq", "factor": "qr"}]
 )
 def test_every_way_of_solving_runs_end_to_end(small, tmp_path, words):
     record = nearplane.quantize(small, tmp_path / "out", bits=3, **FAST, **words)
@@ -163,7 +163,8 @@ def test_bad_requests_are_refused_before_anything_is_written(small, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("Too short.")
     refused(small, out, r"model\.layers\.0\.self_attn\.q_proj has 256 inputs.* all layers is 256", group_size=96)
-    refused(small, out, "expected a file", calibration=["a text", "another"])
+    refused(small, out, "expected a path, a list of texts", calibration=3)
+    refused(small, out, "list of 2 texts holds 5 tokens", calibration=["a text", "another"])
     refused(small, out, "asymmetric", symmetric=False)
     refused(small, out, "compressed-tensors", bits=5, format="gptq")
     refused(small, out, "positions", seqlen=10_000)
@@ -186,7 +187,7 @@ def test_a_folder_in_use_is_left_alone(small, tmp_path):
 def test_overwrite_replaces_a_checkpoint(small, tmp_path):
     nearplane.quantize(small, tmp_path / "out", bits=4, **FAST)
     nearplane.quantize(small, tmp_path / "out", bits=3, overwrite=True, **FAST)
-    assert read_record(tmp_path / "out").recipe.rule.bits == 3
+    assert read_record(tmp_path / "out").recipe.scheme.bits == 3
 
 
 def test_a_weight_that_is_not_finite_is_named_and_what_was_written_does_not_load(small, tmp_path):
@@ -251,7 +252,7 @@ def test_a_full_disk_is_one_sentence_and_what_was_written_does_not_load(small, t
 
 def test_a_recipe_and_keywords_together_are_refused(small, tmp_path):
     with pytest.raises(NearplaneError, match="not both"):
-        nearplane.quantize(small, tmp_path / "out", Recipe(rule=Rule(), calibration=Calibration()), bits=3)
+        nearplane.quantize(small, tmp_path / "out", Recipe(scheme=GridScheme(), calibration=Calibration()), bits=3)
 
 
 def test_layers_that_lose_more_than_they_may_are_named(small, tmp_path):

@@ -20,7 +20,7 @@ from nearplane.coding.blob import shape_of
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.formats.folder import read_dense, read_matrices
 from nearplane.models.data import read_windows
-from nearplane.models.stream import open_model
+from nearplane.models.model import open_model
 from nearplane.record import digest_of, read_record
 from nearplane.shards import ShardReader
 
@@ -99,7 +99,7 @@ def test_what_is_not_weights_is_foretold(small, tmp_path):
     assert record.folder == found
     rest = found - sum(layer.bytes for layer in record.layers)
     assert bytes_of(folder) - bytes_of(small) > 120_000
-    assert foretell(open_model(str(folder)), recipe).total() == pytest.approx(rest, abs=0.002 * found)
+    assert foretell(open_model(str(folder)), recipe, recipe.scheme).total() == pytest.approx(rest, abs=0.002 * found)
 
 
 def test_slope_spends_more_where_the_network_needs_it(coded):
@@ -192,12 +192,12 @@ def test_the_reader_of_a_table_may_stop_reading(coded):
     [
         ({"rate": 0.3}, "0.5 to 7"),
         ({"rate": 7.5}, "0.5 to 7"),
-        ({"rate": 2, "size": "1GB"}, "not both"),
+        ({"rate": 2, "size": "1GB"}, "found both"),
         ({"size": "3 apples"}, "3.1GB"),
         ({"size": "1kB"}, "not quantized"),
         ({"size": "3GB"}, "0.5 to 7 bits"),
-        ({"rate": 2, "format": "gptq"}, "--format gptq does not go with a --rate"),
-        ({"bits": 4, "format": "nearplane"}, "no --rate or --size is given"),
+        ({"rate": 2, "format": "gptq"}, "--format gptq does not hold such weights"),
+        ({"bits": 4, "format": "nearplane"}, "--format nearplane does not hold such weights"),
         ({"rate": 2, "coder": "zip"}, "tans, huffman"),
         ({"rate": 2, "method": "trellis"}, "waterfill, hptq"),
     ],

@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields, replace
 
 import pytest
 
-from nearplane import FormatError, Rate, Recipe, Rule
+from nearplane import FormatError, GridScheme, RateScheme, Recipe
 from nearplane.record import LayerRecord, Profile, RunRecord, digest_of, read_record, row_groups
 
 LAYER = LayerRecord(
@@ -18,7 +18,8 @@ LAYER = LayerRecord(
 )  # fmt: skip
 PROFILE = Profile(layer=LAYER.name, order="pivoted", lengths=(4.0, 2.5e-07), trace=4.5, spread=0.5)
 RUN = RunRecord(
-    recipe=Recipe(rule=Rule(bits=3), ignore=("head",)), source="somewhere", versions={"torch": "2"}, device="cpu", windows=2,
+    recipe=Recipe(scheme=GridScheme(bits=3), ignore=("head",)), source="somewhere", versions={"torch": "2"},
+    device="cpu", windows=2,
     seqlen=256, tokens=512, text=64 * "b", layers=(LAYER, LAYER), profiles=(PROFILE,), files={"config.json": 64 * "c"},
     skipped=(("router", "Router"),), seconds=1.5, bytes=4096,
 )  # fmt: skip
@@ -40,7 +41,7 @@ def test_a_record_counts_itself(others):
 
 
 def test_a_size_is_of_the_whole_folder():
-    asked = replace(RUN, recipe=Recipe(rate=Rate(size="10kB")), bytes=4096, folder=10_040)
+    asked = replace(RUN, recipe=Recipe(scheme=RateScheme(size="10kB")), bytes=4096, folder=10_040)
     assert asked.missed is None
     assert "10,000 bytes asked for, 10,060 found" in replace(asked, folder=10_060).missed
 
@@ -98,10 +99,10 @@ def test_layers_that_lose_too_much_are_named_the_worst_first():
 
 
 def test_what_was_missed_for_the_sake_of_the_loss_is_said():
-    asked = replace(RUN, recipe=Recipe(rate=Rate(rate=3.0), max_loss=0.1))
+    asked = replace(RUN, recipe=Recipe(scheme=RateScheme(rate=3.0), max_loss=0.1))
     assert "3 bits per weight asked for, 4 found" in asked.missed
     assert "--max-loss" in asked.missed
-    assert "--max-loss" not in replace(asked, recipe=Recipe(rate=Rate(rate=3.0))).missed
+    assert "--max-loss" not in replace(asked, recipe=Recipe(scheme=RateScheme(rate=3.0))).missed
 
 
 WRONG = {  # JSON that is not what an annotation says
@@ -116,9 +117,10 @@ WRONG = {  # JSON that is not what an annotation says
     "tuple[tuple[str, str], ...]": [None, {}, ["ab"], [["a"]], [["a", "b", "c"]], [["a", 1]]],
     "tuple[LayerRecord, ...]": [None, {}, [None], [[]], [{}], ["a"]],
     "tuple[Profile, ...]": [None, {}, [None], [[]], [{}], ["a"]],
-    "Recipe": [None, [], "a", {"rule": None}, {"ignore": "ab"}, {"ignore": [1]}, {"rule": {"bits": "3"}},
-               {"rule": {"damp": "much"}}, {"rule": {"order": "any"}}, {"calibration": {"seed": "a"}}, {"polish": 1},
-               {"rate": {"size": f"{10**400}"}}],
+    "Recipe": [None, [], "a", {"scheme": None}, {"ignore": "ab"}, {"ignore": [1]}, {"scheme": {"bits": "3"}},
+               {"scheme": {"damp": "much"}}, {"scheme": {"order": "any"}}, {"calibration": {"seed": "a"}}, {"polish": 1},
+               {"scheme": {"size": f"{10**400}"}}, {"scheme": {"rate": 3, "bits": 3}}, {"scheme": {}, "layers": {}},
+               {"layers": [{"pattern": "a"}]}, {"layers": [{"pattern": "(", "scheme": {}}]}],
 }  # fmt: skip
 
 

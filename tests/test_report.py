@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nearplane import FormatError, Rate, RecipeError, Rule
+from nearplane import FormatError, GridScheme, RateScheme, RecipeError
 from nearplane.recipe import Recipe
 from nearplane.record import LayerRecord, Profile, RunRecord
 from nearplane.report import findings, render, write_report
@@ -81,10 +81,10 @@ PROFILES = tuple(
     lengths(order, tilt)
     for order, tilt in (("natural", 1.0), ("activation", -4.0), ("pivoted", -4.5), ("reversed", 2.0))
 )
-GRID = run_of(5, on_a_grid, profiles=PROFILES, recipe=Recipe(rule=Rule(bits=4, group_size=32)))
-CODED = run_of(5, entropy_coded, profiles=PROFILES, recipe=Recipe(rate=Rate(rate=GRID.rate)))
-CODED = replace(CODED, recipe=Recipe(rate=Rate(rate=round(CODED.rate, 3))))
-LARGE = run_of(80, entropy_coded, recipe=Recipe(rate=Rate(rate=2.2)))
+GRID = run_of(5, on_a_grid, profiles=PROFILES, recipe=Recipe(scheme=GridScheme(bits=4, group_size=32)))
+CODED = run_of(5, entropy_coded, profiles=PROFILES, recipe=Recipe(scheme=RateScheme(rate=GRID.rate)))
+CODED = replace(CODED, recipe=Recipe(scheme=RateScheme(rate=round(CODED.rate, 3))))
+LARGE = run_of(80, entropy_coded, recipe=Recipe(scheme=RateScheme(rate=2.2)))
 RECORDS = {
     "grid": GRID,
     "coded": CODED,
@@ -201,7 +201,11 @@ def test_what_is_wrong_is_said_in_words():
     layers[5] = replace(layers[5], tokens=5)
     layers[6] = replace(layers[6], damped_loss=2 * layers[6].worst_case)
     wrong = replace(
-        GRID, layers=tuple(layers), windows=3, skipped=(("a", "odd"), ("b", "odd")), recipe=Recipe(rate=Rate(rate=2.0))
+        GRID,
+        layers=tuple(layers),
+        windows=3,
+        skipped=(("a", "odd"), ("b", "odd")),
+        recipe=Recipe(scheme=RateScheme(rate=2.0)),
     )
     said = " ".join(findings(wrong))
     for words in (

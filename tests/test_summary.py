@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nearplane import Calibration, Rate, Recipe, Rule
+from nearplane import Calibration, GridScheme, RateScheme, Recipe
 from nearplane.record import LayerRecord, RunRecord
 from nearplane.summary import layer_table, summary
 
@@ -21,11 +21,14 @@ CODED = replace(
     GOOD, bits=None, group_size=None, symmetric=None, asked=3.1, entropy=2.5, limit=2.25, base=0.1, bytes=48
 )
 RUN = RunRecord(
-    recipe=Recipe(rule=Rule(group_size=16), calibration=Calibration(samples=2)), source="somewhere", versions={"torch": "2"},
+    recipe=Recipe(scheme=GridScheme(group_size=16), calibration=Calibration(samples=2)), source="somewhere",
+    versions={"torch": "2"},
     device="cpu", windows=2,
     seqlen=256, tokens=512, extra_windows=1, layers=(GOOD, WORSE), seconds=1.5, bytes=1_250_000, folder=1_500_000,
 )  # fmt: skip
-RATE = replace(RUN, recipe=Recipe(rate=Rate(rate=3.0), calibration=Calibration(samples=2)), layers=(CODED, CODED))
+RATE = replace(
+    RUN, recipe=Recipe(scheme=RateScheme(rate=3.0), calibration=Calibration(samples=2)), layers=(CODED, CODED)
+)
 OUT = Path("out")
 
 
@@ -95,12 +98,12 @@ def test_layers_that_no_extra_window_reaches_do_not_hide_the_others():
         ({"recipe": Recipe(max_loss=0.02)}, "1 layers lose more than --max-loss 0.02:"),
         ({"recipe": Recipe(max_loss=0.02)}, "  model.layers.1.mlp.up_proj: 3.000e-02 at 3.000 bits per weight"),
         (
-            {"recipe": Recipe(rate=Rate(rate=4.1))},
+            {"recipe": Recipe(scheme=RateScheme(rate=4.1))},
             "4.1 bits per weight asked for, 4 found: some layers cannot have the rate that they were given, see "
             "`nearplane inspect`.",
         ),
         (
-            {"recipe": Recipe(rate=Rate(rate=3.9), max_loss=0.03)},
+            {"recipe": Recipe(scheme=RateScheme(rate=3.9), max_loss=0.03)},
             "3.9 bits per weight asked for, 4 found: some layers cannot have the rate that they were given, or needed more to "
             "keep --max-loss, see `nearplane inspect`.",
         ),
@@ -114,8 +117,8 @@ def test_what_went_otherwise_is_said(changes, line):
 
 def test_nothing_is_said_of_calibration_where_there_was_none():
     layers = tuple(map(without_extra, RUN.layers))
-    rule = Rule(solver="round-to-nearest")
-    bare = replace(RUN, tokens=0, windows=0, extra_windows=0, layers=layers, recipe=Recipe(rule=rule))
+    scheme = GridScheme(solver="round-to-nearest")
+    bare = replace(RUN, tokens=0, windows=0, extra_windows=0, layers=layers, recipe=Recipe(scheme=scheme))
     assert not any("to nearest" in line or "windows" in line for line in summary(bare, OUT))
 
 

@@ -70,10 +70,10 @@ def test_sigterm_leaves_the_checkpoint_that_was_to_be_replaced_and_the_next_run_
         f"same command again: it begins anew."
     ]
     assert nearplane.verify(out).faults == ()
-    assert read_record(out).recipe.rule.bits == 4
+    assert read_record(out).recipe.scheme.bits == 4
     nearplane.quantize(model, out, bits=3, overwrite=True, **quick)
     assert nearplane.verify(out).faults == ()
-    assert read_record(out).recipe.rule.bits == 3
+    assert read_record(out).recipe.scheme.bits == 3
     assert os.listdir(tmp_path) == ["out"]
 
 

@@ -11,7 +11,7 @@ import nearplane
 from families import config_of, random_model
 from nearplane import CalibrationError
 from nearplane.demo import CALIBRATION, MODEL
-from nearplane.models.stream import open_model
+from nearplane.models.model import open_model
 from nearplane.recipe import Calibration, Recipe
 from nearplane.tokens import check_tokens, distinct_runs
 

@@ -45,5 +45,5 @@ def test_of_two_runs_on_one_folder_one_succeeds_and_the_other_is_refused(model, 
     assert re.fullmatch(r"quantizing: block 2 of 2, layer 14 of 14, [^,]+", last)  # a line, as there is no terminal
     found = nearplane.verify(out)
     assert found.faults == ()
-    assert found.record.recipe.rule.bits == (3, 4)[codes.index(0)]
+    assert found.record.recipe.scheme.bits == (3, 4)[codes.index(0)]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import forgery
 import nearplane
 from families import config_of, random_model
-from nearplane import FormatError, NearplaneError, Rate, RecipeError, Rule
+from nearplane import FormatError, GridScheme, NearplaneError, RateScheme, RecipeError
 from nearplane.demo import CALIBRATION, MODEL
 from nearplane.errors import printable
 from nearplane.formats.beside import names_copied
@@ -32,16 +32,14 @@ WAYS = {  # every format; grids of every kind, and every way to solve, at least 
         "gpt2 renamed", {"bits": 2, "group_size": 16, "symmetric": False, "format": "gptq_v2", "solver": "obq"},
     ),
     "gptq_v2, QR": (
-        "llama", {"bits": 4, "symmetric": False, "group_size": 16, "format": "gptq_v2", "factor": "qr", "groups": "current"},
+        "llama", {"bits": 4, "symmetric": False, "group_size": 16, "format": "gptq_v2", "factor": "qr"},
     ),
     "nearplane": ("llama", {"rate": 3.0}),
     "nearplane, tied ends": ("qwen3", {"rate": 3.0, "include_embeddings": True, "include_head": True}),
     "nearplane, HPTQ, ends": (
         "llama", {"rate": 3.0, "method": "hptq", "coder": "huffman", "include_embeddings": True, "include_head": True},
     ),
-    "nearplane, gains, Conv1D": (
-        "gpt2 renamed", {"rate": 3.0, "shrink": True, "gains": "both", "true_sequential": False},
-    ),
+    "nearplane, obq, Conv1D": ("gpt2 renamed", {"rate": 3.0, "solver": "obq", "true_sequential": False}),
     "nearplane, rounded to nearest": ("qwen3", {"rate": 3.0, "solver": "round-to-nearest"}),
 }  # fmt: skip
 UNMEASURED = ("compressed-tensors, rounded to nearest", "nearplane, rounded to nearest")  # no tokens, so no profiles
@@ -379,11 +377,11 @@ def test_the_recipe_is_that_of_the_files(copy_of):
     """Of its fields, those that say what the codes are; how they were found leaves no trace."""
     for way, changed in (
         ("compressed-tensors", {"format": "gptq"}),
-        ("compressed-tensors", {"rule": Rule(bits=5, group_size=32)}),
-        ("compressed-tensors", {"rule": Rule(bits=4, group_size=16)}),
-        ("compressed-tensors", {"rule": Rule(bits=4, group_size=32, symmetric=False)}),
-        ("compressed-tensors", {"rule": Rule(bits=4, group_size=32, order="pivoted")}),
-        ("nearplane", {"rate": Rate(rate=3.0, coder="huffman")}),
+        ("compressed-tensors", {"scheme": GridScheme(bits=5, group_size=32)}),
+        ("compressed-tensors", {"scheme": GridScheme(bits=4, group_size=16)}),
+        ("compressed-tensors", {"scheme": GridScheme(bits=4, group_size=32, symmetric=False)}),
+        ("compressed-tensors", {"scheme": GridScheme(bits=4, group_size=32, order="pivoted")}),
+        ("nearplane", {"scheme": RateScheme(rate=3.0, coder="huffman")}),
     ):
         folder, _ = copy_of(way)
         sign(folder, recipe=replace(read_record(folder).recipe, **changed))
@@ -391,13 +389,13 @@ def test_the_recipe_is_that_of_the_files(copy_of):
 
 
 @pytest.mark.parametrize(
-    "changed", [{"damp": 0.0101}, {"sweep_damp": 0.101}, {"correct": False}, {"solver": "obq"}, {"polish": 0}], ids=str
+    "changed", [{"damp": 0.0101}, {"sweep_damp": 0.101}, {"correct": False}, {"solver": "obq"}], ids=str
 )
 def test_what_the_recipe_says_of_the_problem_is_measured_again(copy_of, changed):
     """The target, the damping, and whether a theorem holds for the codes."""
     folder, original = copy_of("compressed-tensors")
     recipe = read_record(folder).recipe
-    sign(folder, recipe=replace(recipe, rule=replace(recipe.rule, **changed)))
+    sign(folder, recipe=replace(recipe, scheme=replace(recipe.scheme, **changed)))
     assert said(verify(folder)) == []
     assert said(verify(folder, against=original)) != []
 
@@ -408,25 +406,22 @@ def test_what_the_recipe_says_of_the_problem_is_measured_again(copy_of, changed)
         (
             "compressed-tensors",
             {
-                "rule": {"solver": "k-best", "beam": 3, "polish": 5, "rounds": 7, "scale": "minmax"}, "calibration": {"seed": 9},
+                "scheme": {"solver": "k-best", "beam": 3, "polish": 5, "rounds": 7, "scale": "minmax"}, "calibration": {"seed": 9},
                 "max_loss": 0.5, "ignore": ("nothing",),
             },
         ),
-        ("compressed-tensors", {"rule": {"groups": "current", "rounds": 0}}),
-        ("compressed-tensors, mixed widths", {"rule": {"bits": 2.75}}),
+        ("compressed-tensors, mixed widths", {"scheme": {"bits": 2.75}}),
         (
             "compressed-tensors, rounded to nearest",
-            {"rule": {"scale": "minmax", "correct": False}, "calibration": {"samples": 9, "true_sequential": False}},
+            {"scheme": {"scale": "minmax", "correct": False}, "calibration": {"samples": 9, "true_sequential": False}},
         ),
         (
             "nearplane",
             {
-                "rule": {"solver": "nearest-plane", "beam": None, "polish": 3},
-                "rate": {"rate": None, "size": "1MB", "rows": "equal"},
+                "scheme": {"solver": "nearest-plane", "beam": None, "rate": None, "size": "1MB", "rows": "equal"},
                 "allocate": "uniform", "max_loss": 0.5,
             },
         ),
-        ("nearplane, gains, Conv1D", {"rule": {"solver": "obq", "beam": None}, "rate": {"shrink": False, "gains": "rows"}}),
     ],
 )  # fmt: skip
 def test_what_no_data_can_show_is_what_the_documentation_says(copy_of, way, changed):

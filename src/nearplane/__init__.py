@@ -15,23 +15,24 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from nearplane.errors import CalibrationError, FormatError, ModelError, NearplaneError, NumericalError, RecipeError
-from nearplane.recipe import Calibration, Rate, Recipe, Rule
+from nearplane.recipe import Calibration, LayerScheme, Recipe
+from nearplane.schemes import GridScheme, RateScheme
 
 if TYPE_CHECKING:
     from nearplane.compare import compare
     from nearplane.evaluate import evaluate
     from nearplane.formats.export import export
     from nearplane.formats.hub import load, register
-    from nearplane.matrix import quantize_matrix
+    from nearplane.matrix.on_grid import quantize_matrix
+    from nearplane.matrix.to_rate import quantize_matrix_to_rate
     from nearplane.quantize import quantize
-    from nearplane.rate import quantize_matrix_to_rate
     from nearplane.report import write_report
     from nearplane.verify import verify
 
 __version__ = "0.1.0"
 __all__ = [
-    "Calibration", "CalibrationError", "FormatError", "ModelError", "NearplaneError", "NumericalError", "Rate",
-    "Recipe", "RecipeError", "Rule", "compare", "evaluate", "export", "load", "quantize", "quantize_matrix",
+    "Calibration", "CalibrationError", "FormatError", "GridScheme", "LayerScheme", "ModelError", "NearplaneError",
+    "NumericalError", "RateScheme", "Recipe", "RecipeError", "compare", "evaluate", "export", "load", "quantize", "quantize_matrix",
     "quantize_matrix_to_rate", "register", "verify", "write_report",
 ]  # fmt: skip
 
@@ -42,8 +43,8 @@ HOMES = {
     "evaluate": "nearplane.evaluate",
     "export": "nearplane.formats.export",
     "load": "nearplane.formats.hub",
-    "quantize_matrix": "nearplane.matrix",
-    "quantize_matrix_to_rate": "nearplane.rate",
+    "quantize_matrix": "nearplane.matrix.on_grid",
+    "quantize_matrix_to_rate": "nearplane.matrix.to_rate",
     "register": "nearplane.formats.hub",
     "verify": "nearplane.verify",
     "write_report": "nearplane.report",
@@ -57,6 +58,9 @@ class _Package(ModuleType):
         if name not in HOMES:
             raise AttributeError(f"module 'nearplane' has no attribute {name!r}")
         return getattr(import_module(HOMES[name]), name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*__all__, *globals()})
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, ModuleType) and HOMES.get(name) == value.__name__:

@@ -18,18 +18,19 @@ from torch import Tensor
 
 from nearplane.divergence import Divergence, divergence
 from nearplane.errors import CalibrationError, RecipeError
-from nearplane.inputs import Inputs
 from nearplane.lattice.factor import Factor
 from nearplane.lattice.grid import Grid
 from nearplane.lattice.scale import high_rate_step
 from nearplane.lattice.solve import nearest_plane
-from nearplane.matrix import solve
-from nearplane.models.calibrate import observe, stages
+from nearplane.matrix.inputs import Inputs
+from nearplane.matrix.on_grid import solve
+from nearplane.models.activations import Stream, readout, skeleton
+from nearplane.models.calibrate import stages
 from nearplane.models.layers import Layer
-from nearplane.models.skeleton import Stream, readout, skeleton
-from nearplane.models.stream import Block, Model
+from nearplane.models.model import Block, Model
+from nearplane.observe import observe
 from nearplane.progress import logged
-from nearplane.recipe import Rule
+from nearplane.schemes import GridScheme, Scheme
 
 LOW, HIGH = 0.5, 7.5  # rates that a layer may get
 RESOLUTION = 32  # rates per bit between which `allocate` chooses
@@ -183,14 +184,14 @@ def probed_rates(budget: float) -> tuple[float, ...]:
     return (low, low + 0.75, low + 2) if low < 2 else (low, low + 2)
 
 
-def to_rates(rates: Sequence[float], rule: Rule) -> Perturb:
+def to_rates(rates: Sequence[float], scheme: Scheme) -> Perturb:
     """Perturb as entropy-coded weights: codes without limits, steps by water-filling, one sweep each.
 
     A point's rate is what its codes take with a table for every column.
     """
 
     def perturb(W: Tensor, inputs: Inputs) -> Iterator[tuple[float, Tensor]]:
-        factor = inputs.factor(rule.order, rule.damp)
+        factor = inputs.factor(scheme.order, scheme.damp)
         for rate in rates:
             yield waterfilled(W.masked_fill(factor.dead, 0), factor, rate)
 
@@ -224,12 +225,12 @@ def _runs(ascending: Tensor) -> Tensor:
     return torch.cat([new.flatten().nonzero().flatten(), torch.tensor([ascending.numel()], device=ascending.device)])
 
 
-def to_widths(widths: Sequence[int], rule: Rule, storage: torch.dtype) -> Perturb:
-    """Perturb as weights on the fixed grids of a rule, at these widths instead of its own; codes and steps are not refined."""
-    plain = replace(rule.resolved(None), polish=0, rounds=0)
+def to_widths(widths: Sequence[int], scheme: GridScheme, storage: torch.dtype) -> Perturb:
+    """Perturb as weights on the fixed grids of a scheme, at these widths instead of its own; codes and steps are not refined."""
+    plain = replace(scheme, polish=0, rounds=0)
 
     def perturb(W: Tensor, inputs: Inputs) -> Iterator[tuple[float, Tensor]]:
-        factor = inputs.factor(rule.order, rule.damp)
+        factor = inputs.factor(scheme.order, scheme.damp)
         for width in widths:
             yield (
                 float(width),
@@ -265,7 +266,7 @@ def probe(
 ) -> list[Curve]:
     """Measure what the network loses if one layer alone is quantized.
 
-    One block is in memory at a time. Statistics come from the original network, on a quarter of the tokens (more if that
+    One block is in memory at a time. Moments come from the original network, on a quarter of the tokens (more if that
     were fewer than four for every input of a layer). Each layer of a block is perturbed at each rate, and the hidden states
     that come out travel on through the blocks behind it, beside those of all others, up to the logits. As they are many, they
     do so on fewer tokens: so many that this takes `share` of the forwards that the quantization takes, at least
@@ -337,11 +338,11 @@ def _plan(model: Model, tokens: Tensor, points: int, share: float, memory: int) 
 def _perturbed(block: Block, stream: Stream, perturb: Perturb, together: bool) -> Iterator[_Traveller]:
     """Perturb the layers of a block, one set after the other; while one is given out, its weights are in the block."""
     groups = stages(block, stream)
-    statistics = observe(block, groups, stream, correct=False)
+    observations = observe(block, groups, stream, correct=False)
     inputs = {
         layer.name: shared
-        for observed in statistics
-        for shared in [Inputs(observed.statistics[observed.layers[0].name])]
+        for observed in observations
+        for shared in [Inputs(observed.moments[observed.layers[0].name])]
         for layer in observed.layers
     }
     sets = _sets(groups, block.name) if together else [(layer,) for group in groups for layer in group]

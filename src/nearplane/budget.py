@@ -13,15 +13,16 @@ from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 
 from nearplane.allocate import LOW
-from nearplane.certificate import PROFILED
 from nearplane.errors import RecipeError
 from nearplane.formats.beside import CONFIG, names_copied, size_copied
 from nearplane.formats.folder import config_text
 from nearplane.formats.native import Native
+from nearplane.matrix.certificate import PROFILED
 from nearplane.models.layers import Layer
-from nearplane.models.stream import Model
-from nearplane.recipe import Rate, Recipe
+from nearplane.models.model import Model
+from nearplane.recipe import Recipe
 from nearplane.record import WIDE, LayerRecord, Profile, RunRecord, row_groups
+from nearplane.schemes import RateScheme
 from nearplane.shards import INDEX, index_text, shard_size
 
 HUFFMAN = 1.1  # bits per weight that a Huffman coder needs at least
@@ -37,7 +38,7 @@ def aim_of(limit: int) -> int:
     return math.floor(limit * (1 - MARGIN)) - SLACK
 
 
-def budget_of(model: Model, recipe: Recipe) -> float:
+def budget_of(model: Model, recipe: Recipe, scheme: RateScheme) -> float:
     """Return the bits per quantized weight that the recipe leaves.
 
     Raises:
@@ -45,23 +46,23 @@ def budget_of(model: Model, recipe: Recipe) -> float:
     """
     layers = model.layers
     weights = sum(math.prod(layer.shape) for layer in layers)
-    rate, size = recipe.rate.rate, recipe.rate.bytes()
+    rate, size = scheme.rate, scheme.bytes()
     if size is not None:
-        rest = foretell(model, recipe).total()
+        rest = foretell(model, recipe, scheme).total()
         rate = 8 * (aim_of(size) - rest) / weights
         smallest, largest = (math.ceil((rest + bits * weights / 8 + SLACK + 1) / (1 - MARGIN)) for bits in (LOW, 7))
         if not LOW <= rate <= 7:
             raise RecipeError(
-                f"--size {recipe.rate.size} is {size:,} bytes, of which about {rest:,} are not quantized: {rate:.2f} bits are "
+                f"--size {scheme.size} is {size:,} bytes, of which about {rest:,} are not quantized: {rate:.2f} bits are "
                 f"left for each of {weights:,} weights. Ask for {smallest:,} to {largest:,} bytes (0.5 to 7 bits per weight)."
             )
     assert rate is not None, "a plan for rates needs a rate or a size"
-    if rate < least_rate(recipe.rate):
+    if rate < least_rate(scheme):
         raise RecipeError(
             f"{rate:.3f} bits per weight asked for; a Huffman code takes at least one bit for every code. Use --coder tans, or "
             f"ask for {HUFFMAN} bits or more."
         )
-    least = 8 * sum(_side(layer, recipe.rate) for layer in layers) / weights
+    least = 8 * sum(_side(layer, scheme) for layer in layers) / weights
     if rate < least:
         raise RecipeError(
             f"{rate:.3f} bits per weight asked for; what is stored beside the codes of such small layers takes {least:.3f}. "
@@ -70,14 +71,14 @@ def budget_of(model: Model, recipe: Recipe) -> float:
     return rate
 
 
-def least_rate(rate: Rate) -> float:
+def least_rate(scheme: RateScheme) -> float:
     """Return the least rate that a layer may get."""
-    return HUFFMAN if rate.coder == "huffman" else LOW
+    return HUFFMAN if scheme.coder == "huffman" else LOW
 
 
-def _side(layer: Layer, rate: Rate) -> float:
+def _side(layer: Layer, scheme: RateScheme) -> float:
     """Return about the fewest bytes that a layer takes beside its codes: a header, and where steps differ their exponents."""
-    return 16 if rate.method == "hptq" else 16 + 3 * layer.shape[1] / 8
+    return 16 if scheme.method == "hptq" else 16 + 3 * layer.shape[1] / 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +102,7 @@ class Foretold:
         return math.ceil(sum(self.kept.values()) + self.beside + self.once + sum(self.said.values()))
 
 
-def foretell(model: Model, recipe: Recipe) -> Foretold:
+def foretell(model: Model, recipe: Recipe, scheme: RateScheme) -> Foretold:
     """Foretell what a checkpoint will hold beside the codes of its layers."""
     layers, reader = model.layers, model.reader
     again = {name for layer in layers for name in model.copies(layer)}  # also tied ones, which are not written twice
@@ -112,11 +113,11 @@ def foretell(model: Model, recipe: Recipe) -> Foretold:
         size = math.prod(layer.shape) // 3
         name = f"{model.written_name(layer.name)}.{Native.KEY}"
         said[layer.name] = _of_tensor(name, "U8", (size,), size, shards) + _of_layer(layer)
-    if recipe.rule.solver != "round-to-nearest":
+    if scheme.solver != "round-to-nearest":
         for index in {0, len(model.blocks) // 2, len(model.blocks) - 1}:
             for layer in [each for each in model.blocks[index].layers if each.shape[1] <= WIDE][:INPUTS]:
-                said[layer.name] += len({*PROFILED, recipe.rule.order}) * _of_profile(layer)
-    layout = Native(coder=recipe.rate.coder, classes=recipe.rate.classes)
+                said[layer.name] += len({*PROFILED, scheme.order}) * _of_profile(layer)
+    layout = Native(coder=scheme.coder, classes=scheme.classes)
     names = [layer.name for layer in layers]
     config = config_text(model.folder, layout.quantization_config(quantized=names, version=version("nearplane")))
     copied = size_copied(model.folder, trust_remote_code=model.trust_remote_code)

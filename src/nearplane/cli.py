@@ -14,8 +14,20 @@ from cyclopts import App, Parameter
 
 from nearplane import __version__
 from nearplane.errors import NearplaneError, printable
-from nearplane.recipe import Allocation, Calibration, Device, Format, Rate, Recipe, Rule, Way
+from nearplane.flags import (
+    EVERYDAY,
+    LAYERS,
+    RUNNING,
+    CalibrationFlags,
+    GridFlags,
+    RateFlags,
+    layer_schemes,
+    refuse_mixed,
+    scheme_from,
+)
+from nearplane.recipe import Calibration, Recipe, Way
 from nearplane.removed import refuse_removed_words
+from nearplane.schemes import Allocation, Device, Format
 from nearplane.sizes import size_text
 from nearplane.terminal import attended, bar, say_stopped
 
@@ -38,17 +50,17 @@ def quantize(
     model: str,
     out: Path,
     *,
-    rule: Annotated[Rule | None, Flat] = None,
-    tokens: Annotated[Calibration | None, Flat] = None,
-    rate: Annotated[Rate | None, Flat] = None,
-    format: Format | None = None,
-    allocate: Allocation | None = None,
-    max_loss: float | None = None,
-    ignore: Annotated[tuple[str, ...], Several] = (),
-    device: Device = "auto",
-    overwrite: Switch = False,
-    trust_remote_code: Switch = False,
-    json: Switch = False,
+    scheme: Annotated[GridFlags | RateFlags | None, Flat] = None,  # type: ignore[valid-type]
+    tokens: Annotated[CalibrationFlags | None, Flat] = None,  # type: ignore[valid-type]
+    format: Annotated[Format | None, Parameter(group=EVERYDAY)] = None,
+    allocate: Annotated[Allocation | None, Parameter(group=LAYERS)] = None,
+    layer: Annotated[tuple[str, ...], Parameter(group=LAYERS, negative="")] = (),
+    ignore: Annotated[tuple[str, ...], Parameter(group=LAYERS, consume_multiple=True, negative="")] = (),
+    max_loss: Annotated[float | None, Parameter(group=LAYERS)] = None,
+    device: Annotated[Device, Parameter(group=RUNNING)] = "auto",
+    overwrite: Annotated[bool, Parameter(group=RUNNING, negative="")] = False,
+    trust_remote_code: Annotated[bool, Parameter(group=RUNNING, negative="")] = False,
+    json: Annotated[bool, Parameter(group=RUNNING, negative="")] = False,
 ) -> None:
     """Quantize MODEL into the folder OUT.
 
@@ -57,6 +69,8 @@ def quantize(
         out: Folder to write.
         format: Of the checkpoint: compressed-tensors (vLLM, transformers; the default), gptq or gptq_v2 (most GPTQ readers), or
             nearplane (entropy-coded; the default with --rate or --size).
+        layer: Other options for some layers, as 'down_proj=bits:4' or 'v_proj=bits:8,group_size:32': behind the regular expression
+            what differs there. May be repeated; the first that matches counts.
         allocate: The same bits for every layer (uniform), or more where the network needs them (slope). Default: slope with --rate,
             --size or a fraction of bits, else uniform.
         max_loss: Relative loss that no layer may exceed. Entropy-coded layers get more bits; layers that exceed it all the same,
@@ -71,8 +85,8 @@ def quantize(
 
     _quiet()
     recipe = Recipe(
-        rule=rule or Rule(), calibration=tokens or Calibration(), rate=rate or Rate(), format=format, allocate=allocate,
-        max_loss=max_loss, ignore=ignore,
+        scheme=scheme_from(scheme), layers=layer_schemes(layer, scheme), format=format, allocate=allocate, ignore=ignore,
+        calibration=Calibration(**({} if tokens is None else asdict(tokens))), max_loss=max_loss,
     )  # fmt: skip
     record = run(
         model, out, recipe, device=device, overwrite=overwrite, trust_remote_code=trust_remote_code, progress=bar
@@ -381,6 +395,8 @@ def main() -> None:
     try:
         with attended():
             refuse_removed_words(sys.argv[1:])
+            if sys.argv[1:2] == ["quantize"]:
+                refuse_mixed(sys.argv[2:])
             app()
     except NearplaneError as error:
         print(f"nearplane: {error}", file=sys.stderr)

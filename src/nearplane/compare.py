@@ -31,10 +31,11 @@ from typing import TYPE_CHECKING, Any
 from nearplane.errors import RecipeError
 from nearplane.evaluate import evaluate
 from nearplane.models.layers import Layer
-from nearplane.models.stream import Model, open_model
+from nearplane.models.model import Model, open_model
 from nearplane.plan import Progress
 from nearplane.quantize import quantize, silent
-from nearplane.recipe import Calibration, Device, Format, Rate, Recipe, Rule, Way, fitting_group
+from nearplane.recipe import Calibration, Recipe, Way
+from nearplane.schemes import Device, Format, GridScheme, RateScheme, Solver, fitting_group
 from nearplane.wholefile import check_writable, write_whole
 
 if TYPE_CHECKING:
@@ -215,21 +216,21 @@ def recipe_for(method: Way, bits: float, layers: Iterable[Layer], calibration: C
         RecipeError: the method does not have these bits.
     """
     if method == "nearplane":
-        return Recipe(rate=Rate(rate=bits), calibration=calibration), ""
-    paper = Rule(
-        order="natural", scale="mse", correct=False, damp=0.01,
-        solver="round-to-nearest" if method.startswith("rtn") else "nearest-plane",
-    )  # fmt: skip
+        return Recipe(scheme=RateScheme(rate=bits), calibration=calibration), ""
+    solver: Solver = "round-to-nearest" if method.startswith("rtn") else "nearest-plane"
     if method in ("rtn-huffman", "gptq-huffman"):
-        rate = Rate(rate=bits, method="hptq", coder="huffman", shrink=False, gains="none", rows="equal")
-        return Recipe(rule=paper, rate=rate, allocate="uniform", calibration=calibration), ""
+        coded = RateScheme(
+            rate=bits, method="hptq", coder="huffman", rows="equal", order="natural", solver=solver, correct=False
+        )
+        return Recipe(scheme=coded, allocate="uniform", calibration=calibration), ""
     layers = list(layers)
     width, group_size, note = fixed_grid(bits, [layer.shape[1] for layer in layers])
-    rule = Rule() if method == "nearplane-grid" else replace(paper, polish=0, rounds=0)
-    rule = replace(rule, bits=width, group_size=group_size, symmetric=True)
+    scheme = GridScheme(bits=width, group_size=group_size)
+    if method != "nearplane-grid":
+        scheme = replace(scheme, order="natural", solver=solver, correct=False, polish=0, rounds=0)
     linear = all(layer.kind == "Linear" for layer in layers)
     format: Format = "compressed-tensors" if linear else "gptq"  # which holds GPT-2's Conv1D too
-    return Recipe(rule=rule, format=format, allocate="uniform", calibration=calibration), note
+    return Recipe(scheme=scheme, format=format, allocate="uniform", calibration=calibration), note
 
 
 def fixed_grid(bits: float, columns: Sequence[int]) -> tuple[int, int | None, str]:

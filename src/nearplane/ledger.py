@@ -15,12 +15,13 @@ from nearplane.budget import SLACK, Foretold, aim_of, finished, foretell, least_
 from nearplane.errors import RecipeError
 from nearplane.formats.folder import Writer
 from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.matrix.to_rate import HIGHEST_RATE
 from nearplane.models.layers import Layer
-from nearplane.models.stream import Model
+from nearplane.models.model import Model
 from nearplane.plan import Plan
-from nearplane.rate import HIGHEST
 from nearplane.recipe import Recipe
 from nearplane.record import LayerRecord, Profile, RunRecord
+from nearplane.schemes import RateScheme
 from nearplane.sizes import size_text
 
 Solved = tuple[Layer, QuantizedMatrix, LayerRecord]
@@ -40,13 +41,15 @@ class Ledger:
         self.layers: list[LayerRecord] = []
         self.profiles: list[Profile] = []
         self.planned = planned
-        self._model, self._writer, self._rate = model, writer, recipe.rate
+        self._model, self._writer = model, writer
         self._closed: set[str] = set()  # names of tensors that are not quantized and are written
-        self._limit, self._most = recipe.rate.bytes(), recipe.max_loss
-        if self._limit is not None:
-            self._record = finished(record, model, self._limit)
-            self._told: Foretold = foretell(model, recipe)
-            self.planned.bounds = (least_rate(recipe.rate), HIGHEST)
+        self._limit: int | None = None
+        self._most = recipe.max_loss
+        if isinstance(recipe.scheme, RateScheme) and (limit := recipe.scheme.bytes()) is not None:
+            self._limit, self._least, self._asked = limit, least_rate(recipe.scheme), recipe.scheme.size
+            self._record = finished(record, model, limit)
+            self._told: Foretold = foretell(model, recipe, recipe.scheme)
+            self.planned.bounds = (self._least, HIGHEST_RATE)
 
     def settle(self) -> None:
         """Spread what is left over the layers still to come. Call it before a block.
@@ -59,8 +62,8 @@ class Ledger:
             return
         bits = 8 * self._room(self._limit)
         weights = sum(self.planned.to_come.values())
-        if bits < least_rate(self._rate) * weights:
-            least = (least_rate(self._rate) * weights - bits) / 8 + self._limit
+        if bits < self._least * weights:
+            least = (self._least * weights - bits) / 8 + self._limit
             raise RecipeError(self._missed(least, f"at least, with {len(self.planned.to_come)} layers still to come"))
         self.planned.settle(bits)
 
@@ -141,4 +144,6 @@ class Ledger:
         if self._most is not None:
             why = f", as --max-loss {self._most:g} takes more bits than the size leaves"
             more = "Ask for more, or for a larger --max-loss."
-        return f"--size {self._rate.size} cannot be kept: the folder would have {math.ceil(size):,} bytes {when}{why}. {more}"
+        return (
+            f"--size {self._asked} cannot be kept: the folder would have {math.ceil(size):,} bytes {when}{why}. {more}"
+        )

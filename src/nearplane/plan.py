@@ -6,6 +6,7 @@ Made once before the quantization; while it runs, bits that one block leaves ove
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,11 +26,12 @@ from nearplane.allocate import (
 from nearplane.budget import budget_of, least_rate
 from nearplane.errors import RecipeError
 from nearplane.formats.folder import FORMATS
+from nearplane.lattice.moments import Moments
 from nearplane.models.layers import Layer
+from nearplane.models.model import Model
 from nearplane.models.sensitivity import sensitivity
-from nearplane.models.statistics import Statistics
-from nearplane.models.stream import Model
-from nearplane.recipe import Recipe, Rule
+from nearplane.recipe import Recipe
+from nearplane.schemes import GridScheme, RateScheme
 
 Progress = Callable[[Iterable[Any], str, int], Iterable[Any]]
 SWAY = 0.02  # of its rate, by which a layer takes up what the blocks before it left over or took too much
@@ -51,15 +53,17 @@ class Plan:
     widths: dict[str, int] | None = None
     rates: dict[str, float] = field(default_factory=dict)
     sensitivity: dict[str, Tensor] = field(default_factory=dict)
-    moments: dict[str, Statistics] = field(default_factory=dict)
+    moments: dict[str, Moments] = field(default_factory=dict)
     to_come: dict[str, int] = field(default_factory=dict)
     bounds: tuple[float, float] | None = None
     _left: float = 0.0  # bits that layers so far have left over
     _shift: float = 0.0  # bits per weight by which rates differ from those planned, until settled anew
 
-    def rule(self, rule: Rule, layer: Layer) -> Rule:
-        """Return the rule with the layer's own width."""
-        return rule if self.widths is None else replace(rule, bits=self.widths[layer.name])
+    def scheme_of(self, layer: Layer, scheme: GridScheme | RateScheme) -> GridScheme | RateScheme:
+        """Return the scheme with the layer's own width or rate."""
+        if layer.name in self.rates:
+            return replace(scheme, rate=self.rate(layer), size=None)
+        return scheme.with_bits((self.widths or {}).get(layer.name))
 
     def settle(self, bits: float | None = None) -> None:
         """Spread what the layers so far left over, or took too much, over all that are still to come. Call it before a block.
@@ -106,56 +110,95 @@ def plan(model: Model, recipe: Recipe, tokens: Tensor | None, device: torch.devi
     Raises:
         RecipeError: the rate or size cannot be met.
     """
-    if not recipe.rate.wanted:
-        return Plan() if recipe.allocate == "uniform" else Plan(widths=_widths(model, recipe, tokens, device, progress))
-    budget = budget_of(model, recipe)
+    match recipe.scheme:
+        case RateScheme():
+            return _rates(model, recipe, recipe.scheme, tokens, device, progress)
+        case GridScheme():
+            slope = recipe.allocate == "slope"
+            return Plan(widths=_widths(model, recipe, recipe.scheme, tokens, device, progress) if slope else None)
+
+
+def _rates(
+    model: Model, recipe: Recipe, scheme: RateScheme, tokens: Tensor | None, device: torch.device, progress: Progress
+) -> Plan:
+    """Give every layer a rate, more where the network needs it; `--rate` on average."""
+    budget = budget_of(model, recipe, scheme)
+    own = {
+        layer.name: each.scheme.rate
+        for each in reversed(recipe.layers)
+        for layer in model.layers
+        if re.search(each.pattern, layer.name)
+    }
     planned = Plan(
-        rates=dict.fromkeys((layer.name for layer in model.layers), budget),
+        rates=dict.fromkeys((layer.name for layer in model.layers), budget) | own,
         to_come={layer.name: math.prod(layer.shape) for layer in model.layers},
     )
     if tokens is not None:
-        look(planned, model, recipe, tokens, device)
-    probed, low = any(block.layers for block in model.blocks), least_rate(recipe.rate)
+        look(planned, model, scheme, tokens, device)
+    probed, low = any(block.layers for block in model.blocks), least_rate(scheme)
     if recipe.allocate == "uniform" or tokens is None or budget <= low or not probed:
         return planned
     rates = probed_rates(budget)
     curves = probe(
-        model, tokens, to_rates(rates, recipe.rule), points=len(rates), together=False, device=device,
+        model, tokens, to_rates(rates, scheme), points=len(rates), together=False, device=device,
         progress=progress,
     )  # fmt: skip
+    curves = [curve for curve in curves if not own.keys() & set(curve.layers)]
     planned.rates |= allocate(curves, budget, low=low)  # embeddings and head, which are not probed, keep the mean
     return planned
 
 
-def look(planned: Plan, model: Model, recipe: Recipe, tokens: Tensor, device: torch.device) -> None:
+def look(planned: Plan, model: Model, scheme: RateScheme, tokens: Tensor, device: torch.device) -> None:
     """Measure by one backward pass what errors cost the network, for rows of all layers and for columns of embeddings."""
-    rows = recipe.rate.method == "waterfill" and recipe.rate.rows == "sensitivity"
-    columns = model.embeddings is not None and recipe.rule.solver != "round-to-nearest"
+    rows = scheme.method == "waterfill" and scheme.rows == "sensitivity"
+    columns = model.embeddings is not None and scheme.solver != "round-to-nearest"
     if not rows and not columns:
         return
     measured = sensitivity(model, tokens, device=device, dtype=torch.float32 if device.type == "cpu" else model.dtype)
     planned.sensitivity = measured.outputs if rows else {}
     if model.embeddings is not None and columns and measured.embeddings is not None:
-        planned.moments[model.embeddings.name] = Statistics(H=measured.embeddings, tokens=tokens.numel())
+        planned.moments[model.embeddings.name] = Moments(H=measured.embeddings, tokens=tokens.numel())
 
 
-def check_bits(model: Model, recipe: Recipe, bits: float) -> None:
-    """Raise RecipeError if some layer cannot be stored at this width."""
-    rule = recipe.rule
+def check_budget(model: Model, recipe: Recipe) -> None:
+    """Refuse layers that the format cannot hold, and a rate or size that cannot be had.
+
+    Raises:
+        RecipeError: names the layer, or what can be had.
+    """
+    match recipe.scheme:
+        case RateScheme():
+            budget_of(model, recipe, recipe.scheme)
+            check_layers(model, recipe)
+        case GridScheme():
+            if recipe.allocate == "uniform":
+                check_layers(model, recipe)
+            elif recipe.layers:
+                raise RecipeError(
+                    "--layer gives layers schemes of their own, --allocate slope gives every layer a width: leave out one of them."
+                )
+            else:
+                usable_widths(model, recipe)
+
+
+def check_layers(model: Model, recipe: Recipe, bits: int | None = None) -> None:
+    """Raise RecipeError if some layer cannot be stored by its scheme, or at a width."""
     for layer in model.layers:
-        FORMATS[recipe.format].check(
-            layer.name, layer.shape, layer.kind,
-            bits=bits, group_size=rule.group_size, symmetric=rule.symmetric, permuted=False,
-        )  # fmt: skip
+        scheme = recipe.scheme_of(layer.name)
+        assert scheme is not None, "ignored layers are not listed"
+        width, group_size, symmetric = scheme.with_bits(bits).grid_of()
+        FORMATS[str(recipe.format)].check(
+            layer.name, layer.shape, layer.kind, bits=width, group_size=group_size, symmetric=symmetric, permuted=False
+        )
 
 
 def usable_widths(model: Model, recipe: Recipe) -> list[int]:
     """Return the widths that the format has for all layers; raise as the format does if there are none."""
     usable: list[int] = []
     refused: RecipeError | None = None
-    for bits in FORMATS[recipe.format].BITS:
+    for bits in FORMATS[str(recipe.format)].BITS:
         try:
-            check_bits(model, recipe, bits)
+            check_layers(model, recipe, bits)
             usable.append(bits)
         except RecipeError as error:
             refused = refused or error
@@ -165,12 +208,12 @@ def usable_widths(model: Model, recipe: Recipe) -> list[int]:
 
 
 def _widths(
-    model: Model, recipe: Recipe, tokens: Tensor | None, device: torch.device, progress: Progress
+    model: Model, recipe: Recipe, scheme: GridScheme, tokens: Tensor | None, device: torch.device, progress: Progress
 ) -> dict[str, int]:
     """Give every layer a width, more where the network needs it; `--bits` on average."""
     assert tokens is not None, "widths are allocated by measuring"
     usable = usable_widths(model, recipe)
-    probed = probed_widths(recipe.rule.bits, usable)
-    perturb = to_widths(probed, recipe.rule, FORMATS[recipe.format].scale_dtype(model.dtype))
+    probed = probed_widths(scheme.bits, usable)
+    perturb = to_widths(probed, scheme, FORMATS[str(recipe.format)].scale_dtype(model.dtype))
     curves = probe(model, tokens, perturb, points=len(probed), together=True, device=device, progress=progress)
-    return allocate_widths(curves, recipe.rule.bits, [bits for bits in usable if bits >= probed[0]])
+    return allocate_widths(curves, scheme.bits, [bits for bits in usable if bits >= probed[0]])

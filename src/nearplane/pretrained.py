@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from nearplane.errors import ModelError, NearplaneError, first_line
 from nearplane.jsonfile import read_object
 from nearplane.plausible import Limited, check_counts, check_patterns, check_sizes
-from nearplane.shards import ShardReader
+from nearplane.shards import ShardReader, refuse_unfinished
 
 FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 LONGEST = 400  # letters of what transformers says that an error repeats
@@ -87,6 +87,7 @@ def empty_network(
         ModelError: transformers builds none, or it is not the network of the weights beside it.
     """
     path = folder / "config.json"
+    refuse_unfinished(folder)
     plain = read_object(path, expected="A model's folder has one that save_pretrained wrote", error=ModelError)
     reader = ShardReader(folder)
     check_counts(plain, reader)

@@ -14,7 +14,9 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from nearplane.errors import FormatError, NearplaneError
-from nearplane.recipe import FITTING, Recipe
+from nearplane.older_records import translated_record
+from nearplane.recipe import Recipe
+from nearplane.schemes import FITTING
 
 NAME = "nearplane.json"
 VERSION = 3  # of the record; 2 had no extra windows, 1 no checksums
@@ -169,6 +171,8 @@ class RunRecord:
         bytes: Of all weight files together.
         folder: Bytes of all files of the checkpoint, this record among them.
         files: SHA-256 of every other file of the checkpoint.
+        removed: Options of a recipe of before that this version no longer has, with what they were: losses of such codes are not
+            measured again.
         digest: See `digest_of`.
     """
 
@@ -189,6 +193,7 @@ class RunRecord:
     bytes: int = 0
     folder: int = 0
     files: dict[str, str] = field(default_factory=dict)
+    removed: dict[str, str] = field(default_factory=dict)
     digest: str = ""
     version: int = field(default=VERSION)
 
@@ -216,7 +221,7 @@ class RunRecord:
             data = json.loads(text)
             if not isinstance(data, dict) or data.get("version") not in READ:
                 raise ValueError(f"not an object of version {' or '.join(map(str, READ))}")
-            record: RunRecord = _read(cls, data, "record")
+            record: RunRecord = _read(cls, translated_record(data), "record")
         except (ValueError, RecursionError) as error:
             raise FormatError(f"{NAME} is not a record that this version of nearplane reads ({error}).") from error
         return record
@@ -251,11 +256,11 @@ class RunRecord:
     @property
     def missed(self) -> str | None:
         """A sentence if the rate or size asked for was missed by more than 0.5 %."""
-        asked = self.recipe.rate
-        wanted, found, unit = (
-            (asked.rate, self.rate, "bits per weight") if asked.rate else (asked.bytes(), self.folder, "bytes")
-        )
-        if wanted is None or abs(found / wanted - 1) <= 0.005:
+        if self.recipe.scheme.asked is None or self.recipe.layers:
+            return None
+        wanted, unit = self.recipe.scheme.asked
+        found = self.folder if unit == "bytes" else self.rate
+        if abs(found / wanted - 1) <= 0.005:
             return None
         why = "some layers cannot have the rate that they were given" + (
             "" if self.recipe.max_loss is None else ", or needed more to keep --max-loss"
@@ -271,8 +276,9 @@ class RunRecord:
         return sum(value * size for value, size in zip(known, sizes, strict=True)) / sum(sizes)
 
 
-def contradictions(layer: LayerRecord, recipe: Recipe) -> Iterator[str]:
-    """Yield what cannot be true of a certificate, whatever the data."""
+def contradictions(layer: LayerRecord, record: RunRecord) -> Iterator[str]:
+    """Yield what cannot be true of a certificate in a record, whatever the data."""
+    recipe = record.recipe
     size, larger = divmod(layer.out_features, max(1, len(layer.row_losses)))  # rows of a group; of the first one more
     rows = (size + (index < larger) for index in range(len(layer.row_losses)))
     loss = sum(group * count for group, count in zip(layer.row_losses, rows, strict=True)) / layer.out_features
@@ -281,12 +287,15 @@ def contradictions(layer: LayerRecord, recipe: Recipe) -> Iterator[str]:
     third = (layer.expected or 0.0) * 3
     if layer.worst_case is not None and not math.isclose(third, layer.worst_case, rel_tol=1e-12, abs_tol=1e-300):
         yield f"expected is {layer.expected}, a third of worst_case is {layer.worst_case / 3}"
-    rule, own = recipe.rule, (layer.bits, layer.group_size, layer.symmetric, layer.order)
-    bits = rule.bits if recipe.allocate == "uniform" else layer.bits
-    group_size = layer.group_size if rule.group_size == "auto" and layer.group_size in FITTING else rule.group_size
-    wanted = (None, None, None) if recipe.rate.wanted else (bits, group_size, rule.symmetric)
-    if own != (*wanted, rule.order):
-        yield f"bits, group size, symmetry and order are {own}, the recipe says {(*wanted, rule.order)}"
+    own, scheme = (layer.bits, layer.group_size, layer.symmetric, layer.order), recipe.scheme_of(layer.name)
+    if scheme is None:
+        yield "the recipe ignores it"
+        return
+    scheme = scheme.with_bits(layer.bits if recipe.allocate == "slope" else None)
+    scheme = scheme.grouped([layer.group_size] if layer.group_size in FITTING else [])
+    asked = (*scheme.grid_of(), record.removed.get("order", scheme.order))
+    if own != asked:
+        yield f"bits, group size, symmetry and order are {own}, the recipe says {asked}"
     if not 0 <= layer.clipped <= layer.clipped_rows <= 1:
         yield f"clipped is {layer.clipped}, clipped_rows {layer.clipped_rows}"
     if layer.worst_case is not None and layer.clipped_rows == 0 and layer.damped_loss > layer.worst_case * (1 + 1e-9):
@@ -322,7 +331,7 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     """Return JSON as a value of an annotation.
 
     Args:
-        kind: a dataclass, tuple[kind, ...], tuple of one kind, dict[str, str], or as for `_fits`.
+        kind: a dataclass or one of several, tuple[kind, ...], tuple of one kind, dict[str, str], or as for `_fits`.
         value: JSON.
         where: for messages.
 
@@ -330,6 +339,10 @@ def _read(kind: Any, value: Any, where: str) -> Any:
         ValueError: it is something else; the message says what, where, and what was expected.
     """
     parts, origin = get_args(kind), get_origin(kind)
+    if origin in (Union, UnionType) and is_dataclass(parts[0]) and isinstance(value, dict):
+        kind = max(
+            parts, key=lambda part: len(value.keys() & _hints(part).keys())
+        )  # the one that has most of these fields
     if is_dataclass(kind) and isinstance(value, dict):
         return _object(kind, value, where)
     if origin is tuple and isinstance(value, list) and (parts[-1] is ... or len(value) == len(parts)):
@@ -361,7 +374,7 @@ def _object(kind: Any, value: dict[str, Any], where: str) -> Any:
 
 @cache
 def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+    return {each.name: get_type_hints(kind)[each.name] for each in fields(kind)}
 
 
 def _fits(kind: Any, value: Any) -> bool:
@@ -378,7 +391,7 @@ def _fits(kind: Any, value: Any) -> bool:
 def _expected(kind: Any) -> str:
     """Return an annotation in words."""
     if get_origin(kind) in (Union, UnionType):
-        return " or ".join(_expected(part) for part in get_args(kind))
+        return " or ".join(dict.fromkeys(_expected(part) for part in get_args(kind)))
     if get_origin(kind) is Literal:
         return " or ".join(repr(word) for word in get_args(kind))
     return WORDS.get(kind, "a list" if get_origin(kind) is tuple else "an object")

@@ -72,6 +72,12 @@ def shard_size(tensors: Mapping[str, tuple[str, Sequence[int], int]]) -> int:
     return 8 + -(-text // 8) * 8 + begin
 
 
+def refuse_unfinished(folder: Path) -> None:
+    """Raise ModelError if a folder is not whole."""
+    if (folder / INCOMPLETE).exists():
+        raise ModelError(f"{folder} is incomplete: a run that wrote it did not finish. Delete it and run again.")
+
+
 class ShardReader:
     """The tensors of a folder of safetensors files, by name.
 
@@ -81,8 +87,7 @@ class ShardReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        if (folder / INCOMPLETE).exists():
-            raise ModelError(f"{folder} is incomplete: a run that wrote it did not finish. Delete it and run again.")
+        refuse_unfinished(folder)
         self.checksums: dict[str, str] | None = None
         files = sorted(folder.glob("*.safetensors"))
         if not files:

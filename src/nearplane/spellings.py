@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from nearplane.errors import RecipeError
+from nearplane.removed import refuse_removed
 
 
 def translated(word: str, value: Any, known: Collection[str]) -> dict[str, Any]:
@@ -15,6 +16,7 @@ def translated(word: str, value: Any, known: Collection[str]) -> dict[str, Any]:
     Raises:
         RecipeError: it is neither, or the value means nothing here.
     """
+    refuse_removed(word, value)
     meaning = SPELLINGS.get(word)
     if callable(meaning):
         return meaning(value)
@@ -43,8 +45,10 @@ def _order(value: Any) -> dict[str, Any]:
     return {"order": ORDERS[value]}
 
 
-def _actorder(value: Any) -> dict[str, Any]:
-    return _order(value) | ({"groups": "current"} if value in ("group", "dynamic") else {})
+def _static_groups(value: Any) -> dict[str, Any]:
+    if not value:
+        raise RecipeError("static_groups=False is not offered: steps are fitted before the sweep, and again after it.")
+    return {}
 
 
 def _strategy(value: Any) -> dict[str, Any]:
@@ -73,7 +77,6 @@ def _observer(value: Any) -> dict[str, Any]:
         "memoryless_minmax": "minmax",
         "mse": "mse",
         "memoryless_mse": "mse",
-        "imatrix_mse": "hessian",
     }
     if value not in meanings:
         raise RecipeError(f"observer={value!r} is not offered: expected one of {', '.join(meanings)}.")
@@ -96,9 +99,9 @@ SPELLINGS: Mapping[str, str | Callable[[Any], dict[str, Any]]] = {
     "w_bit": "bits", "wbits": "bits", "num_bits": "bits", "weight_bit_width": "bits", "scheme": _scheme,
     "group_size": _group_size, "groupsize": _group_size, "weight_group_size": _group_size, "strategy": _strategy,
     "sym": "symmetric",
-    "desc_act": _order, "act_order": _order, "actorder": _actorder,
+    "desc_act": _order, "act_order": _order, "actorder": _order,
     "damp_percent": "damp", "dampening_frac": "damp", "percdamp": "damp",
-    "static_groups": lambda value: {"groups": "static" if value else "current"},
+    "static_groups": _static_groups,
     "mse": _mse, "observer": _observer,
     "nsamples": "samples", "num_calibration_samples": "samples", "num_samples": "samples",
     "max_seq_length": "seqlen", "model_seqlen": "seqlen", "sequence_length": "seqlen",

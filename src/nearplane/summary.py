@@ -7,8 +7,8 @@ from pathlib import Path
 
 from nearplane.dead import dead_inputs
 from nearplane.enough import shortage
-from nearplane.recipe import FITTING
 from nearplane.record import LayerRecord, RunRecord
+from nearplane.schemes import FITTING
 from nearplane.sizes import size_text
 
 
@@ -70,7 +70,7 @@ def _losses(record: RunRecord) -> Iterator[str]:
 
 def _few_tokens(record: RunRecord) -> Iterator[str]:
     """Yield a line if there were fewer calibration tokens than advised."""
-    if not record.tokens or record.recipe.rule.solver == "round-to-nearest":
+    if not record.tokens or record.recipe.scheme.solver == "round-to-nearest":
         return
     widest = max(record.layers, key=lambda layer: layer.in_features)
     said = shortage(record.windows, record.seqlen, record.recipe.calibration.samples, widest.name, widest.in_features)
@@ -81,7 +81,7 @@ def _few_tokens(record: RunRecord) -> Iterator[str]:
 def _smaller_groups(record: RunRecord) -> Iterator[str]:
     """Yield a line if no one gave a group size and the default does not divide the inputs."""
     size = record.layers[0].group_size
-    if record.recipe.rule.group_size != "auto" or size is None or size == FITTING[0]:
+    if record.recipe.scheme.grid_of()[1] != "auto" or size is None or size == FITTING[0]:
         return
     for layer in record.layers:
         if layer.in_features % (2 * size):  # which is why they are not larger
@@ -91,9 +91,9 @@ def _smaller_groups(record: RunRecord) -> Iterator[str]:
 
 def layer_table(record: RunRecord) -> tuple[list[str], tuple[str, ...], Iterator[tuple[str, ...]], list[str]]:
     """Return what `nearplane inspect` prints: lines before the table, its columns and rows, and lines after it."""
-    rule, coded = record.recipe.rule, record.recipe.rate.wanted
+    scheme, coded = record.recipe.scheme, record.entropy is not None
     before = [
-        f"{record.source} quantized by {rule.solver}, {record.recipe.format}, {record.device}, {record.seconds:.1f} s",
+        f"{record.source} quantized by {scheme.solver}, {record.recipe.format}, {record.device}, {record.seconds:.1f} s",
         f"{record.windows} windows of {record.seqlen} tokens, {record.extra_windows} extra; versions {record.versions}",
     ]
     after = [f"left as it is: {name} ({reason})" for name, reason in record.skipped]

@@ -17,7 +17,7 @@ from nearplane.errors import CalibrationError
 from nearplane.lattice.solvers import SOLVERS
 from nearplane.models.data import read_windows
 from nearplane.models.given import Given, refuse_lost
-from nearplane.models.stream import Model
+from nearplane.models.model import Model
 from nearplane.recipe import Recipe
 
 DEFAULT_SEQLEN = 2048
@@ -85,7 +85,7 @@ def calibration_windows(model: Model, recipe: Recipe, given: Given | None = None
             f"--seqlen {wanted.seqlen} is more than the {positions} positions of the model; pass at most {positions}."
         )
     seqlen = wanted.seqlen or min(DEFAULT_SEQLEN, positions or DEFAULT_SEQLEN)
-    if not SOLVERS[recipe.rule.solver].needs_inputs and recipe.allocate != "slope":
+    if not SOLVERS[recipe.scheme.solver].needs_inputs and recipe.allocate != "slope":
         return Windows(seqlen=seqlen)
     following = max(1, wanted.samples // EXTRA) if extra else 0
     if given is not None and given.tokens is not None:
@@ -108,7 +108,7 @@ def check_tokens(model: Model, recipe: Recipe, tokens: Tensor | None) -> None:
         CalibrationError: there is less than one token, or less than one that is new, for each input of the widest layer.
     """
     layers = [layer for layer in model.layers if layer.kind != "Embedding"]  # which no token multiplies
-    if tokens is None or not layers or not SOLVERS[recipe.rule.solver].needs_inputs:
+    if tokens is None or not layers or not SOLVERS[recipe.scheme.solver].needs_inputs:
         return
     widest = max(layers, key=lambda layer: layer.shape[1])
     inputs, (windows, seqlen) = widest.shape[1], tokens.shape

@@ -16,29 +16,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearplane.certificate import measure
 from nearplane.errors import CalibrationError, FormatError, ModelError, NumericalError, RecipeError
 from nearplane.faults import Fault, Verified
 from nearplane.formats.beside import CONFIG, GPTQ_CONFIG, names_copied
-from nearplane.formats.folder import FORMATS, Stored, json_text, read_config, written
-from nearplane.inputs import Inputs, corrected
+from nearplane.formats.folder import Stored, json_text, layout_for, read_config, written
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
+from nearplane.matrix.certificate import measure, profiles
+from nearplane.matrix.inputs import Inputs, corrected
 from nearplane.models.given import Given
 from nearplane.models.layers import Layer
-from nearplane.models.stream import Model, device_of, open_model
+from nearplane.models.model import Model, device_of, open_model
 from nearplane.plan import Plan, Progress, look
 from nearplane.progress import logged
-from nearplane.quantize import (
-    parts,
-    profiles_of,
-    quantization_config,
-    shared_inputs,
-    silent,
-)
-from nearplane.recipe import Device, Recipe
+from nearplane.quantize import silent
+from nearplane.recipe import Recipe
 from nearplane.record import NAME, LayerRecord, RunRecord, contradictions, digest_of, read_record
+from nearplane.request import quantization_config
+from nearplane.schemes import Device
 from nearplane.shards import INDEX, sha256
 from nearplane.tokens import Windows, calibration_windows
+from nearplane.walk import Stage, walk
 
 NAMED = 4  # figures that one fault spells out
 TOLERANCE = 1e-6  # relative, of losses measured again; the same machine repeats them to the last digit
@@ -81,6 +78,12 @@ def verify(
         raise RecipeError(f"--tolerance is {tolerance}; expected a number from 0 to 1.")
     folder, given = Path(out), Given.of(calibration)
     record = read_record(folder)
+    if against is not None and record.removed:
+        said = ", ".join(f"{name} {value}" for name, value in record.removed.items())
+        raise RecipeError(
+            f"{folder} was made with options that nearplane no longer has ({said}), so that its losses cannot be measured again. "
+            f"Leave out --against to check its files."
+        )
     faults = [*_files(folder, record), *_sums(folder, record)]
     stored = _opened(folder, faults)
     sound: set[str] = set()
@@ -90,7 +93,7 @@ def verify(
     if against is not None and stored is not None and len(sound) == len(record.layers):
         model = open_model(
             str(against), trust_remote_code=trust_remote_code, ignore=record.recipe.ignore,
-            embeddings=record.recipe.rate.include_embeddings, head=record.recipe.rate.include_head,
+            embeddings=record.recipe.scheme.ends[0], head=record.recipe.scheme.ends[1],
         )  # fmt: skip
         faults += _untouched(stored, model)
         recipe = record.recipe.grouped(layer.shape[1] for layer in model.layers)
@@ -143,7 +146,7 @@ def _sums(folder: Path, record: RunRecord) -> Iterator[Fault]:
         if count > 1:
             yield Fault(where=name, what=f"the record has {count} certificates of it")
     for layer in record.layers:
-        for what in contradictions(layer, record.recipe):
+        for what in contradictions(layer, record):
             yield Fault(where=layer.name, what=what)
 
 
@@ -167,9 +170,7 @@ def _opened(folder: Path, faults: list[Fault]) -> Stored | None:
 def _stored(stored: Stored, record: RunRecord, sound: set[str]) -> Iterator[Fault]:
     """Compare the tensors of every layer with the record, one in memory at a time; `sound` gets the names of good ones."""
     recipe, known = record.recipe, {layer.stored: layer for layer in record.layers}
-    layout = FORMATS[recipe.format]
-    if recipe.rate.wanted:
-        layout = replace(layout, coder=recipe.rate.coder, classes=recipe.rate.classes)
+    layout = layout_for(recipe.format, recipe.scheme)
     if stored.layout != layout:
         yield Fault(where=CONFIG, what=f"its quantization_config is not that of {recipe.format} as the recipe has it")
     again = stored.reader.folder / GPTQ_CONFIG  # read first by some programs
@@ -345,44 +346,53 @@ def _layers(run: _Again, windows: Windows, faults: list[Fault]) -> Iterator[bool
     """Pass the windows through both networks; yields for every layer whether it could be measured."""
     planned = Plan()
     if run.model.embeddings is not None and windows.fitted is not None:
-        look(planned, run.model, run.recipe, windows.fitted, run.device)
+        look(planned, run.model, run.recipe.scheme, windows.fitted, run.device)
     told = {layer.name: layer for layer in run.record.layers}
-    profiles = {(profile.layer, profile.order): profile for profile in run.record.profiles}
-    for part in parts(run.model, run.recipe, windows, run.device, planned.moments):
-        for observed in part.stages:
-            for new in profiles_of(observed, run.recipe) if part.chosen else ():
-                old = profiles.pop((new.layer, new.order), None)
-                faults += _compare(f"{new.layer}, {new.order} order", new, old, run.tolerance)
-            for layer, inputs in shared_inputs(observed):
-                yield _layer(run, layer, inputs, told[layer.name], faults)
-    for name, order in profiles:
+    told_profiles = {(each.layer, each.order): each for each in run.record.profiles}
+    could: list[bool] = []
+
+    def measured(stage: Stage) -> list[Tensor | None]:
+        for new in profiles(stage.layers[0].name, stage.inputs[0], run.recipe.scheme) if stage.profiled else ():
+            old = told_profiles.pop((new.layer, new.order), None)
+            faults.extend(_compare(f"{new.layer}, {new.order} order", new, old, run.tolerance))
+        return [
+            _layer(run, layer, inputs, told[layer.name], faults)
+            for layer, inputs in zip(stage.layers, stage.inputs, strict=True)
+        ]
+
+    def solve(stage: Stage) -> list[Tensor | None]:
+        values = measured(stage)
+        could.extend(each is not None for each in values)
+        return values
+
+    for done in walk(run.model, run.recipe, windows, solve, device=run.device, moments=planned.moments):
+        yield from could[len(could) - len(done.layers) :]  # none at the end of a block
+    for name, order in told_profiles:
         faults.append(Fault(where=f"{name}, {order} order", what="a profile that was not measured"))
 
 
-def _layer(run: _Again, layer: Layer, inputs: Inputs, told: LayerRecord, faults: list[Fault]) -> bool:
-    """Measure the codes of the file on inputs, and let the network have their values; returns whether that could be done."""
-    rule, rate = run.recipe.for_layer(layer.name), run.recipe.rate
-    assert rule is not None, "ignored layers are not observed"
+def _layer(run: _Again, layer: Layer, inputs: Inputs, told: LayerRecord, faults: list[Fault]) -> Tensor | None:
+    """Measure the codes of the file on inputs; returns their values, or None where that could not be done."""
+    scheme = run.recipe.scheme_of(layer.name)
+    assert scheme is not None, "ignored layers are not observed"
     W = layer.read()
     try:
         matrix = run.stored.matrix(told.stored, run.stored.tensors(told.stored))
-        matrix = QuantizedMatrix(codes=matrix.codes.to(W.device), grid=matrix.grid.to(W.device))
-        target, rho = corrected(W, inputs, rule)
+        matrix = matrix.to(W.device)
+        target, rho = corrected(W, inputs, scheme)
         again = measure(
-            layer.name, W, target, matrix, inputs, replace(rule, bits=told.bits or rule.bits), rate if rate.wanted else None,
-            correction=rho, base=told.base,
-        )  # fmt: skip
+            layer.name, W, target, matrix, inputs, scheme.with_bits(told.bits), correction=rho, base=told.base
+        )
     except (FormatError, ModelError, NumericalError) as error:
         faults.append(Fault(where=layer.name, what=str(error)))
-        return False
+        return None
     if run.record.version == 2:  # which did not tell
         again = replace(again, pruned=None)
     faults += _compare(layer.name, again, told, run.tolerance)
-    values, dead = matrix.decode(), inputs.factor(rule.order, rule.damp).dead
+    values, dead = matrix.decode(), inputs.factor(scheme.order, scheme.damp).dead
     if bool(values[:, dead].any()):  # which no loss shows
         faults.append(Fault(where=layer.name, what="weights of inputs that were always 0 are not 0"))
-    layer.write(values)
-    return True
+    return values
 
 
 def _compare(where: str, again: Any, told: Any, tolerance: float) -> Iterator[Fault]:

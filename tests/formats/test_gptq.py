@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from checkpoints import random_matrix
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.gptq import GPTQ, V1, V2
+from nearplane.formats.integers import LayerGrid
 
 BLOCK = "model.layers.3.mlp"
 
@@ -270,11 +271,23 @@ SETS = {
     "model.layers.3.self_attn.q_proj": 4,
     f"{BLOCK}.c": 4,
 }
+GRIDS = {name: LayerGrid(bits, 32, True) for name, bits in SETS.items()}
+
+
+def test_layers_with_grids_of_their_own_read_back_exactly() -> None:
+    """Bits, groups and zero-points may differ; what is most frequent is that of the file."""
+    grids = {"model.layers.0.a": LayerGrid(4, 32, True), "model.layers.0.b": LayerGrid(8, None, False)}
+    made = config(V2, grids=grids | {"model.layers.0.c": LayerGrid(4, 32, True)}, quantized=list(grids))
+    assert (made["bits"], made["group_size"], made["sym"]) == (4, 32, True)
+    for name, (bits, group_size, symmetric) in grids.items():
+        matrix = random_matrix(32, 64, bits=bits, group_size=group_size or 64, symmetric=symmetric)
+        read = V2.unpack_layer(name, V2.pack_layer(name, matrix, torch.float16), made)
+        assert read.same_as(matrix)
 
 
 @pytest.mark.parametrize("layout", [V1, V2])
 def test_layers_with_widths_of_their_own_read_back_exactly(layout: GPTQ) -> None:
-    made = config(layout, widths=SETS, bits=3.5, quantized=list(SETS))
+    made = config(layout, grids=GRIDS, bits=3.5, quantized=list(SETS))
     assert made["bits"] == 4  # the most frequent
     for name, bits in SETS.items():
         matrix = random_matrix(32, 64, bits=bits, group_size=32, symmetric=True)
@@ -285,7 +298,7 @@ def test_layers_with_widths_of_their_own_read_back_exactly(layout: GPTQ) -> None
 
 def test_fused_layers_find_their_width_under_the_name_that_runtimes_give_them() -> None:
     """vLLM and SGLang look up `gate_up_proj` where the checkpoint has `gate_proj` and `up_proj`."""
-    dynamic = config(V2, widths=SETS, quantized=list(SETS), ignore=["lm_head", f"{BLOCK}.router"])["dynamic"]
+    dynamic = config(V2, grids=GRIDS, quantized=list(SETS), ignore=["lm_head", f"{BLOCK}.router"])["dynamic"]
     found = {key: value for key, value in dynamic.items() if key.startswith("+:")}
     fused = [key for key in found if re.match(key.removeprefix("+:"), f"{BLOCK}.gate_up_proj")]
     assert [found[key] for key in fused] == [{"bits": 2}]

@@ -12,14 +12,12 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from nearplane.errors import NumericalError
 from nearplane.lattice.factor import factorize
 from nearplane.lattice.grid import Grid
-from nearplane.lattice.scale import Steps
 from nearplane.lattice.solve import nearest_plane, round_to_nearest
-from oracles import ALL, Rounding, damped, gptq, gptq_groups, gptq_recursive, lagrange, ql, run, same
+from oracles import ALL, Rounding, damped, gptq, gptq_recursive, lagrange, ql, run, same
 from strategies import KINDS, ORDERS, UNCLIPPED, Kind, Problem, problem, problems
 
 TIE = 1e-9
@@ -197,64 +195,6 @@ def test_the_recursion_as_printed_differs_by_its_misprint() -> None:
     assert not torch.equal(printed.T.int(), codes)
 
 
-def dynamic_fit(symmetric: bool) -> Steps:
-    """Return the steps of dynamic groups: the range of the current weights, 3 bits."""
-    return Steps(bits=3, symmetric=symmetric, search="minmax", storage=torch.float64)
-
-
-@pytest.mark.parametrize("symmetric", [True, False])
-@given(problems(("tensor",), columns=12), st.data())
-def test_dynamic_groups_are_those_of_the_textbook_loop(symmetric: bool, p: Problem, data: st.DataObject) -> None:
-    """It fits each group to the weights as errors have left them when it reaches the group's first column."""
-    out, columns = p.W.shape
-    size = data.draw(st.sampled_from([d for d in range(1, columns + 1) if columns % d == 0]))
-    steps = dynamic_fit(symmetric)
-    factor = p.factor("natural")
-    start = steps.grid(p.W, size)
-    rounding = Rounding.of(start, out, torch.arange(columns))
-
-    def fit(weights: Tensor, group: int) -> tuple[Tensor, Tensor]:
-        scale, zero = steps.fit(weights)
-        position = weights.amin(1).clamp(max=0) / scale  # whose rounding gives the zero
-        if not symmetric:
-            rounding.margin = min(rounding.margin, float((position - position.floor() - 0.5).abs().min()))
-        return scale, zero
-
-    expected = gptq_groups(p.W.T, p.data(factor), rounding, size=size, fit=fit).T
-    assume(rounding.margin > TIE)
-    matrix = nearest_plane(p.W, start, factor, refit=lambda weights, group: steps.fit(weights))
-    assert torch.equal(matrix.codes, expected.int())
-    assert same(matrix.grid.steps(), rounding.S.T)
-    assert torch.equal(matrix.grid.zero[:, matrix.grid.group], rounding.Z.T)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_dynamic_group_is_handed_over_in_the_column_order_of_the_weight(order: str) -> None:
-    """What is known of columns (their importance, say) comes in that order. Without interaction no weight has moved."""
-    p = problem(columns=12, kind="permuted", seed=2)
-    factor = factorize(torch.diag(p.H.diagonal()), p.permutation if order == "given" else order)
-    seen: list[int] = []
-
-    def refit(weights: Tensor, group: int) -> tuple[Tensor, Tensor]:
-        assert torch.equal(weights, p.W[:, p.grid.group == group])
-        seen.append(group)
-        return p.grid.scale[:, group], p.grid.zero[:, group]
-
-    matrix = nearest_plane(p.W, p.grid, factor, refit=refit)
-    assert torch.equal(matrix.codes, nearest_plane(p.W, p.grid, factor).codes)
-    assert seen == list(dict.fromkeys(p.grid.group[factor.order].tolist()))
-
-
-@given(problems(("grouped", "permuted", "asymmetric", "column")), st.sampled_from(ORDERS))
-def test_a_refit_that_returns_the_static_steps_changes_nothing(p: Problem, order: str) -> None:
-    factor = p.factor(order)
-    assume(run("C25 1 relative error", p.W, p.data(factor), p.grid, factor.order)[1].margin > TIE)
-    scale, zero = (part.expand(len(p.W), -1) for part in (p.grid.scale, p.grid.zero))
-    matrix = nearest_plane(p.W, p.grid, factor, refit=lambda weights, g: (scale[:, g], zero[:, g]))
-    assert torch.equal(matrix.codes, nearest_plane(p.W, p.grid, factor).codes)
-    assert torch.equal(matrix.decode(), p.grid.decode(matrix.codes))
-
-
 @given(problems())
 def test_codes_are_32_bit_integers_of_the_shape_of_the_weight(p: Problem) -> None:
     for matrix in (nearest_plane(p.W, p.grid, p.factor("pivoted")), round_to_nearest(p.W, p.grid)):
@@ -266,7 +206,7 @@ def test_codes_are_32_bit_integers_of_the_shape_of_the_weight(p: Problem) -> Non
 def test_solving_leaves_weights_and_steps_as_they_are() -> None:
     p = problem()
     W, scale = p.W.clone(), p.grid.scale.clone()
-    nearest_plane(p.W, p.grid, p.factor("activation"), refit=lambda w, g: (w.abs().amax(1), w.new_zeros(len(w))))
+    nearest_plane(p.W, p.grid, p.factor("activation"))
     round_to_nearest(p.W, p.grid)
     assert torch.equal(p.W, W)
     assert torch.equal(p.grid.scale, scale)

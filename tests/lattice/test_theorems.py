@@ -35,7 +35,6 @@ ELSEWHERE = {
     "test_solve.py": {
         "[C25] Theorem 1: Algorithms 1 = 5, 6, 7, 3 = 8; [B25] GPTQ, GPTQ-REC, BABAI, BABAI-PROJ-REC; [F22] lazy blocks; least "
         "squares; Lagrange with downdate: the same codes": "test_codes_equal_those_of_every_algorithm_of_the_seeds",
-        "[F22] groups fitted on the way": "test_dynamic_groups_are_those_of_the_textbook_loop",
         "[F22] lazy blocks of any size": "test_the_block_size_does_not_change_codes",
         "[C25] F.4": "test_one_more_gptq_update_after_a_step_of_babai_changes_nothing",
         "[C25] Theorem 5": "test_any_factor_of_the_hessian_gives_the_same_codes",
@@ -99,15 +98,18 @@ ELSEWHERE = {
         "LLL (1982)": "test_is_a_reduced_basis_of_the_same_lattice",
         "[C25] Algorithm 2": "test_loss_is_within_the_reduced_profile",
     },
-    "test_scale.py": {
+    "../study/test_vectors.py": {
         "lecture: absmax, zero point": "test_absmax_and_zero_point_are_those_of_the_slides",
+    },
+    "test_scale.py": {
         "steps given the codes": "test_least_squares_steps_never_raise_the_damped_loss",
     },
     "test_target.py": {
         "[B25] section 3": "test_the_corrected_target_minimises_the_whole_objective",
         "closed form of trust": "test_trust_is_a_line_search_on_held_out_tokens",
+        "minimum-mean-square-error targets": "test_shrunken_targets_are_worth_a_tenth_of_a_bit_at_one_bit",
     },
-    "../test_rate.py": {
+    "../matrix/test_to_rate.py": {
         "0.2546 bit, the box against the ball": (
             "test_iid_gaussian_weights_at_three_bits_are_a_quarter_of_a_bit_above_the_limit"
         ),

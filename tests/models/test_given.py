@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 import nearplane
 from native_checkpoints import save_tiny
-from nearplane import Calibration, CalibrationError, ModelError, Recipe, RecipeError, Rule
+from nearplane import Calibration, CalibrationError, GridScheme, ModelError, Recipe, RecipeError
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.models.given import TEXTS, TOKENS
 
@@ -102,7 +102,9 @@ def test_other_tools_names_and_a_recipe_go_with_tokens(
     source: Path, tokens: torch.Tensor, expected: Path, tmp_path: Path
 ) -> None:
     nearplane.quantize(source, tmp_path / "named", dataset=tokens, bits=4, group_size=16, order="natural")
-    recipe = Recipe(rule=Rule(bits=4, group_size=16, order="natural"), calibration=Calibration(samples=5, seqlen=32))
+    recipe = Recipe(
+        scheme=GridScheme(bits=4, group_size=16, order="natural"), calibration=Calibration(samples=5, seqlen=32)
+    )
     nearplane.quantize(source, tmp_path / "recipe", recipe, calibration=tokens)
     assert same(tmp_path / "named", expected)
     assert same(tmp_path / "recipe", expected)

@@ -5,7 +5,7 @@ import pytest
 from families import config_of, random_model
 from nearplane import RecipeError
 from nearplane.models.ignored import refuse_unmatched
-from nearplane.models.stream import open_model
+from nearplane.models.model import open_model
 
 
 @pytest.fixture(scope="module")

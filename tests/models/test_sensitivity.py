@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from nearplane.errors import CalibrationError
+from nearplane.models.model import open_model
 from nearplane.models.sensitivity import sensitivity
-from nearplane.models.stream import open_model
 
 CPU = torch.device("cpu")
 

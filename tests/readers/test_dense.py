@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import nearplane
 from families import config_of, random_model
 from nearplane.models.kept import unbuilt_parts
-from nearplane.models.stream import open_model
+from nearplane.models.model import open_model
 from nearplane.readers.dense import experts, left_dense, merged_experts
 from nearplane.shards import ShardReader
 from nearplane.summary import summary

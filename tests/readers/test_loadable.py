@@ -16,11 +16,11 @@ import nearplane
 from checkpoints import random_matrix
 from nearplane.errors import RecipeError
 from nearplane.formats.folder import FORMATS
-from nearplane.models.stream import Model, open_model
-from nearplane.quantize import quantization_config
+from nearplane.models.model import Model, open_model
 from nearplane.readers import rehearsal
 from nearplane.readers.loadable import attempt
 from nearplane.recipe import Recipe
+from nearplane.request import quantization_config
 from readers.types import save_type
 
 WINDOWS = torch.randint(3, 96, (8, 32), generator=torch.Generator().manual_seed(1))

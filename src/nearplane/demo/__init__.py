@@ -13,7 +13,8 @@ from typing import Any
 
 from nearplane.evaluate import Evaluation, evaluate
 from nearplane.quantize import quantize, silent
-from nearplane.recipe import Calibration, Format, Rate, Recipe, Rule, Solver
+from nearplane.recipe import Calibration, Recipe
+from nearplane.schemes import Format, GridScheme, RateScheme, Solver
 from nearplane.shards import ShardReader
 
 HERE = Path(str(files(__name__)))
@@ -85,11 +86,11 @@ def recipes() -> Iterator[tuple[str, Solver, Recipe]]:
     tokens = Calibration(calibration=str(CALIBRATION), samples=CALIBRATION_WINDOWS, seqlen=SEQLEN)
     for bits, group_size, symmetric, format in GRIDS:
         for solver in SOLVERS:
-            rule = Rule(bits=bits, group_size=group_size, symmetric=symmetric, solver=solver)
+            scheme = GridScheme(bits=bits, group_size=group_size, symmetric=symmetric, solver=solver)
             label = f"{bits}-bit {'sym' if symmetric else 'asym'} g{group_size}"
-            yield label, solver, Recipe(rule=rule, calibration=tokens, format=format)
+            yield label, solver, Recipe(scheme=scheme, calibration=tokens, format=format)
     for rate in RATES:
-        yield f"{rate:g} bits entropy-coded", "k-best", Recipe(calibration=tokens, rate=Rate(rate=rate))
+        yield f"{rate:g} bits entropy-coded", "k-best", Recipe(scheme=RateScheme(rate=rate), calibration=tokens)
 
 
 def _measure(model: Path, progress: Callable[[Iterable[Any], str, int], Iterable[Any]]) -> Evaluation:

@@ -19,7 +19,16 @@ from torch import Tensor
 
 from nearplane.coding.words import pack, unpack, words_of
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.integers import Integers, consecutive, expect, group_size_of, matches, object_of, truth_of
+from nearplane.formats.integers import (
+    Integers,
+    LayerGrid,
+    consecutive,
+    expect,
+    group_size_of,
+    matches,
+    object_of,
+    truth_of,
+)
 from nearplane.lattice.grid import QuantizedMatrix
 
 KEY = "weight_packed"  # the tensor that every quantized layer has
@@ -164,7 +173,7 @@ def quantization_config(
     ignore: Sequence[str],
     quantized: Sequence[str],
     version: str,
-    widths: Mapping[str, int] | None = None,
+    grids: Mapping[str, LayerGrid] | None = None,
     experts: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return `quantization_config` of config.json.
@@ -175,32 +184,33 @@ def quantization_config(
         damp, quantized, version: this format has no place for them.
         ignore: names of *all* modules left alone that are Linear or a subclass of it, in blocks or not ("lm_head"), and
             patterns "re:..." of parts.
-        widths: bits of every layer by name, where they are not the same for all: a group for each width, which lists its layers.
+        grids: of every layer by name, where they are not the same for all: a group for each grid, which lists its layers.
         experts: names of modules left alone that transformers puts together from one tensor an expert. Its reader drops tensors
             that are not packed, unless a group that names experts is of eight-bit floats; so a group that applies to nothing
             says so, since all that it names is in `ignore`.
     """
     del damp, quantized, version
-    weights = {
-        "type": "int",
-        "symmetric": symmetric,
-        "strategy": "group" if group_size else "channel",
-        "group_size": group_size,
-        "actorder": "static" if order != "natural" and static_groups else None,
-        "dynamic": False,
-    }
-    targets = {bits: ["Linear"]}
-    if widths:
-        targets = {b: [name for name, own in widths.items() if own == b] for b in sorted(set(widths.values()))}
+    targets = {LayerGrid(bits, group_size, symmetric): ["Linear"]}
+    if grids:
+        kinds = sorted(set(grids.values()), key=lambda grid: (grid.bits, grid.group_size or 0))
+        targets = {grid: [name for name, own in grids.items() if own == grid] for grid in kinds}
     groups = {
         f"group_{index}": {
             "targets": names,
-            "weights": {"num_bits": width, **weights},
+            "weights": {
+                "num_bits": grid.bits,
+                "type": "int",
+                "symmetric": grid.symmetric,
+                "strategy": "group" if grid.group_size else "channel",
+                "group_size": grid.group_size,
+                "actorder": "static" if order != "natural" and static_groups else None,
+                "dynamic": False,
+            },
             "input_activations": None,
             "output_activations": None,
             "format": "pack-quantized",
         }
-        for index, (width, names) in enumerate(targets.items())
+        for index, (grid, names) in enumerate(targets.items())
     }
     if experts:
         groups[f"group_{len(groups)}"] = {

@@ -25,6 +25,7 @@ from nearplane.formats.unfinished import Unfinished
 from nearplane.jsonfile import read_object
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.record import NAME as RECORD
+from nearplane.schemes import GridScheme, RateScheme
 from nearplane.shards import INCOMPLETE, INDEX, ShardReader, ShardWriter, about, sha256, shard_size
 
 
@@ -73,6 +74,15 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
         raise FormatError(f"Weights quantized as {method} ({name}) are not understood, only {', '.join(FORMATS)}.")
     layout: Layout = FORMATS[name]
     return layout
+
+
+def layout_for(format: str | None, scheme: GridScheme | RateScheme) -> Any:
+    """Return the format that a scheme's layers are written in: with its coder, where codes are entropy-coded."""
+    match scheme:
+        case RateScheme():
+            return native.Native(coder=scheme.coder, classes=scheme.classes)
+        case GridScheme():
+            return FORMATS[str(format)]
 
 
 def open_writer(

@@ -22,7 +22,16 @@ from torch import Tensor
 
 from nearplane.coding.words import pack, unpack, words_of
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.integers import Integers, consecutive, expect, group_size_of, matches, object_of, truth_of
+from nearplane.formats.integers import (
+    Integers,
+    LayerGrid,
+    consecutive,
+    expect,
+    group_size_of,
+    matches,
+    object_of,
+    truth_of,
+)
 from nearplane.lattice.grid import QuantizedMatrix
 
 BITS = (2, 3, 4, 8)
@@ -185,7 +194,7 @@ class GPTQ:
         ignore: Sequence[str],
         quantized: Sequence[str],
         version: str,
-        widths: Mapping[str, int] | None = None,
+        grids: Mapping[str, LayerGrid] | None = None,
         experts: Sequence[str] = (),
     ) -> dict[str, Any]:
         """Return `quantization_config` of config.json, which is also quantize_config.json.
@@ -196,13 +205,15 @@ class GPTQ:
             ignore: names of modules left alone, and patterns "re:..." of parts; those outside the blocks may be among them.
             quantized: names of all quantized modules.
             version: of nearplane.
-            widths: bits of every layer by name, where they are not the same for all: `bits` is then the most frequent, the
+            grids: of every layer by name, where they are not the same for all: the most frequent one is that of the file, the
                 others are in `dynamic`.
             experts: readers of this format need none.
         """
         del experts
-        if widths:
-            bits = Counter(widths.values()).most_common(1)[0][0]
+        usual = LayerGrid(bits, group_size, symmetric)
+        if grids:
+            usual = Counter(grids.values()).most_common(1)[0][0]
+            bits, group_size, symmetric = usual
         config: dict[str, Any] = {
             "quant_method": "gptq",
             "checkpoint_format": self.version,
@@ -223,10 +234,10 @@ class GPTQ:
         blocks = {_list_of(name) for name in quantized}
         skipped = [name for name in ignore if not name.startswith("re:") and _list_of(name) in blocks]
         parts = [name.removeprefix("re:") for name in ignore if name.startswith("re:")]
-        own = {name: width for name, width in _with_fused(widths or {}).items() if width != bits}
+        own = {name: grid for name, grid in _with_fused(grids or {}).items() if grid != usual}
         if skipped or parts or own:  # gptqmodel, vLLM, SGLang: the first that matches counts
             config["dynamic"] = {f"-:{pattern}": {} for pattern in (*(f"^{re.escape(n)}$" for n in skipped), *parts)}
-            config["dynamic"] |= {f"+:^{re.escape(name)}$": {"bits": width} for name, width in own.items()}
+            config["dynamic"] |= {f"+:^{re.escape(name)}$": _differing(grid, usual) for name, grid in own.items()}
         if blocks - {*BLOCKS_FOUND}:
             config["block_name_to_quantize"] = sorted(blocks)[0]
         if skipped:
@@ -243,14 +254,22 @@ def _list_of(name: str) -> str:
     return re.split(r"\.\d+(?:\.|$)", name)[0]
 
 
-def _with_fused(widths: Mapping[str, int]) -> dict[str, int]:
-    """Add the names under which runtimes look up layers that they fuse, which all have the same width."""
-    fused: dict[str, int] = {}
-    for name, width in widths.items():
+def _differing(grid: LayerGrid, usual: LayerGrid) -> dict[str, Any]:
+    """Return in the format's words what a grid has that the usual one has not."""
+    found: dict[str, Any] = {"bits": grid.bits} if grid.bits != usual.bits else {}
+    if grid.group_size != usual.group_size:
+        found["group_size"] = grid.group_size or -1
+    return found | ({"sym": grid.symmetric} if grid.symmetric != usual.symmetric else {})
+
+
+def _with_fused(grids: Mapping[str, LayerGrid]) -> dict[str, LayerGrid]:
+    """Add the names under which runtimes look up layers that they fuse, which all have the same grid."""
+    fused: dict[str, LayerGrid] = {}
+    for name, grid in grids.items():
         path, _, last = name.rpartition(".")
         if last in FUSED:
-            fused.setdefault(f"{path}.{FUSED[last]}", width)
-    return dict(widths) | {name: width for name, width in fused.items() if name not in widths}
+            fused.setdefault(f"{path}.{FUSED[last]}", grid)
+    return dict(grids) | {name: grid for name, grid in fused.items() if name not in grids}
 
 
 def _scheme(config: Mapping[str, Any], name: str) -> tuple[int, int | None, bool]:

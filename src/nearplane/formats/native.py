@@ -21,7 +21,7 @@ from torch import Tensor
 from nearplane.coding.blob import Coder, Contents, decode, encode, shape_of
 from nearplane.coding.header import ZSTD_REFUSED
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.integers import expect
+from nearplane.formats.integers import LayerGrid, expect
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
 
 METHOD = "nearplane"
@@ -146,7 +146,7 @@ class Native:
         static_groups: bool = True,
         damp: float | str | None = None,
         ignore: Sequence[str] = (),
-        widths: Mapping[str, int] | None = None,
+        grids: Mapping[str, LayerGrid] | None = None,
         experts: Sequence[str] = (),
     ) -> dict[str, Any]:
         """Return `quantization_config` of config.json.
@@ -154,10 +154,10 @@ class Native:
         Args:
             quantized: names in the model of all quantized modules.
             version: of nearplane.
-            bits, group_size, symmetric, order, static_groups, damp, ignore, widths, experts: other formats say them; readers
+            bits, group_size, symmetric, order, static_groups, damp, ignore, grids, experts: other formats say them; readers
                 of this one need none.
         """
-        del bits, group_size, symmetric, order, static_groups, damp, ignore, widths, experts
+        del bits, group_size, symmetric, order, static_groups, damp, ignore, grids, experts
         return {
             "quant_method": METHOD,
             "format_version": VERSION,

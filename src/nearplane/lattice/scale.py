@@ -18,7 +18,7 @@ from nearplane.lattice.codebook import Codebook
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.search_cpu import best_candidate
 
-Search = Literal["minmax", "mse", "hessian"]
+Search = Literal["minmax", "mse"]
 NORM = 2.5  # of the error search; GPTQ's own is 2.4, this one is a square times a square root
 MEMORY = 1 << 28  # bytes of the least-squares problems that are solved together
 SHRINKS = tuple(1 - 0.8 * i / 80 for i in range(80))  # factors by which the search narrows the range
@@ -32,8 +32,7 @@ class Steps:
         bits: of a code.
         symmetric: codes -2^(b-1) .. 2^(b-1)-1 without zero-point, else 0 .. 2^b-1 with an integer one.
         levels: (2^b,) ascending positions of the codes 0 .. 2^b-1, some below and some above 0, without zero-point; None: integers.
-        search: "minmax": the range; "mse": the shrunken range with the least p-norm error; "hessian": the same with squared
-            errors weighted by importance.
+        search: "minmax": the range; "mse": the shrunken range with the least p-norm error.
         storage: dtype in which steps are stored.
     """
 
@@ -58,17 +57,16 @@ class Steps:
         """The codes, and the positions that they stand for."""
         return Codebook(low=self.low, high=self.high, levels=self.levels)
 
-    def grid(self, W: Tensor, group_size: int | None, importance: Tensor | None = None) -> Grid:
-        """Fit every group of `W` (out, in); `importance` (in,) weighs squared errors where the search asks for it."""
+    def grid(self, W: Tensor, group_size: int | None) -> Grid:
+        """Fit every group of `W` (out, in)."""
         n = W.shape[1]
         size = group_size or n
         groups = W.reshape(len(W), n // size, size)
-        weight = None if importance is None else importance.to(W.dtype).reshape(1, n // size, size)
-        scale, zero = self.fit(groups, weight)
+        scale, zero = self.fit(groups)
         group = torch.arange(n, device=W.device) // size
         return Grid(scale=scale, zero=zero, group=group, low=self.low, high=self.high, levels=self.levels)
 
-    def fit(self, weights: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def fit(self, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return scale and zero (...) for weights (..., g)."""
         minimum, maximum = weights.amin(-1).clamp(max=0), weights.amax(-1).clamp(min=0)
         scale, zero = self._from_range(minimum, maximum)
@@ -76,23 +74,19 @@ class Steps:
             return scale, zero
         tried = [self._from_range(minimum * shrink, maximum * shrink) for shrink in SHRINKS]
         scales, zeros = (torch.stack(parts) for parts in zip(*tried, strict=True))  # (candidates, ...)
-        if self.search == "hessian" and importance is None:
-            raise NumericalError("The search weighted by the Hessian needs the importance of every column.")
-        weight = importance if self.search == "hessian" else None
-        best = self._least_error(weights, scales, zeros, weight)[None]
+        best = self._least_error(weights, scales, zeros)[None]
         return scales.gather(0, best)[0], zeros.gather(0, best)[0]
 
-    def _least_error(self, weights: Tensor, scales: Tensor, zeros: Tensor, importance: Tensor | None) -> Tensor:
+    def _least_error(self, weights: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
         """Return (...) which candidate step (candidates, ...) has the least error; the first of equals."""
         if weights.device.type == "cpu" and weights.dtype == torch.float32:
             size = weights.shape[-1]
-            rows = None if importance is None else importance.to(weights.dtype).reshape(-1, size)
             flat = weights.reshape(-1, size), scales.flatten(1), zeros.flatten(1)
-            return best_candidate(*flat, self.codebook, rows).view(weights.shape[:-1])
+            return best_candidate(*flat, self.codebook).view(weights.shape[:-1])
         least = torch.full_like(scales[0], torch.inf)
         best = torch.zeros_like(least, dtype=torch.int64)
         for c, (scale, zero) in enumerate(zip(scales, zeros, strict=True)):
-            error = self._error(weights, scale, zero, importance)
+            error = self._error(weights, scale, zero)
             best.masked_fill_(error < least, c)
             least = torch.minimum(error, least)
         return best
@@ -106,11 +100,9 @@ class Steps:
         scale = stored((maximum - minimum) / self.high, self.storage)
         return scale, (-minimum / scale).round_().clamp_(self.low, self.high)
 
-    def _error(self, weights: Tensor, scale: Tensor, zero: Tensor, importance: Tensor | None) -> Tensor:
+    def _error(self, weights: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         codes = self.codebook.nearest((weights / scale[..., None]).add_(zero[..., None]))
         error = (self.codebook.position(codes) - zero[..., None]).mul_(scale[..., None]).sub_(weights)
-        if importance is not None:
-            return error.square_().mul_(importance).sum(-1)
         return error.abs_().pow_(NORM).sum(-1)
 
 
@@ -189,27 +181,6 @@ def ladder(count: int) -> int:
     return min(
         (1, 2, 4, 8, 16, 32), key=lambda resolution: math.log(2) / 12 / resolution**2 * count + math.log2(resolution)
     )
-
-
-def absmax_codes(w: Tensor, bits: int = 8) -> tuple[Tensor, Tensor]:
-    """Quantize a vector by its largest magnitude: codes `round(high w / max|w|)`, and the step."""
-    high = 2 ** (bits - 1) - 1
-    scale = _positive(w.abs().amax() / high, w)
-    return (w / scale).round().to(torch.int32), scale
-
-
-def zero_point_codes(w: Tensor, bits: int = 8) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize a vector by its range to signed codes: `round(w / scale + zero)`, the step, and the zero."""
-    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
-    scale = _positive((w.amax() - w.amin()) / (high - low), w)
-    zero = -(w.amin() / scale).round() + low
-    return (w / scale + zero).round().clamp(low, high).to(torch.int32), scale, zero
-
-
-def _positive(scale: Tensor, w: Tensor) -> Tensor:
-    """Return the step, or for a vector without a range one that holds its value exactly."""
-    level = w.abs().amax()
-    return torch.where(scale == 0, torch.where(level == 0, 1, level), scale)
 
 
 def least_squares_steps(matrix: QuantizedMatrix[Grid], EH: Tensor, H: Tensor, storage: torch.dtype) -> Grid:

@@ -26,27 +26,24 @@ def best_candidate(
     scale: Tensor,
     zero: Tensor,
     codebook: Codebook,
-    importance: Tensor | None,
     *,
     threads: int | None = None,
 ) -> Tensor:
     """Return (n,) the first candidate with the least error in every group.
 
-        error = sum_k importance_k |e_k|^p,  e = weights - scale (codes - zero),  p = 2 with importance and 2.5 without
+        error = sum_k |e_k|^2.5,  e = weights - scale (codes - zero)
 
     Args:
         weights: (n, g) float32.
         scale, zero: (candidates, n) float32.
         codebook: of all groups.
-        importance: (n or 1, g) float32, or None.
         threads: None takes as many as torch does.
     """
     n = len(weights)
-    weight = torch.ones(1, 1) if importance is None else importance
-    arrays = [x.contiguous().numpy() for x in (weights, scale.T, zero.T, weight)]
+    arrays = [x.contiguous().numpy() for x in (weights, scale.T, zero.T)]
     best = torch.empty(n, dtype=torch.int64)
     kernel: Any = _search
-    search = partial(kernel, *arrays, codebook.table(weights.dtype), importance is not None, best.numpy())
+    search = partial(kernel, *arrays, codebook.table(weights.dtype), best.numpy())
     threads = threads or torch.get_num_threads()
     share = -(-n // threads)
     if share * weights.shape[1] < 10_000:
@@ -59,15 +56,6 @@ def best_candidate(
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
-def _weighted(w: Floats, s: float, z: float, low: float, high: float, importance: Floats) -> np.float32:
-    total = np.float32(0)
-    for k in range(w.shape[0]):
-        e = w[k] - s * (round_integer(w[k] / s + z, low, high) - z)
-        total += importance[k] * e * e
-    return total
-
-
-@numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
 def _plain(w: Floats, s: float, z: float, low: float, high: float) -> np.float32:
     total = np.float32(0)
     for k in range(w.shape[0]):
@@ -77,20 +65,16 @@ def _plain(w: Floats, s: float, z: float, low: float, high: float) -> np.float32
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def _on_levels(w: Floats, s: float, z: float, table: Table, importance: Floats) -> np.float32:
-    """The error of either search, weighted where `importance` has an entry for every weight."""
+def _on_levels(w: Floats, s: float, z: float, table: Table) -> np.float32:
     total = np.float32(0)
     for k in range(w.shape[0]):
         e = np.abs(w[k] - s * (position_of(round_code(w[k] / s + z, table), table) - z))
-        total += importance[k] * e * e if len(importance) == len(w) else e * e * np.sqrt(e)
+        total += e * e * np.sqrt(e)
     return total
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def _search(
-    weights: Floats, scale: Floats, zero: Floats, importance: Floats, table: Table, weighted: bool, best: Indices,
-    start: int, stop: int,
-) -> None:  # fmt: skip
+def _search(weights: Floats, scale: Floats, zero: Floats, table: Table, best: Indices, start: int, stop: int) -> None:
     """Search the groups from `start` to `stop`."""
     for i in range(start, stop):
         least = np.float32(np.inf)
@@ -98,9 +82,7 @@ def _search(
         for c in range(scale.shape[1]):
             w, s, z = weights[i], scale[i, c], zero[i, c]
             if len(table.levels) > 0:
-                error = _on_levels(w, s, z, table, importance[i % importance.shape[0]][: len(w) if weighted else 0])
-            elif weighted:
-                error = _weighted(w, s, z, table.low, table.high, importance[i % importance.shape[0]])
+                error = _on_levels(w, s, z, table)
             else:
                 error = _plain(w, s, z, table.low, table.high)
             if error < least:

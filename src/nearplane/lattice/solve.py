@@ -7,9 +7,7 @@ here is the reference; on the CPU in float32 a compiled kernel with the same mea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from itertools import pairwise
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,9 +16,6 @@ from nearplane.errors import NumericalError
 from nearplane.lattice.factor import Factor
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.sweep_cpu import Columns, sweep_block
-
-Refit = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-"""From the *current* weights (out, g) of a group, in column order, and its index to scale and zero, each (out,)."""
 
 
 def round_to_nearest(W: Tensor, grid: Grid) -> QuantizedMatrix[Grid]:
@@ -35,9 +30,7 @@ def round_to_nearest(W: Tensor, grid: Grid) -> QuantizedMatrix[Grid]:
     return QuantizedMatrix(codes=codes.to(torch.int32), grid=grid)
 
 
-def nearest_plane(
-    W: Tensor, grid: Grid, factor: Factor, *, refit: Refit | None = None, block: int = 128
-) -> QuantizedMatrix[Grid]:
+def nearest_plane(W: Tensor, grid: Grid, factor: Factor, *, block: int = 128) -> QuantizedMatrix[Grid]:
     """Round each row of `W` to the lattice of `grid` by Babai's nearest-plane algorithm.
 
     Column by column, in `factor.order`, the error already made is fed forward:
@@ -48,12 +41,10 @@ def nearest_plane(
         W: (out, in) weights, float32 or float64; the sweep runs in their dtype.
         grid: steps and limits of every column; see `Grid`.
         factor: of the layer's Hessian; see `factorize`.
-        refit: for dynamic groups: called when the sweep reaches the first column of a group, with the group's weights as
-            they then are; its scale and zero replace those of `grid`.
         block: columns swept before the error is propagated as one matrix product.
 
     Returns:
-        Codes int32 in the column order of `W`, and the grid, with the fitted steps where `refit` was given.
+        Codes int32 in the column order of `W`, and the grid.
 
     Raises:
         NumericalError: `W` or the factor is not finite.
@@ -76,24 +67,15 @@ def nearest_plane(
         for part in (grid.scale, grid.zero)
     )
     group = grid.group[order]  # (in,)
-    position = order.argsort()  # (in,), when each column is rounded
     sweep = sweep_of(WT)
-    inverse = U if refit is None else torch.linalg.solve_triangular(U, torch.eye(len(U)).to(U), upper=True)
-    for a, b, reached in _blocks(group, block, refit is not None):
-        if refit is not None and reached is not None:
-            members = position[grid.group == reached]
-            rest = slice(a, int(members.max()) + 1)
-            fed = target[rest] - WT[rest]
-            current = WT[members] + inverse[rest, members].T @ fed  # (g, out), where the loss so far is least
-            scale[reached], zero[reached] = refit(current.T, reached)
+    for a in range(0, len(WT), block):
+        b = min(a + block, len(WT))
         columns = Columns(scale, zero, group[a:b], grid.codebook)
         sweep(target[a:b], WT[a:b], columns, U[a:b, a:b], codes[a:b], E[: b - a])
         target[b:].addmm_(U[a:b, b:].T, E[: b - a])
     back = WT.view(torch.int32)[:, :out].index_copy_(
         0, order, codes
     )  # again no new memory: touching it first costs most
-    if refit is not None:
-        grid = replace(grid, scale=scale.T.contiguous(), zero=zero.T.contiguous())
     return QuantizedMatrix(codes=back.T.clone(memory_format=torch.contiguous_format), grid=grid)
 
 
@@ -116,15 +98,3 @@ def sweep_block_torch(target: Tensor, WT: Tensor, grid: Columns, U: Tensor, code
         code = grid.codebook.nearest(t / grid.scale[g] + grid.zero[g])
         codes[j] = code
         E[j] = WT[j] - grid.scale[g] * (grid.codebook.position(code) - grid.zero[g])
-
-
-def _blocks(group: Tensor, block: int, dynamic: bool) -> Iterator[tuple[int, int, int | None]]:
-    """Yield (first, past the last, group first reached here or None) so that a new group always starts a block."""
-    starts: dict[int, int] = {}
-    if dynamic:
-        for j, g in enumerate(group.tolist()):
-            starts.setdefault(g, j)
-    reached = {j: g for g, j in starts.items()}
-    bounds = sorted({*range(0, len(group), block), *reached, len(group)})
-    for a, b in pairwise(bounds):
-        yield a, b, reached.get(a)

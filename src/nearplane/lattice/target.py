@@ -64,24 +64,3 @@ def shrunken(T: Tensor, factor: Factor, mu: float) -> Tensor:
         mu: what was added.
     """
     return T if mu == 0 else T - mu * factor.solve(T).to(T.dtype)
-
-
-def row_gains(T: Tensor, V: Tensor, H: Tensor) -> Tensor:
-    """Return (out,) the factor of every row of `V` that minimises `tr((T - diag(r) V) H (T - diag(r) V)^T)`; 1 for rows of 0."""
-    VH = V @ H
-    energy = (VH * V).sum(1)
-    return torch.where(energy > 0, (VH * T).sum(1) / energy.clamp(min=torch.finfo(V.dtype).tiny), 1)
-
-
-def column_gains(T: Tensor, V: Tensor, H: Tensor) -> Tensor:
-    """Return (in,) the factor of every column of `V` that minimises the same error; 1 for columns of 0.
-
-    One least-squares problem: `F g = f` with `F = (V^T V) * H` entry by entry and `f_j = sum_i V_ij (T H)_ij`.
-    """
-    F = (V.T @ V) * H
-    f = (V * (T @ H)).sum(0)
-    ridge = 1e-8 * float(F.diagonal().mean()) + torch.finfo(F.dtype).tiny
-    dead = F.diagonal() == 0
-    F.diagonal().add_(torch.where(dead, 1.0, ridge).to(F))
-    g: Tensor = torch.linalg.solve(F, torch.where(dead, 1.0, f + ridge))
-    return g.clamp(-0.1, 1.5)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from nearplane.errors import RecipeError
-from nearplane.models.stream import Model
+from nearplane.models.model import Model
 
 NEAR = 3  # names that an error offers
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from nearplane.errors import CalibrationError
+from nearplane.models.activations import Stream, finish, finite, readout, skeleton
 from nearplane.models.layers import Layer
-from nearplane.models.skeleton import Stream, finish, finite, readout, skeleton
-from nearplane.models.stream import Block, Model
+from nearplane.models.model import Block, Model
 
 MOST_TOKENS, LEAST_TOKENS = 16384, 4096
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import CalibrationError, ModelError, NearplaneError, first_line
+from nearplane.models.activations import Stream, skeleton
 from nearplane.models.ignored import pattern_of
-from nearplane.models.skeleton import Stream, skeleton
-from nearplane.models.stream import Block, Model
+from nearplane.models.model import Block, Model
 from nearplane.models.watch import Hooks
 
 

@@ -8,7 +8,7 @@ import transformers
 
 from nearplane.errors import RecipeError
 from nearplane.models.layers import NOT_HANDLED
-from nearplane.models.stream import Model
+from nearplane.models.model import Model
 
 HEADS = re.compile(
     r"For(?!CausalLM$|ConditionalGeneration$)[A-Z]\w+$"

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from nearplane.errors import ModelError
 from nearplane.models.layers import Layer
-from nearplane.models.stream import Model
+from nearplane.models.model import Model
 
 
 def left_dense(model: Model, layers: Sequence[Layer] | None = None) -> list[str]:

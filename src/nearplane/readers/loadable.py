@@ -16,7 +16,7 @@ from nearplane.formats.folder import FORMATS
 from nearplane.formats.native import METHOD
 from nearplane.models.ignored import pattern_of
 from nearplane.models.layers import Layer
-from nearplane.models.stream import Model
+from nearplane.models.model import Model
 from nearplane.readers.rehearsal import Fault, faults
 from nearplane.readers.rules import GPTQMODEL_ALONE
 from nearplane.recipe import Recipe
@@ -79,12 +79,12 @@ def tensors_of(model: Model, recipe: Recipe, layers: Sequence[Layer]) -> dict[st
     }
     layout = FORMATS[recipe.format]
     for layer in layers:
-        rule = recipe.for_layer(layer.name)
-        assert rule is not None, "ignored layers are not listed"
+        scheme = recipe.scheme_of(layer.name)
+        assert scheme is not None, "ignored layers are not listed"
+        bits, group_size, _ = scheme.grid_of()
         tensors |= layout.empty(
-            model.written_name(layer.name), layer.shape, bits=recipe.rule.bits, group_size=rule.group_size,
-            dtype=model.dtype,
-        )  # fmt: skip
+            model.written_name(layer.name), layer.shape, bits=bits, group_size=group_size, dtype=model.dtype
+        )
     return tensors
 
 
@@ -97,7 +97,7 @@ def way_out(model: Model, recipe: Recipe, configure: Configure, found: Sequence[
     for other in ("gptq", "compressed-tensors"):
         if other != recipe.format and _loads(model, replace(recipe, format=other), configure):
             ways.append(f"use --format {other}")
-    ways.append(f"use --rate {recipe.rule.bits}, which nearplane.load reads")
+    ways.append(f"use --rate {recipe.scheme.grid_of()[0]}, which nearplane.load reads")
     sentence = ", or ".join(ways)
     return f"{sentence[0].upper()}{sentence[1:]}."
 
@@ -126,12 +126,18 @@ def _loads(model: Model, recipe: Recipe, configure: Configure) -> bool:
     """Return whether a recipe that is allowed loads."""
     try:
         for layer in model.layers:
-            rule = recipe.for_layer(layer.name)
-            assert rule is not None, "ignored layers are not listed"
+            scheme = recipe.scheme_of(layer.name)
+            assert scheme is not None, "ignored layers are not listed"
+            bits, group_size, symmetric = scheme.grid_of()
             FORMATS[recipe.format].check(
-                layer.name, layer.shape, layer.kind,
-                bits=rule.bits, group_size=rule.group_size, symmetric=rule.symmetric, permuted=False,
-            )  # fmt: skip
+                layer.name,
+                layer.shape,
+                layer.kind,
+                bits=bits,
+                group_size=group_size,
+                symmetric=symmetric,
+                permuted=False,
+            )
         found = attempt(model, recipe, configure, model.layers)
         return not found or _read_by_gptqmodel(model, recipe, found)
     except NearplaneError:

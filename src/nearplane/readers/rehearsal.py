@@ -28,7 +28,7 @@ from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from nearplane.errors import first_line
-from nearplane.models.stream import Model
+from nearplane.models.model import Model
 from nearplane.readers.rules import reader_by_rule
 
 SAYS_SO = ("transformers", "compressed_tensors")  # loggers that are quiet meanwhile: what they would say is returned

@@ -91,8 +91,8 @@ def _model(record: RunRecord) -> str:
 
 def _headline(record: RunRecord) -> str:
     """Say what was made of what, in six numbers."""
-    rule, rate = record.recipe.rule, record.recipe.rate
-    how = f"entropy-coded ({rate.method}, {rate.coder})" if rate.wanted else f"on fixed grids ({record.recipe.format})"
+    scheme = record.recipe.scheme
+    how = scheme.title if record.entropy is not None else f"{scheme.title} ({record.recipe.format})"
     seen = (
         f"calibrated on {record.tokens:,} tokens ({record.windows} windows of {record.seqlen})"
         + (f", measured on {record.extra_windows} windows more" if record.extra_windows else "")
@@ -103,7 +103,7 @@ def _headline(record: RunRecord) -> str:
         f"<div><dt>{escape(what)}</dt><dd>{escape(value)}</dd><dd>{breakable(more)}</dd></div>"
         for what, value, more in _cards(record)
     )
-    made = f"Weights {how} by {rule.solver}, {seen}; {record.seconds:,.1f} s on {record.device}."
+    made = f"Weights {how} by {scheme.solver}, {seen}; {record.seconds:,.1f} s on {record.device}."
     return (
         f"<header><h1>{escape(_model(record))} at {record.rate:.3f} bits per weight</h1>"
         f'<p class="soft">{escape(made)}</p><dl class="cards">{cards}</dl></header>'
@@ -117,15 +117,15 @@ def breakable(text: str) -> str:
 
 def _cards(record: RunRecord) -> list[tuple[str, str, str]]:
     """Return (what, value, more) of the numbers that matter most."""
-    layers, asked = record.layers, record.recipe.rate
+    layers, (asked, unit) = record.layers, record.recipe.scheme.asked or (None, "")
     weights = sum(layer.out_features * layer.in_features for layer in layers)
-    wish = f"asked for: {asked.rate:g}; " if asked.rate else ""
+    wish = f"asked for: {asked:g}; " if unit == "bits per weight" else ""
     cards = [
         ("bits per weight", f"{record.rate:.3f}", f"{wish}every byte of the quantized layers counted"),
         (
             "checkpoint folder",
             size_text(record.folder),
-            (f"asked for: {asked.size}; " if asked.size else "")
+            (f"at most: {size_text(int(asked or 0))}; " if unit == "bytes" else "")
             + f"weight files {size_text(record.bytes)}, of them not quantized {size_text(record.overhead)}",
         ),
         ("layers quantized", f"{len(layers):,}", f"{weights:,} weights"),
@@ -246,7 +246,7 @@ def _terms(record: RunRecord) -> str:
         "nearest / this": all(layer.nearest_loss is None for layer in record.layers),
         "worst case, expected": all(layer.worst_case is None for layer in record.layers),
         "gamma": all(layer.gamma is None for layer in record.layers),
-        "clipped": record.recipe.rate.wanted,
+        "clipped": record.entropy is not None,
         "bits above the limit": all(layer.limit is None for layer in record.layers),
         "d": not record.profiles,
     }
@@ -291,7 +291,7 @@ def _grid_text(layer: LayerRecord) -> str:
 
 def _columns(record: RunRecord) -> list[Column]:
     """Return the columns of the table but the first, which holds names."""
-    grids = not record.recipe.rate.wanted
+    grids = record.entropy is None
     choice = (
         Column(
             head="grid",

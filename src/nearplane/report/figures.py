@@ -311,7 +311,7 @@ def above_limit(record: RunRecord) -> Figure:
         layer = record.layers[index]
         title = f"{layer.name}: {value:.3f} bits above the limit, {layer.rate:.3f} in the file"
         parts.append(named(index, title, [glyph(row.kind[index], row.place(index), y.down(value))]))
-    most = "tables and steps" if record.recipe.rate.wanted else "codes of equal length and steps"
+    most = "tables and steps" if record.entropy is not None else "codes of equal length and steps"
     parts += [
         level(y, 0, "limit"),
         level(y, UNIFORM_ROUNDING_BITS, f"evenly spaced values: {UNIFORM_ROUNDING_BITS:.4f}"),

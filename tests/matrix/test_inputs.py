@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nearplane.errors import NumericalError
-from nearplane.inputs import SWEEP_DAMP, Inputs, corrected, damp_of_the_sweep
 from nearplane.lattice.factor import Factor, factorize
+from nearplane.lattice.moments import Moments
 from nearplane.lattice.root import append
-from nearplane.models.statistics import Statistics
-from nearplane.recipe import Rule
+from nearplane.matrix.inputs import Inputs, corrected
+from nearplane.schemes import GridScheme, RateScheme, Scheme
 from oracles import same
 from strategies import Problem, problems
 
-NAMED = ("natural", "reversed", "activation", "pivoted")
+NAMED = ("natural", "activation", "pivoted")
 COLUMNS, TOKENS = 12, 100
 FITTING = slice(0, 80)  # tokens that the correction is first fitted on; the others are held out
 
@@ -31,12 +31,12 @@ def streams(generator: torch.Generator, *, drift: float = 0.3) -> tuple[Tensor, 
     return X, X + drift * X @ shift
 
 
-def seen(X: Tensor, X_hat: Tensor, *, roots: bool = False) -> Statistics:
+def seen(X: Tensor, X_hat: Tensor, *, roots: bool = False) -> Moments:
     """Return what calibration knows of them, the last fifth held out, with roots or without."""
 
-    def moments(tokens: slice) -> Statistics:
+    def moments(tokens: slice) -> Moments:
         x, n = X_hat[tokens], len(X_hat[tokens])
-        return Statistics(H=x.T @ x / n, C=X[tokens].T @ x / n, tokens=n)
+        return Moments(H=x.T @ x / n, C=X[tokens].T @ x / n, tokens=n)
 
     whole = replace(moments(slice(None)), held_out=moments(slice(FITTING.stop, None)))
     return replace(whole, root=append(None, X_hat), fitting_root=append(None, X_hat[FITTING])) if roots else whole
@@ -65,20 +65,6 @@ def test_the_damped_hessian_has_its_own_memory(dtype: torch.dtype, generator: to
     assert damped.dtype == dtype
     damped.zero_()
     assert torch.equal(H, before)
-
-
-@given(problems(dead=0), st.sampled_from(NAMED), st.floats(0, 10), st.booleans())
-def test_a_noisier_factor_has_as_much_more_on_the_diagonal_in_the_same_order(
-    p: Problem, order: str, noise: float, rooted: bool
-) -> None:
-    """`mu` in the units of H, on top of the damping."""
-    known = Statistics(H=p.H, tokens=len(p.X), root=append(None, p.X) if rooted else None)
-    inputs, mu = Inputs(known), noise * float(p.H.diagonal().mean())
-    factor = inputs.factor(order, p.damp)
-    noisier = inputs.noisier(factor, mu)
-    assert torch.equal(noisier.order, factor.order)
-    assert same(product(noisier), p.damped_hessian(factor) + mu * torch.eye(len(p.H), dtype=torch.float64))
-    assert noisier.shift == pytest.approx(factor.shift + mu, rel=1e-12)
 
 
 def test_each_factor_is_made_once(generator: torch.Generator) -> None:
@@ -127,7 +113,7 @@ def test_roots_keep_digits_that_the_hessian_has_lost(generator: torch.Generator)
     X[:, 1] = X[:, 0] + 1e-9 * X[:, 1]
     H = X.T @ X / TOKENS
     lengths = torch.linalg.qr(X.flip(1)).R.diagonal().flip(0).square() / TOKENS
-    kept = Inputs(Statistics(H=H, tokens=TOKENS, root=append(None, X))).factor("natural", 0.0).d
+    kept = Inputs(Moments(H=H, tokens=TOKENS, root=append(None, X))).factor("natural", 0.0).d
     assert torch.allclose(kept, lengths, rtol=1e-5, atol=0)
     try:
         lost = Inputs(H).factor("natural", 0.0).d
@@ -164,28 +150,16 @@ def test_layers_share_factors_but_not_their_own_residual(generator: torch.Genera
     assert one.factor("natural", 0.01) is later
 
 
-@pytest.mark.parametrize(
-    ("rule", "plain", "corrects", "expected"),
-    [
-        (Rule(damp=0.02), False, True, SWEEP_DAMP),
-        (Rule(damp=0.02), False, False, 0.02),
-        (Rule(damp=0.02, correct=False), False, True, 0.02),
-        (Rule(damp="auto"), False, False, "auto"),
-        (Rule(damp="auto"), False, True, SWEEP_DAMP),
-        (Rule(damp=0.02, sweep_damp=0.3), False, True, 0.3),
-        (Rule(damp=0.02, sweep_damp=0.0), False, True, 0.0),
-        (Rule(damp=0.02, sweep_damp=0.3), False, False, 0.3),
-        (Rule(damp=0.02, sweep_damp=0.3), True, True, 0.02),
-        (Rule(damp=0.02, solver="round-to-nearest"), False, True, 0.02),
-        (Rule(damp=0.02, solver="k-best"), False, True, SWEEP_DAMP),
-    ],
-)
-def test_the_sweep_is_damped_as_asked_else_more_where_targets_are_corrected(
-    rule: Rule, plain: bool, corrects: bool, expected: float | str, generator: torch.Generator
+@pytest.mark.parametrize("scheme", [GridScheme(damp=0.02), RateScheme(rate=3, damp=0.02, method="hptq")])
+@pytest.mark.parametrize("corrects", [True, False])
+def test_the_factor_of_the_sweep_is_damped_as_the_scheme_says(
+    scheme: Scheme, corrects: bool, generator: torch.Generator
 ) -> None:
+    """What it says is in `tests/test_schemes.py`."""
     known = seen(*streams(generator))
     inputs = Inputs(known if corrects else known.H)
-    assert damp_of_the_sweep(inputs, rule, plain=plain) == expected
+    found = inputs.factor_of_the_sweep(scheme)
+    assert found is inputs.factor(scheme.order, scheme.damp_of_the_sweep(corrects))
 
 
 @pytest.mark.parametrize("why", ["not asked for", "nothing to correct by", "nothing held out", "networks agree"])
@@ -199,7 +173,7 @@ def test_without_a_correction_the_target_is_the_weights_with_dead_inputs_at_0(
     known = replace(known, held_out=None) if why == "nothing held out" else known
     W = torch.randn(5, COLUMNS, generator=generator, dtype=torch.float64)
     before = W.clone()
-    target, rho = corrected(W, Inputs(known), Rule(correct=why != "not asked for"))
+    target, rho = corrected(W, Inputs(known), GridScheme(correct=why != "not asked for"))
     assert rho == 0.0
     assert torch.equal(target, before.index_fill(1, torch.tensor([4]), 0.0))
     assert torch.equal(W, before)
@@ -214,7 +188,7 @@ def test_a_drift_that_is_linear_is_undone(roots: bool, generator: torch.Generato
     D[4] = D[:, 4] = 0
     X_hat = X @ (torch.eye(COLUMNS, dtype=torch.float64) + D)
     W = torch.randn(5, COLUMNS, generator=generator, dtype=torch.float64)
-    target, rho = corrected(W, Inputs(seen(X, X_hat, roots=roots)), Rule(damp=1e-9))
+    target, rho = corrected(W, Inputs(seen(X, X_hat, roots=roots)), GridScheme(damp=1e-9))
     assert rho == pytest.approx(1.0, abs=1e-6)
     assert not target[:, 4].any()
     assert torch.allclose(X_hat @ target.T, X @ W.T, rtol=0, atol=1e-5 * float((X @ W.T).abs().max()))
@@ -227,7 +201,7 @@ def test_the_correction_by_roots_is_that_by_hessians(generator: torch.Generator)
     )  # which is not to be trusted
     W = torch.randn(5, COLUMNS, generator=generator, dtype=torch.float64)
     (one, rho), (other, rooted) = (
-        corrected(W, Inputs(seen(X, X_hat, roots=roots)), Rule(damp=0.01)) for roots in (False, True)
+        corrected(W, Inputs(seen(X, X_hat, roots=roots)), GridScheme(damp=0.01)) for roots in (False, True)
     )
     assert 0 < rho < 1
     assert rooted == pytest.approx(rho, rel=1e-9)

@@ -18,7 +18,7 @@ from transformers import GPT2Model, PreTrainedModel, PreTrainedTokenizerFast
 
 from families import FAMILIES, config_of
 from nearplane.errors import ModelError, NumericalError
-from nearplane.models.stream import open_model, positions_of
+from nearplane.models.model import open_model, positions_of
 
 Saved = Callable[[str], Path]
 Loaded = Callable[[str], PreTrainedModel]
@@ -262,7 +262,7 @@ def test_an_unreachable_hub_is_one_sentence_and_the_environment_is_left_alone(tm
     script = (
         "import os; before = dict(os.environ)\n"
         "from nearplane.errors import ModelError\n"
-        "from nearplane.models.stream import open_model\n"
+        "from nearplane.models.model import open_model\n"
         "try: open_model('some-owner/some-model')\n"
         "except ModelError as error: print(error)\n"
         "print({name for name in os.environ if name.startswith('HF_')} == {n for n in before if n.startswith('HF_')})\n"

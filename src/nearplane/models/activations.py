@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from nearplane.errors import CalibrationError, ModelError
 from nearplane.models.data import check_vocabulary
-from nearplane.models.stream import Block, Model
+from nearplane.models.model import Block, Model
 from nearplane.models.watch import Stop, same, stop, until_stopped
 
 

@@ -1,4 +1,4 @@
-"""Statistics equal what is computed plainly from two whole networks."""
+"""Moments equal what is computed plainly from two whole networks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from families import config_of, random_model
 from nearplane.errors import CalibrationError, NumericalError
 from nearplane.lattice.factor import factorize
+from nearplane.lattice.moments import Moments
 from nearplane.lattice.root import factorize_root
 from nearplane.lattice.target import weighted_difference
-from nearplane.models.calibrate import Observed, Stream, observe, observe_head, skeleton, stages
+from nearplane.models.activations import Call, Stream, skeleton
+from nearplane.models.calibrate import before_the_head, stages
 from nearplane.models.layers import as_layer, find_layers
-from nearplane.models.skeleton import Call
-from nearplane.models.statistics import Statistics
-from nearplane.models.stream import Block, Model, open_model
+from nearplane.models.model import Block, Model, open_model
+from nearplane.observe import Observed, observe
 
 Saved = Callable[[str], Path]
 Loaded = Callable[[str], PreTrainedModel]
@@ -132,7 +133,7 @@ def close(a: Tensor, b: Tensor) -> None:
     torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12 * float(b.abs().max()))
 
 
-def check(statistics: Statistics, name: str, original: Plain, quantized: Plain, rows: slice) -> None:
+def check(statistics: Moments, name: str, original: Plain, quantized: Plain, rows: slice) -> None:
     """Compare with X^T X / tokens over some rows."""
     X, X_hat = original.rows[name][rows], quantized.rows[name][rows]
     assert statistics.tokens == len(X_hat)
@@ -163,7 +164,7 @@ def test_moments_equal_those_of_two_whole_networks(family: str, saved: Saved, lo
     assert sum(len(observed.layers) for observed in seen) == len(original.rows)
     for observed in seen:
         for layer in observed.layers:
-            statistics, name = observed.statistics[layer.name], layer.name.removeprefix(f"{second.name}.")
+            statistics, name = observed.moments[layer.name], layer.name.removeprefix(f"{second.name}.")
             check(statistics, name, original, quantized, slice(0, 60))
             check(statistics.held_out, name, original, quantized, slice(36, 60))
 
@@ -186,7 +187,7 @@ def observed_llama(saved: Saved, tokens: Tensor, **options: object) -> dict[str,
 
 def test_layers_of_one_group_share_the_tensors(saved: Saved, tokens: Tensor) -> None:
     seen = observed_llama(saved, tokens)["q_proj"]
-    q, k, v = (seen.statistics[layer.name] for layer in seen.layers)
+    q, k, v = (seen.moments[layer.name] for layer in seen.layers)
     assert q.H is k.H is v.H
     assert q.C is k.C is v.C
     assert q.held_out.H is v.held_out.H
@@ -195,20 +196,20 @@ def test_layers_of_one_group_share_the_tensors(saved: Saved, tokens: Tensor) -> 
 def test_without_correction_there_is_only_a_hessian(saved: Saved, tokens: Tensor) -> None:
     corrected, alone = observed_llama(saved, tokens), observed_llama(saved, tokens, correct=False)
     for name, observed in alone.items():
-        statistics = observed.statistics[observed.layers[0].name]
+        statistics = observed.moments[observed.layers[0].name]
         assert (statistics.C, statistics.S, statistics.held_out) == (None, None, None)
-        close(statistics.H, corrected[name].statistics[observed.layers[0].name].H)
+        close(statistics.H, corrected[name].moments[observed.layers[0].name].H)
 
 
 def test_the_residual_can_be_left_out(saved: Saved, tokens: Tensor) -> None:
     seen = observed_llama(saved, tokens, residual=False)
-    assert all(s.S is None for observed in seen.values() for s in observed.statistics.values())
+    assert all(s.S is None for observed in seen.values() for s in observed.moments.values())
 
 
 def test_one_window_is_not_split_and_two_always_are(saved: Saved, tokens: Tensor) -> None:
     for windows, held in [(1, None), (2, 12), (5, 12)]:
         seen = observed_llama(saved, tokens[:windows])["q_proj"]
-        statistics = next(iter(seen.statistics.values()))
+        statistics = next(iter(seen.moments.values()))
         assert statistics.tokens == 12 * windows
         assert (statistics.held_out and statistics.held_out.tokens) == held
 
@@ -224,9 +225,9 @@ def test_stopping_early_changes_nothing(last: bool, saved: Saved, tokens: Tensor
         alone = [one for group in groups for one in observe(block, [group], stream, correct=True)]
         together = observe(block, groups, stream, correct=True, last=last)
     for a, b in zip(alone, together, strict=True):
-        for name in a.statistics:
+        for name in a.moments:
             for key in ("H", "C", "S"):
-                x, y = getattr(a.statistics[name], key), getattr(b.statistics[name], key)
+                x, y = getattr(a.moments[name], key), getattr(b.moments[name], key)
                 assert (x is None and y is None) or torch.equal(x, y)
 
 
@@ -277,8 +278,8 @@ def test_a_block_costs_less_than_five_forwards(tokens: Tensor, tmp_path: Path) -
 def test_the_same_inputs_give_the_same_bits(saved: Saved, tokens: Tensor) -> None:
     first, second = observed_llama(saved, tokens), observed_llama(saved, tokens)
     for name, observed in first.items():
-        for layer, statistics in observed.statistics.items():
-            again = second[name].statistics[layer]
+        for layer, statistics in observed.moments.items():
+            again = second[name].moments[layer]
             assert torch.equal(statistics.H, again.H)
             assert torch.equal(statistics.C, again.C)
 
@@ -290,7 +291,7 @@ def test_in_half_precision_moments_are_float64_sums_of_float32_products(saved: S
         groups = stages(block, stream)
         X = torch.cat([block.quantized.input_layernorm(x) for x in stream.quantized]).reshape(-1, 32)
         seen = observe(block, groups[:1], stream, correct=True)[0]
-    statistics = next(iter(seen.statistics.values()))
+    statistics = next(iter(seen.moments.values()))
     assert statistics.H.dtype == statistics.C.dtype == torch.float64
     expected = X.double().T @ X.double() / len(X)
     torch.testing.assert_close(statistics.H, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
@@ -315,8 +316,8 @@ def test_roots_square_to_the_hessians_of_all_tokens_and_of_those_not_held_out(sa
     """Layers of a group share them, and they change nothing else to the bit."""
     plain, rooted = observed_llama(saved, tokens), observed_llama(saved, tokens, root=True)
     for name, observed in rooted.items():
-        first, *others = (observed.statistics[layer.name] for layer in observed.layers)
-        held, before = first.held_out, plain[name].statistics[observed.layers[0].name]
+        first, *others = (observed.moments[layer.name] for layer in observed.layers)
+        held, before = first.held_out, plain[name].moments[observed.layers[0].name]
         for R in (first.root, first.fitting_root):
             assert R.dtype == torch.float64
             assert torch.equal(R, R.triu())
@@ -331,7 +332,7 @@ def test_roots_square_to_the_hessians_of_all_tokens_and_of_those_not_held_out(sa
 
 def test_where_nothing_is_held_out_there_is_one_root(saved: Saved, tokens: Tensor) -> None:
     for options in ({"correct": False}, {"held_out": 0.0}):
-        statistics = next(iter(observed_llama(saved, tokens, root=True, **options)["q_proj"].statistics.values()))
+        statistics = next(iter(observed_llama(saved, tokens, root=True, **options)["q_proj"].moments.values()))
         close(statistics.root.T @ statistics.root, statistics.tokens * statistics.H)
         assert statistics.fitting_root is None
 
@@ -339,7 +340,9 @@ def test_where_nothing_is_held_out_there_is_one_root(saved: Saved, tokens: Tenso
 def test_the_inputs_of_the_head_have_a_root_as_well() -> None:
     block, stream = bare(nn.Sequential(nn.Linear(4, 4, dtype=torch.float64)), 6, 4)
     X = torch.cat(stream.quantized).reshape(-1, 4)
-    statistics = observe_head(block, stream, correct=True, root=True).statistics["block.0"]
+    statistics = observe(block, [before_the_head(block, stream)], stream, correct=True, root=True, residual=False)[
+        0
+    ].moments["block.0"]
     close(statistics.root.T @ statistics.root, X.T @ X)
     close(statistics.fitting_root.T @ statistics.fitting_root, X[:18].T @ X[:18])
 
@@ -351,7 +354,7 @@ def test_an_expert_that_only_held_out_windows_reach_has_their_root_for_all() -> 
     stream.quantized[1][..., 0] = stream.original[1][..., 0] = 1.0
     X = stream.quantized[1].reshape(-1, 4)
     groups = [tuple(block.quantized_layers()[1:])]
-    statistics = observe(block, groups, stream, correct=True, held_out=0.5, root=True)[0].statistics["block.expert"]
+    statistics = observe(block, groups, stream, correct=True, held_out=0.5, root=True)[0].moments["block.expert"]
     assert (statistics.tokens, statistics.held_out, statistics.fitting_root) == (12, None, None)
     close(statistics.root.T @ statistics.root, X.T @ X)
 
@@ -364,7 +367,7 @@ def test_a_root_keeps_the_digits_that_float32_products_lose() -> None:
     X = (Q * 1e5 ** -torch.linspace(0, 1, 16, dtype=torch.float64) @ V.T).float()
     stream.quantized[:] = stream.original[:] = X.reshape(2, 2, 16, 16)
     seen = observe(block, stages(block, stream), stream, correct=True, held_out=0.25, root=True)[0]
-    statistics = seen.statistics["block.0"]
+    statistics = seen.moments["block.0"]
     with pytest.raises(NumericalError, match="not positive definite"):
         factorize(statistics.H, damp=0.0)
     for R, rows in ((statistics.root, X), (statistics.fitting_root, X[:48])):
@@ -375,7 +378,7 @@ def test_a_root_keeps_the_digits_that_float32_products_lose() -> None:
 
 def test_roots_are_refused_on_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     block, stream = bare(Routed(), 6, 4)
-    monkeypatch.setattr("nearplane.models.calibrate.world", lambda: 2)
+    monkeypatch.setattr("nearplane.observe.world", lambda: 2)
     with pytest.raises(CalibrationError, match=r"--factor qr runs on one rank, and this run has 2"):
         observe(block, stages(block, stream), stream, correct=True, root=True)
 
@@ -422,7 +425,7 @@ def test_convolutions_are_observed_by_the_rows_of_their_patches() -> None:
     """Also where the held-out split falls between two windows of one batch."""
     block, stream = bare(Convolution(), 2, 5, 5)
     seen = observe(block, stages(block, stream), stream, correct=True, held_out=0.25)[0]
-    statistics, rows = seen.statistics["block.conv"], seen.layers[0].rows(torch.cat(stream.quantized))
+    statistics, rows = seen.moments["block.conv"], seen.layers[0].rows(torch.cat(stream.quantized))
     assert (statistics.tokens, statistics.held_out.tokens) == (4 * 25, 25)
     close(statistics.H, rows.T @ rows / len(rows))
     close(statistics.held_out.H, rows[75:].T @ rows[75:] / 25)
@@ -438,7 +441,7 @@ def test_layers_that_see_other_tokens_in_the_two_networks_are_named() -> None:
         block.quantized.first.bias[0] += 9.0
     with pytest.raises(CalibrationError, match=r"block\.expert sees \d+ tokens in the original network and 12 in"):
         observe(block, groups, stream, correct=True)
-    assert observe(block, groups, stream, correct=False)[1].statistics["block.expert"].tokens == 24
+    assert observe(block, groups, stream, correct=False)[1].moments["block.expert"].tokens == 24
 
 
 def test_from_pretrained_and_streamed_networks_agree_after_writing(saved: Saved, tokens: Tensor) -> None:

@@ -14,24 +14,23 @@ from torch import Tensor
 
 from nearplane.errors import NumericalError
 from nearplane.lattice.factor import Factor, factorize
+from nearplane.lattice.moments import Moments
 from nearplane.lattice.root import factorize_root
 from nearplane.lattice.target import correction, mismatch, trust, weighted_difference
-from nearplane.models.statistics import Statistics
-from nearplane.recipe import Order, Rule
+from nearplane.schemes import Order, Scheme
 
 SYMMETRIC = 1e-4  # of the largest entry: what the two halves of a product in float32 may differ by
-SWEEP_DAMP = 0.1  # where targets are corrected; see `Rule`
 
 
 class Inputs:
     """What is known of one layer input, with its factors: each is made on first use and shared by all layers that see it."""
 
-    def __init__(self, statistics: Statistics | Tensor) -> None:
-        self.moments = statistics if isinstance(statistics, Statistics) else Statistics(H=statistics, tokens=0)
+    def __init__(self, statistics: Moments | Tensor) -> None:
+        self.moments = statistics if isinstance(statistics, Moments) else Moments(H=statistics, tokens=0)
         self._factors: dict[tuple[str, float | str, bool], Factor] = {}
         self._eigenvalues: list[Tensor] = []
 
-    def of(self, statistics: Statistics) -> Inputs:
+    def of(self, statistics: Moments) -> Inputs:
         """Return the same input as another layer sees it: its own residual mismatch, the factors in common."""
         if statistics.H is not self.moments.H:
             raise NumericalError("Factors are shared between layers whose inputs differ.")
@@ -53,10 +52,9 @@ class Inputs:
         H.diagonal().add_(factor.shift)
         return H
 
-    def noisier(self, factor: Factor, mu: float) -> Factor:
-        """Return the factor, in the same order, with `mu` more on the diagonal."""
-        damp = (factor.shift + mu) / float(self.moments.H.diagonal().mean())
-        return self._factorized(factor.order, damp, False)
+    def factor_of_the_sweep(self, scheme: Scheme) -> Factor:
+        """Factor H as the sweep of a scheme does."""
+        return self.factor(scheme.order, scheme.damp_of_the_sweep(self.moments.C is not None))
 
     def factor(self, order: Order, damp: float | Literal["auto"], *, fitting: bool = False) -> Factor:
         """Factor H in an order; with `fitting`, of the tokens that are not held out."""
@@ -78,7 +76,7 @@ class Inputs:
 
 
 def lattice_problem(
-    W: Tensor | NDArray[Any], statistics: Tensor | NDArray[Any] | Statistics | Inputs, name: str
+    W: Tensor | NDArray[Any], statistics: Tensor | NDArray[Any] | Moments | Inputs, name: str
 ) -> tuple[Tensor, Inputs]:
     """Return weights and inputs as the solvers take them.
 
@@ -93,7 +91,7 @@ def lattice_problem(
     W = _floating(W, f"{name}: W", "(out, in) weights")
     if isinstance(statistics, Inputs):
         inputs = statistics
-    elif isinstance(statistics, Statistics):
+    elif isinstance(statistics, Moments):
         inputs = Inputs(statistics)
     else:
         H = _floating(statistics, f"{name}: H", "the (in, in) Hessian X^T X / tokens")
@@ -135,28 +133,19 @@ def _floating(given: Any, called: str, expected: str) -> Tensor:
     return given.detach().to(torch.promote_types(given.dtype, torch.float32))
 
 
-def damp_of_the_sweep(inputs: Inputs, rule: Rule, *, plain: bool = False) -> float | Literal["auto"]:
-    """Return the damping of the sweep; see `Rule` for why that depends on the correction. `plain`: as the HPTQ paper has it."""
-    if plain or rule.solver == "round-to-nearest":
-        return rule.damp
-    if rule.sweep_damp is not None:
-        return rule.sweep_damp
-    return SWEEP_DAMP if rule.correct and inputs.moments.C is not None else rule.damp
-
-
-def corrected(W: Tensor, inputs: Inputs, rule: Rule) -> tuple[Tensor, float]:
+def corrected(W: Tensor, inputs: Inputs, scheme: Scheme) -> tuple[Tensor, float]:
     """Return the target of the lattice problem, 0 for dead inputs, and how far it went towards the full correction.
 
     The correction is fitted on four fifths of the windows, trusted as far as it helps on the others, and fitted again on all.
     """
     moments = inputs.moments
-    held_out, factor = moments.held_out, inputs.factor(rule.order, rule.damp)
-    if not rule.correct or moments.C is None or held_out is None:
+    held_out, factor = moments.held_out, inputs.factor(scheme.order, scheme.damp)
+    if not scheme.correct or moments.C is None or held_out is None:
         return W.masked_fill(factor.dead, 0), 0.0
     lost = mismatch(W, moments.H, moments.C, moments.S)
     lost_held_out = mismatch(W, held_out.H, held_out.C, held_out.S)
     lost_fitting = weighted_difference(lost, moments.tokens, lost_held_out, held_out.tokens)
-    trial = correction(lost_fitting, inputs.factor(rule.order, rule.damp, fitting=True))
+    trial = correction(lost_fitting, inputs.factor(scheme.order, scheme.damp, fitting=True))
     rho = trust(lost_held_out, held_out.H, trial)
     if rho == 0.0:
         return W.masked_fill(factor.dead, 0), 0.0

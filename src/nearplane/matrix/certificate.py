@@ -5,7 +5,8 @@ Needs the weights, the codes, and what calibration saw; not how the codes were f
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Iterator
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
@@ -13,17 +14,17 @@ from torch import Tensor
 from nearplane.coding.blob import size
 from nearplane.errors import NumericalError
 from nearplane.formats.native import contents
-from nearplane.inputs import Inputs, damp_of_the_sweep
 from nearplane.lattice.bounds import certify, limit, losses_beside
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.solve import nearest_plane
 from nearplane.lattice.solvers import SOLVERS
-from nearplane.recipe import Order, Rate, Rule
+from nearplane.matrix.inputs import Inputs
 from nearplane.record import WIDE, LayerRecord, Profile, row_groups
+from nearplane.schemes import GridScheme, Order, RateScheme, Scheme
 
 
 def measure(
-    name: str, W: Tensor, target: Tensor, matrix: QuantizedMatrix, inputs: Inputs, rule: Rule, wanted: Rate | None = None,
+    name: str, W: Tensor, target: Tensor, matrix: QuantizedMatrix, inputs: Inputs, scheme: GridScheme | RateScheme,
     *, correction: float, base: float | None = None, asked: float | None = None,
 ) -> LayerRecord:  # fmt: skip
     """Measure a quantized matrix against its target.
@@ -34,8 +35,7 @@ def measure(
         target: (out, in) what was quantized, see `inputs.corrected`.
         matrix: codes and grid as stored.
         inputs: what calibration saw.
-        rule: order and damping; bits, group size and symmetry of a fixed grid.
-        wanted: how weights were entropy-coded; None on fixed grids.
+        scheme: order and damping; of a fixed grid bits, group size and symmetry, else how codes are stored.
         correction: how far `target` went.
         base: step of exponent 0 in the sweep of entropy-coded weights.
         asked: bits per weight that they were to take.
@@ -43,14 +43,10 @@ def measure(
     Returns:
         All of the record but seconds, bytes and checksum.
     """
-    H, grid, rule = inputs.moments.H, matrix.grid, rule.resolved(wanted)
-    coded = wanted is not None
-    factor = inputs.factor(rule.order, rule.damp)
-    sweep = inputs.factor(rule.order, damp_of_the_sweep(inputs, rule, plain=coded and wanted.method == "hptq"))
+    H, grid = inputs.moments.H, matrix.grid
+    factor, sweep = inputs.factor(scheme.order, scheme.damp), inputs.factor_of_the_sweep(scheme)
     on_grid = QuantizedMatrix(codes=matrix.codes, grid=grid.scaled_to(base))  # what was swept
-    bounded = SOLVERS[rule.solver].bounded and (
-        not coded or (not wanted.shrink and wanted.gains == "none")  # else another target or grid was swept
-    )
+    bounded = SOLVERS[scheme.solver].bounded
     first = None
     if bounded and isinstance(grid, Grid):  # where a sweep clips, other codes than its own do not show it
         first = nearest_plane(target.to(torch.promote_types(W.dtype, torch.float32)), grid, sweep).codes
@@ -63,16 +59,17 @@ def measure(
     weight = grid.row_weight().to(losses)
     energy = target.to(losses).square().mean(1) * weight
     groups = losses.tensor_split(row_groups(*W.shape))
-    fixed = {} if coded else {"bits": rule.bits, "group_size": rule.group_size, "symmetric": rule.symmetric}
+    bits, group_size, symmetric = scheme.grid_of()
     measured = {field.name: getattr(found, field.name) for field in fields(found) if field.name != "row_losses"}
     return LayerRecord(
-        name=name, out_features=W.shape[0], in_features=W.shape[1], **measured, **fixed,
+        name=name, out_features=W.shape[0], in_features=W.shape[1], **measured,
+        bits=bits, group_size=group_size, symmetric=symmetric,
         row_losses=tuple(float(f"{float(group.mean()):.9g}") for group in groups),
         limit=None if len(H) > WIDE else limit(float((losses * weight).mean()), energy, inputs.eigenvalues()),
-        entropy=size(contents(matrix), coder=wanted.coder, classes=wanted.classes).payload / W.numel() if coded else None,
+        entropy=entropy(matrix, scheme),
         asked=asked, base=base, correction=correction, damp=factor.damp, sweep_damp=sweep.damp,
         extra_loss=extra[0], extra_relative_loss=extra[1], extra_nearest_loss=extra[2],
-        dead=int(factor.dead.sum()), pruned=pruned(inputs, factor.dead), tokens=inputs.moments.tokens, order=rule.order,
+        dead=int(factor.dead.sum()), pruned=pruned(inputs, factor.dead), tokens=inputs.moments.tokens, order=scheme.order,
         seconds=0.0,
     )  # fmt: skip
 
@@ -83,14 +80,20 @@ def pruned(inputs: Inputs, dead: Tensor) -> int | None:
     return None if alive is None else int((dead & (alive > 0)).sum())
 
 
+def entropy(matrix: QuantizedMatrix, scheme: GridScheme | RateScheme) -> float | None:
+    """Return bits per weight of the codes under the tables that the file stores; None on fixed grids."""
+    if not isinstance(scheme, RateScheme):
+        return None
+    return size(contents(matrix), coder=scheme.coder, classes=scheme.classes).payload / matrix.codes.numel()
+
+
 PROFILED: tuple[Order, ...] = ("natural", "activation", "pivoted")
 
 
-def profile(name: str, inputs: Inputs, rule: Rule, wanted: Rate, order: Order) -> Profile:
+def profile(name: str, inputs: Inputs, scheme: Scheme, order: Order) -> Profile:
     """Return the Gram-Schmidt profile of a layer's inputs in an order, damped as in the sweep."""
-    plain = wanted.wanted and wanted.method == "hptq"
     try:
-        d = inputs.factor(order, damp_of_the_sweep(inputs, rule, plain=plain)).d.double()
+        d = inputs.factor_of_the_sweep(replace(scheme, order=order)).d.double()
     except NumericalError as error:
         raise NumericalError(f"{name}, {order} order ({inputs.moments.tokens} tokens): {error}") from error
     picked = torch.linspace(0, len(d) - 1, min(32, len(d)), dtype=torch.float64).round().long()
@@ -98,3 +101,10 @@ def profile(name: str, inputs: Inputs, rule: Rule, wanted: Rate, order: Order) -
         layer=name, order=order, lengths=tuple(float(f"{x:.6g}") for x in d.cpu()[picked].tolist()),
         trace=float(d.sum()), spread=0.5 * float(d.mean().log2() - d.log2().mean()),
     )  # fmt: skip
+
+
+def profiles(name: str, inputs: Inputs, scheme: Scheme) -> Iterator[Profile]:
+    """Yield the Gram-Schmidt profile of an input in the usual orders and that of a scheme, where it is not too wide."""
+    if len(inputs.moments.H) <= WIDE:
+        for order in dict.fromkeys((*PROFILED, scheme.order)):
+            yield profile(name, inputs, scheme, order)

@@ -11,10 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from families import VOCABULARY
-from nearplane.models.calibrate import observe, stages
-from nearplane.models.skeleton import skeleton
-from nearplane.models.statistics import Extra, Statistics
-from nearplane.models.stream import Block, open_model
+from nearplane.lattice.moments import Extra, Moments
+from nearplane.models.activations import skeleton
+from nearplane.models.calibrate import stages
+from nearplane.models.model import Block, open_model
+from nearplane.observe import observe
 
 LOUDER = 1.05  # what the weights of the quantized network are multiplied by
 
@@ -32,7 +33,7 @@ def louder(block: Block) -> None:
 
 def observed(
     folder: Path, tokens: Tensor, extra: Tensor | None, *, correct: bool = True, last: bool = False
-) -> dict[str, Statistics]:
+) -> dict[str, Moments]:
     """Observe the second block of a network whose first is louder."""
     model = open_model(str(folder))
     stream = skeleton(model, tokens, device="cpu", dtype=torch.float64, batch=2, two_streams=correct, extra=extra)
@@ -43,7 +44,7 @@ def observed(
     with second.on("cpu", torch.float64):
         groups = stages(second, stream)
         seen = observe(second, groups, stream, correct=correct, last=last)
-    return {name: statistics for one in seen for name, statistics in one.statistics.items()}
+    return {name: statistics for one in seen for name, statistics in one.moments.items()}
 
 
 @pytest.mark.parametrize("correct", [True, False])

@@ -14,8 +14,8 @@ from transformers.models.llama import modeling_llama
 
 from families import FAMILIES, MOE_FAMILIES, VOCABULARY, config_of, random_model
 from nearplane.errors import CalibrationError, ModelError
-from nearplane.models.skeleton import Stream, readout, skeleton
-from nearplane.models.stream import Model, open_model
+from nearplane.models.activations import Stream, readout, skeleton
+from nearplane.models.model import Model, open_model
 
 Saved = Callable[[str], Path]
 Loaded = Callable[[str], PreTrainedModel]

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from nearplane import NumericalError, Rate, Rule, quantize_matrix, quantize_matrix_to_rate
+from nearplane import GridScheme, NumericalError, RateScheme, quantize_matrix, quantize_matrix_to_rate
 
 W = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 X = torch.randn(40, 8, generator=torch.Generator().manual_seed(1))
 H = X.T @ X / len(X)
 CALLS = {
-    "on a grid": lambda W, H: quantize_matrix(W, H, Rule(bits=3, group_size=4)),
-    "to a rate": lambda W, H: quantize_matrix_to_rate(W, H, Rule(), Rate(rate=3.0), 3.0),
+    "on a grid": lambda W, H: quantize_matrix(W, H, GridScheme(bits=3, group_size=4)),
+    "to a rate": lambda W, H: quantize_matrix_to_rate(W, H, RateScheme(rate=3.0)),
 }
 
 
@@ -70,4 +70,4 @@ def test_what_is_no_problem_on_a_lattice_is_one_sentence(call: Any, weights: Any
 
 def test_what_a_product_in_float32_rounds_is_symmetric_enough() -> None:
     noisy = H + 1e-6 * torch.randn(8, 8, generator=torch.Generator().manual_seed(2))
-    assert quantize_matrix(W, noisy, Rule(bits=3, group_size=4))[1].loss > 0
+    assert quantize_matrix(W, noisy, GridScheme(bits=3, group_size=4))[1].loss > 0

@@ -10,18 +10,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nearplane.certificate import measure, profile
 from nearplane.coding.blob import decode, encode, size
 from nearplane.formats.native import contents
-from nearplane.inputs import Inputs, corrected
 from nearplane.lattice.factor import rounding_order
 from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
+from nearplane.lattice.moments import Extra, Moments
 from nearplane.lattice.root import append
-from nearplane.matrix import quantize_matrix
-from nearplane.models.statistics import Extra, Statistics
-from nearplane.rate import quantize_matrix_to_rate
-from nearplane.recipe import Rate, Rule
+from nearplane.matrix.certificate import measure, profile
+from nearplane.matrix.inputs import Inputs, corrected
+from nearplane.matrix.on_grid import quantize_matrix
+from nearplane.matrix.to_rate import quantize_matrix_to_rate
 from nearplane.record import LayerRecord, row_groups
+from nearplane.schemes import GridScheme, Order, RateScheme, Scheme
 from strategies import problem
 
 Array = NDArray[np.float64]
@@ -35,14 +35,14 @@ def inputs_of(seed: int = 0, *, dead: int = 2) -> tuple[Tensor, Tensor]:
     return p.W, p.X
 
 
-def seen(X: Tensor, seed: int = 1) -> Statistics:
+def seen(X: Tensor, seed: int = 1) -> Moments:
     """Return what calibration knows where layers before are quantized: `X` was something else in the original network."""
     noise = torch.randn(X.shape, generator=torch.Generator().manual_seed(seed), dtype=X.dtype)
     original = X + 0.2 * (noise + X.roll(1, 1)) * (X != 0)
 
-    def moments(tokens: slice) -> Statistics:
+    def moments(tokens: slice) -> Moments:
         x, n = X[tokens], len(X[tokens])
-        return Statistics(H=x.T @ x / n, C=original[tokens].T @ x / n, tokens=n)
+        return Moments(H=x.T @ x / n, C=original[tokens].T @ x / n, tokens=n)
 
     alive = (original != 0).double().mean(0)
     alive[(X == 0).all(0).nonzero()[:1]] = 0.25  # one of the dead inputs was not dead before
@@ -185,31 +185,31 @@ def agree(record: LayerRecord, wanted: dict[str, object]) -> None:
             assert found == pytest.approx(value, rel=TOLERANCES.get(name, 1e-9), abs=0), name
 
 
-RULES = {
-    "as it comes": Rule(bits=3, group_size=8),
-    "one solve": Rule(bits=3, group_size=8, polish=0, rounds=0),
-    "two bits with zero-points": Rule(bits=2, group_size=8, symmetric=False, order="pivoted", damp=0.03, rounds=3, polish=2),
-    "groups fitted on the way": Rule(bits=4, group_size=16, groups="current", order="natural", polish=2, rounds=0),
-    "a beam, polished": Rule(bits=3, group_size=None, solver="k-best", beam=3, polish=1, rounds=1),
-    "damped otherwise in the sweep": Rule(bits=3, group_size=8, sweep_damp=0.2, damp=0.001),
+SCHEMES = {
+    "as it comes": GridScheme(bits=3, group_size=8),
+    "one solve": GridScheme(bits=3, group_size=8, polish=0, rounds=0),
+    "two bits with zero-points": GridScheme(bits=2, group_size=8, symmetric=False, order="pivoted", damp=0.03, rounds=3, polish=2),
+    "natural order, steps never fitted again": GridScheme(bits=4, group_size=16, order="natural", polish=2, rounds=0),
+    "a beam, polished": GridScheme(bits=3, group_size=None, solver="k-best", beam=3, polish=1, rounds=1),
+    "damped otherwise in the sweep": GridScheme(bits=3, group_size=8, sweep_damp=0.2, damp=0.001),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("corrects", [False, True])
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_every_figure_of_a_fixed_grid_is_its_definition(rule: Rule, corrects: bool) -> None:
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+def test_every_figure_of_a_fixed_grid_is_its_definition(scheme: GridScheme, corrects: bool) -> None:
     W, X = inputs_of()
-    statistics = seen(X) if corrects else Statistics(H=X.T @ X / len(X), tokens=len(X))
-    matrix, record = quantize_matrix(W, statistics, rule, name="mlp.up_proj")
-    target, rho = corrected(W, Inputs(statistics), rule)
-    sweep_damp = rule.sweep_damp or (0.1 if corrects else rule.damp)
-    plain = Plain(target, matrix, None, statistics.H, rule.order, sweep_damp)
+    statistics = seen(X) if corrects else Moments(H=X.T @ X / len(X), tokens=len(X))
+    matrix, record = quantize_matrix(W, statistics, scheme, name="mlp.up_proj")
+    target, rho = corrected(W, Inputs(statistics), scheme)
+    sweep_damp = scheme.sweep_damp or (0.1 if corrects else scheme.damp)
+    plain = Plain(target, matrix, None, statistics.H, scheme.order, sweep_damp)
     assert (rho > 0) == corrects
     agree(
         record,
         expected(plain, W, corrects=corrects) | {
-            "name": "mlp.up_proj", "correction": rho, "damp": rule.damp, "sweep_damp": sweep_damp, "tokens": TOKENS,
-            "order": rule.order, "bits": rule.bits, "group_size": rule.group_size, "symmetric": rule.symmetric,
+            "name": "mlp.up_proj", "correction": rho, "damp": scheme.damp, "sweep_damp": sweep_damp, "tokens": TOKENS,
+            "order": scheme.order, "bits": scheme.bits, "group_size": scheme.group_size, "symmetric": scheme.symmetric,
             "asked": None, "base": None, "entropy": None,
         },
     )  # fmt: skip
@@ -217,73 +217,67 @@ def test_every_figure_of_a_fixed_grid_is_its_definition(rule: Rule, corrects: bo
 
 
 @pytest.mark.parametrize(
-    "rule",
-    [Rule(bits=3, group_size=8, solver=solver) for solver in ("round-to-nearest", "obq")],
+    "scheme",
+    [GridScheme(bits=3, group_size=8, solver=solver) for solver in ("round-to-nearest", "obq")],
     ids=lambda r: r.solver,
 )
-def test_codes_of_no_sweep_have_the_same_figures_without_bounds(rule: Rule) -> None:
+def test_codes_of_no_sweep_have_the_same_figures_without_bounds(scheme: GridScheme) -> None:
     W, X = inputs_of()
-    statistics = Statistics(H=X.T @ X / len(X), tokens=len(X))
-    matrix, record = quantize_matrix(W, statistics, rule)
+    statistics = Moments(H=X.T @ X / len(X), tokens=len(X))
+    matrix, record = quantize_matrix(W, statistics, scheme)
     dead = statistics.H.diagonal() == 0
-    plain = Plain(W.masked_fill(dead, 0), matrix, None, statistics.H, rule.order, rule.damp)
+    plain = Plain(W.masked_fill(dead, 0), matrix, None, statistics.H, scheme.order, scheme.damp)
     agree(
         record,
         expected(plain, W, swept=False) | {
-            "name": "matrix", "correction": 0.0, "damp": 0.01, "sweep_damp": 0.01, "tokens": TOKENS, "order": rule.order,
+            "name": "matrix", "correction": 0.0, "damp": 0.01, "sweep_damp": 0.01, "tokens": TOKENS, "order": scheme.order,
             "bits": 3, "group_size": 8, "symmetric": True, "asked": None, "base": None, "entropy": None,
         },
     )  # fmt: skip
 
 
 RATES = {
-    "waterfill": (Rate(rate=3.0), Rule()),
-    "hptq": (Rate(rate=3.0, method="hptq"), Rule(order="pivoted")),
-    "huffman": (Rate(rate=3.0, method="hptq", coder="huffman"), Rule(damp=0.001)),
-    "polished": (Rate(rate=2.5), Rule(polish=2)),
-    "shrunken, with gains": (Rate(rate=2.5, shrink=True, gains="both"), Rule()),
-    "a beam": (Rate(rate=2.5), Rule(solver="k-best", beam=2)),
+    "waterfill": RateScheme(rate=3.0),
+    "hptq": RateScheme(rate=3.0, method="hptq", order="pivoted"),
+    "huffman": RateScheme(rate=3.0, method="hptq", coder="huffman", damp=0.001),
+    "one candidate": RateScheme(rate=2.5, solver="nearest-plane"),
+    "a beam of two": RateScheme(rate=2.5, beam=2),
 }
 
 
 @pytest.mark.parametrize("corrects", [False, True])
-@pytest.mark.parametrize(("wanted", "rule"), RATES.values(), ids=RATES)
-def test_every_figure_of_an_entropy_coded_matrix_is_its_definition(wanted: Rate, rule: Rule, corrects: bool) -> None:
+@pytest.mark.parametrize("scheme", RATES.values(), ids=RATES)
+def test_every_figure_of_an_entropy_coded_matrix_is_its_definition(scheme: RateScheme, corrects: bool) -> None:
     """The loss refers to the file, whose matrix is scaled as a whole; what bounds hold for, to the step of the sweep, `base`."""
     W, X = inputs_of()
-    statistics = seen(X) if corrects else Statistics(H=X.T @ X / len(X), tokens=len(X))
+    statistics = seen(X) if corrects else Moments(H=X.T @ X / len(X), tokens=len(X))
     sensitivity = torch.exp(torch.randn(OUT, generator=torch.Generator().manual_seed(5)).mul(3))
-    matrix, record = quantize_matrix_to_rate(W, statistics, rule, wanted, wanted.rate, sensitivity=sensitivity)
-    target, rho = corrected(W, Inputs(statistics), rule)
-    sweep_damp = 0.1 if corrects and wanted.method == "waterfill" else rule.damp
-    plain = Plain(target, matrix, record.base, statistics.H, rule.order, sweep_damp)
-    bounded = not wanted.shrink and wanted.gains == "none"
-    figures = expected(plain, W, corrects=corrects)
-    if not bounded:
-        figures |= {"worst_case": None, "expected": None, "gamma": None}
+    matrix, record = quantize_matrix_to_rate(W, statistics, scheme, sensitivity=sensitivity)
+    target, rho = corrected(W, Inputs(statistics), scheme)
+    sweep_damp = 0.1 if corrects and scheme.method == "waterfill" else scheme.damp
+    plain = Plain(target, matrix, record.base, statistics.H, scheme.order, sweep_damp)
     coded = contents(matrix)
-    data = encode(coded, coder=wanted.coder, classes=wanted.classes)
+    data = encode(coded, coder=scheme.coder, classes=scheme.classes)
     assert np.array_equal(decode(data).codes, coded.codes)
-    side = size(coded, coder=wanted.coder, classes=wanted.classes).side
+    side = size(coded, coder=scheme.coder, classes=scheme.classes).side
     assert record.entropy * W.numel() / 8 + side == pytest.approx(len(data), rel=0.005)
     agree(
         record,
-        figures | {
-            "name": "matrix", "correction": rho, "damp": rule.damp, "sweep_damp": sweep_damp, "tokens": TOKENS,
-            "order": rule.order, "bits": None, "group_size": None, "symmetric": None,
-            "asked": wanted.rate, "base": record.base, "entropy": record.entropy,
+        expected(plain, W, corrects=corrects) | {
+            "name": "matrix", "correction": rho, "damp": scheme.damp, "sweep_damp": sweep_damp, "tokens": TOKENS,
+            "order": scheme.order, "bits": None, "group_size": None, "symmetric": None,
+            "asked": scheme.rate, "base": record.base, "entropy": record.entropy,
         },
     )  # fmt: skip
-    assert len(set(plain.weight.tolist())) > 1 or wanted.method == "hptq"
-    if bounded:
-        assert record.damped_loss <= record.worst_case * (1 + 1e-6)  # swept in float32
-        assert record.clipped == record.clipped_rows == 0.0
+    assert len(set(plain.weight.tolist())) > 1 or scheme.method == "hptq"
+    assert record.damped_loss <= record.worst_case * (1 + 1e-6)  # swept in float32
+    assert record.clipped == record.clipped_rows == 0.0
 
 
 def test_in_rate_mode_the_damped_loss_is_that_of_the_step_of_the_sweep_not_of_the_file() -> None:
     W, X = inputs_of()
     H = X.T @ X / len(X)
-    matrix, record = quantize_matrix_to_rate(W, Statistics(H=H, tokens=len(X)), Rule(), Rate(rate=1.2), 1.2)
+    matrix, record = quantize_matrix_to_rate(W, Moments(H=H, tokens=len(X)), RateScheme(rate=1.2))
     assert record.base != matrix.grid.base
     plain = Plain(W.masked_fill(H.diagonal() == 0, 0), matrix, record.base, H, "activation", 0.01)
     assert record.damped_loss == pytest.approx(plain.loss(plain.values, plain.damped).mean(), rel=1e-9)
@@ -295,11 +289,11 @@ def test_in_rate_mode_the_damped_loss_is_that_of_the_step_of_the_sweep_not_of_th
 def test_a_factor_of_the_inputs_themselves_gives_the_same_certificate(corrects: bool) -> None:
     """QR against Cholesky, 300 tokens of 32 inputs: the problem is well conditioned, so both keep nine digits and more."""
     W, X = inputs_of(dead=0)
-    statistics = seen(X) if corrects else Statistics(H=X.T @ X / len(X), tokens=len(X))
+    statistics = seen(X) if corrects else Moments(H=X.T @ X / len(X), tokens=len(X))
     rooted = replace(statistics, root=append(None, X), fitting_root=append(None, X[: len(X) - len(X) // 5]))
     for quantize in (
-        lambda known: quantize_matrix(W, known, Rule(bits=3, group_size=8)),
-        lambda known: quantize_matrix_to_rate(W, known, Rule(), Rate(rate=3.0), 3.0),
+        lambda known: quantize_matrix(W, known, GridScheme(bits=3, group_size=8)),
+        lambda known: quantize_matrix_to_rate(W, known, RateScheme(rate=3.0)),
     ):
         (matrix, one), (other, two) = quantize(statistics), quantize(rooted)
         assert torch.equal(matrix.codes, other.codes)
@@ -312,21 +306,21 @@ def test_measuring_again_what_was_solved_gives_the_same_record() -> None:
     """As `verify` does, from the codes and the grid in the file."""
     W, X = inputs_of()
     inputs = Inputs(seen(X))
-    for rule in (Rule(bits=3, group_size=8), Rule(bits=3, group_size=8, solver="k-best", beam=2)):
-        matrix, record = quantize_matrix(W, inputs, rule)
-        target, rho = corrected(W, inputs, rule)
-        assert measure("matrix", W, target, matrix, inputs, rule, correction=rho) == replace(record, seconds=0.0)
+    for scheme in (GridScheme(bits=3, group_size=8), GridScheme(bits=3, group_size=8, solver="k-best", beam=2)):
+        matrix, record = quantize_matrix(W, inputs, scheme)
+        target, rho = corrected(W, inputs, scheme)
+        assert measure("matrix", W, target, matrix, inputs, scheme, correction=rho) == replace(record, seconds=0.0)
 
 
 def test_one_code_moved_by_one_shows_in_its_group_of_rows() -> None:
     W, X = inputs_of()
-    inputs, rule = Inputs(X.T @ X / len(X)), Rule(bits=3, group_size=8)
-    matrix, record = quantize_matrix(W, inputs, rule)
-    target, rho = corrected(W, inputs, rule)
+    inputs, scheme = Inputs(X.T @ X / len(X)), GridScheme(bits=3, group_size=8)
+    matrix, record = quantize_matrix(W, inputs, scheme)
+    target, rho = corrected(W, inputs, scheme)
     codes = matrix.codes.clone()
     live = int(inputs.moments.H.diagonal().argmax())
     codes[-1, live] += 1 if int(codes[-1, live]) < 3 else -1
-    moved = measure("matrix", W, target, replace(matrix, codes=codes), inputs, rule, correction=rho).row_losses
+    moved = measure("matrix", W, target, replace(matrix, codes=codes), inputs, scheme, correction=rho).row_losses
     differ = [a != b for a, b in zip(moved, record.row_losses, strict=True)]
     assert differ == [False] * (len(differ) - 1) + [True]
     assert len(differ) == row_groups(OUT, COLUMNS) == 2
@@ -334,13 +328,18 @@ def test_one_code_moved_by_one_shows_in_its_group_of_rows() -> None:
 
 @pytest.mark.parametrize("order", ["natural", "activation", "pivoted"])
 @pytest.mark.parametrize(
-    ("wanted", "damp"), [(Rate(), 0.1), (Rate(rate=3.0), 0.1), (Rate(rate=3.0, method="hptq"), 0.02)]
+    ("scheme", "damp"),
+    [
+        (GridScheme(damp=0.02), 0.1),
+        (RateScheme(rate=3.0, damp=0.02), 0.1),
+        (RateScheme(rate=3.0, damp=0.02, method="hptq"), 0.02),
+    ],
 )
-def test_a_profile_is_that_of_the_factor_of_the_sweep(wanted: Rate, damp: float, order: str) -> None:
+def test_a_profile_is_that_of_the_factor_of_the_sweep(scheme: Scheme, damp: float, order: Order) -> None:
     """Targets are corrected here, so the sweep is damped with 0.1, but for the HPTQ paper's."""
     W, X = inputs_of()
     statistics = seen(X)
-    found = profile("q_proj", Inputs(statistics), Rule(damp=0.02), wanted, order)
+    found = profile("q_proj", Inputs(statistics), scheme, order)
     matrix = QuantizedMatrix(codes=torch.zeros_like(W, dtype=torch.int32), grid=Grid(
         scale=torch.ones(1, 1).double(), zero=torch.zeros(1, 1).double(), group=torch.zeros(COLUMNS, dtype=torch.int64)
     ))  # fmt: skip
@@ -353,5 +352,5 @@ def test_a_profile_is_that_of_the_factor_of_the_sweep(wanted: Rate, damp: float,
 
 def test_a_wide_profile_is_thinned_evenly_from_the_first_to_the_last() -> None:
     H = torch.diag(torch.arange(1.0, 101.0, dtype=torch.float64))
-    found = profile("q_proj", Inputs(H), Rule(damp=0.0), Rate(), "natural")
+    found = profile("q_proj", Inputs(H), GridScheme(damp=0.0), "natural")
     assert found.lengths == tuple(float(1 + round(99 * i / 31)) for i in range(32))

@@ -1,0 +1,99 @@
+"""One matrix, no model: the unit of study, of tests and of the record.
+
+matrix, record = quantize_matrix(W, X.T @ X / len(X), GridScheme(bits=3))
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nearplane.errors import NumericalError, RecipeError
+from nearplane.lattice.factor import Factor
+from nearplane.lattice.grid import Grid, QuantizedMatrix
+from nearplane.lattice.moments import Moments
+from nearplane.lattice.polish import refine
+from nearplane.lattice.scale import Steps
+from nearplane.lattice.solvers import SOLVERS, Problem
+from nearplane.matrix.certificate import measure
+from nearplane.matrix.inputs import Inputs, corrected, lattice_problem
+from nearplane.record import LayerRecord
+from nearplane.schemes import GridScheme, Scheme
+
+
+def quantize_matrix(
+    W: Tensor | NDArray[Any],
+    statistics: Tensor | NDArray[Any] | Moments | Inputs,
+    scheme: GridScheme,
+    *,
+    storage: torch.dtype = torch.float16,
+    name: str = "matrix",
+) -> tuple[QuantizedMatrix, LayerRecord]:
+    """Quantize one matrix.
+
+    Args:
+        W: (out, in) weights, of torch or numpy; results are of torch.
+        statistics: (in, in) Hessian `X^T X / tokens`, likewise, or all that calibration saw of the layer's inputs; `Inputs` where
+            several matrices share them.
+        scheme: grid, order, solver.
+        storage: dtype in which steps will be stored; they are rounded to it before the solve.
+        name: for the record and for errors.
+
+    Returns:
+        Codes and grid, and what was lost.
+
+    Raises:
+        RecipeError: the group size does not divide the inputs.
+        NumericalError: a weight is not finite, or the Hessian not positive definite, symmetric or of W's inputs.
+    """
+    began = time.perf_counter()
+    W, inputs = lattice_problem(W, statistics, name)
+    scheme = scheme.grouped([W.shape[1]])
+    if isinstance(scheme.group_size, int) and W.shape[1] % scheme.group_size:
+        raise RecipeError(
+            f"{name}: {W.shape[1]} inputs are not a multiple of --group-size {scheme.group_size}. Use one that divides them, or "
+            f"none for one step a row."
+        )
+    try:
+        target, rho = corrected(W, inputs, scheme)
+        matrix = solve(target.to(torch.promote_types(W.dtype, torch.float32)), inputs, scheme, storage)
+        record = measure(name, W, target, matrix, inputs, scheme, correction=rho)
+    except NumericalError as error:
+        raise NumericalError(f"{name} ({inputs.moments.tokens} tokens): {error}") from error
+    return matrix, replace(record, seconds=time.perf_counter() - began)
+
+
+def solve(target: Tensor, inputs: Inputs, scheme: GridScheme, storage: torch.dtype) -> QuantizedMatrix[Grid]:
+    """Fit a grid to the target, round the target to it, and refine both."""
+    factor = inputs.factor_of_the_sweep(scheme)
+    steps = Steps(bits=int(scheme.bits), symmetric=scheme.symmetric, search=scheme.scale, storage=storage)
+    assert scheme.group_size != "auto", "group sizes are settled before a layer is solved"
+    grid = steps.grid(target, scheme.group_size)
+    rounds, sweeps = scheme.rounds or 0, scheme.polish or 0
+
+    def once(now: Grid) -> QuantizedMatrix[Grid]:
+        return rounded(target, now, factor, scheme, inputs.moments.H)
+
+    if not rounds and not sweeps:
+        return once(grid)
+    H = inputs.damped(factor, target.dtype)
+    _, octave = math.frexp(float(H.diagonal().mean()))
+    H.mul_(2.0 ** -min(126, max(-126, octave)))  # changes no code; large weights times large inputs overflow float32
+    return refine(target, H, grid, storage, once, rounds=rounds, sweeps=sweeps)
+
+
+def rounded(target: Tensor, grid: Grid, factor: Factor, scheme: Scheme, H: Tensor) -> QuantizedMatrix[Grid]:
+    """Round the target to a grid by the solver of the scheme; `factor` is that of the damped `H`."""
+    problem = Problem(W=target, grid=grid, factor=factor, H=H, shift=factor.shift, beam=scheme.beam or 1)
+    return SOLVERS[scheme.solver].round(problem)
+
+
+def with_tensors(record: LayerRecord, name: str, size: int, checksum: str) -> LayerRecord:
+    """Return the record with the name, the bytes and the checksum of the layer's tensors in the file."""
+    return replace(record, stored=name, bytes=size, checksum=checksum)

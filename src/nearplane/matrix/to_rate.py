@@ -1,0 +1,237 @@
+"""One matrix to a rate: unbounded codes whose entropy-coded size is what was asked for. The second screen beside `matrix.py`.
+
+Step c -> sweep -> coded size -> the next c, until it is right.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nearplane.coding.blob import Size, encode, size, stored_base
+from nearplane.errors import NumericalError, RecipeError
+from nearplane.formats.native import contents
+from nearplane.lattice.bounds import MEASURED_ROWS, quadratic
+from nearplane.lattice.factor import Factor
+from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
+from nearplane.lattice.moments import Moments
+from nearplane.lattice.scale import high_rate_step, ladder, row_exponents, waterfill_exponents
+from nearplane.matrix.certificate import measure
+from nearplane.matrix.inputs import Inputs, corrected, lattice_problem
+from nearplane.matrix.on_grid import rounded
+from nearplane.record import LayerRecord
+from nearplane.schemes import RateScheme
+
+TOLERANCE = 0.002  # of the rate asked for: what the search is content with
+SEARCHED_ROWS = 256  # where a matrix has many more
+MAX_ATTEMPTS = 16  # of one search
+HIGHEST_RATE = 7.0  # bits per weight to which --max-loss raises a rate
+MAX_FORETOLD_WEIGHTS = 1 << 21  # above which a size is not taken as foretold
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What one step led to, on all rows or on some.
+
+    Args:
+        log_step: log2 of the step c.
+        matrix: codes and grid.
+        size: of the coded matrix, foretold.
+        bytes: of the coded matrix, where it was coded to know; None: as foretold.
+    """
+
+    log_step: float
+    matrix: QuantizedMatrix[ProductGrid]
+    size: Size
+    bytes: int | None = None
+
+    def rate(self, out: int) -> float:
+        """Bits per weight of a matrix with `out` rows like those tried."""
+        rows, columns = self.matrix.codes.shape
+        if self.bytes is not None:
+            return 8 * self.bytes / (rows * columns)
+        return (8 * self.size.side / out + self.size.payload / rows) / columns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """A matrix whose step is searched for: what is swept at steps `c` times those of `grid`.
+
+    Args:
+        T: (out, in) target.
+        H: (in, in) Hessian.
+        factor: of the damped `H`.
+        grid: steps relative to c: exponents of rows and columns, base 1.
+        scheme: solver and coder.
+    """
+
+    T: Tensor
+    H: Tensor
+    factor: Factor
+    grid: ProductGrid
+    scheme: RateScheme
+
+    @classmethod
+    def of(cls, T: Tensor, inputs: Inputs, scheme: RateScheme, rows: ProductGrid) -> Search:
+        """Prepare the search; `rows` has the rows' exponents."""
+        factor = inputs.factor_of_the_sweep(scheme)
+        grid = rows
+        if scheme.method == "waterfill":
+            lengths = torch.empty_like(factor.d)
+            lengths[factor.order] = factor.d.sqrt()  # (in,), in the order of the columns
+            resolution = ladder(len(T))
+            grid = replace(rows, columns=waterfill_exponents(lengths, resolution), column_resolution=resolution)
+        return cls(T=T, H=inputs.moments.H, factor=factor, grid=grid, scheme=scheme)
+
+    def first_step(self, rate: float) -> float:
+        """Return log2 c by the high-rate formula."""
+        rms = (self.T / self.grid.row_scale()[:, None]).double().square().mean(0).sqrt()
+        return high_rate_step(rms, 1 / self.grid.column_scale(), rate)
+
+    def attempt(self, log_step: float, rows: Tensor | slice = slice(None)) -> Trial:
+        """Sweep some rows with step `2^log_step`, and say what the codes would cost."""
+        grid = replace(self.grid, base=stored_base(2.0**log_step), rows=self.grid.rows[rows])
+        columns = torch.arange(len(grid.columns), device=self.T.device)
+        scale = grid.column_scale()[None]
+        swept = Grid(scale=scale, zero=torch.zeros_like(scale), group=columns)
+        aim = self.T[rows].float() / grid.row_scale()[:, None]
+        found = rounded(aim, swept, self.factor, self.scheme, self.H)
+        matrix = QuantizedMatrix(codes=found.codes, grid=grid)
+        coder, classes = self.scheme.coder, self.scheme.classes
+        return Trial(log_step=log_step, matrix=matrix, size=size(contents(matrix), coder=coder, classes=classes))
+
+
+def scaled(matrix: QuantizedMatrix[ProductGrid], T: Tensor, H: Tensor) -> QuantizedMatrix[ProductGrid]:
+    """Scale the whole matrix, which costs nothing.
+
+    The scale of least loss, `<T,V> / <V,V>`, shrinks the outputs of every layer in the same sense; the one whose outputs are not
+    shrunken, `<T,T> / <T,V>`, makes more noise. Their geometric mean, which keeps the energy of `T`, gave predictions that
+    diverge least.
+    """
+    grid = matrix.grid
+    weight = grid.row_weight().to(H.dtype)
+    both = own = energy = 0.0  # <T, V>, <V, V> and <T, T> under H, rows weighted
+    for rows in torch.split(torch.arange(len(T), device=T.device), MEASURED_ROWS):
+        t, v = T[rows].to(H.dtype), replace(grid, rows=grid.rows[rows]).decode(matrix.codes[rows]).to(H.dtype)
+        vH = v @ H
+        both, own = (a + float(((vH * x).sum(1) * weight[rows]).sum()) for a, x in ((both, t), (own, v)))
+        energy += float((quadratic(t, H) * weight[rows]).sum())
+    if both <= 0 or own <= 0:
+        return matrix
+    return replace(matrix, grid=replace(grid, base=stored_base(grid.base * math.sqrt(energy / own))))
+
+
+def quantize_matrix_to_rate(
+    W: Tensor | NDArray[Any],
+    statistics: Tensor | NDArray[Any] | Moments | Inputs,
+    scheme: RateScheme,
+    rate: float | None = None,
+    *,
+    sensitivity: Tensor | None = None,
+    max_loss: float | None = None,
+    name: str = "matrix",
+) -> tuple[QuantizedMatrix, LayerRecord]:
+    """Quantize one matrix to `rate` bits per weight, every byte of its tensor counted.
+
+    Args:
+        W, statistics: as for `quantize_matrix`.
+        scheme: order, solver, damping, correction, method, coder.
+        rate: bits per weight of this matrix; None: that of the scheme.
+        sensitivity: (out,) how much the network minds errors of every output, see `models/sensitivity.py`; None: equally.
+        max_loss: relative loss that is not to be exceeded: the rate is raised until it is not, to at most 7 bits; None: any.
+        name: for the record and for errors.
+
+    Raises:
+        NumericalError: as `quantize_matrix`.
+    """
+    began = time.perf_counter()
+    rate = scheme.rate if rate is None else rate
+    if rate is None:
+        raise RecipeError(f"{name}: a size is that of a whole checkpoint; give the matrix a rate in bits per weight.")
+    W, inputs = lattice_problem(W, statistics, name)
+    try:
+        T, rho = corrected(W, inputs, scheme)
+        rows = _rows(W, scheme, sensitivity)
+        while True:
+            trial = search(T, inputs, scheme, rate, rows)
+            matrix = trial.matrix
+            if scheme.method == "waterfill":
+                matrix = scaled(matrix, T, inputs.moments.H)
+            record = measure(
+                name, W, T, matrix, inputs, scheme, correction=rho, base=trial.matrix.grid.base, asked=rate
+            )
+            if max_loss is None or record.relative_loss <= max_loss or rate >= HIGHEST_RATE:
+                break
+            rate = min(HIGHEST_RATE, rate + max(0.02, 0.5 * math.log2(record.relative_loss / max_loss)))  # 6 dB a bit
+    except NumericalError as error:
+        raise NumericalError(f"{name} ({inputs.moments.tokens} tokens): {error}") from error
+    return matrix, replace(record, seconds=time.perf_counter() - began)
+
+
+def _rows(W: Tensor, scheme: RateScheme, sensitivity: Tensor | None) -> ProductGrid:
+    """Return a grid of step 1 with the exponents of the rows."""
+    out, columns = W.shape
+    zeros = torch.zeros(columns, dtype=torch.int32, device=W.device)
+    exponents, resolution = torch.zeros(out, dtype=torch.int32, device=W.device), 1
+    if sensitivity is not None and scheme.method == "waterfill":
+        resolution = ladder(columns)
+        exponents = row_exponents(sensitivity.to(W.device), columns, resolution)
+    return ProductGrid(base=1.0, columns=zeros, column_resolution=1, rows=exponents, row_resolution=resolution)
+
+
+def search(T: Tensor, inputs: Inputs, scheme: RateScheme, rate: float, rows: ProductGrid) -> Trial:
+    """Find the step whose coded size is `rate` bits a weight: on some rows where there are many, then on all.
+
+    By a sweep, and only from there by a solver that costs more.
+    """
+    nothing = "round-to-nearest" if scheme.solver == "round-to-nearest" else "nearest-plane"
+    cheap = Search.of(T, inputs, replace(scheme, solver=nothing, beam=None), rows)
+    x, out = cheap.first_step(rate), len(T)
+    if out > 2 * SEARCHED_ROWS:
+        some = torch.randperm(out, generator=torch.Generator().manual_seed(0))[:SEARCHED_ROWS].sort().values
+        x = secant(lambda y: cheap.attempt(y, some), x, rate, out).log_step
+    found = secant(lambda y: _coded(cheap.attempt(y), scheme), x, rate, out)
+    if scheme.solver != nothing:
+        costly = replace(cheap, scheme=scheme)
+        found = secant(lambda y: _coded(costly.attempt(y), scheme), found.log_step, rate, out)
+    return found
+
+
+def _coded(trial: Trial, scheme: RateScheme) -> Trial:
+    """Code a large matrix in earnest: its size is foretold from a sample of the rows, which others need not be like."""
+    if trial.matrix.codes.numel() <= MAX_FORETOLD_WEIGHTS:
+        return trial
+    return replace(trial, bytes=len(encode(contents(trial.matrix), coder=scheme.coder, classes=scheme.classes)))
+
+
+def secant(attempt: Callable[[float], Trial], x: float, rate: float, out: int) -> Trial:
+    """Return the trial whose rate is closest to the one asked for; the rate falls as the step grows."""
+    best: Trial | None = None
+    low, high = -math.inf, math.inf  # steps known to cost too much, too little
+    last: tuple[float, float] | None = None
+    for _ in range(MAX_ATTEMPTS):
+        trial = attempt(x)
+        excess = trial.rate(out) - rate
+        if best is None or abs(excess) < abs(best.rate(out) - rate):
+            best = trial
+        if abs(excess) <= TOLERANCE * rate:
+            break
+        low, high = (max(low, x), high) if excess > 0 else (low, min(high, x))
+        slope = 1.0
+        if last is not None and x != last[0]:
+            slope = min(2.0, max(0.1, (last[1] - excess) / (x - last[0])))
+        last = (x, excess)
+        x += min(1.0, max(-1.0, excess / slope))
+        if not low < x < high:
+            x = (low + high) / 2
+        if abs(x - last[0]) < 2.0**-10:
+            break
+    assert best is not None
+    return best

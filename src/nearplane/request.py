@@ -1,0 +1,90 @@
+"""What a recipe means for a model: whether it can be had, and what config.json will say of the quantized weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from math import gcd
+from typing import Any
+
+import torch
+
+from nearplane.errors import RecipeError
+from nearplane.formats.folder import layout_for
+from nearplane.formats.integers import LayerGrid
+from nearplane.lattice.solvers import SOLVERS
+from nearplane.models.ignored import refuse_unmatched
+from nearplane.models.layers import Layer
+from nearplane.models.model import Model
+from nearplane.models.trial import try_blocks
+from nearplane.models.unsupported import refuse_unsupported
+from nearplane.parallel import world
+from nearplane.plan import check_budget
+from nearplane.readers.dense import left_dense, merged_experts
+from nearplane.readers.loadable import check_loads
+from nearplane.recipe import Recipe
+from nearplane.tokens import Windows
+
+
+def check_request(model: Model, recipe: Recipe) -> None:
+    """Refuse what cannot work before any work starts.
+
+    Raises:
+        RecipeError: names the layer and the way out.
+    """
+    refuse_unmatched(model, recipe.ignore)
+    refuse_unsupported(model)
+    layers = model.layers
+    for layer in layers:
+        scheme = recipe.scheme_of(layer.name)
+        assert scheme is not None, "ignored layers are not listed"
+        _, group_size, _ = scheme.grid_of()
+        if isinstance(group_size, int) and layer.shape[1] % group_size:
+            raise RecipeError(
+                f"{layer.name} has {layer.shape[1]} inputs, not a multiple of --group-size {group_size}. "
+                f"The largest that divides all layers is {gcd(*(layer.shape[1] for layer in layers))}; none gives one step a row; "
+                f"--ignore leaves a layer out."
+            )
+        most = SOLVERS[scheme.solver].max_inputs
+        if most is not None and layer.shape[1] > most:
+            raise RecipeError(
+                f"{layer.name} has {layer.shape[1]} inputs; {scheme.solver} takes at most {most:,}. Use --solver k-best, or "
+                f"--ignore it."
+            )
+    if recipe.scheme.factor == "qr" and world() > 1:
+        raise RecipeError(f"--factor qr runs on one rank, this run has {world()}. Use --factor cholesky.")
+    check_budget(model, recipe)
+
+
+def rehearse(model: Model, recipe: Recipe, windows: Windows, device: torch.device) -> None:
+    """Refuse what would be found out late: blocks that cannot be run one by one, and files that transformers would not load.
+
+    Raises:
+        ModelError, RecipeError: names the block, or a layer and a way that works.
+    """
+    if windows.fitted is not None:
+        try_blocks(model, windows.fitted, device)
+    check_loads(model, recipe, lambda recipe, layers: quantization_config(model, recipe, layers=layers))
+
+
+def quantization_config(
+    model: Model, recipe: Recipe, widths: Mapping[str, int] | None = None, *, layers: Sequence[Layer] | None = None
+) -> dict[str, Any]:
+    """Return what config.json will say of the quantized weights; `layers` are those quantized, if not all of the model."""
+    layers = model.layers if layers is None else layers
+    scheme = recipe.scheme
+    bits, group_size, symmetric = scheme.grid_of()
+    grids = {
+        layer.name: recipe.scheme_of(layer.name).with_bits((widths or {}).get(layer.name)).grid_of() for layer in layers
+    }
+    differ = len(set(grids.values())) > 1
+    both = {**grids, **{model.written_name(name): grid for name, grid in grids.items()}}  # names, where they differ
+    own = {"grids": {name: LayerGrid(*grid) for name, grid in both.items()}} if differ or widths else {}
+    quantized = [layer.name for layer in layers]
+    layout = layout_for(recipe.format, scheme)
+    config: dict[str, Any] = layout.quantization_config(
+        bits=bits, group_size=group_size, symmetric=symmetric, order=scheme.order, damp=scheme.damp,
+        static_groups=True,  # runs of neighbours whenever their steps are fitted, so no reader needs g_idx
+        ignore=left_dense(model, layers), experts=merged_experts(model), quantized=quantized, version=version("nearplane"), **own,
+    )  # fmt: skip
+    return config

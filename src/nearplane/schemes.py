@@ -1,0 +1,351 @@
+"""How matrices are quantized, as frozen data: on a grid of a fixed number of bits, or entropy-coded at any rate.
+
+Two kinds of scheme, each with only its own options. Needs no torch; what the options lead to is in `matrix/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from math import gcd
+from typing import Any, ClassVar, Literal, Self
+
+from nearplane.errors import RecipeError
+from nearplane.removed import refuse_removed
+from nearplane.sizes import bytes_in
+
+Order = Literal["natural", "activation", "pivoted"]
+Solver = Literal["nearest-plane", "round-to-nearest", "k-best", "obq"]
+Factorization = Literal["cholesky", "qr"]
+Scale = Literal["minmax", "mse"]
+Format = Literal["compressed-tensors", "gptq", "gptq_v2", "nearplane"]
+Method = Literal["waterfill", "hptq"]
+Coder = Literal["tans", "huffman"]
+Rows = Literal["sensitivity", "equal"]
+Allocation = Literal["uniform", "slope"]
+Device = Literal["auto", "cpu", "cuda"]
+
+BEAM = 8  # candidates of a row; these three as docs/log.md found them worth what they cost
+POLISH = 2  # sweeps, on fixed grids
+ROUNDS = 2  # of steps by least squares, on fixed grids
+FITTING = (128, 64, 32, 16)  # weights that share a step by default: the first of these that fits; kernels take no fewer
+SWEEP_DAMP = 0.1  # where targets are corrected
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """What both kinds of scheme have: how targets are made and rounded.
+
+    Args:
+        order: Which column is rounded first.
+        solver: nearest-plane is Babai's algorithm (GPTQ); round-to-nearest needs no calibration and loses more; k-best keeps
+            several candidates of every row. Default: nearest-plane on grids, k-best for entropy-coded weights. From Python also
+            obq, which chooses the order of every row greedily (slow, up to 4,096 inputs).
+        beam: Candidates of k-best. Default: 8.
+        damp: Damping relative to the mean of the Hessian's diagonal, or auto: the least of 1e-4, 1e-3, ... that factors. Raise it
+            if a Hessian is not positive definite.
+        sweep_damp: The same in the sweep. Default: 0.1 where targets are corrected, as later layers make up best for errors in
+            strong directions; else as --damp.
+        correct: Whether targets make up for what the layers before lost.
+        factor: cholesky of the Hessian, or qr of the inputs themselves, which loses half as many digits.
+    """
+
+    order: Order = "activation"
+    solver: Solver | None = None
+    beam: int | None = None
+    damp: float | Literal["auto"] = 0.01
+    sweep_damp: float | None = None
+    correct: bool = True
+    factor: Factorization = "cholesky"
+
+    FORMATS: ClassVar[tuple[Format, ...]] = ()  # that hold such weights, the default first
+
+    def __post_init__(self) -> None:
+        one_of("order", self.order, Order)
+        if self.solver is None:
+            object.__setattr__(self, "solver", self.default_solver)
+        one_of("solver", self.solver, Solver)
+        one_of("factor", self.factor, Factorization)
+        if self.beam is None and self.solver == "k-best":
+            object.__setattr__(self, "beam", BEAM)
+        if self.beam is not None and self.solver != "k-best":
+            raise RecipeError(f"beam is {self.beam}, but only solver 'k-best' has one, not {self.solver!r}.")
+        whole("beam", self.beam, 1)
+        numeric = isinstance(self.damp, int | float) and 0 <= self.damp < 10
+        within("damp", self.damp, self.damp == "auto" or numeric, "auto or a number from 0 to 10")
+        damp = self.sweep_damp
+        within("sweep_damp", damp, damp is None or (isinstance(damp, int | float) and 0 <= damp < 10), "0 to 10")
+        true_or_false("correct", self.correct)
+        if self.solver == "round-to-nearest" and (self.factor != "cholesky" or damp is not None):
+            name = "sweep_damp" if damp is not None else "factor"
+            raise RecipeError(f"{name} needs calibration, which solver 'round-to-nearest' does without.")
+
+    @property
+    def default_solver(self) -> Solver:
+        """The solver where none is asked for."""
+        return "nearest-plane"
+
+    @property
+    def title(self) -> str:
+        """How weights are stored, in words."""
+        return "on fixed grids"
+
+    @property
+    def default_allocation(self) -> Allocation:
+        """How bits are spread over layers where the recipe does not say."""
+        return "uniform"
+
+    @property
+    def ends(self) -> tuple[bool, bool]:
+        """Whether input embeddings and head are quantized too."""
+        return False, False
+
+    def grid_of(self, bits: int | None = None) -> tuple[float | None, int | Literal["auto"] | None, bool | None]:
+        """Return bits, group size and symmetry that the record of a layer of that width must show; None where there is no grid."""
+        del bits
+        return None, None, None
+
+    def with_bits(self, bits: int | None) -> Self:
+        """Return the scheme of a layer whose codes have so many bits; None, or where codes have no limits: the scheme itself."""
+        del bits
+        return self
+
+    def grouped(self, inputs: Iterable[int]) -> Self:
+        """Return the scheme with the group size that auto stands for where layers have so many inputs."""
+        del inputs
+        return self
+
+    @property
+    def asked(self) -> tuple[float, str] | None:
+        """How much the checkpoint was to take, in bits per weight or bytes; None where the grid says it."""
+        return None
+
+    def damp_of_the_sweep(self, corrected: bool) -> float | Literal["auto"]:
+        """Return the damping of the sweep, of targets that are corrected or not."""
+        if self.solver == "round-to-nearest":
+            return self.damp
+        if self.sweep_damp is not None:
+            return self.sweep_damp
+        return SWEEP_DAMP if self.correct and corrected else self.damp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridScheme(Scheme):
+    """Codes of a fixed number of bits on a grid of steps, which existing runtimes load.
+
+    Args:
+        bits: Bits of a code, 2 to 8; a fraction (3.5) is what layers get on average, each a whole number of its own.
+        group_size: Weights that share a step, or none for one step a row. auto is 128, or the largest of 64, 32 and 16 that
+            divides the inputs of all layers.
+        symmetric: Whether grids have no zero-point.
+        scale: How steps are found: range of the weights, or p-norm error search.
+        polish: Sweeps of coordinate descent over the codes once they are solved. Default: 2.
+        rounds: How often steps are fitted to the codes by least squares and the codes solved again; the best round of every row is
+            kept. Default: 2.
+    """
+
+    bits: float = (
+        4  # a whole number is an int: not `int | float`, of which command lines would take the first that fits
+    )
+    group_size: int | Literal["auto"] | None = "auto"
+    symmetric: bool = True
+    scale: Scale = "mse"
+    polish: int | None = None
+    rounds: int | None = None
+
+    FORMATS: ClassVar[tuple[Format, ...]] = ("compressed-tensors", "gptq", "gptq_v2")
+
+    def __post_init__(self) -> None:
+        Scheme.__post_init__(self)
+        if self.group_size == -1:  # how other tools write it
+            object.__setattr__(self, "group_size", None)
+        within("bits", self.bits, isinstance(self.bits, int | float) and 2 <= self.bits <= 8, "a number from 2 to 8")
+        if self.bits == int(self.bits):
+            object.__setattr__(self, "bits", int(self.bits))
+        size = self.group_size
+        known = size in (None, "auto") or (isinstance(size, int) and size > 0)
+        within("group_size", size, known, "a positive number, auto or none")
+        true_or_false("symmetric", self.symmetric)
+        one_of("scale", self.scale, Scale)
+        refined = self.solver != "round-to-nearest"
+        for name, default in (("polish", POLISH), ("rounds", ROUNDS)):
+            if (asked := getattr(self, name)) and not refined:
+                raise RecipeError(f"{name} needs calibration, which solver 'round-to-nearest' does without.")
+            if asked is None:
+                object.__setattr__(self, name, default if refined else 0)
+            whole(name, getattr(self, name), 0)
+
+    @property
+    def default_allocation(self) -> Allocation:
+        """A fraction of bits is what layers get on average."""
+        return "uniform" if isinstance(self.bits, int) else "slope"
+
+    @property
+    def grid_bits(self) -> float:
+        """Bits per weight of codes, 16-bit steps and zero-points; one step a row counts as nothing."""
+        side = 16 + (0 if self.symmetric else self.bits)
+        return self.bits + (side / self.group_size if isinstance(self.group_size, int) else 0.0)
+
+    def grid_of(self, bits: int | None = None) -> tuple[float | None, int | Literal["auto"] | None, bool | None]:
+        """Return what the record of a layer must show: its own width only where widths differ."""
+        return (bits if isinstance(self.bits, float) and bits else self.bits), self.group_size, self.symmetric
+
+    def with_bits(self, bits: int | None) -> Self:
+        """Return the scheme of a layer whose codes have so many bits."""
+        return self if bits is None else replace(self, bits=bits)
+
+    def grouped(self, inputs: Iterable[int]) -> Self:
+        """Return the scheme with the group size that auto stands for where layers have so many inputs."""
+        return self if self.group_size != "auto" else replace(self, group_size=fitting_group(inputs))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateScheme(Scheme):
+    """Codes without limits, entropy-coded: as many bits as they are told to take, in nearplane's own format.
+
+    Args:
+        rate: Bits per quantized weight, 0.5 to 7, every byte of the layers' tensors counted.
+        size: Of the whole checkpoint folder, tokenizer and all, instead of a rate: "3.1GB", "800MiB" or a number of bytes. A
+            limit that is not exceeded.
+        include_head: Quantize the output embeddings too, last of all.
+        include_embeddings: Quantize the input embeddings too, before the blocks, which make up for it. Where they are also the
+            head (tied), it is one matrix, which either option includes. Both get the mean rate, whatever layers are allocated.
+        rows: Whether rows whose errors the network minds more get finer steps (sensitivity), or all the same (equal).
+        method: Steps that give every plane the same error (waterfill), or one step a matrix (hptq: GPTQ with unbounded codes).
+        coder: tans, or huffman (the coder of the HPTQ paper).
+    """
+
+    rate: float | None = None
+    size: str | None = None
+    include_head: bool = False
+    include_embeddings: bool = False
+    rows: Rows = "sensitivity"
+    method: Method = "waterfill"
+    coder: Coder = "tans"
+
+    FORMATS: ClassVar[tuple[Format, ...]] = ("nearplane",)
+
+    def __post_init__(self) -> None:
+        one_of("method", self.method, Method)
+        Scheme.__post_init__(self)
+        if (self.rate is None) == (self.size is None):
+            given = "neither" if self.rate is None else "both"
+            raise RecipeError(f"Entropy-coded weights take a --rate or a --size, found {given}: give one of them.")
+        numeric = isinstance(self.rate, int | float)
+        within("rate", self.rate, self.rate is None or (numeric and 0.5 <= float(self.rate or 0) <= 7), "0.5 to 7 bits")
+        if self.size is not None:
+            object.__setattr__(self, "size", str(self.size))
+            self.bytes()
+        true_or_false("include_head", self.include_head)
+        true_or_false("include_embeddings", self.include_embeddings)
+        one_of("coder", self.coder, Coder)
+        one_of("rows", self.rows, Rows)
+        if self.method == "hptq" and self.sweep_damp is not None:
+            raise RecipeError("hptq has one step a matrix and nothing else: sweep_damp goes with waterfill.")
+
+    @property
+    def default_solver(self) -> Solver:
+        """A beam, which pays where steps cannot be refitted; the HPTQ paper's is a sweep."""
+        return "k-best" if self.method == "waterfill" else "nearest-plane"
+
+    @property
+    def title(self) -> str:
+        """How weights are stored, in words."""
+        return f"entropy-coded ({self.method}, {self.coder})"
+
+    @property
+    def default_allocation(self) -> Allocation:
+        """By measured slopes, which rounding to nearest, without calibration, does not have."""
+        return "uniform" if self.solver == "round-to-nearest" else "slope"
+
+    @property
+    def ends(self) -> tuple[bool, bool]:
+        """Whether input embeddings and head are quantized too."""
+        return self.include_embeddings, self.include_head
+
+    @property
+    def asked(self) -> tuple[float, str] | None:
+        """How much the checkpoint was to take, in bits per weight or bytes."""
+        return (self.rate, "bits per weight") if self.rate is not None else (float(self.bytes() or 0), "bytes")
+
+    @property
+    def classes(self) -> bool:
+        """Whether rows and columns have tables of their own; the HPTQ paper's Huffman coder has one for the matrix."""
+        return self.coder != "huffman"
+
+    def damp_of_the_sweep(self, corrected: bool) -> float | Literal["auto"]:
+        """Return the damping of the sweep: with hptq that of everything else."""
+        return self.damp if self.method == "hptq" else Scheme.damp_of_the_sweep(self, corrected)
+
+    def bytes(self) -> int | None:
+        """Return the size asked for, in bytes.
+
+        Raises:
+            RecipeError: see `bytes_in`.
+        """
+        return None if self.size is None else bytes_in(self.size)
+
+
+def scheme_of(**options: Any) -> GridScheme | RateScheme:
+    """Return the scheme that options are of: entropy-coded with a rate or size, else on a grid.
+
+    Raises:
+        RecipeError: an option is one that only the other kind has, or none at all.
+    """
+    coded = options.get("rate") is not None or options.get("size") is not None
+    kind, other = (RateScheme, GridScheme) if coded else (GridScheme, RateScheme)
+    if unknown := options.keys() - names_of(kind) - names_of(other):
+        raise RecipeError(
+            f"{min(unknown)} is no option of how layers are quantized; expected one of {', '.join(sorted(names_of(kind)))}. What "
+            f"holds for the whole run is given once."
+        )
+    for name in options.keys() & (names_of(other) - names_of(kind)):
+        if options[name] is None:
+            continue
+        if coded:
+            raise RecipeError(
+                f"{name} is {options[name]!r}, but entropy-coded weights have no fixed grid; leave it out, or leave out --rate "
+                f"and --size."
+            )
+        raise RecipeError(
+            f"{name} is {options[name]!r}, but only entropy-coded weights have that; give --rate or --size, or leave it out."
+        )
+    return kind(**{name: value for name, value in options.items() if name in names_of(kind)})
+
+
+def names_of(part: type) -> set[str]:
+    """Return the names of the fields of a dataclass."""
+    return {f.name for f in fields(part)}
+
+
+def fitting_group(inputs: Iterable[int], most: int = FITTING[0]) -> int:
+    """Return the largest group, of `most` weights or half, a quarter, ... of it, that divides all numbers of inputs.
+
+    It is 16 where no group that kernels take does.
+    """
+    return max(FITTING[-1], gcd(most, *inputs))
+
+
+def within(name: str, value: object, good: bool, expected: str) -> None:
+    """Refuse a number that is not what is expected."""
+    if isinstance(value, bool) or not good:
+        raise RecipeError(f"{name} is {value!r}; expected {expected}.")
+
+
+def whole(name: str, value: object, least: int) -> None:
+    """Refuse what is neither None nor a whole number from `least` to 1000."""
+    good = value is None or (isinstance(value, int) and least <= value <= 1000)
+    within(name, value, good, f"a whole number from {least} to 1000")
+
+
+def true_or_false(name: str, value: object) -> None:
+    """Refuse what is neither."""
+    if not isinstance(value, bool):
+        raise RecipeError(f"{name} is {value!r}; expected true or false.")
+
+
+def one_of(name: str, value: object, choices: Any) -> None:
+    """Refuse what is none of a Literal's words."""
+    refuse_removed(name, value)
+    if value not in choices.__args__:
+        raise RecipeError(f"{name} is {value!r}; expected one of {', '.join(choices.__args__)}.")

@@ -1,0 +1,159 @@
+"""The walk: activations pass through the network block by block, and the codes of each layer are asked for on the way.
+
+Two streams run, of the original and of the quantized network. At every stage, the layers that share one input, the walk sums the
+second moments of that input, asks the caller for the values of these layers, and writes them into the block before it goes on: the
+layers behind see the quantized ones before them. `quantize` solves for the values, `verify` reads them from files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nearplane.lattice.moments import Moments
+from nearplane.lattice.solvers import SOLVERS
+from nearplane.matrix.inputs import Inputs
+from nearplane.models.activations import Stream, finish, skeleton
+from nearplane.models.calibrate import before_the_head, stages
+from nearplane.models.layers import Layer
+from nearplane.models.model import Block, Model
+from nearplane.observe import Observed, observe, shared_inputs
+from nearplane.recipe import Recipe
+from nearplane.tokens import Windows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Layers that share one input, bound to the quantized block, and what is known of that input.
+
+    Args:
+        layers: in module order.
+        inputs: of each layer: factors are made once for all, the residual's mismatch is each layer's own.
+        first: whether it is the first stage of a block.
+        profiled: whether profiles of its input go into the record.
+        rest: names of the tensors that are not quantized and are written with the block.
+    """
+
+    layers: tuple[Layer, ...]
+    inputs: tuple[Inputs, ...]
+    first: bool
+    profiled: bool
+    rest: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """What the walk has behind it: a stage, or with `rest` a block and all that is written with it.
+
+    Args:
+        layers: names of the layers of the stage; none at the end of a block.
+        rest: names of the tensors that are not quantized; None: the block goes on, or the next one is written with it.
+    """
+
+    layers: tuple[str, ...] = ()
+    rest: tuple[str, ...] | None = None
+
+
+Solve = Callable[[Stage], Sequence[Tensor | None]]
+"""From a stage to the values (out, in) of each of its layers, or None for a layer that is to stay as it is."""
+
+
+def walk(
+    model: Model,
+    recipe: Recipe,
+    windows: Windows,
+    solve: Solve,
+    *,
+    device: torch.device,
+    moments: Mapping[str, Moments] | None = None,
+) -> Iterator[Done]:
+    """Walk through a network from its embeddings to its head; ask for the values of its layers, stage by stage.
+
+    Args:
+        model: the original.
+        recipe: what calibration is to see.
+        windows: of the text; without any, layers are solved without looking at their inputs.
+        solve: gives the values of a stage's layers.
+        device: where to compute.
+        moments: of the embeddings' inputs, where they are quantized; see `Plan`.
+
+    Raises:
+        CalibrationError: an input is not finite, or not all layers run.
+    """
+    dtype = torch.float32 if device.type == "cpu" else model.dtype
+    correct = recipe.scheme.correct
+    stream, embeddings = None, None
+    if model.embeddings is not None:
+        with model.embeddings.on(device, dtype, original=False) as block:
+            layers = tuple(block.quantized_layers())
+            yield from _through([Observed(layers=layers, moments=dict(moments or {}))], solve)
+            embeddings = block.quantized_layers()[0].read()
+    if windows.fitted is not None and SOLVERS[recipe.scheme.solver].needs_inputs:
+        stream = skeleton(
+            model, windows.fitted, device=device, dtype=dtype, two_streams=correct, embeddings=embeddings,
+            extra=windows.extra,
+        )  # fmt: skip
+    profiled = {0, len(model.blocks) // 2, len(model.blocks) - 1} if stream is not None else set()
+    for index, block in enumerate(model.blocks):
+        with block.on(device, dtype, original=correct and stream is not None):
+            rest = unquantized(model, model.block_names(index))
+            yield from _through(observations(block, stream, recipe), solve, rest, profiled=index in profiled)
+            if stream is not None:
+                stream.advance(block)
+        yield Done(rest=rest)
+    rest = unquantized(model, model.rest())
+    if model.head is not None:
+        if stream is not None:
+            finish(model, stream, windows.tokens(), device=device, dtype=dtype)
+        with model.head.on(device, dtype, original=False) as block:
+            yield from _through([observe_head(block, stream, recipe)], solve, rest)
+    yield Done(rest=rest)
+
+
+def _through(
+    stages: Iterable[Observed], solve: Solve, rest: tuple[str, ...] = (), *, profiled: bool = False
+) -> Iterator[Done]:
+    """Ask for the values of the layers of a block, stage by stage, and write them before the next stage is looked at."""
+    for index, observed in enumerate(stages):
+        inputs = tuple(shared_inputs(observed))
+        stage = Stage(layers=observed.layers, inputs=inputs, first=index == 0, profiled=profiled, rest=rest)
+        for layer, values in zip(observed.layers, solve(stage), strict=True):
+            if values is not None:
+                layer.write(values)
+        names = tuple(layer.name for layer in observed.layers)
+        del observed, stage, inputs  # moments and factors are as large as a block
+        yield Done(layers=names)
+
+
+def observations(block: Block, stream: Stream | None, recipe: Recipe) -> Iterator[Observed]:
+    """Yield the layers of a block by shared input, with what calibration sees of it once the stages before are solved."""
+    if stream is None:
+        for layer in block.quantized_layers():
+            yield Observed(layers=(layer,), moments={})
+        return
+    groups = stages(block, stream)
+    wanted: dict[str, Any] = {"correct": recipe.scheme.correct, "root": recipe.scheme.factor == "qr"}
+    if not recipe.calibration.true_sequential:
+        yield from observe(block, groups, stream, **wanted, last=True)
+        return
+    for group in groups:  # q/k/v, then o, then gate/up, then down
+        yield from observe(block, [group], stream, **wanted, last=group is groups[-1])
+
+
+def observe_head(block: Block, stream: Stream | None, recipe: Recipe) -> Observed:
+    """Sum the second moments of the head's inputs; see `observe`. Without a stream nothing is measured."""
+    if stream is None:
+        return Observed(layers=tuple(block.quantized_layers()), moments={})
+    head = before_the_head(block, stream)
+    scheme = recipe.scheme
+    return observe(block, [head], stream, correct=scheme.correct, root=scheme.factor == "qr", residual=False)[0]
+
+
+def unquantized(model: Model, names: Iterable[str]) -> tuple[str, ...]:
+    """Leave out the names in the checkpoint of the weights of quantized layers."""
+    quantized = {name for layer in model.layers for name in model.copies(layer)}
+    return tuple(name for name in names if name not in quantized)

@@ -1,0 +1,169 @@
+"""The flags of `nearplane quantize`: which there are, in which groups, and what those that left are answered."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from nearplane import GridScheme, RateScheme, RecipeError, cli
+from nearplane.flags import GROUPS, GridFlags, RateFlags, layer_schemes, refuse_mixed, scheme_from
+from nearplane.recipe import Calibration
+from nearplane.removed import refuse_removed_words
+from nearplane.schemes import names_of
+
+SHOWN = (  # groups in the order of the help, and their flags
+    ("Everyday", ("bits", "group-size", "symmetric", "format")),
+    ("Entropy-coded, instead of --bits", ("rate", "size", "include-head", "include-embeddings")),
+    ("Calibration text", ("calibration", "samples", "seqlen")),
+    ("Layer by layer", ("allocate", "layer", "ignore", "max-loss")),
+    ("Solving: the defaults measured best", ("solver", "beam", "polish", "rounds", "order", "damp", "correct")),
+    ("Running", ("device", "overwrite", "trust-remote-code", "json")),
+)
+
+
+def bound(*words):
+    """Return what the command line passes to `quantize`."""
+    return cli.app.parse_args(["quantize", "model", "out", *words])[1].arguments
+
+
+def test_help_shows_at_most_26_flags_in_groups():
+    words = [sys.executable, "-m", "nearplane", "quantize", "--help"]
+    text = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    parts = re.split(r"╭─ (.*?) ─+╮", text)
+    found = {
+        name: tuple(re.findall(r"^│ --([a-z-]+)", body, re.MULTILINE))
+        for name, body in zip(parts[1::2], parts[2::2], strict=True)
+    }
+    found.pop("Parameters")
+    assert tuple(found.items()) == SHOWN
+    assert sum(len(flags) for flags in found.values()) <= 26
+
+
+def test_every_flag_is_a_field_and_explained():
+    assert set(GROUPS) <= names_of(GridScheme) | names_of(RateScheme) | names_of(Calibration)
+    assert all(field.type.__metadata__[0].help for part in (GridFlags, RateFlags) for field in fields_of(part))
+
+
+def fields_of(part):
+    return part.__dataclass_fields__.values()
+
+
+@pytest.mark.parametrize(
+    ("words", "scheme"),
+    [
+        ((), GridScheme()),
+        (("--bits", "3", "--group-size", "none", "--no-symmetric"), GridScheme(bits=3, group_size=None, symmetric=False)),
+        (("--group-size", "64"), GridScheme(group_size=64)),
+        (("--solver", "k-best", "--beam", "4"), GridScheme(solver="k-best", beam=4)),
+        (("--order", "pivoted", "--damp", "auto"), GridScheme(order="pivoted", damp="auto")),
+        (("--polish", "0", "--rounds", "0", "--no-correct"), GridScheme(polish=0, rounds=0, correct=False)),
+        (("--rate", "2.5"), RateScheme(rate=2.5)),
+        (("--size", "3.1GB", "--include-head", "--beam", "2"), RateScheme(size="3.1GB", include_head=True, beam=2)),
+        (("--damp", "0.1", "--rate", "3", "--solver", "nearest-plane"), RateScheme(rate=3, damp=0.1, solver="nearest-plane")),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_flags_are_a_scheme(words, scheme):
+    assert scheme_from(bound(*words).get("scheme")) == scheme
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--bits", "3", "--rate", "2.5"], "--bits is for weights on a fixed grid, --rate for entropy-coded weights"),
+        (["--rate=2.5", "--group-size=32"], "--group-size is for weights on a fixed grid, --rate"),
+        (["--size", "1GB", "--no-symmetric"], "--symmetric is for weights on a fixed grid, --size"),
+        (["--include-head", "--polish", "3"], "--polish is for weights on a fixed grid, --include-head"),
+    ],
+)
+def test_flags_of_both_kinds_are_refused(words, said):
+    with pytest.raises(RecipeError, match=said):
+        refuse_mixed(["model", "out", *words])
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        (("down_proj=bits:4",), [("down_proj", GridScheme(bits=4))]),
+        (
+            (r"layers\.[01]\.=bits:8,group_size:32", "v_proj=symmetric:false,group_size:none"),
+            [
+                (r"layers\.[01]\.", GridScheme(bits=8, group_size=32)),
+                ("v_proj", GridScheme(bits=3, symmetric=False, group_size=None)),
+            ],
+        ),
+        (("q=k=sym: false , wbits: 2",), [("q=k", GridScheme(bits=2, symmetric=False))]),
+        (("o_proj=solver:k-best",), [("o_proj", GridScheme(bits=3, solver="k-best"))]),
+    ],
+)
+def test_schemes_of_layers_change_what_the_flags_say(texts, expected):
+    flags = bound("--bits", "3")["scheme"]
+    assert [(own.pattern, own.scheme) for own in layer_schemes(texts, flags)] == expected
+
+
+def test_layers_of_a_rate_have_rates():
+    flags = bound("--rate", "2.5", "--beam", "4")["scheme"]
+    (own,) = layer_schemes(("v_proj=rate:5",), flags)
+    assert own.scheme == RateScheme(rate=5, beam=4)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("down_proj", "--layer 'down_proj' is no scheme for layers; expected for instance 'down_proj=bits:4'"),
+        ("=bits:4", "is no scheme for layers"),
+        ("down_proj=bits", "is no scheme for layers"),
+        ("down_proj=", "is no scheme for layers"),
+        ("down_proj=bitz:4", "bitz is not a keyword"),
+        ("down_proj=bits:four", "bits is 'four'"),
+        ("down_proj=coder:tans", "coder is 'tans', but only entropy-coded weights have that"),
+        ("(=bits:4", "not a regular expression"),
+        ("down_proj=gains:rows", "gains was removed"),
+        ("down_proj=samples:9", "samples is no option of how layers"),
+    ],
+)
+def test_what_is_no_scheme_for_layers_is_refused(text, said):
+    with pytest.raises(RecipeError, match=said):
+        layer_schemes((text,), None)
+
+
+def test_layer_may_be_given_several_times():
+    words = ("--layer", "a=bits:3", "--layer", "b=bits:2")
+    assert bound(*words)["layer"] == ("a=bits:3", "b=bits:2")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--gains both", "gains was removed: leave it out"),
+        ("--shrink", "shrink was removed: leave it out"),
+        ("--no-shrink", "shrink was removed: leave it out"),
+        ("--groups=current", r"groups was removed: leave it out.*--rounds"),
+        ("--coder zstd", "coder zstd was removed: use tans"),
+        ("--scale hessian", "scale hessian was removed: use mse"),
+        ("--order reversed", "order reversed was removed: use activation"),
+        ("--coder huffman", "--coder huffman is for studies and no flag any more. Give coder to nearplane.quantize"),
+        ("--method hptq", "--method hptq is for studies"),
+        ("--factor=qr", "--factor qr is for studies"),
+        ("--scale minmax", "--scale minmax is for studies"),
+        ("--solver obq", "--solver obq is for studies"),
+        ("--sweep-damp 0.2", r"--sweep-damp 0.2 is for studies.*Give sweep_damp"),
+        ("--rows equal", "--rows equal is for studies"),
+        ("--no-true-sequential --bits 3", r"^--no-true-sequential is for studies.*Give true_sequential"),
+        ("--seed 3", "--seed 3 is for studies"),
+        ("--seed", "^--seed is for studies"),
+    ],
+)
+def test_flags_that_left_are_refused_with_what_to_use(words, said):
+    with pytest.raises(RecipeError, match=said):
+        refuse_removed_words(["quantize", "model", "out", *words.split()])
+
+
+@pytest.mark.parametrize("words", ["--solver k-best", "--order pivoted", "--bits 4", "--layer q=bits:4"])
+def test_flags_that_stayed_are_not(words):
+    refuse_removed_words(["quantize", "model", "out", *words.split()])
+
+
+def test_other_commands_keep_theirs():
+    refuse_removed_words(["compare", "model", "--seed", "3", "--no-true-sequential"])

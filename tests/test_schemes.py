@@ -1,0 +1,211 @@
+"""Schemes: each kind has its own options and defaults, and what is none of them is refused in one sentence."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nearplane import GridScheme, LayerScheme, RateScheme, Recipe, RecipeError
+from nearplane.schemes import SWEEP_DAMP, names_of, scheme_of
+
+RATE = RateScheme(rate=3.0)
+
+
+def test_without_a_rate_or_a_size_there_is_a_grid():
+    assert scheme_of() == GridScheme()
+    assert scheme_of(bits=3, rate=None, size=None) == GridScheme(bits=3)
+    assert scheme_of(rate=3) == RateScheme(rate=3)
+    assert scheme_of(size="1MB", beam=2) == RateScheme(size="1MB", beam=2)
+
+
+def test_defaults_are_those_that_measured_best():
+    grid, coded = GridScheme(), RATE
+    assert (grid.bits, grid.group_size, grid.symmetric, grid.scale) == (4, "auto", True, "mse")
+    assert (grid.solver, grid.beam, grid.polish, grid.rounds) == ("nearest-plane", None, 2, 2)
+    assert (coded.solver, coded.beam, coded.method, coded.coder, coded.rows) == (
+        "k-best", 8, "waterfill", "tans", "sensitivity"
+    )  # fmt: skip
+    for scheme in (grid, coded):
+        assert (scheme.order, scheme.damp, scheme.correct, scheme.factor) == ("activation", 0.01, True, "cholesky")
+
+
+def test_defaults_follow_from_what_is_given():
+    nearest = GridScheme(solver="round-to-nearest")
+    assert (nearest.polish, nearest.rounds) == (0, 0)
+    assert GridScheme(solver="k-best").beam == 8
+    assert RateScheme(rate=3, method="hptq").solver == "nearest-plane"
+    assert RateScheme(rate=3, solver="obq").beam is None
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"coder": "huffman"}, "coder is 'huffman', but only entropy-coded weights have that; give --rate or --size"),
+        ({"include_head": True}, "include_head is True, but only entropy-coded weights have that"),
+        ({"bits": 3, "method": "hptq"}, "method is 'hptq', but only entropy-coded weights have that"),
+        (
+            {"rate": 3, "bits": 3},
+            "bits is 3, but entropy-coded weights have no fixed grid; leave it out, or leave out --rate",
+        ),
+        ({"rate": 3, "bits": 4}, "bits is 4, but entropy-coded"),  # the default of grids: it is asked for all the same
+        ({"rate": 3, "group_size": 128}, "group_size is 128, but entropy-coded"),
+        ({"rate": 3, "symmetric": False}, "symmetric is False, but entropy-coded"),
+        ({"size": "1MB", "scale": "minmax"}, "scale is 'minmax', but entropy-coded"),
+        ({"rate": 3, "polish": 2}, "polish is 2, but entropy-coded"),
+        ({"rate": 3, "rounds": 1}, "rounds is 1, but entropy-coded"),
+        ({"rate": 3, "size": "1MB"}, "take a --rate or a --size, found both: give one of them"),
+        ({"rate": 3, "method": "hptq", "sweep_damp": 0.1}, "hptq has one step a matrix and nothing else"),
+        ({"rate": 7.5}, "rate is 7.5; expected 0.5 to 7 bits"),
+        ({"rate": True}, "rate is True; expected 0.5 to 7 bits"),
+        ({"size": "3 apples"}, "3 apples"),
+        ({"rate": 3, "include_head": "yes"}, "include_head is 'yes'; expected true or false"),
+        ({"rate": 3, "coder": "zip"}, "coder is 'zip'; expected one of tans, huffman"),
+        ({"rate": 3, "method": "trellis"}, "expected one of waterfill, hptq"),
+        ({"solver": "beam"}, "solver is 'beam'; expected one of nearest-plane"),
+        ({"beam": 4}, "beam is 4, but only solver 'k-best' has one, not 'nearest-plane'"),
+        ({"solver": "k-best", "beam": 0}, "beam is 0; expected a whole number from 1 to 1000"),
+        ({"polish": -1}, "polish is -1; expected a whole number from 0 to 1000"),
+        ({"rounds": 2.5}, "rounds is 2.5; expected a whole number"),
+        ({"damp": "much"}, "damp is 'much'; expected auto or a number from 0 to 10"),
+        ({"sweep_damp": 11}, "sweep_damp is 11; expected 0 to 10"),
+        ({"solver": "round-to-nearest", "sweep_damp": 0.1}, "sweep_damp needs calibration"),
+        ({"solver": "round-to-nearest", "factor": "qr"}, "factor needs calibration"),
+        ({"solver": "round-to-nearest", "polish": 1}, "polish needs calibration"),
+        ({"solver": "round-to-nearest", "rounds": 1}, "rounds needs calibration"),
+        ({"order": "reversed"}, "order reversed was removed: use activation"),
+        ({"scale": "hessian"}, "scale hessian was removed: use mse"),
+        ({"rate": 3, "coder": "zstd"}, r"coder zstd was removed: use tans.*commit f3afb2a"),
+    ],
+    ids=str,
+)
+def test_what_means_nothing_is_refused_in_one_sentence(options, said):
+    with pytest.raises(RecipeError, match=said) as caught:
+        scheme_of(**options)
+    assert "\n" not in str(caught.value)
+
+
+def test_entropy_coded_weights_need_a_rate_or_a_size():
+    with pytest.raises(RecipeError, match="take a --rate or a --size, found neither"):
+        RateScheme()
+
+
+@pytest.mark.parametrize("option", ["gains", "shrink", "groups"])
+def test_options_that_are_no_more_are_refused_with_what_to_do(option):
+    with pytest.raises(RecipeError, match=f"{option} was removed: leave it out"):
+        Recipe.from_spellings(**{option: "none"})
+
+
+@given(st.sampled_from([GridScheme(), GridScheme(solver="k-best"), RATE, RateScheme(size="2MB", method="hptq")]))
+def test_a_scheme_is_that_of_its_own_options(scheme):
+    options = {name: getattr(scheme, name) for name in names_of(type(scheme))}
+    assert scheme_of(**options) == scheme
+
+
+@pytest.mark.parametrize(
+    ("scheme", "corrected", "expected"),
+    [
+        (GridScheme(damp=0.02), True, SWEEP_DAMP),
+        (GridScheme(damp=0.02), False, 0.02),
+        (GridScheme(damp=0.02, correct=False), True, 0.02),
+        (GridScheme(damp="auto"), False, "auto"),
+        (GridScheme(damp="auto"), True, SWEEP_DAMP),
+        (GridScheme(damp=0.02, sweep_damp=0.3), True, 0.3),
+        (GridScheme(damp=0.02, sweep_damp=0.0), True, 0.0),
+        (GridScheme(damp=0.02, sweep_damp=0.3), False, 0.3),
+        (GridScheme(damp=0.02, solver="round-to-nearest"), True, 0.02),
+        (GridScheme(damp=0.02, solver="k-best"), True, SWEEP_DAMP),
+        (RateScheme(rate=3, damp=0.02), True, SWEEP_DAMP),
+        (RateScheme(rate=3, damp=0.02, sweep_damp=0.3), True, 0.3),
+        (RateScheme(rate=3, damp=0.02, method="hptq"), True, 0.02),
+    ],
+)
+def test_the_sweep_is_damped_as_asked_else_more_where_targets_are_corrected(scheme, corrected, expected):
+    assert SWEEP_DAMP == 0.1
+    assert scheme.damp_of_the_sweep(corrected) == expected
+
+
+def test_the_record_of_a_layer_shows_its_own_width_only_where_widths_differ():
+    assert GridScheme(bits=3, group_size=32).grid_of() == (3, 32, True)
+    assert GridScheme(bits=3.5, symmetric=False).with_bits(4).grid_of() == (4, "auto", False)
+    assert RATE.grid_of() == (None, None, None)
+    assert RATE.with_bits(3) is RATE
+
+
+def test_the_group_size_that_auto_stands_for():
+    assert GridScheme().grouped([256, 96]).group_size == 32
+    assert GridScheme(group_size=64).grouped([96]).group_size == 64
+    assert RATE.grouped([96]) is RATE
+
+
+# ── schemes of single layers ──
+
+
+def test_layers_have_the_first_scheme_whose_pattern_they_match():
+    wide, narrow = (GridScheme(bits=bits) for bits in (8, 2))
+    layers = (LayerScheme(pattern="down_proj", scheme=wide), LayerScheme(pattern=r"layers\.0\.", scheme=narrow))
+    recipe = Recipe(scheme=GridScheme(bits=3), layers=layers, ignore=("v_proj",))
+    assert recipe.scheme_of("model.layers.0.mlp.down_proj") == wide
+    assert recipe.scheme_of("model.layers.0.mlp.up_proj") == narrow
+    assert recipe.scheme_of("model.layers.1.mlp.up_proj") == GridScheme(bits=3)
+    assert recipe.scheme_of("model.layers.0.self_attn.v_proj") is None
+    assert Recipe.from_json(recipe.to_json()) == recipe
+
+
+def test_keywords_of_layers_change_those_of_all():
+    recipe = Recipe.from_spellings(bits=3, group_size=64, beam=4, solver="k-best", layers={"down_proj": {"wbits": 8}})
+    (own,) = recipe.layers
+    assert own == LayerScheme(pattern="down_proj", scheme=replace(recipe.scheme, bits=8))
+    assert own.scheme.beam == 4
+    assert Recipe.from_spellings(layers={"a": {"group_size": -1}}).layers[0].scheme.group_size is None
+    assert Recipe.from_spellings(rate=2, layers={"v_proj": {"bpw": 5}}).layers[0].scheme == RateScheme(rate=5)
+    assert Recipe.from_spellings(size="1MB", layers={"v_proj": {"rate": 5}}).layers[0].scheme == RateScheme(rate=5)
+
+
+def test_groups_of_layers_are_settled_with_those_of_all():
+    recipe = Recipe.from_spellings(layers={"down_proj": {"bits": 8}, "v_proj": {"group_size": 16}}).grouped([96, 256])
+    assert recipe.scheme.group_size == 32
+    assert [own.scheme.group_size for own in recipe.layers] == [32, 16]
+
+
+@pytest.mark.parametrize(
+    ("all_layers", "own", "said"),
+    [
+        ({}, {"rate": 3}, "have a RateScheme, the others a GridScheme: no format holds both"),
+        ({"rate": 3}, {"bits": 3}, "bits is 3, but entropy-coded weights have no fixed grid"),
+        ({}, {"order": "pivoted"}, "have another order, which is one for a whole run"),
+        ({}, {"correct": False}, "have another correct"),
+        ({}, {"factor": "qr"}, "have another factor"),
+        ({"rate": 3}, {"include_head": True}, "have another include_head"),
+        ({"solver": "round-to-nearest"}, {"solver": "k-best"}, "solved by k-best, which needs calibration"),
+        ({}, {"bits": 3.5}, r"layers 'down' have 3.5 bits, which no layer can have\. Give them a whole number"),
+        ({"rate": 3}, {"size": "1MB", "rate": None}, "have the size 1MB, which is that of a whole checkpoint"),
+        ({}, {"bitz": 3}, "bitz is not a keyword"),
+        ({}, {"samples": 3}, "samples is no option of how layers are quantized"),
+        ({}, {"format": "gptq"}, "format is no option of how layers"),
+        ({}, {"gains": "rows"}, "gains was removed"),
+    ],
+    ids=str,
+)
+def test_schemes_of_layers_that_do_not_go_with_the_others_are_refused(all_layers, own, said):
+    with pytest.raises(RecipeError, match=said):
+        Recipe.from_spellings(**all_layers, layers={"down": own})
+
+
+def test_layers_rounded_to_nearest_go_with_any_others():
+    recipe = Recipe.from_spellings(layers={"down": {"solver": "round-to-nearest"}})
+    assert recipe.layers[0].scheme.solver == "round-to-nearest"
+
+
+def test_a_pattern_that_is_none_is_refused():
+    with pytest.raises(RecipeError, match=r"layers: '\(' is not a regular expression"):
+        LayerScheme(pattern="(", scheme=GridScheme())
+
+
+def test_one_format_holds_grids_and_another_rates():
+    assert Recipe(scheme=RATE).format == "nearplane"
+    assert Recipe().format == "compressed-tensors"
+    with pytest.raises(RecipeError, match=r"--format gptq does not hold such weights: grids .* entropy-coded weights"):
+        Recipe(scheme=RATE, format="gptq")
+    with pytest.raises(RecipeError, match="--format nearplane does not hold such weights"):
+        Recipe(format="nearplane")
