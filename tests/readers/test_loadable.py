@@ -132,9 +132,16 @@ def test_where_no_layer_helps_only_other_formats_are_named(source: Callable[[str
 def test_a_weight_that_is_put_together_has_no_name_to_be_written_under(
     source: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    with pytest.raises(RecipeError, match=r"q_proj cannot be written: .*--ignore 'self_attn\\.q_proj\$'"):
-        rounded(source("hrm_text"), tmp_path / "out", bits=4)
+    """All of them are named at once; what is left then loads from GPTQ, and transformers refuses compressed-tensors."""
+    with pytest.raises(
+        RecipeError, match=r"q_proj cannot be written: .*--ignore 'self_attn\\.q_proj\$' 'self_attn"
+    ) as refused:
+        rounded(source("hrm_text"), tmp_path / "out", bits=4, format="gptq")
+    patterns = re.findall("'([^']*)'", str(refused.value))
+    with pytest.raises(RecipeError, match=r"source keys=.*Use --format gptq, or use --rate 4"):
+        rounded(source("hrm_text"), tmp_path / "out", bits=4, ignore=patterns)
     assert not any(tmp_path.iterdir())
+    assert len(rounded(source("hrm_text"), tmp_path / "out", bits=4, format="gptq", ignore=patterns).layers) == 4
 
 
 def test_nothing_is_said_by_the_loaders(source: Callable[[str], Path], capfd: pytest.CaptureFixture[str]) -> None:

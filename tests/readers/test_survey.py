@@ -6,6 +6,7 @@ No third outcome. Plain transformers loads fixed grids, `nearplane.load` rates, 
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from readers.types import SURVEYED, VOCABULARY, save_type
 WINDOWS = torch.randint(3, VOCABULARY, (16, 32), generator=torch.Generator().manual_seed(1))
 TOKENS = WINDOWS[:2, :12]
 PACKED = 1e-5  # of the logits, in float32: packed layers sum in another order
+ATTEMPTS = 4  # of doing what a refusal offers
 HALF = 1e-2  # of the logits: kernels of GPTQ round activations to float16, 2^-11 each; a random weight changes them by about 1
 
 
@@ -34,17 +36,28 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def written(source: Path, out: Path, **how: Any) -> nearplane.record.RunRecord | None:
-    """Quantize; None where that is refused, which must be before anything is there, with the name of a part of the model."""
-    try:
-        return nearplane.quantize(source, out, calibration=WINDOWS, allocate="uniform", device="cpu", **how)
-    except NearplaneError as error:
-        said = str(error)
-    network = AutoModelForCausalLM.from_config(AutoModelForCausalLM.from_pretrained(source).config)
-    named = [name for name, _ in network.named_modules() if "." in name and name in said]
-    assert named or type(network).__name__ in said, said
-    assert [path.name for path in out.parent.iterdir()] == ["source"], "something was written before it was refused"
-    print(f"| {network.config.model_type} | {_how(how)} | refused: {said} |")
-    return None
+    """Quantize; None where that is refused, and nothing that the refusal offers with --ignore is left to try.
+
+    A refusal names a part of the model, and comes before anything is there; what it offers is taken up.
+    """
+    network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
+    ignore: list[str] = []
+    for _ in range(ATTEMPTS):
+        try:
+            return nearplane.quantize(
+                source, out, calibration=WINDOWS, allocate="uniform", device="cpu", ignore=ignore, **how
+            )
+        except NearplaneError as error:
+            said = str(error)
+        named = [name for name, _ in network.named_modules() if "." in name and name in said]
+        assert named or type(network).__name__ in said, said
+        assert [path.name for path in out.parent.iterdir()] == ["source"], "something was written before it was refused"
+        print(f"| {network.config.model_type} | {_how(how)} | refused: {said} |")
+        offered = re.findall(r"'([^']+)'", said.partition("--ignore ")[2])
+        if not offered:
+            return None
+        ignore += offered
+    raise AssertionError(f"what refusals offer does not help: {ignore}")
 
 
 def logits(model: PreTrainedModel) -> Tensor:
@@ -66,7 +79,7 @@ def test_four_bits_load_in_plain_transformers_or_are_refused(source: Path, tmp_p
     if record is not None:
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
         assert torch.equal(logits(loaded), decoded(tmp_path / "out"))
-        print(f"| {loaded.config.model_type} | compressed-tensors | equal, {len(record.layers)} layers |")
+        print(f"| {loaded.config.model_type} | compressed-tensors | equal, {_layers(record)} |")
 
 
 @pytest.mark.parametrize("source", SURVEYED, indirect=True)
@@ -83,7 +96,7 @@ def test_rates_load_in_nearplane_alone_or_are_refused(
     monkeypatch.delitem(AUTO_QUANTIZATION_CONFIG_MAPPING, "nearplane")
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    print(f"| {loaded.config.model_type} | rate | equal, {len(record.layers)} layers; plain transformers stops |")
+    print(f"| {loaded.config.model_type} | rate | equal, {_layers(record)}; plain transformers stops |")
 
 
 @pytest.mark.parametrize("source", SURVEYED, indirect=True)
@@ -98,7 +111,7 @@ def test_gptq_loads_by_rule_and_where_its_programs_are_installed(source: Path, t
         found = logits(_by_gptqmodel(tmp_path / "out")).float()
         assert (found - expected).norm() <= HALF * expected.norm()
         loaded = "equal to rounding of activations"
-    print(f"| {kind} | gptq | {loaded}, {len(record.layers)} layers |")
+    print(f"| {kind} | gptq | {loaded}, {_layers(record)} |")
 
 
 def _by_gptqmodel(out: Path) -> PreTrainedModel:
@@ -109,6 +122,11 @@ def _by_gptqmodel(out: Path) -> PreTrainedModel:
     from gptqmodel import BACKEND, GPTQModel
 
     return GPTQModel.load(str(out), device="cpu", backend=BACKEND.GPTQ_TORCH, dtype=torch.bfloat16).model
+
+
+def _layers(record: nearplane.record.RunRecord) -> str:
+    left = f" with --ignore {' '.join(record.recipe.ignore)}" if record.recipe.ignore else ""
+    return f"{len(record.layers)} layers{left}"
 
 
 def _how(how: dict[str, Any]) -> str:

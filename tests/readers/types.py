@@ -36,6 +36,8 @@ OWN: dict[str, dict[str, Any]] = {  # what some types need besides; None takes a
     **dict.fromkeys(("longcat_flash", "minicpm3", "youtu"), LATENT),
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), MIXED),
     "big_bird": dict(attention_type="original_full"),
+    "mamba": dict(time_step_rank=16),
+    "falcon_mamba": dict(time_step_rank=16),
     "falcon": dict(head_dim=None),
     "gpt_neo": dict(attention_types=[[["global", "local"], 1]]),
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1, mamba_dt_rank=16),

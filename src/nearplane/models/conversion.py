@@ -62,6 +62,11 @@ class Weights:
             raise ModelError(f"{parameter} is {how} in {self.reader.folder}; it has no name of its own there.")
         return load.sources[0][0]
 
+    def stored_alone(self, parameter: str) -> bool:
+        """Return whether a parameter is stored as one tensor of its own."""
+        load = self._find(parameter)
+        return load is not None and load.converter is None
+
     def written_name(self, parameter: str) -> str:
         """Return the name of a parameter in a checkpoint made of this one.
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearplane.errors import ModelError, NearplaneError, RecipeError
+from nearplane.errors import NearplaneError, RecipeError
 from nearplane.formats.folder import FORMATS
 from nearplane.formats.native import METHOD
 from nearplane.models.ignored import pattern_of
@@ -34,11 +34,11 @@ def check_loads(model: Model, recipe: Recipe, configure: Configure) -> None:
     Raises:
         RecipeError: something would not load; names a layer and a way that works.
     """
-    if (merged := _without_name(model)) is not None:
-        layer, why = merged
+    if merged := [layer for layer in model.layers if not model.weights.stored_alone(f"{layer.name}.weight")]:
+        patterns = " ".join(dict.fromkeys(f"'{_pattern(model, layer)}'" for layer in merged))
         raise RecipeError(
-            f"{layer.name} cannot be written: {why}. Leave it and its like as they are with --ignore "
-            f"'{_pattern(model, layer)}'."
+            f"{merged[0].name} cannot be written: the checkpoint has no tensor for it alone, transformers makes its weight of "
+            f"others. Leave it and its like as they are with --ignore {patterns}."
         )
     if recipe.format == METHOD:
         return
@@ -142,16 +142,6 @@ def _loads(model: Model, recipe: Recipe, configure: Configure) -> bool:
         return not found or _read_by_gptqmodel(model, recipe, found)
     except NearplaneError:
         return False
-
-
-def _without_name(model: Model) -> tuple[Layer, str] | None:
-    """Return a layer whose weight is no tensor of its own in the checkpoint, and why."""
-    for layer in model.layers:
-        try:
-            model.written_name(layer.name)
-        except ModelError as error:
-            return layer, str(error).rstrip(".")
-    return None
 
 
 def _blamed(fault: Fault, layers: Sequence[Layer]) -> Layer | None:

@@ -14,6 +14,7 @@ from contextlib import contextmanager, redirect_stderr
 from copy import deepcopy
 from dataclasses import dataclass
 from importlib.util import find_spec
+from textwrap import shorten
 from types import TracebackType
 from typing import Any
 
@@ -65,9 +66,9 @@ def faults(model: Model, config: Mapping[str, Any], tensors: Mapping[str, Tensor
             reader = reader_of(config)
             reader.validate_environment(device_map=None, weights_only=True)
             reader.preprocess_model(model=network, dtype=model.dtype, device_map=None, checkpoint_files=None)
+            found = list(_load(model, network, reader, tensors))
         except Exception as error:  # of compressed-tensors and transformers, which raise what they like
-            return [Fault(place="", why=first_line(error))]
-        found = list(_load(model, network, reader, tensors))
+            return [Fault(place="", why=shorten(first_line(error), 160))]
         return found + list(_initialised(network))
 
 
