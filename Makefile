@@ -22,7 +22,7 @@ test: $(VENV)/.tested-with
 	$(VENV)/bin/python -m pytest
 
 nightly: $(VENV)/.tested-with   # 500 problems for every theorem instead of 50, ten races for one folder instead of three, 100 types of models instead of 4
-	HYPOTHESIS_PROFILE=nightly $(VENV)/bin/python -m pytest tests/lattice tests/study tests/test_inputs.py tests/test_edits.py tests/test_two_runs.py tests/readers
+	HYPOTHESIS_PROFILE=nightly $(VENV)/bin/python -m pytest tests/lattice tests/study tests/matrix/test_inputs.py tests/test_edits.py tests/test_two_runs.py tests/readers
 
 bench: $(VENV)/.tested-with
 	$(PIP) --no-deps --force-reinstall .

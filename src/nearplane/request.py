@@ -77,9 +77,10 @@ def quantization_config(
     grids = {
         layer.name: recipe.scheme_of(layer.name).with_bits((widths or {}).get(layer.name)).grid_of() for layer in layers
     }
-    differ = len(set(grids.values())) > 1
-    both = {**grids, **{model.written_name(name): grid for name, grid in grids.items()}}  # names, where they differ
-    own = {"grids": {name: LayerGrid(*grid) for name, grid in both.items()}} if differ or widths else {}
+    own = {}
+    if widths or len(set(grids.values())) > 1:  # by both names, where they differ
+        stored = {model.written_name(name): grid for name, grid in grids.items()}
+        own = {"grids": {name: LayerGrid(*grid) for name, grid in {**grids, **stored}.items()}}
     quantized = [layer.name for layer in layers]
     layout = layout_for(recipe.format, scheme)
     config: dict[str, Any] = layout.quantization_config(

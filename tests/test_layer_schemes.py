@@ -1,0 +1,107 @@
+"""Schemes of single layers, from end to end: each layer is solved, written, read back and measured again by its own."""
+
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import nearplane
+from families import config_of, random_model
+from nearplane import RecipeError
+from nearplane.demo import CALIBRATION, MODEL
+from nearplane.evaluate import load_dense
+from nearplane.formats.folder import read_matrices
+
+FAST = {"calibration": str(CALIBRATION), "samples": 8, "seqlen": 64}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    random_model(config_of("llama", vocab_size=2048, num_hidden_layers=2)).float().save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(MODEL / name, folder / name)
+    return folder
+
+
+OWN = {"down_proj": {"bits": 8}, r"layers\.0\..*v_proj": {"group_size": None, "solver": "k-best"}, "up": {"polish": 0}}
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "gptq", "gptq_v2"])
+def test_grids_of_layers_are_their_own_and_hold(model, tmp_path, format):
+    out = tmp_path / "out"
+    record = nearplane.quantize(model, out, bits=4, group_size=16, layers=OWN, format=format, **FAST)
+    for layer in record.layers:
+        down, wide = "down_proj" in layer.name, "layers.0" in layer.name and "v_proj" in layer.name
+        assert (layer.bits, layer.group_size) == (8 if down else 4, None if wide else 16), layer.name
+    assert all(layer.loss < layer.nearest_loss for layer in record.layers)
+    found = nearplane.verify(out, against=str(model))
+    assert found.faults == ()
+    assert found.measured
+    network, _ = load_dense(out, CPU)
+    for name, matrix in read_matrices(out):
+        assert torch.equal(network.get_submodule(name).weight, matrix.decode())
+    if format == "compressed-tensors":
+        loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+        tokens = torch.arange(20)[None]
+        with torch.inference_mode():
+            assert torch.equal(loaded(tokens).logits, network(tokens).logits)
+
+
+def test_layers_with_a_grid_of_their_own_have_the_codes_of_a_run_with_that_grid(model, tmp_path):
+    """The first layers, whose inputs are those of the original network."""
+    name = "model.layers.0.self_attn.q_proj"
+    mixed = nearplane.quantize(model, tmp_path / "mixed", bits=3, layers={"q_proj": {"bits": 5}}, **FAST)
+    plain = nearplane.quantize(model, tmp_path / "plain", bits=5, **FAST)
+    sums = [{layer.name: layer.checksum for layer in record.layers} for record in (mixed, plain)]
+    assert sums[0][name] == sums[1][name]
+    assert sums[0]["model.layers.0.self_attn.k_proj"] != sums[1]["model.layers.0.self_attn.k_proj"]
+
+
+@pytest.mark.parametrize("allocate", ["uniform", "slope"])
+def test_rates_of_layers_are_their_own(model, tmp_path, allocate):
+    out = tmp_path / "out"
+    record = nearplane.quantize(
+        model, out, rate=4.0, layers={"v_proj": {"rate": 6.0}}, allocate=allocate, solver="nearest-plane", **FAST
+    )
+    own = [layer for layer in record.layers if "v_proj" in layer.name]
+    assert len(own) == 2
+    assert all(layer.rate == pytest.approx(6.0, rel=0.02) for layer in own)
+    assert all(layer.asked != 6.0 for layer in record.layers if layer not in own)
+    assert nearplane.verify(out, against=str(model)).faults == ()
+
+
+def test_a_size_is_kept_whatever_rates_layers_have_of_their_own(model, tmp_path):
+    words = {"solver": "nearest-plane", "allocate": "uniform"} | FAST
+    record = nearplane.quantize(model, tmp_path / "out", size="600KB", layers={"v_proj": {"rate": 6.0}}, **words)
+    assert 0.995 * 600_000 <= record.folder <= 600_000
+    assert record.missed is None
+
+
+def test_a_group_that_does_not_divide_a_layer_of_its_own_is_refused(model, tmp_path):
+    with pytest.raises(RecipeError, match=r"down_proj has 64 inputs, not a multiple of --group-size 48"):
+        nearplane.quantize(model, tmp_path / "out", group_size=16, layers={"down_proj": {"group_size": 48}}, **FAST)
+    assert not (tmp_path / "out").exists()
+
+
+def test_bits_that_a_format_does_not_have_are_refused_for_the_layer(model, tmp_path):
+    with pytest.raises(RecipeError, match=r"v_proj"):
+        nearplane.quantize(
+            model, tmp_path / "out", group_size=16, format="gptq", layers={"v_proj": {"bits": 5}}, **FAST
+        )
+
+
+def test_a_pattern_that_no_layer_matches_is_refused(model, tmp_path):
+    """As for --ignore: a typing error would quantize the layer like all others."""
+    with pytest.raises(RecipeError, match=r"dwn_proj"):
+        nearplane.quantize(model, tmp_path / "out", group_size=16, layers={"dwn_proj": {"bits": 8}}, **FAST)
+
+
+def test_layers_rounded_to_nearest_among_calibrated_ones(model, tmp_path):
+    out = tmp_path / "out"
+    record = nearplane.quantize(model, out, group_size=16, layers={"v_proj": {"solver": "round-to-nearest"}}, **FAST)
+    for layer in record.layers:
+        assert (layer.worst_case is None) == ("v_proj" in layer.name)
+    assert nearplane.verify(out, against=str(model)).faults == ()
