@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from nearplane.models.model import Model
 from nearplane.readers.rehearsal import Fault, faults
 from nearplane.readers.rules import GPTQMODEL_ALONE
 from nearplane.recipe import Recipe
+from nearplane.schemes import GridScheme
 from nearplane.shards import NAMES
 
 Configure = Callable[[Recipe, Sequence[Layer]], dict[str, Any]]  # quantization_config where these layers are quantized
@@ -42,6 +44,7 @@ def check_loads(model: Model, recipe: Recipe, configure: Configure) -> None:
         )
     if recipe.format == METHOD:
         return
+    recipe = with_whole_bits(recipe)
     found = attempt(model, recipe, configure, model.layers)
     if found and _read_by_gptqmodel(model, recipe, found):
         logger.warning(
@@ -55,6 +58,14 @@ def check_loads(model: Model, recipe: Recipe, configure: Configure) -> None:
         f"{first.name}: transformers would not load this {model.network.config.model_type} from {recipe.format}: "
         f"{_called(found[0], first)}. {way_out(model, recipe, configure, found)}"
     )
+
+
+def with_whole_bits(recipe: Recipe) -> Recipe:
+    """Return a recipe in which all layers have one width, the next whole number: readers load every width alike."""
+    scheme = recipe.scheme
+    if isinstance(scheme, GridScheme) and isinstance(scheme.bits, float):
+        return replace(recipe, scheme=replace(scheme, bits=math.ceil(scheme.bits)))
+    return recipe
 
 
 def attempt(model: Model, recipe: Recipe, configure: Configure, layers: Sequence[Layer]) -> list[Fault]:
