@@ -29,10 +29,9 @@ def model(tmp_path_factory):
 OWN = {"down_proj": {"bits": 8}, r"layers\.0\..*v_proj": {"group_size": None, "solver": "k-best"}, "up": {"polish": 0}}
 
 
-@pytest.mark.parametrize("format", ["compressed-tensors", "gptq", "gptq_v2"])
-def test_grids_of_layers_are_their_own_and_hold(model, tmp_path, format):
+def test_grids_of_layers_are_their_own_and_hold(model, tmp_path):
     out = tmp_path / "out"
-    record = nearplane.quantize(model, out, bits=4, group_size=16, layers=OWN, format=format, **FAST)
+    record = nearplane.quantize(model, out, bits=4, group_size=16, layers=OWN, **FAST)
     for layer in record.layers:
         down, wide = "down_proj" in layer.name, "layers.0" in layer.name and "v_proj" in layer.name
         assert (layer.bits, layer.group_size) == (8 if down else 4, None if wide else 16), layer.name
@@ -43,11 +42,10 @@ def test_grids_of_layers_are_their_own_and_hold(model, tmp_path, format):
     network, _ = load_dense(out, CPU)
     for name, matrix in read_matrices(out):
         assert torch.equal(network.get_submodule(name).weight, matrix.decode())
-    if format == "compressed-tensors":
-        loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
-        tokens = torch.arange(20)[None]
-        with torch.inference_mode():
-            assert torch.equal(loaded(tokens).logits, network(tokens).logits)
+    loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    tokens = torch.arange(20)[None]
+    with torch.inference_mode():
+        assert torch.equal(loaded(tokens).logits, network(tokens).logits)
 
 
 def test_layers_with_a_grid_of_their_own_have_the_codes_of_a_run_with_that_grid(model, tmp_path):
@@ -75,8 +73,8 @@ def test_rates_of_layers_are_their_own(model, tmp_path, allocate):
 
 def test_a_size_is_kept_whatever_rates_layers_have_of_their_own(model, tmp_path):
     words = {"solver": "nearest-plane", "allocate": "uniform"} | FAST
-    record = nearplane.quantize(model, tmp_path / "out", size="600KB", layers={"v_proj": {"rate": 6.0}}, **words)
-    assert 0.995 * 600_000 <= record.folder <= 600_000
+    record = nearplane.quantize(model, tmp_path / "out", size="700KB", layers={"v_proj": {"rate": 6.0}}, **words)
+    assert 0.995 * 700_000 <= record.folder <= 700_000
     assert record.missed is None
 
 
@@ -95,7 +93,7 @@ def test_bits_that_a_format_does_not_have_are_refused_for_the_layer(model, tmp_p
 
 def test_a_pattern_that_no_layer_matches_is_refused(model, tmp_path):
     """As for --ignore: a typing error would quantize the layer like all others."""
-    with pytest.raises(RecipeError, match=r"dwn_proj"):
+    with pytest.raises(RecipeError, match=r"--layer dwn_proj is found in the name of no layer.*down_proj"):
         nearplane.quantize(model, tmp_path / "out", group_size=16, layers={"dwn_proj": {"bits": 8}}, **FAST)
 
 

@@ -33,6 +33,7 @@ def check_request(model: Model, recipe: Recipe) -> None:
         RecipeError: names the layer and the way out.
     """
     refuse_unmatched(model, recipe.ignore)
+    refuse_unmatched(model, [own.pattern for own in recipe.layers], "--layer")
     refuse_unsupported(model)
     layers = model.layers
     for layer in layers:
@@ -84,8 +85,16 @@ def quantization_config(
     quantized = [layer.name for layer in layers]
     layout = layout_for(recipe.format, scheme)
     config: dict[str, Any] = layout.quantization_config(
-        bits=bits, group_size=group_size, symmetric=symmetric, order=scheme.order, damp=scheme.damp,
+        bits=bits,
+        group_size=group_size,
+        symmetric=symmetric,
+        order=scheme.order,
+        damp=scheme.damp,
         static_groups=True,  # runs of neighbours whenever their steps are fitted, so no reader needs g_idx
-        ignore=left_dense(model, layers), experts=merged_experts(model), quantized=quantized, version=version("nearplane"), **own,
-    )  # fmt: skip
+        ignore=left_dense(model, layers),
+        experts=merged_experts(model),
+        quantized=quantized,
+        version=version("nearplane"),
+        **own,
+    )
     return config

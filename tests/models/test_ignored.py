@@ -33,6 +33,12 @@ def test_a_pattern_that_names_nothing_is_refused_with_names_like_it(model, patte
     assert near in str(error.value)
 
 
+def test_a_scheme_for_layers_that_are_not_quantized_is_refused(model):
+    refuse_unmatched(model, ["down_proj"], "--layer")
+    with pytest.raises(RecipeError, match=r"--layer lm_head is found in the name of no layer"):
+        refuse_unmatched(model, ["lm_head"], "--layer")
+
+
 @pytest.mark.parametrize("pattern", ["mlp$", "layers.9", "Linear"])
 def test_a_pattern_of_modules_without_weights_of_their_own_is_refused(model, pattern):
     """`mlp$` is found in the name of a module and leaves nothing as it is."""

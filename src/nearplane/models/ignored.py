@@ -1,4 +1,4 @@
-"""Patterns of layers to leave as they are: which of them name nothing that a model has."""
+"""Patterns of layers to leave as they are, or to treat otherwise: which of them name nothing that a model has."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from nearplane.models.model import Model
 NEAR = 3  # names that an error offers
 
 
-def refuse_unmatched(model: Model, patterns: Sequence[str]) -> None:
-    """Refuse a pattern that is found in no name: whoever gave it believes that something stays as it is.
+def refuse_unmatched(model: Model, patterns: Sequence[str], option: str = "--ignore") -> None:
+    """Refuse a pattern that is found in no name: whoever gave it believes that something stays as it is, or is treated otherwise.
 
-    Names are those of modules with weights of their own, quantized or not, and of tensors that the network does not build.
+    Names are those of modules with weights of their own, quantized or not, and of tensors that the network does not build; for
+    other options than --ignore those of layers that are quantized.
 
     Args:
         model: what they are to be found in.
         patterns: regular expressions, as `find_layers` takes them.
+        option: that they were given with.
 
     Raises:
         RecipeError: names the pattern, and names that are like it.
     """
-    names = _names(model)
+    names = _names(model) if option == "--ignore" else [layer.name for layer in model.layers]
     for pattern in patterns:
         if any(re.search(pattern, name) for name in names):
             continue
@@ -32,7 +34,7 @@ def refuse_unmatched(model: Model, patterns: Sequence[str]) -> None:
         near = get_close_matches(re.sub(r"[\\^$]", "", pattern), parts, n=NEAR, cutoff=0.5)
         offered = f"Names like it: {', '.join(near)}. " if near else ""
         raise RecipeError(
-            f"--ignore {pattern} is found in the name of no layer of {model.folder}. {offered}Expected a regular expression "
+            f"{option} {pattern} is found in the name of no layer of {model.folder}. {offered}Expected a regular expression "
             f"that is found in a full name such as {model.layers[0].name if model.layers else names[0]}; or leave it out."
         )
 
