@@ -31,10 +31,28 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Calibration", "CalibrationError", "FormatError", "GridScheme", "LayerScheme", "ModelError", "NearplaneError",
-    "NumericalError", "RateScheme", "Recipe", "RecipeError", "compare", "evaluate", "export", "load", "quantize", "quantize_matrix",
-    "quantize_matrix_to_rate", "register", "verify", "write_report",
-]  # fmt: skip
+    "Calibration",
+    "CalibrationError",
+    "FormatError",
+    "GridScheme",
+    "LayerScheme",
+    "ModelError",
+    "NearplaneError",
+    "NumericalError",
+    "RateScheme",
+    "Recipe",
+    "RecipeError",
+    "compare",
+    "evaluate",
+    "export",
+    "load",
+    "quantize",
+    "quantize_matrix",
+    "quantize_matrix_to_rate",
+    "register",
+    "verify",
+    "write_report",
+]
 
 
 HOMES = {

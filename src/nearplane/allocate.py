@@ -370,9 +370,13 @@ def _sets(groups: Sequence[tuple[Layer, ...]], block: str) -> list[tuple[Layer, 
 
 
 def _losses(
-    model: Model, stream: Stream, tokens: Sequence[Tensor], differences: Sequence[list[Tensor]], device: torch.device,
+    model: Model,
+    stream: Stream,
+    tokens: Sequence[Tensor],
+    differences: Sequence[list[Tensor]],
+    device: torch.device,
     dtype: torch.dtype,
-) -> list[float]:  # fmt: skip
+) -> list[float]:
     """Return the divergence of the predictions from differences behind the last block, nats per scored token."""
     sums = [Divergence() for _ in differences]
     with readout(model, stream, device=device, dtype=dtype) as logits:

@@ -123,13 +123,24 @@ def foretell(model: Model, recipe: Recipe, scheme: RateScheme) -> Foretold:
     copied = size_copied(model.folder, trust_remote_code=model.trust_remote_code)
     packages = ("python", "nearplane", "torch", "transformers", "numba", "safetensors")
     bare = RunRecord(
-        recipe=recipe, source=str(model.folder), versions=dict.fromkeys(packages, "0.00.0"), device="cpu", windows=256,
-        seqlen=2048, tokens=10**5, text=64 * "0", skipped=tuple(model.skipped),
-    )  # fmt: skip
+        recipe=recipe,
+        source=str(model.folder),
+        versions=dict.fromkeys(packages, "0.00.0"),
+        device="cpu",
+        windows=256,
+        seqlen=2048,
+        tokens=10**5,
+        text=64 * "0",
+        skipped=tuple(model.skipped),
+    )
     return Foretold(
-        kept=kept, beside=len(config.encode()) + copied, said=said,
-        once=shards * shard_size({}) + len(index_text({}, {}, 10**7)) + len(finished(bare, model, 10**7).to_json().encode()),
-    )  # fmt: skip
+        kept=kept,
+        beside=len(config.encode()) + copied,
+        said=said,
+        once=shards * shard_size({})
+        + len(index_text({}, {}, 10**7))
+        + len(finished(bare, model, 10**7).to_json().encode()),
+    )
 
 
 def finished(record: RunRecord, model: Model, size: int) -> RunRecord:

@@ -85,9 +85,14 @@ def quantize(
 
     _quiet()
     recipe = Recipe(
-        scheme=scheme_from(scheme), layers=layer_schemes(layer, scheme), format=format, allocate=allocate, ignore=ignore,
-        calibration=Calibration(**({} if tokens is None else asdict(tokens))), max_loss=max_loss,
-    )  # fmt: skip
+        scheme=scheme_from(scheme),
+        layers=layer_schemes(layer, scheme),
+        format=format,
+        allocate=allocate,
+        ignore=ignore,
+        calibration=Calibration(**({} if tokens is None else asdict(tokens))),
+        max_loss=max_loss,
+    )
     record = run(
         model, out, recipe, device=device, overwrite=overwrite, trust_remote_code=trust_remote_code, progress=bar
     )
@@ -132,9 +137,15 @@ def evaluate(
 
     _quiet()
     result = run(
-        model, text, seqlen=seqlen, samples=samples, against=against, device=device,
-        trust_remote_code=trust_remote_code, progress=bar,
-    )  # fmt: skip
+        model,
+        text,
+        seqlen=seqlen,
+        samples=samples,
+        against=against,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        progress=bar,
+    )
     if json:
         print(_json(asdict(result)))
         return
@@ -192,21 +203,49 @@ def compare(
     rows = []
     try:
         for row in run(
-            models, bits, text=text, calibration=tokens, methods=methods or WAYS, samples=eval_samples, seqlen=eval_seqlen,
-            keep=keep, device=device, trust_remote_code=trust_remote_code, progress=bar,
-        ):  # fmt: skip
+            models,
+            bits,
+            text=text,
+            calibration=tokens,
+            methods=methods or WAYS,
+            samples=eval_samples,
+            seqlen=eval_seqlen,
+            keep=keep,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            progress=bar,
+        ):
             rows.append(row)
     finally:  # what is known by now, whatever ended it
         if rows and not json:
             columns = (
-                "model", "method", "asked", "bits/weight", "weight files", "perplexity", "KL to original", "time", "note",
-            )  # fmt: skip
-            _table(columns, (
-                (Path(row.model).name, row.method, "-" if row.asked is None else f"{row.asked:g}", _number(row.rate),
-                 "-" if row.bytes is None else size_text(row.bytes),
-                 "-" if row.perplexity is None else f"{row.perplexity:#.4g}", _number(row.kl), f"{row.seconds:.1f} s", row.note)
-                for row in rows
-            ))  # fmt: skip
+                "model",
+                "method",
+                "asked",
+                "bits/weight",
+                "weight files",
+                "perplexity",
+                "KL to original",
+                "time",
+                "note",
+            )
+            _table(
+                columns,
+                (
+                    (
+                        Path(row.model).name,
+                        row.method,
+                        "-" if row.asked is None else f"{row.asked:g}",
+                        _number(row.rate),
+                        "-" if row.bytes is None else size_text(row.bytes),
+                        "-" if row.perplexity is None else f"{row.perplexity:#.4g}",
+                        _number(row.kl),
+                        f"{row.seconds:.1f} s",
+                        row.note,
+                    )
+                    for row in rows
+                ),
+            )
     if json:
         print(_json([asdict(row) for row in rows]))
     if plot is not None:
@@ -263,9 +302,14 @@ def verify(
     if against is not None:
         _quiet()
     found = run(
-        out, against=against, calibration=calibration, tolerance=tolerance, device=device,
-        trust_remote_code=trust_remote_code, progress=bar,
-    )  # fmt: skip
+        out,
+        against=against,
+        calibration=calibration,
+        tolerance=tolerance,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        progress=bar,
+    )
     if json:
         print(
             _json(
@@ -309,9 +353,13 @@ def geometry(out: Path) -> None:
 
 @app.command
 def export(
-    out: Path, folder: Path, *, format: Literal["safetensors"] = "safetensors", dtype: Dense = "bfloat16",
+    out: Path,
+    folder: Path,
+    *,
+    format: Literal["safetensors"] = "safetensors",
+    dtype: Dense = "bfloat16",
     trust_remote_code: Switch = False,
-) -> None:  # fmt: skip
+) -> None:
     """Write the checkpoint in OUT with every weight decoded into FOLDER, for any program that reads safetensors.
 
     Args:
@@ -344,11 +392,22 @@ def demo(out: Path = Path("demo-out"), *, json: Switch = False) -> None:
         print(_json([asdict(row) for row in rows]))
         return
     columns = ("grid", "solver", "bits/weight", "weight files", "perplexity", "excess nats", "KL to original", "time")
-    _table(columns, (
-        (row.grid, row.solver, f"{row.rate:.3f}", size_text(row.bytes), f"{row.perplexity:.3f}", f"{row.excess:.4f}",
-         f"{row.kl:.4f}", f"{row.seconds:.1f} s")
-        for row in rows
-    ))  # fmt: skip
+    _table(
+        columns,
+        (
+            (
+                row.grid,
+                row.solver,
+                f"{row.rate:.3f}",
+                size_text(row.bytes),
+                f"{row.perplexity:.3f}",
+                f"{row.excess:.4f}",
+                f"{row.kl:.4f}",
+                f"{row.seconds:.1f} s",
+            )
+            for row in rows
+        ),
+    )
     first = next(row for row in rows if row.folder and row.solver != "round-to-nearest")
     print(f"checkpoints: {out}. Serve one on a machine with vLLM: vllm serve {first.folder}")
 

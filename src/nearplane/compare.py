@@ -46,9 +46,13 @@ WAYS: tuple[Way, ...] = Way.__args__  # type: ignore[attr-defined]
 ORIGINAL = "original"
 GROUPS = (32, 64, 128, 256, 512, 1024)  # powers of two, so that the largest one that fits is a greatest common divisor
 STYLES = {  # colour and marker of a curve; colours that the colour-blind tell apart (Okabe and Ito)
-    "rtn-mse": ("#E69F00", "s"), "gptq-mse": ("#D55E00", "D"), "rtn-huffman": ("#56B4E9", "^"),
-    "gptq-huffman": ("#009E73", "v"), "nearplane-grid": ("#CC79A7", "P"), "nearplane": ("#0072B2", "o"),
-}  # fmt: skip
+    "rtn-mse": ("#E69F00", "s"),
+    "gptq-mse": ("#D55E00", "D"),
+    "rtn-huffman": ("#56B4E9", "^"),
+    "gptq-huffman": ("#009E73", "v"),
+    "nearplane-grid": ("#CC79A7", "P"),
+    "nearplane": ("#0072B2", "o"),
+}
 CLOSE = 0.005  # of the bits asked for: what is not worth a note
 CEILING = 2.5  # times the original's perplexity: where the figure ends
 
@@ -133,9 +137,13 @@ def compare(
         check_writable(Path(keep))
     calibration = calibration or Calibration()
     measure = _Measure(
-        text=text, samples=samples, seqlen=seqlen or calibration.seqlen, device=device,
-        trust_remote_code=trust_remote_code, progress=progress,
-    )  # fmt: skip
+        text=text,
+        samples=samples,
+        seqlen=seqlen or calibration.seqlen,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        progress=progress,
+    )
     return _rows(models, bits, methods, calibration, keep, measure)
 
 
@@ -153,13 +161,23 @@ class _Measure:
     def original(self, model: str | Path, opened: Model) -> Row:
         """Return the row of the model itself."""
         result = evaluate(
-            model, self.text, samples=self.samples, seqlen=self.seqlen, device=self.device,
-            trust_remote_code=self.trust_remote_code, progress=self.progress,
-        )  # fmt: skip
+            model,
+            self.text,
+            samples=self.samples,
+            seqlen=self.seqlen,
+            device=self.device,
+            trust_remote_code=self.trust_remote_code,
+            progress=self.progress,
+        )
         return Row(
-            model=str(model), method=ORIGINAL, rate=8.0 * opened.dtype.itemsize, perplexity=result.perplexity, kl=0.0,
-            bytes=sum(path.stat().st_size for path in opened.folder.glob("*.safetensors")), folder=opened.folder,
-        )  # fmt: skip
+            model=str(model),
+            method=ORIGINAL,
+            rate=8.0 * opened.dtype.itemsize,
+            perplexity=result.perplexity,
+            kl=0.0,
+            bytes=sum(path.stat().st_size for path in opened.folder.glob("*.safetensors")),
+            folder=opened.folder,
+        )
 
     def row(self, model: str | Path, method: Way, bits: float, recipe: Recipe, note: str, out: Path) -> Row:
         """Quantize a model into `out` and return the row."""
@@ -171,10 +189,17 @@ class _Measure:
         record = quantize(model, out, recipe, **options)
         result = evaluate(out, self.text, samples=self.samples, seqlen=self.seqlen, against=model, **options)
         return Row(
-            model=str(model), method=method, asked=bits, rate=record.rate, bytes=record.bytes, kl=result.kl,
-            perplexity=result.perplexity, seconds=record.seconds, folder=out,
+            model=str(model),
+            method=method,
+            asked=bits,
+            rate=record.rate,
+            bytes=record.bytes,
+            kl=result.kl,
+            perplexity=result.perplexity,
+            seconds=record.seconds,
+            folder=out,
             note="; ".join(filter(None, (note, record.missed or _off(bits, record.rate)))),
-        )  # fmt: skip
+        )
 
 
 def _off(asked: float, found: float) -> str:
@@ -183,9 +208,13 @@ def _off(asked: float, found: float) -> str:
 
 
 def _rows(
-    models: Sequence[str | Path], bits: Sequence[float], methods: Sequence[Way], calibration: Calibration,
-    keep: str | Path | None, measure: _Measure,
-) -> Iterator[Row]:  # fmt: skip
+    models: Sequence[str | Path],
+    bits: Sequence[float],
+    methods: Sequence[Way],
+    calibration: Calibration,
+    keep: str | Path | None,
+    measure: _Measure,
+) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="nearplane-") as temporary:
         for model in models:
             opened = open_model(str(model), trust_remote_code=measure.trust_remote_code)
@@ -349,9 +378,15 @@ def _curves(axes: Axes, original: Row, curves: dict[Way, list[Row]]) -> None:
     for x, _, text in sorted(above, key=lambda point: point[1]):
         place = stacked[round(x)] = stacked.get(round(x), -1) + 1
         axes.annotate(
-            text, (x, top), xytext=(0, 3 + 10 * place), textcoords="offset points", ha="center", fontsize=8, color="#222222",
+            text,
+            (x, top),
+            xytext=(0, 3 + 10 * place),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+            color="#222222",
             annotation_clip=False,
-        )  # fmt: skip
+        )
     axes.set_xlabel("bits per quantized weight, every byte of the layers counted")
     axes.set_ylabel("perplexity")
     axes.set_title(
@@ -369,10 +404,23 @@ def _margin(axes: Axes, ends: list[tuple[str, str, float | None, float]]) -> Non
         place = max(place + gap, (math.log(y) - low) / (high - low))
         end = (right if x is None else x, y)
         axes.annotate(
-            label, end, xytext=(1.06, place), textcoords="axes fraction", va="center", color="#222222", annotation_clip=False,
+            label,
+            end,
+            xytext=(1.06, place),
+            textcoords="axes fraction",
+            va="center",
+            color="#222222",
+            annotation_clip=False,
             fontweight="bold" if label == "nearplane" else "normal",
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 1, "linestyle": ":", "shrinkB": 3, "relpos": (0, 0.5)},
-        )  # fmt: skip
+            arrowprops={
+                "arrowstyle": "-",
+                "color": colour,
+                "linewidth": 1,
+                "linestyle": ":",
+                "shrinkB": 3,
+                "relpos": (0, 0.5),
+            },
+        )
 
 
 def _panel(
@@ -398,14 +446,26 @@ def _panel(
             axes.plot(x, y, color=colour, marker=marker, markersize=8 if row is original else 4.5)
             if y > top:
                 axes.annotate(
-                    f"{row.asked:g}: {y:.3g}", (x, top), xytext=(0, 3 + 8 * above), textcoords="offset points", ha="center",
-                    fontsize=7, color=colour, annotation_clip=False,
-                )  # fmt: skip
+                    f"{row.asked:g}: {y:.3g}",
+                    (x, top),
+                    xytext=(0, 3 + 8 * above),
+                    textcoords="offset points",
+                    ha="center",
+                    fontsize=7,
+                    color=colour,
+                    annotation_clip=False,
+                )
                 above += 1
         axes.annotate(
-            Path(original.model).name, points[-1], xytext=(0, 6), textcoords="offset points", ha="center", fontsize=8,
-            color="#222222", annotation_clip=False,
-        )  # fmt: skip
+            Path(original.model).name,
+            points[-1],
+            xytext=(0, 6),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+            color="#222222",
+            annotation_clip=False,
+        )
     axes.set_title(way, fontsize=10, loc="left", pad=6 + 8 * above)
 
 

@@ -22,10 +22,15 @@ def dead_inputs(record: RunRecord) -> Iterator[tuple[str, list[str]]]:
             pruned.append((layer, layer.pruned))
             original.append((layer, layer.dead - layer.pruned))
     said: tuple[tuple[list[tuple[LayerRecord, int]], Callable[[int], str]], ...] = (
-        (pruned, lambda n: f"{n:,} neurons were pruned: quantization made these inputs 0 for every calibration token, and {NOW}"),
+        (
+            pruned,
+            lambda n: (
+                f"{n:,} neurons were pruned: quantization made these inputs 0 for every calibration token, and {NOW}"
+            ),
+        ),
         (original, lambda n: f"{n:,} inputs were 0 for every calibration token, in the original network too; {NOW}"),
         (unknown, lambda n: f"{n:,} inputs were 0 for every calibration token; {NOW}"),
-    )  # fmt: skip
+    )
     for counts, sentence in said:
         if some := [(layer, count) for layer, count in counts if count]:
             names = [f"{layer.name} ({count} of {layer.in_features})" for layer, count in some]

@@ -119,11 +119,15 @@ def evaluate(
         )
     tokens = windows[:, 1:].numel()
     return Evaluation(
-        perplexity=_exp(nll / tokens), nll=nll / tokens, tokens=tokens, windows=len(windows), seqlen=seqlen,
+        perplexity=_exp(nll / tokens),
+        nll=nll / tokens,
+        tokens=tokens,
+        windows=len(windows),
+        seqlen=seqlen,
         kl=apart.kl / tokens if against is not None else None,
         agreement=apart.agreed / tokens if against is not None else None,
         original=_exp(unquantized / tokens) if against is not None else None,
-    )  # fmt: skip
+    )
 
 
 def _network(

@@ -24,12 +24,24 @@ SOLVING = Group("Solving: the defaults measured best", sort_key=5)
 RUNNING = Group("Running", sort_key=6)
 TYPES = {"solver": Literal["nearest-plane", "round-to-nearest", "k-best"] | None}  # where flags offer less than Python
 GROUPS = {  # of every field that is a flag
-    "bits": EVERYDAY, "group_size": EVERYDAY, "symmetric": EVERYDAY,
-    "rate": RATES, "size": RATES, "include_head": RATES, "include_embeddings": RATES,
-    "calibration": TEXT, "samples": TEXT, "seqlen": TEXT,
-    "solver": SOLVING, "beam": SOLVING, "polish": SOLVING, "rounds": SOLVING, "order": SOLVING, "damp": SOLVING,
+    "bits": EVERYDAY,
+    "group_size": EVERYDAY,
+    "symmetric": EVERYDAY,
+    "rate": RATES,
+    "size": RATES,
+    "include_head": RATES,
+    "include_embeddings": RATES,
+    "calibration": TEXT,
+    "samples": TEXT,
+    "seqlen": TEXT,
+    "solver": SOLVING,
+    "beam": SOLVING,
+    "polish": SOLVING,
+    "rounds": SOLVING,
+    "order": SOLVING,
+    "damp": SOLVING,
     "correct": SOLVING,
-}  # fmt: skip
+}
 
 
 def flags_of(part: type) -> type:

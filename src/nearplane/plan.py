@@ -140,9 +140,14 @@ def _rates(
         return planned
     rates = probed_rates(budget)
     curves = probe(
-        model, tokens, to_rates(rates, scheme), points=len(rates), together=False, device=device,
+        model,
+        tokens,
+        to_rates(rates, scheme),
+        points=len(rates),
+        together=False,
+        device=device,
         progress=progress,
-    )  # fmt: skip
+    )
     curves = [curve for curve in curves if not own.keys() & set(curve.layers)]
     planned.rates |= allocate(curves, budget, low=low)  # embeddings and head, which are not probed, keep the mean
     return planned

@@ -80,9 +80,13 @@ def quantize(
         raise RecipeError(f"Give a recipe or keywords, not both (found a recipe and {', '.join(spellings)}).")
     recipe = recipe or Recipe.from_spellings(**spellings)
     options = Options(
-        name=called(model), given=given, device=device_of(device), overwrite=overwrite,
-        trust_remote_code=trust_remote_code, progress=progress,
-    )  # fmt: skip
+        name=called(model),
+        given=given,
+        device=device_of(device),
+        overwrite=overwrite,
+        trust_remote_code=trust_remote_code,
+        progress=progress,
+    )
     with as_folder(model, tokenizer) as folder:
         return quantize_folder(folder, Path(out), recipe if given is None else given.recorded(recipe), options)
 
@@ -111,18 +115,30 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
     asked, recipe = recipe, recipe.grouped(layer.shape[1] for layer in model.layers)
     check_request(model, recipe)
     writer = open_writer(
-        out, model.folder, quantization_config(model, recipe), dtype=model.dtype, shards=len(model.blocks) + 1,
-        overwrite=options.overwrite, trust_remote_code=trusted,
-    )  # fmt: skip
+        out,
+        model.folder,
+        quantization_config(model, recipe),
+        dtype=model.dtype,
+        shards=len(model.blocks) + 1,
+        overwrite=options.overwrite,
+        trust_remote_code=trusted,
+    )
     with writer:
         windows = calibration_windows(model, recipe, options.given)
         check_tokens(model, recipe, windows.fitted)
         rehearse(model, recipe, windows, options.device)
         record = RunRecord(
-            recipe=asked, source=options.name, versions=_versions(), device=str(options.device), windows=windows.count,
-            seqlen=windows.seqlen, tokens=windows.count * windows.seqlen, extra_windows=windows.extra_count,
-            text=windows.digest(), skipped=tuple(model.skipped),
-        )  # fmt: skip
+            recipe=asked,
+            source=options.name,
+            versions=_versions(),
+            device=str(options.device),
+            windows=windows.count,
+            seqlen=windows.seqlen,
+            tokens=windows.count * windows.seqlen,
+            extra_windows=windows.extra_count,
+            text=windows.digest(),
+            skipped=tuple(model.skipped),
+        )
         planned = plan(model, recipe, windows.fitted, options.device, options.progress)
         writer.config = quantization_config(model, recipe, planned.widths)
         ledger = Ledger(model, recipe, writer, record, planned)
@@ -174,9 +190,14 @@ def tasks(stage: Stage, recipe: Recipe, planned: Plan, storage: torch.dtype) -> 
         scheme = recipe.scheme_of(layer.name)
         assert scheme is not None, "ignored layers are not observed"
         yield Task(
-            name=layer.name, W=layer.read(), inputs=inputs, scheme=planned.scheme_of(layer, scheme), storage=storage,
-            sensitivity=planned.sensitivity.get(layer.name), max_loss=recipe.max_loss,
-        )  # fmt: skip
+            name=layer.name,
+            W=layer.read(),
+            inputs=inputs,
+            scheme=planned.scheme_of(layer, scheme),
+            storage=storage,
+            sensitivity=planned.sensitivity.get(layer.name),
+            max_loss=recipe.max_loss,
+        )
 
 
 def _layers_of_blocks(model: Model) -> list[int]:

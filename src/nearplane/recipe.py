@@ -170,9 +170,12 @@ class Recipe:
             LayerScheme(pattern=each["pattern"], scheme=scheme_of(**each["scheme"])) for each in data.pop("layers")
         )
         return cls(
-            scheme=scheme_of(**data.pop("scheme")), calibration=Calibration(**data.pop("calibration")), layers=layers,
-            ignore=tuple(data.pop("ignore")), **data,
-        )  # fmt: skip
+            scheme=scheme_of(**data.pop("scheme")),
+            calibration=Calibration(**data.pop("calibration")),
+            layers=layers,
+            ignore=tuple(data.pop("ignore")),
+            **data,
+        )
 
     @classmethod
     def from_spellings(cls, **spellings: Any) -> Recipe:

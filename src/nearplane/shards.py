@@ -30,9 +30,17 @@ SINGLE = "model.safetensors"
 INCOMPLETE = "INCOMPLETE"
 MARK = "This checkpoint is not finished: the run that writes it is under way or died.\n"  # how that file begins
 NAMES = {  # of dtypes in safetensors, for those that are checked
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 def checksum(tensor: Tensor) -> str:

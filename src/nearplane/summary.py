@@ -107,14 +107,33 @@ def layer_table(record: RunRecord) -> tuple[list[str], tuple[str, ...], Iterator
         after.insert(0, "* some rows clip: for them the worst case does not hold")
     if not coded:
         columns = (
-            "layer", "shape", "grid", "bits/weight", "relative loss", "on extra", "nearest/this", "nearest/extra", "bound/this",
-            "clipped %", "above limit", "correction",
-        )  # fmt: skip
+            "layer",
+            "shape",
+            "grid",
+            "bits/weight",
+            "relative loss",
+            "on extra",
+            "nearest/this",
+            "nearest/extra",
+            "bound/this",
+            "clipped %",
+            "above limit",
+            "correction",
+        )
         return before, columns, _grid_rows(record), after
     columns = (
-        "layer", "shape", "asked", "bits/weight", "of it codes", "limit", "above it", "relative loss", "on extra", "bound/this",
+        "layer",
+        "shape",
+        "asked",
+        "bits/weight",
+        "of it codes",
+        "limit",
+        "above it",
+        "relative loss",
+        "on extra",
+        "bound/this",
         "correction",
-    )  # fmt: skip
+    )
     after.insert(
         0, "limit: least bits per weight for this loss on Gaussian weights; a reference, not a bound for real ones"
     )
@@ -128,21 +147,36 @@ def layer_table(record: RunRecord) -> tuple[list[str], tuple[str, ...], Iterator
 def _grid_rows(record: RunRecord) -> Iterator[tuple[str, ...]]:
     for layer in record.layers:
         yield (
-            layer.name, f"{layer.out_features} x {layer.in_features}",
-            f"{layer.bits}-bit {'sym' if layer.symmetric else 'asym'} g{layer.group_size or '-'}", f"{layer.rate:.3f}",
-            f"{layer.relative_loss:.3e}", _power(layer.extra_relative_loss), _ratio(layer.nearest_loss, layer.loss),
-            _ratio(layer.extra_nearest_loss, layer.extra_loss), _bound(layer), f"{100 * layer.clipped:.2f}",
-            _number(layer.above_limit), f"{layer.correction:.2f}",
-        )  # fmt: skip
+            layer.name,
+            f"{layer.out_features} x {layer.in_features}",
+            f"{layer.bits}-bit {'sym' if layer.symmetric else 'asym'} g{layer.group_size or '-'}",
+            f"{layer.rate:.3f}",
+            f"{layer.relative_loss:.3e}",
+            _power(layer.extra_relative_loss),
+            _ratio(layer.nearest_loss, layer.loss),
+            _ratio(layer.extra_nearest_loss, layer.extra_loss),
+            _bound(layer),
+            f"{100 * layer.clipped:.2f}",
+            _number(layer.above_limit),
+            f"{layer.correction:.2f}",
+        )
 
 
 def _coded_rows(record: RunRecord) -> Iterator[tuple[str, ...]]:
     for layer in record.layers:
         yield (
-            layer.name, f"{layer.out_features} x {layer.in_features}", _number(layer.asked), f"{layer.rate:.3f}",
-            _number(layer.entropy), _number(layer.limit), _number(layer.above_limit), f"{layer.relative_loss:.3e}",
-            _power(layer.extra_relative_loss), _bound(layer), f"{layer.correction:.2f}",
-        )  # fmt: skip
+            layer.name,
+            f"{layer.out_features} x {layer.in_features}",
+            _number(layer.asked),
+            f"{layer.rate:.3f}",
+            _number(layer.entropy),
+            _number(layer.limit),
+            _number(layer.above_limit),
+            f"{layer.relative_loss:.3e}",
+            _power(layer.extra_relative_loss),
+            _bound(layer),
+            f"{layer.correction:.2f}",
+        )
 
 
 def _bound(layer: LayerRecord) -> str:

@@ -92,9 +92,12 @@ def verify(
     measured = False
     if against is not None and stored is not None and len(sound) == len(record.layers):
         model = open_model(
-            str(against), trust_remote_code=trust_remote_code, ignore=record.recipe.ignore,
-            embeddings=record.recipe.scheme.ends[0], head=record.recipe.scheme.ends[1],
-        )  # fmt: skip
+            str(against),
+            trust_remote_code=trust_remote_code,
+            ignore=record.recipe.ignore,
+            embeddings=record.recipe.scheme.ends[0],
+            head=record.recipe.scheme.ends[1],
+        )
         faults += _untouched(stored, model)
         recipe = record.recipe.grouped(layer.shape[1] for layer in model.layers)
         faults += _beside(folder, record, recipe, model)
@@ -111,9 +114,13 @@ def verify(
         )
         measured = _measured(run, progress, faults)
     return Verified(
-        record=record, faults=tuple(faults), files=len(record.files) + 1, layers=len(record.layers),
-        asked=against is not None, measured=measured,
-    )  # fmt: skip
+        record=record,
+        faults=tuple(faults),
+        files=len(record.files) + 1,
+        layers=len(record.layers),
+        asked=against is not None,
+        measured=measured,
+    )
 
 
 def _files(folder: Path, record: RunRecord) -> Iterator[Fault]:
@@ -254,9 +261,11 @@ def _untouched(stored: Stored, model: Model) -> Iterator[Fault]:
         except (FormatError, ModelError) as error:
             yield Fault(where=name, what=str(error))
             continue
-        if here.dtype != there.dtype or here.shape != there.shape or not torch.equal(
-            here.reshape(-1).view(torch.uint8), there.reshape(-1).view(torch.uint8)
-        ):  # fmt: skip
+        if (
+            here.dtype != there.dtype
+            or here.shape != there.shape
+            or not torch.equal(here.reshape(-1).view(torch.uint8), there.reshape(-1).view(torch.uint8))
+        ):
             yield Fault(where=name, what="it is not quantized, and not what it is in the original")
 
 

@@ -94,9 +94,14 @@ def walk(
             embeddings = block.quantized_layers()[0].read()
     if windows.fitted is not None and SOLVERS[recipe.scheme.solver].needs_inputs:
         stream = skeleton(
-            model, windows.fitted, device=device, dtype=dtype, two_streams=correct, embeddings=embeddings,
+            model,
+            windows.fitted,
+            device=device,
+            dtype=dtype,
+            two_streams=correct,
+            embeddings=embeddings,
             extra=windows.extra,
-        )  # fmt: skip
+        )
     profiled = {0, len(model.blocks) // 2, len(model.blocks) - 1} if stream is not None else set()
     for index, block in enumerate(model.blocks):
         with block.on(device, dtype, original=correct and stream is not None):

@@ -76,9 +76,16 @@ def run(out: Path, progress: Callable[[Iterable[Any], str, int], Iterable[Any]] 
         record = quantize(MODEL, folder, recipe, overwrite=True, progress=progress)
         result = _measure(folder, progress)
         yield Row(
-            grid=label, solver=solver, rate=record.rate, bytes=record.bytes, perplexity=result.perplexity,
-            excess=result.nll - original.nll, kl=result.kl or 0.0, seconds=record.seconds, folder=folder,
-        )  # fmt: skip
+            grid=label,
+            solver=solver,
+            rate=record.rate,
+            bytes=record.bytes,
+            perplexity=result.perplexity,
+            excess=result.nll - original.nll,
+            kl=result.kl or 0.0,
+            seconds=record.seconds,
+            folder=folder,
+        )
 
 
 def recipes() -> Iterator[tuple[str, Solver, Recipe]]:

@@ -56,8 +56,11 @@ class Layout(Protocol):
 
 
 FORMATS: dict[str, Any] = {  # of `Layout`
-    "compressed-tensors": compressed_tensors, "gptq": gptq.V1, "gptq_v2": gptq.V2, native.METHOD: native.DEFAULT
-}  # fmt: skip
+    "compressed-tensors": compressed_tensors,
+    "gptq": gptq.V1,
+    "gptq_v2": gptq.V2,
+    native.METHOD: native.DEFAULT,
+}
 
 
 def layout_of(config: Mapping[str, Any]) -> Layout:

@@ -36,11 +36,19 @@ from nearplane.lattice.grid import QuantizedMatrix
 
 BITS = (2, 3, 4, 8)
 FUSED = {  # what vLLM and SGLang call layers that they load as one; they look up the scheme by this name
-    "q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj",
-}  # fmt: skip
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
 BLOCKS_FOUND = (  # lists of blocks that optimum looks for, in this order; it takes the first that begins a name
-    "transformer.h", "model.decoder.layers", "gpt_neox.layers", "model.layers", "model.language_model.layers",
-)  # fmt: skip
+    "transformer.h",
+    "model.decoder.layers",
+    "gpt_neox.layers",
+    "model.layers",
+    "model.language_model.layers",
+)
 GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)  # what gptqmodel's kernels take, besides one step a row
 
 

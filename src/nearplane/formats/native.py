@@ -186,9 +186,13 @@ def contents(matrix: QuantizedMatrix, *, name: str = "matrix") -> Contents:
         part.to("cpu", torch.int32).contiguous().numpy() for part in (matrix.codes, grid.columns, grid.rows)
     )
     return Contents(
-        codes=codes, base=grid.base, columns=columns, column_resolution=grid.column_resolution, rows=rows,
+        codes=codes,
+        base=grid.base,
+        columns=columns,
+        column_resolution=grid.column_resolution,
+        rows=rows,
         row_resolution=grid.row_resolution,
-    )  # fmt: skip
+    )
 
 
 def matrix_of(contents: Contents) -> QuantizedMatrix:

@@ -238,9 +238,18 @@ def sweep_block(
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def _fill(
-    t: Floats, s: float, z: float, table: Table, length: float, cost: Floats,
-    chosen: Floats, parent: Indices, before: Floats, code: Floats, total: Floats,
-) -> None:  # fmt: skip
+    t: Floats,
+    s: float,
+    z: float,
+    table: Table,
+    length: float,
+    cost: Floats,
+    chosen: Floats,
+    parent: Indices,
+    before: Floats,
+    code: Floats,
+    total: Floats,
+) -> None:
     """Fill the places of one row in one column; `code` and `total` (2 beam,) hold the next proposals below and above.
 
     Updates `cost`: what stood there is kept in `before`, as a candidate may propose again.
@@ -277,8 +286,11 @@ def _sweep_rows(start: int, stop: int, block: Block) -> None:
     beam, width = target.shape[1:]
     now, then = np.empty_like(target[0]), np.empty_like(target[0])
     code, total, before, t = (
-        np.empty(2 * beam, W.dtype), np.empty(2 * beam, W.dtype), np.empty(beam, W.dtype), np.empty(beam, W.dtype)
-    )  # fmt: skip
+        np.empty(2 * beam, W.dtype),
+        np.empty(2 * beam, W.dtype),
+        np.empty(beam, W.dtype),
+        np.empty(beam, W.dtype),
+    )
     for row in range(start, stop):
         now[:] = target[row]
         for j in range(width):

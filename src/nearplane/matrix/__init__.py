@@ -50,8 +50,12 @@ def solve_layer(task: Task) -> tuple[QuantizedMatrix, LayerRecord]:
     match task.scheme:
         case RateScheme():
             return quantize_matrix_to_rate(
-                task.W, task.inputs, task.scheme,
-                sensitivity=task.sensitivity, max_loss=task.max_loss, name=task.name,
-            )  # fmt: skip
+                task.W,
+                task.inputs,
+                task.scheme,
+                sensitivity=task.sensitivity,
+                max_loss=task.max_loss,
+                name=task.name,
+            )
         case GridScheme():
             return quantize_matrix(task.W, task.inputs, task.scheme, storage=task.storage, name=task.name)

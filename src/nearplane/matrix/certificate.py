@@ -24,9 +24,17 @@ from nearplane.schemes import GridScheme, Order, RateScheme, Scheme
 
 
 def measure(
-    name: str, W: Tensor, target: Tensor, matrix: QuantizedMatrix, inputs: Inputs, scheme: GridScheme | RateScheme,
-    *, correction: float, base: float | None = None, asked: float | None = None,
-) -> LayerRecord:  # fmt: skip
+    name: str,
+    W: Tensor,
+    target: Tensor,
+    matrix: QuantizedMatrix,
+    inputs: Inputs,
+    scheme: GridScheme | RateScheme,
+    *,
+    correction: float,
+    base: float | None = None,
+    asked: float | None = None,
+) -> LayerRecord:
     """Measure a quantized matrix against its target.
 
     Args:
@@ -62,16 +70,30 @@ def measure(
     bits, group_size, symmetric = scheme.grid_of()
     measured = {field.name: getattr(found, field.name) for field in fields(found) if field.name != "row_losses"}
     return LayerRecord(
-        name=name, out_features=W.shape[0], in_features=W.shape[1], **measured,
-        bits=bits, group_size=group_size, symmetric=symmetric,
+        name=name,
+        out_features=W.shape[0],
+        in_features=W.shape[1],
+        **measured,
+        bits=bits,
+        group_size=group_size,
+        symmetric=symmetric,
         row_losses=tuple(float(f"{float(group.mean()):.9g}") for group in groups),
         limit=None if len(H) > WIDE else limit(float((losses * weight).mean()), energy, inputs.eigenvalues()),
         entropy=entropy(matrix, scheme),
-        asked=asked, base=base, correction=correction, damp=factor.damp, sweep_damp=sweep.damp,
-        extra_loss=extra[0], extra_relative_loss=extra[1], extra_nearest_loss=extra[2],
-        dead=int(factor.dead.sum()), pruned=pruned(inputs, factor.dead), tokens=inputs.moments.tokens, order=scheme.order,
+        asked=asked,
+        base=base,
+        correction=correction,
+        damp=factor.damp,
+        sweep_damp=sweep.damp,
+        extra_loss=extra[0],
+        extra_relative_loss=extra[1],
+        extra_nearest_loss=extra[2],
+        dead=int(factor.dead.sum()),
+        pruned=pruned(inputs, factor.dead),
+        tokens=inputs.moments.tokens,
+        order=scheme.order,
         seconds=0.0,
-    )  # fmt: skip
+    )
 
 
 def pruned(inputs: Inputs, dead: Tensor) -> int | None:
@@ -98,9 +120,12 @@ def profile(name: str, inputs: Inputs, scheme: Scheme, order: Order) -> Profile:
         raise NumericalError(f"{name}, {order} order ({inputs.moments.tokens} tokens): {error}") from error
     picked = torch.linspace(0, len(d) - 1, min(32, len(d)), dtype=torch.float64).round().long()
     return Profile(
-        layer=name, order=order, lengths=tuple(float(f"{x:.6g}") for x in d.cpu()[picked].tolist()),
-        trace=float(d.sum()), spread=0.5 * float(d.mean().log2() - d.log2().mean()),
-    )  # fmt: skip
+        layer=name,
+        order=order,
+        lengths=tuple(float(f"{x:.6g}") for x in d.cpu()[picked].tolist()),
+        trace=float(d.sum()),
+        spread=0.5 * float(d.mean().log2() - d.log2().mean()),
+    )
 
 
 def profiles(name: str, inputs: Inputs, scheme: Scheme) -> Iterator[Profile]:

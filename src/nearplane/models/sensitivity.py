@@ -102,9 +102,14 @@ def _looked_up(
 
 
 def _from_predictions(
-    model: Model, stream: Stream, tokens: tuple[Tensor, ...], hidden: list[Tensor], device: torch.device,
-    dtype: torch.dtype, seed: int,
-) -> tuple[list[Tensor], dict[str, Tensor]]:  # fmt: skip
+    model: Model,
+    stream: Stream,
+    tokens: tuple[Tensor, ...],
+    hidden: list[Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int,
+) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Return the gradients of the log-likelihood of drawn labels by the hidden states behind the last block.
 
     Also, if the head is to be quantized, the sum over tokens of the squares by its outputs.
