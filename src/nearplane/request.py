@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from math import gcd
@@ -24,6 +25,8 @@ from nearplane.readers.dense import left_dense, merged_experts
 from nearplane.readers.loadable import check_loads
 from nearplane.recipe import Recipe
 from nearplane.tokens import Windows
+
+logger = logging.getLogger("nearplane")
 
 
 def check_request(model: Model, recipe: Recipe) -> None:
@@ -65,6 +68,10 @@ def rehearse(model: Model, recipe: Recipe, windows: Windows, device: torch.devic
     """
     if windows.fitted is not None:
         try_blocks(model, windows.fitted, device)
+    if str(recipe.format).startswith("gptq") and (recipe.layers or recipe.allocate == "slope"):
+        logger.warning(
+            "Layers with grids of their own in GPTQ are read by GPTQModel, vLLM and SGLang, not by transformers alone."
+        )
     check_loads(model, recipe, lambda recipe, layers: quantization_config(model, recipe, layers=layers))
 
 

@@ -126,8 +126,9 @@ class GPTQByRule(ByRule):
             listed is not None and not any(name.endswith(entry) for part in listed for entry in part)
         ):
             return None
-        group_size = fields["group_size"]
-        return fields["bits"], None if group_size == -1 else group_size
+        own = next((own for key, own in (fields.get("dynamic") or {}).items() if _matches(key, name)), {})
+        group_size = own.get("group_size", fields["group_size"])
+        return own.get("bits", fields["bits"]), None if group_size == -1 else group_size
 
 
 def reader_by_rule(config: Mapping[str, Any]) -> HfQuantizer:
@@ -145,6 +146,11 @@ def _blocks(fields: Mapping[str, Any], network: nn.Module) -> str:
     if not found:
         raise ValueError("the blocks are not found")
     return found[0]
+
+
+def _matches(key: str, name: str) -> bool:
+    """Return whether a key of `dynamic` gives a module a grid of its own."""
+    return key.startswith("+:") and re.match(key.removeprefix("+:"), name) is not None
 
 
 def _names(entry: str, name: str, module: nn.Module) -> bool:
