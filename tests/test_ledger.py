@@ -97,8 +97,8 @@ def test_what_comes_last_is_solved_again_until_the_limit_is_kept(tiny, tmp_path,
         last = task.name == "model.layers.2.mlp.down_proj"
         if not last:
             return solve_layer(task)
-        told.append(task.scheme.rate)
-        return solve_layer(replace(task, scheme=replace(task.scheme, rate=task.scheme.rate * wrong)))
+        told.append(task.rate)
+        return solve_layer(replace(task, rate=task.rate * wrong))
 
     monkeypatch.setattr(sys.modules["nearplane.quantize"], "solve_layer", biased)
     nearplane.quantize(tiny, tmp_path / "out", size="345KB", **FAST)

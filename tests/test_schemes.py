@@ -159,7 +159,9 @@ def test_keywords_of_layers_change_those_of_all():
     assert own.scheme.beam == 4
     assert Recipe.from_spellings(layers={"a": {"group_size": -1}}).layers[0].scheme.group_size is None
     assert Recipe.from_spellings(rate=2, layers={"v_proj": {"bpw": 5}}).layers[0].scheme == RateScheme(rate=5)
-    assert Recipe.from_spellings(size="1MB", layers={"v_proj": {"rate": 5}}).layers[0].scheme == RateScheme(rate=5)
+
+    other = Recipe.from_spellings(solver="k-best", beam=4, layers={"a": {"solver": "nearest-plane"}}).layers[0].scheme
+    assert (other.solver, other.beam) == ("nearest-plane", None)  # what belongs to the solver of all stays away
 
 
 def test_groups_of_layers_are_settled_with_those_of_all():
@@ -171,7 +173,10 @@ def test_groups_of_layers_are_settled_with_those_of_all():
 @pytest.mark.parametrize(
     ("all_layers", "own", "said"),
     [
-        ({}, {"rate": 3}, "have a RateScheme, the others a GridScheme: no format holds both"),
+        ({}, {"rate": 3}, r"have a rate \(3\), the others bits: no format holds both"),
+        ({"size": "1MB"}, {"rate": 5}, "have a rate of their own, and a size is spread over all layers"),
+        ({"rate": 3}, {"coder": "huffman"}, "have another coder, which is one for a whole run"),
+        ({"bits": 3.5}, {"damp": 0.1}, "a fraction of bits gives every layer a width of its own"),
         ({"rate": 3}, {"bits": 3}, "bits is 3, but entropy-coded weights have no fixed grid"),
         ({}, {"order": "pivoted"}, "have another order, which is one for a whole run"),
         ({}, {"correct": False}, "have another correct"),

@@ -38,7 +38,10 @@ def translated_record(data: dict[str, Any]) -> dict[str, Any]:
     options = recipe.get("rule", {}) | recipe.get("rate", {})
     coded = options.get("rate") is not None or options.get("size") is not None
     kind, other = (RateScheme, GridScheme) if coded else (GridScheme, RateScheme)
-    scheme, removed = {}, dict(data.get("removed", {}))
+    scheme, removed = {}, data.get("removed", {})
+    if not isinstance(removed, dict):
+        raise ValueError(f"removed is {str(removed)[:40]}, expected an object")
+    removed = dict(removed)
     for name, value in options.items():
         if isinstance(value, str) and (name, value) in REMOVED:
             scheme[name], removed[name] = REPLACED[name], value

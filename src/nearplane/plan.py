@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -60,9 +60,7 @@ class Plan:
     _shift: float = 0.0  # bits per weight by which rates differ from those planned, until settled anew
 
     def scheme_of(self, layer: Layer, scheme: GridScheme | RateScheme) -> GridScheme | RateScheme:
-        """Return the scheme with the layer's own width or rate."""
-        if layer.name in self.rates:
-            return replace(scheme, rate=self.rate(layer), size=None)
+        """Return the scheme with the layer's own width."""
         return scheme.with_bits((self.widths or {}).get(layer.name))
 
     def settle(self, bits: float | None = None) -> None:
@@ -127,7 +125,7 @@ def _rates(
         layer.name: each.scheme.rate
         for each in reversed(recipe.layers)
         for layer in model.layers
-        if re.search(each.pattern, layer.name)
+        if each.scheme.rate not in (None, scheme.rate) and re.search(each.pattern, layer.name)
     }
     planned = Plan(
         rates=dict.fromkeys((layer.name for layer in model.layers), budget) | own,

@@ -194,6 +194,7 @@ def tasks(stage: Stage, recipe: Recipe, planned: Plan, storage: torch.dtype) -> 
             W=layer.read(),
             inputs=inputs,
             scheme=planned.scheme_of(layer, scheme),
+            rate=planned.rate(layer) if layer.name in planned.rates else None,
             storage=storage,
             sensitivity=planned.sensitivity.get(layer.name),
             max_loss=recipe.max_loss,

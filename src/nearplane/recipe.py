@@ -82,7 +82,17 @@ class LayerScheme:
                 f"{called} have a {type(own).__name__}, the others a {type(others).__name__}: no format holds both. Give bits "
                 f"for all layers, or a rate."
             )
-        for name in ("order", "correct", "factor", "include_head", "include_embeddings"):
+        if isinstance(getattr(others, "bits", None), float):
+            raise RecipeError(
+                f"{called} have a scheme of their own, and a fraction of bits gives every layer a width of its own: give a whole "
+                f"number of bits, or leave out the layers."
+            )
+        if getattr(others, "size", None) is not None and getattr(own, "rate", None) is not None:
+            raise RecipeError(
+                f"{called} have a rate of their own, and a size is spread over all layers: give a rate in place of the size, or "
+                f"leave out theirs."
+            )
+        for name in ("order", "correct", "factor", "include_head", "include_embeddings", "coder", "rows", "method"):
             if getattr(own, name, None) != getattr(others, name, None):
                 raise RecipeError(f"{called} have another {name}, which is one for a whole run. Leave it out there.")
         if others.solver == "round-to-nearest" != own.solver:
@@ -90,13 +100,12 @@ class LayerScheme:
                 f"{called} are solved by {own.solver}, which needs calibration; the others do without. Give the recipe that "
                 f"solver, and the other layers round-to-nearest."
             )
-        match own:
-            case GridScheme(bits=float(bits)):
-                raise RecipeError(f"{called} have {bits} bits, which no layer can have. Give them a whole number.")
-            case RateScheme(rate=None, size=size):
-                raise RecipeError(
-                    f"{called} have the size {size}, which is that of a whole checkpoint. Give them a rate in bits per weight."
-                )
+        if isinstance(bits := getattr(own, "bits", None), float):
+            raise RecipeError(f"{called} have {bits} bits, which no layer can have. Give them a whole number.")
+        if (size := getattr(own, "size", None)) != getattr(others, "size", None):
+            raise RecipeError(
+                f"{called} have the size {size}, which is that of a whole checkpoint. Give them a rate in bits per weight."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +195,11 @@ class Recipe:
         """
         options = {**chosen(spellings)}
         layers = options.pop("layers", None) or {}
+        if not isinstance(layers, Mapping) or not all(isinstance(own, Mapping) for own in layers.values()):
+            raise RecipeError(
+                f"layers is {str(layers)[:60]!r}; expected patterns and what differs there: {{'down_proj': {{'bits': 4}}}}. A "
+                f"Recipe takes LayerScheme objects."
+            )
         own = {name: options.pop(name) for name in OWN & options.keys()}
         if isinstance(ignored := own.get("ignore", ()), str):
             own["ignore"] = (ignored,)
@@ -193,14 +207,26 @@ class Recipe:
         tokens = {name: options.pop(name) for name in names_of(Calibration) & options.keys()}
         other = tuple(
             LayerScheme(pattern=pattern, scheme=scheme_of(**changed(options, chosen(changes))))
-            for pattern, changes in dict(layers).items()
+            for pattern, changes in layers.items()
         )
         return cls(scheme=scheme_of(**options), calibration=Calibration(**tokens), layers=other, **own)
 
 
 def changed(options: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of layers that have some of their own: a rate of theirs stands for the size of all."""
-    return {**options, **({"size": None} if own.get("rate") is not None else {}), **own}
+    """Return the options of layers that have some of their own; with a solver of theirs, what belongs to the others' stays away.
+
+    Raises:
+        RecipeError: some are entropy-coded and the others on a grid.
+    """
+    coded, theirs = (any(of.get(name) is not None for name in ("rate", "size")) for of in (options, own))
+    if theirs and not coded:
+        raise RecipeError(
+            f"Layers have a rate ({own.get('rate', own.get('size'))}), the others bits: no format holds both. Give bits for all "
+            f"layers, or a rate."
+        )
+    away = {"beam", "polish", "rounds", "sweep_damp"} if "solver" in own else set()
+    away |= {"size"} if own.get("rate") is not None else set()
+    return {name: value for name, value in options.items() if name not in away} | dict(own)
 
 
 OWN = {"format", "ignore", "allocate", "max_loss"}  # fields of a recipe that are no parts

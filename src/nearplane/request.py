@@ -12,6 +12,7 @@ import torch
 
 from nearplane.errors import RecipeError
 from nearplane.formats.folder import layout_for
+from nearplane.formats.gptq import FUSED
 from nearplane.formats.integers import LayerGrid
 from nearplane.lattice.solvers import SOLVERS
 from nearplane.models.ignored import refuse_unmatched
@@ -58,6 +59,23 @@ def check_request(model: Model, recipe: Recipe) -> None:
     if recipe.scheme.factor == "qr" and world() > 1:
         raise RecipeError(f"--factor qr runs on one rank, this run has {world()}. Use --factor cholesky.")
     check_budget(model, recipe)
+    for path, names in _fused_apart(model, recipe).items():
+        logger.warning(
+            f"{' and '.join(names)} of {path} have different grids: vLLM and SGLang, which make one layer of them, do not load "
+            f"that."
+        )
+
+
+def _fused_apart(model: Model, recipe: Recipe) -> dict[str, list[str]]:
+    """Return layers that runtimes fuse and that have grids of their own, by where they are; the first place of all."""
+    together: dict[tuple[str, str], dict[str, object]] = {}
+    for layer in model.layers if recipe.layers else ():
+        path, _, last = layer.name.rpartition(".")
+        scheme = recipe.scheme_of(layer.name)
+        if last in FUSED and scheme is not None:
+            together.setdefault((path, FUSED[last]), {})[last] = scheme.grid_of()
+    apart = [(path, list(own)) for (path, _), own in together.items() if len(set(own.values())) > 1]
+    return dict(apart[:1])
 
 
 def rehearse(model: Model, recipe: Recipe, windows: Windows, device: torch.device) -> None:

@@ -299,7 +299,7 @@ def scheme_of(**options: Any) -> GridScheme | RateScheme:
             f"{min(unknown)} is no option of how layers are quantized; expected one of {', '.join(sorted(names_of(kind)))}. What "
             f"holds for the whole run is given once."
         )
-    for name in options.keys() & (names_of(other) - names_of(kind)):
+    for name in sorted(options.keys() & (names_of(other) - names_of(kind))):
         if options[name] is None:
             continue
         if coded:

@@ -192,7 +192,7 @@ def quantization_config(
     del damp, quantized, version
     targets = {LayerGrid(bits, group_size, symmetric): ["Linear"]}
     if grids:
-        kinds = sorted(set(grids.values()), key=lambda grid: (grid.bits, grid.group_size or 0))
+        kinds = sorted(set(grids.values()), key=lambda grid: (grid.bits, grid.group_size or 0, grid.symmetric))
         targets = {grid: [name for name, own in grids.items() if own == grid] for grid in kinds}
     groups = {
         f"group_{index}": {

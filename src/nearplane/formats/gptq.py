@@ -271,13 +271,13 @@ def _differing(grid: LayerGrid, usual: LayerGrid) -> dict[str, Any]:
 
 
 def _with_fused(grids: Mapping[str, LayerGrid]) -> dict[str, LayerGrid]:
-    """Add the names under which runtimes look up layers that they fuse, which all have the same grid."""
-    fused: dict[str, LayerGrid] = {}
+    """Add the names under which runtimes look up layers that they fuse, where these have the same grid."""
+    fused: dict[str, set[LayerGrid]] = {}
     for name, grid in grids.items():
         path, _, last = name.rpartition(".")
         if last in FUSED:
-            fused.setdefault(f"{path}.{FUSED[last]}", grid)
-    return dict(grids) | {name: grid for name, grid in fused.items() if name not in grids}
+            fused.setdefault(f"{path}.{FUSED[last]}", set()).add(grid)
+    return dict(grids) | {name: min(own) for name, own in fused.items() if name not in grids and len(own) == 1}
 
 
 def _scheme(config: Mapping[str, Any], name: str) -> tuple[int, int | None, bool]:

@@ -26,7 +26,8 @@ class Task:
         name: of the layer, for the record and for errors.
         W: (out, in) weights.
         inputs: what calibration saw, shared by layers with the same input.
-        scheme: the layer's own: bits are a whole number, and what is asked for is a rate.
+        scheme: the layer's own; bits are a whole number.
+        rate: bits per weight that entropy-coded weights are to take; None: that of the scheme.
         storage: dtype in which steps of grids are stored.
         sensitivity: (out,) how much the network minds errors of every output; None: equally.
         max_loss: relative loss that entropy-coded weights may not exceed.
@@ -37,6 +38,7 @@ class Task:
     inputs: Inputs
     scheme: GridScheme | RateScheme
     storage: torch.dtype
+    rate: float | None = None
     sensitivity: Tensor | None = None
     max_loss: float | None = None
 
@@ -53,6 +55,7 @@ def solve_layer(task: Task) -> tuple[QuantizedMatrix, LayerRecord]:
                 task.W,
                 task.inputs,
                 task.scheme,
+                task.rate,
                 sensitivity=task.sensitivity,
                 max_loss=task.max_loss,
                 name=task.name,
