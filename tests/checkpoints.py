@@ -99,7 +99,6 @@ def write_folder(
         group_size=group_size,
         symmetric=symmetric,
         order="natural",
-        static_groups=True,
         damp=0.01,
         ignore=ignore,
         quantized=tuple(linear),
@@ -121,7 +120,6 @@ def write_folder(
                         bits=widths[name],
                         group_size=group_size,
                         symmetric=symmetric,
-                        permuted=False,
                     )
                     dtype = layout.scale_dtype(model.dtype)
                     matrices[name] = rounded(

@@ -41,9 +41,9 @@ def make(
     layout, state = FORMATS[format], model.state_dict()
     linear = [n for n, m in model.named_modules() if type(m) is torch.nn.Linear and n != "lm_head"]
     made = layout.quantization_config(
-        bits=bits, group_size=group_size, symmetric=symmetric, order=order, static_groups=order == "natural", damp=0.01,
+        bits=bits, group_size=group_size, symmetric=symmetric, order=order, damp=0.01,
         ignore=["lm_head"], quantized=linear, version="0",
-    )  # fmt: skip
+    ) | {"desc_act": order != "natural" and group_size is not None}  # fmt: skip
     scales = layout.scale_dtype(model.dtype)
     with tempfile.TemporaryDirectory() as source:
         model.save_pretrained(source)

@@ -191,7 +191,7 @@ def check_layers(model: Model, recipe: Recipe, bits: int | None = None) -> None:
         assert scheme is not None, "ignored layers are not listed"
         width, group_size, symmetric = scheme.with_bits(bits).grid_of()
         FORMATS[str(recipe.format)].check(
-            layer.name, layer.shape, layer.kind, bits=width, group_size=group_size, symmetric=symmetric, permuted=False
+            layer.name, layer.shape, layer.kind, bits=width, group_size=group_size, symmetric=symmetric
         )
 
 

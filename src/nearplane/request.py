@@ -115,7 +115,6 @@ def quantization_config(
         symmetric=symmetric,
         order=scheme.order,
         damp=scheme.damp,
-        static_groups=True,  # runs of neighbours whenever their steps are fitted, so no reader needs g_idx
         ignore=left_dense(model, layers),
         experts=merged_experts(model),
         quantized=quantized,

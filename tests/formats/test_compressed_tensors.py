@@ -31,7 +31,6 @@ def config(bits: int = 4, group_size: int | None = 32, symmetric: bool = True, *
         group_size=group_size,
         symmetric=symmetric,
         order="pivoted",
-        static_groups=True,
         damp="auto",
         ignore=["lm_head"],
         quantized=["a"],
@@ -41,7 +40,7 @@ def config(bits: int = 4, group_size: int | None = 32, symmetric: bool = True, *
 
 
 def check(**changes: Any) -> None:
-    case = {"bits": 4, "group_size": 32, "symmetric": True, "permuted": False, "shape": (64, 352), "kind": "Linear"}
+    case = {"bits": 4, "group_size": 32, "symmetric": True, "shape": (64, 352), "kind": "Linear"}
     layout.check("model.layers.3.mlp.up_proj", **(case | changes))
 
 
@@ -161,7 +160,6 @@ def test_asymmetric_files_are_read_and_the_reason_not_to_write_them_holds(
         ({"symmetric": False}, "transformers 5.23.0", "--format gptq_v2"),
         ({"kind": "Conv1D"}, "is a Conv1D", "--format gptq "),
         ({"kind": "Conv2d"}, "is a Conv2d", "--ignore"),
-        ({"permuted": True}, "actorder=group", "--groups static"),
         ({"bits": 9}, "9 bits", "2 to 8"),
         ({"bits": 1}, "1 bits", "2 to 8"),
         ({"group_size": 128}, "352 inputs", "--group-size"),

@@ -23,7 +23,7 @@ GRID = {"bits": 4, "group_size": 32, "symmetric": True}
 
 
 def config(format: str, **changes: Any) -> dict[str, Any]:
-    rest = {"order": "natural", "static_groups": True, "damp": 0.01, "ignore": [], "quantized": ["a"], "version": "0"}
+    rest = {"order": "natural", "damp": 0.01, "ignore": [], "quantized": ["a"], "version": "0"}
     return FORMATS[format].quantization_config(**(GRID | rest | changes))
 
 

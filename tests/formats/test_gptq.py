@@ -26,7 +26,6 @@ def config(layout: GPTQ, bits: int = 4, group_size: int | None = 32, **changes: 
         "group_size": group_size,
         "symmetric": True,
         "order": "natural",
-        "static_groups": True,
         "damp": 0.01,
         "ignore": ["lm_head"],
         "quantized": [f"{BLOCK}.up_proj"],
@@ -50,8 +49,8 @@ def test_what_is_packed_reads_back_exactly(data: st.DataObject) -> None:
     out, columns = (32, 192) if bits == 3 or group_size else data.draw(st.sampled_from([(33, 172), (1, 1), (32, 64)]))
     matrix = random_matrix(out, columns, bits=bits, group_size=group_size, symmetric=symmetric, permuted=permuted)
     tensors = layout.pack_layer("a", matrix, torch.float16)
-    order = {"order": "activation", "static_groups": not permuted}
-    back = layout.unpack_layer("a", tensors, config(layout, bits, group_size, symmetric=symmetric, **order))
+    made = config(layout, bits, group_size, symmetric=symmetric) | {"desc_act": permuted}  # others write such groups
+    back = layout.unpack_layer("a", tensors, made)
     assert torch.equal(back.codes, matrix.codes)
     assert torch.equal(back.grid.scale, matrix.grid.scale)
     assert torch.equal(back.grid.zero, matrix.grid.zero)
@@ -109,20 +108,10 @@ def test_config_says_what_readers_ask() -> None:
     assert config(V2)["checkpoint_format"] == "gptq_v2"
 
 
-@pytest.mark.parametrize(
-    ("order", "static", "group_size", "expected"),
-    [
-        ("activation", False, 32, True),
-        ("activation", True, 32, False),
-        ("natural", False, 32, False),
-        ("pivoted", False, None, False),
-    ],
-)
-def test_desc_act_is_true_only_where_groups_are_permuted(
-    order: str, static: bool, group_size: int | None, expected: bool
-) -> None:
-    """Readers that see it take slower kernels, or refuse."""
-    assert config(V2, 4, group_size, order=order, static_groups=static)["desc_act"] is expected
+@pytest.mark.parametrize("order", ["natural", "activation", "pivoted"])
+def test_desc_act_is_false_whatever_the_order(order: str) -> None:
+    """Readers that see it take slower kernels, or refuse; groups are runs of neighbours."""
+    assert config(V2, 4, 32, order=order)["desc_act"] is False
 
 
 def test_ignored_layers_of_the_blocks_are_named_to_every_reader() -> None:
@@ -136,7 +125,7 @@ def test_ignored_layers_of_the_blocks_are_named_to_every_reader() -> None:
 
 
 def check(layout: GPTQ, **changes: Any) -> None:
-    case = {"bits": 4, "group_size": 32, "symmetric": True, "permuted": False, "shape": (64, 352), "kind": "Linear"}
+    case = {"bits": 4, "group_size": 32, "symmetric": True, "shape": (64, 352), "kind": "Linear"}
     layout.check(f"{BLOCK}.up_proj", **(case | changes))
 
 
@@ -166,7 +155,6 @@ def test_what_readers_refuse_is_refused_before_any_work(changes: dict[str, Any],
 @pytest.mark.parametrize("kind", ["Linear", "Conv1D"])
 def test_what_readers_take_passes(bits: int, kind: str) -> None:
     check(V1, bits=bits, kind=kind)
-    check(V1, bits=bits, kind=kind, permuted=True)
     check(V2, bits=bits, kind=kind, symmetric=False, group_size=None)
     check(V2, bits=bits, kind=kind, group_size=352)
     if bits != 3:

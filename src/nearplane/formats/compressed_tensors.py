@@ -37,9 +37,7 @@ BITS = (2, 3, 4, 5, 6, 7, 8)
 SCALES = {torch.float16, torch.bfloat16, torch.float32}
 
 
-def check(
-    name: str, shape: tuple[int, int], kind: str, *, bits: int, group_size: int | None, symmetric: bool, permuted: bool
-) -> None:
+def check(name: str, shape: tuple[int, int], kind: str, *, bits: int, group_size: int | None, symmetric: bool) -> None:
     """Refuse a layer that readers of this format cannot load.
 
     Args:
@@ -47,7 +45,6 @@ def check(
         shape: (out, in).
         kind: class of the module: "Linear", "Conv1D", ...
         bits, group_size, symmetric: of its grid.
-        permuted: whether groups are not runs of neighbouring inputs.
 
     Raises:
         RecipeError: with the way out.
@@ -61,11 +58,6 @@ def check(
         raise RecipeError(
             f"{name}: asymmetric weights in compressed-tensors do not load in transformers 5.23.0, which expects their "
             f"packed zero-points in another shape. Use --format gptq_v2, or symmetric weights."
-        )
-    if permuted:
-        raise RecipeError(
-            f"{name}: its groups follow the order of the solver, which transformers refuses in compressed-tensors "
-            f"(actorder=group). Use --groups static, or --format gptq_v2."
         )
     if bits not in BITS:
         raise RecipeError(f"{name}: {bits} bits asked for; compressed-tensors holds 2 to 8.")
@@ -168,7 +160,6 @@ def quantization_config(
     group_size: int | None,
     symmetric: bool,
     order: str,
-    static_groups: bool,
     damp: float | str,
     ignore: Sequence[str],
     quantized: Sequence[str],
@@ -180,7 +171,7 @@ def quantization_config(
 
     Args:
         bits, group_size, symmetric: of every quantized layer.
-        order, static_groups: of the solve; kept for readers of the file, groups are runs of neighbours in any case.
+        order: of the solve; kept for readers of the file, groups are runs of neighbours in any case.
         damp, quantized, version: this format has no place for them.
         ignore: names of *all* modules left alone that are Linear or a subclass of it, in blocks or not ("lm_head"), and
             patterns "re:..." of parts.
@@ -203,7 +194,7 @@ def quantization_config(
                 "symmetric": grid.symmetric,
                 "strategy": "group" if grid.group_size else "channel",
                 "group_size": grid.group_size,
-                "actorder": "static" if order != "natural" and static_groups else None,
+                "actorder": None if order == "natural" else "static",
                 "dynamic": False,
             },
             "input_activations": None,

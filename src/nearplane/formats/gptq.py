@@ -72,14 +72,12 @@ class GPTQ:
         bits: int,
         group_size: int | None,
         symmetric: bool,
-        permuted: bool,
     ) -> None:
         """Refuse a layer that readers of this format cannot load.
 
         Raises:
             RecipeError: with the way out.
         """
-        del permuted  # g_idx holds any grouping
         if kind not in ("Linear", "Conv1D"):
             raise RecipeError(
                 f"{name} is a {kind}; GPTQ holds Linear and Conv1D layers. Leave it as it is with --ignore."
@@ -197,7 +195,6 @@ class GPTQ:
         group_size: int | None,
         symmetric: bool,
         order: str,
-        static_groups: bool,
         damp: float | str,
         ignore: Sequence[str],
         quantized: Sequence[str],
@@ -209,7 +206,7 @@ class GPTQ:
 
         Args:
             bits, group_size, symmetric: of every quantized layer.
-            order, static_groups, damp: of the solve; `desc_act` is true only where groups are not runs of neighbours.
+            order, damp: of the solve; groups are runs of neighbours whatever the order, so that `desc_act` is false.
             ignore: names of modules left alone, and patterns "re:..." of parts; those outside the blocks may be among them.
             quantized: names of all quantized modules.
             version: of nearplane.
@@ -229,13 +226,12 @@ class GPTQ:
             "bits": bits,
             "group_size": group_size or -1,
             "sym": symmetric,
-            "desc_act": order != "natural" and not static_groups and group_size is not None,
+            "desc_act": False,
             "lm_head": False,
             "pack_dtype": "int32",
             "meta": {
                 "quantizer": [f"nearplane:{version}"],
                 "order": order,
-                "static_groups": static_groups,
                 "damp": damp,
             },
         }

@@ -77,14 +77,13 @@ class Native:
         bits: int | None = None,
         group_size: int | None = None,
         symmetric: bool = True,
-        permuted: bool = False,
     ) -> None:
         """Refuse a layer that readers of this format cannot load; grids of a fixed width play no part.
 
         Raises:
             RecipeError: with the way out.
         """
-        del shape, bits, group_size, symmetric, permuted
+        del shape, bits, group_size, symmetric
         if kind not in KINDS:
             raise RecipeError(
                 f"{name} is a {kind}; the nearplane format holds {', '.join(KINDS)}. Use --ignore for it."
@@ -143,7 +142,6 @@ class Native:
         group_size: int | None = None,
         symmetric: bool = True,
         order: str | None = None,
-        static_groups: bool = True,
         damp: float | str | None = None,
         ignore: Sequence[str] = (),
         grids: Mapping[str, LayerGrid] | None = None,
@@ -154,10 +152,10 @@ class Native:
         Args:
             quantized: names in the model of all quantized modules.
             version: of nearplane.
-            bits, group_size, symmetric, order, static_groups, damp, ignore, grids, experts: other formats say them; readers
+            bits, group_size, symmetric, order, damp, ignore, grids, experts: other formats say them; readers
                 of this one need none.
         """
-        del bits, group_size, symmetric, order, static_groups, damp, ignore, grids, experts
+        del bits, group_size, symmetric, order, damp, ignore, grids, experts
         return {
             "quant_method": METHOD,
             "format_version": VERSION,

@@ -147,7 +147,6 @@ def _loads(model: Model, recipe: Recipe, configure: Configure) -> bool:
                 bits=bits,
                 group_size=group_size,
                 symmetric=symmetric,
-                permuted=False,
             )
         found = attempt(model, recipe, configure, model.layers)
         return not found or _read_by_gptqmodel(model, recipe, found)
