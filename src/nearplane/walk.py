@@ -123,14 +123,15 @@ def _through(
     stages: Iterable[Observed], solve: Solve, rest: tuple[str, ...] = (), *, profiled: bool = False
 ) -> Iterator[Done]:
     """Ask for the values of the layers of a block, stage by stage, and write them before the next stage is looked at."""
-    for index, observed in enumerate(stages):
+    first = True
+    for observed in stages:
         inputs = tuple(shared_inputs(observed))
-        stage = Stage(layers=observed.layers, inputs=inputs, first=index == 0, profiled=profiled, rest=rest)
+        stage = Stage(layers=observed.layers, inputs=inputs, first=first, profiled=profiled, rest=rest)
         for layer, values in zip(observed.layers, solve(stage), strict=True):
             if values is not None:
                 layer.write(values)
-        names = tuple(layer.name for layer in observed.layers)
-        del observed, stage, inputs  # moments and factors are as large as a block
+        names, first = tuple(layer.name for layer in observed.layers), False
+        del observed, stage, inputs  # moments and factors are as large as a block, and the next stage makes its own
         yield Done(layers=names)
 
 
