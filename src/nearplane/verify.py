@@ -361,20 +361,18 @@ def _layers(run: _Again, windows: Windows, faults: list[Fault]) -> Iterator[bool
     could: list[bool] = []
 
     def measured(stage: Stage) -> list[Tensor | None]:
+        """Return the values that the files hold of a stage's layers, each measured again."""
         for new in profiles(stage.layers[0].name, stage.inputs[0], run.recipe.scheme) if stage.profiled else ():
             old = told_profiles.pop((new.layer, new.order), None)
             faults.extend(_compare(f"{new.layer}, {new.order} order", new, old, run.tolerance))
-        return [
+        values = [
             _layer(run, layer, inputs, told[layer.name], faults)
             for layer, inputs in zip(stage.layers, stage.inputs, strict=True)
         ]
-
-    def solve(stage: Stage) -> list[Tensor | None]:
-        values = measured(stage)
         could.extend(each is not None for each in values)
         return values
 
-    for done in walk(run.model, run.recipe, windows, solve, device=run.device, moments=planned.moments):
+    for done in walk(run.model, run.recipe, windows, measured, device=run.device, moments=planned.moments):
         yield from could[len(could) - len(done.layers) :]  # none at the end of a block
     for name, order in told_profiles:
         faults.append(Fault(where=f"{name}, {order} order", what="a profile that was not measured"))
