@@ -70,7 +70,8 @@ def quantize(
         format: Of the checkpoint: compressed-tensors (vLLM, transformers; the default), gptq or gptq_v2 (most GPTQ readers), or
             nearplane (entropy-coded; the default with --rate or --size).
         layer: Other options for some layers, as 'down_proj=bits:4' or 'down_proj=bits:8,group_size:32': behind the regular
-            expression what differs there. May be repeated; the first that matches counts.
+            expression what differs there. May be repeated; the first that matches counts. A --rate is then that of the
+            other layers.
         allocate: The same bits for every layer (uniform), or more where the network needs them (slope). Default: slope with --rate,
             --size or a fraction of bits, else uniform.
         max_loss: Relative loss that no layer may exceed. Entropy-coded layers get more bits; layers that exceed it all the same,

@@ -256,9 +256,11 @@ class RunRecord:
     @property
     def missed(self) -> str | None:
         """A sentence if the rate or size asked for was missed by more than 0.5 %."""
-        if self.recipe.scheme.asked is None or self.recipe.layers:
+        if self.recipe.scheme.asked is None:
             return None
         wanted, unit = self.recipe.scheme.asked
+        if unit != "bytes" and self.recipe.layers:  # the rate is that of the layers without one of their own
+            return None
         found = self.folder if unit == "bytes" else self.rate
         if abs(found / wanted - 1) <= 0.005:
             return None
