@@ -21,7 +21,8 @@ PATTERNS = {  # smell: (what a line of it holds, files that are allowed to)
         r"isinstance\(.*\b(Product)?Grid\b|case .*\b(Product)?Grid\(\)", ("lattice/grid.py",)
     ),
     "copies of the rounding formula": (
-        r"np\.rint\(.*\+|/ \w*s\w*(\[.*\])? \+ z\w*(\[.*\])?\)\.round|add_\(zero.*\)\.round", ()
+        r"np\.rint\(position|np\.rint\(.*\+|position\.round\(|"
+        r"/ \w*s\w*(\[.*\])? \+ z\w*(\[.*\])?\)\.round|add_\(zero.*\)\.round", ()
     ),
     "fmt: skip": (r"#\s*fmt: skip", ()),
 }  # fmt: skip

@@ -144,9 +144,7 @@ class GridScheme(Scheme):
             kept. Default: 2.
     """
 
-    bits: float = (
-        4  # a whole number is an int: not `int | float`, of which command lines would take the first that fits
-    )
+    bits: float = 4  # an int where it is whole; not `int | float`, of which command lines take the first that fits
     group_size: int | Literal["auto"] | None = "auto"
     symmetric: bool = True
     scale: Scale = "mse"
