@@ -68,10 +68,10 @@ class Curve:
         """
         logs = [math.log2(max(loss, 1e-12)) for loss in self.losses]
         if rate >= self.rates[-1]:
-            return 2.0 ** (logs[-1] - 2 * (rate - self.rates[-1]))
+            return float(2.0 ** (logs[-1] - 2 * (rate - self.rates[-1])))
         if rate < self.rates[0]:
             first = -2.0 if len(logs) == 1 else min(-2.0, (logs[1] - logs[0]) / (self.rates[1] - self.rates[0]))
-            return 2.0 ** (logs[0] + first * (rate - self.rates[0]))
+            return float(2.0 ** (logs[0] + first * (rate - self.rates[0])))
         return float(2.0 ** np.interp(rate, self.rates, logs))
 
 
@@ -298,7 +298,12 @@ def probe(
             before = list(stream.quantized[:batches])
             after = [stream.forward(block, block.quantized, i, x) for i, x in enumerate(before)]
 
-            def onward(difference: Sequence[Tensor | float], block=block, before=before, after=after) -> list[Tensor]:
+            def onward(
+                difference: Sequence[Tensor | float],
+                block: Block = block,
+                before: Sequence[Tensor] = before,
+                after: Sequence[Tensor] = after,
+            ) -> list[Tensor]:
                 """Return the differences behind the block, as it now is, that come of differences before it."""
                 return [
                     (stream.forward(block, block.quantized, i, x + _wide(d, x)) - y).to(torch.bfloat16)

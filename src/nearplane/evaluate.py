@@ -194,7 +194,8 @@ def _exp(nats: float) -> float:
 @torch.inference_mode()
 def log_probabilities(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """Return (windows, seqlen - 1, vocabulary) float32 log-probabilities of every next token of `tokens` (windows, seqlen)."""
-    return model(tokens, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+    logits: Tensor = model(tokens, use_cache=False).logits
+    return logits[:, :-1].float().log_softmax(-1)
 
 
 def load_dense(

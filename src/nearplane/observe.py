@@ -100,9 +100,9 @@ def _observed(
         raise unreached(names)
     sums = (
         ("quantized", total.H),
-        ("quantized", extra and extra.H),
+        ("quantized", None if extra is None else extra.H),
         ("original", total.C),
-        ("original", extra and extra.Q),
+        ("original", None if extra is None else extra.Q),
     )
     for which, tensor in (*sums, *(("original", S) for S in total.S.values())):
         if tensor is not None and not torch.isfinite(tensor).all():

@@ -122,10 +122,11 @@ def _rates(
     """Give every layer a rate, more where the network needs it; `--rate` on average."""
     budget = budget_of(model, recipe, scheme)
     own = {
-        layer.name: each.scheme.rate
+        layer.name: asked[0]
         for each in reversed(recipe.layers)
+        if (asked := each.scheme.asked) is not None and asked != scheme.asked
         for layer in model.layers
-        if each.scheme.rate not in (None, scheme.rate) and re.search(each.pattern, layer.name)
+        if re.search(each.pattern, layer.name)
     }
     planned = Plan(
         rates=dict.fromkeys((layer.name for layer in model.layers), budget) | own,

@@ -100,9 +100,11 @@ def quantization_config(
     layers = model.layers if layers is None else layers
     scheme = recipe.scheme
     bits, group_size, symmetric = scheme.grid_of()
-    grids = {
-        layer.name: recipe.scheme_of(layer.name).with_bits((widths or {}).get(layer.name)).grid_of() for layer in layers
-    }
+    grids: dict[str, tuple[Any, ...]] = {}
+    for layer in layers:
+        of_layer = recipe.scheme_of(layer.name)
+        assert of_layer is not None, "ignored layers are not listed"
+        grids[layer.name] = of_layer.with_bits((widths or {}).get(layer.name)).grid_of()
     own = {}
     if widths or len(set(grids.values())) > 1:  # by both names, where they differ
         stored = {model.written_name(name): grid for name, grid in grids.items()}

@@ -100,9 +100,8 @@ class Scheme:
         """Whether input embeddings and head are quantized too."""
         return False, False
 
-    def grid_of(self, bits: int | None = None) -> tuple[float | None, int | Literal["auto"] | None, bool | None]:
-        """Return bits, group size and symmetry that the record of a layer of that width must show; None where there is no grid."""
-        del bits
+    def grid_of(self) -> tuple[float | None, int | Literal["auto"] | None, bool | None]:
+        """Return bits, group size and symmetry, as the record of a layer shows them; None where there is no grid."""
         return None, None, None
 
     def with_bits(self, bits: int | None) -> Self:
@@ -184,9 +183,9 @@ class GridScheme(Scheme):
         side = 16 + (0 if self.symmetric else self.bits)
         return self.bits + (side / self.group_size if isinstance(self.group_size, int) else 0.0)
 
-    def grid_of(self, bits: int | None = None) -> tuple[float | None, int | Literal["auto"] | None, bool | None]:
-        """Return what the record of a layer must show: its own width only where widths differ."""
-        return (bits if isinstance(self.bits, float) and bits else self.bits), self.group_size, self.symmetric
+    def grid_of(self) -> tuple[float | None, int | Literal["auto"] | None, bool | None]:
+        """Return bits, group size and symmetry, as the record of a layer shows them."""
+        return self.bits, self.group_size, self.symmetric
 
     def with_bits(self, bits: int | None) -> Self:
         """Return the scheme of a layer whose codes have so many bits."""

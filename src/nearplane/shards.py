@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -45,7 +46,7 @@ NAMES = {  # of dtypes in safetensors, for those that are checked
 
 def checksum(tensor: Tensor) -> str:
     """Return the CRC-32 of "DTYPE SIZE SIZE ..." and the bytes of a contiguous tensor on the CPU, as 8 hexadecimal digits."""
-    content = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    content = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
     return f"{zlib.crc32(content, zlib.crc32(about(tensor).encode())):08x}"
 
 
@@ -220,6 +221,7 @@ def _read_index(path: Path) -> tuple[list[str], dict[str, str] | None]:
     for part, found in (("weight_map", shards), ("checksums", {} if sums is None else sums)):
         if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
             raise ModelError(f"{path}: {part} is not an object that maps names to text. {expected}.")
+    assert isinstance(shards, dict), "was looked at"
     names = sorted(set(shards.values()))
     if not names:
         raise ModelError(f"{path}: weight_map names no file. {expected}.")
@@ -247,7 +249,7 @@ class _opened:  # noqa: N801  (a context manager used like a function)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path} is not a readable safetensors file ({error}). Fetch it again.") from error
 
-    def __enter__(self) -> safe_open:
+    def __enter__(self) -> Any:
         return self.file.__enter__()
 
     def __exit__(self, *error: object) -> None:

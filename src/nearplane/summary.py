@@ -105,6 +105,7 @@ def layer_table(record: RunRecord) -> tuple[list[str], tuple[str, ...], Iterator
         )
     if any(layer.worst_case and layer.clipped_rows for layer in record.layers):
         after.insert(0, "* some rows clip: for them the worst case does not hold")
+    columns: tuple[str, ...]
     if not coded:
         columns = (
             "layer",

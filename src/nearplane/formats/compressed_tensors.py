@@ -29,7 +29,7 @@ from nearplane.formats.integers import (
     object_of,
     truth_of,
 )
-from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.lattice.grid import Grid, QuantizedMatrix
 
 KEY = "weight_packed"  # the tensor that every quantized layer has
 SUFFIXES = (KEY, "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
@@ -73,7 +73,7 @@ def scale_dtype(model_dtype: torch.dtype) -> torch.dtype:
     return model_dtype if model_dtype in SCALES else torch.float32
 
 
-def pack_layer(name: str, matrix: QuantizedMatrix, dtype: torch.dtype) -> dict[str, Tensor]:
+def pack_layer(name: str, matrix: QuantizedMatrix[Grid], dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the tensors of one layer.
 
     Args:
@@ -229,7 +229,9 @@ def _module_pattern(name: str) -> str:
 
 def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return the scheme of a layer: of several, the one that targets its name, else a pattern of it, else its class."""
-    schemes = list(object_of("compressed-tensors: config_groups", config.get("config_groups")).values())
+    schemes: list[Mapping[str, Any]] = list(
+        object_of("compressed-tensors: config_groups", config.get("config_groups")).values()
+    )
     if not schemes or not all(isinstance(scheme, Mapping) for scheme in schemes):
         raise FormatError(
             f"compressed-tensors: config_groups has {len(schemes)} schemes; one or more, spelled out, are understood."

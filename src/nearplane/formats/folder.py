@@ -32,9 +32,10 @@ from nearplane.shards import INCOMPLETE, INDEX, ShardReader, ShardWriter, about,
 class Layout(Protocol):
     """What a format offers; modules and frozen objects both do."""
 
-    KEY: str
-    SUFFIXES: tuple[str, ...]
-
+    @property
+    def KEY(self) -> str: ...  # noqa: N802  (a constant of modules)
+    @property
+    def SUFFIXES(self) -> tuple[str, ...]: ...  # noqa: N802
     def check(
         self,
         name: str,
@@ -46,12 +47,17 @@ class Layout(Protocol):
         symmetric: bool,
     ) -> None: ...
     def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype: ...
-    def pack_layer(self, name: str, matrix: QuantizedMatrix, dtype: torch.dtype) -> dict[str, Tensor]: ...
+    def pack_layer(self, name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]: ...
+    def shape_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]: ...
+    def unpack_layer(self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> QuantizedMatrix: ...
+
+
+class GridLayout(Layout, Protocol):
+    """What a format of grids offers beside: its tensors' shapes follow from the grid alone."""
+
     def empty(
         self, name: str, shape: tuple[int, int], *, bits: int, group_size: int | None, dtype: torch.dtype
     ) -> dict[str, Tensor]: ...
-    def shape_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]: ...
-    def unpack_layer(self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> QuantizedMatrix: ...
 
 
 FORMATS: dict[str, Any] = {  # of `Layout`
@@ -143,7 +149,7 @@ def written(tensors: Mapping[str, Tensor]) -> Written:
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {about(tensor)}\n".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return Written(bytes=sum(tensor.nbytes for tensor in tensors.values()), checksum=digest.hexdigest())
 
 

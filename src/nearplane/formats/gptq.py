@@ -32,7 +32,7 @@ from nearplane.formats.integers import (
     object_of,
     truth_of,
 )
-from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.lattice.grid import Grid, QuantizedMatrix
 
 BITS = (2, 3, 4, 8)
 FUSED = {  # what vLLM and SGLang call layers that they load as one; they look up the scheme by this name
@@ -111,7 +111,7 @@ class GPTQ:
         del model_dtype
         return torch.float16
 
-    def pack_layer(self, name: str, matrix: QuantizedMatrix, dtype: torch.dtype) -> dict[str, Tensor]:
+    def pack_layer(self, name: str, matrix: QuantizedMatrix[Grid], dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the tensors of one layer.
 
         Raises:

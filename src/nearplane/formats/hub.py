@@ -89,11 +89,8 @@ def load(
         raise RecipeError(f"dtype is {dtype!r}; expected auto, or one of torch: float32, float16, bfloat16.")
     folder = find_folder(str(source), trust_remote_code=trust_remote_code)
     method = (quantization_of(folder) or {}).get("quant_method")
-    code = {"trust_remote_code": trust_remote_code}
-    if method in DECODED and not (method in PACKAGES and all(map(find_spec, PACKAGES[method]))):
-        model = dense_network(folder, dtype=dtype, **code)
-    else:
-        model = network_of(folder, dtype=dtype, **code)
+    dense = method in DECODED and not (method in PACKAGES and all(map(find_spec, PACKAGES[method])))
+    model = (dense_network if dense else network_of)(folder, dtype=dtype, trust_remote_code=trust_remote_code)
     if not packed and isinstance(getattr(model, "hf_quantizer", None), NearplaneQuantizer):
         model = model.dequantize(model.dtype)
     if device == "auto":
@@ -268,7 +265,8 @@ class NearplaneQuantizer(HfQuantizer):
                 values = values.T.contiguous()
             else:
                 dense = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-            dense.weight, dense.bias = nn.Parameter(values, requires_grad=False), module.bias
+            dense.register_parameter("weight", nn.Parameter(values, requires_grad=False))
+            dense.register_parameter("bias", module.bias)
             model.set_submodule(place.name, dense.eval())
         return model if dtype is None else model.to(dtype)
 

@@ -140,7 +140,7 @@ def corrected(W: Tensor, inputs: Inputs, scheme: Scheme) -> tuple[Tensor, float]
     """
     moments = inputs.moments
     held_out, factor = moments.held_out, inputs.factor(scheme.order, scheme.damp)
-    if not scheme.correct or moments.C is None or held_out is None:
+    if not scheme.correct or moments.C is None or held_out is None or held_out.C is None:
         return W.masked_fill(factor.dead, 0), 0.0
     lost = mismatch(W, moments.H, moments.C, moments.S)
     lost_held_out = mismatch(W, held_out.H, held_out.C, held_out.S)

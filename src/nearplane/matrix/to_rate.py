@@ -27,7 +27,7 @@ from nearplane.matrix.certificate import measure
 from nearplane.matrix.inputs import Inputs, corrected, lattice_problem
 from nearplane.matrix.on_grid import rounded
 from nearplane.record import LayerRecord
-from nearplane.schemes import RateScheme
+from nearplane.schemes import RateScheme, Solver
 
 TOLERANCE = 0.002  # of the rate asked for: what the search is content with
 SEARCHED_ROWS = 256  # where a matrix has many more
@@ -191,7 +191,7 @@ def search(T: Tensor, inputs: Inputs, scheme: RateScheme, rate: float, rows: Pro
 
     By a sweep, and only from there by a solver that costs more.
     """
-    nothing = "round-to-nearest" if scheme.solver == "round-to-nearest" else "nearest-plane"
+    nothing: Solver = "round-to-nearest" if scheme.solver == "round-to-nearest" else "nearest-plane"
     cheap = Search.of(T, inputs, replace(scheme, solver=nothing, beam=None), rows)
     x, out = cheap.first_step(rate), len(T)
     if out > 2 * SEARCHED_ROWS:

@@ -8,15 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from nearplane.errors import CalibrationError, ModelError
 from nearplane.models.data import check_vocabulary
-from nearplane.models.model import Block, Model
+from nearplane.models.model import ABSENT, Block, Model
 from nearplane.models.watch import Stop, same, stop, until_stopped
 
 
@@ -57,15 +59,17 @@ class Stream:
         self.calls, self.ahead, self.extra = calls, False, extra
         self.sizes = [len(x) for x in hidden]
 
-    def forward(self, block: Block, module: nn.Module, batch: int, hidden: Tensor) -> Tensor:
+    def forward(self, block: Block, module: nn.Module | None, batch: int, hidden: Tensor) -> Tensor:
         """Run a copy of a block on one batch and return the hidden states that come out."""
+        assert module is not None, ABSENT
         call = self.calls[block.name][batch]
         hidden = hidden.clone()  # a block may work in place
         if call.positional:
             output = module(hidden, *call.args, **call.kwargs)
         else:
             output = module(hidden_states=hidden, **call.kwargs)
-        return output[0] if isinstance(output, tuple) else output
+        states: Tensor = output[0] if isinstance(output, tuple) else output
+        return states
 
     @torch.no_grad()
     def advance(self, block: Block) -> None:
@@ -157,7 +161,7 @@ def finish(model: Model, stream: Stream, tokens: Tensor, *, device: torch.device
         for states in (stream.quantized, stream.original or []):
             for batch, (part, hidden) in enumerate(zip(tokens.split(stream.sizes), states, strict=False)):
                 end.given = hidden
-                until_stopped(lambda part=part, hidden=hidden: network(part.to(hidden.device), use_cache=False))
+                until_stopped(partial(network, part.to(hidden.device), use_cache=False))
                 states[batch] = entered.pop()
 
 
@@ -178,7 +182,8 @@ def readout(
 
         def logits(tokens: Tensor, hidden: Tensor) -> Tensor:
             end.given = hidden
-            return network(tokens.to(hidden.device), use_cache=False).logits
+            found: Tensor = network(tokens.to(hidden.device), use_cache=False).logits
+            return found
 
         yield logits
 
@@ -186,7 +191,7 @@ def readout(
 @contextmanager
 def _behind(
     model: Model, stream: Stream, device: torch.device, dtype: torch.dtype, *, head: bool
-) -> Iterator[tuple[nn.Module, _End]]:
+) -> Iterator[tuple[PreTrainedModel, _End]]:
     """Hold what follows the last block in memory: the network, and what to give the hidden states to."""
     end = _End(model.blocks[-1].empty, stream.extra)
     between = [_End(block.empty, stream.extra) for block in model.blocks[:-1]]
@@ -211,7 +216,7 @@ class _Tape:
         self.hidden, self.calls = [], {name: [] for name in self._names}
         for part in parts:
             self.begin()
-            until_stopped(lambda part=part: network(part.to(device), use_cache=False))
+            until_stopped(partial(network, part.to(device), use_cache=False))
             self.check()
         return self.hidden
 
@@ -232,7 +237,7 @@ class _Tape:
         name = self._names[index]
         if index != self._next:
             raise ModelError(f"{name} runs out of turn: nearplane needs blocks that run once each, in order.")
-        if index and not same(hidden, self._current):
+        if self._current is not None and not same(hidden, self._current):
             raise ModelError(f"The model changes hidden states before {name}: it cannot be run block by block.")
         if not index:
             self.hidden.append(hidden)

@@ -99,14 +99,16 @@ def seen(
     Raises:
         CalibrationError: a layer sees different tokens in the two networks.
     """
-    assert not correct or (stream.original is not None and not stream.ahead), "correction needs the original stream"
+    states = stream.original if correct else None
+    assert not correct or (states is not None and not stream.ahead), "correction needs the original stream"
     look = _Look(block, groups, stream, residual=correct and residual)
     for batch in range(len(stream.sizes)):
         original = None
-        if correct:
-            original, output = look(block.original, batch, stream.original[batch], to_the_end=last)
+        if states is not None:
+            original, output = look(block.original, batch, states[batch], to_the_end=last)
             if last:
-                stream.original[batch] = finite(output, block)
+                assert output is not None, "runs to the end"
+                states[batch] = finite(output, block)
         quantized, _ = look(block.quantized, batch, stream.quantized[batch])
         yield [
             _rows(group[0].name, now, None if original is None else original[index])
@@ -167,7 +169,7 @@ class _Look:
         self.adding = {layer.name for group in groups for layer in group if layer.adds} if residual else set()
 
     def __call__(
-        self, module: nn.Module, batch: int, hidden: Tensor, *, to_the_end: bool = False
+        self, module: nn.Module | None, batch: int, hidden: Tensor, *, to_the_end: bool = False
     ) -> tuple[list[_Seen], Tensor | None]:
         seen = [_Seen(inputs=group[0].shape[1]) for group in self.groups]
         here = {layer.name: layer for layer in self.block.layers_of(module)}

@@ -162,7 +162,7 @@ class Weights:
             if not empty:
                 continue
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers leaves these alone
+                tensor._is_hf_initialized = True  # transformers leaves these alone
             for name, buffer in empty.items():
                 module._buffers[name] = torch.zeros_like(buffer, device=device)
             with guard_torch_init_functions():

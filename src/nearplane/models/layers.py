@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,9 +43,16 @@ class Layer:
     calls: int = 1
     adds: bool = False
 
+    @property
+    def weight(self) -> Tensor:
+        """The parameter itself, as the module stores it."""
+        stored = self.module.weight
+        assert isinstance(stored, Tensor)
+        return stored
+
     def read(self) -> Tensor:
         """Return the weights in memory of their own: (out, in) float32, or float64 if the module is."""
-        stored = self.module.weight.detach()
+        stored = self.weight.detach()
         wide = torch.float64 if stored.dtype == torch.float64 else torch.float32
         match self.kind:
             case "Linear" | "Embedding":
@@ -58,7 +65,7 @@ class Layer:
 
     def write(self, values: Tensor) -> None:
         """Put (out, in) `values` in the module, in its own dtype."""
-        stored = self.module.weight.data
+        stored = self.weight.data
         match self.kind:
             case "Linear" | "Embedding":
                 stored.copy_(values)
@@ -71,7 +78,7 @@ class Layer:
         """Return the rows that the matrix multiplies when the module is given `x`: (tokens, in), in its order."""
         if self.kind != "Conv2d":
             return x.reshape(-1, x.shape[-1])
-        conv = self.module
+        conv: Any = self.module
         patches = nn.functional.unfold(x, conv.kernel_size, conv.dilation, conv.padding, conv.stride)
         return patches.transpose(1, 2).reshape(-1, self.shape[1])  # patches: (images, in, places)
 
@@ -82,13 +89,13 @@ class Layer:
 
 def as_layer(name: str, module: nn.Module) -> Layer | None:
     """View a module as one matrix; None if it is of no type that is handled. Subclasses (routers) are not."""
-    weight = getattr(module, "weight", None)
-    kind = type(module)
+    kind, conv = type(module), cast(Any, module)
+    weight: Any = getattr(module, "weight", None)
     if kind is nn.Linear:
         return Layer(name=name, kind="Linear", shape=tuple(weight.shape), module=module)
     if kind is Conv1D:
         return Layer(name=name, kind="Conv1D", shape=tuple(weight.shape[::-1]), module=module)
-    if kind is nn.Conv2d and (module.groups, module.padding_mode, type(module.padding)) == (1, "zeros", tuple):
+    if kind is nn.Conv2d and (conv.groups, conv.padding_mode, type(conv.padding)) == (1, "zeros", tuple):
         return Layer(name=name, kind="Conv2d", shape=(weight.shape[0], weight[0].numel()), module=module)
     return None
 
@@ -148,7 +155,9 @@ def find_ends(
         if asked and any(re.search(pattern, each) for pattern in ignore for each in called):
             left.append((name, IGNORED))
         elif asked and isinstance(module, nn.Embedding):  # subclasses scale what was looked up
-            layer = Layer(name=name, kind="Embedding", shape=tuple(module.weight.shape), module=module)
+            layer = Layer(
+                name=name, kind="Embedding", shape=(module.num_embeddings, module.embedding_dim), module=module
+            )
         elif asked and (module is None or (layer := as_layer(name, module)) is None):
             left.append((name or "head", f"{type(module).__name__} {NOT_HANDLED}"))
         found.append(layer)

@@ -27,6 +27,7 @@ from nearplane.pretrained import empty_network, find_folder, tokenizer_of
 from nearplane.shards import ShardReader
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+ABSENT = "a block is in memory only within `with block.on(...)`, its original only where asked for"
 
 
 def open_model(
@@ -129,7 +130,7 @@ class Model:
             self.ignored += [layer for layer, reason in left if reason == IGNORED]
         first, last, left = find_ends(network, ignore, embeddings=embeddings, head=head)
         self.embeddings, self.head = (
-            layer and Block(self, layer.name, layer.module, [layer]) for layer in (first, last)
+            None if layer is None else Block(self, layer.name, layer.module, [layer]) for layer in (first, last)
         )
         outputs = network.get_output_embeddings()
         self.tied = outputs is not None and outputs.weight is network.get_input_embeddings().weight
@@ -242,14 +243,14 @@ class Block:
                     module.to("meta")  # whoever still holds a layer holds no memory
             self.original = self.quantized = None
 
-    def layers_of(self, module: nn.Module) -> list[Layer]:
+    def layers_of(self, module: nn.Module | None) -> list[Layer]:
         """Return the layers, bound to a copy of the block."""
+        assert module is not None, ABSENT
         start = len(self.name) + 1  # a block may be a layer itself
         return [layer.bound(module.get_submodule(layer.name[start:])) for layer in self.layers]
 
     def quantized_layers(self) -> list[Layer]:
         """Return the layers, bound to the copy whose weights are being replaced."""
-        assert self.quantized is not None, "the block is in memory only within `with block.on(...)`"
         return self.layers_of(self.quantized)
 
 

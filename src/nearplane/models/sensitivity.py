@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from nearplane.errors import CalibrationError
 from nearplane.models.activations import Stream, finish, finite, readout, skeleton
 from nearplane.models.layers import Layer
-from nearplane.models.model import Block, Model
+from nearplane.models.model import ABSENT, Block, Model
 
 MOST_TOKENS, LEAST_TOKENS = 16384, 4096
 
@@ -78,7 +78,10 @@ def sensitivity(
         vocabulary = model.embeddings.layers[0].shape[0]
         often = tokens.flatten().cpu().bincount(minlength=vocabulary) + 1
         found[model.embeddings.name] = (often / (tokens.numel() + vocabulary)).to(device)
-    G = second_moment(gradients) * _looked_up(model, stream.quantized, windows.split(batch), device, dtype) ** 2
+    G = (
+        second_moment(gradients)
+        * _looked_up(model.embeddings, stream.quantized, windows.split(batch), device, dtype) ** 2
+    )
     if model.tied:
         finish(model, Stream(behind, {}, two_streams=False, extra=stream.extra), windows, device=device, dtype=dtype)
         G += second_moment(behind)
@@ -88,14 +91,17 @@ def sensitivity(
 def second_moment(states: Sequence[Tensor]) -> Tensor:
     """Return (hidden, hidden) float64 `E[x x^T]` over all tokens of batches (windows, seqlen, hidden)."""
     rows = [x.flatten(0, 1).double() for x in states]
-    return sum(x.T @ x for x in rows) / sum(len(x) for x in rows)
+    total = torch.zeros(rows[0].shape[1], rows[0].shape[1], dtype=torch.float64, device=rows[0].device)
+    for x in rows:
+        total += x.T @ x
+    return total / sum(len(x) for x in rows)
 
 
 def _looked_up(
-    model: Model, hidden: Sequence[Tensor], tokens: Sequence[Tensor], device: torch.device, dtype: torch.dtype
+    embeddings: Block, hidden: Sequence[Tensor], tokens: Sequence[Tensor], device: torch.device, dtype: torch.dtype
 ) -> float:
     """Return the factor that some networks put on the embeddings that enter the first block."""
-    with model.embeddings.on(device, dtype, original=False) as block:
+    with embeddings.on(device, dtype, original=False) as block:
         rows = block.quantized_layers()[0].read()
         pairs = [(rows[part.to(device)], x.to(rows)) for part, x in zip(tokens, hidden, strict=True)]
     return float(sum((row * x).sum() for row, x in pairs) / sum(row.square().sum() for row, _ in pairs))
@@ -150,7 +156,7 @@ def _back(
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Take gradients from behind a block to before it; also the sum over tokens of the squares by layer outputs."""
     module = block.quantized
-    assert module is not None, "the block is in memory only within `with block.on(...)`"
+    assert module is not None, ABSENT
     sums: dict[str, Tensor] = {}
 
     def watch(layer: Layer) -> torch.utils.hooks.RemovableHandle:

@@ -76,7 +76,7 @@ def attempt(model: Model, recipe: Recipe, configure: Configure, layers: Sequence
 def _read_by_gptqmodel(model: Model, recipe: Recipe, found: Sequence[Fault]) -> bool:
     """Return whether GPTQ's own program reads what transformers does not."""
     known = model.config.model_type in GPTQMODEL_ALONE
-    return recipe.format.startswith("gptq") and known and all(fault.late for fault in found)
+    return str(recipe.format).startswith("gptq") and known and all(fault.late for fault in found)
 
 
 def tensors_of(model: Model, recipe: Recipe, layers: Sequence[Layer]) -> dict[str, Tensor]:
@@ -88,7 +88,7 @@ def tensors_of(model: Model, recipe: Recipe, layers: Sequence[Layer]) -> dict[st
         for name in reader.names()
         if name not in quantized
     }
-    layout = FORMATS[recipe.format]
+    layout = FORMATS[str(recipe.format)]
     for layer in layers:
         scheme = recipe.scheme_of(layer.name)
         assert scheme is not None, "ignored layers are not listed"
@@ -120,7 +120,8 @@ def _pattern(model: Model, layer: Layer) -> str:
 
 def _left_out(model: Model, recipe: Recipe, configure: Configure, found: Sequence[Fault]) -> list[str]:
     """Return patterns of layers without which all others load; none if there are no such."""
-    layers, patterns = model.layers, []
+    layers = model.layers
+    patterns: list[str] = []
     for _ in range(ATTEMPTS):
         blamed = {_pattern(model, layer): None for fault in found if (layer := _blamed(fault, layers))}
         layers = [layer for layer in layers if not any(re.search(pattern, layer.name) for pattern in blamed)]
@@ -140,7 +141,7 @@ def _loads(model: Model, recipe: Recipe, configure: Configure) -> bool:
             scheme = recipe.scheme_of(layer.name)
             assert scheme is not None, "ignored layers are not listed"
             bits, group_size, symmetric = scheme.grid_of()
-            FORMATS[recipe.format].check(
+            FORMATS[str(recipe.format)].check(
                 layer.name,
                 layer.shape,
                 layer.kind,

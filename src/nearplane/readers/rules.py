@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from nearplane.formats.folder import layout_of
+from nearplane.formats.folder import GridLayout, layout_of
 from nearplane.formats.gptq import BLOCKS_FOUND
 
 FP8 = ("float", 8)
@@ -43,7 +43,7 @@ class ByRule(HfQuantizer):
         raise NotImplementedError
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        layout = layout_of(self.quantization_config.fields)
+        layout = cast(GridLayout, layout_of(self.quantization_config.fields))
         chosen = {name: self.takes(model, name, module) for name, module in model.named_modules()}
         for name, grid in chosen.items():
             if grid is None:
@@ -126,7 +126,9 @@ class GPTQByRule(ByRule):
             listed is not None and not any(name.endswith(entry) for part in listed for entry in part)
         ):
             return None
-        own = next((own for key, own in (fields.get("dynamic") or {}).items() if _matches(key, name)), {})
+        own: Mapping[str, Any] = next(
+            (own for key, own in (fields.get("dynamic") or {}).items() if _matches(key, name)), {}
+        )
         group_size = own.get("group_size", fields["group_size"])
         return own.get("bits", fields["bits"]), None if group_size == -1 else group_size
 
