@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields, replace
 import pytest
 
 from nearplane import FormatError, GridScheme, RateScheme, Recipe
-from nearplane.record import LayerRecord, Profile, RunRecord, digest_of, read_record, row_groups
+from nearplane.record import LayerRecord, Products, Profile, RunRecord, digest_of, read_record, row_groups
 
 LAYER = LayerRecord(
     name="model.layers.0.mlp.up_proj", out_features=8, in_features=16, loss=0.5, row_losses=(0.5, 1e-07), sweep_damp=0.1,
@@ -20,6 +20,7 @@ PROFILE = Profile(layer=LAYER.name, order="pivoted", lengths=(4.0, 2.5e-07), tra
 RUN = RunRecord(
     recipe=Recipe(scheme=GridScheme(bits=3), ignore=("head",)), source="somewhere", versions={"torch": "2"},
     device="cpu", windows=2,
+    products=Products(library="onednn", seconds={"default": 0.2, "onednn": 0.1}, errors={"default": 3e-7, "onednn": 5e-7}),
     seqlen=256, tokens=512, text=64 * "b", layers=(LAYER, LAYER), profiles=(PROFILE,), files={"config.json": 64 * "c"},
     skipped=(("router", "Router"),), seconds=1.5, bytes=4096,
 )  # fmt: skip
@@ -113,6 +114,8 @@ WRONG = {  # JSON that is not what an annotation says
     "int | None": ["3", 2.5, True, []],
     "float | None": ["x", True, float("nan"), float("inf"), {}],
     "tuple[float, ...]": [None, 0.5, ["a"], [None], [float("nan")], [[0.5]], {}],
+    "Products | None": [3, [], "mkl", {}, {"library": "mkl"}, {"library": 1, "seconds": {}, "errors": {}},
+                        {"seconds": {"onednn": "fast"}, "errors": {}}],
     "dict[str, str]": [None, [], {"a": 1}, {"a": None}, "a"],
     "tuple[tuple[str, str], ...]": [None, {}, ["ab"], [["a"]], [["a", "b", "c"]], [["a", 1]]],
     "tuple[LayerRecord, ...]": [None, {}, [None], [[]], [{}], ["a"]],

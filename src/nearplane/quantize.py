@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -28,6 +29,7 @@ from nearplane.matrix.on_grid import with_tensors
 from nearplane.models.given import Given, as_folder, called, taken
 from nearplane.models.model import Model, device_of, open_model
 from nearplane.plan import Plan, Progress, plan
+from nearplane.products import fastest
 from nearplane.progress import logged, peak_memory
 from nearplane.recipe import Recipe
 from nearplane.record import LayerRecord, RunRecord
@@ -123,15 +125,18 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
         overwrite=options.overwrite,
         trust_remote_code=trusted,
     )
-    with writer:
+    with writer, ExitStack() as stack:
         windows = calibration_windows(model, recipe, options.given)
         check_tokens(model, recipe, windows.fitted)
+        shapes = [layer.shape for layer in model.layers]
+        products = stack.enter_context(fastest(shapes, windows.count * windows.seqlen, options.device))
         rehearse(model, recipe, windows, options.device)
         record = RunRecord(
             recipe=asked,
             source=options.name,
             versions=_versions(),
             device=str(options.device),
+            products=products,
             windows=windows.count,
             seqlen=windows.seqlen,
             tokens=windows.count * windows.seqlen,

@@ -151,6 +151,24 @@ class Profile:
     spread: float
 
 
+Library = Literal["default", "onednn"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Products:
+    """Which library multiplied float32 matrices on the CPU, and the trial that chose it; see `products.py`.
+
+    Args:
+        library: torch's default (MKL in most builds), or oneDNN.
+        seconds: of CPU time that the trial's products took, by library.
+        errors: the largest of these products, relative to float64, by library.
+    """
+
+    library: Library = "default"
+    seconds: dict[Library, float]
+    errors: dict[Library, float]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
     """One run.
@@ -160,6 +178,7 @@ class RunRecord:
         source: The model as the user named it.
         versions: Of the packages that computed it.
         device: That it ran on.
+        products: Which library multiplied float32 matrices, from a trial at the start of the run; None: torch's default, untried.
         windows, seqlen, tokens: Calibration windows that are fitted, their length, and their product.
         extra_windows: Windows of the same text that enter no sum, on which losses are measured besides.
         text: SHA-256 of the token ids of all these windows, as little-endian int64; empty where there was no text.
@@ -183,6 +202,7 @@ class RunRecord:
     windows: int
     seqlen: int
     tokens: int
+    products: Products | None = None
     extra_windows: int = 0
     text: str = ""
     layers: tuple[LayerRecord, ...] = ()
@@ -342,9 +362,8 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     """
     parts, origin = get_args(kind), get_origin(kind)
     if origin in (Union, UnionType) and is_dataclass(parts[0]) and isinstance(value, dict):
-        kind = max(
-            parts, key=lambda part: len(value.keys() & _hints(part).keys())
-        )  # the one that has most of these fields
+        kinds: list[Any] = [part for part in parts if is_dataclass(part)]
+        kind = max(kinds, key=lambda part: len(value.keys() & _hints(part).keys()))  # that with most of these fields
     if is_dataclass(kind) and isinstance(value, dict):
         return _object(kind, value, where)
     if origin is tuple and isinstance(value, list) and (parts[-1] is ... or len(value) == len(parts)):

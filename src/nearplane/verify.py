@@ -27,6 +27,7 @@ from nearplane.models.given import Given
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model, device_of, open_model
 from nearplane.plan import Plan, Progress, look
+from nearplane.products import repeated
 from nearplane.progress import logged
 from nearplane.quantize import silent
 from nearplane.recipe import Recipe
@@ -112,7 +113,8 @@ def verify(
             device=device_of(device),
             tolerance=tolerance,
         )
-        measured = _measured(run, progress, faults)
+        with repeated(record.products, run.device):
+            measured = _measured(run, progress, faults)
     return Verified(
         record=record,
         faults=tuple(faults),

@@ -1,0 +1,129 @@
+"""Float32 products on the CPU: the library is chosen by a trial, used for the whole run alone, and repeated by `verify`."""
+
+import importlib
+import json
+import logging
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import nearplane
+from nearplane import products
+from nearplane.demo import CALIBRATION, MODEL
+from nearplane.products import choice, fastest, kinds, repeated, trial
+from nearplane.record import NAME, Products, RunRecord, read_record
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(products._switch() is None, reason="this torch has no oneDNN, or no switch for it")
+
+
+def switch() -> str:
+    return str(torch.backends.mkldnn.matmul.fp32_precision)
+
+
+@pytest.fixture
+def onednn(monkeypatch):
+    """Every trial is won by oneDNN, however fast it is, unless it rounds; no run is too short for one."""
+    monkeypatch.setattr(products, "GAIN", 0.0)
+    monkeypatch.setattr(products, "WORTH", 0)
+    if not products.as_exact(trial([(64, 64)])):
+        pytest.skip("this processor has matrix units for bf16: oneDNN is never taken")
+
+
+def measured(seconds: float, error: float) -> Products:
+    return Products(seconds={"default": 2.0, "onednn": seconds}, errors={"default": 3e-7, "onednn": error})
+
+
+def test_onednn_is_taken_where_it_is_faster_by_far_and_as_exact():
+    """Figures of an AMD processor (88 and 170 GFLOP/s), of an Intel one without matrix units, and of one with them."""
+    assert choice(measured(1.04, 5e-7)).library == "onednn"
+    assert choice(measured(1.9, 5e-7)).library == "default"
+    assert choice(measured(0.2, 2.4e-3)).library == "default"
+
+
+def test_a_trial_measures_products_as_exact_as_float32():
+    found = trial([(96, 64), (64, 256)])
+    assert found.seconds.keys() == found.errors.keys() == {"default", "onednn"}
+    assert all(0 < seconds < float("inf") for seconds in found.seconds.values())
+    assert 0 < found.errors["default"] < 1e-5
+
+
+def test_the_shapes_with_most_weights_are_tried_and_none_is_huge():
+    """Three of 64 x 64 hold more weights than one of 96 x 96."""
+    assert kinds([(64, 64)] * 3 + [(96, 96), (16, 16)]) == [(64, 64), (96, 96)]
+    assert kinds([(20_000, 64)]) == [(products.SIDE, 64)]
+
+
+def test_a_run_shorter_than_its_trial_has_none():
+    before = switch()
+    with fastest([(64, 64)], 1000, CPU) as chosen:
+        assert chosen is None
+        assert switch() == before
+
+
+@pytest.mark.parametrize("before", ["none", "tf32", "bf16"])
+def test_the_switch_is_set_inside_and_as_it_was_outside_even_after_an_error(onednn, before):
+    """What a program has set for itself is not what the run computes with, and is not lost."""
+    own, torch.backends.mkldnn.matmul.fp32_precision = switch(), before
+    try:
+        with suppress(KeyError), fastest([(64, 64)], 1000, CPU) as chosen:
+            assert chosen is not None
+            assert chosen.library == "onednn"
+            assert switch() == "bf16"
+            raise KeyError
+        assert switch() == before
+        with repeated(None, CPU):
+            assert switch() == ("none" if before == "none" else "ieee")
+        assert switch() == before
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = own
+
+
+def test_importing_sets_nothing():
+    before = switch(), torch.get_float32_matmul_precision()
+    importlib.reload(products)
+    assert (switch(), torch.get_float32_matmul_precision()) == before
+
+
+def test_the_choice_stands_in_the_record_and_verify_computes_the_same_by_it(onednn, tmp_path):
+    """Inside the run the switch is on; `verify` finds the same losses to six digits, without a trial of its own."""
+    before, seen = switch(), []
+
+    def looking(items, label, total):
+        for item in items:
+            seen.append(switch())
+            yield item
+
+    small, out = tmp_path / "small", tmp_path / "out"
+    AutoModelForCausalLM.from_pretrained(MODEL, num_hidden_layers=1).save_pretrained(small)
+    shutil.copy(MODEL / "tokenizer.json", small)
+    text = {"calibration": str(CALIBRATION), "samples": 12, "seqlen": 64}
+    record = nearplane.quantize(small, out, bits=4, group_size=64, progress=looking, **text)
+    assert record.products is not None
+    assert record.products.library == "onednn"
+    assert set(seen) == {"bf16"}
+    assert read_record(out).products == record.products
+    seen.clear()
+    found = nearplane.verify(out, against=small, calibration=str(CALIBRATION), progress=looking)
+    assert found.measured
+    assert not found.faults
+    assert set(seen) == {"bf16"}
+    assert switch() == before
+
+
+def test_where_the_machine_rounds_a_record_is_measured_again_by_the_default_and_it_is_said(monkeypatch, caplog):
+    before = switch()
+    monkeypatch.setattr(products, "ERROR", 0.0)  # as if every product of oneDNN were rounded
+    with caplog.at_level(logging.WARNING), repeated(choice(measured(1.0, 0.0)), CPU):
+        assert switch() == before
+    assert "--tolerance" in caplog.text
+
+
+def test_records_of_before_say_nothing_of_products():
+    path = next((Path(__file__).parent / "data" / "version2").rglob(NAME))
+    assert RunRecord.from_json(path.read_text()).products is None
+    assert "products" not in json.loads(path.read_text())
