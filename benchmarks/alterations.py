@@ -27,7 +27,7 @@ from torch import Tensor
 
 import nearplane
 from nearplane import NearplaneError, demo
-from nearplane.formats.folder import read_matrices
+from nearplane.formats.stored import read_matrices
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.matrix.inputs import Inputs, corrected
 from nearplane.models.model import device_of, open_model

@@ -25,9 +25,11 @@ from transformers.utils import logging
 
 import nearplane
 from nearplane.coding.blob import stored_base
-from nearplane.formats.folder import open_writer
-from nearplane.formats.native import Native
+from nearplane.formats import FORMATS, open_container
+from nearplane.formats.config_file import Quantized
+from nearplane.formats.container import Place
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
+from nearplane.schemes import RateScheme
 
 OCTAVES = 0.8  # standard deviation of the columns' spread
 
@@ -51,11 +53,13 @@ def write(out: Path, source: Path, config: LlamaConfig, bits: float) -> int:
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     layers = {name: part for name, part in model.named_modules() if type(part) is torch.nn.Linear and name != "lm_head"}
-    layout, rng, weights = Native(), np.random.default_rng(0), 0
-    quantization = layout.quantization_config(quantized=list(layers), version=nearplane.__version__)
+    rng, weights = np.random.default_rng(0), 0
+    network = Quantized(scheme=RateScheme(rate=bits), quantized=list(layers), version=nearplane.__version__)
+    quantization = FORMATS["nearplane"].config.describe(network)
     blocks = len(model.model.layers)
     rest = {name: torch.randn(tensor.shape, dtype=torch.bfloat16) for name, tensor in model.state_dict().items()}
-    with open_writer(out, source, quantization, dtype=torch.bfloat16, shards=blocks + 1) as writer:
+    place = Place(out=out, source=source)
+    with open_container(place, quantization, dtype=torch.bfloat16, shards=blocks + 1) as writer:
         for i in range(blocks):
             for name, layer in layers.items():
                 if name.startswith(f"model.layers.{i}."):

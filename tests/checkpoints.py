@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nearplane.formats.folder import FORMATS, open_writer
-from nearplane.formats.integers import LayerGrid
+from nearplane.formats import FORMATS, open_container
+from nearplane.formats.config_file import Quantized
+from nearplane.formats.container import Place
 from nearplane.lattice.grid import Grid, QuantizedMatrix
+from nearplane.schemes import GridScheme, LayerGrid
+
+
+def config_of_grids(
+    format: str,
+    quantized: Sequence[str],
+    *,
+    ignore: Sequence[str] = (),
+    grids: Mapping[str, LayerGrid] | None = None,
+    **scheme: Any,
+) -> dict[str, Any]:
+    """Return the quantization_config of layers on grids of a scheme."""
+    network = Quantized(scheme=GridScheme(**scheme), quantized=quantized, ignore=ignore, grids=grids or {}, version="0")
+    return FORMATS[format].config.describe(network)
 
 
 def random_matrix(
@@ -91,37 +107,30 @@ def write_folder(
     `width` gives layers bits of their own.
     """
     model = LlamaForCausalLM.from_pretrained(source)
-    layout = FORMATS[format]
+    layers = FORMATS[format].layers
     linear = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n not in ignore}
     widths = {n: width(n) if width else bits for n in linear}
-    config = layout.quantization_config(
+    config = config_of_grids(
+        format,
+        tuple(linear),
+        ignore=ignore,
+        grids={n: LayerGrid(b, group_size, symmetric) for n, b in widths.items()} if width else None,
         bits=bits,
         group_size=group_size,
         symmetric=symmetric,
         order="natural",
-        damp=0.01,
-        ignore=ignore,
-        quantized=tuple(linear),
-        version="0",
-        **({"grids": {n: LayerGrid(b, group_size, symmetric) for n, b in widths.items()}} if width else {}),
     )
     matrices: dict[str, QuantizedMatrix] = {}
-    writer = open_writer(out, source, config, dtype=model.dtype, shards=len(model.model.layers) + 1, **options)
-    with writer, torch.no_grad():
+    place, shards = Place(out=out, source=source, **options), len(model.model.layers) + 1
+    with open_container(place, config, dtype=model.dtype, shards=shards) as writer, torch.no_grad():
         for i, block in enumerate(model.model.layers):
             prefix = f"model.layers.{i}"
             rest = {f"{prefix}.{name}": tensor for name, tensor in block.state_dict().items()}
             for name, module in block.named_modules(prefix=prefix):
                 if name in linear:
-                    layout.check(
-                        name,
-                        tuple(module.weight.shape),
-                        type(module).__name__,
-                        bits=widths[name],
-                        group_size=group_size,
-                        symmetric=symmetric,
-                    )
-                    dtype = layout.scale_dtype(model.dtype)
+                    grid = LayerGrid(widths[name], group_size, symmetric)
+                    layers.check(name, tuple(module.weight.shape), type(module).__name__, grid)
+                    dtype = layers.scale_dtype(model.dtype)
                     matrices[name] = rounded(
                         module.weight, bits=widths[name], group_size=group_size, symmetric=symmetric, dtype=dtype
                     )

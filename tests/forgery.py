@@ -20,7 +20,8 @@ from torch import Tensor
 
 from nearplane.coding.blob import stored_base
 from nearplane.formats.beside import names_copied
-from nearplane.formats.folder import Stored, written
+from nearplane.formats.container import written
+from nearplane.formats.stored import Stored
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
 from nearplane.record import NAME, LayerRecord, Profile, RunRecord, read_record
 from nearplane.schemes import Order
@@ -279,7 +280,7 @@ def _storage(key: str, tensors: Mapping[str, Tensor]) -> torch.dtype:
 
 def _pack(folder: Path, stored: Stored, name: str, tensors: Mapping[str, Tensor], matrix: QuantizedMatrix) -> None:
     """Put a matrix in the place of a layer, as its format would have written it."""
-    packed = stored.layout.pack_layer(name, matrix, _storage(stored.layout.KEY, tensors))
+    packed = stored.layers.pack(name, matrix, _storage(stored.layers.KEY, tensors))
     packed |= {part: tensor for part, tensor in tensors.items() if not tensor.numel()}  # what stops other readers
     assert packed.keys() == tensors.keys()
     assert any(not torch.equal(packed[part], tensors[part]) for part in packed), "nothing was altered"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ from transformers.pytorch_utils import Conv1D
 
 from families import config_of, random_model
 from nearplane.coding.blob import stored_base
-from nearplane.formats.folder import open_writer
-from nearplane.formats.native import Native
+from nearplane.formats import FORMATS, open_container
+from nearplane.formats.config_file import Quantized
+from nearplane.formats.container import Place
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
+from nearplane.schemes import RateScheme
 
 
 def product_matrix(W: Tensor, *, step: float = 0.05, resolution: int = 4, seed: int = 0) -> QuantizedMatrix:
@@ -31,25 +33,31 @@ def product_matrix(W: Tensor, *, step: float = 0.05, resolution: int = 4, seed: 
     return QuantizedMatrix(codes=codes, grid=grid)
 
 
+def config_of_rates(quantized: Sequence[str], scheme: RateScheme | None = None) -> dict[str, Any]:
+    """Return the quantization_config of entropy-coded layers."""
+    network = Quantized(scheme=scheme or RateScheme(rate=2), quantized=quantized, version="0")
+    return FORMATS["nearplane"].config.describe(network)
+
+
 def write_native(
     out: Path,
     source: Path,
     *,
     embeddings: bool = False,
     ignore: Collection[str] = ("lm_head",),
-    layout: Native | None = None,
+    scheme: RateScheme | None = None,
 ) -> dict[str, QuantizedMatrix]:
     """Round every Linear and Conv1D of a folder, and its input embeddings if asked for; return what was written."""
-    layout = layout or Native()
     model = AutoModelForCausalLM.from_pretrained(source)
     kinds = (nn.Linear, Conv1D, *([nn.Embedding] if embeddings else []))
     chosen = {name: module for name, module in model.named_modules() if type(module) in kinds and name not in ignore}
     if embeddings and model.config.tie_word_embeddings:
         chosen.pop("lm_head", None)
-    config = layout.quantization_config(quantized=list(chosen), version="0")
+    config = config_of_rates(list(chosen), scheme)
     matrices: dict[str, QuantizedMatrix] = {}
     rest = {name: tensor for name, tensor in model.state_dict().items() if name not in model.all_tied_weights_keys}
-    with open_writer(out, source, config, dtype=model.dtype, shards=2) as writer, torch.no_grad():
+    place = Place(out=out, source=source)
+    with open_container(place, config, dtype=model.dtype, shards=2) as writer, torch.no_grad():
         for seed, (name, module) in enumerate(chosen.items()):
             weight = rest.pop(f"{name}.weight").float()
             W = weight.T if type(module) is Conv1D else weight

@@ -15,7 +15,7 @@ from checkpoints import tiny_llama
 from nearplane import Calibration, RecipeError, cli
 from nearplane.compare import ORIGINAL, WAYS, Row, check_plot, draw, fixed_grid, recipe_for
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
-from nearplane.formats.folder import read_matrices
+from nearplane.formats.stored import read_matrices
 from nearplane.models.model import open_model
 from nearplane.record import read_record
 

@@ -6,7 +6,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 import nearplane
 from nearplane.demo import CALIBRATION, MODEL
 from nearplane.evaluate import load_dense
-from nearplane.formats.folder import read_matrices
+from nearplane.formats.stored import read_matrices
 
 
 def test_gpt2_with_ignored_layers_is_evaluated_as_it_was_written(tmp_path):

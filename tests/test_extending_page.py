@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import get_args
 
-from nearplane.formats.folder import FORMATS
+from nearplane.formats import FORMATS
 from nearplane.lattice.solvers import SOLVERS
 from nearplane.schemes import Format, Solver
 
@@ -17,7 +17,7 @@ def test_every_example_runs() -> None:
     text = PAGE.read_text(encoding="utf-8")
     namespace: dict[str, object] = {}
     blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.M | re.S))
-    assert len(blocks) == 4
+    assert len(blocks) == 7
     for block in blocks:
         exec(compile("\n" * text[: block.start(1)].count("\n") + block[1], str(PAGE), "exec"), namespace)
 

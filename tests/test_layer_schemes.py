@@ -11,7 +11,7 @@ from families import config_of, random_model
 from nearplane import RecipeError
 from nearplane.demo import CALIBRATION, MODEL
 from nearplane.evaluate import load_dense
-from nearplane.formats.folder import read_matrices
+from nearplane.formats.stored import read_matrices
 
 FAST = {"calibration": str(CALIBRATION), "samples": 8, "seqlen": 64}
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import nearplane
 from nearplane import Calibration, GridScheme, NearplaneError, Recipe
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
-from nearplane.formats.folder import read_dense, read_matrices
+from nearplane.formats.stored import read_dense, read_matrices
 from nearplane.record import digest_of, read_record
 
 FAST = {"calibration": str(CALIBRATION), "samples": 12, "seqlen": 64, "group_size": 64}

@@ -12,7 +12,7 @@ from families import config_of, random_model
 from nearplane import NearplaneError
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.evaluate import load_dense
-from nearplane.formats.folder import read_dense, read_matrices
+from nearplane.formats.stored import read_dense, read_matrices
 from nearplane.models.data import read_windows
 from nearplane.shards import ShardReader
 

@@ -18,7 +18,7 @@ from nearplane.budget import foretell
 from nearplane.cli import app
 from nearplane.coding.blob import shape_of
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
-from nearplane.formats.folder import read_dense, read_matrices
+from nearplane.formats.stored import read_dense, read_matrices
 from nearplane.models.data import read_windows
 from nearplane.models.model import open_model
 from nearplane.record import digest_of, read_record
@@ -112,11 +112,13 @@ def test_slope_spends_more_where_the_network_needs_it(coded):
 def test_what_is_read_is_what_the_solver_decoded(coded, small, tmp_path, monkeypatch):
     """Bit for bit: so perplexity after saving and loading is that in memory."""
     written = {}
-    from nearplane.formats.folder import Writer
+    from nearplane.formats.container import Container
 
-    add = Writer.add
+    add = Container.add
     monkeypatch.setattr(
-        Writer, "add", lambda self, name, matrix: written.__setitem__(name, matrix.decode()) or add(self, name, matrix)
+        Container,
+        "add",
+        lambda self, name, matrix: written.__setitem__(name, matrix.decode()) or add(self, name, matrix),
     )
     nearplane.quantize(small, tmp_path / "out", rate=2.7, **FAST)
     dense = dict(read_dense(tmp_path / "out"))

@@ -126,9 +126,9 @@ def test_the_sweep_is_damped_as_asked_else_more_where_targets_are_corrected(sche
 
 
 def test_the_record_of_a_layer_shows_its_own_width_only_where_widths_differ():
-    assert GridScheme(bits=3, group_size=32).grid_of() == (3, 32, True)
-    assert GridScheme(bits=3.5, symmetric=False).with_bits(4).grid_of() == (4, "auto", False)
-    assert RATE.grid_of() == (None, None, None)
+    assert GridScheme(bits=3, group_size=32).grid == (3, 32, True, False)
+    assert GridScheme(bits=3.5, symmetric=False).with_bits(4).grid == (4, "auto", False, False)
+    assert RATE.grid == (None, None, None, False)
     assert RATE.with_bits(3) is RATE
 
 

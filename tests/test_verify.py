@@ -18,7 +18,7 @@ from nearplane import FormatError, GridScheme, NearplaneError, RateScheme, Recip
 from nearplane.demo import CALIBRATION, MODEL
 from nearplane.errors import printable
 from nearplane.formats.beside import names_copied
-from nearplane.formats.folder import Stored, read_matrices
+from nearplane.formats.stored import Stored, read_matrices
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.record import NAME, read_record
 from nearplane.verify import Verified, verify

@@ -14,7 +14,7 @@ import forgery
 import nearplane
 from nearplane import cli
 from nearplane.evaluate import load_dense
-from nearplane.formats.folder import read_matrices
+from nearplane.formats.stored import read_matrices
 from nearplane.record import read_record
 from nearplane.report import write_report
 from nearplane.verify import verify

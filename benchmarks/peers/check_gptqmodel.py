@@ -23,8 +23,11 @@ def make(
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from nearplane.formats.folder import FORMATS, open_writer
+    from nearplane.formats import FORMATS, open_container
+    from nearplane.formats.config_file import Quantized
+    from nearplane.formats.container import Place
     from nearplane.lattice.grid import Grid, QuantizedMatrix
+    from nearplane.schemes import GridScheme
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -38,17 +41,17 @@ def make(
         tie_word_embeddings=False,
     )
     model = LlamaForCausalLM(config).to(getattr(torch, dtype))
-    layout, state = FORMATS[format], model.state_dict()
+    chosen, state = FORMATS[format], model.state_dict()
     linear = [n for n, m in model.named_modules() if type(m) is torch.nn.Linear and n != "lm_head"]
-    made = layout.quantization_config(
-        bits=bits, group_size=group_size, symmetric=symmetric, order=order, damp=0.01,
-        ignore=["lm_head"], quantized=linear, version="0",
-    ) | {"desc_act": order != "natural" and group_size is not None}  # fmt: skip
-    scales = layout.scale_dtype(model.dtype)
+    scheme = GridScheme(bits=bits, group_size=group_size, symmetric=symmetric, order=order)
+    made = chosen.config.describe(Quantized(scheme=scheme, quantized=linear, ignore=["lm_head"], version="0"))
+    made |= {"desc_act": order != "natural" and group_size is not None}
+    scales = chosen.layers.scale_dtype(model.dtype)
     with tempfile.TemporaryDirectory() as source:
         model.save_pretrained(source)
         _tokenizer(config.vocab_size).save_pretrained(source)
-        with open_writer(folder, Path(source), made, dtype=model.dtype, shards=1, overwrite=True) as writer:
+        place = Place(out=folder, source=Path(source), overwrite=True)
+        with open_container(place, made, dtype=model.dtype, shards=1) as writer:
             for name in linear:
                 W = state.pop(f"{name}.weight").float()
                 columns = W.shape[1]
@@ -88,7 +91,7 @@ def export(folder: Path) -> None:
     """Save the float32 values of every quantized layer, as nearplane decodes them."""
     from safetensors.torch import save_file
 
-    from nearplane.formats.folder import read_matrices
+    from nearplane.formats.stored import read_matrices
 
     save_file({name: matrix.decode() for name, matrix in read_matrices(folder)}, _decoded(folder))
 

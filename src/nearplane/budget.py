@@ -14,9 +14,11 @@ from importlib.metadata import version
 
 from nearplane.allocate import LOW
 from nearplane.errors import RecipeError
+from nearplane.formats import FORMATS
 from nearplane.formats.beside import CONFIG, names_copied, size_copied
+from nearplane.formats.config_file import Quantized
 from nearplane.formats.folder import config_text
-from nearplane.formats.native import Native
+from nearplane.formats.native import METHOD, Native
 from nearplane.matrix.certificate import PROFILED
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
@@ -117,9 +119,9 @@ def foretell(model: Model, recipe: Recipe, scheme: RateScheme) -> Foretold:
         for index in {0, len(model.blocks) // 2, len(model.blocks) - 1}:
             for layer in [each for each in model.blocks[index].layers if each.shape[1] <= WIDE][:INPUTS]:
                 said[layer.name] += len({*PROFILED, scheme.order}) * _of_profile(layer)
-    layout = Native(coder=scheme.coder, classes=scheme.classes)
     names = [layer.name for layer in layers]
-    config = config_text(model.folder, layout.quantization_config(quantized=names, version=version("nearplane")))
+    network = Quantized(scheme=scheme, quantized=names, version=version("nearplane"))
+    config = config_text(model.folder, FORMATS[METHOD].config.describe(network))
     copied = size_copied(model.folder, trust_remote_code=model.trust_remote_code)
     packages = ("python", "nearplane", "torch", "transformers", "numba", "safetensors")
     bare = RunRecord(

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from nearplane.budget import SLACK, Foretold, aim_of, finished, foretell, least_rate
 from nearplane.errors import RecipeError
-from nearplane.formats.folder import Writer
+from nearplane.formats.container import Container
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.matrix.to_rate import HIGHEST_RATE
 from nearplane.models.layers import Layer
@@ -37,11 +37,11 @@ class Ledger:
         planned: what every layer may take.
     """
 
-    def __init__(self, model: Model, recipe: Recipe, writer: Writer, record: RunRecord, planned: Plan) -> None:
+    def __init__(self, model: Model, recipe: Recipe, container: Container, record: RunRecord, planned: Plan) -> None:
         self.layers: list[LayerRecord] = []
         self.profiles: list[Profile] = []
         self.planned = planned
-        self._model, self._writer = model, writer
+        self._model, self._container = model, container
         self._closed: set[str] = set()  # names of tensors that are not quantized and are written
         self._limit: int | None = None
         self._most = recipe.max_loss
@@ -68,7 +68,7 @@ class Ledger:
         self.planned.settle(bits)
 
     def add(self, layer: Layer, record: LayerRecord) -> None:
-        """Note a layer whose tensors the writer has."""
+        """Note a layer whose tensors the container has."""
         self.layers.append(record)
         self.planned.spend(layer, record.bytes)
 
@@ -83,7 +83,7 @@ class Ledger:
 
         Args:
             layers: that will be solved.
-            solve: solves them as `planned` says and gives them to the writer; is called again where that was not right.
+            solve: solves them as `planned` says and gives them to the container; is called again where that was not right.
             rest: names of the tensors that go into the same shard as they are.
 
         Raises:
@@ -107,7 +107,7 @@ class Ledger:
         _, best = max(kept, key=lambda each: each[0])
         if best is not tried[-1][1]:
             for _, matrix, record in best:
-                self._writer.add(record.stored, matrix)
+                self._container.add(record.stored, matrix)
         return best
 
     def check(self, record: RunRecord) -> None:
@@ -127,7 +127,7 @@ class Ledger:
             {name: (reader.dtype(name), reader.shape(name), kept[name]) for name in names} for names in (rest, last)
         ]
         record = replace(self._record, layers=(*self.layers, *more), profiles=tuple(self.profiles))
-        return self._writer.size_with(*shards) + len(record.to_json().encode())
+        return self._container.size_with(*shards) + len(record.to_json().encode())
 
     def _room(self, limit: int) -> float:
         """Return the bytes that the codes of the layers still to come may take."""

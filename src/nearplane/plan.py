@@ -25,7 +25,7 @@ from nearplane.allocate import (
 )
 from nearplane.budget import budget_of, least_rate
 from nearplane.errors import RecipeError
-from nearplane.formats.folder import FORMATS
+from nearplane.formats import FORMATS
 from nearplane.lattice.moments import Moments
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
@@ -190,17 +190,15 @@ def check_layers(model: Model, recipe: Recipe, bits: int | None = None) -> None:
     for layer in model.layers:
         scheme = recipe.scheme_of(layer.name)
         assert scheme is not None, "ignored layers are not listed"
-        width, group_size, symmetric = scheme.with_bits(bits).grid_of()
-        FORMATS[str(recipe.format)].check(
-            layer.name, layer.shape, layer.kind, bits=width, group_size=group_size, symmetric=symmetric
-        )
+        grid = scheme.with_bits(bits).grid
+        FORMATS[str(recipe.format)].layers.check(layer.name, layer.shape, layer.kind, grid)
 
 
 def usable_widths(model: Model, recipe: Recipe) -> list[int]:
     """Return the widths that the format has for all layers; raise as the format does if there are none."""
     usable: list[int] = []
     refused: RecipeError | None = None
-    for bits in FORMATS[str(recipe.format)].BITS:
+    for bits in FORMATS[str(recipe.format)].layers.BITS:
         try:
             check_layers(model, recipe, bits)
             usable.append(bits)
@@ -218,6 +216,6 @@ def _widths(
     assert tokens is not None, "widths are allocated by measuring"
     usable = usable_widths(model, recipe)
     probed = probed_widths(scheme.bits, usable)
-    perturb = to_widths(probed, scheme, FORMATS[str(recipe.format)].scale_dtype(model.dtype))
+    perturb = to_widths(probed, scheme, FORMATS[str(recipe.format)].layers.scale_dtype(model.dtype))
     curves = probe(model, tokens, perturb, points=len(probed), together=True, device=device, progress=progress)
     return allocate_widths(curves, scheme.bits, [bits for bits in usable if bits >= probed[0]])

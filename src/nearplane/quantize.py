@@ -21,7 +21,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nearplane.errors import RecipeError
-from nearplane.formats.folder import FORMATS, Writer, open_writer
+from nearplane.formats import FORMATS, open_container
+from nearplane.formats.container import Container, Place
 from nearplane.ledger import Ledger, Solved
 from nearplane.matrix import Task, solve_layer
 from nearplane.matrix.certificate import profiles
@@ -116,16 +117,9 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
     model = open_model(folder, trust_remote_code=trusted, ignore=recipe.ignore, embeddings=embeddings, head=head)
     asked, recipe = recipe, recipe.grouped(layer.shape[1] for layer in model.layers)
     check_request(model, recipe)
-    writer = open_writer(
-        out,
-        model.folder,
-        quantization_config(model, recipe),
-        dtype=model.dtype,
-        shards=len(model.blocks) + 1,
-        overwrite=options.overwrite,
-        trust_remote_code=trusted,
-    )
-    with writer, ExitStack() as stack:
+    place = Place(out=out, source=model.folder, overwrite=options.overwrite, trust_remote_code=trusted)
+    config = quantization_config(model, recipe)
+    with open_container(place, config, dtype=model.dtype, shards=len(model.blocks) + 1) as container, ExitStack() as stack:
         windows = calibration_windows(model, recipe, options.given)
         check_tokens(model, recipe, windows.fitted)
         shapes = [layer.shape for layer in model.layers]
@@ -145,24 +139,24 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
             skipped=tuple(model.skipped),
         )
         planned = plan(model, recipe, windows.fitted, options.device, options.progress)
-        writer.config = quantization_config(model, recipe, planned.widths)
-        ledger = Ledger(model, recipe, writer, record, planned)
-        solved = quantized_layers(model, recipe, windows, ledger, writer, options.device)
+        container.config = quantization_config(model, recipe, planned.widths)
+        ledger = Ledger(model, recipe, container, record, planned)
+        solved = quantized_layers(model, recipe, windows, ledger, container, options.device)
         seen = logged(solved, "quantizing", len(model.layers), blocks=_layers_of_blocks(model))
         layers = tuple(options.progress(seen, "quantizing", len(model.layers)))
-        record = replace(record, layers=layers, profiles=tuple(ledger.profiles), bytes=writer.size)
-        record = replace(record, files=writer.digests(), peak_memory=peak_memory())
-        record = replace(record, seconds=time.perf_counter() - began).in_folder(writer.size + writer.size_beside)
+        record = replace(record, layers=layers, profiles=tuple(ledger.profiles), bytes=container.size)
+        record = replace(record, files=container.digests(), peak_memory=peak_memory())
+        record = replace(record, seconds=time.perf_counter() - began).in_folder(container.size_with())
         ledger.check(record)
-        writer.record_json = record.to_json()
+        container.record_json = record.to_json()
     return record
 
 
 def quantized_layers(
-    model: Model, recipe: Recipe, windows: Windows, ledger: Ledger, writer: Writer, device: torch.device
+    model: Model, recipe: Recipe, windows: Windows, ledger: Ledger, container: Container, device: torch.device
 ) -> Iterator[LayerRecord]:
     """Quantize and write layer after layer, block after block; yields what was measured of each."""
-    storage = FORMATS[str(recipe.format)].scale_dtype(model.dtype)
+    storage = FORMATS[str(recipe.format)].layers.scale_dtype(model.dtype)
 
     def solve(stage: Stage) -> list[Tensor]:
         if stage.first:
@@ -179,13 +173,13 @@ def quantized_layers(
         for task, layer in zip(tasks(stage, recipe, ledger.planned, storage), stage.layers, strict=True):
             matrix, measured = solve_layer(task)
             name = model.written_name(layer.name)
-            tensors = writer.add(name, matrix)
+            tensors = container.add(name, matrix)
             yield layer, matrix, with_tensors(measured, name, tensors.bytes, tensors.checksum)
 
     for done in walk(model, recipe, windows, solve, device=device, moments=ledger.planned.moments):
         yield from ledger.layers[len(ledger.layers) - len(done.layers) :]  # none at the end of a block
         if done.rest is not None:
-            writer.close_block(model.reader.read(done.rest))
+            container.close_block(model.reader.read(done.rest))
             ledger.close(done.rest)
 
 

@@ -315,7 +315,7 @@ def contradictions(layer: LayerRecord, record: RunRecord) -> Iterator[str]:
         return
     scheme = scheme.with_bits(layer.bits if recipe.allocate == "slope" else None)
     scheme = scheme.grouped([layer.group_size] if layer.group_size in FITTING else [])
-    asked = (*scheme.grid_of(), record.removed.get("order", scheme.order))
+    asked = (scheme.grid.bits, scheme.grid.group_size, scheme.grid.symmetric, record.removed.get("order", scheme.order))
     if own != asked:
         yield f"bits, group size, symmetry and order are {own}, the recipe says {asked}"
     if not 0 <= layer.clipped <= layer.clipped_rows <= 1:

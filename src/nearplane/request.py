@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from nearplane.errors import RecipeError
-from nearplane.formats.folder import layout_for
+from nearplane.formats import FORMATS
+from nearplane.formats.config_file import Quantized
 from nearplane.formats.gptq import FUSED
-from nearplane.formats.integers import LayerGrid
 from nearplane.lattice.solvers import SOLVERS
 from nearplane.models.ignored import refuse_unmatched
 from nearplane.models.layers import Layer
@@ -25,6 +25,7 @@ from nearplane.plan import check_budget
 from nearplane.readers.dense import left_dense, merged_experts
 from nearplane.readers.loadable import check_loads
 from nearplane.recipe import Recipe
+from nearplane.schemes import LayerGrid
 from nearplane.tokens import Windows
 
 logger = logging.getLogger("nearplane")
@@ -43,7 +44,7 @@ def check_request(model: Model, recipe: Recipe) -> None:
     for layer in layers:
         scheme = recipe.scheme_of(layer.name)
         assert scheme is not None, "ignored layers are not listed"
-        _, group_size, _ = scheme.grid_of()
+        group_size = scheme.grid.group_size
         if isinstance(group_size, int) and layer.shape[1] % group_size:
             raise RecipeError(
                 f"{layer.name} has {layer.shape[1]} inputs, not a multiple of --group-size {group_size}. "
@@ -73,7 +74,7 @@ def _fused_apart(model: Model, recipe: Recipe) -> dict[str, list[str]]:
         path, _, last = layer.name.rpartition(".")
         scheme = recipe.scheme_of(layer.name)
         if last in FUSED and scheme is not None:
-            together.setdefault((path, FUSED[last]), {})[last] = scheme.grid_of()
+            together.setdefault((path, FUSED[last]), {})[last] = scheme.grid
     apart = [(path, list(own)) for (path, _), own in together.items() if len(set(own.values())) > 1]
     return dict(apart[:1])
 
@@ -98,29 +99,20 @@ def quantization_config(
 ) -> dict[str, Any]:
     """Return what config.json will say of the quantized weights; `layers` are those quantized, if not all of the model."""
     layers = model.layers if layers is None else layers
-    scheme = recipe.scheme
-    bits, group_size, symmetric = scheme.grid_of()
-    grids: dict[str, tuple[Any, ...]] = {}
+    grids: dict[str, LayerGrid] = {}
     for layer in layers:
         of_layer = recipe.scheme_of(layer.name)
         assert of_layer is not None, "ignored layers are not listed"
-        grids[layer.name] = of_layer.with_bits((widths or {}).get(layer.name)).grid_of()
-    own = {}
+        grids[layer.name] = of_layer.with_bits((widths or {}).get(layer.name)).grid
+    own: dict[str, LayerGrid] = {}
     if widths or len(set(grids.values())) > 1:  # by both names, where they differ
-        stored = {model.written_name(name): grid for name, grid in grids.items()}
-        own = {"grids": {name: LayerGrid(*grid) for name, grid in {**grids, **stored}.items()}}
-    quantized = [layer.name for layer in layers]
-    layout = layout_for(recipe.format, scheme)
-    config: dict[str, Any] = layout.quantization_config(
-        bits=bits,
-        group_size=group_size,
-        symmetric=symmetric,
-        order=scheme.order,
-        damp=scheme.damp,
+        own = grids | {model.written_name(name): grid for name, grid in grids.items()}
+    network = Quantized(
+        scheme=recipe.scheme,
+        quantized=[layer.name for layer in layers],
         ignore=left_dense(model, layers),
+        grids=own,
         experts=merged_experts(model),
-        quantized=quantized,
         version=version("nearplane"),
-        **own,
     )
-    return config
+    return FORMATS[str(recipe.format)].config.describe(network)

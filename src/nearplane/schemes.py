@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from math import gcd
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from nearplane.errors import RecipeError
 from nearplane.removed import refuse_removed
@@ -30,6 +30,22 @@ POLISH = 2  # sweeps, on fixed grids
 ROUNDS = 2  # of steps by least squares, on fixed grids
 FITTING = (128, 64, 32, 16)  # weights that share a step by default: the first of these that fits; kernels take no fewer
 SWEEP_DAMP = 0.1  # where targets are corrected
+
+
+class LayerGrid(NamedTuple):
+    """A layer's grid as config files and records show it.
+
+    Args:
+        bits: of a code; a mean over all layers may be fractional; None where codes have no fixed width.
+        group_size: columns that share a step; None: one step a row.
+        symmetric: whether codes are around 0; None where there is no grid.
+        permuted: whether groups may be of any columns; else they are runs of neighbours.
+    """
+
+    bits: Any  # int | float | None
+    group_size: Any  # int | "auto" | None
+    symmetric: bool | None
+    permuted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +116,10 @@ class Scheme:
         """Whether input embeddings and head are quantized too."""
         return False, False
 
-    def grid_of(self) -> tuple[float | None, int | Literal["auto"] | None, bool | None]:
-        """Return bits, group size and symmetry, as the record of a layer shows them; None where there is no grid."""
-        return None, None, None
+    @property
+    def grid(self) -> LayerGrid:
+        """The grid that layers get; of nothing where codes have no limits."""
+        return LayerGrid(None, None, None)
 
     def with_bits(self, bits: int | None) -> Self:
         """Return the scheme of a layer whose codes have so many bits; None, or where codes have no limits: the scheme itself."""
@@ -183,9 +200,10 @@ class GridScheme(Scheme):
         side = 16 + (0 if self.symmetric else self.bits)
         return self.bits + (side / self.group_size if isinstance(self.group_size, int) else 0.0)
 
-    def grid_of(self) -> tuple[float | None, int | Literal["auto"] | None, bool | None]:
-        """Return bits, group size and symmetry, as the record of a layer shows them."""
-        return self.bits, self.group_size, self.symmetric
+    @property
+    def grid(self) -> LayerGrid:
+        """The grid that layers get."""
+        return LayerGrid(self.bits, self.group_size, self.symmetric)
 
     def with_bits(self, bits: int | None) -> Self:
         """Return the scheme of a layer whose codes have so many bits."""

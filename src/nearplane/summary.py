@@ -81,7 +81,7 @@ def _few_tokens(record: RunRecord) -> Iterator[str]:
 def _smaller_groups(record: RunRecord) -> Iterator[str]:
     """Yield a line if no one gave a group size and the default does not divide the inputs."""
     size = record.layers[0].group_size
-    if record.recipe.scheme.grid_of()[1] != "auto" or size is None or size == FITTING[0]:
+    if record.recipe.scheme.grid.group_size != "auto" or size is None or size == FITTING[0]:
         return
     for layer in record.layers:
         if layer.in_features % (2 * size):  # which is why they are not larger

@@ -18,8 +18,12 @@ from torch import Tensor
 
 from nearplane.errors import CalibrationError, FormatError, ModelError, NumericalError, RecipeError
 from nearplane.faults import Fault, Verified
+from nearplane.formats import FORMATS
 from nearplane.formats.beside import CONFIG, GPTQ_CONFIG, names_copied
-from nearplane.formats.folder import Stored, json_text, layout_for, read_config, written
+from nearplane.formats.config_file import Quantized
+from nearplane.formats.container import written
+from nearplane.formats.folder import read_config
+from nearplane.formats.stored import Stored
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
 from nearplane.matrix.certificate import measure, profiles
 from nearplane.matrix.inputs import Inputs, corrected
@@ -179,12 +183,14 @@ def _opened(folder: Path, faults: list[Fault]) -> Stored | None:
 def _stored(stored: Stored, record: RunRecord, sound: set[str]) -> Iterator[Fault]:
     """Compare the tensors of every layer with the record, one in memory at a time; `sound` gets the names of good ones."""
     recipe, known = record.recipe, {layer.stored: layer for layer in record.layers}
-    layout = layout_for(recipe.format, recipe.scheme)
-    if stored.layout != layout:
+    format = FORMATS[str(recipe.format)]
+    described = format.config.describe(Quantized(scheme=recipe.scheme, quantized=list(known), version=""))
+    if stored.layers != format.layers.configured(described):
         yield Fault(where=CONFIG, what=f"its quantization_config is not that of {recipe.format} as the recipe has it")
-    again = stored.reader.folder / GPTQ_CONFIG  # read first by some programs
-    if again.is_file() and again.read_bytes() != json_text(stored.config).encode():
-        yield Fault(where=GPTQ_CONFIG, what=f"it is not the quantization_config of {CONFIG}")
+    for name, text in stored.says().items():  # read first by some programs
+        again = stored.reader.folder / name
+        if again.is_file() and again.read_bytes() != text.encode():
+            yield Fault(where=name, what=f"it is not the quantization_config of {CONFIG}")
     for name in stored.names():
         if name not in known:
             yield Fault(where=name, what=f"a quantized layer that {NAME} does not know")

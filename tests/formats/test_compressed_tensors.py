@@ -15,33 +15,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, LlamaForCausalLM
 
-from checkpoints import random_matrix, write_folder
+from checkpoints import config_of_grids, random_matrix, write_folder
 from nearplane.coding.words import pack
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats import compressed_tensors as layout
-from nearplane.formats.folder import read_dense
+from nearplane.formats.compressed_tensors import LAYERS as layout  # noqa: N811
+from nearplane.formats.compressed_tensors import Config, PackQuantized
 from nearplane.formats.integers import Integers
+from nearplane.formats.stored import read_dense
+from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.schemes import LayerGrid
 
 IDS = torch.arange(48)[None] % 64
 
 
 def config(bits: int = 4, group_size: int | None = 32, symmetric: bool = True, **changes: Any) -> dict[str, Any]:
-    made = layout.quantization_config(
-        bits=bits,
-        group_size=group_size,
-        symmetric=symmetric,
-        order="pivoted",
-        damp="auto",
-        ignore=["lm_head"],
-        quantized=["a"],
-        version="0",
-    )
+    grid = {"bits": bits, "group_size": group_size, "symmetric": symmetric}
+    made = config_of_grids("compressed-tensors", ["a"], ignore=["lm_head"], order="pivoted", damp="auto", **grid)
     return json.loads(json.dumps(made | changes))  # as a reader gets it
 
 
 def check(**changes: Any) -> None:
-    case = {"bits": 4, "group_size": 32, "symmetric": True, "shape": (64, 352), "kind": "Linear"}
-    layout.check("model.layers.3.mlp.up_proj", **(case | changes))
+    case = {"bits": 4, "group_size": 32, "symmetric": True, "shape": (64, 352), "kind": "Linear"} | changes
+    grid = LayerGrid(*(case.pop(part) for part in ("bits", "group_size", "symmetric")))
+    layout.check("model.layers.3.mlp.up_proj", grid=grid, **case)
+
+
+def unpacked(name: str, tensors: dict[str, torch.Tensor], made: dict[str, Any]) -> QuantizedMatrix:
+    return layout.unpack(name, tensors, Config().grid_of(made, name))
 
 
 @given(st.data())
@@ -54,8 +54,8 @@ def test_what_is_packed_reads_back_exactly(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from([torch.float16, torch.bfloat16, torch.float32]))
     out = data.draw(st.integers(1, 9))
     matrix = random_matrix(out, columns, bits=bits, group_size=group_size, symmetric=True, dtype=dtype)
-    tensors = layout.pack_layer("a", matrix, dtype)
-    back = layout.unpack_layer("a", tensors, config(bits, group_size))
+    tensors = layout.pack("a", matrix, dtype)
+    back = unpacked("a", tensors, config(bits, group_size))
     assert tensors["a.weight_scale"].dtype == dtype
     assert torch.equal(back.codes, matrix.codes)
     assert torch.equal(back.grid.scale, matrix.grid.scale)
@@ -68,7 +68,7 @@ def test_what_is_packed_reads_back_exactly(data: st.DataObject) -> None:
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_bytes_are_those_of_compressed_tensors_itself(bits: int) -> None:
     matrix = random_matrix(3, 96, bits=bits, group_size=32, symmetric=True)
-    tensors = layout.pack_layer("a", matrix, torch.float16)
+    tensors = layout.pack("a", matrix, torch.float16)
     assert torch.equal(tensors["a.weight_packed"], pack_to_int32(matrix.codes.to(torch.int8), bits))
     assert torch.equal(tensors["a.weight_shape"], torch.tensor([3, 96]))
 
@@ -77,9 +77,9 @@ def test_one_row_of_steps_is_stored_for_every_output() -> None:
     """A grid may share its steps among rows; the format cannot."""
     matrix = random_matrix(5, 64, bits=4, group_size=32, symmetric=True)
     shared = replace(matrix, grid=replace(matrix.grid, scale=matrix.grid.scale[:1], zero=matrix.grid.zero[:1]))
-    tensors = layout.pack_layer("a", shared, torch.float16)
+    tensors = layout.pack("a", shared, torch.float16)
     assert tensors["a.weight_scale"].shape == (5, 2)
-    assert torch.equal(layout.unpack_layer("a", tensors, config()).decode(), shared.decode())
+    assert torch.equal(unpacked("a", tensors, config()).decode(), shared.decode())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -144,8 +144,8 @@ def test_asymmetric_files_are_read_and_the_reason_not_to_write_them_holds(
     tmp_path: Path, source: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, bits: int, group_size: int | None
 ) -> None:
     """The plain load fails on the shape of zero-points; the dequantizing load agrees with our reading of them."""
-    monkeypatch.setattr(layout, "check", lambda *args, **options: None)
-    monkeypatch.setattr(layout, "pack_layer", with_zero_points)
+    monkeypatch.setattr(PackQuantized, "check", lambda *args, **options: None)
+    monkeypatch.setattr(PackQuantized, "pack", lambda self, *args: with_zero_points(*args))
     folder, out = source(torch.bfloat16), tmp_path / "out"
     write_folder(out, folder, "compressed-tensors", bits=bits, group_size=group_size, symmetric=False)
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
@@ -196,16 +196,16 @@ def test_integers_outside_their_range_are_never_packed() -> None:
     matrix = random_matrix(4, 64, bits=4, group_size=32, symmetric=True)
     for codes in (matrix.codes + 1, matrix.codes - 1):
         with pytest.raises(FormatError, match=r"a: codes from .* -8 to 7 expected"):
-            layout.pack_layer("a", replace(matrix, codes=codes), torch.float16)
+            layout.pack("a", replace(matrix, codes=codes), torch.float16)
     for low, high in ((-8, 8), (None, None), (0, 14), (-256, 255)):
         with pytest.raises(FormatError, match=f"from {low} to {high}"):
-            layout.pack_layer("a", replace(matrix, grid=replace(matrix.grid, low=low, high=high)), torch.float16)
+            layout.pack("a", replace(matrix, grid=replace(matrix.grid, low=low, high=high)), torch.float16)
     shifted = replace(matrix, grid=replace(matrix.grid, zero=matrix.grid.zero + 1))
     with pytest.raises(FormatError, match="symmetric grid has zeros of 0"):
-        layout.pack_layer("a", shifted, torch.float16)
+        layout.pack("a", shifted, torch.float16)
     asymmetric = random_matrix(4, 64, bits=4, group_size=32, symmetric=False)
     with pytest.raises(FormatError, match="asymmetric"):
-        layout.pack_layer("a", asymmetric, torch.float16)
+        layout.pack("a", asymmetric, torch.float16)
 
 
 @pytest.mark.parametrize("scale", [1 + 2**-12, 1e6, float("nan"), float("inf"), 2**-26])
@@ -214,28 +214,28 @@ def test_scales_are_never_rounded(scale: float) -> None:
     matrix = random_matrix(4, 64, bits=4, group_size=32, symmetric=True)
     matrix.grid.scale[2, 1] = scale
     with pytest.raises(FormatError, match=r"a: a scale is not exact in torch\.float16"):
-        layout.pack_layer("a", matrix, torch.float16)
+        layout.pack("a", matrix, torch.float16)
 
 
 @pytest.mark.parametrize("bits", [3, 5, 6, 7])
 def test_words_padded_as_in_older_versions_are_refused(bits: int) -> None:
     """Before dense packing a word held 32 // bits codes: the same tensors, read densely, would be other weights."""
-    tensors = layout.pack_layer("a", random_matrix(2, 64, bits=bits, group_size=32, symmetric=True), torch.float16)
+    tensors = layout.pack("a", random_matrix(2, 64, bits=bits, group_size=32, symmetric=True), torch.float16)
     tensors["a.weight_packed"] = torch.zeros(2, -(-64 // (32 // bits)), dtype=torch.int32)
     with pytest.raises(FormatError, match="padded to whole words"):
-        layout.unpack_layer("a", tensors, config(bits))
+        unpacked("a", tensors, config(bits))
 
 
 def test_groups_by_g_idx_are_read() -> None:
     """Older writers store act-order groups so; the group of a column is what `weight_g_idx` says."""
     matrix = random_matrix(4, 64, bits=4, group_size=16, symmetric=True, permuted=True)
-    tensors = layout.pack_layer("a", matrix, torch.float16)
+    tensors = layout.pack("a", matrix, torch.float16)
     tensors["a.weight_g_idx"] = matrix.grid.group.to(torch.int32)
-    back = layout.unpack_layer("a", tensors, config(4, 16))
+    back = unpacked("a", tensors, config(4, 16))
     assert torch.equal(back.decode(), matrix.decode())
     tensors["a.weight_g_idx"][0] = 4
     with pytest.raises(FormatError, match="outside 0 to 3"):
-        layout.unpack_layer("a", tensors, config(4, 16))
+        unpacked("a", tensors, config(4, 16))
 
 
 @pytest.mark.parametrize(
@@ -251,10 +251,10 @@ def test_groups_by_g_idx_are_read() -> None:
     ],
 )
 def test_damaged_tensors_are_named(damage: dict[str, torch.Tensor | None]) -> None:
-    tensors = layout.pack_layer("a", random_matrix(4, 64, bits=4, group_size=32, symmetric=True), torch.float16)
+    tensors = layout.pack("a", random_matrix(4, 64, bits=4, group_size=32, symmetric=True), torch.float16)
     tensors = {name: tensor for name, tensor in (tensors | damage).items() if tensor is not None}
     with pytest.raises(FormatError, match=r"a\.weight_\w+ is"):
-        layout.unpack_layer("a", tensors, config())
+        unpacked("a", tensors, config())
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_damaged_tensors_are_named(damage: dict[str, torch.Tensor | None]) -> No
     ],
 )
 def test_schemes_not_understood_are_refused_by_name(option: str, value: object) -> None:
-    tensors = layout.pack_layer("a", random_matrix(4, 64, bits=4, group_size=32, symmetric=True), torch.float16)
+    tensors = layout.pack("a", random_matrix(4, 64, bits=4, group_size=32, symmetric=True), torch.float16)
     broken = config()
     scheme = broken["config_groups"]["group_0"]
     for place in (broken, scheme, scheme["weights"]):
@@ -278,7 +278,7 @@ def test_schemes_not_understood_are_refused_by_name(option: str, value: object) 
             place[option] = value
             break
     with pytest.raises(FormatError, match=option):
-        layout.unpack_layer("a", tensors, broken)
+        unpacked("a", tensors, broken)
 
 
 def schemes(*targets: list[str]) -> dict[str, Any]:
@@ -300,16 +300,16 @@ def schemes(*targets: list[str]) -> dict[str, Any]:
 )
 def test_the_most_specific_target_counts(targets: tuple[list[str], ...], bits: int) -> None:
     """As compressed-tensors has it: a name before a pattern before a class, whatever their order."""
-    tensors = layout.pack_layer("a", random_matrix(4, 64, bits=bits, group_size=32, symmetric=True), torch.float16)
-    assert layout.unpack_layer("a", tensors, schemes(*targets)).grid.high == 2 ** (bits - 1) - 1
+    tensors = layout.pack("a", random_matrix(4, 64, bits=bits, group_size=32, symmetric=True), torch.float16)
+    assert unpacked("a", tensors, schemes(*targets)).grid.high == 2 ** (bits - 1) - 1
 
 
 @pytest.mark.parametrize("targets", [(["a"], ["a"]), (["b"], ["c"]), (["re:a", "b"], ["re:.*"]), ()])
 def test_layers_that_no_scheme_names_or_several_do_are_refused(targets: tuple[list[str], ...]) -> None:
     with pytest.raises(FormatError, match="config_groups"):
-        layout.unpack_layer("a", {}, schemes(*targets))
+        unpacked("a", {}, schemes(*targets))
 
 
 def test_a_target_that_is_no_pattern_is_refused() -> None:
     with pytest.raises(FormatError, match="not a regular expression"):
-        layout.unpack_layer("a", {}, schemes(["re:("], ["b"]))
+        unpacked("a", {}, schemes(["re:("], ["b"]))

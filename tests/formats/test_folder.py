@@ -14,21 +14,23 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from checkpoints import random_matrix, write_folder
+from checkpoints import config_of_grids, random_matrix, write_folder
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.folder import FORMATS, Writer, open_writer, quantization_of, read_dense, read_matrices
+from nearplane.formats import open_container
+from nearplane.formats.container import Container, Place
+from nearplane.formats.stored import quantization_of, read_dense, read_matrices
 
 FORMAT_NAMES = ("compressed-tensors", "gptq", "gptq_v2")
 GRID = {"bits": 4, "group_size": 32, "symmetric": True}
 
 
 def config(format: str, **changes: Any) -> dict[str, Any]:
-    rest = {"order": "natural", "damp": 0.01, "ignore": [], "quantized": ["a"], "version": "0"}
-    return FORMATS[format].quantization_config(**(GRID | rest | changes))
+    return config_of_grids(format, ["a"], **(GRID | {"order": "natural"} | changes))
 
 
-def writer(out: Path, source: Path, format: str = "gptq", shards: int = 1, **options: Any) -> Writer:
-    return open_writer(out, source, config(format), dtype=torch.float32, shards=shards, **options)
+def writer(out: Path, source: Path, format: str = "gptq", shards: int = 1, **options: Any) -> Container:
+    place = Place(out=out, source=source, **options)
+    return open_container(place, config(format), dtype=torch.float32, shards=shards)
 
 
 @pytest.fixture
@@ -93,7 +95,7 @@ def test_code_of_the_model_is_copied_only_when_trusted(tmp_path: Path, plain: Pa
         assert not (out / "onnx").exists()
 
 
-def finish(opened: Writer, shards: int = 1, during: Callable[[Writer], object] = lambda w: None) -> None:
+def finish(opened: Container, shards: int = 1, during: Callable[[Container], object] = lambda w: None) -> None:
     """Write shards of one tensor each; `during` happens before the last one is written."""
     with opened as w:
         for i in range(shards - 1):
@@ -103,7 +105,7 @@ def finish(opened: Writer, shards: int = 1, during: Callable[[Writer], object] =
         w.record_json = "{}"
 
 
-def fail(opened: Writer) -> None:
+def fail(opened: Container) -> None:
     raise KeyboardInterrupt
 
 
@@ -230,7 +232,7 @@ def test_sizes_are_those_of_the_files(tmp_path: Path, plain: Path) -> None:
 
 
 def test_a_tensor_given_twice_is_refused(tmp_path: Path, plain: Path) -> None:
-    def twice(w: Writer) -> None:
+    def twice(w: Container) -> None:
         w.add("a", random_matrix(32, 64, **GRID), torch.ones(32))
         w.close_block({"a.bias": torch.ones(32)})
 

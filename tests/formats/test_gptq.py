@@ -12,26 +12,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoints import random_matrix
+from checkpoints import config_of_grids, random_matrix
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.gptq import GPTQ, V1, V2
-from nearplane.formats.integers import LayerGrid
+from nearplane.formats.gptq import GPTQ, V1, V2, Config
+from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.schemes import LayerGrid
 
 BLOCK = "model.layers.3.mlp"
 
 
 def config(layout: GPTQ, bits: int = 4, group_size: int | None = 32, **changes: Any) -> dict[str, Any]:
     settings = {
-        "bits": bits,
-        "group_size": group_size,
+        "quantized": [f"{BLOCK}.up_proj"],
+        "ignore": ["lm_head"],
         "symmetric": True,
         "order": "natural",
-        "damp": 0.01,
-        "ignore": ["lm_head"],
-        "quantized": [f"{BLOCK}.up_proj"],
-        "version": "0",
-    }
-    return json.loads(json.dumps(layout.quantization_config(**(settings | changes))))
+    } | changes
+    made = config_of_grids("gptq" if layout.less else "gptq_v2", bits=bits, group_size=group_size, **settings)
+    return json.loads(json.dumps(made))
+
+
+def unpacked(layout: GPTQ, name: str, tensors: dict[str, torch.Tensor], made: dict[str, Any]) -> QuantizedMatrix:
+    return layout.unpack(name, tensors, Config("gptq").grid_of(made, name))
 
 
 def field(words: torch.Tensor, bits: int, i: int) -> int:
@@ -48,9 +50,9 @@ def test_what_is_packed_reads_back_exactly(data: st.DataObject) -> None:
     permuted = data.draw(st.booleans()) and group_size is not None
     out, columns = (32, 192) if bits == 3 or group_size else data.draw(st.sampled_from([(33, 172), (1, 1), (32, 64)]))
     matrix = random_matrix(out, columns, bits=bits, group_size=group_size, symmetric=symmetric, permuted=permuted)
-    tensors = layout.pack_layer("a", matrix, torch.float16)
+    tensors = layout.pack("a", matrix, torch.float16)
     made = config(layout, bits, group_size, symmetric=symmetric) | {"desc_act": permuted}  # others write such groups
-    back = layout.unpack_layer("a", tensors, made)
+    back = unpacked(layout, "a", tensors, made)
     assert torch.equal(back.codes, matrix.codes)
     assert torch.equal(back.grid.scale, matrix.grid.scale)
     assert torch.equal(back.grid.zero, matrix.grid.zero)
@@ -71,7 +73,7 @@ def test_what_is_packed_reads_back_exactly(data: st.DataObject) -> None:
     ],
 )
 def test_symmetric_zeros_are_the_words_that_readers_know(layout: GPTQ, bits: int, word: str) -> None:
-    tensors = layout.pack_layer("a", random_matrix(32, 64, bits=bits, group_size=32, symmetric=True), torch.float16)
+    tensors = layout.pack("a", random_matrix(32, 64, bits=bits, group_size=32, symmetric=True), torch.float16)
     assert {f"{w & 0xFFFFFFFF:08X}" for w in tensors["a.qzeros"].flatten().tolist()} == {word}
 
 
@@ -80,7 +82,7 @@ def test_symmetric_zeros_are_the_words_that_readers_know(layout: GPTQ, bits: int
 )
 def test_three_bit_zeros_straddle_words(layout: GPTQ, words: list[str]) -> None:
     """Thirty-two threes (version 1) or fours (version 2) of three bits in three words."""
-    tensors = layout.pack_layer("a", random_matrix(32, 64, bits=3, group_size=None, symmetric=True), torch.float16)
+    tensors = layout.pack("a", random_matrix(32, 64, bits=3, group_size=None, symmetric=True), torch.float16)
     assert [f"{w & 0xFFFFFFFF:08X}" for w in tensors["a.qzeros"][0].tolist()] == words
 
 
@@ -88,7 +90,7 @@ def test_three_bit_zeros_straddle_words(layout: GPTQ, words: list[str]) -> None:
 def test_every_field_is_where_the_format_says(bits: int) -> None:
     """Codes run along the inputs of `qweight`, zeros along the outputs of `qzeros`, scales are (groups, out)."""
     matrix = random_matrix(32, 96, bits=bits, group_size=32, symmetric=False)
-    tensors = V2.pack_layer("a", matrix, torch.float16)
+    tensors = V2.pack("a", matrix, torch.float16)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     assert shapes == {"a.qweight": (3 * bits, 32), "a.qzeros": (3, bits), "a.scales": (3, 32), "a.g_idx": (96,)}
     for n, k in ((0, 0), (31, 95), (5, 10), (7, 21), (1, 63)):
@@ -125,8 +127,9 @@ def test_ignored_layers_of_the_blocks_are_named_to_every_reader() -> None:
 
 
 def check(layout: GPTQ, **changes: Any) -> None:
-    case = {"bits": 4, "group_size": 32, "symmetric": True, "shape": (64, 352), "kind": "Linear"}
-    layout.check(f"{BLOCK}.up_proj", **(case | changes))
+    case = {"bits": 4, "group_size": 32, "symmetric": True, "shape": (64, 352), "kind": "Linear"} | changes
+    grid = LayerGrid(*(case.pop(part) for part in ("bits", "group_size", "symmetric")))
+    layout.check(f"{BLOCK}.up_proj", grid=grid, **case)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +172,7 @@ def test_integers_outside_their_range_are_never_packed() -> None:
     matrix = random_matrix(32, 64, bits=4, group_size=32, symmetric=False)
     for codes in (matrix.codes + 1, matrix.codes - 1):
         with pytest.raises(FormatError, match=r"a: codes from .* 0 to 15 expected"):
-            V2.pack_layer("a", replace(matrix, codes=codes), torch.float16)
+            V2.pack("a", replace(matrix, codes=codes), torch.float16)
     for zero, found in (
         (16.0, "zeros from"),
         (-1.0, "zeros from"),
@@ -178,44 +181,44 @@ def test_integers_outside_their_range_are_never_packed() -> None:
     ):
         grid = replace(matrix.grid, zero=torch.full_like(matrix.grid.zero, zero))
         with pytest.raises(FormatError, match=f"a: {found}|a: zeros must be whole numbers"):
-            V2.pack_layer("a", replace(matrix, grid=grid), torch.float16)
+            V2.pack("a", replace(matrix, grid=grid), torch.float16)
     finer = replace(matrix.grid, scale=matrix.grid.scale * (1 + 2**-12))
     with pytest.raises(FormatError, match="a scale is not exact"):
-        V2.pack_layer("a", replace(matrix, grid=finer), torch.float16)
+        V2.pack("a", replace(matrix, grid=finer), torch.float16)
     with pytest.raises(FormatError, match="asymmetric"):
-        V1.pack_layer("a", matrix, torch.float16)
+        V1.pack("a", matrix, torch.float16)
     with pytest.raises(FormatError, match="5 bits"):
-        V1.pack_layer("a", random_matrix(32, 64, bits=5, group_size=32, symmetric=True), torch.float16)
+        V1.pack("a", random_matrix(32, 64, bits=5, group_size=32, symmetric=True), torch.float16)
 
 
 def test_every_zero_from_0_to_the_largest_code_survives_version_2() -> None:
     matrix = random_matrix(32, 32, bits=4, group_size=32, symmetric=False)
     matrix.grid.zero[:, 0] = torch.arange(32) % 16
-    tensors = V2.pack_layer("a", matrix, torch.float16)
-    assert torch.equal(V2.unpack_layer("a", tensors, config(V2, symmetric=False)).grid.zero, matrix.grid.zero)
+    tensors = V2.pack("a", matrix, torch.float16)
+    assert torch.equal(unpacked(V2, "a", tensors, config(V2, symmetric=False)).grid.zero, matrix.grid.zero)
 
 
 def test_version_1_with_an_ambiguous_zero_is_refused_not_misread() -> None:
     """15 stored means 0 to who masks and 16 to who does not; where whole words were subtracted, neighbours are off."""
     matrix = random_matrix(32, 32, bits=4, group_size=32, symmetric=False)
     matrix.grid.zero.fill_(5)
-    tensors = V2.pack_layer("a", matrix, torch.float16)
+    tensors = V2.pack("a", matrix, torch.float16)
     tensors["a.qzeros"] -= 0x11111111  # as gptqmodel does
     asymmetric = config(V1, symmetric=False)
-    assert torch.equal(V1.unpack_layer("a", tensors, asymmetric).decode(), matrix.decode())
+    assert torch.equal(unpacked(V1, "a", tensors, asymmetric).decode(), matrix.decode())
     matrix.grid.zero[3] = 0
-    tensors = V2.pack_layer("a", matrix, torch.float16)
+    tensors = V2.pack("a", matrix, torch.float16)
     tensors["a.qzeros"] -= 0x11111111
     with pytest.raises(FormatError, match="zero of 0 and others for 16"):
-        V1.unpack_layer("a", tensors, asymmetric)
+        unpacked(V1, "a", tensors, asymmetric)
 
 
 def test_permuted_groups_without_desc_act_are_refused() -> None:
     """Half of the readers would ignore `g_idx` then."""
     matrix = random_matrix(32, 64, bits=4, group_size=32, symmetric=True, permuted=True)
-    tensors = V1.pack_layer("a", matrix, torch.float16)
+    tensors = V1.pack("a", matrix, torch.float16)
     with pytest.raises(FormatError, match="desc_act is false"):
-        V1.unpack_layer("a", tensors, config(V1))
+        unpacked(V1, "a", tensors, config(V1))
 
 
 @pytest.mark.parametrize(
@@ -231,10 +234,10 @@ def test_permuted_groups_without_desc_act_are_refused() -> None:
     ],
 )
 def test_damaged_tensors_are_named(damage: dict[str, torch.Tensor | None]) -> None:
-    tensors = V1.pack_layer("a", random_matrix(32, 64, bits=4, group_size=32, symmetric=True), torch.float16)
+    tensors = V1.pack("a", random_matrix(32, 64, bits=4, group_size=32, symmetric=True), torch.float16)
     tensors = {name: tensor for name, tensor in (tensors | damage).items() if tensor is not None}
     with pytest.raises(FormatError, match=r"a\.(scales|qzeros|qweight|g_idx) is"):
-        V1.unpack_layer("a", tensors, config(V1))
+        unpacked(V1, "a", tensors, config(V1))
 
 
 @pytest.mark.parametrize(
@@ -249,7 +252,7 @@ def test_damaged_tensors_are_named(damage: dict[str, torch.Tensor | None]) -> No
 )
 def test_options_not_understood_are_refused_by_name(changes: dict[str, Any]) -> None:
     with pytest.raises(FormatError, match=f"GPTQ: {next(iter(changes))}"):
-        V1.unpack_layer("a", {}, config(V1) | changes)
+        unpacked(V1, "a", {}, config(V1) | changes)
 
 
 SETS = {
@@ -267,9 +270,9 @@ def test_layers_with_grids_of_their_own_read_back_exactly() -> None:
     grids = {"model.layers.0.a": LayerGrid(4, 32, True), "model.layers.0.b": LayerGrid(8, None, False)}
     made = config(V2, grids=grids | {"model.layers.0.c": LayerGrid(4, 32, True)}, quantized=list(grids))
     assert (made["bits"], made["group_size"], made["sym"]) == (4, 32, True)
-    for name, (bits, group_size, symmetric) in grids.items():
+    for name, (bits, group_size, symmetric, _) in grids.items():
         matrix = random_matrix(32, 64, bits=bits, group_size=group_size or 64, symmetric=symmetric)
-        read = V2.unpack_layer(name, V2.pack_layer(name, matrix, torch.float16), made)
+        read = unpacked(V2, name, V2.pack(name, matrix, torch.float16), made)
         assert read.same_as(matrix)
 
 
@@ -279,7 +282,7 @@ def test_layers_with_widths_of_their_own_read_back_exactly(layout: GPTQ) -> None
     assert made["bits"] == 4  # the most frequent
     for name, bits in SETS.items():
         matrix = random_matrix(32, 64, bits=bits, group_size=32, symmetric=True)
-        read = layout.unpack_layer(name, layout.pack_layer(name, matrix, torch.float16), made)
+        read = unpacked(layout, name, layout.pack(name, matrix, torch.float16), made)
         assert torch.equal(read.codes, matrix.codes)
         assert read.grid.high == matrix.grid.high
 
@@ -296,12 +299,12 @@ def test_fused_layers_find_their_width_under_the_name_that_runtimes_give_them() 
 
 def test_the_first_pattern_that_matches_counts() -> None:
     """As gptqmodel, vLLM and SGLang have it; a pattern without a sign adds, too."""
-    tensors = V2.pack_layer("a.b", random_matrix(32, 64, bits=8, group_size=64, symmetric=True), torch.float16)
+    tensors = V2.pack("a.b", random_matrix(32, 64, bits=8, group_size=64, symmetric=True), torch.float16)
     dynamic = {"-:b": {}, "+:.*c": {"bits": 2}, "a": {"bits": 8, "group_size": 64}, "+:a.b": {"bits": 2}}
-    assert V2.unpack_layer("a.b", tensors, config(V2) | {"dynamic": dynamic}).grid.high == 127
+    assert unpacked(V2, "a.b", tensors, config(V2) | {"dynamic": dynamic}).grid.high == 127
 
 
 @pytest.mark.parametrize(("key", "said"), [("-:a", "leaves it out"), ("+:(", "not a regular expression")])
 def test_a_quantized_layer_that_is_to_be_left_out_and_a_broken_pattern_are_refused(key: str, said: str) -> None:
     with pytest.raises(FormatError, match=said):
-        V2.unpack_layer("a", {}, config(V2) | {"dynamic": {key: {}}})
+        unpacked(V2, "a", {}, config(V2) | {"dynamic": {key: {}}})

@@ -25,9 +25,9 @@ from native_checkpoints import product_matrix, save_tiny, write_native
 from nearplane import cli
 from nearplane.errors import FormatError, ModelError, NearplaneError, RecipeError
 from nearplane.evaluate import load_dense
-from nearplane.formats.folder import read_dense
 from nearplane.formats.native import Native
 from nearplane.formats.network import stored_transposed
+from nearplane.formats.stored import read_dense
 from nearplane.runtime.packed_linear import PackedLinear
 from nearplane.shards import INDEX, checksum
 
@@ -348,7 +348,7 @@ def widened(tensors: dict[str, Tensor]) -> None:
 
 def of_another_shape(tensors: dict[str, Tensor]) -> None:
     if f"{Q}.weight_coded" in tensors:
-        tensors |= Native().pack_layer(Q, product_matrix(torch.randn(33, 32)), torch.float32)
+        tensors |= Native().pack(Q, product_matrix(torch.randn(33, 32)), torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -19,18 +19,19 @@ from transformers import AutoModelForCausalLM
 
 from checkpoints import random_matrix
 from families import config_of
-from native_checkpoints import product_matrix, save_tiny, write_native
+from native_checkpoints import config_of_rates, product_matrix, save_tiny, write_native
 from nearplane.coding.blob import Contents, stored_base
 from nearplane.errors import FormatError, ModelError, RecipeError
 from nearplane.evaluate import load_dense
-from nearplane.formats.folder import FORMATS, quantization_of, read_dense, read_matrices
-from nearplane.formats.native import Native
+from nearplane.formats.native import Config, Native
 from nearplane.formats.network import stored_transposed
+from nearplane.formats.stored import quantization_of, read_dense, read_matrices
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
+from nearplane.schemes import RateScheme
 from nearplane.shards import ShardReader, checksum
 
 CORRUPTIONS = 2000 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 200
-CONFIG = Native().quantization_config(quantized=["a"], version="0")
+GRID = Config().grid_of({}, "a")
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +55,9 @@ def test_a_matrix_reads_back_exactly(coder: str, shape: tuple[int, int], generat
     matrix = product_matrix(torch.randn(shape, generator=generator))
     matrix.codes[0, 0] = 2**31 - 1
     layout = Native(coder=coder)
-    tensors = layout.pack_layer("a", matrix, torch.float32)
+    tensors = layout.pack("a", matrix, torch.float32)
     assert {name: tensor.dtype for name, tensor in tensors.items()} == {"a.weight_coded": torch.uint8}
-    read = layout.unpack_layer("a", tensors, CONFIG)
+    read = layout.unpack("a", tensors, GRID)
     assert torch.equal(read.codes, matrix.codes)
     assert torch.equal(read.decode(), matrix.decode())
 
@@ -80,10 +81,11 @@ def test_scales_are_the_same_to_the_solver_and_to_the_coder() -> None:
 def test_a_coder_makes_other_bytes_and_is_found_again_from_the_config(generator: torch.Generator) -> None:
     matrix = product_matrix(torch.randn(64, 96, generator=generator))
     layouts = [Native(), Native(coder="huffman"), Native(coder="huffman", classes=False)]
-    blobs = {layout.pack_layer("a", matrix, torch.float32)["a.weight_coded"].numpy().tobytes() for layout in layouts}
+    blobs = {layout.pack("a", matrix, torch.float32)["a.weight_coded"].numpy().tobytes() for layout in layouts}
     assert len(blobs) == 3
     for layout in layouts:
-        assert Native.of(layout.quantization_config(quantized=["a"], version="0")) == layout
+        scheme = RateScheme(rate=2, coder=layout.coder, classes=layout.classes)
+        assert Native().configured(config_of_rates(["a"], scheme)) == layout
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -214,25 +216,25 @@ def test_a_future_or_unknown_config_is_refused(
 
 
 def test_a_missing_or_damaged_tensor_is_named() -> None:
-    tensors = Native().pack_layer("a.b", product_matrix(torch.randn(8, 9)), torch.float32)
+    tensors = Native().pack("a.b", product_matrix(torch.randn(8, 9)), torch.float32)
     with pytest.raises(FormatError, match=r"a\.b\.weight_coded is missing"):
-        Native().unpack_layer("a.b", {}, CONFIG)
+        Native().unpack("a.b", {}, GRID)
     blob = tensors["a.b.weight_coded"]
     for damaged in (blob[:-1], blob[: len(blob) // 2], torch.cat([blob, blob]), blob.flip(0), blob[:0]):
         with pytest.raises(FormatError, match=r"a\.b\.weight_coded"):
-            Native().unpack_layer("a.b", {"a.b.weight_coded": damaged}, CONFIG)
+            Native().unpack("a.b", {"a.b.weight_coded": damaged}, GRID)
 
 
 def test_grids_and_modules_that_the_format_does_not_hold_are_refused() -> None:
     with pytest.raises(FormatError, match=r"a: a Grid .*ProductGrid"):
-        Native().pack_layer("a", random_matrix(4, 8, bits=4, group_size=None, symmetric=True), torch.float32)
+        Native().pack("a", random_matrix(4, 8, bits=4, group_size=None, symmetric=True), torch.float32)
     with pytest.raises(RecipeError, match=r"a is a Conv2d.*--ignore"):
-        Native().check("a", (4, 8), "Conv2d")
-    Native().check("a", (4, 8), "Conv1D")
+        Native().check("a", (4, 8), "Conv2d", GRID)
+    Native().check("a", (4, 8), "Conv1D", GRID)
 
 
 def test_modules_are_listed_in_the_order_of_their_numbers(folders: Callable[..., tuple[Path, dict]]) -> None:
     names = [f"layers.{i}.q" for i in range(12)]
-    assert FORMATS["nearplane"].quantization_config(quantized=names[::-1], version="0")["modules"] == names
+    assert config_of_rates(names[::-1])["modules"] == names
     out, written = folders("llama")
     assert set((quantization_of(out) or {})["modules"]) == written.keys()

@@ -15,12 +15,14 @@ from torch import Tensor
 import nearplane
 from checkpoints import random_matrix
 from nearplane.errors import RecipeError
-from nearplane.formats.folder import FORMATS
+from nearplane.formats import FORMATS
+from nearplane.formats.layer_format import GridFormat
 from nearplane.models.model import Model, open_model
 from nearplane.readers import rehearsal
 from nearplane.readers.loadable import attempt
 from nearplane.recipe import Recipe
 from nearplane.request import quantization_config
+from nearplane.schemes import LayerGrid
 from readers.types import save_type
 
 WINDOWS = torch.randint(3, 96, (8, 32), generator=torch.Generator().manual_seed(1))
@@ -53,10 +55,11 @@ def blamed(model: Model, format: str) -> set[str]:
 @pytest.mark.parametrize("format", ["compressed-tensors", "gptq", "gptq_v2"])
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 16), (3, None)])
 def test_tensors_without_contents_are_those_that_are_written(format: str, bits: int, group_size: int | None) -> None:
-    layout = FORMATS[format]
+    layout = FORMATS[format].layers
+    assert isinstance(layout, GridFormat)
     matrix = random_matrix(32, 64, bits=bits, group_size=group_size, symmetric=True)
-    real: dict[str, Tensor] = layout.pack_layer("a", matrix, torch.float16)
-    empty: dict[str, Tensor] = layout.empty("a", (32, 64), bits=bits, group_size=group_size, dtype=torch.float16)
+    real: dict[str, Tensor] = layout.pack("a", matrix, torch.float16)
+    empty: dict[str, Tensor] = layout.empty("a", (32, 64), LayerGrid(bits, group_size, True), torch.float16)
     assert [(n, t.shape, t.dtype) for n, t in empty.items()] == [(n, t.shape, t.dtype) for n, t in real.items()]
 
 

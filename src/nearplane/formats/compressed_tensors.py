@@ -11,7 +11,7 @@ What is written is what transformers 5.23.0 with compressed-tensors 0.20.0 loads
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from nearplane.coding.words import pack, unpack, words_of
 from nearplane.errors import FormatError, RecipeError
+from nearplane.formats.config_file import ConfigFile, Quantized
 from nearplane.formats.integers import (
     Integers,
-    LayerGrid,
     consecutive,
     expect,
     group_size_of,
@@ -29,197 +29,175 @@ from nearplane.formats.integers import (
     object_of,
     truth_of,
 )
-from nearplane.lattice.grid import Grid, QuantizedMatrix
+from nearplane.formats.layer_format import GridFormat
+from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.schemes import LayerGrid
 
-KEY = "weight_packed"  # the tensor that every quantized layer has
-SUFFIXES = (KEY, "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
-BITS = (2, 3, 4, 5, 6, 7, 8)
 SCALES = {torch.float16, torch.bfloat16, torch.float32}
 
 
-def check(name: str, shape: tuple[int, int], kind: str, *, bits: int, group_size: int | None, symmetric: bool) -> None:
-    """Refuse a layer that readers of this format cannot load.
+class PackQuantized(GridFormat):
+    """The tensors of a layer."""
 
-    Args:
-        name: of the layer.
-        shape: (out, in).
-        kind: class of the module: "Linear", "Conv1D", ...
-        bits, group_size, symmetric: of its grid.
+    KEY = "weight_packed"
+    SUFFIXES = (KEY, "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+    BITS = (2, 3, 4, 5, 6, 7, 8)
 
-    Raises:
-        RecipeError: with the way out.
-    """
-    if kind != "Linear":
-        raise RecipeError(
-            f"{name} is a {kind}; compressed-tensors is loaded for Linear layers only. "
-            f"Use --format gptq for Conv1D, or leave it as it is with --ignore."
-        )
-    if not symmetric:
-        raise RecipeError(
-            f"{name}: asymmetric weights in compressed-tensors do not load in transformers 5.23.0, which expects their "
-            f"packed zero-points in another shape. Use --format gptq_v2, or symmetric weights."
-        )
-    if bits not in BITS:
-        raise RecipeError(f"{name}: {bits} bits asked for; compressed-tensors holds 2 to 8.")
-    if group_size is not None and shape[1] % group_size:
-        raise RecipeError(
-            f"{name} has {shape[1]} inputs, not a multiple of the group size {group_size}, which compressed-tensors "
-            f"requires. Use another --group-size (none for one step a row), or leave it as it is with --ignore."
-        )
+    def check(self, name: str, shape: tuple[int, int], kind: str, grid: LayerGrid) -> None:
+        """Refuse what transformers does not load: anything but symmetric Linear layers of whole groups."""
+        if kind != "Linear":
+            raise RecipeError(
+                f"{name} is a {kind}; compressed-tensors is loaded for Linear layers only. "
+                f"Use --format gptq for Conv1D, or leave it as it is with --ignore."
+            )
+        if not grid.symmetric:
+            raise RecipeError(
+                f"{name}: asymmetric weights in compressed-tensors do not load in transformers 5.23.0, which expects their "
+                f"packed zero-points in another shape. Use --format gptq_v2, or symmetric weights."
+            )
+        if grid.bits not in self.BITS:
+            raise RecipeError(f"{name}: {grid.bits} bits asked for; compressed-tensors holds 2 to 8.")
+        if grid.group_size is not None and shape[1] % grid.group_size:
+            raise RecipeError(
+                f"{name} has {shape[1]} inputs, not a multiple of the group size {grid.group_size}, which compressed-tensors "
+                f"requires. Use another --group-size (none for one step a row), or leave it as it is with --ignore."
+            )
 
+    def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
+        """Return the model's: readers multiply in it."""
+        return model_dtype if model_dtype in SCALES else torch.float32
 
-def scale_dtype(model_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of scales in a model of this dtype: the same one, for readers multiply in it."""
-    return model_dtype if model_dtype in SCALES else torch.float32
+    def pack(self, name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the tensors of a symmetric layer."""
+        stored = Integers.of(name, matrix, dtype)
+        if not stored.symmetric:
+            raise FormatError(f"{name}: an asymmetric matrix; compressed-tensors is written for symmetric ones only.")
+        return {
+            f"{name}.weight_packed": pack(stored.codes, stored.bits),
+            f"{name}.weight_scale": stored.scale.contiguous(),
+            f"{name}.weight_shape": torch.tensor(matrix.codes.shape, dtype=torch.int64),
+        }
 
+    def empty(self, name: str, shape: tuple[int, int], grid: LayerGrid, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the tensors of one layer without contents."""
+        out, columns = shape
+        groups = -(-columns // grid.group_size) if grid.group_size else 1
+        return {
+            f"{name}.weight_packed": torch.empty(out, words_of(columns, grid.bits), dtype=torch.int32, device="meta"),
+            f"{name}.weight_scale": torch.empty(out, groups, dtype=self.scale_dtype(dtype), device="meta"),
+            f"{name}.weight_shape": torch.empty(2, dtype=torch.int64, device="meta"),
+        }
 
-def pack_layer(name: str, matrix: QuantizedMatrix[Grid], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the tensors of one layer.
+    def shape_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+        """Return (out, in) as the layer says it."""
+        out, columns = (int(n) for n in expect(name, tensors, "weight_shape", (2,), {torch.int64, torch.int32}))
+        return out, columns
 
-    Args:
-        name: of the layer.
-        matrix: symmetric, groups of neighbours; the integers are stored as they are.
-        dtype: of the scales, see `scale_dtype`.
-
-    Raises:
-        FormatError: the format cannot hold the matrix exactly.
-    """
-    stored = Integers.of(name, matrix, dtype)
-    if not stored.symmetric:
-        raise FormatError(f"{name}: an asymmetric matrix; compressed-tensors is written for symmetric ones only.")
-    return {
-        f"{name}.weight_packed": pack(stored.codes, stored.bits),
-        f"{name}.weight_scale": stored.scale.contiguous(),
-        f"{name}.weight_shape": torch.tensor(matrix.codes.shape, dtype=torch.int64),
-    }
-
-
-def empty(
-    name: str, shape: tuple[int, int], *, bits: int, group_size: int | None, dtype: torch.dtype
-) -> dict[str, Tensor]:
-    """Return the tensors of one layer as `pack_layer` makes them, on the meta device; `dtype` is the model's."""
-    out, columns = shape
-    groups = -(-columns // group_size) if group_size else 1
-    return {
-        f"{name}.weight_packed": torch.empty(out, words_of(columns, bits), dtype=torch.int32, device="meta"),
-        f"{name}.weight_scale": torch.empty(out, groups, dtype=scale_dtype(dtype), device="meta"),
-        f"{name}.weight_shape": torch.empty(2, dtype=torch.int64, device="meta"),
-    }
-
-
-def shape_of(name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Return (out, in) of a stored layer without unpacking it.
-
-    Raises:
-        FormatError: the tensor that says it is missing.
-    """
-    out, columns = (int(n) for n in expect(name, tensors, "weight_shape", (2,), {torch.int64, torch.int32}))
-    return out, columns
-
-
-def unpack_layer(name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> QuantizedMatrix:
-    """Return the matrix that `pack_layer` stored.
-
-    Args:
-        name: of the layer.
-        tensors: at least those of the layer, by full name.
-        config: the checkpoint's quantization_config.
-
-    Raises:
-        FormatError: a tensor is missing or not what the config says, or the config uses what is not understood.
-    """
-    bits, group_size, symmetric = _scheme(config, name)
-    out, columns = shape_of(name, tensors)
-    groups = -(-columns // group_size) if group_size else 1
-    dense, padded = words_of(columns, bits), -(-columns // (32 // bits))
-    found = tensors.get(f"{name}.weight_packed")
-    if found is not None and found.shape[-1] == padded != dense:
-        raise FormatError(
-            f"{name}.weight_packed has {padded} words a row: {bits}-bit codes padded to whole words, as "
-            f"compressed-tensors wrote them before it packed densely ({dense} words). Dense packing is expected: write "
-            f"the checkpoint again with a newer version."
-        )
-    words = expect(name, tensors, "weight_packed", (out, dense), {torch.int32})
-    scale = expect(name, tensors, "weight_scale", (out, groups), SCALES)
-    zeros = torch.full((out, groups), 2 ** (bits - 1), dtype=torch.uint8)
-    if not symmetric:
-        packed = expect(name, tensors, "weight_zero_point", (words_of(out, bits), groups), {torch.int32})
-        zeros = unpack(packed.T.contiguous(), bits, out).T
-    group = consecutive(columns, group_size)
-    if f"{name}.weight_g_idx" in tensors:
-        group = expect(name, tensors, "weight_g_idx", (columns,), {torch.int32, torch.int64}).to(torch.int64)
-        if bool(((group < 0) | (group >= groups)).any()):
-            raise FormatError(f"{name}.weight_g_idx names groups outside 0 to {groups - 1}.")
-    codes = unpack(words, bits, columns)
-    return Integers(codes=codes, zeros=zeros, scale=scale, group=group, bits=bits, symmetric=symmetric).matrix()
+    def unpack(self, name: str, tensors: Mapping[str, Tensor], grid: LayerGrid) -> QuantizedMatrix:
+        """Return the matrix of one layer, which other programs may have written asymmetric or in activation order."""
+        bits, group_size, symmetric, _ = grid
+        out, columns = self.shape_of(name, tensors)
+        groups = -(-columns // group_size) if group_size else 1
+        dense, padded = words_of(columns, bits), -(-columns // (32 // bits))
+        found = tensors.get(f"{name}.weight_packed")
+        if found is not None and found.shape[-1] == padded != dense:
+            raise FormatError(
+                f"{name}.weight_packed has {padded} words a row: {bits}-bit codes padded to whole words, as "
+                f"compressed-tensors wrote them before it packed densely ({dense} words). Dense packing is expected: write "
+                f"the checkpoint again with a newer version."
+            )
+        words = expect(name, tensors, "weight_packed", (out, dense), {torch.int32})
+        scale = expect(name, tensors, "weight_scale", (out, groups), SCALES)
+        zeros = torch.full((out, groups), 2 ** (bits - 1), dtype=torch.uint8)
+        if not symmetric:
+            packed = expect(name, tensors, "weight_zero_point", (words_of(out, bits), groups), {torch.int32})
+            zeros = unpack(packed.T.contiguous(), bits, out).T
+        group = consecutive(columns, group_size)
+        if f"{name}.weight_g_idx" in tensors:
+            group = expect(name, tensors, "weight_g_idx", (columns,), {torch.int32, torch.int64}).to(torch.int64)
+            if bool(((group < 0) | (group >= groups)).any()):
+                raise FormatError(f"{name}.weight_g_idx names groups outside 0 to {groups - 1}.")
+        codes = unpack(words, bits, columns)
+        return Integers(
+            codes=codes, zeros=zeros, scale=scale, group=group, bits=bits, symmetric=bool(symmetric)
+        ).matrix()
 
 
-def quantization_config(
-    *,
-    bits: int,
-    group_size: int | None,
-    symmetric: bool,
-    order: str,
-    damp: float | str,
-    ignore: Sequence[str],
-    quantized: Sequence[str],
-    version: str,
-    grids: Mapping[str, LayerGrid] | None = None,
-    experts: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Return `quantization_config` of config.json.
+LAYERS = PackQuantized()
 
-    Args:
-        bits, group_size, symmetric: of every quantized layer.
-        order: of the solve; kept for readers of the file, groups are runs of neighbours in any case.
-        damp, quantized, version: this format has no place for them.
-        ignore: names of *all* modules left alone that are Linear or a subclass of it, in blocks or not ("lm_head"), and
-            patterns "re:..." of parts.
-        grids: of every layer by name, where they are not the same for all: a group for each grid, which lists its layers.
-        experts: names of modules left alone that transformers puts together from one tensor an expert. Its reader drops tensors
-            that are not packed, unless a group that names experts is of eight-bit floats; so a group that applies to nothing
-            says so, since all that it names is in `ignore`.
-    """
-    del damp, quantized, version
-    targets = {LayerGrid(bits, group_size, symmetric): ["Linear"]}
-    if grids:
-        kinds = sorted(set(grids.values()), key=lambda grid: (grid.bits, grid.group_size or 0, grid.symmetric))
-        targets = {grid: [name for name, own in grids.items() if own == grid] for grid in kinds}
-    groups = {
-        f"group_{index}": {
-            "targets": names,
-            "weights": {
-                "num_bits": grid.bits,
-                "type": "int",
-                "symmetric": grid.symmetric,
-                "strategy": "group" if grid.group_size else "channel",
-                "group_size": grid.group_size,
-                "actorder": None if order == "natural" else "static",
-                "dynamic": False,
-            },
-            "input_activations": None,
-            "output_activations": None,
+
+class Config(ConfigFile):
+    """The config of `pack-quantized`."""
+
+    def describe(self, network: Quantized) -> dict[str, Any]:
+        """Return a config with a group of layers for each grid.
+
+        The reader drops tensors that are not packed of modules that it puts together from `network.experts`, unless a group that
+        names experts is of eight-bit floats; so a group that applies to nothing says so, since all that it names is in `ignore`.
+        """
+        grids, targets = network.grids, {network.scheme.grid: ["Linear"]}
+        if grids:
+            kinds = sorted(set(grids.values()), key=lambda grid: (grid.bits, grid.group_size or 0, grid.symmetric))
+            targets = {grid: [name for name, own in grids.items() if own == grid] for grid in kinds}
+        groups = {
+            f"group_{index}": {
+                "targets": names,
+                "weights": {
+                    "num_bits": grid.bits,
+                    "type": "int",
+                    "symmetric": grid.symmetric,
+                    "strategy": "group" if grid.group_size else "channel",
+                    "group_size": grid.group_size,
+                    "actorder": None if network.scheme.order == "natural" else "static",
+                    "dynamic": False,
+                },
+                "input_activations": None,
+                "output_activations": None,
+                "format": "pack-quantized",
+            }
+            for index, (grid, names) in enumerate(targets.items())
+        }
+        if network.experts:
+            groups[f"group_{len(groups)}"] = {
+                "targets": [_module_pattern(name) for name in network.experts],
+                "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False},
+                "input_activations": None,
+                "output_activations": None,
+                "format": "float-quantized",
+            }
+        return {
+            "quant_method": "compressed-tensors",
             "format": "pack-quantized",
+            "quantization_status": "compressed",
+            "config_groups": groups,
+            "ignore": list(network.ignore),
+            "kv_cache_scheme": None,
+            "global_compression_ratio": None,
         }
-        for index, (grid, names) in enumerate(targets.items())
-    }
-    if experts:
-        groups[f"group_{len(groups)}"] = {
-            "targets": [_module_pattern(name) for name in experts],
-            "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False},
-            "input_activations": None,
-            "output_activations": None,
-            "format": "float-quantized",
+
+    def grid_of(self, config: Mapping[str, Any], name: str) -> LayerGrid:
+        """Return the grid of the group that a layer is in."""
+        scheme = _group(config, name)
+        weights = object_of("compressed-tensors: weights", scheme.get("weights"))
+        used: dict[str, tuple[Any, set[Any]]] = {
+            "format": (config.get("format"), {"pack-quantized"}),
+            "quantization_status": (config.get("quantization_status"), {"compressed"}),
+            "input_activations": (scheme.get("input_activations"), {None}),
+            "output_activations": (scheme.get("output_activations"), {None}),
+            "kv_cache_scheme": (config.get("kv_cache_scheme"), {None}),
+            "weights.type": (weights.get("type"), {"int"}),
+            "weights.strategy": (weights.get("strategy"), {"group", "channel"}),
+            "weights.num_bits": (weights.get("num_bits"), set(LAYERS.BITS)),
         }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": groups,
-        "ignore": list(ignore),
-        "kv_cache_scheme": None,
-        "global_compression_ratio": None,
-    }
+        for option, (value, understood) in used.items():
+            if isinstance(value, dict | list | float) or value not in understood:
+                expected = " or ".join(sorted(map(str, understood)))
+                raise FormatError(f"compressed-tensors: {option} is {value!r}, understood is {expected}.")
+        group_size = None
+        if weights["strategy"] == "group":
+            group_size = group_size_of("compressed-tensors: weights.group_size", weights.get("group_size"), ())
+        symmetric = truth_of("compressed-tensors: weights.symmetric", weights.get("symmetric", True))
+        return LayerGrid(int(weights["num_bits"]), group_size, symmetric, permuted=True)
 
 
 def _module_pattern(name: str) -> str:
@@ -245,31 +223,6 @@ def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if not found or any(scheme != found[0] for scheme in found):
         raise FormatError(f"{name}: {len(found)} of the {len(schemes)} schemes in config_groups name it, expected one.")
     return found[0]
-
-
-def _scheme(config: Mapping[str, Any], name: str) -> tuple[int, int | None, bool]:
-    """Return bits, group size and symmetry of a layer."""
-    scheme = _group(config, name)
-    weights = object_of("compressed-tensors: weights", scheme.get("weights"))
-    used: dict[str, tuple[Any, set[Any]]] = {
-        "format": (config.get("format"), {"pack-quantized"}),
-        "quantization_status": (config.get("quantization_status"), {"compressed"}),
-        "input_activations": (scheme.get("input_activations"), {None}),
-        "output_activations": (scheme.get("output_activations"), {None}),
-        "kv_cache_scheme": (config.get("kv_cache_scheme"), {None}),
-        "weights.type": (weights.get("type"), {"int"}),
-        "weights.strategy": (weights.get("strategy"), {"group", "channel"}),
-        "weights.num_bits": (weights.get("num_bits"), set(BITS)),
-    }
-    for option, (value, understood) in used.items():
-        if isinstance(value, dict | list | float) or value not in understood:
-            expected = " or ".join(sorted(map(str, understood)))
-            raise FormatError(f"compressed-tensors: {option} is {value!r}, understood is {expected}.")
-    group_size = None
-    if weights["strategy"] == "group":
-        group_size = group_size_of("compressed-tensors: weights.group_size", weights.get("group_size"), ())
-    symmetric = truth_of("compressed-tensors: weights.symmetric", weights.get("symmetric", True))
-    return int(weights["num_bits"]), group_size, symmetric
 
 
 def _list(name: str, value: Any) -> list[Any]:

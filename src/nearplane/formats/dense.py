@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from nearplane.formats.folder import quantization_of, read_dense
 from nearplane.formats.network import stored_transposed, weight_shapes
+from nearplane.formats.stored import quantization_of, read_dense
 from nearplane.pretrained import empty_network, network_of
 
 

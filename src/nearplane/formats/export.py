@@ -11,15 +11,11 @@ from torch import Tensor
 
 from nearplane.errors import FormatError, ModelError, RecipeError
 from nearplane.formats.beside import CONFIG, copy_beside
-from nearplane.formats.folder import (
-    check_apart,
-    disk,
-    json_text,
-    quantization_of,
-    read_config,
-    read_dense,
-)
+from nearplane.formats.config_file import json_text
+from nearplane.formats.container import check_apart, disk
+from nearplane.formats.folder import read_config
 from nearplane.formats.network import stored_transposed, weight_shapes
+from nearplane.formats.stored import quantization_of, read_dense
 from nearplane.formats.unfinished import Unfinished
 from nearplane.pretrained import empty_network
 from nearplane.shards import ShardWriter

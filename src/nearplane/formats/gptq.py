@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,10 @@ from torch import Tensor
 
 from nearplane.coding.words import pack, unpack, words_of
 from nearplane.errors import FormatError, RecipeError
+from nearplane.formats.beside import GPTQ_CONFIG
+from nearplane.formats.config_file import ConfigFile, Quantized, json_text
 from nearplane.formats.integers import (
     Integers,
-    LayerGrid,
     consecutive,
     expect,
     group_size_of,
@@ -32,7 +33,9 @@ from nearplane.formats.integers import (
     object_of,
     truth_of,
 )
-from nearplane.lattice.grid import Grid, QuantizedMatrix
+from nearplane.formats.layer_format import GridFormat
+from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.schemes import LayerGrid
 
 BITS = (2, 3, 4, 8)
 FUSED = {  # what vLLM and SGLang call layers that they load as one; they look up the scheme by this name
@@ -53,31 +56,22 @@ GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)  # what gptqmodel's kernels take
 
 
 @dataclass(frozen=True, slots=True)
-class GPTQ:
-    """One version of the format, with the functions that every format has; `compressed_tensors.py` explains them."""
+class GPTQ(GridFormat):
+    """The tensors of a layer in one version of the format.
 
-    version: str
-    less: int  # what is subtracted from a zero to store it
+    Args:
+        less: what is subtracted from a zero to store it.
+    """
+
+    less: int
 
     BITS = BITS
     KEY = "qweight"
     SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
 
-    def check(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        kind: str,
-        *,
-        bits: int,
-        group_size: int | None,
-        symmetric: bool,
-    ) -> None:
-        """Refuse a layer that readers of this format cannot load.
-
-        Raises:
-            RecipeError: with the way out.
-        """
+    def check(self, name: str, shape: tuple[int, int], kind: str, grid: LayerGrid) -> None:
+        """Refuse what gptqmodel's kernels do not take, and asymmetric weights in version 1."""
+        bits, group_size, symmetric, _ = grid
         if kind not in ("Linear", "Conv1D"):
             raise RecipeError(
                 f"{name} is a {kind}; GPTQ holds Linear and Conv1D layers. Leave it as it is with --ignore."
@@ -107,16 +101,12 @@ class GPTQ:
                 )
 
     def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of scales: fp16 in every model."""
+        """Return fp16, in every model."""
         del model_dtype
         return torch.float16
 
-    def pack_layer(self, name: str, matrix: QuantizedMatrix[Grid], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the tensors of one layer.
-
-        Raises:
-            FormatError: the format cannot hold the matrix exactly.
-        """
+    def pack(self, name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the tensors of one layer."""
         stored = Integers.of(name, matrix, dtype)
         if stored.bits not in BITS or dtype != torch.float16:
             raise FormatError(
@@ -131,10 +121,9 @@ class GPTQ:
             f"{name}.g_idx": stored.group.to(torch.int32),
         }
 
-    def empty(
-        self, name: str, shape: tuple[int, int], *, bits: int, group_size: int | None, dtype: torch.dtype
-    ) -> dict[str, Tensor]:
-        """Return the tensors of one layer as `pack_layer` makes them, on the meta device."""
+    def empty(self, name: str, shape: tuple[int, int], grid: LayerGrid, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the tensors of one layer without contents."""
+        bits, group_size, *_ = grid
         out, columns = shape
         groups = -(-columns // group_size) if group_size else 1
         return {
@@ -145,21 +134,13 @@ class GPTQ:
         }
 
     def shape_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-        """Return (out, in) of a stored layer without unpacking it.
-
-        Raises:
-            FormatError: a tensor is missing.
-        """
+        """Return (out, in) as the shapes of two tensors tell."""
         columns = len(expect(name, tensors, "g_idx", (None,), {torch.int32, torch.int64}))
         return expect(name, tensors, "qweight", (None, None), {torch.int32}).shape[1], columns
 
-    def unpack_layer(self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> QuantizedMatrix:
-        """Return the matrix that `pack_layer` stored.
-
-        Raises:
-            FormatError: a tensor is missing or not what the config says, or the config uses what is not understood.
-        """
-        bits, group_size, symmetric = _scheme(config, name)
+    def unpack(self, name: str, tensors: Mapping[str, Tensor], grid: LayerGrid) -> QuantizedMatrix:
+        """Return the matrix of one layer."""
+        bits, group_size, symmetric, permuted = grid
         group = expect(name, tensors, "g_idx", (None,), {torch.int32, torch.int64}).to(torch.int64)
         columns = len(group)
         groups = -(-columns // group_size) if group_size else 1
@@ -173,7 +154,7 @@ class GPTQ:
                 f"{name}.qzeros holds {2**bits - 1}, which some readers of version 1 of GPTQ take for a zero of 0 and "
                 f"others for {2**bits}. Convert the checkpoint to gptq_v2 with the program that made it."
             )
-        if not config.get("desc_act") and not torch.equal(group, consecutive(columns, group_size)):
+        if not permuted and not torch.equal(group, consecutive(columns, group_size)):
             raise FormatError(
                 f"{name}.g_idx permutes groups of {group_size} although desc_act is false: readers differ."
             )
@@ -185,40 +166,29 @@ class GPTQ:
             scale=scale.T,
             group=group,
             bits=bits,
-            symmetric=symmetric,
+            symmetric=bool(symmetric),
         ).matrix()
 
-    def quantization_config(
-        self,
-        *,
-        bits: int,
-        group_size: int | None,
-        symmetric: bool,
-        order: str,
-        damp: float | str,
-        ignore: Sequence[str],
-        quantized: Sequence[str],
-        version: str,
-        grids: Mapping[str, LayerGrid] | None = None,
-        experts: Sequence[str] = (),
-    ) -> dict[str, Any]:
-        """Return `quantization_config` of config.json, which is also quantize_config.json.
 
-        Args:
-            bits, group_size, symmetric: of every quantized layer.
-            order, damp: of the solve; groups are runs of neighbours whatever the order, so that `desc_act` is false.
-            ignore: names of modules left alone, and patterns "re:..." of parts; those outside the blocks may be among them.
-            quantized: names of all quantized modules.
-            version: of nearplane.
-            grids: of every layer by name, where they are not the same for all: the most frequent one is that of the file, the
-                others are in `dynamic`.
-            experts: readers of this format need none.
+V1 = GPTQ(less=1)
+V2 = GPTQ(less=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Config(ConfigFile):
+    """The config of one version of the format, which is also quantize_config.json."""
+
+    version: str
+
+    def describe(self, network: Quantized) -> dict[str, Any]:
+        """Return a config with the most frequent grid for the file, and the others in `dynamic`.
+
+        Groups are runs of neighbours whatever the order of the solve, so that `desc_act` is false.
         """
-        del experts
-        usual = LayerGrid(bits, group_size, symmetric)
+        grids, usual = network.grids, network.scheme.grid
         if grids:
             usual = Counter(grids.values()).most_common(1)[0][0]
-            bits, group_size, symmetric = usual
+        bits, group_size, symmetric, _ = usual
         config: dict[str, Any] = {
             "quant_method": "gptq",
             "checkpoint_format": self.version,
@@ -230,27 +200,41 @@ class GPTQ:
             "lm_head": False,
             "pack_dtype": "int32",
             "meta": {
-                "quantizer": [f"nearplane:{version}"],
-                "order": order,
-                "damp": damp,
+                "quantizer": [f"nearplane:{network.version}"],
+                "order": network.scheme.order,
+                "damp": network.scheme.damp,
             },
         }
-        blocks = {_list_of(name) for name in quantized}
-        skipped = [name for name in ignore if not name.startswith("re:") and _list_of(name) in blocks]
-        parts = [name.removeprefix("re:") for name in ignore if name.startswith("re:")]
-        own = {name: grid for name, grid in _with_fused(grids or {}).items() if grid != usual}
+        blocks = {_list_of(name) for name in network.quantized}
+        skipped = [name for name in network.ignore if not name.startswith("re:") and _list_of(name) in blocks]
+        parts = [name.removeprefix("re:") for name in network.ignore if name.startswith("re:")]
+        own = {name: grid for name, grid in _with_fused(grids).items() if grid != usual}
         if skipped or parts or own:  # gptqmodel, vLLM, SGLang: the first that matches counts
             config["dynamic"] = {f"-:{pattern}": {} for pattern in (*(f"^{re.escape(n)}$" for n in skipped), *parts)}
             config["dynamic"] |= {f"+:^{re.escape(name)}$": _differing(grid, usual) for name, grid in own.items()}
         if blocks - {*BLOCKS_FOUND}:
             config["block_name_to_quantize"] = sorted(blocks)[0]
         if skipped:
-            config["modules_in_block_to_quantize"] = [list(quantized)]  # transformers, through optimum
+            config["modules_in_block_to_quantize"] = [list(network.quantized)]  # transformers, through optimum
         return config
 
+    def files(self, config: Mapping[str, Any]) -> dict[str, str]:
+        """Return quantize_config.json."""
+        return {GPTQ_CONFIG: json_text(config)}
 
-V1 = GPTQ("gptq", less=1)
-V2 = GPTQ("gptq_v2", less=0)
+    def grid_of(self, config: Mapping[str, Any], name: str) -> LayerGrid:
+        """Return the grid of the config, or a layer's own by the first of `dynamic` that matches."""
+        own = _dynamic(config, name)
+        bits, group_size = own.get("bits", config.get("bits")), own.get("group_size", config.get("group_size", 128))
+        if type(bits) is not int or bits not in BITS:
+            raise FormatError(f"GPTQ: bits is {bits!r}, understood is {', '.join(map(str, BITS))}.")
+        if str(config.get("pack_dtype") or "int32").removeprefix("torch.") != "int32":
+            raise FormatError(f"GPTQ: pack_dtype is {config['pack_dtype']!r}, understood is int32.")
+        if config.get("rotation"):
+            raise FormatError(f"GPTQ: rotation is {config['rotation']!r}; rotated weights are not understood.")
+        symmetric = truth_of("GPTQ: sym", own.get("sym", config.get("sym", True)))
+        size = group_size_of("GPTQ: group_size", group_size, (-1, None))
+        return LayerGrid(bits, size, symmetric, permuted=bool(config.get("desc_act")))
 
 
 def _list_of(name: str) -> str:
@@ -274,20 +258,6 @@ def _with_fused(grids: Mapping[str, LayerGrid]) -> dict[str, LayerGrid]:
         if last in FUSED:
             fused.setdefault(f"{path}.{FUSED[last]}", set()).add(grid)
     return dict(grids) | {name: min(own) for name, own in fused.items() if name not in grids and len(own) == 1}
-
-
-def _scheme(config: Mapping[str, Any], name: str) -> tuple[int, int | None, bool]:
-    """Return bits, group size and symmetry of a layer: those of the config, or its own by the first of `dynamic` that matches."""
-    own = _dynamic(config, name)
-    bits, group_size = own.get("bits", config.get("bits")), own.get("group_size", config.get("group_size", 128))
-    if type(bits) is not int or bits not in BITS:
-        raise FormatError(f"GPTQ: bits is {bits!r}, understood is {', '.join(map(str, BITS))}.")
-    if str(config.get("pack_dtype") or "int32").removeprefix("torch.") != "int32":
-        raise FormatError(f"GPTQ: pack_dtype is {config['pack_dtype']!r}, understood is int32.")
-    if config.get("rotation"):
-        raise FormatError(f"GPTQ: rotation is {config['rotation']!r}; rotated weights are not understood.")
-    symmetric = truth_of("GPTQ: sym", own.get("sym", config.get("sym", True)))
-    return bits, group_size_of("GPTQ: group_size", group_size, (-1, None)), symmetric
 
 
 def _dynamic(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -37,8 +37,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from nearplane.coding.blob import decode, decode_packed, shape_of
 from nearplane.errors import FormatError, ModelError, RecipeError
 from nearplane.formats.dense import dense_network
-from nearplane.formats.folder import quantization_of
-from nearplane.formats.native import METHOD, Native, matrix_of
+from nearplane.formats.native import DEFAULT, METHOD, Native, matrix_of
+from nearplane.formats.stored import quantization_of
 from nearplane.pretrained import find_folder, network_of
 from nearplane.runtime.packed_linear import PackedLinear
 from nearplane.shards import ShardReader
@@ -106,7 +106,7 @@ class NearplaneConfig(QuantizationConfigMixin):
     """
 
     def __init__(self, **fields: Any) -> None:
-        Native.of(fields)
+        DEFAULT.configured(fields)
         modules = fields.get("modules")
         if not isinstance(modules, list) or not modules or not all(isinstance(name, str) for name in modules):
             raise FormatError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,14 +17,6 @@ from torch import Tensor
 from nearplane.errors import FormatError
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.patterns import fault_of
-
-
-class LayerGrid(NamedTuple):
-    """What config files say of a layer's grid."""
-
-    bits: int
-    group_size: int | None
-    symmetric: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,9 @@ The matrix is (out, in) however the module stores its weight. The index of the f
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self, get_args
 
 import torch
 from torch import Tensor
@@ -21,8 +21,11 @@ from torch import Tensor
 from nearplane.coding.blob import Coder, Contents, decode, encode, shape_of
 from nearplane.coding.header import ZSTD_REFUSED
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.integers import LayerGrid, expect
+from nearplane.formats.config_file import ConfigFile, Quantized
+from nearplane.formats.integers import expect
+from nearplane.formats.layer_format import LayerFormat
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
+from nearplane.schemes import LayerGrid, RateScheme
 
 METHOD = "nearplane"
 VERSION = 1
@@ -31,8 +34,8 @@ KINDS = ("Linear", "Conv1D", "Embedding")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Native:
-    """The format with one coder: the functions that every format has; `compressed_tensors.py` explains them.
+class Native(LayerFormat):
+    """The tensor of a layer, written by one coder.
 
     Args:
         coder: of the codes; readers need not be told, every matrix says it.
@@ -45,14 +48,10 @@ class Native:
     KEY = "weight_coded"
     STOP = "weight"
     SUFFIXES = (KEY, STOP)
+    CHECKSUMS = True
 
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Native:
-        """Return the format of a quantization_config.
-
-        Raises:
-            FormatError: it is of a version or has a coder that is not understood.
-        """
+    def configured(self, config: Mapping[str, Any]) -> Self:
+        """Return the format with the coder of a config of a version that is understood."""
         version, coder, classes = config.get("format_version"), config.get("coder", "tans"), config.get("classes", True)
         if version != VERSION:
             raise FormatError(
@@ -66,45 +65,28 @@ class Native:
                 f"quantization_config says coder {coder!r}, classes {classes!r}; this version of nearplane reads "
                 f"{', '.join(CODERS)} and true or false. Update nearplane, or fetch config.json again."
             )
-        return cls(coder=coder, classes=classes)
+        return replace(self, coder=coder, classes=classes)
 
-    def check(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        kind: str,
-        *,
-        bits: int | None = None,
-        group_size: int | None = None,
-        symmetric: bool = True,
-    ) -> None:
-        """Refuse a layer that readers of this format cannot load; grids of a fixed width play no part.
-
-        Raises:
-            RecipeError: with the way out.
-        """
-        del shape, bits, group_size, symmetric
+    def check(self, name: str, shape: tuple[int, int], kind: str, grid: LayerGrid) -> None:
+        """Refuse modules that `nearplane.load` does not build; any shape and any codes will do."""
+        del shape, grid
         if kind not in KINDS:
             raise RecipeError(
                 f"{name} is a {kind}; the nearplane format holds {', '.join(KINDS)}. Use --ignore for it."
             )
 
     def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of decoded scales: float32 in every model; stored are their exponents."""
+        """Return float32, in every model, for decoded scales; stored are their exponents."""
         del model_dtype
         return torch.float32
 
-    def pack_layer(self, name: str, matrix: QuantizedMatrix, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the tensor of one layer.
-
-        Raises:
-            FormatError: the matrix is on another kind of grid.
-        """
+    def pack(self, name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the tensor of one layer, which is on a `ProductGrid`."""
         del dtype
         coded = encode(contents(matrix, name=name), coder=self.coder, classes=self.classes)
         return {f"{name}.{self.KEY}": torch.tensor(coded)}
 
-    def stop(self, name: str) -> dict[str, Tensor]:
+    def beside_the_first(self, name: str) -> dict[str, Tensor]:
         """Return a weight without elements, of which one layer of a folder has one.
 
         transformers skips quantization of a kind that it does not know, and fills weights that it does not find with random
@@ -113,60 +95,42 @@ class Native:
         return {f"{name}.{self.STOP}": torch.empty(0, dtype=torch.uint8)}
 
     def shape_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-        """Return (out, in) of a stored layer without decoding it.
-
-        Raises:
-            FormatError: the tensor is missing, or of a version that is not understood.
-        """
+        """Return (out, in) as the tensor says it."""
         blob = expect(name, tensors, self.KEY, (None,), {torch.uint8})
         return shape_of(blob.numpy(), name=f"{name}.{self.KEY}")
 
-    def unpack_layer(self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> QuantizedMatrix:
-        """Return the matrix that `pack_layer` stored, with all cores.
-
-        Raises:
-            FormatError: the tensor is missing or damaged, or of a version that is not understood.
-        """
-        Native.of(config)
+    def unpack(self, name: str, tensors: Mapping[str, Tensor], grid: LayerGrid) -> QuantizedMatrix:
+        """Return the matrix of one layer, decoded with all cores; the tensor says all of it."""
+        del grid
         if f"{name}.{self.STOP}" in tensors:
             expect(name, tensors, self.STOP, (0,), {torch.uint8})
         blob = expect(name, tensors, self.KEY, (None,), {torch.uint8})
         return matrix_of(decode(blob.numpy(), name=f"{name}.{self.KEY}"))
 
-    def quantization_config(
-        self,
-        *,
-        quantized: Sequence[str],
-        version: str,
-        bits: int | None = None,
-        group_size: int | None = None,
-        symmetric: bool = True,
-        order: str | None = None,
-        damp: float | str | None = None,
-        ignore: Sequence[str] = (),
-        grids: Mapping[str, LayerGrid] | None = None,
-        experts: Sequence[str] = (),
-    ) -> dict[str, Any]:
-        """Return `quantization_config` of config.json.
 
-        Args:
-            quantized: names in the model of all quantized modules.
-            version: of nearplane.
-            bits, group_size, symmetric, order, damp, ignore, grids, experts: other formats say them; readers
-                of this one need none.
-        """
-        del bits, group_size, symmetric, order, damp, ignore, grids, experts
+DEFAULT = Native()
+
+
+class Config(ConfigFile):
+    """The config of the format."""
+
+    def describe(self, network: Quantized) -> dict[str, Any]:
+        """Return a config that lists the quantized modules; every matrix says its grid itself."""
+        scheme = network.scheme
+        assert isinstance(scheme, RateScheme), "other schemes are not written in this format"
         return {
             "quant_method": METHOD,
             "format_version": VERSION,
-            "coder": self.coder,
-            "classes": self.classes,
-            "modules": sorted(quantized, key=_natural),
-            "written_by": f"nearplane {version}",
+            "coder": scheme.coder,
+            "classes": scheme.classes,
+            "modules": sorted(network.quantized, key=_natural),
+            "written_by": f"nearplane {network.version}",
         }
 
-
-DEFAULT = Native()
+    def grid_of(self, config: Mapping[str, Any], name: str) -> LayerGrid:
+        """Return a grid that says nothing: the tensor of a layer says all."""
+        del config, name
+        return LayerGrid(None, None, symmetric=True)
 
 
 def contents(matrix: QuantizedMatrix, *, name: str = "matrix") -> Contents:

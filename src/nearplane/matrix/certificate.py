@@ -67,7 +67,7 @@ def measure(
     weight = grid.row_weight().to(losses)
     energy = target.to(losses).square().mean(1) * weight
     groups = losses.tensor_split(row_groups(*W.shape))
-    bits, group_size, symmetric = scheme.grid_of()
+    bits, group_size, symmetric, _ = scheme.grid
     assert isinstance(bits, int | None), f"a matrix has a whole number of bits, found {bits}"
     assert group_size != "auto", "the scheme's group is not chosen yet"
     measured = {field.name: getattr(found, field.name) for field in fields(found) if field.name != "row_losses"}

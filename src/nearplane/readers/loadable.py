@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import NearplaneError, RecipeError
-from nearplane.formats.folder import FORMATS
+from nearplane.formats import FORMATS
+from nearplane.formats.layer_format import GridFormat
 from nearplane.formats.native import METHOD
 from nearplane.models.ignored import pattern_of
 from nearplane.models.layers import Layer
@@ -88,14 +89,13 @@ def tensors_of(model: Model, recipe: Recipe, layers: Sequence[Layer]) -> dict[st
         for name in reader.names()
         if name not in quantized
     }
-    layout = FORMATS[str(recipe.format)]
+    layout = FORMATS[str(recipe.format)].layers
+    assert isinstance(layout, GridFormat), "shapes of entropy-coded layers are not known before they are solved"
     for layer in layers:
         scheme = recipe.scheme_of(layer.name)
         assert scheme is not None, "ignored layers are not listed"
-        bits, group_size, _ = scheme.grid_of()
-        tensors |= layout.empty(
-            model.written_name(layer.name), layer.shape, bits=bits, group_size=group_size, dtype=model.dtype
-        )
+        grid = scheme.grid
+        tensors |= layout.empty(model.written_name(layer.name), layer.shape, grid, model.dtype)
     return tensors
 
 
@@ -108,7 +108,7 @@ def way_out(model: Model, recipe: Recipe, configure: Configure, found: Sequence[
     for other in ("gptq", "compressed-tensors"):
         if other != recipe.format and _loads(model, replace(recipe, format=other), configure):
             ways.append(f"use --format {other}")
-    ways.append(f"use --rate {recipe.scheme.grid_of()[0]}, which nearplane.load reads")
+    ways.append(f"use --rate {recipe.scheme.grid.bits}, which nearplane.load reads")
     sentence = ", or ".join(ways)
     return f"{sentence[0].upper()}{sentence[1:]}."
 
@@ -140,15 +140,8 @@ def _loads(model: Model, recipe: Recipe, configure: Configure) -> bool:
         for layer in model.layers:
             scheme = recipe.scheme_of(layer.name)
             assert scheme is not None, "ignored layers are not listed"
-            bits, group_size, symmetric = scheme.grid_of()
-            FORMATS[str(recipe.format)].check(
-                layer.name,
-                layer.shape,
-                layer.kind,
-                bits=bits,
-                group_size=group_size,
-                symmetric=symmetric,
-            )
+            grid = scheme.grid
+            FORMATS[str(recipe.format)].layers.check(layer.name, layer.shape, layer.kind, grid)
         found = attempt(model, recipe, configure, model.layers)
         return not found or _read_by_gptqmodel(model, recipe, found)
     except NearplaneError:

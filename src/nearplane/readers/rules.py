@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -17,8 +17,10 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from nearplane.formats.folder import GridLayout, layout_of
+from nearplane.formats import format_of
 from nearplane.formats.gptq import BLOCKS_FOUND
+from nearplane.formats.layer_format import GridFormat
+from nearplane.schemes import LayerGrid
 
 FP8 = ("float", 8)
 GPTQMODEL_ALONE = frozenset({"gpt2", "gpt_bigcode", "nanochat"})  # types that gptqmodel loads and transformers does not
@@ -43,15 +45,15 @@ class ByRule(HfQuantizer):
         raise NotImplementedError
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        layout = cast(GridLayout, layout_of(self.quantization_config.fields))
+        layout = format_of(self.quantization_config.fields).layers
+        assert isinstance(layout, GridFormat), "others have no rules here"
         chosen = {name: self.takes(model, name, module) for name, module in model.named_modules()}
         for name, grid in chosen.items():
             if grid is None:
                 continue
             module = model.get_submodule(name)
             out, columns = module.weight.shape[::-1] if isinstance(module, Conv1D) else module.weight.flatten(1).shape
-            bits, group_size = grid
-            tensors = layout.empty("", (out, columns), bits=bits, group_size=group_size, dtype=model.dtype)
+            tensors = layout.empty("", (out, columns), LayerGrid(*grid, symmetric=True), model.dtype)
             del module.weight
             for part, tensor in tensors.items():
                 module.register_parameter(part.removeprefix("."), nn.Parameter(tensor, requires_grad=False))

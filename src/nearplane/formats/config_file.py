@@ -1,0 +1,59 @@
+"""What config.json says of quantized layers: one `quantization_config` for each program that reads them."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nearplane.schemes import LayerGrid, Scheme
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantized:
+    """What there is to say of a network whose layers are quantized.
+
+    Args:
+        scheme: of all layers, but for `grids`.
+        quantized: names of all quantized modules.
+        ignore: names of *all* modules left alone that are Linear or a subclass of it, in blocks or not ("lm_head"), and patterns
+            "re:..." of parts.
+        grids: of every layer by name, where they are not the same for all.
+        experts: names of modules left alone that transformers puts together from one tensor an expert.
+        version: of nearplane.
+    """
+
+    scheme: Scheme
+    quantized: Sequence[str]
+    ignore: Sequence[str] = ()
+    grids: Mapping[str, LayerGrid] = field(default_factory=dict)
+    experts: Sequence[str] = ()
+    version: str
+
+
+class ConfigFile(ABC):
+    """Writes and reads a `quantization_config`."""
+
+    @abstractmethod
+    def describe(self, network: Quantized) -> dict[str, Any]:
+        """Return the `quantization_config` of a network."""
+
+    @abstractmethod
+    def grid_of(self, config: Mapping[str, Any], name: str) -> LayerGrid:
+        """Return what a config says of a layer's grid.
+
+        Raises:
+            FormatError: nothing, or something that is not understood.
+        """
+
+    def files(self, config: Mapping[str, Any]) -> dict[str, str]:
+        """Return further files that say the same, by name."""
+        del config
+        return {}
+
+
+def json_text(data: Mapping[str, Any]) -> str:
+    """Return a JSON file as it is written."""
+    return json.dumps(data, indent=2) + "\n"

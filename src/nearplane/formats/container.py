@@ -1,0 +1,211 @@
+"""A checkpoint that is being written: which files it has, and that nobody takes it for whole before it is.
+
+What all kinds of checkpoints have in common is here: layers are packed and read back, blocks are written as they come, and the
+result takes the place of OUT at the end. A subclass says what its files are; `folder.py` has the one of safetensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nearplane.errors import FormatError, RecipeError
+from nearplane.formats.config_file import ConfigFile
+from nearplane.formats.layer_format import LayerFormat
+from nearplane.formats.unfinished import Unfinished
+from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.record import NAME as RECORD
+from nearplane.shards import about
+
+Kind = tuple[str, Sequence[int], int]  # of a tensor: dtype in safetensors, shape, bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a checkpoint is written, and whose.
+
+    Args:
+        out: a new or empty folder, or with `overwrite` one that this program wrote.
+        source: the folder of the model that is quantized.
+        overwrite: replace a checkpoint in `out`.
+        trust_remote_code: copy the model's Python files.
+    """
+
+    out: Path
+    source: Path
+    overwrite: bool = False
+    trust_remote_code: bool = False
+
+
+class Container(ABC):
+    """Writes a checkpoint beside the place that it is for; nothing is touched before its `with` block begins.
+
+    Inside the block `out` is locked; see `Unfinished`, which also says what becomes of it. Set `record_json` before the block
+    ends; `config`, the quantization_config, may be replaced before the first layer.
+
+    Args:
+        place: where.
+        layers: how a layer's tensors look.
+        says: what the config says of them.
+        config: the quantization_config as `says` made it.
+        dtype: of the model; steps have what `scale_dtype` makes of it.
+        shards: how often `close_block` will be called.
+
+    Raises:
+        RecipeError: `out` is in use, or it is, holds or lies in `source`.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        layers: LayerFormat,
+        says: ConfigFile,
+        config: Mapping[str, Any],
+        *,
+        dtype: torch.dtype,
+        shards: int,
+    ) -> None:
+        check_apart(place.out, place.source)
+        self.place, self.layers, self.says, self.config, self.shards = place, layers, says, dict(config), shards
+        self.record_json: str | None = None
+        self.size = 0  # bytes of what `close_block` wrote so far
+        self._unfinished = Unfinished(place.out, overwrite=place.overwrite)
+        self.folder = self._unfinished.folder  # where files are written meanwhile
+        check_apart(self.folder, place.source)
+        self._scale_dtype = layers.scale_dtype(dtype)
+        self.pending: dict[str, Tensor] = {}  # of layers, for the next block
+        self._first = ""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Get ready to write into `folder`, which is there."""
+
+    @abstractmethod
+    def write(self, tensors: Mapping[str, Tensor]) -> int:
+        """Write the tensors of one block; return the bytes that they take on disk."""
+
+    @abstractmethod
+    def size_with(self, *rest: Mapping[str, Kind]) -> int:
+        """Return the bytes of all files but the record, if the checkpoint ended with these blocks.
+
+        Args:
+            rest: tensors by name that are still to come, by block; the first is written with what is collected. A block without
+                any is none.
+        """
+
+    @abstractmethod
+    def digests(self) -> dict[str, str]:
+        """Return the SHA-256 of every file but the record, once all blocks are written."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Write every other file but the record; what makes readers take the checkpoint for whole comes last."""
+
+    def __enter__(self) -> Container:
+        with disk(self.place.out):
+            self._unfinished.__enter__()
+            self.begin()
+        return self
+
+    def add(self, name: str, matrix: QuantizedMatrix, bias: Tensor | None = None) -> Written:
+        """Collect one layer for the next block and return what its tensors are, bias not counted.
+
+        What was packed is read back as a reader would, and compared.
+
+        Raises:
+            FormatError: the format cannot hold the matrix, or the config does not describe it.
+        """
+        matrix = matrix.to("cpu")
+        tensors = self.layers.pack(name, matrix, self._scale_dtype)
+        self._first = self._first or name  # also where it is given again
+        if name == self._first:
+            tensors |= self.layers.beside_the_first(name)
+        if not matrix.same_as(self.layers.unpack(name, tensors, self.says.grid_of(self.config, name))):
+            raise FormatError(
+                f"{name}: what was packed reads back differently: the config describes another grid than its."
+            )
+        self.pending |= tensors
+        if bias is not None:
+            self.pending[f"{name}.bias"] = bias
+        return written(tensors)
+
+    def close_block(self, rest: Mapping[str, Tensor]) -> int:
+        """Write the layers collected since the last block, and `rest` as it is. Return the bytes that they take on disk."""
+        if twice := self.pending.keys() & rest.keys():
+            raise FormatError(f"{', '.join(sorted(twice))}: given as part of a quantized layer and again as it was.")
+        size = self.write(self.pending | dict(rest))
+        self.pending = {}
+        self.size += size
+        return size
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                if self.pending or self.record_json is None:
+                    raise FormatError(
+                        f"{self.place.out}: layers without a shard, or no record. Call close_block, set record_json."
+                    )
+                with disk(self.place.out):
+                    (self.folder / RECORD).write_text(self.record_json)
+                    self.finish()
+        except BaseException as failed:
+            self._unfinished.__exit__(type(failed), failed, failed.__traceback__)
+            raise
+        self._unfinished.__exit__(kind, error, trace)
+
+
+def check_apart(out: Path, source: Path) -> None:
+    """Refuse an output folder that is, holds or lies in the model's.
+
+    Raises:
+        RecipeError: it does.
+    """
+    here, there = out.resolve(), source.resolve()
+    if here == there or here in there.parents or there in here.parents:
+        raise RecipeError(f"The output {out} is, holds or lies in the model's folder {source}. Choose another folder.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """The tensors of one layer in the file: their bytes, and the SHA-256 over names, dtypes, shapes and contents."""
+
+    bytes: int
+    checksum: str
+
+
+def written(tensors: Mapping[str, Tensor]) -> Written:
+    """Return size and checksum of a layer's tensors: of a line "NAME DTYPE SIZE SIZE ..." and the bytes of each, sorted by name."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {about(tensor)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return Written(bytes=sum(tensor.nbytes for tensor in tensors.values()), checksum=digest.hexdigest())
+
+
+class disk:  # noqa: N801  (a context manager used like a function)
+    """Turn what the file system refuses into a sentence."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, OSError):
+            raise FormatError(
+                f"{self.folder} could not be written ({error}). Free some space or choose another folder, and run again; "
+                f"what was written so far does not load."
+            ) from error

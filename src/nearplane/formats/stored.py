@@ -1,0 +1,158 @@
+"""The quantized layers of a folder, read back one at a time.
+
+Knows names and tensors, not modules. What a layer's tensors look like is the `LayerFormat`'s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from nearplane.errors import FormatError
+from nearplane.formats import format_of
+from nearplane.formats.beside import CONFIG
+from nearplane.formats.folder import read_config
+from nearplane.formats.layer_format import LayerFormat
+from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.shards import INCOMPLETE, ShardReader
+
+
+def quantization_of(folder: Path) -> dict[str, Any] | None:
+    """Return the quantization_config of a folder's config.json, or None where weights are not quantized.
+
+    Raises:
+        FormatError: there is no config.json, or it is not JSON, or the folder is not finished.
+    """
+    if (folder / INCOMPLETE).exists():
+        raise FormatError(
+            f"{folder} is incomplete: the run that writes it is under way or died. Run it again with --overwrite."
+        )
+    config = read_config(folder).get("quantization_config")
+    if config is not None and not isinstance(config, dict):
+        raise FormatError(
+            f"{folder / CONFIG}: quantization_config is {str(config)[:40]!r}, expected an object. Fetch it again."
+        )
+    return config
+
+
+class Stored:
+    """The quantized layers of a folder, by the names of their tensors; each is read when it is asked for.
+
+    Raises:
+        FormatError: the folder holds none, or its format is not understood.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        config = quantization_of(folder)
+        if config is None:
+            raise FormatError(f"{folder / CONFIG} has no quantization_config: expected what nearplane quantize wrote.")
+        format = format_of(config)
+        self.config, self.layers, self._says = config, format.layers, format.config
+        self.reader = _reader(folder, self.layers)
+        self._parts = _layers(self.layers, self.reader)
+
+    def names(self) -> list[str]:
+        """Return the names of all quantized layers."""
+        return list(self._parts)
+
+    def rest(self) -> list[str]:
+        """Return the names of the tensors that are not quantized."""
+        parts = {part for parts in self._parts.values() for part in parts}
+        return [name for name in self.reader.names() if name not in parts]
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """Return the tensors of one layer, checked against the checksums that the folder has."""
+        return self.reader.read(self._parts[name])
+
+    def says(self) -> dict[str, str]:
+        """Return the files beside config.json that say the same, as they should be."""
+        return self._says.files(self.config)
+
+    def matrix(self, name: str, tensors: Mapping[str, Tensor]) -> QuantizedMatrix:
+        """Return what the tensors of one layer mean."""
+        return self.layers.unpack(name, tensors, self._says.grid_of(self.config, name))
+
+
+def read_matrices(
+    folder: Path, *, shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> Iterator[tuple[str, QuantizedMatrix]]:
+    """Yield (name, matrix) of every quantized layer of a folder, one in memory at a time.
+
+    Args:
+        shapes: of all parameters of the model that it is read for, see `weight_shapes`: what does not fit takes no memory.
+
+    Raises:
+        FormatError: a layer is not what its format says or the model expects, or the format is not understood.
+    """
+    if quantization_of(folder) is None:
+        return
+    stored = Stored(folder)
+    for name in stored.names():
+        tensors = stored.tensors(name)
+        if shapes is not None:
+            part = next(iter(tensors))
+            _check_shape(
+                f"{stored.reader.file(part)}: {part}", f"{name}.weight", stored.layers.shape_of(name, tensors), shapes
+            )
+        yield name, stored.matrix(name, tensors)
+
+
+def _check_shape(called: str, name: str, found: tuple[int, int], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse a matrix that the model does not expect; of names that it does not have, what is larger than all it has."""
+    wanted = shapes.get(name)
+    if wanted is None and math.prod(found) > (most := max(math.prod(shape) for shape in shapes.values())):
+        raise FormatError(
+            f"{called} holds a matrix {found[0]} x {found[1]}; no weight of the model that config.json describes has more than "
+            f"{most:,} elements. The two do not belong together; fetch the folder again."
+        )
+    if wanted is not None and found != wanted:
+        raise FormatError(
+            f"{called} holds a matrix {found[0]} x {found[1]}, config.json asks for {' x '.join(map(str, wanted))}. The two do not "
+            f"belong together; fetch the folder again."
+        )
+
+
+def read_dense(
+    folder: Path, *, transposed: Collection[str] = (), shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (parameter name, tensor) of a folder as if it had never been quantized, one in memory at a time.
+
+    A quantized layer is its float32 values `scale * (code - zero)` as `name.weight`: (out, in), or (in, out) where
+    that name is in `transposed`, as Conv1D modules have them. Everything else is as stored.
+
+    Args:
+        transposed: see `stored_transposed`.
+        shapes: as for `read_matrices`.
+
+    Raises:
+        FormatError: a layer is not what its format says or the model expects, or the format is not understood.
+    """
+    config = quantization_of(folder)
+    layers = None if config is None else format_of(config).layers
+    reader = _reader(folder, layers)
+    packed = set() if layers is None else {part for parts in _layers(layers, reader).values() for part in parts}
+    for name in reader.names():
+        if name not in packed:
+            yield name, reader.read([name])[name]
+    for name, matrix in read_matrices(folder, shapes=shapes):
+        values = matrix.decode()
+        yield f"{name}.weight", values.T.contiguous() if f"{name}.weight" in transposed else values
+
+
+def _reader(folder: Path, layers: LayerFormat | None) -> ShardReader:
+    """Return a reader of a folder, which is complete if its format can tell."""
+    reader = ShardReader(folder)
+    if layers is not None and layers.CHECKSUMS:
+        reader.check_complete()
+    return reader
+
+
+def _layers(format: LayerFormat, reader: ShardReader) -> dict[str, list[str]]:
+    """Return the names of the tensors of every quantized layer, by the name of the layer."""
+    names = set(reader.names())
+    layers = [name.removesuffix(f".{format.KEY}") for name in reader.names() if name.endswith(f".{format.KEY}")]
+    return {layer: [part for s in format.SUFFIXES if (part := f"{layer}.{s}") in names] for layer in layers}
