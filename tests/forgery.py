@@ -154,7 +154,7 @@ def move_scale(folder: Path, rng: random.Random) -> Alteration:
     stored, name = _some_layer(folder, rng)
     tensors = stored.tensors(name)
     matrix = stored.matrix(name, tensors)
-    grid, what = _rescaled(matrix, stored.layout.KEY, tensors, rng)
+    grid, what = _rescaled(matrix, stored.layers.KEY, tensors, rng)
     _pack(folder, stored, name, tensors, replace(matrix, grid=grid))
     return Alteration(kind="scale", where=_called(folder, name), what=what)
 
