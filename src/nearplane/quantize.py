@@ -119,7 +119,10 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
     check_request(model, recipe)
     place = Place(out=out, source=model.folder, overwrite=options.overwrite, trust_remote_code=trusted)
     config = quantization_config(model, recipe)
-    with open_container(place, config, dtype=model.dtype, shards=len(model.blocks) + 1) as container, ExitStack() as stack:
+    with (
+        open_container(place, config, dtype=model.dtype, shards=len(model.blocks) + 1) as container,
+        ExitStack() as stack,
+    ):
         windows = calibration_windows(model, recipe, options.given)
         check_tokens(model, recipe, windows.fitted)
         shapes = [layer.shape for layer in model.layers]
