@@ -15,6 +15,7 @@ from families import config_of, random_model
 from nearplane import GridScheme, RateScheme, RecipeError
 from nearplane.allocate import (
     Curve,
+    Perturbations,
     allocate,
     allocate_widths,
     entropy,
@@ -226,7 +227,7 @@ def test_a_curve_is_what_the_whole_network_loses(family, together, tmp_path):
     network = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).eval()
     tokens = torch.randint(3, 96, (5, 12), generator=torch.Generator().manual_seed(1))
     model = open_model(str(tmp_path))
-    found = probe(model, tokens, shaken, points=2, together=together, device=CPU, dtype=dtype)
+    found = probe(model, tokens, Perturbations(of=shaken, points=2, together=together), device=CPU, dtype=dtype)
     layers = [layer for block in model.blocks for layer in block.layers]
     assert sorted(name for curve in found for name in curve.layers) == sorted(layer.name for layer in layers)
     before = predictions(network, tokens)
@@ -253,7 +254,7 @@ def test_layers_that_runtimes_fuse_share_a_curve(tmp_path):
     random_model(config_of("llama")).save_pretrained(tmp_path)
     tokens = torch.randint(3, 96, (2, 12), generator=torch.Generator().manual_seed(1))
     model = open_model(str(tmp_path), ignore=("o_proj",))
-    found = probe(model, tokens, shaken, points=2, together=True, device=CPU)
+    found = probe(model, tokens, Perturbations(of=shaken, points=2, together=True), device=CPU)
     ends = [tuple(name.rpartition(".")[2] for name in curve.layers) for curve in found]
     assert ends == [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("down_proj",)] * 3
 
@@ -268,7 +269,7 @@ def test_statistics_are_those_of_the_original_network(tmp_path):
         seen[W.shape, float(W.sum())] = inputs.moments
         yield from shaken(W, inputs)
 
-    probe(model, tokens, look, points=2, together=False, device=CPU, dtype=torch.float64)
+    probe(model, tokens, Perturbations(of=look, points=2), device=CPU, dtype=torch.float64)
     network = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
     last = network.model.layers[2].mlp.down_proj
     rows = []
@@ -298,7 +299,7 @@ def demo(small):
 
 def test_losses_fall_with_the_rate_by_the_law_where_it_holds(demo):
     model, tokens = demo
-    curves = probe(model, tokens, to_rates((2.5, 4.5), RateScheme(rate=3.5)), points=2, together=False, device=CPU)
+    curves = probe(model, tokens, to_rates((2.5, 4.5), RateScheme(rate=3.5)), device=CPU)
     slopes = [math.log2(c.losses[0] / c.losses[1]) / (c.rates[1] - c.rates[0]) for c in curves]
     assert all(abs(c.rates[0] - 2.5) < 0.5 and abs(c.rates[1] - 4.5) < 0.5 for c in curves)
     assert sum(slopes) / len(slopes) == pytest.approx(2, abs=0.3)
@@ -307,10 +308,7 @@ def test_losses_fall_with_the_rate_by_the_law_where_it_holds(demo):
 def test_losses_fall_with_the_width(demo):
     model, tokens = demo
     perturb = to_widths((2, 4), GridScheme(group_size=32, symmetric=False), torch.float16)
-    assert all(
-        c.rates == (2, 4) and c.losses[0] > 4 * c.losses[1]
-        for c in probe(model, tokens, perturb, points=2, together=True, device=CPU)
-    )
+    assert all(c.rates == (2, 4) and c.losses[0] > 4 * c.losses[1] for c in probe(model, tokens, perturb, device=CPU))
 
 
 FAST = {"calibration": str(CALIBRATION), "samples": 16, "seqlen": 64, "group_size": 32}

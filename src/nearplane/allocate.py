@@ -37,11 +37,29 @@ RESOLUTION = 32  # rates per bit between which `allocate` chooses
 SEQLEN = 512  # most tokens of a window: the more windows, the more even the sample
 FORWARDS = 4.3  # of every block on all calibration tokens, which the quantization itself takes
 HELD = 1 << 26  # logits that are held at a time
+SHARE = 0.25  # of the time of the forwards of the quantization itself that a probe takes
+MEMORY = 4 << 30  # bytes that travelling hidden states may take
 UNITS = 1 << 26  # most steps of the exact search for widths
 
 Perturb = Callable[[Tensor, Inputs], Iterator[tuple[float, Tensor]]]
 """From the weights (out, in) of a layer and what is known of its inputs to (rate, perturbed weights), rates ascending."""
 Progress = Callable[[Iterable[Block], str, int], Iterable[Block]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Perturbations:
+    """What is done to each layer alone, to see what the network loses by it.
+
+    Args:
+        of: makes them.
+        points: how many of a layer.
+        together: layers with the same input, experts of a kind and tied weights are perturbed together and share a curve, as
+            runtimes fuse them.
+    """
+
+    of: Perturb
+    points: int
+    together: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +202,7 @@ def probed_rates(budget: float) -> tuple[float, ...]:
     return (low, low + 0.75, low + 2) if low < 2 else (low, low + 2)
 
 
-def to_rates(rates: Sequence[float], scheme: Scheme) -> Perturb:
+def to_rates(rates: Sequence[float], scheme: Scheme) -> Perturbations:
     """Perturb as entropy-coded weights: codes without limits, steps by water-filling, one sweep each.
 
     A point's rate is what its codes take with a table for every column.
@@ -195,7 +213,7 @@ def to_rates(rates: Sequence[float], scheme: Scheme) -> Perturb:
         for rate in rates:
             yield waterfilled(W.masked_fill(factor.dead, 0), factor, rate)
 
-    return perturb
+    return Perturbations(of=perturb, points=len(rates))
 
 
 def waterfilled(W: Tensor, factor: Factor, rate: float) -> tuple[float, Tensor]:
@@ -225,7 +243,7 @@ def _runs(ascending: Tensor) -> Tensor:
     return torch.cat([new.flatten().nonzero().flatten(), torch.tensor([ascending.numel()], device=ascending.device)])
 
 
-def to_widths(widths: Sequence[int], scheme: GridScheme, storage: torch.dtype) -> Perturb:
+def to_widths(widths: Sequence[int], scheme: GridScheme, storage: torch.dtype) -> Perturbations:
     """Perturb as weights on the fixed grids of a scheme, at these widths instead of its own; codes and steps are not refined."""
     plain = replace(scheme, polish=0, rounds=0)
 
@@ -237,7 +255,7 @@ def to_widths(widths: Sequence[int], scheme: GridScheme, storage: torch.dtype) -
                 solve(W.masked_fill(factor.dead, 0), inputs, replace(plain, bits=width), storage).decode(),
             )
 
-    return perturb
+    return Perturbations(of=perturb, points=len(widths), together=True)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -254,14 +272,10 @@ class _Traveller:
 def probe(
     model: Model,
     tokens: Tensor,
-    perturb: Perturb,
+    perturbations: Perturbations,
     *,
-    points: int,
-    together: bool,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
-    share: float = 0.25,
-    memory: int = 4 << 30,
     progress: Progress = lambda blocks, label, total: blocks,
 ) -> list[Curve]:
     """Measure what the network loses if one layer alone is quantized.
@@ -269,25 +283,20 @@ def probe(
     One block is in memory at a time. Moments come from the original network, on a quarter of the tokens (more if that
     were fewer than four for every input of a layer). Each layer of a block is perturbed at each rate, and the hidden states
     that come out travel on through the blocks behind it, beside those of all others, up to the logits. As they are many, they
-    do so on fewer tokens: so many that this takes `share` of the forwards that the quantization takes, at least
-    1024, and no more than fit in `memory` bytes as bfloat16 differences from the original's.
+    do so on fewer tokens: so many that this takes `SHARE` of the forwards that the quantization takes, at least
+    1024, and no more than fit in `MEMORY` bytes as bfloat16 differences from the original's.
 
     Args:
         model: to be quantized.
         tokens: (windows, seqlen) calibration tokens; cut into windows of at most 512.
-        perturb: `to_rates` or `to_widths`.
-        points: how many perturbations of a layer it makes.
-        together: layers with the same input, experts of a kind and tied weights are perturbed together and share a curve, as
-            runtimes fuse them.
+        perturbations: what is done to each layer.
         device, dtype: where and in what to compute.
-        share: of the time of the forwards of the quantization itself.
-        memory: bytes that travelling hidden states may take.
         progress: wraps the iterator over blocks.
 
     Raises:
         CalibrationError: what comes out is not finite, or layers did not run.
     """
-    windows, size = _plan(model, tokens, points, share, memory)
+    windows, size = _plan(model, tokens, perturbations.points)
     batch = min(8, size)
     stream = skeleton(model, windows, device=device, dtype=dtype, batch=batch, two_streams=False)
     batches = size // batch
@@ -312,26 +321,26 @@ def probe(
 
             for traveller in travellers:
                 traveller.difference = onward(traveller.difference)
-            for born in _perturbed(block, stream, perturb, together):
+            for born in _perturbed(block, stream, perturbations):
                 born.difference = onward([0.0] * batches)
                 travellers.append(born)
             stream.advance(block)
     losses = _losses(model, stream, windows[:size].split(batch), [t.difference for t in travellers], device, dtype)
-    return _curves(model, travellers, losses, tied=together)
+    return _curves(model, travellers, losses, tied=perturbations.together)
 
 
 def _wide(difference: Tensor | float, like: Tensor) -> Tensor | float:
     return difference.to(like) if isinstance(difference, Tensor) else difference
 
 
-def _plan(model: Model, tokens: Tensor, points: int, share: float, memory: int) -> tuple[Tensor, int]:
+def _plan(model: Model, tokens: Tensor, points: int) -> tuple[Tensor, int]:
     """Return the windows for the statistics, (windows, seqlen), and how many of the first travel."""
     blocks, layers = len(model.blocks), max(len(block.layers) for block in model.blocks)
     seqlen = min(SEQLEN, tokens.shape[1])
     windows = tokens[:, : tokens.shape[1] // seqlen * seqlen].reshape(-1, seqlen)
     hidden = model.network.get_input_embeddings().weight.shape[1]
-    affordable = share * FORWARDS * windows.numel() * 2 / (layers * points * (blocks + 1))
-    fitting = memory / (2 * hidden * layers * points * blocks)
+    affordable = SHARE * FORWARDS * windows.numel() * 2 / (layers * points * (blocks + 1))
+    fitting = MEMORY / (2 * hidden * layers * points * blocks)
     travelling = max(1, int(min(max(affordable, 1024), fitting, 16384)) // seqlen)
     widest = max(layer.shape[1] for block in model.blocks for layer in block.layers)
     seen = max(windows.numel() // 4, 4 * widest, travelling * seqlen)
@@ -340,7 +349,7 @@ def _plan(model: Model, tokens: Tensor, points: int, share: float, memory: int) 
     return windows[: -(-seen // seqlen)], travelling // batch * batch
 
 
-def _perturbed(block: Block, stream: Stream, perturb: Perturb, together: bool) -> Iterator[_Traveller]:
+def _perturbed(block: Block, stream: Stream, perturbations: Perturbations) -> Iterator[_Traveller]:
     """Perturb the layers of a block, one set after the other; while one is given out, its weights are in the block."""
     groups = stages(block, stream)
     observations = observe(block, groups, stream, correct=False)
@@ -350,11 +359,11 @@ def _perturbed(block: Block, stream: Stream, perturb: Perturb, together: bool) -
         for shared in [Inputs(observed.moments[observed.layers[0].name])]
         for layer in observed.layers
     }
-    sets = _sets(groups, block.name) if together else [(layer,) for group in groups for layer in group]
+    sets = _sets(groups, block.name) if perturbations.together else [(layer,) for group in groups for layer in group]
     for layers in sets:
         weights = [layer.read() for layer in layers]
         for variants in zip(
-            *(perturb(W, inputs[one.name]) for W, one in zip(weights, layers, strict=True)), strict=True
+            *(perturbations.of(W, inputs[one.name]) for W, one in zip(weights, layers, strict=True)), strict=True
         ):
             for layer, (_, values) in zip(layers, variants, strict=True):
                 layer.write(values)

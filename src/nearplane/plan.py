@@ -31,7 +31,7 @@ from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.models.sensitivity import sensitivity
 from nearplane.recipe import Recipe
-from nearplane.schemes import GridScheme, RateScheme
+from nearplane.schemes import GridScheme, RateScheme, Scheme
 
 Progress = Callable[[Iterable[Any], str, int], Iterable[Any]]
 SWAY = 0.02  # of its rate, by which a layer takes up what the blocks before it left over or took too much
@@ -138,23 +138,15 @@ def _rates(
     if recipe.allocate == "uniform" or tokens is None or budget <= low or not probed:
         return planned
     rates = probed_rates(budget)
-    curves = probe(
-        model,
-        tokens,
-        to_rates(rates, scheme),
-        points=len(rates),
-        together=False,
-        device=device,
-        progress=progress,
-    )
+    curves = probe(model, tokens, to_rates(rates, scheme), device=device, progress=progress)
     curves = [curve for curve in curves if not own.keys() & set(curve.layers)]
     planned.rates |= allocate(curves, budget, low=low)  # embeddings and head, which are not probed, keep the mean
     return planned
 
 
-def look(planned: Plan, model: Model, scheme: RateScheme, tokens: Tensor, device: torch.device) -> None:
+def look(planned: Plan, model: Model, scheme: Scheme, tokens: Tensor, device: torch.device) -> None:
     """Measure by one backward pass what errors cost the network, for rows of all layers and for columns of embeddings."""
-    rows = scheme.method == "waterfill" and scheme.rows == "sensitivity"
+    rows = scheme.weighs_rows
     columns = model.embeddings is not None and scheme.solver != "round-to-nearest"
     if not rows and not columns:
         return
@@ -217,5 +209,5 @@ def _widths(
     usable = usable_widths(model, recipe)
     probed = probed_widths(scheme.bits, usable)
     perturb = to_widths(probed, scheme, FORMATS[str(recipe.format)].layers.scale_dtype(model.dtype))
-    curves = probe(model, tokens, perturb, points=len(probed), together=True, device=device, progress=progress)
+    curves = probe(model, tokens, perturb, device=device, progress=progress)
     return allocate_widths(curves, scheme.bits, [bits for bits in usable if bits >= probed[0]])

@@ -121,6 +121,16 @@ class Scheme:
         """The grid that layers get; of nothing where codes have no limits."""
         return LayerGrid(None, None, None)
 
+    @property
+    def coding(self) -> tuple[Coder, bool] | None:
+        """How codes are entropy-coded: by which coder, and whether rows and columns have tables of their own; None: not."""
+        return None
+
+    @property
+    def weighs_rows(self) -> bool:
+        """Whether rows whose errors the network minds more get finer steps."""
+        return False
+
     def with_bits(self, bits: int | None) -> Self:
         """Return the scheme of a layer whose codes have so many bits; None, or where codes have no limits: the scheme itself."""
         del bits
@@ -287,6 +297,16 @@ class RateScheme(Scheme):
     def classes(self) -> bool:
         """Whether rows and columns have tables of their own; the HPTQ paper's Huffman coder has one for the matrix."""
         return self.coder != "huffman"
+
+    @property
+    def coding(self) -> tuple[Coder, bool]:
+        """By which coder, and whether rows and columns have tables of their own."""
+        return self.coder, self.classes
+
+    @property
+    def weighs_rows(self) -> bool:
+        """Whether rows whose errors the network minds more get finer steps; not where a matrix has one step."""
+        return self.method == "waterfill" and self.rows == "sensitivity"
 
     def damp_of_the_sweep(self, corrected: bool) -> float | Literal["auto"]:
         """Return the damping of the sweep: with hptq that of everything else."""

@@ -25,7 +25,7 @@ from nearplane.formats.config_file import ConfigFile, Quantized
 from nearplane.formats.integers import expect
 from nearplane.formats.layer_format import LayerFormat
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
-from nearplane.schemes import LayerGrid, RateScheme
+from nearplane.schemes import LayerGrid
 
 METHOD = "nearplane"
 VERSION = 1
@@ -116,13 +116,13 @@ class Config(ConfigFile):
 
     def describe(self, network: Quantized) -> dict[str, Any]:
         """Return a config that lists the quantized modules; every matrix says its grid itself."""
-        scheme = network.scheme
-        assert isinstance(scheme, RateScheme), "other schemes are not written in this format"
+        assert network.scheme.coding is not None, "grids are not written in this format"
+        coder, classes = network.scheme.coding
         return {
             "quant_method": METHOD,
             "format_version": VERSION,
-            "coder": scheme.coder,
-            "classes": scheme.classes,
+            "coder": coder,
+            "classes": classes,
             "modules": sorted(network.quantized, key=_natural),
             "written_by": f"nearplane {network.version}",
         }

@@ -203,10 +203,10 @@ def _take(v: Floats, L: Floats, j: int, steps: int, m: int) -> None:
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def _cheapest(w: Floats, s: Floats, z: Floats, table: Table, length: Floats, index: Indices, m: int) -> int:
+def _cheapest(w: Floats, s: Floats, z: Floats, table: Table, length: Floats, index: Indices) -> int:
     """Return the position whose rounding costs least; of equal ones that of the lowest column."""
     best, least = 0, np.inf
-    for i in range(m):
+    for i in range(len(index)):
         code = round_code(w[i] / s[i] + z[i], table)
         error = w[i] - s[i] * (position_of(code, table) - z[i])
         cost = error * error / length[i]
@@ -227,7 +227,7 @@ def _sweep_rows(start: int, stop: int, rows: Rows) -> None:
         index = np.arange(n)
         for step in range(n):
             m = n - step
-            j = _cheapest(w, s, z, table, length, index, m)
+            j = _cheapest(w, s, z, table, length, index[:m])
             code = round_code(w[j] / s[j] + z[j], table)
             error = w[j] - s[j] * (position_of(code, table) - z[j])
             codes[row, index[j]] = np.int32(code)

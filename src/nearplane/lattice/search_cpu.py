@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -19,6 +19,21 @@ from nearplane.lattice.codebook import Codebook, Table, position_of, round_code,
 
 Floats = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.int64]
+
+
+class Groups(NamedTuple):
+    """What the kernel searches.
+
+    Args:
+        weights: (n, g).
+        scale, zero: (n, candidates).
+        table: of all groups.
+    """
+
+    weights: Floats
+    scale: Floats
+    zero: Floats
+    table: Table
 
 
 def best_candidate(
@@ -40,10 +55,11 @@ def best_candidate(
         threads: None takes as many as torch does.
     """
     n = len(weights)
-    arrays = [x.contiguous().numpy() for x in (weights, scale.T, zero.T)]
+    w, s, z = (x.contiguous().numpy() for x in (weights, scale.T, zero.T))
+    groups = Groups(w, s, z, codebook.table(weights.dtype))
     best = torch.empty(n, dtype=torch.int64)
     kernel: Any = _search
-    search = partial(kernel, *arrays, codebook.table(weights.dtype), best.numpy())
+    search = partial(kernel, groups, best.numpy())
     threads = threads or torch.get_num_threads()
     share = -(-n // threads)
     if share * weights.shape[1] < 10_000:
@@ -74,8 +90,9 @@ def _on_levels(w: Floats, s: float, z: float, table: Table) -> np.float32:
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def _search(weights: Floats, scale: Floats, zero: Floats, table: Table, best: Indices, start: int, stop: int) -> None:
+def _search(groups: Groups, best: Indices, start: int, stop: int) -> None:
     """Search the groups from `start` to `stop`."""
+    weights, scale, zero, table = groups
     for i in range(start, stop):
         least = np.float32(np.inf)
         best[i] = 0

@@ -106,9 +106,10 @@ def pruned(inputs: Inputs, dead: Tensor) -> int | None:
 
 def entropy(matrix: QuantizedMatrix, scheme: GridScheme | RateScheme) -> float | None:
     """Return bits per weight of the codes under the tables that the file stores; None on fixed grids."""
-    if not isinstance(scheme, RateScheme):
+    if scheme.coding is None:
         return None
-    return size(contents(matrix), coder=scheme.coder, classes=scheme.classes).payload / matrix.codes.numel()
+    coder, classes = scheme.coding
+    return size(contents(matrix), coder=coder, classes=classes).payload / matrix.codes.numel()
 
 
 PROFILED: tuple[Order, ...] = ("natural", "activation", "pivoted")

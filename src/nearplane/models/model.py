@@ -56,9 +56,7 @@ def open_model(
         raise ModelError(f"{source} is already quantized with {str(method)[:40]}; start from the original.")
     reader = ShardReader(folder)
     network = empty_network(folder, dtype=_dtype(reader), trust_remote_code=trust_remote_code).eval()
-    return Model(
-        folder, network, reader, ignore=ignore, embeddings=embeddings, head=head, trust_remote_code=trust_remote_code
-    )
+    return Model(folder, network, reader, ignore=ignore, ends=(embeddings, head), trust_remote_code=trust_remote_code)
 
 
 def device_of(device: str) -> torch.device:
@@ -110,10 +108,16 @@ class Model:
         reader: ShardReader,
         *,
         ignore: Sequence[str] = (),
-        embeddings: bool = False,
-        head: bool = False,
+        ends: tuple[bool, bool] = (False, False),
         trust_remote_code: bool = False,
     ) -> None:
+        """Find blocks and layers.
+
+        Args:
+            folder, network, reader, trust_remote_code: see the attributes.
+            ignore: patterns of layers that stay as they are.
+            ends: whether input embeddings and head are quantized too.
+        """
         self.folder, self.network, self.reader, self.config = folder, network, reader, network.config
         self.dtype, self.positions = _dtype(reader), positions_of(network.config)
         self.trust_remote_code = trust_remote_code
@@ -128,7 +132,7 @@ class Model:
             self.blocks.append(Block(self, name, module, layers))
             self.skipped += [(layer, reason) for layer, reason in left if reason != IGNORED]
             self.ignored += [layer for layer, reason in left if reason == IGNORED]
-        first, last, left = find_ends(network, ignore, embeddings=embeddings, head=head)
+        first, last, left = find_ends(network, ignore, embeddings=ends[0], head=ends[1])
         self.embeddings, self.head = (
             None if layer is None else Block(self, layer.name, layer.module, [layer]) for layer in (first, last)
         )
@@ -136,8 +140,9 @@ class Model:
         self.tied = outputs is not None and outputs.weight is network.get_input_embeddings().weight
         self.skipped += [entry for entry in left if entry[1] != IGNORED]
         self.unbuilt = self._unbuilt()
-        ends = {name for name, module in network.named_modules() if module in (network.get_input_embeddings(), outputs)}
-        self.skipped += kept_parts(self.unbuilt, outside_parts(network, self.stack, ends))
+        sides = (network.get_input_embeddings(), outputs)
+        known = {name for name, module in network.named_modules() if module in sides}
+        self.skipped += kept_parts(self.unbuilt, outside_parts(network, self.stack, known))
         self.ignored += [layer for layer, reason in left if reason == IGNORED]
 
     @property

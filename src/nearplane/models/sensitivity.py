@@ -66,7 +66,7 @@ def sensitivity(
                 ahead = [stream.forward(block, block.quantized, i, x) for i, x in enumerate(entering[-1])]
                 entering.append([finite(x, block) for x in ahead])
     behind = entering.pop()
-    gradients, found = _from_predictions(model, stream, windows.split(batch), behind, device, dtype, seed)
+    gradients, found = _from_predictions(model, stream, windows.split(batch), behind, seed)
     for block in reversed(model.blocks):
         with block.on(device, dtype, original=False):
             gradients, sums = _back(block, stream, entering.pop(), gradients)
@@ -112,19 +112,17 @@ def _from_predictions(
     stream: Stream,
     tokens: tuple[Tensor, ...],
     hidden: list[Tensor],
-    device: torch.device,
-    dtype: torch.dtype,
     seed: int,
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Return the gradients of the log-likelihood of drawn labels by the hidden states behind the last block.
 
     Also, if the head is to be quantized, the sum over tokens of the squares by its outputs.
     """
-    head = model.embeddings if model.tied else model.head
+    head, device = model.embeddings if model.tied else model.head, hidden[0].device
     sums = {} if head is None else {head.name: torch.zeros(head.layers[0].shape[0], dtype=torch.float64, device=device)}
     generator = torch.Generator().manual_seed(seed)
     gradients = []
-    with readout(model, stream, device=device, dtype=dtype) as logits, torch.enable_grad():
+    with readout(model, stream, device=device, dtype=hidden[0].dtype) as logits, torch.enable_grad():
         for part, x in zip(tokens, hidden, strict=True):
             rows = []
             for window, state in zip(part, x, strict=True):  # one at a time: logits are large

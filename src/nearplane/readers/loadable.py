@@ -22,7 +22,6 @@ from nearplane.models.model import Model
 from nearplane.readers.rehearsal import Fault, faults
 from nearplane.readers.rules import GPTQMODEL_ALONE
 from nearplane.recipe import Recipe
-from nearplane.schemes import GridScheme
 from nearplane.shards import NAMES
 
 Configure = Callable[[Recipe, Sequence[Layer]], dict[str, Any]]  # quantization_config where these layers are quantized
@@ -63,10 +62,8 @@ def check_loads(model: Model, recipe: Recipe, configure: Configure) -> None:
 
 def with_whole_bits(recipe: Recipe) -> Recipe:
     """Return a recipe in which all layers have one width, the next whole number: readers load every width alike."""
-    scheme = recipe.scheme
-    if isinstance(scheme, GridScheme) and isinstance(scheme.bits, float):
-        return replace(recipe, scheme=replace(scheme, bits=math.ceil(scheme.bits)))
-    return recipe
+    bits = recipe.scheme.grid.bits
+    return replace(recipe, scheme=recipe.scheme.with_bits(math.ceil(bits))) if isinstance(bits, float) else recipe
 
 
 def attempt(model: Model, recipe: Recipe, configure: Configure, layers: Sequence[Layer]) -> list[Fault]:

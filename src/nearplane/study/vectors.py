@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nearplane.lattice.codebook import Codebook
+
 
 def absmax_codes(w: Tensor, bits: int = 8) -> tuple[Tensor, Tensor]:
     """Quantize a vector by its largest magnitude: codes `round(high w / max|w|)`, and the step."""
@@ -18,7 +20,7 @@ def zero_point_codes(w: Tensor, bits: int = 8) -> tuple[Tensor, Tensor, Tensor]:
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     scale = _positive((w.amax() - w.amin()) / (high - low), w)
     zero = -(w.amin() / scale).round() + low
-    return (w / scale + zero).round().clamp(low, high).to(torch.int32), scale, zero
+    return Codebook(low=low, high=high).nearest(w / scale + zero).to(torch.int32), scale, zero
 
 
 def _positive(scale: Tensor, w: Tensor) -> Tensor:
