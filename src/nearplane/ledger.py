@@ -33,13 +33,14 @@ class Ledger:
     """The layers that are written, and a plan for the others.
 
     Attributes:
-        layers, profiles: what the record will hold of them.
+        layers, profiles, repeated: what the record will hold of them.
         planned: what every layer may take.
     """
 
     def __init__(self, model: Model, recipe: Recipe, container: Container, record: RunRecord, planned: Plan) -> None:
         self.layers: list[LayerRecord] = []
         self.profiles: list[Profile] = []
+        self.repeated: list[tuple[str, str]] = []
         self.planned = planned
         self._model, self._container = model, container
         self._closed: set[str] = set()  # names of tensors that are not quantized and are written
@@ -126,7 +127,8 @@ class Ledger:
         shards = [
             {name: (reader.dtype(name), reader.shape(name), kept[name]) for name in names} for names in (rest, last)
         ]
-        record = replace(self._record, layers=(*self.layers, *more), profiles=tuple(self.profiles))
+        layers, profiles, repeated = (*self.layers, *more), tuple(self.profiles), tuple(self.repeated)
+        record = replace(self._record, layers=layers, profiles=profiles, repeated=repeated)
         return self._container.size_with(*shards) + len(record.to_json().encode())
 
     def _room(self, limit: int) -> float:

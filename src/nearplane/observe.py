@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +11,7 @@ from nearplane.errors import CalibrationError
 from nearplane.lattice.moments import ExtraSums, Moments, MomentSums
 from nearplane.matrix.inputs import Inputs
 from nearplane.models.activations import Stream
-from nearplane.models.calibrate import seen, unreached
+from nearplane.models.calibrate import Rows, seen, unreached
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block
 from nearplane.parallel import sum_, world
@@ -26,10 +26,12 @@ class Observed:
     Args:
         layers: in module order.
         moments: by layer name; H and C are the same tensors for all, S is each layer's own.
+        repeated: (block, reason) if not every forward of the block is run once, see `models/staged.py`.
     """
 
     layers: tuple[Layer, ...]
     moments: dict[str, Moments]
+    repeated: tuple[tuple[str, str], ...] = ()
 
 
 @torch.no_grad()
@@ -46,6 +48,36 @@ def observe(
 ) -> list[Observed]:
     """Sum the second moments of the inputs of some groups of layers, as the block is now.
 
+    This is a pass of its own; see `seen` for `last`, and `summed` for the sums.
+
+    Args:
+        block: in memory, with its original if `correct`.
+        groups: from `stages`; often one of them.
+        stream: standing before the block.
+        correct: whether to compare with the original network: C, S and held-out moments.
+        held_out, root: see `summed`.
+        residual: whether to form S for layers whose output is added to a residual stream.
+        last: no other groups of this block follow: the original stream moves on to the next block in the same pass.
+
+    Raises:
+        CalibrationError: as `summed`, or a layer sees different tokens in the two networks.
+    """
+    looked = seen(block, groups, stream, correct=correct, residual=residual, last=last)
+    return summed(groups, looked, stream, correct=correct, held_out=held_out, root=root)
+
+
+@torch.no_grad()
+def summed(
+    groups: Sequence[tuple[Layer, ...]],
+    looked: Iterable[list[Rows]],
+    stream: Stream,
+    *,
+    correct: bool,
+    held_out: float = HELD_OUT,
+    root: bool = False,
+) -> list[Observed]:
+    """Sum the second moments of the inputs of some groups of layers over all batches.
+
         H = X_hat^T X_hat / tokens        C = X^T X_hat / tokens        S = (r - r_hat)^T X_hat / tokens
 
     Products are taken in float32 (float64 if the activations are) batch by batch and summed in float64. A root of H is
@@ -53,18 +85,15 @@ def observe(
     enter none of this; their moments are given apart, see `Extra`.
 
     Args:
-        block: in memory, with its original if `correct`.
-        groups: from `stages`; often one of them.
-        stream: standing before the block.
-        correct: whether to compare with the original network: C, S and held-out moments.
+        groups: of layers that share an input.
+        looked: of every batch, its rows of the input of each group.
+        stream: that the batches are of.
+        correct: whether rows of the original network are among them.
         held_out: fraction of the windows, the last ones, whose moments are also given apart; at least one window.
         root: whether to decompose the quantized network's inputs besides: about four times what summing H takes.
-        residual: whether to form S for layers whose output is added to a residual stream.
-        last: no other groups of this block follow: the original stream moves on to the next block in the same pass.
 
     Raises:
-        CalibrationError: an input is not finite, a layer sees different tokens in the two networks, or roots are asked
-            for on several ranks.
+        CalibrationError: an input is not finite, or roots are asked for on several ranks.
     """
     if root and world() > 1:
         raise CalibrationError(f"--factor qr runs on one rank, and this run has {world()}: start one, or leave it out.")
@@ -74,7 +103,6 @@ def observe(
     fitted, held = [[MomentSums(rooted=root) for _ in groups] for _ in range(2)]
     extra = [ExtraSums() for _ in groups]
     before = 0  # windows of earlier batches
-    looked = seen(block, groups, stream, correct=correct, residual=residual, last=last)
     for batch, (size, shown) in enumerate(zip(stream.sizes, looked, strict=True)):
         for index, rows in enumerate(shown):
             if batch >= stream.fitted:

@@ -147,8 +147,8 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
         solved = quantized_layers(model, recipe, windows, ledger, container, options.device)
         seen = logged(solved, "quantizing", len(model.layers), blocks=_layers_of_blocks(model))
         layers = tuple(options.progress(seen, "quantizing", len(model.layers)))
-        record = replace(record, layers=layers, profiles=tuple(ledger.profiles), bytes=container.size)
-        record = replace(record, files=container.digests(), peak_memory=peak_memory())
+        record = replace(record, layers=layers, profiles=tuple(ledger.profiles), repeated=tuple(ledger.repeated))
+        record = replace(record, bytes=container.size, files=container.digests(), peak_memory=peak_memory())
         record = replace(record, seconds=time.perf_counter() - began).in_folder(container.size_with())
         ledger.check(record)
         container.record_json = record.to_json()
@@ -162,6 +162,7 @@ def quantized_layers(
     storage = FORMATS[str(recipe.format)].layers.scale_dtype(model.dtype)
 
     def solve(stage: Stage) -> list[Tensor]:
+        ledger.repeated += stage.repeated
         if stage.first:
             ledger.settle()
         if stage.profiled:

@@ -185,6 +185,7 @@ class RunRecord:
         layers: In the order they were quantized.
         profiles: Of some layers, in several orders.
         skipped: (name, reason) of weights that were left as they are although the recipe did not ask for it.
+        repeated: (block, reason) where not every forward was run once: stages of layers had passes of their own.
         seconds: Of the whole run.
         peak_memory: The most bytes that the process had in memory at a time, on the CPU; 0: not known.
         bytes: Of all weight files together.
@@ -208,6 +209,7 @@ class RunRecord:
     layers: tuple[LayerRecord, ...] = ()
     profiles: tuple[Profile, ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
+    repeated: tuple[tuple[str, str], ...] = ()
     seconds: float = 0.0
     peak_memory: int = 0
     bytes: int = 0

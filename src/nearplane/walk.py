@@ -7,9 +7,9 @@ layers behind see the quantized ones before them. `quantize` solves for the valu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,10 +18,11 @@ from nearplane.lattice.moments import Moments
 from nearplane.lattice.solvers import SOLVERS
 from nearplane.matrix.inputs import Inputs
 from nearplane.models.activations import Stream, finish, skeleton
-from nearplane.models.calibrate import before_the_head, stages
+from nearplane.models.calibrate import before_the_head
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block, Model
-from nearplane.observe import Observed, observe, shared_inputs
+from nearplane.models.staged import Passage, room_for_pauses
+from nearplane.observe import Observed, observe, shared_inputs, summed
 from nearplane.recipe import Recipe
 from nearplane.tokens import Windows
 
@@ -34,6 +35,7 @@ class Stage:
         layers: in module order.
         inputs: of each layer: factors are made once for all, the residual's mismatch is each layer's own.
         first: whether it is the first stage of a block.
+        repeated: (block, reason) at its first stage, if not every forward of the block is run once, see `models/staged.py`.
         profiled: whether profiles of its input go into the record.
         rest: names of the tensors that are not quantized and are written with the block.
     """
@@ -41,6 +43,7 @@ class Stage:
     layers: tuple[Layer, ...]
     inputs: tuple[Inputs, ...]
     first: bool
+    repeated: tuple[tuple[str, str], ...]
     profiled: bool
     rest: tuple[str, ...]
 
@@ -102,13 +105,13 @@ def walk(
             embeddings=embeddings,
             extra=windows.extra,
         )
+    room = room_for_pauses(device)
     profiled = {0, len(model.blocks) // 2, len(model.blocks) - 1} if stream is not None else set()
     for index, block in enumerate(model.blocks):
         with block.on(device, dtype, original=correct and stream is not None):
             rest = unquantized(model, model.block_names(index))
-            yield from _through(observations(block, stream, recipe), solve, rest, profiled=index in profiled)
-            if stream is not None:
-                stream.advance(block)
+            with closing(observations(block, stream, recipe, room)) as stages:
+                yield from _through(stages, solve, rest, profiled=index in profiled)
         yield Done(rest=rest)
     rest = unquantized(model, model.rest())
     if model.head is not None:
@@ -126,7 +129,10 @@ def _through(
     first = True
     for observed in stages:
         inputs = tuple(shared_inputs(observed))
-        stage = Stage(layers=observed.layers, inputs=inputs, first=first, profiled=profiled, rest=rest)
+        repeated = observed.repeated if first else ()
+        stage = Stage(
+            layers=observed.layers, inputs=inputs, first=first, repeated=repeated, profiled=profiled, rest=rest
+        )
         for layer, values in zip(observed.layers, solve(stage), strict=True):
             if values is not None:
                 layer.write(values)
@@ -135,19 +141,23 @@ def _through(
         yield Done(layers=names)
 
 
-def observations(block: Block, stream: Stream | None, recipe: Recipe) -> Iterator[Observed]:
-    """Yield the layers of a block by shared input, with what calibration sees of it once the stages before are solved."""
+def observations(block: Block, stream: Stream | None, recipe: Recipe, room: int) -> Generator[Observed]:
+    """Yield the layers of a block by shared input, with what calibration sees of it once the stages before are solved.
+
+    Behind the last the stream has passed the block. Close what is left before its end: forwards of the block wait in it.
+    """
     if stream is None:
         for layer in block.quantized_layers():
             yield Observed(layers=(layer,), moments={})
         return
-    groups = stages(block, stream)
-    wanted: dict[str, Any] = {"correct": recipe.scheme.correct, "root": recipe.scheme.factor == "qr"}
-    if not recipe.calibration.true_sequential:
-        yield from observe(block, groups, stream, **wanted, last=True)
-        return
-    for group in groups:  # q/k/v, then o, then gate/up, then down
-        yield from observe(block, [group], stream, **wanted, last=group is groups[-1])
+    scheme, sequential = recipe.scheme, recipe.calibration.true_sequential
+    with Passage(block, stream, sequential=sequential, room=room) as passage:
+        repeated = ((block.name, passage.repeated),) if passage.repeated else ()
+        for groups, shown in passage:  # q/k/v, then o, then gate/up, then down
+            found = summed(groups, shown, stream, correct=scheme.correct, root=scheme.factor == "qr")
+            yield from (
+                replace(found.pop(0), repeated=repeated) for _ in groups
+            )  # none is held when the next is summed
 
 
 def observe_head(block: Block, stream: Stream | None, recipe: Recipe) -> Observed:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nearplane.models.layers import as_layer
-from nearplane.models.watch import Additions, Hooks, Stop, until_stopped
+from nearplane.models.watch import Additions, Hooks, Stop, total, until_stopped
 
 
 def in_place(out: Tensor, r: Tensor) -> Tensor:
@@ -65,7 +65,8 @@ def found(
         hooks.after(layer, additions.watch)
         until_stopped(lambda: body(layer.module(x), r.clone()).exp())
         additions.finish()
-    return additions.found.get("it"), r
+    operands = additions.found.get("it")
+    return None if operands is None else total(operands), r
 
 
 @pytest.mark.parametrize("how", WRITTEN)

@@ -82,6 +82,10 @@ class Stream:
             self.quantized[batch] = finite(self.forward(block, block.quantized, batch, self.quantized[batch]), block)
             if self.original is not None and not self.ahead:
                 self.original[batch] = finite(self.forward(block, block.original, batch, self.original[batch]), block)
+        self.passed(block)
+
+    def passed(self, block: Block) -> None:
+        """Note that both streams stand behind a block."""
         self.ahead = False
         del self.calls[block.name]
 

@@ -1,10 +1,10 @@
 """What the layers of a network see: activations pass through one block at a time, and the rows of their inputs are handed out.
 
-Two streams run side by side, of the original and of the quantized network. With four stages in a block (q/k/v, o,
-gate/up, down) each stage needs a pass of both; every pass stops as soon as it has seen what it is for, and the original
-stream's last pass is also its way to the next block. In multiplications by weights that is 4.33 forwards of a Llama
+Two streams run side by side, of the original and of the quantized network. A first look finds which layers share an input: the
+stages (q/k/v, o, gate/up, down). Here each stage is a pass of both streams, which stops as soon as it has seen what it is for; the
+original stream's last pass is also its way to the next block. In multiplications by weights that is 4.33 forwards of a Llama
 block (attention a third of the weights): 0 + 1/3 + 1/3 + 1 for each stream and 1 for the quantized stream's way on.
-Knows modules and activations; what is summed over them is `walk.py`'s.
+`staged.py` does it in 2 where it can. Knows modules and activations; what is summed over them is `walk.py`'s.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from nearplane.errors import CalibrationError
 from nearplane.models.activations import Call, Stream, finite
 from nearplane.models.layers import Layer
-from nearplane.models.model import Block
-from nearplane.models.watch import Additions, Hooks, Stop, until_stopped, wide
+from nearplane.models.model import ABSENT, Block
+from nearplane.models.watch import Additions, Hooks, Results, Stop, total, until_stopped, wide
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +38,45 @@ class Rows:
     residual: dict[str, Tensor] = field(default_factory=dict)
 
 
-@torch.no_grad()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entered:
+    """A layer as a forward came to it.
+
+    Args:
+        same: what it has in common with layers that multiply the same rows.
+        rows: how often what it was given holds a number for every token; no integer: some tokens are left out.
+        computed: how many results had a number, see `Results`.
+        alive: bytes of all activations that were in memory.
+    """
+
+    same: tuple[Any, ...]
+    rows: float
+    computed: int
+    alive: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstLook:
+    """How the first batch ran through a block.
+
+    Args:
+        groups: layers by the input that they share, in the order they run.
+        entered: of each layer, every time it ran.
+        operands: {layer: numbers of the results whose sum its output is added to}, None where one has no number.
+    """
+
+    groups: tuple[tuple[Layer, ...], ...]
+    entered: dict[str, list[Entered]]
+    operands: dict[str, tuple[int | None, ...]]
+
+
 def stages(block: Block, stream: Stream) -> list[tuple[Layer, ...]]:
+    """Group the layers of a block by the input that they share; see `first_look`."""
+    return [*first_look(block, stream).groups]
+
+
+@torch.no_grad()
+def first_look(block: Block, stream: Stream) -> FirstLook:
     """Group the layers of a block by the input that they share, in the order they run: q/k/v, then o, gate/up, down.
 
     One batch is run through the block; inputs are the same if they are the same memory, unchanged in between.
@@ -47,33 +84,44 @@ def stages(block: Block, stream: Stream) -> list[tuple[Layer, ...]]:
     Raises:
         CalibrationError: layers did not run; the message names them.
     """
+    module, hidden = block.quantized, stream.quantized[0]
+    assert module is not None, ABSENT
     layers = block.quantized_layers()
-    inputs: dict[str, list[tuple[Any, ...]]] = {}
-    held: list[Tensor] = []  # while they live, no other tensor takes their memory
-    additions = Additions()
+    entered: dict[str, list[Entered]] = {}
+    held: list[Any] = []  # while they live, no other tensor takes their memory
+    results = Results(hidden.numel())
+    additions = Additions(results=results)
+    weights = {x.untyped_storage().data_ptr() for x in (*module.parameters(), *module.buffers())}
 
     def entering(layer: Layer, x: Tensor) -> None:
-        inputs.setdefault(layer.name, []).append(_identity(layer, x))
-        held.append(x)
+        entered.setdefault(layer.name, []).append(
+            Entered(
+                same=_identity(layer, x),
+                rows=1.0 if layer.kind == "Conv2d" else x.shape[:-1].numel() / hidden.shape[:-1].numel(),
+                computed=results.count,
+                alive=results.bytes_alive(but=weights),
+            )
+        )
+        held.append(x.untyped_storage())
 
     with additions, Hooks() as hooks:
         for layer in layers:
             hooks.before(layer, entering)
             hooks.after(layer, additions.watch)
-        stream.forward(block, block.quantized, 0, stream.quantized[0])
+        stream.forward(block, module, 0, hidden)
         additions.finish()
-    if unseen := [layer.name for layer in layers if layer.name not in inputs]:
+    if unseen := [layer.name for layer in layers if layer.name not in entered]:
         raise unreached(", ".join(unseen))
     known = {
         layer.name: replace(
-            layer, calls=len(inputs[layer.name]), adds=layer.name in additions.found and len(inputs[layer.name]) == 1
+            layer, calls=len(entered[layer.name]), adds=layer.name in additions.found and len(entered[layer.name]) == 1
         )
         for layer in layers
     }
     groups: dict[tuple[Any, ...], list[Layer]] = {}
-    for name, seen in inputs.items():
-        groups.setdefault(tuple(seen), []).append(known[name])
-    return [tuple(group) for group in groups.values()]
+    for name, times in entered.items():
+        groups.setdefault(tuple(each.same for each in times), []).append(known[name])
+    return FirstLook(groups=tuple(map(tuple, groups.values())), entered=entered, operands=additions.found)
 
 
 @torch.no_grad()
@@ -111,14 +159,18 @@ def seen(
                 states[batch] = finite(output, block)
         quantized, _ = look(block.quantized, batch, stream.quantized[batch])
         yield [
-            _rows(group[0].name, now, None if original is None else original[index])
+            rows_of(group[0].name, now, None if original is None else original[index])
             for index, (group, now) in enumerate(zip(groups, quantized, strict=True))
         ]
     stream.ahead = correct and last
 
 
-def _rows(name: str, quantized: _Seen, original: _Seen | None) -> Rows:
-    """Put together what one pass of each network saw."""
+def rows_of(name: str, quantized: Seen, original: Seen | None) -> Rows:
+    """Put together what one batch showed in each network.
+
+    Raises:
+        CalibrationError: the layer sees different tokens in the two networks.
+    """
     if original is None:
         return Rows(X_hat=quantized.stacked)
     if original.tokens != quantized.tokens:
@@ -143,8 +195,8 @@ def before_the_head(block: Block, stream: Stream) -> tuple[Layer, ...]:
 
 
 @dataclass(slots=True)
-class _Seen:
-    """What one pass saw of one group: rows of its input, and what is added to the outputs of its layers."""
+class Seen:
+    """What one batch showed of one group in one network: rows of its input, and what is added to the outputs of its layers."""
 
     rows: list[Tensor] = field(default_factory=list)  # (tokens, in) each
     added: dict[str, Tensor] = field(default_factory=dict)  # layer name: (tokens, out)
@@ -170,8 +222,8 @@ class _Look:
 
     def __call__(
         self, module: nn.Module | None, batch: int, hidden: Tensor, *, to_the_end: bool = False
-    ) -> tuple[list[_Seen], Tensor | None]:
-        seen = [_Seen(inputs=group[0].shape[1]) for group in self.groups]
+    ) -> tuple[list[Seen], Tensor | None]:
+        seen = [Seen(inputs=group[0].shape[1]) for group in self.groups]
         here = {layer.name: layer for layer in self.block.layers_of(module)}
         missing = {group[0].name: group[0].calls for group in self.groups}  # inputs still to be seen
 
@@ -183,7 +235,7 @@ class _Look:
         with additions, Hooks() as hooks:
             for group, record in zip(self.groups, seen, strict=True):
 
-                def entering(layer: Layer, x: Tensor, record: _Seen = record) -> None:
+                def entering(layer: Layer, x: Tensor, record: Seen = record) -> None:
                     record.rows.append(wide(layer.rows(x)))
                     missing[layer.name] -= 1
                     done()
@@ -197,7 +249,7 @@ class _Look:
         for group, record in zip(self.groups, seen, strict=True):
             for layer in group:
                 if layer.name in additions.found:
-                    record.added[layer.name] = additions.found[layer.name].reshape(-1, layer.shape[0])
+                    record.added[layer.name] = total(additions.found[layer.name]).reshape(-1, layer.shape[0])
         return seen, output
 
 

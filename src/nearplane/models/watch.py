@@ -5,8 +5,9 @@ Knows modules and tensors; not what is computed from what it sees.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -57,58 +58,126 @@ class Hooks:
         self._handles.append(layer.module.register_forward_hook(lambda module, args, output: see(layer, output)))
 
 
+class Results:
+    """Numbers the tensors that a block computes in the order they come: the same one of another batch has the same number.
+
+    Holds none of them in memory. Only tensors with as many elements as the hidden states are numbered; what enters the
+    block is the first of them, as it is a copy.
+
+    Args:
+        size: elements of the hidden states.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._all: list[ref[Tensor]] = []
+        self._numbered: list[tuple[ref[Tensor], int]] = []  # with the version: how often it had been written to
+
+    @property
+    def count(self) -> int:
+        """How many have a number so far."""
+        return len(self._numbered)
+
+    def note(self, result: Any) -> None:
+        """Number what a function returned."""
+        for x in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(x, Tensor):
+                self._all.append(ref(x))
+                if x.numel() == self._size:
+                    self._numbered.append((ref(x), x._version))
+
+    def number(self, x: Tensor) -> int | None:
+        """Return the number of a tensor as it is now; None if it has none, or was written to since it was noted."""
+        for number, (known, version) in reversed([*enumerate(self._numbered)]):
+            tensor = known()
+            if tensor is not None and same(tensor, x):
+                return number if version == x._version else None
+        return None
+
+    def get(self, number: int) -> Tensor | None:
+        """Return the tensor of a number; None if there is none yet, or no more."""
+        return self._numbered[number][0]() if number < len(self._numbered) else None
+
+    def bytes_alive(self, *, but: set[int]) -> int:
+        """Return how much memory hold tensors that still live; storages at the addresses `but` do not count."""
+        tensors = (known() for known in self._all)
+        storages = [x.untyped_storage() for x in tensors if x is not None]
+        return sum({s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in but}.values())
+
+
 class Additions(TorchFunctionMode):
     """Sees what is added to the outputs of some layers, by watching every addition.
 
     The other operand of the addition that consumes an output is `r`. As long as the sum goes straight into another
     addition (`mlp + attention + hidden`), that operand joins `r`; the first other use of the sum ends it. An output
     that is put to another use before it is added (`x + 0.04 x^3` in an activation) does not count as added.
+
+    Args:
+        done: is called when `r` of a layer is complete.
+        results: numbers all that is computed; `r` is then told by the numbers of its operands instead of copied.
+
+    Attributes:
+        found: {layer name: the operands whose sum is `r`}, copies or numbers; see `total`.
     """
 
     ADDITIONS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__"})
 
-    def __init__(self, done: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, done: Callable[[], None] = lambda: None, results: Results | None = None) -> None:
         super().__init__()
-        self.found: dict[str, Tensor] = {}
-        self._done = done
-        self._open: dict[str, tuple[Tensor, Tensor | None]] = {}  # the output or the sum so far, and r so far
+        self.found: dict[str, tuple[Any, ...]] = {}
+        self._done, self._results = done, results
+        self._keep: Callable[[Tensor], Any] = wide if results is None else results.number
+        self._open: dict[str, tuple[Tensor, tuple[Any, ...]]] = {}  # the output or the sum so far, and r so far
 
     def watch(self, layer: Layer, output: Tensor) -> None:
         """Look out for the addition that consumes this output."""
         if layer.kind != "Conv2d" and isinstance(output, Tensor):
-            self._open[layer.name] = (output, None)
+            self._open[layer.name] = (output, ())
 
     def finish(self) -> None:
         """The block has ended: sums that went into no other addition are complete."""
-        self.found |= {name: r for name, (_, r) in self._open.items() if r is not None}
+        self.found |= {name: r for name, (_, r) in self._open.items() if r}
         self._open.clear()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not self._open:
-            return func(*args, **kwargs)
+        result = self._watched(func, args, kwargs) if self._open else func(*args, **kwargs)
+        if self._results is not None:
+            self._results.note(result)
+        return result
+
+    def _watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function while outputs wait for their addition."""
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         plain = kwargs.get("alpha", 1) == 1 and "out" not in kwargs and len(tensors) == 2
         touched = [name for name, (now, _) in self._open.items() if any(same(value, now) for value in tensors)]
-        others: dict[str, Tensor] = {}  # copies, made before the addition may overwrite them
+        others: dict[str, Any] = {}  # looked at before the addition may overwrite them
         if getattr(func, "__name__", "") in self.ADDITIONS and plain and tensors[0].shape == tensors[1].shape:
             a, b = tensors
-            others = {name: wide(b if same(a, self._open[name][0]) else a) for name in touched}
+            others = {name: self._keep(b if same(a, self._open[name][0]) else a) for name in touched}
         result = func(*args, **kwargs)
         if not any(isinstance(value, Tensor) for value in (result if isinstance(result, (tuple, list)) else (result,))):
             return result  # a question about the tensor (its shape), not a use of it
         for name in touched:
             now, r = self._open[name]
             if name in others:
-                self._open[name] = (result, others[name] if r is None else r + others[name].view_as(r))
+                self._open[name] = (result, (*r, others[name]))
             elif not (isinstance(result, Tensor) and same(result, now)):
                 del self._open[name]
-                if r is not None:
+                if r:
                     self.found[name] = r
                     self._done()
         return result
+
+
+def total(operands: Sequence[Tensor]) -> Tensor:
+    """Return the sum of operands in the order they were added, in the shape of the first."""
+    r = operands[0]
+    for operand in operands[1:]:
+        r = r + operand.view_as(r)
+    return r
 
 
 def same(a: Tensor, b: Tensor) -> bool:

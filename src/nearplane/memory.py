@@ -1,0 +1,60 @@
+"""How much memory is free on the CPU. Needs no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def free_memory(root: Path = Path("/")) -> int | None:
+    """Return how many bytes this process can still take, on the CPU: what the system has, or what the limit of its group leaves.
+
+    Memory that only caches files is free. Where the system does not say what is free, half of all memory is taken for it.
+
+    Args:
+        root: below which the system's own files lie; for tests.
+
+    Returns:
+        Bytes; None where the system tells nothing.
+    """
+    known = [*_available(root), *_left_of_limits(root)]
+    if known:
+        return max(0, min(known))
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    except (AttributeError, ValueError, OSError):  # Windows
+        return None
+
+
+def _available(root: Path) -> Iterator[int]:
+    """Yield what Linux can give without swapping."""
+    for line in _lines(root / "proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            yield int(line.split()[1]) * 1024
+
+
+def _left_of_limits(root: Path) -> Iterator[int]:
+    """Yield what is left below the limits of the control groups that this process is in (containers have one)."""
+    for line in _lines(root / "proc/self/cgroup"):
+        number, kinds, path = line.split(":", 2)
+        if number == "0":
+            place, limit, used, cached = "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+        elif "memory" in kinds.split(","):
+            place, limit, used = "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cached = "total_inactive_file"
+        else:
+            continue
+        inner = Path(path.strip().lstrip("/"))
+        for group in (root / place / each for each in (inner, *inner.parents)):
+            most, now = _lines(group / limit), _lines(group / used)
+            if most and now and most[0].strip() != "max":
+                caches = (line.split() for line in _lines(group / "memory.stat"))
+                yield int(most[0]) - int(now[0]) + sum(int(bytes_) for name, bytes_ in caches if name == cached)
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:  # no such file, or no right to read it
+        return []
