@@ -12,15 +12,16 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from bare_blocks import Convolution, Routed, bare
 from families import config_of, random_model
 from nearplane.errors import CalibrationError, NumericalError
 from nearplane.lattice.factor import factorize
 from nearplane.lattice.moments import Moments
 from nearplane.lattice.root import factorize_root
 from nearplane.lattice.target import weighted_difference
-from nearplane.models.activations import Call, Stream, skeleton
+from nearplane.models.activations import Stream, skeleton
 from nearplane.models.calibrate import before_the_head, stages
-from nearplane.models.layers import as_layer, find_layers
+from nearplane.models.layers import as_layer
 from nearplane.models.model import Block, Model, open_model
 from nearplane.observe import Observed, observe
 
@@ -381,44 +382,6 @@ def test_roots_are_refused_on_several_ranks(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("nearplane.observe.world", lambda: 2)
     with pytest.raises(CalibrationError, match=r"--factor qr runs on one rank, and this run has 2"):
         observe(block, stages(block, stream), stream, correct=True, root=True)
-
-
-class Convolution(nn.Module):
-    """A block that is a convolution and nothing else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(2, 2, 3, padding=1, dtype=torch.float64)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.conv(hidden)
-
-
-class Routed(nn.Module):
-    """A block with an expert that sees some of the tokens; which ones depends on a layer before it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.expert = (nn.Linear(4, 4, dtype=torch.float64) for _ in range(2))
-        nn.init.eye_(self.first.weight)
-        nn.init.zeros_(self.first.bias)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        hidden = self.first(hidden)
-        chosen = hidden[..., 0] > 0
-        hidden[chosen] = self.expert(hidden[chosen])
-        return hidden
-
-
-def bare(module: nn.Module, *shape: int) -> tuple[Block, Stream]:
-    """Return a block that belongs to no model, in memory twice, and a stream before it: two batches of two windows."""
-    layers, _ = find_layers(module, "block")
-    block = Block(None, "block", module, layers)
-    block.original, block.quantized = deepcopy(module), deepcopy(module)
-    generator = torch.Generator().manual_seed(0)
-    hidden = [torch.randn(2, *shape, generator=generator, dtype=torch.float64) for _ in range(2)]
-    calls = {"block": [Call(args=(), kwargs={}, positional=True) for _ in hidden]}
-    return block, Stream(hidden, calls, two_streams=True)
 
 
 def test_convolutions_are_observed_by_the_rows_of_their_patches() -> None:
