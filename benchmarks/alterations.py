@@ -27,11 +27,11 @@ from torch import Tensor
 
 import nearplane
 from nearplane import NearplaneError, demo
+from nearplane.budget.plan import Plan, look
 from nearplane.formats.stored import read_matrices
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.matrix.inputs import Inputs, corrected
 from nearplane.models.model import device_of, open_model
-from nearplane.plan import Plan, look
 from nearplane.record import read_record, row_groups
 from nearplane.schemes import Scheme
 from nearplane.tokens import calibration_windows

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import nearplane
 from nearplane import NearplaneError, Recipe, RecipeError
-from nearplane.budget import foretell
+from nearplane.budget.foretold import foretell
 from nearplane.cli import app
 from nearplane.coding.blob import shape_of
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL

@@ -21,11 +21,11 @@ from nearplane.schemes import GridScheme, RateScheme
 if TYPE_CHECKING:
     from nearplane.compare import compare
     from nearplane.evaluate import evaluate
-    from nearplane.formats.export import export
-    from nearplane.formats.hub import load, register
+    from nearplane.export import export
     from nearplane.matrix.on_grid import quantize_matrix
     from nearplane.matrix.to_rate import quantize_matrix_to_rate
     from nearplane.quantize import quantize
+    from nearplane.readers.hub import load, register
     from nearplane.report import write_report
     from nearplane.verify import verify
 
@@ -59,11 +59,11 @@ HOMES = {
     "quantize": "nearplane.quantize",
     "compare": "nearplane.compare",
     "evaluate": "nearplane.evaluate",
-    "export": "nearplane.formats.export",
-    "load": "nearplane.formats.hub",
+    "export": "nearplane.export",
+    "load": "nearplane.readers.hub",
     "quantize_matrix": "nearplane.matrix.on_grid",
     "quantize_matrix_to_rate": "nearplane.matrix.to_rate",
-    "register": "nearplane.formats.hub",
+    "register": "nearplane.readers.hub",
     "verify": "nearplane.verify",
     "write_report": "nearplane.report",
 }

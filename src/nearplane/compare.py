@@ -28,11 +28,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nearplane.budget.plan import Progress
 from nearplane.errors import RecipeError
 from nearplane.evaluate import evaluate
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model, open_model
-from nearplane.plan import Progress
 from nearplane.quantize import quantize, silent
 from nearplane.recipe import Calibration, Recipe, Way
 from nearplane.schemes import Device, Format, GridScheme, RateScheme, Solver, fitting_group

@@ -20,12 +20,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nearplane.divergence import Divergence, divergence
 from nearplane.errors import CalibrationError, ModelError, RecipeError
-from nearplane.formats.dense import dense_network
 from nearplane.models.data import check_vocabulary, read_windows
 from nearplane.models.given import Given, called, check_model, refuse_tokenizer
 from nearplane.models.model import device_of, positions_of
 from nearplane.pretrained import find_folder, in_a_sentence, tokenizer_of
 from nearplane.progress import logged
+from nearplane.readers.network import dense_network
 from nearplane.schemes import Device
 
 BATCH_TOKENS = 2048

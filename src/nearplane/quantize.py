@@ -20,16 +20,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from nearplane.budget.ledger import Ledger, Solved
+from nearplane.budget.plan import Plan, Progress, plan
 from nearplane.errors import RecipeError
 from nearplane.formats import FORMATS, open_container
 from nearplane.formats.container import Container, Place
-from nearplane.ledger import Ledger, Solved
 from nearplane.matrix import Task, solve_layer
 from nearplane.matrix.certificate import profiles
 from nearplane.matrix.on_grid import with_tensors
 from nearplane.models.given import Given, as_folder, called, taken
 from nearplane.models.model import Model, device_of, open_model
-from nearplane.plan import Plan, Progress, plan
 from nearplane.products import fastest
 from nearplane.progress import logged, peak_memory
 from nearplane.recipe import Recipe

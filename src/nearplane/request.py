@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nearplane.budget.plan import check_budget
 from nearplane.errors import RecipeError
 from nearplane.formats import FORMATS
 from nearplane.formats.config_file import Quantized
@@ -21,7 +22,6 @@ from nearplane.models.model import Model
 from nearplane.models.trial import try_blocks
 from nearplane.models.unsupported import refuse_unsupported
 from nearplane.parallel import world
-from nearplane.plan import check_budget
 from nearplane.readers.dense import left_dense, merged_experts
 from nearplane.readers.loadable import check_loads
 from nearplane.recipe import Recipe

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nearplane.budget.plan import Plan, Progress, look
 from nearplane.errors import CalibrationError, FormatError, ModelError, NumericalError, RecipeError
 from nearplane.faults import Fault, Verified
 from nearplane.formats import FORMATS
@@ -30,7 +31,6 @@ from nearplane.matrix.inputs import Inputs, corrected
 from nearplane.models.given import Given
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model, device_of, open_model
-from nearplane.plan import Plan, Progress, look
 from nearplane.products import repeated
 from nearplane.progress import logged
 from nearplane.quantize import silent

@@ -24,9 +24,9 @@ from nearplane.coding.blob import Contents, stored_base
 from nearplane.errors import FormatError, ModelError, RecipeError
 from nearplane.evaluate import load_dense
 from nearplane.formats.native import Config, Native
-from nearplane.formats.network import stored_transposed
 from nearplane.formats.stored import quantization_of, read_dense, read_matrices
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
+from nearplane.readers.network import stored_transposed
 from nearplane.schemes import RateScheme
 from nearplane.shards import ShardReader, checksum
 

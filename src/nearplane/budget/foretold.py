@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 
-from nearplane.allocate import LOW
+from nearplane.budget.allocate import LOW
 from nearplane.errors import RecipeError
 from nearplane.formats import FORMATS
 from nearplane.formats.beside import CONFIG, names_copied, size_copied

@@ -36,10 +36,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from nearplane.coding.blob import decode, decode_packed, shape_of
 from nearplane.errors import FormatError, ModelError, RecipeError
-from nearplane.formats.dense import dense_network
 from nearplane.formats.native import DEFAULT, METHOD, Native, matrix_of
 from nearplane.formats.stored import quantization_of
 from nearplane.pretrained import find_folder, network_of
+from nearplane.readers.network import dense_network
 from nearplane.runtime.packed_linear import PackedLinear
 from nearplane.shards import ShardReader
 

@@ -13,19 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import nearplane
 from families import config_of, random_model
 from nearplane import GridScheme, RateScheme, RecipeError
-from nearplane.allocate import (
-    Curve,
-    Perturbations,
-    allocate,
-    allocate_widths,
-    entropy,
-    probe,
-    probed_rates,
-    probed_widths,
-    to_rates,
-    to_widths,
-    waterfilled,
-)
+from nearplane.budget.allocate import Curve, allocate, allocate_widths, probed_rates, probed_widths
+from nearplane.budget.probe import Perturbations, entropy, probe, to_rates, to_widths, waterfilled
 from nearplane.demo import CALIBRATION, MODEL
 from nearplane.divergence import divergence
 from nearplane.evaluate import load_dense

@@ -14,10 +14,10 @@ from nearplane.formats.beside import CONFIG, copy_beside
 from nearplane.formats.config_file import json_text
 from nearplane.formats.container import check_apart, disk
 from nearplane.formats.folder import read_config
-from nearplane.formats.network import stored_transposed, weight_shapes
 from nearplane.formats.stored import quantization_of, read_dense
 from nearplane.formats.unfinished import Unfinished
 from nearplane.pretrained import empty_network
+from nearplane.readers.network import stored_transposed, weight_shapes
 from nearplane.shards import ShardWriter
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

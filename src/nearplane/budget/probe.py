@@ -1,8 +1,4 @@
-"""Bits for every layer: how much worse the network gets if one layer alone is quantized, and the best use of a budget.
-
-`probe` measures a curve for every layer, the divergence of the network's predictions at a few rates. `allocate` and
-`allocate_widths` spend a budget along such curves; they know no network.
-"""
+"""How much worse the network gets if one layer alone is quantized: a curve for every layer, over a few rates."""
 
 from __future__ import annotations
 
@@ -10,14 +6,13 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from nearplane.budget.allocate import Curve
 from nearplane.divergence import Divergence, divergence
-from nearplane.errors import CalibrationError, RecipeError
+from nearplane.errors import CalibrationError
 from nearplane.lattice.factor import Factor
 from nearplane.lattice.grid import Grid
 from nearplane.lattice.scale import high_rate_step
@@ -32,14 +27,11 @@ from nearplane.observe import observe
 from nearplane.progress import logged
 from nearplane.schemes import GridScheme, Scheme
 
-LOW, HIGH = 0.5, 7.5  # rates that a layer may get
-RESOLUTION = 32  # rates per bit between which `allocate` chooses
 SEQLEN = 512  # most tokens of a window: the more windows, the more even the sample
 FORWARDS = 4.3  # of every block on all calibration tokens, which the quantization itself takes
 HELD = 1 << 26  # logits that are held at a time
 SHARE = 0.25  # of the time of the forwards of the quantization itself that a probe takes
 MEMORY = 4 << 30  # bytes that travelling hidden states may take
-UNITS = 1 << 26  # most steps of the exact search for widths
 
 Perturb = Callable[[Tensor, Inputs], Iterator[tuple[float, Tensor]]]
 """From the weights (out, in) of a layer and what is known of its inputs to (rate, perturbed weights), rates ascending."""
@@ -60,146 +52,6 @@ class Perturbations:
     of: Perturb
     points: int
     together: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    """What it costs the network to quantize one layer, or several that must have the same width, and nothing else.
-
-    Args:
-        layers: full names.
-        weights: of them together.
-        rates: bits per weight at which it was measured, ascending.
-        losses: KL(original || perturbed) in nats per scored token at these rates.
-    """
-
-    layers: tuple[str, ...]
-    weights: int
-    rates: tuple[float, ...]
-    losses: tuple[float, ...]
-
-    def __call__(self, rate: float) -> float:
-        """Return the loss at any rate: log2 of it is linear between the points that were measured.
-
-        Beyond the highest it falls by the high-rate law, 2 bits for every bit. Below the lowest it rises as between the
-        lowest two, but no slower than by that law: there the law fails, to the worse.
-        """
-        logs = [math.log2(max(loss, 1e-12)) for loss in self.losses]
-        if rate >= self.rates[-1]:
-            return float(2.0 ** (logs[-1] - 2 * (rate - self.rates[-1])))
-        if rate < self.rates[0]:
-            first = -2.0 if len(logs) == 1 else min(-2.0, (logs[1] - logs[0]) / (self.rates[1] - self.rates[0]))
-            return float(2.0 ** (logs[0] + first * (rate - self.rates[0])))
-        return float(2.0 ** np.interp(rate, self.rates, logs))
-
-
-def allocate(curves: Sequence[Curve], budget: float, *, low: float = LOW, high: float = HIGH) -> dict[str, float]:
-    """Give every layer the rate at which one more bit would help the network as much as anywhere else.
-
-    The sum of the curves is least, over the lower convex hulls of the curves, with rates that average `budget` over the
-    weights exactly.
-
-    Args:
-        curves: of all layers.
-        budget: bits per weight.
-        low, high: least and most that a layer may get.
-
-    Returns:
-        {layer: rate}.
-
-    Raises:
-        RecipeError: the budget is not from `low` to `high`.
-    """
-    if not low <= budget <= high:
-        raise RecipeError(f"{budget:g} bits per weight asked for; layers can be given {low:g} to {high:g}.")
-    grid = np.linspace(low, high, round((high - low) * RESOLUTION) + 1)
-    given = [low] * len(curves)
-    left = (budget - low) * sum(curve.weights for curve in curves)
-    for _, index, a, b in sorted(_segments(curves, grid), key=lambda segment: -segment[0]):
-        weights = curves[index].weights
-        taken = min((b - a) * weights, left)
-        left -= taken
-        given[index] = a + taken / weights
-        if left <= 0:
-            break
-    return {layer: rate for curve, rate in zip(curves, given, strict=True) for layer in curve.layers}
-
-
-def _segments(curves: Sequence[Curve], grid: np.ndarray) -> Iterator[tuple[float, int, float, float]]:
-    """Yield (gain per bit, curve, from rate, to rate) of the lower convex hulls of curves: of each, gains descend."""
-    for index, curve in enumerate(curves):
-        hull: list[tuple[float, float]] = []
-        for x, y in ((float(rate), curve(float(rate))) for rate in grid):
-            while len(hull) > 1 and _above(hull[-2], hull[-1], (x, y)):
-                hull.pop()
-            hull.append((x, y))
-        for (a, worse), (b, better) in pairwise(hull):
-            yield (worse - better) / ((b - a) * curve.weights), index, a, b
-
-
-def _above(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float]) -> bool:
-    """Return whether b lies on or above the line from a to c."""
-    return (b[1] - a[1]) * (c[0] - a[0]) >= (c[1] - a[1]) * (b[0] - a[0])
-
-
-def allocate_widths(curves: Sequence[Curve], budget: float, widths: Sequence[int]) -> dict[str, int]:
-    """Give every layer one of the widths so that the sum of the curves is least and the average at most the budget.
-
-    The exact optimum, by dynamic programming over the bits spent.
-
-    Args:
-        curves: of all layers; layers of one curve get the same width.
-        budget: bits of a code, averaged over the weights.
-        widths: to choose from.
-
-    Returns:
-        {layer: width}.
-
-    Raises:
-        RecipeError: the budget is less than the least width.
-    """
-    if budget < min(widths):
-        raise RecipeError(f"{budget:g} bits asked for; the least that this format has is {min(widths)}.")
-    total = sum(curve.weights for curve in curves)
-    bits = math.floor(budget * total + 1e-6)
-    unit = max(math.gcd(*(curve.weights for curve in curves)), -(-bits * len(curves) // UNITS))
-    least = min(widths)
-    room = (bits - least * total) // unit  # to spend on top of the least width everywhere
-    best = np.zeros(room + 1)  # [units spent]: least loss so far
-    choices = np.empty((len(curves), room + 1), dtype=np.int8)
-    for index, curve in enumerate(curves):
-        options = np.full((len(widths), room + 1), np.inf)
-        for option, width in enumerate(widths):
-            cost = -(-(width - least) * curve.weights // unit)
-            if cost <= room:
-                options[option, cost:] = best[: room + 1 - cost] + curve(width)
-        choices[index] = options.argmin(0)
-        best = options.min(0)
-    given = [least] * len(curves)
-    for index in range(len(curves) - 1, -1, -1):
-        given[index] = widths[choices[index, room]]
-        room -= -(-(given[index] - least) * curves[index].weights // unit)
-    return {layer: width for curve, width in zip(curves, given, strict=True) for layer in curve.layers}
-
-
-def probed_widths(budget: float, widths: Sequence[int]) -> tuple[int, ...]:
-    """Return the widths at which to measure for a budget: the nearest three, the budget between the first and the last.
-
-    Wider ones follow by the high-rate law; a narrower one than any that was measured must not be given to any layer.
-    """
-    below = [width for width in sorted(widths) if width <= budget]
-    above = [width for width in sorted(widths) if width > budget]
-    return tuple(below[-2:] + above[: 3 - len(below[-2:])])
-
-
-def probed_rates(budget: float) -> tuple[float, ...]:
-    """Return the rates at which to measure for a budget: well below it, a bit below, and a little above.
-
-    From 2 bits on the logarithm of the loss falls by 2 with every bit, from two points one knows all; below it is steeper and bent,
-    and takes a third.
-    """
-    low = max(0.25, budget - 1.75)
-    return (low, low + 0.75, low + 2) if low < 2 else (low, low + 2)
 
 
 def to_rates(rates: Sequence[float], scheme: Scheme) -> Perturbations:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from nearplane.budget.plan import SWAY, Plan
 from nearplane.models.layers import Layer
-from nearplane.plan import SWAY, Plan
 
 LAYERS = [Layer(name=str(index), kind="Linear", shape=(16, 64), module=torch.nn.Identity()) for index in range(6)]
 

@@ -1,7 +1,7 @@
 """What a run has written so far, and what a limit on the size of its folder leaves for the layers still to come.
 
 A size is a hard limit. All that is known is counted to the byte: shards, index, files beside them, and the record as it would be
-written now. What the layers still to come add to these is foretold, see `budget.py`, and the more of them are written the better.
+written now. What the layers still to come add to these is foretold, see `foretold.py`, and the more of them are written the better.
 The layers that are solved last are solved again until the folder ends within the limit and close to it.
 """
 
@@ -11,14 +11,14 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from nearplane.budget import SLACK, Foretold, aim_of, finished, foretell, least_rate
+from nearplane.budget.foretold import SLACK, Foretold, aim_of, finished, foretell, least_rate
+from nearplane.budget.plan import Plan
 from nearplane.errors import RecipeError
 from nearplane.formats.container import Container
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.matrix.to_rate import HIGHEST_RATE
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
-from nearplane.plan import Plan
 from nearplane.recipe import Recipe
 from nearplane.record import LayerRecord, Profile, RunRecord
 from nearplane.schemes import RateScheme

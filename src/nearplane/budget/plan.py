@@ -14,16 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearplane.allocate import (
-    allocate,
-    allocate_widths,
-    probe,
-    probed_rates,
-    probed_widths,
-    to_rates,
-    to_widths,
-)
-from nearplane.budget import budget_of, least_rate
+from nearplane.budget.allocate import allocate, allocate_widths, probed_rates, probed_widths
+from nearplane.budget.foretold import budget_of, least_rate
+from nearplane.budget.probe import probe, to_rates, to_widths
 from nearplane.errors import RecipeError
 from nearplane.formats import FORMATS
 from nearplane.lattice.moments import Moments

@@ -10,7 +10,7 @@ import torch
 import nearplane
 from families import config_of, random_model
 from nearplane import Recipe, RecipeError
-from nearplane.budget import foretell
+from nearplane.budget.foretold import foretell
 from nearplane.demo import CALIBRATION, MODEL
 from nearplane.matrix import solve_layer
 from nearplane.models.model import open_model

@@ -1,0 +1,1 @@
+"""Bits of each layer: what a rate or a size leaves them, measured, planned and kept."""
