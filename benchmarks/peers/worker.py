@@ -1,0 +1,159 @@
+"""One tool quantizes one model in its own environment, and says what that took; `run.py` starts this for every tool.
+
+    python worker.py TOOL TASK.json
+
+TASK holds `model` and `warm` (folders), `tokens` (safetensors with `windows`, (windows, seqlen)), `out` (folder to write), `bits`,
+`group_size`, `symmetric` and `iterations`. The last line printed is JSON: CPU seconds of the imports, of the first run (on the
+model `warm`, which compiles what is compiled), of loading, quantizing and writing `model`; wall seconds of the same, peak bytes.
+Weights of llm-compressor and auto-round are written decoded, in float32, as they stand in memory after the run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+
+def nearplane() -> Callable[[SimpleNamespace], None]:
+    """Our own, by its defaults, on exactly the tokens given."""
+    from nearplane import quantize
+
+    def run(task: SimpleNamespace) -> None:
+        grid = {"bits": task.bits, "group_size": task.group_size, "symmetric": task.symmetric}
+        form = "compressed-tensors" if task.symmetric else "gptq_v2"
+        quantize(task.model, task.out, format=form, calibration=_tokens(task), overwrite=True, **grid)
+
+    return run
+
+
+def gptqmodel() -> Callable[[SimpleNamespace], None]:
+    """GPTQModel, by its defaults, or with its search for steps."""
+    import torch
+    from gptqmodel import GPTQModel, QuantizeConfig
+
+    def run(task: SimpleNamespace) -> None:
+        config = QuantizeConfig(
+            bits=task.bits,
+            group_size=task.group_size,
+            sym=task.symmetric,
+            format="gptq_v2",
+            mse=task.search,
+            device="cpu",
+        )
+        model = GPTQModel.load(task.model, config, dtype=torch.float32)
+        model.quantize([{"input_ids": row[None], "attention_mask": row[None] * 0 + 1} for row in _tokens(task)])
+        model.save(task.out)
+
+    return run
+
+
+def llmcompressor() -> Callable[[SimpleNamespace], None]:
+    """llm-compressor's GPTQ with its default order, and the observer that searches steps."""
+    import torch
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from transformers import AutoModelForCausalLM
+
+    def run(task: SimpleNamespace) -> None:
+        model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)
+        rows = _tokens(task).tolist()
+        data = Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]})
+        weights = {
+            "num_bits": task.bits, "type": "int", "symmetric": task.symmetric, "strategy": "group",
+            "group_size": task.group_size, "observer": "memoryless_mse" if task.search else "memoryless_minmax",
+        }  # fmt: skip
+        groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+        recipe = GPTQModifier(config_groups=groups, ignore=["lm_head"])
+        length = len(rows[0])
+        oneshot(model=model, dataset=data, recipe=recipe, max_seq_length=length, num_calibration_samples=len(rows))
+        _save(model, task)
+
+    return run
+
+
+def autoround() -> Callable[[SimpleNamespace], None]:
+    """auto-round, by its defaults: 200 iterations a block."""
+    import torch
+    from auto_round import AutoRound
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    def run(task: SimpleNamespace) -> None:
+        model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)
+        tokens = _tokens(task)
+        tuned = AutoRound(
+            model, AutoTokenizer.from_pretrained(task.model), bits=task.bits, group_size=task.group_size,
+            sym=task.symmetric, iters=task.iterations, seqlen=tokens.shape[1], nsamples=len(tokens), device_map="cpu",
+            dataset=[{"input_ids": part, "attention_mask": part * 0 + 1} for part in tokens.split(8)],
+            enable_torch_compile=False, amp=False,
+        )  # fmt: skip
+        done, _ = tuned.quantize()
+        _save(done, task)
+
+    return run
+
+
+TOOLS = {"nearplane": nearplane, "gptqmodel": gptqmodel, "llmcompressor": llmcompressor, "auto-round": autoround}
+
+
+def _tokens(task: SimpleNamespace):
+    from safetensors.torch import load_file
+
+    return load_file(task.tokens)["windows"]
+
+
+def _save(model, task: SimpleNamespace) -> None:
+    """Write what the network computes with now beside the model's other files."""
+    import torch
+    from safetensors.torch import save_file
+
+    out = Path(task.out)
+    out.mkdir(parents=True, exist_ok=True)
+    state = {
+        name: x.float().contiguous() for name, x in model.state_dict().items() if name.endswith(("weight", "bias"))
+    }
+    if model.config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
+    save_file({name: x.clone() for name, x in state.items() if x.dtype == torch.float32}, out / "model.safetensors")
+    for path in Path(task.model).iterdir():
+        if path.suffix == ".json":
+            shutil.copy(path, out)
+
+
+def _cpu() -> float:
+    """Return CPU seconds of this process and of children that have ended, a compiler's say."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def _peak() -> int:
+    """Return the most bytes that this process had in memory; that of getrusage counts those of the parent that started it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
+def main() -> None:
+    """Import, run once on the small model, then on the model that counts."""
+    tool, task = sys.argv[1], json.loads(Path(sys.argv[2]).read_text())
+    run = TOOLS[tool]()
+    spent = {"imports": _cpu()}
+    began = _cpu()
+    run(SimpleNamespace(**{**task, "model": task["warm"], "out": task["out"] + "-warm"}))
+    spent["first"] = _cpu() - began
+    began, clock = _cpu(), time.perf_counter()
+    run(SimpleNamespace(**task))
+    spent |= {"cpu": _cpu() - began, "wall": time.perf_counter() - clock}
+    spent["peak"] = _peak()
+    print(json.dumps(spent), flush=True)
+    os._exit(0)  # tools leave threads behind that do not end
+
+
+if __name__ == "__main__":
+    main()
