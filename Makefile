@@ -2,12 +2,15 @@
 TORCH ?= torch==2.13.0
 PYTHON ?= python3
 VENV := .venv
+PEERS ?= build/peers
+ASSETS ?= ../shared/assets
+ROUNDS ?= 3
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 SOURCES := $(shell find src -type f -not -name '*.pyc')
 
 export OMP_WAIT_POLICY ?= PASSIVE   # threads that wait do not spin: on a busy machine that is several times faster
 
-.PHONY: demo test nightly bench fingerprint clean
+.PHONY: demo test nightly bench bench-check bench-peers fingerprint clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/nearplane demo
@@ -30,6 +33,23 @@ bench: $(VENV)/.tested-with
 	$(VENV)/bin/python benchmarks/codec.py
 	$(VENV)/bin/python benchmarks/loading.py
 	$(VENV)/bin/python benchmarks/limit.py
+
+bench-check: $(VENV)/.tested-with   # is anything more than 15 % slower than benchmarks/baselines.json says?
+	$(PIP) --no-deps --force-reinstall .
+	$(VENV)/bin/python benchmarks/check.py
+
+bench-peers: $(VENV)/.tested-with $(PEERS)/gptqmodel/.installed $(PEERS)/llmcompressor/.installed $(PEERS)/auto-round/.installed
+	$(PIP) --no-deps --force-reinstall .
+	$(VENV)/bin/python benchmarks/peers/run.py --peers $(PEERS) --assets $(ASSETS) --rounds $(ROUNDS)
+
+$(PEERS)/gptqmodel/.installed: PINS = gptqmodel==7.6.0 optimum==2.3.0 numpy==2.2.6
+$(PEERS)/llmcompressor/.installed: PINS = llmcompressor==0.14.0.1
+$(PEERS)/auto-round/.installed: PINS = auto-round==0.16.1
+$(PEERS)/%/.installed:   # torch first and pinned: the peers' own pins may pull gigabytes of CUDA
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet "$(TORCH)"
+	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet $(PINS) "$(TORCH)"
+	touch $@
 
 fingerprint: $(VENV)/.tested-with   # OLD=<commit>: does the checkout write the same weights as that commit?
 	$(VENV)/bin/python benchmarks/fingerprint.py $(OLD)
