@@ -16,7 +16,7 @@ from nearplane.lattice.bounds import Certificate, certify, limit, losses_beside,
 from nearplane.lattice.factor import Factor, factorize
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.polish import polish
-from nearplane.lattice.solve import nearest_plane, round_to_nearest
+from nearplane.lattice.solve import nearest_plane, round_to_nearest, sweep_planes
 from oracles import closest_vector, run
 from strategies import ORDERS, UNCLIPPED, Problem, problem, problems
 
@@ -274,7 +274,15 @@ def test_strips_cut_the_sweep_and_the_values_as_they_cut_the_rows(monkeypatch: p
         found = []
         for strip in (1024, 2):
             monkeypatch.setattr(bounds, "MEASURED_ROWS", strip)
-            certificate = certify(p.W, p.W, moved, p.H, factor, sweep=matrix.codes, values=1.01 * moved.decode())
+            certificate = certify(
+                p.W,
+                p.W,
+                moved,
+                p.H,
+                factor,
+                outside=sweep_planes(p.W, grid, factor).outside,
+                values=1.01 * moved.decode(),
+            )
             found.append(torch.cat([certificate.row_losses, numbers(certificate)]))
         assert not torch.equal(moved.codes, matrix.codes)
         torch.testing.assert_close(*found, rtol=1e-12, atol=0)
@@ -316,7 +324,7 @@ def test_what_clips_and_the_bounds_are_those_of_the_sweep_and_the_losses_those_o
     factor, matrix, first = solved(p, order)
     H = p.damped_hessian(factor)
     polished = polish(p.W, matrix, H, sweeps=3)
-    found = certify(p.W, p.W, polished, p.H, factor, sweep=matrix.codes)
+    found = certify(p.W, p.W, polished, p.H, factor, outside=sweep_planes(p.W, p.grid, factor).outside)
     for name in ("clipped", "clipped_rows", "worst_case", "expected", "gamma", "nearest_loss"):
         assert getattr(found, name) == getattr(first, name)
     assert close(found.damped_loss, float(quadratic(p.W - polished.decode(), H).sum()) / p.W.numel())
@@ -336,7 +344,7 @@ def test_rows_whose_sweep_does_not_clip_keep_the_bound_when_polished(p: Problem,
     bound = (p.grid.steps().square()[:, factor.order] * factor.d).sum(1).expand(len(p.W)) / 4
     rows = quadratic(p.W - polished.decode(), H)
     assert bool((rows[inside] <= bound[inside] * (1 + 1e-12)).all())
-    found = certify(p.W, p.W, polished, p.H, factor, sweep=matrix.codes)
+    found = certify(p.W, p.W, polished, p.H, factor, outside=sweep_planes(p.W, p.grid, factor).outside)
     if bool(inside.all()):
         assert found.damped_loss <= found.worst_case * (1 + 1e-12)
 
@@ -346,7 +354,7 @@ def test_no_grid_point_is_nearer_to_polished_codes_than_gamma_says(p: Problem, o
     factor, matrix, _ = solved(p, order)
     H = p.damped_hessian(factor)
     polished = polish(p.W, matrix, H, sweeps=9)
-    gamma = certify(p.W, p.W, polished, p.H, factor, sweep=matrix.codes).gamma
+    gamma = certify(p.W, p.W, polished, p.H, factor, outside=sweep_planes(p.W, p.grid, factor).outside).gamma
     errors = quadratic(p.W - polished.decode(), H).tolist()
     for w, s, error in zip(p.W, p.grid.steps().expand_as(p.W), errors, strict=True):
         optimum = closest_vector(w, H, s, within=error)

@@ -1,33 +1,28 @@
-"""Steps: from the range, by search, by least squares."""
+"""Steps: from the range, by search."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from nearplane.errors import NumericalError
-from nearplane.lattice.bounds import quadratic
-from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.scale import (
     NORM,
     Search,
     Steps,
     high_rate_step,
     ladder,
-    least_squares_steps,
     row_exponents,
     stored,
     waterfill_exponents,
 )
-from nearplane.lattice.solve import nearest_plane, round_to_nearest
 from oracles import same
-from strategies import ORDERS, Problem, groups, problem, problems
+from strategies import groups
 
 STORAGES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SEARCHES: tuple[Search, ...] = ("minmax", "mse")
@@ -184,54 +179,6 @@ def test_steps_scale_with_the_weights(weights: Tensor, bits: int, exponent: int,
     assert torch.equal(other_zero, zero)
 
 
-def damped_losses(p: Problem, H: Tensor, matrix: QuantizedMatrix) -> Tensor:
-    """Return (out,) the loss of every row under H."""
-    return quadratic(p.W - matrix.decode(), H)
-
-
-@pytest.mark.parametrize("storage", STORAGES)
-@given(problems(columns=12), st.sampled_from(ORDERS), st.booleans())
-def test_least_squares_steps_never_raise_the_damped_loss(
-    storage: torch.dtype, p: Problem, order: str, nearest: bool
-) -> None:
-    """Not even where some groups keep their steps, or storage rounds them."""
-    if storage == torch.float16:
-        assume(float(p.grid.scale.min()) > 1e-4 and float(p.grid.scale.max()) < 1e4)
-    grid = p.grid if storage == torch.float64 else replace(p.grid, scale=p.grid.scale.to(storage).double())
-    factor = p.factor(order)
-    H = p.damped_hessian(factor)
-    matrix = round_to_nearest(p.W, grid) if nearest else nearest_plane(p.W, grid, factor)
-    better = QuantizedMatrix(
-        codes=matrix.codes, grid=least_squares_steps(matrix, (p.W - matrix.decode()) @ H, H, storage)
-    )
-    assert bool((damped_losses(p, H, better) <= damped_losses(p, H, matrix) * (1 + 1e-12)).all())
-    assert torch.equal(better.grid.scale.to(storage).double(), better.grid.scale)
-    assert better.grid.scale.shape == (len(p.W), p.grid.scale.shape[1])
-    assert torch.equal(better.grid.zero, grid.zero)
-
-
-@given(problems(("row", "grouped", "permuted", "asymmetric"), full_rank=True, dead=0))
-def test_least_squares_steps_are_those_of_lstsq(p: Problem) -> None:
-    """All but for the pull of its ridge `r` towards the old steps: `r / (least eigenvalue + r)` of the way is left."""
-    factor = p.factor("natural")
-    H = p.damped_hessian(factor)
-    matrix = nearest_plane(p.W, p.grid, factor)
-    L = torch.linalg.cholesky(H)
-    groups = p.grid.scale.shape[1]
-    member = torch.nn.functional.one_hot(p.grid.group, groups).double()
-    V = matrix.codes - p.grid.zero[:, p.grid.group]
-    A = torch.stack([L.T @ (v[:, None] * member) for v in V])  # (out, in, groups), X diag(v) per group
-    eigenvalues = torch.linalg.eigvalsh(A.mT @ A)
-    assume(bool((eigenvalues[:, 0] > 1e-3 * eigenvalues.mean(1)).all()))
-    best = torch.linalg.lstsq(A, (p.W @ L)[..., None]).solution[..., 0]
-    assume(bool(((best > p.grid.scale / 2) & (best < p.grid.scale * 2)).all()))
-    once = least_squares_steps(matrix, (p.W - matrix.decode()) @ H, H, torch.float64)
-    ridge = 1e-6 * eigenvalues.mean(1)
-    pull = ridge / (eigenvalues[:, 0] + ridge)
-    start, end = ((scale - best).norm(dim=1) for scale in (p.grid.scale, once.scale))
-    assert bool((end <= pull * start * (1 + 1e-9) + 1e-12 * best.norm(dim=1)).all())
-
-
 def test_steps_by_waterfilling_give_every_plane_the_same_error() -> None:
     lengths = torch.tensor([0.01, 0.5, 1.0, 3.0, 700.0], dtype=torch.float64)
     for resolution in (1, 4, 16):
@@ -269,17 +216,3 @@ def test_a_ladder_is_as_fine_as_its_error_is_worth() -> None:
 
     for count in (32, 128, 352, 1024, 4096):
         assert ladder(count) == min((1, 2, 4, 8, 16, 32), key=lambda resolution: cost(resolution, count))
-
-
-def test_least_squares_steps_do_not_depend_on_how_many_rows_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    p = problem(
-        seed=3, out=9, columns=8, tokens=40, kind="grouped", bits=3, dead=0, damp=0.1, weight_scale=1.0, input_scale=1.0
-    )
-    factor = p.factor("activation")
-    H, matrix = p.damped_hessian(factor), nearest_plane(p.W, p.grid, factor)
-    EH = (p.W - matrix.decode()) @ H
-    at_once = least_squares_steps(matrix, EH, H, torch.float64).scale
-    assert not torch.equal(at_once, p.grid.scale)
-    monkeypatch.setattr("nearplane.lattice.scale.MEMORY", 1)
-    row_by_row = least_squares_steps(matrix, EH, H, torch.float64).scale
-    assert bool(((row_by_row - at_once).abs() <= 1e-12 * at_once).all())

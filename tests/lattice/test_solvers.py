@@ -44,7 +44,7 @@ def test_a_recipe_takes_the_solvers_of_the_table_and_no_others() -> None:
 @pytest.mark.parametrize("name", SOLVERS)
 @given(problems(), st.sampled_from(ORDERS), st.sampled_from(BEAMS))
 def test_codes_are_of_the_grid_that_was_given(name: str, p: Problem, order: str, beam: int) -> None:
-    found = SOLVERS[name].round(given_to(p, order, beam))
+    found = SOLVERS[name].round(given_to(p, order, beam)).matrix
     assert found.codes.dtype == torch.int32
     assert found.codes.shape == p.W.shape
     assert torch.equal(found.grid.scale, p.grid.scale)
@@ -62,7 +62,7 @@ def test_bounded_solvers_lose_no_more_than_nearest_plane_in_any_row(name: str, k
         asked = given_to(p, order, beam)
         least = losses(asked, nearest_plane(asked.W, asked.grid, asked.factor))
         noise = 1e-12 * quadratic(p.W, p.damped_hessian(asked.factor))
-        assert bool((losses(asked, SOLVERS[name].round(asked)) <= least * (1 + 1e-12) + noise).all())
+        assert bool((losses(asked, SOLVERS[name].round(asked).matrix) <= least * (1 + 1e-12) + noise).all())
 
     check()
 
@@ -74,7 +74,7 @@ def test_other_solvers_lose_more_on_some_problems(name: str) -> None:
     for seed in range(20):
         asked = given_to(problem(seed=seed, out=8, columns=12, tokens=24, kind="asymmetric", bits=2), "pivoted")
         least = losses(asked, nearest_plane(asked.W, asked.grid, asked.factor))
-        worse += bool((losses(asked, SOLVERS[name].round(asked)) > least * (1 + 1e-9)).any())
+        worse += bool((losses(asked, SOLVERS[name].round(asked).matrix) > least * (1 + 1e-9)).any())
     assert worse
 
 
@@ -92,9 +92,11 @@ def test_only_solvers_that_need_no_inputs_do_without(name: str) -> None:
             SOLVERS[name].round(unknown_inputs(asked))
         other = given_to(problem(out=6, columns=10, tokens=12), "activation", 2)
         other = replace(other, W=asked.W, grid=asked.grid)
-        assert not torch.equal(SOLVERS[name].round(other).codes, SOLVERS[name].round(asked).codes)
+        assert not torch.equal(SOLVERS[name].round(other).matrix.codes, SOLVERS[name].round(asked).matrix.codes)
     else:
-        assert torch.equal(SOLVERS[name].round(unknown_inputs(asked)).codes, SOLVERS[name].round(asked).codes)
+        assert torch.equal(
+            SOLVERS[name].round(unknown_inputs(asked)).matrix.codes, SOLVERS[name].round(asked).matrix.codes
+        )
 
 
 @pytest.mark.parametrize("name", [name for name, solver in SOLVERS.items() if solver.max_inputs])

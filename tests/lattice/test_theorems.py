@@ -84,7 +84,11 @@ ELSEWHERE = {
         "in blocks it is one column after another": "test_it_is_one_column_after_another_whatever_the_block",
         "where it ends": "test_at_the_end_no_single_code_can_move_to_a_lower_loss",
         "an orthogonal basis": "test_where_inputs_do_not_interact_anything_becomes_round_to_nearest",
-        "rounds of least-squares steps never rise": "test_the_loss_of_no_row_rises_with_the_rounds",
+        "steps given the codes": "test_fitting_steps_on_the_way_never_raises_the_loss",
+        "where codes stay, steps are least squares": "test_steps_that_stay_are_those_of_lstsq",
+        "bounds hold for what is refined": (
+            "test_no_row_loses_more_than_the_first_solve_nor_than_one_on_the_grid_it_ends_with"
+        ),
         "the floor, with limits": "test_no_solver_beats_brute_force_on_a_grid_with_limits",
         "the floor, without": "test_no_solver_beats_brute_force_on_a_lattice",
     },
@@ -100,9 +104,6 @@ ELSEWHERE = {
     },
     "../study/test_vectors.py": {
         "lecture: absmax, zero point": "test_absmax_and_zero_point_are_those_of_the_slides",
-    },
-    "test_scale.py": {
-        "steps given the codes": "test_least_squares_steps_never_raise_the_damped_loss",
     },
     "test_target.py": {
         "[B25] section 3": "test_the_corrected_target_minimises_the_whole_objective",

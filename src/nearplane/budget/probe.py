@@ -102,10 +102,8 @@ def to_widths(widths: Sequence[int], scheme: GridScheme, storage: torch.dtype) -
     def perturb(W: Tensor, inputs: Inputs) -> Iterator[tuple[float, Tensor]]:
         factor = inputs.factor(scheme.order, scheme.damp)
         for width in widths:
-            yield (
-                float(width),
-                solve(W.masked_fill(factor.dead, 0), inputs, replace(plain, bits=width), storage).decode(),
-            )
+            found = solve(W.masked_fill(factor.dead, 0), inputs, replace(plain, bits=width), storage)
+            yield float(width), found.matrix.decode()
 
     return Perturbations(of=perturb, points=len(widths), together=True)
 

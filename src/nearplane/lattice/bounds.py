@@ -63,7 +63,7 @@ def certify(
     factor: Factor,
     *,
     swept: bool = True,
-    sweep: Tensor | None = None,
+    outside: Tensor | None = None,
     values: Tensor | None = None,
 ) -> Certificate:
     """Measure a quantized matrix against its target, some rows at a time.
@@ -76,7 +76,8 @@ def certify(
             good as that dtype while damping does not outweigh it by many powers of ten.
         factor: of the damped `H`, in the order of the sweep.
         swept: whether the codes come from a sweep, or from one and then lost less; else every weight was rounded on its own.
-        sweep: (out, in) codes of that sweep on the same grid, where they are not those of the matrix.
+        outside: (out,) how many targets of that sweep, on the same grid, lay beyond its codes, where codes have moved since; None:
+            the codes are those of the sweep, and tell.
         values: (out, in) what the codes were made to mean afterwards; None: what their grid says.
     """
     dtype = H.dtype
@@ -101,9 +102,7 @@ def certify(
         same = not swept and values is None and torch.equal(plain, codes.to(plain))
         loss, fed = loss.clamp(min=0), t
         if swept:
-            first = E if sweep is None else t - part.decode(sweep[rows])
-            pulled = residual if sweep is None else _through(first[:, order], U)
-            fed = t.index_add(1, order, pulled - first[:, order])  # (rows, in), what was rounded
+            fed = t.index_add(1, order, residual - E[:, order])  # (rows, in), what was rounded
         bounds, gammas = _bounds(part.steps()[:, order].expand(len(t), -1), d)
         found["losses"].append(loss)
         found["damped"].append(damped)
@@ -111,7 +110,7 @@ def certify(
         found["energy"].append(quadratic(W[rows].to(single), rough).to(dtype))
         found["bounds"].append(bounds)
         found["gammas"].append(gammas)
-        found["outside"].append(part.clipped(fed).sum(1))
+        found["outside"].append(part.clipped(fed).sum(1) if outside is None or not swept else outside[rows])
     each = {name: torch.cat(parts) for name, parts in found.items()}
     size, columns = target.numel(), target.shape[1]
     rows = each["outside"] == 0

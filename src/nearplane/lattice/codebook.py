@@ -6,6 +6,7 @@ is a weight in steps, `weight / scale + zero`; a code stands for the position th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -81,15 +82,17 @@ class Codebook:
         levels = self.levels.to(device=codes.device, dtype=dtype or codes.dtype)
         return levels[codes.long().clamp(0, len(levels) - 1)]
 
-    def outside(self, position: Tensor) -> Tensor:
-        """Return a bool tensor: where positions lie more than half a step, of levels the widest, beyond all codes."""
+    @property
+    def limits(self) -> tuple[float, float]:
+        """Return the positions half a step, of levels the widest, below and above all codes; infinite where there are none."""
         low, high = (self.low, self.high) if self.levels is None else (float(self.levels[0]), float(self.levels[-1]))
-        beyond = torch.zeros_like(position, dtype=torch.bool)
-        if low is not None:
-            beyond |= position < low - 0.5 * self.widest
-        if high is not None:
-            beyond |= position > high + 0.5 * self.widest
-        return beyond
+        half = 0.5 * self.widest
+        return -math.inf if low is None else low - half, math.inf if high is None else high + half
+
+    def outside(self, position: Tensor) -> Tensor:
+        """Return a bool tensor: where positions lie beyond the limits."""
+        low, high = self.limits
+        return (position < low) | (position > high)
 
     def table(self, dtype: torch.dtype) -> Table:
         """Return the codebook for kernels that compute in `dtype`, float32 or float64."""

@@ -1,70 +1,60 @@
-"""After a solve: coordinate descent on the codes, and rounds of new steps and new codes. Any grid, any solver, any device.
+"""After a solve: coordinate descent on codes, and on the steps of the grid together with them. Any grid, any solver, any device.
 
 A sweep rounds every column once, knowing only what came before it. Polishing comes back: each column moves to the grid point
 nearest to its optimum given all others. It is the arithmetic of a nearest-plane sweep with other numbers, so the same kernel
-does it (`sweep_cpu.py`). Knows no rules or records.
+does it (`sweep_cpu.py`). What a pass needs for the codes of some columns, `E H`, is also what their steps need: one product
+serves both. Knows no rules or records.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.lattice.scale import least_squares_steps
-from nearplane.lattice.solve import sweep_of
-from nearplane.lattice.sweep_cpu import Columns
+from nearplane.lattice.scale import stored
+from nearplane.lattice.solve import Solution, sweep_of
+from nearplane.lattice.sweep_cpu import Columns, Tally
+
+SPAN = 256  # columns, of whole groups where steps are fitted, that one product with the Hessian serves
 
 
 def polish(
-    W: Tensor, matrix: QuantizedMatrix[Grid], H: Tensor, *, sweeps: int = 1, block: int = 128
+    W: Tensor,
+    matrix: QuantizedMatrix[Grid],
+    H: Tensor,
+    *,
+    sweeps: int = 1,
+    storage: torch.dtype | None = None,
+    block: int = 128,
 ) -> QuantizedMatrix[Grid]:
     """Move codes one column at a time, each to the grid point that is best given all other columns, `sweeps` times over.
 
         t_j = values_j + (E H)_j / H_jj ;  codes_j = round(t_j / scale_j + zero_j) clipped to the grid ;  E = W - values
 
-    The loss `tr(E H E^T)` never rises, but for rounding errors of the dtype of `W`. Blocked: what all columns of a block are
+    With `storage`, the step of every group is fitted by least squares just before its codes move, everything else given:
+
+        scale_g += sum_{j in g} v_j (E H)_j / sum_{j, k in g} v_j H_jk v_k ;  v = codes - zero
+
+    The loss `tr(E H E^T)` never rises, but for rounding errors of the dtype of `W`: a step that would leave [1/3, 3] times its old
+    value, or that `storage` cannot hold or rounds to where the loss is larger, stays. Blocked: what all columns of some blocks are
     due is one matrix product, `out * in^2` multiplications a sweep, twice those of the nearest-plane sweep.
 
     Args:
         W: (out, in) target, float32 or float64; the descent runs in its dtype.
         matrix: codes to begin with, on a `Grid`.
         H: (in, in) positive semi-definite: damped as the problem that is to be solved. Codes of inputs with `H_jj = 0` stay.
-        sweeps: over all columns, in their natural order; stops early where a sweep changes nothing.
-        block: columns that are due one matrix product.
+        sweeps: over all columns, in their natural order, with `storage` group by group; stops early where a sweep changes nothing.
+        storage: dtype in which steps are stored; None: they stay as they are.
+        block: columns that a compiled sweep takes at a time.
 
     Returns:
-        Codes no worse, on the same grid.
+        Codes no worse, on the same grid but for its steps.
     """
-    grid = matrix.grid
-    H = H.to(W.dtype)
-    diagonal = torch.where(H.diagonal() > 0, H.diagonal(), torch.inf)  # a dead input stays what it is
-    scale, zero = (part.to(W.dtype).expand(len(W), -1).T.contiguous() for part in (grid.scale, grid.zero))
-    positions = grid.codebook.position(matrix.codes.T, W.dtype)
-    V = (scale[grid.group] * (positions - zero[grid.group])).contiguous()  # (in, out) values
-    E = W.T - V
-    codes = matrix.codes.T.clone(
-        memory_format=torch.contiguous_format
-    )  # (in, out); of one row it would be the same memory
-    moved = torch.empty_like(E[:block])
-    sweep = sweep_of(W)
-    for _ in range(sweeps):
-        before = codes.clone()
-        for a in range(0, len(E), block):
-            b = min(a + block, len(E))
-            target = (H[a:b] @ E).div_(diagonal[a:b, None]).add_(V[a:b])
-            U = H[a:b, a:b] / diagonal[a:b]  # what a column's move means for those after it; only the triangle is read
-            delta = moved[: b - a]
-            columns = Columns(scale, zero, grid.group[a:b], grid.codebook)
-            sweep(target, V[a:b], columns, U.triu(1), codes[a:b], delta)  # delta: the value before minus the value now
-            E[a:b] += delta
-            V[a:b] -= delta
-        if torch.equal(before, codes):
-            break
-    return replace(matrix, codes=codes.T.contiguous())
+    return _descend(W, matrix, H, sweeps=sweeps, storage=storage, block=block)[0]
 
 
 def refine(
@@ -72,41 +62,32 @@ def refine(
     H: Tensor,
     grid: Grid,
     storage: torch.dtype,
-    solve: Callable[[Grid], QuantizedMatrix[Grid]],
+    solve: Callable[[Grid], Solution],
     *,
     rounds: int,
     sweeps: int,
-) -> QuantizedMatrix[Grid]:
-    """Solve, polish, fit the steps to the codes by least squares, and solve again; keep the best round of every row.
+) -> Solution:
+    """Solve, descend on steps and codes together, solve again on the fitted steps, keep the better codes of every row, polish.
+
+    No row loses more than the first solve, nor than the last, which is on the grid that is returned: bounds of a solver hold.
 
     Args:
         W: (out, in) target.
         H: (in, in) damped as the problem that `solve` solves.
         grid: to begin with.
-        storage: dtype in which steps are stored; they are rounded to it before each solve.
-        solve: rounds `W` to a grid.
-        rounds: solves after the first.
-        sweeps: of polish: one after each solve, the others over the best rows of all.
+        storage: dtype in which steps are stored; they are rounded to it before they are used.
+        solve: rounds `W` to a grid; losses of its solutions, where it tells them, are under `H`.
+        rounds: passes over steps and codes together; without any the second solve is left out too.
+        sweeps: of polish at the end.
     """
-    best, least = None, None
-    for remaining in range(rounds, -1, -1):
-        matrix = solve(grid)
-        if sweeps:
-            matrix = polish(W, matrix, H)
-        if not rounds:
-            best = matrix
-            break
-        E = W - matrix.decode().to(W.dtype)
-        EH = E @ H.to(W.dtype)
-        found = (EH * E).sum(1)  # (out,)
-        if best is None or least is None:
-            best, least = matrix, found
-        else:
-            best, least = merge((found < least)[:, None], matrix, best), torch.minimum(found, least)
-        if remaining:
-            grid = least_squares_steps(matrix, EH, H, storage)
-    assert best is not None
-    return polish(W, best, H, sweeps=sweeps - 1) if sweeps > 1 else best
+    found = solve(grid)
+    if rounds:
+        before = _losses(W, found, H)
+        matrix, gained = _descend(W, found.matrix, H, sweeps=rounds, storage=storage)
+        found = solve(matrix.grid)
+        chosen = (before + gained <= _losses(W, found, H))[:, None]
+        found = replace(found, matrix=merge(chosen, matrix, found.matrix))
+    return replace(found, matrix=polish(W, found.matrix, H, sweeps=sweeps), losses=None) if sweeps else found
 
 
 def merge(chosen: Tensor, one: QuantizedMatrix[Grid], other: QuantizedMatrix[Grid]) -> QuantizedMatrix[Grid]:
@@ -114,3 +95,152 @@ def merge(chosen: Tensor, one: QuantizedMatrix[Grid], other: QuantizedMatrix[Gri
     a, b = one.grid, other.grid
     grid = replace(b, scale=torch.where(chosen, a.scale, b.scale), zero=torch.where(chosen, a.zero, b.zero))
     return QuantizedMatrix(codes=torch.where(chosen, one.codes, other.codes), grid=grid)
+
+
+def _losses(W: Tensor, solution: Solution, H: Tensor) -> Tensor:
+    """Return (out,) float64 the loss of every row under `H`."""
+    if solution.losses is not None:
+        return solution.losses
+    E = W - solution.matrix.decode().to(W.dtype)
+    return ((E @ H.to(W.dtype)) * E).sum(1, dtype=torch.float64)
+
+
+@dataclass(slots=True)
+class _State:
+    """A matrix during a descent, columns first, so that the rows of a block are contiguous.
+
+    Args:
+        grid: groups and codes, not steps.
+        scale, zero: (groups, out).
+        codes: (in, out) int32.
+        E: (in, out) weights minus values.
+        H: (in, in).
+        diagonal: (in,) of H, infinite for a dead input, which stays what it is.
+        gained: (out,) what moves of codes changed the loss by, and `fitted` (out,) what moves of steps did.
+    """
+
+    grid: Grid
+    scale: Tensor
+    zero: Tensor
+    codes: Tensor
+    E: Tensor
+    H: Tensor
+    diagonal: Tensor
+    gained: Tensor
+    fitted: Tensor
+
+    def in_steps(self, a: int, b: int) -> Tensor:
+        """Return (b - a, out) what the codes of some columns stand for, less their zeros."""
+        return self.grid.codebook.position(self.codes[a:b], self.E.dtype) - self.zero[self.grid.group[a:b]]
+
+
+def _descend(
+    W: Tensor,
+    matrix: QuantizedMatrix[Grid],
+    H: Tensor,
+    *,
+    sweeps: int,
+    storage: torch.dtype | None = None,
+    block: int = 128,
+) -> tuple[QuantizedMatrix[Grid], Tensor]:
+    """Descend as `polish` does; also returns (out,) float64 by how much the loss of every row changed."""
+    begun, grid, H, dtype = matrix, matrix.grid, H.to(W.dtype), W.dtype
+    columns = torch.arange(len(H), device=W.device)
+    if storage is not None and bool((grid.group.diff() < 0).any()):  # groups side by side
+        columns = torch.argsort(grid.group, stable=True)
+        grid, H = replace(grid, group=grid.group[columns]), H[columns[:, None], columns]
+        W, matrix = W[:, columns], QuantizedMatrix(codes=matrix.codes[:, columns], grid=grid)
+    scale, zero = (
+        part.to(dtype).expand(len(W), -1).T.clone(memory_format=torch.contiguous_format)
+        for part in (grid.scale, grid.zero)
+    )
+    state = _State(
+        grid=grid,
+        scale=scale,
+        zero=zero,
+        codes=matrix.codes.T.clone(memory_format=torch.contiguous_format),
+        E=W.T.clone(memory_format=torch.contiguous_format),
+        H=H,
+        diagonal=torch.where(H.diagonal() > 0, H.diagonal(), torch.inf),
+        gained=W.new_zeros(len(W)),
+        fitted=W.new_zeros(len(W)),
+    )
+    state.E -= state.in_steps(0, len(H)).mul_(scale[grid.group])
+    spans = _spans(grid.group, fitted=storage is not None)
+    for _ in range(sweeps):
+        if not any([_pass(state, a, b, storage, block) for a, b in spans]):
+            break
+    codes = torch.empty_like(begun.codes)
+    codes[:, columns] = state.codes.T
+    grid = begun.grid
+    if storage is not None:
+        grid = replace(grid, scale=state.scale.T.to(grid.scale.dtype).contiguous())
+    return QuantizedMatrix(codes=codes, grid=grid), state.gained.double() + state.fitted.double()
+
+
+def _spans(group: Tensor, *, fitted: bool) -> list[tuple[int, int]]:
+    """Return the ranges of columns that one product serves; of whole groups, at least one, where steps are fitted."""
+    if not fitted:
+        return [(a, min(a + SPAN, len(group))) for a in range(0, len(group), SPAN)]
+    spans: list[tuple[int, int]] = []
+    end = 0
+    for size in group.bincount().tolist():
+        start, end = end, end + size
+        if spans and end - spans[-1][0] <= SPAN:
+            spans[-1] = (spans[-1][0], end)
+        elif size:
+            spans.append((start, end))
+    return spans
+
+
+def _pass(state: _State, a: int, b: int, storage: torch.dtype | None, block: int) -> bool:
+    """Fit the steps of the columns from `a` to `b`, if `storage` is given, and move their codes; returns whether any changed."""
+    EH = state.H[a:b] @ state.E  # (b - a, out), kept up to date for the columns still to come
+    changed = storage is not None and _fit(state, a, b, EH, storage)
+    grid, delta = state.grid, torch.empty_like(EH[:block])
+    sweep = sweep_of(EH)
+    for i in range(a, b, block):
+        k = min(i + block, b)
+        V = state.in_steps(i, k).mul_(state.scale[grid.group[i:k]])
+        d = state.diagonal[i:k]
+        target = EH[i - a : k - a].div_(d[:, None]).add_(V)
+        U = state.H[i:k, i:k] / d  # what a column's move means for those after it; only the triangle is read
+        tally = Tally(d.masked_fill(d == torch.inf, 0), state.gained, state.codes.new_empty(0), moves=True)
+        moved = delta[: k - i]  # the value before minus the value now
+        sweep(
+            target,
+            V,
+            Columns(state.scale, state.zero, grid.group[i:k], grid.codebook),
+            U.triu(1),
+            state.codes[i:k],
+            moved,
+            tally,
+        )
+        changed = bool(moved.any()) or changed
+        state.E[i:k] += moved
+        if k < b:
+            EH[k - a :].addmm_(state.H[k:b, i:k], moved)
+    return changed
+
+
+def _fit(state: _State, a: int, b: int, EH: Tensor, storage: torch.dtype) -> bool:
+    """Fit the steps of the groups of the columns from `a` to `b`, one after another; returns whether any changed."""
+    group, end, changed = state.grid.group[a:b], a, False
+    for g, size in zip(*(part.tolist() for part in group.unique_consecutive(return_counts=True)), strict=True):
+        start, end = end, end + size
+        v = state.in_steps(start, end)  # (size, out)
+        vH = state.H[a:b, start:end] @ v  # (b - a, out)
+        own = slice(start - a, end - a)
+        energy, due = (v * vH[own]).sum(0), (v * EH[own]).sum(0)  # (out,) each
+        old = state.scale[g]
+        new = torch.where(energy > 0, old + due / energy, old)
+        kept = (new > old / 3) & (new < (old * 3).clamp(max=torch.finfo(storage).max))
+        move = stored(torch.where(kept, new, old), storage) - old
+        change = move * (move * energy - 2 * due)
+        move = torch.where(kept & (change < 0), move, 0)
+        state.fitted += torch.where(move == 0, 0, change)
+        state.scale[g] += move
+        state.E[start:end] -= v * move
+        EH -= vH.mul_(move)
+        changed = bool(move.any()) or changed
+    return changed

@@ -1,4 +1,4 @@
-"""Steps of a grid: from the range of the weights, by search, or by least squares once the codes are known.
+"""Steps of a grid, from the range of the weights or by search; `polish.py` fits them to codes.
 
 Steps are rounded to the dtype they will be stored in *before* anything is measured with them. All functions take weights
 (..., g), one group along the last axis, so that one call fits every group of a matrix or one group of every row.
@@ -7,7 +7,7 @@ Steps are rounded to the dtype they will be stored in *before* anything is measu
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -15,12 +15,11 @@ from torch import Tensor
 
 from nearplane.errors import NumericalError
 from nearplane.lattice.codebook import Codebook
-from nearplane.lattice.grid import Grid, QuantizedMatrix
+from nearplane.lattice.grid import Grid
 from nearplane.lattice.search_cpu import best_candidate
 
 Search = Literal["minmax", "mse"]
 NORM = 2.5  # of the error search; GPTQ's own is 2.4, this one is a square times a square root
-MEMORY = 1 << 28  # bytes of the least-squares problems that are solved together
 SHRINKS = tuple(1 - 0.8 * i / 80 for i in range(80))  # factors by which the search narrows the range
 
 
@@ -181,56 +180,3 @@ def ladder(count: int) -> int:
     return min(
         (1, 2, 4, 8, 16, 32), key=lambda resolution: math.log(2) / 12 / resolution**2 * count + math.log2(resolution)
     )
-
-
-def least_squares_steps(matrix: QuantizedMatrix[Grid], EH: Tensor, H: Tensor, storage: torch.dtype) -> Grid:
-    """Return the grid whose steps minimise `tr(E H E^T)` for the codes as they are, one least-squares problem a row.
-
-    With `V` the values in steps, summed over the columns of each group, steps move by `delta`:
-
-        A delta = b ;  A_gh = sum_{j in g, k in h} V_j H_jk V_k ;  b_g = sum_{j in g} V_j (E H)_j
-
-    A step that would leave [1/3, 3] times its old value (a group that hardly matters), or be too large for `storage`, keeps that
-    value, and a row keeps all of its steps where the others, or their rounding to `storage`, would do worse: the loss never rises.
-
-    Args:
-        matrix: codes and the grid they were found on.
-        EH: (out, in) `(W - values) H`, W the target; products are formed in its dtype, the problems solved in float64.
-        H: (in, in) damped as the solve that made the codes.
-        storage: dtype in which steps are stored.
-    """
-    grid = matrix.grid
-    groups = grid.scale.shape[1]
-    columns = torch.argsort(grid.group, stable=True)  # (in,), groups side by side
-    sizes = grid.group.bincount(minlength=groups).tolist()
-    ends = torch.tensor(sizes).cumsum(0).tolist()
-    H = H.to(EH.dtype)[columns[:, None], columns]
-    old = grid.scale.expand(len(EH), -1)
-    fitted = torch.empty_like(old)
-    strip = max(1, MEMORY // (24 * groups * groups + 24 * len(H)))  # rows
-    for rows in torch.split(torch.arange(len(EH), device=EH.device), strip):
-        V = grid.of_rows(rows).in_steps(matrix.codes[rows], EH.dtype)[:, columns]
-        b = _by_group(V * EH[rows][:, columns], sizes).double()  # (rows, groups)
-        A = torch.empty(len(rows), groups, groups, dtype=torch.float64, device=EH.device)
-        for g, (size, end) in enumerate(zip(sizes, ends, strict=True)):
-            start = end - size
-            product = (V[:, start:end] @ H[start:end, start:]).mul_(V[:, start:])
-            A[:, g, g:] = A[:, g:, g] = _by_group(product, sizes[g:]).double()
-        ridge = 1e-6 * A.diagonal(dim1=1, dim2=2).mean(1, keepdim=True).clamp(min=1e-300)  # (rows, 1), towards the old
-        A.diagonal(dim1=1, dim2=2).add_(ridge)
-        delta = torch.linalg.solve(A, b)
-        before = old[rows].double()
-        solved = before + delta
-        kept = (solved > before / 3) & (solved < (before * 3).clamp(max=torch.finfo(storage).max))
-        after = torch.where(kept, stored(torch.where(kept, solved, before), storage), before)
-        moved = after - before
-        rise = ((moved[:, None] @ A)[:, 0] * moved - ridge * moved.square() - 2 * moved * b).sum(1)
-        fitted[rows] = torch.where((rise < 0)[:, None], after, before).to(old.dtype)
-    return replace(grid, scale=fitted)
-
-
-def _by_group(x: Tensor, sizes: list[int]) -> Tensor:
-    """Sum neighbouring columns of `x` (rows, in): (rows, groups)."""
-    if len(set(sizes)) == 1:
-        return x.reshape(len(x), len(sizes), sizes[0]).sum(-1)
-    return torch.stack([part.sum(1) for part in torch.split(x, sizes, dim=1)], dim=1)

@@ -7,7 +7,9 @@ here is the reference; on the CPU in float32 a compiled kernel with the same mea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,7 +17,23 @@ from torch import Tensor
 from nearplane.errors import NumericalError
 from nearplane.lattice.factor import Factor
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.lattice.sweep_cpu import Columns, sweep_block
+from nearplane.lattice.sweep_cpu import Columns, Tally, sweep_block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """What a solver found, and what its sweep saw on the way.
+
+    Args:
+        matrix: codes and grid.
+        losses: (out,) float64 `sum_j d_j (t_j - values_j)^2` of every row: its loss under the damped Hessian; None: not known.
+        outside: (out,) how many targets of the nearest-plane sweep that the codes begin with lay beyond the codes of the grid,
+            by more than half a step; None where no such sweep was made on this grid.
+    """
+
+    matrix: QuantizedMatrix[Grid]
+    losses: Tensor | None = None
+    outside: Tensor | None = None
 
 
 def round_to_nearest(W: Tensor, grid: Grid) -> QuantizedMatrix[Grid]:
@@ -51,6 +69,11 @@ def nearest_plane(W: Tensor, grid: Grid, factor: Factor, *, block: int = 128) ->
 
     Babai (1986); equal to GPTQ (Frantar et al., 2022) with the same order (Chen et al., 2025, Theorem 1).
     """
+    return sweep_planes(W, grid, factor, block=block).matrix
+
+
+def sweep_planes(W: Tensor, grid: Grid, factor: Factor, *, block: int = 128) -> Solution:
+    """Round as `nearest_plane`, and add up what the sweep saw: the loss of every row, and targets that the grid clips."""
     if not (bool(torch.isfinite(torch.stack(W.aminmax())).all()) and bool(torch.isfinite(factor.d).all())):
         raise NumericalError("A weight or the factor of the Hessian is NaN or Inf.")
     order, U = factor.order, factor.U.to(W.dtype)
@@ -67,16 +90,22 @@ def nearest_plane(W: Tensor, grid: Grid, factor: Factor, *, block: int = 128) ->
         for part in (grid.scale, grid.zero)
     )
     group = grid.group[order]  # (in,)
+    d = factor.d.masked_fill(factor.dead[order], factor.shift)  # a dead input has no length
+    _, octave = math.frexp(float(d.mean()))
+    d = d * 2.0**-octave  # large weights times large inputs overflow float32
+    loss, outside = W.new_zeros(out), torch.zeros(out, dtype=torch.int32, device=W.device)
     sweep = sweep_of(WT)
     for a in range(0, len(WT), block):
         b = min(a + block, len(WT))
         columns = Columns(scale, zero, group[a:b], grid.codebook)
-        sweep(target[a:b], WT[a:b], columns, U[a:b, a:b], codes[a:b], E[: b - a])
+        tally = Tally(d[a:b], loss, outside, moves=False)
+        sweep(target[a:b], WT[a:b], columns, U[a:b, a:b], codes[a:b], E[: b - a], tally)
         target[b:].addmm_(U[a:b, b:].T, E[: b - a])
     back = WT.view(torch.int32)[:, :out].index_copy_(
         0, order, codes
     )  # again no new memory: touching it first costs most
-    return QuantizedMatrix(codes=back.T.clone(memory_format=torch.contiguous_format), grid=grid)
+    matrix = QuantizedMatrix(codes=back.T.clone(memory_format=torch.contiguous_format), grid=grid)
+    return Solution(matrix=matrix, losses=loss.double() * 2.0**octave, outside=outside)
 
 
 def sweep_of(W: Tensor) -> Callable[..., None]:
@@ -84,7 +113,9 @@ def sweep_of(W: Tensor) -> Callable[..., None]:
     return sweep_block if W.device.type == "cpu" and W.dtype == torch.float32 else sweep_block_torch
 
 
-def sweep_block_torch(target: Tensor, WT: Tensor, grid: Columns, U: Tensor, codes: Tensor, E: Tensor) -> None:
+def sweep_block_torch(
+    target: Tensor, WT: Tensor, grid: Columns, U: Tensor, codes: Tensor, E: Tensor, tally: Tally | None = None
+) -> None:
     """Sweep one block of columns; fills `codes` and `E`. The oracle of the compiled kernel, and the form for every device.
 
     Args:
@@ -92,9 +123,16 @@ def sweep_block_torch(target: Tensor, WT: Tensor, grid: Columns, U: Tensor, code
         WT: (b, out) weights.
         grid: of these columns.
         U: (b, b) the block's own triangle.
+        tally: what is added up besides.
     """
     for j, g in enumerate(grid.group.tolist()):
         t = target[j] + U[:j, j] @ E[:j]
-        code = grid.codebook.nearest(t / grid.scale[g] + grid.zero[g])
+        position = t / grid.scale[g] + grid.zero[g]
+        code = grid.codebook.nearest(position)
         codes[j] = code
         E[j] = WT[j] - grid.scale[g] * (grid.codebook.position(code) - grid.zero[g])
+        if tally is not None:
+            missed, before = (t - WT[j] + E[j]).square(), (t - WT[j]).square()
+            tally.loss.add_(tally.d[j].to(t) * (missed - before if tally.moves else missed))
+            if len(tally.outside):
+                tally.outside.add_(grid.codebook.outside(position))

@@ -39,8 +39,24 @@ class Columns(NamedTuple):
     codebook: Codebook
 
 
+class Tally(NamedTuple):
+    """What a sweep adds up on its way, row by row, at next to no cost.
+
+    Args:
+        d: (b,) weight of every column: its squared length, or its diagonal entry of the Hessian.
+        loss: (out,) gets `sum_j d_j ((t_j - value_j)^2 - (t_j - W_j)^2)` if `moves`, else `sum_j d_j (t_j - value_j)^2`.
+        outside: (out,) int32, gets how many targets lay more than half a step beyond the codes.
+        moves: whether `W` are values that the codes leave, and not weights.
+    """
+
+    d: Tensor
+    loss: Tensor
+    outside: Tensor
+    moves: bool
+
+
 class Block(NamedTuple):
-    """What the compiled sweep of a block of columns reads, and `codes` and `E`, which it writes; see `sweep_block`."""
+    """What the compiled sweep of a block of columns reads, and what it writes; see `sweep_block` and `Tally`."""
 
     target: Floats
     W: Floats
@@ -51,10 +67,23 @@ class Block(NamedTuple):
     UT: Floats
     codes: Integers
     E: Floats
+    d: Floats
+    loss: Floats
+    outside: Integers
+    moves: bool
+    limits: tuple[float, float]
 
 
 def sweep_block(
-    target: Tensor, W: Tensor, grid: Columns, U: Tensor, codes: Tensor, E: Tensor, *, threads: int | None = None
+    target: Tensor,
+    W: Tensor,
+    grid: Columns,
+    U: Tensor,
+    codes: Tensor,
+    E: Tensor,
+    tally: Tally | None = None,
+    *,
+    threads: int | None = None,
 ) -> None:
     """Sweep one block of columns, columns first; fills `codes` and `E`.
 
@@ -70,13 +99,17 @@ def sweep_block(
         U: (b, b) the block's own triangle, unit upper.
         codes: (b, out) int32, written; may be the memory of `target`.
         E: (b, out) written.
+        tally: what is added up besides; None: nothing.
         threads: None takes as many as torch does.
     """
     b, out = W.shape
     UT = U.new_zeros(b + 3, b)  # row j holds what column j needs; the last rows let columns be taken by four
     UT[:b] = U.T
     t, w, s, z, group = (x.contiguous().numpy() for x in (target, W, grid.scale, grid.zero, grid.group))
-    work = Block(t, w, s, z, group, grid.codebook.table(W.dtype), UT.numpy(), codes.numpy(), E.numpy())
+    nothing = W.new_empty(0)
+    d, loss, outside, moves = tally or Tally(nothing, nothing, nothing.to(torch.int32), False)
+    sums = (d.to(W.dtype).contiguous().numpy(), loss.numpy(), outside.numpy(), moves, grid.codebook.limits)
+    work = Block(t, w, s, z, group, grid.codebook.table(W.dtype), UT.numpy(), codes.numpy(), E.numpy(), *sums)
     kernel: Any = _sweep_rows
     threads = threads or torch.get_num_threads()
     share = -(-out // (16 * threads)) * 16  # rows of one thread, whole cache lines
@@ -128,10 +161,32 @@ def _round(
         E[r] = e[r] = w[r] - scale[r] * (position_of(code, table) - zero[r])
 
 
+@numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})
+def _tally(t: Floats, w: Floats, e: Floats, d: float, loss: Floats, moves: bool) -> None:
+    """Add what one column of a strip lost, or what its moves changed."""
+    if moves:
+        for r in range(t.shape[0]):
+            before = t[r] - w[r]
+            loss[r] += d * e[r] * (before + before + e[r])
+        return
+    for r in range(t.shape[0]):
+        missed = t[r] - w[r] + e[r]
+        loss[r] += d * missed * missed
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def _count(t: Floats, scale: Floats, zero: Floats, low: Any, high: Any, outside: Integers) -> None:
+    """Count the targets of one column of a strip that lie beyond the limits."""
+    for r in range(t.shape[0]):
+        position = t[r] / scale[r] + zero[r]
+        outside[r] += np.int32(position < low) + np.int32(position > high)
+
+
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def _sweep_rows(start: int, stop: int, block: Block) -> None:
     """Sweep the rows from `start` to `stop`, strip by strip."""
-    target, W, scale, zero, group, table, UT, codes, E = block
+    target, W, scale, zero, group, table, UT, codes, E, d, loss, outside, moves, limits = block
+    low, high = np.float32(limits[0]), np.float32(limits[1])
     width = min(STRIP_ROWS, stop - start)
     t = np.zeros((4, width), np.float32)
     e = np.zeros((W.shape[0], width), np.float32)
@@ -149,3 +204,7 @@ def _sweep_rows(start: int, stop: int, block: Block) -> None:
                     _feed(t[i], e[k], UT[j, k])
                 g = group[j]
                 _round(t[i, : c - a], W[j, a:c], scale[g, a:c], zero[g, a:c], table, codes[j, a:c], E[j, a:c], e[j])
+                if len(loss) > 0:
+                    _tally(t[i, : c - a], W[j, a:c], e[j, : c - a], d[j], loss[a:c], moves)
+                if len(outside) > 0:
+                    _count(t[i, : c - a], scale[g, a:c], zero[g, a:c], low, high, outside[a:c])

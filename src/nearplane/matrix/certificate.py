@@ -16,7 +16,7 @@ from nearplane.errors import NumericalError
 from nearplane.formats.native import contents
 from nearplane.lattice.bounds import certify, limit, losses_beside
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.lattice.solve import nearest_plane
+from nearplane.lattice.solve import sweep_planes
 from nearplane.lattice.solvers import SOLVERS
 from nearplane.matrix.inputs import Inputs
 from nearplane.record import WIDE, LayerRecord, Profile, row_groups
@@ -34,6 +34,7 @@ def measure(
     correction: float,
     base: float | None = None,
     asked: float | None = None,
+    outside: Tensor | None = None,
 ) -> LayerRecord:
     """Measure a quantized matrix against its target.
 
@@ -47,6 +48,7 @@ def measure(
         correction: how far `target` went.
         base: step of exponent 0 in the sweep of entropy-coded weights.
         asked: bits per weight that they were to take.
+        outside: (out,) clipped targets of the sweep on this grid, see `Solution`; None: it is swept again to know.
 
     Returns:
         All of the record but seconds, bytes and checksum.
@@ -55,11 +57,12 @@ def measure(
     factor, sweep = inputs.factor(scheme.order, scheme.damp), inputs.factor_of_the_sweep(scheme)
     on_grid = QuantizedMatrix(codes=matrix.codes, grid=grid.scaled_to(base))  # what was swept
     bounded = SOLVERS[scheme.solver].bounded
-    first = None
-    if bounded and isinstance(grid, Grid):  # where a sweep clips, other codes than its own do not show it
-        first = nearest_plane(target.to(torch.promote_types(W.dtype, torch.float32)), grid, sweep).codes
+    if (
+        outside is None and bounded and isinstance(grid, Grid)
+    ):  # where a sweep clips, other codes than its own do not show it
+        outside = sweep_planes(target.to(torch.promote_types(W.dtype, torch.float32)), grid, sweep).outside
     values = None if base is None else matrix.decode()
-    found = certify(W, target, on_grid, H, sweep, swept=bounded, sweep=first, values=values)
+    found = certify(W, target, on_grid, H, sweep, swept=bounded, outside=outside, values=values)
     extra: tuple[float | None, ...] = (None, None, None)
     if (beside := inputs.moments.extra) is not None:
         extra = losses_beside(W, target, on_grid, (beside.H, beside.K, beside.Q), values=values)

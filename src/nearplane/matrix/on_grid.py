@@ -20,6 +20,7 @@ from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.moments import Moments
 from nearplane.lattice.polish import refine
 from nearplane.lattice.scale import Steps
+from nearplane.lattice.solve import Solution
 from nearplane.lattice.solvers import SOLVERS, Problem
 from nearplane.matrix.certificate import measure
 from nearplane.matrix.inputs import Inputs, corrected, lattice_problem
@@ -62,14 +63,14 @@ def quantize_matrix(
         )
     try:
         target, rho = corrected(W, inputs, scheme)
-        matrix = solve(target.to(torch.promote_types(W.dtype, torch.float32)), inputs, scheme, storage)
-        record = measure(name, W, target, matrix, inputs, scheme, correction=rho)
+        found = solve(target.to(torch.promote_types(W.dtype, torch.float32)), inputs, scheme, storage)
+        record = measure(name, W, target, found.matrix, inputs, scheme, correction=rho, outside=found.outside)
     except NumericalError as error:
         raise NumericalError(f"{name} ({inputs.moments.tokens} tokens): {error}") from error
-    return matrix, replace(record, seconds=time.perf_counter() - began)
+    return found.matrix, replace(record, seconds=time.perf_counter() - began)
 
 
-def solve(target: Tensor, inputs: Inputs, scheme: GridScheme, storage: torch.dtype) -> QuantizedMatrix[Grid]:
+def solve(target: Tensor, inputs: Inputs, scheme: GridScheme, storage: torch.dtype) -> Solution:
     """Fit a grid to the target, round the target to it, and refine both."""
     factor = inputs.factor_of_the_sweep(scheme)
     steps = Steps(bits=int(scheme.bits), symmetric=scheme.symmetric, search=scheme.scale, storage=storage)
@@ -77,18 +78,21 @@ def solve(target: Tensor, inputs: Inputs, scheme: GridScheme, storage: torch.dty
     grid = steps.grid(target, scheme.group_size)
     rounds, sweeps = scheme.rounds or 0, scheme.polish or 0
 
-    def once(now: Grid) -> QuantizedMatrix[Grid]:
-        return rounded(target, now, factor, scheme, inputs.moments.H)
-
     if not rounds and not sweeps:
-        return once(grid)
+        return rounded(target, grid, factor, scheme, inputs.moments.H)
     H = inputs.damped(factor, target.dtype)
     _, octave = math.frexp(float(H.diagonal().mean()))
-    H.mul_(2.0 ** -min(126, max(-126, octave)))  # changes no code; large weights times large inputs overflow float32
+    unit = 2.0 ** -min(126, max(-126, octave))  # changes no code; large weights times large inputs overflow float32
+    H.mul_(unit)
+
+    def once(now: Grid) -> Solution:
+        found = rounded(target, now, factor, scheme, inputs.moments.H)
+        return found if found.losses is None else replace(found, losses=found.losses * unit)
+
     return refine(target, H, grid, storage, once, rounds=rounds, sweeps=sweeps)
 
 
-def rounded(target: Tensor, grid: Grid, factor: Factor, scheme: Scheme, H: Tensor) -> QuantizedMatrix[Grid]:
+def rounded(target: Tensor, grid: Grid, factor: Factor, scheme: Scheme, H: Tensor) -> Solution:
     """Round the target to a grid by the solver of the scheme; `factor` is that of the damped `H`."""
     problem = Problem(W=target, grid=grid, factor=factor, H=H, shift=factor.shift, beam=scheme.beam or 1)
     return SOLVERS[scheme.solver].round(problem)

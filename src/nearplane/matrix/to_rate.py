@@ -103,7 +103,7 @@ class Search:
         swept = Grid(scale=scale, zero=torch.zeros_like(scale), group=columns)
         aim = self.T[rows].float() / grid.row_scale()[:, None]
         found = rounded(aim, swept, self.factor, self.scheme, self.H)
-        matrix = QuantizedMatrix(codes=found.codes, grid=grid)
+        matrix = QuantizedMatrix(codes=found.matrix.codes, grid=grid)
         coder, classes = self.scheme.coder, self.scheme.classes
         return Trial(log_step=log_step, matrix=matrix, size=size(contents(matrix), coder=coder, classes=classes))
 
