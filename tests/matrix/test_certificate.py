@@ -12,10 +12,12 @@ from torch import Tensor
 
 from nearplane.coding.blob import decode, encode, size
 from nearplane.formats.native import contents
+from nearplane.lattice.bounds import limit
 from nearplane.lattice.factor import rounding_order
 from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
 from nearplane.lattice.moments import Extra, Moments
 from nearplane.lattice.root import append
+from nearplane.matrix import certificate
 from nearplane.matrix.certificate import measure, profile
 from nearplane.matrix.inputs import Inputs, corrected
 from nearplane.matrix.on_grid import quantize_matrix
@@ -348,6 +350,33 @@ def test_a_profile_is_that_of_the_factor_of_the_sweep(scheme: Scheme, damp: floa
     assert found.trace == pytest.approx(d.sum(), rel=1e-9)
     assert found.spread == pytest.approx(0.5 * np.log2(d.mean() / np.exp(np.log(d).mean())), rel=1e-9)
     assert found.lengths == pytest.approx(d, rel=5e-6)  # all 32, to 6 digits
+
+
+@pytest.mark.parametrize("bits", [2, 8])
+def test_the_limit_is_that_of_all_eigenvalues_with_them_and_without(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 8 bits the water stands below all directions of these rows: there no eigenvalue is computed."""
+    p = problem(out=OUT, columns=COLUMNS, tokens=TOKENS)
+    H, W, computed = p.H, p.W, []
+    eigenvalues = torch.linalg.eigvalsh
+    monkeypatch.setattr(torch.linalg, "eigvalsh", lambda H: computed.append(len(H)) or eigenvalues(H))
+    _, record = quantize_matrix(W, H, GridScheme(bits=bits, group_size=8))
+    assert computed == ([] if bits == 8 else [COLUMNS])
+    assert record.limit == pytest.approx(limit(record.loss, W.square().mean(1), eigenvalues(H)), rel=1e-8)
+
+
+def test_the_solver_says_what_clipped_and_nothing_is_swept_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But by `verify`, which has only the codes, and finds the same."""
+    W, X = inputs_of()
+    inputs, scheme, swept = Inputs(seen(X)), GridScheme(bits=2, group_size=8), []
+    sweep = certificate.sweep_planes
+    monkeypatch.setattr(certificate, "sweep_planes", lambda *given: swept.append(given) or sweep(*given))
+    matrix, record = quantize_matrix(W, inputs, scheme)
+    assert record.clipped > 0
+    assert not swept
+    target, rho = corrected(W, inputs, scheme)
+    again = measure("matrix", W, target, matrix, inputs, scheme, correction=rho)
+    assert len(swept) == 1
+    assert (again.clipped, again.clipped_rows) == (record.clipped, record.clipped_rows)
 
 
 def test_a_wide_profile_is_thinned_evenly_from_the_first_to_the_last() -> None:

@@ -137,6 +137,20 @@ def test_eigenvalues_of_a_diagonal_hessian_are_its_diagonal(generator: torch.Gen
     assert torch.equal(Inputs(diagonal.diag()).eigenvalues(), diagonal)
 
 
+def test_the_mean_logarithm_of_eigenvalues_above_a_level_needs_no_eigenvalues(
+    generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    H = seen(*streams(generator)).H
+    eigenvalues = torch.linalg.eigvalsh(H)
+    inputs = Inputs(H)
+    assert inputs.mean_log_eigenvalue(1.001 * float(eigenvalues[0])) is None
+    monkeypatch.setattr(torch.linalg, "eigvalsh", lambda _: pytest.fail("eigenvalues were computed"))
+    found = inputs.mean_log_eigenvalue(0.999 * float(eigenvalues[0]))
+    assert found == pytest.approx(float(eigenvalues.log2().mean()), rel=1e-12)
+    assert Inputs(torch.zeros(3, 3).double()).mean_log_eigenvalue(1e-9) is None
+    assert inputs.mean_log_eigenvalue(0.0) is None
+
+
 def test_layers_share_factors_but_not_their_own_residual(generator: torch.Generator) -> None:
     known = seen(*streams(generator))
     one = Inputs(known)

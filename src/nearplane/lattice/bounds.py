@@ -15,7 +15,7 @@ from torch import Tensor
 from nearplane.lattice.factor import Factor
 from nearplane.lattice.grid import QuantizedMatrix
 
-MEASURED_ROWS = 1024  # at once: what is in memory beside the matrix does not grow with it
+MEASURED_ROWS = 256  # at once: what is in memory beside the matrix does not grow with it, and stays in the caches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +55,18 @@ def quadratic(E: Tensor, H: Tensor) -> Tensor:
     return ((E @ H) * E).sum(1)
 
 
+def folded(H: Tensor) -> Tensor:
+    """Return the upper triangle (in, in) with the same quadratic form as the symmetric `H`: half of the products do."""
+    triangle = H.triu()
+    triangle.diagonal().mul_(0.5)
+    return triangle.mul_(2)
+
+
+def _form(E: Tensor, triangle: Tensor) -> Tensor:
+    """Return (rows,) the quadratic form of an upper triangle, see `folded`, of every row of `E`."""
+    return (_through(E, triangle) * E).sum(1)
+
+
 def certify(
     W: Tensor,
     target: Tensor,
@@ -83,14 +95,13 @@ def certify(
     dtype = H.dtype
     order, U = factor.order, factor.U.to(dtype)
     d = factor.d.to(dtype).masked_fill(factor.dead[order], factor.shift)  # a dead input has no length
-    single = torch.promote_types(W.dtype, torch.float32)
-    rough = H.to(single)  # for errors that nothing made small in the strong directions of H
+    rough = folded(H.to(torch.promote_types(W.dtype, torch.float32)))  # for errors not small in its strong directions
     names = ("losses", "damped", "nearest", "energy", "bounds", "gammas", "outside")
     found: dict[str, list[Tensor]] = {name: [] for name in names}  # each (rows,)
     for rows in torch.split(torch.arange(len(target), device=target.device), MEASURED_ROWS):
-        part = matrix.grid.of_rows(rows).to(dtype)
-        t, codes = target[rows].to(dtype), matrix.codes[rows]
-        E = t - part.decode(codes)  # (rows, in)
+        part, codes, t = matrix.grid.of_rows(rows).to(dtype), matrix.codes[rows], target[rows].to(dtype)
+        book, (scale, zero) = part.codebook, part.columns(slice(None))  # (rows or 1, in) each
+        E = t - scale * (book.position(codes, dtype) - zero)  # (rows, in)
         residual = _through(E[:, order], U)  # (rows, in), in rounding order
         damped = (residual.square() * d).sum(1)
         if values is not None:
@@ -98,19 +109,24 @@ def certify(
             loss = (_through(final[:, order], U).square() * d).sum(1) - factor.shift * final.square().sum(1)
         else:
             loss = damped - factor.shift * E.square().sum(1)
-        plain, plain_values = part.round(t)
+        loss = loss.clamp(min=0)
+        plain = book.nearest(t / scale + zero)
         same = not swept and values is None and torch.equal(plain, codes.to(plain))
-        loss, fed = loss.clamp(min=0), t
-        if swept:
-            fed = t.index_add(1, order, residual - E[:, order])  # (rows, in), what was rounded
-        bounds, gammas = _bounds(part.steps()[:, order].expand(len(t), -1), d)
+        missed = (t - scale * (book.position(plain) - zero)).to(rough.dtype)
+        bounds, gammas = _bounds((scale * book.widest)[:, order].expand(len(t), -1), d)
+        beyond = None if outside is None or not swept else outside[rows]
+        if (
+            beyond is None
+        ):  # what was rounded is the target, or of a sweep the target with the errors before it fed forward
+            fed = t.index_add(1, order, residual - E[:, order]) if swept else t
+            beyond = book.outside(fed / scale + zero).sum(1)
         found["losses"].append(loss)
         found["damped"].append(damped)
-        found["nearest"].append(loss if same else quadratic((t - plain_values).to(single), rough).to(dtype))
-        found["energy"].append(quadratic(W[rows].to(single), rough).to(dtype))
+        found["nearest"].append(loss if same else _form(missed, rough).to(dtype))
+        found["energy"].append(_form(W[rows].to(rough.dtype), rough).to(dtype))
         found["bounds"].append(bounds)
         found["gammas"].append(gammas)
-        found["outside"].append(part.clipped(fed).sum(1) if outside is None or not swept else outside[rows])
+        found["outside"].append(beyond)
     each = {name: torch.cat(parts) for name, parts in found.items()}
     size, columns = target.numel(), target.shape[1]
     rows = each["outside"] == 0
@@ -150,26 +166,31 @@ def losses_beside(
         The loss, / (out * in); the same over `E|W x|^2`; and the loss of rounding `target` to nearest on the grid.
     """
     H, single = moments[0], torch.promote_types(W.dtype, torch.float32)
-    rough, K, Q = H.to(single), *(None if M is None else M.to(single) for M in moments[1:])
+    K, Q = (None if M is None else M.to(single) for M in moments[1:])
+    exact, rough = folded(H), folded(H.to(single))
+    between = None if Q is None else folded(Q)
     loss = nearest = energy = 0.0
     for rows in torch.split(torch.arange(len(target), device=target.device), MEASURED_ROWS):
         part, w = matrix.grid.of_rows(rows).to(H.dtype), W[rows].to(single)
         E = W[rows].to(H.dtype) - (part.decode(matrix.codes[rows]) if values is None else values[rows].to(H.dtype))
         plain = w - part.round(target[rows].to(H.dtype))[1].to(single)
-        WK, own = (w.new_zeros(()) if M is None else w @ M for M in (K, Q))  # (rows, in)
-        inherited = (own * w).sum(dtype=H.dtype)
-        loss += float(quadratic(E, H).sum() + 2 * (WK * E).sum() + inherited)
-        nearest += float(quadratic(plain, rough).sum(dtype=H.dtype) + 2 * (WK * plain).sum(dtype=H.dtype) + inherited)
-        energy += float(quadratic(w, rough).sum(dtype=H.dtype) + 2 * (WK * w).sum(dtype=H.dtype) + inherited)
+        loss += float(_form(E, exact).sum())
+        nearest += float(_form(plain, rough).sum(dtype=H.dtype))
+        energy += float(_form(w, rough).sum(dtype=H.dtype))
+        if K is not None and between is not None:
+            WK, inherited = w @ K, float(_form(w, between).sum(dtype=H.dtype))  # (rows, in)
+            energy += float(2 * (WK * w).sum(dtype=H.dtype)) + inherited
+            loss += float(2 * (WK * E).sum()) + inherited
+            nearest += float(2 * (WK * plain).sum(dtype=H.dtype)) + inherited
     size, loss, nearest = target.numel(), max(loss, 0.0), max(nearest, 0.0)
     return loss / size, loss / max(energy, torch.finfo(H.dtype).tiny), nearest / size
 
 
 def _bounds(steps: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
     """Return (rows,) `1/4 sum_j d_j s_j^2` and gamma of steps (rows, in) and lengths `d` (in,), both in rounding order."""
-    profile = steps.square() * d
-    tails = profile.flip(1).cumsum(1).flip(1)
-    return profile.sum(1) / 4, torch.where(profile > 0, tails / profile, 1).amax(1).sqrt()
+    profile = (steps.square() * d).flip(1)
+    tails = profile.cumsum(1)
+    return tails[:, -1] / 4, torch.where(profile > 0, tails.div_(profile), 1).amax(1).sqrt()
 
 
 def _through(E: Tensor, U: Tensor, *, block: int = 512) -> Tensor:
@@ -205,6 +226,18 @@ def limit(loss: float, row_energy: Tensor, eigenvalues: Tensor) -> float:
         distortion = float((torch.exp2(variances.clamp(max=middle)) * weights).sum()) / count
         low, high = (middle, high) if distortion < loss else (low, middle)
     return float(((variances - low).clamp(min=0) * weights).sum()) / (2 * count)
+
+
+def limit_of_all(loss: float, row_energy: Tensor, mean_log: float) -> float:
+    """Return what `limit` does where every `sigma_i^2 lambda_k` is above `loss`: no eigenvalue is needed then, but `log det H`.
+
+        theta = D ;  R(D) = 1/2 (mean_i log2 sigma_i^2 + mean_k log2 lambda_k - log2 D)
+
+    Args:
+        loss, row_energy: as for `limit`; positive.
+        mean_log: of the base-2 logarithms of all eigenvalues of `H`.
+    """
+    return 0.5 * (float(row_energy.double().log2().mean()) + mean_log - math.log2(loss))
 
 
 def _pairwise_sums(a: Tensor, b: Tensor, *, bins: int = 1 << 12, most: int = 1 << 19) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from nearplane.coding.blob import size
 from nearplane.errors import NumericalError
 from nearplane.formats.native import contents
-from nearplane.lattice.bounds import certify, limit, losses_beside
+from nearplane.lattice.bounds import certify, limit, limit_of_all, losses_beside
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.solve import sweep_planes
 from nearplane.lattice.solvers import SOLVERS
@@ -83,7 +83,7 @@ def measure(
         group_size=group_size,
         symmetric=symmetric,
         row_losses=tuple(float(f"{float(group.mean()):.9g}") for group in groups),
-        limit=None if len(H) > WIDE else limit(float((losses * weight).mean()), energy, inputs.eigenvalues()),
+        limit=None if len(H) > WIDE else limit_under(inputs, float((losses * weight).mean()), energy),
         entropy=entropy(matrix, scheme),
         asked=asked,
         base=base,
@@ -99,6 +99,15 @@ def measure(
         order=scheme.order,
         seconds=0.0,
     )
+
+
+def limit_under(inputs: Inputs, loss: float, row_energy: Tensor) -> float:
+    """Return the limit, see `bounds.limit`, at the least cost: without eigenvalues where the water is below all of them."""
+    least = float(row_energy.min())
+    mean_log = inputs.mean_log_eigenvalue(loss / least) if least > 0 else None
+    if mean_log is None:
+        return limit(loss, row_energy, inputs.eigenvalues())
+    return limit_of_all(loss, row_energy, mean_log)
 
 
 def pruned(inputs: Inputs, dead: Tensor) -> int | None:

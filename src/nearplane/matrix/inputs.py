@@ -29,6 +29,7 @@ class Inputs:
         self.moments = statistics if isinstance(statistics, Moments) else Moments(H=statistics, tokens=0)
         self._factors: dict[tuple[str, float | str, bool], Factor] = {}
         self._eigenvalues: list[Tensor] = []
+        self._mean_log: list[float | None] = []
 
     def of(self, statistics: Moments) -> Inputs:
         """Return the same input as another layer sees it: its own residual mismatch, the factors in common."""
@@ -36,6 +37,7 @@ class Inputs:
             raise NumericalError("Factors are shared between layers whose inputs differ.")
         other = Inputs(statistics)
         other._factors, other._eigenvalues = self._factors, self._eigenvalues
+        other._mean_log = self._mean_log
         return other
 
     def eigenvalues(self) -> Tensor:
@@ -45,6 +47,24 @@ class Inputs:
             diagonal = int(H.count_nonzero()) == int(H.diagonal().count_nonzero())
             self._eigenvalues.append((H.diagonal() if diagonal else torch.linalg.eigvalsh(H)).clamp(min=0))
         return self._eigenvalues[0]
+
+    def mean_log_eigenvalue(self, level: float) -> float | None:
+        """Return the mean of the base-2 logarithms of H's eigenvalues if all are above `level`, else None.
+
+        By two Cholesky decompositions, of `H - level I` in float32 and of H, a third of what eigenvalues cost: `level` is far below
+        the eigenvalues or among them, and what float32 cannot tell changes no figure. The first fails early where it fails.
+        """
+        H = self.moments.H
+        if self._eigenvalues or not 0 < level < float(H.diagonal().min()):
+            return None
+        lower = H.float()
+        lower.diagonal().sub_(level)
+        if int(torch.linalg.cholesky_ex(lower).info):
+            return None
+        if not self._mean_log:
+            L, info = torch.linalg.cholesky_ex(H)
+            self._mean_log.append(None if int(info) else 2 * float(L.diagonal().double().log2().mean()))
+        return self._mean_log[0]
 
     def damped(self, factor: Factor, dtype: torch.dtype) -> Tensor:
         """Return (in, in) the Hessian that was factored, of its own memory."""
