@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ from nearplane.lattice.grid import Grid
 from nearplane.lattice.solve import nearest_plane
 from nearplane.lattice.target import correction, mismatch, shrunken, trust, weighted_difference
 from oracles import damped, same
-from strategies import ORDERS
+from strategies import ORDERS, problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,3 +209,19 @@ def test_shrunken_targets_are_worth_a_tenth_of_a_bit_at_one_bit() -> None:
         return entropy(matrix.codes) - limit(loss, T.double().square().mean(1), torch.linalg.eigvalsh(H))
 
     assert excess(1.0) < excess(0.0) - 0.1
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+def test_a_correction_in_float32_is_that_in_float64_to_a_thousandth_of_what_rounding_changes(scale: float) -> None:
+    """Of inputs whose lengths are a thousandfold apart, with a residual; the moments are in float64 all the same."""
+    p = problem(out=32, columns=48, tokens=200, input_scale=scale)
+    g = torch.Generator().manual_seed(5)
+    C = p.H + 0.1 * p.H @ torch.randn(48, 48, generator=g, dtype=torch.float64) / 48**0.5
+    S, factor = 0.01 * p.W @ p.H, factorize(p.H)
+    exact = correction(mismatch(p.W, p.H, C, S), factor)
+    found = correction(mismatch(p.W.float(), p.H, C, S), factor)
+    assert found.dtype == torch.float32
+    assert float(((found - exact).abs() / p.grid.steps()).max()) < 1e-3
+    assert trust(mismatch(p.W.float(), p.H, C, S), p.H, found) == pytest.approx(
+        trust(mismatch(p.W, p.H, C, S), p.H, exact), rel=1e-4
+    )

@@ -40,10 +40,11 @@ class Factor:
     dead: Tensor
 
     def solve(self, R: Tensor) -> Tensor:
-        """Return (out, in) `R (H + shift I)^-1`, by two triangular solves in the dtype of the factor."""
-        X = R[:, self.order].to(self.U.dtype).T  # (in, out)
-        X = torch.linalg.solve_triangular(self.U, X, upper=True, unitriangular=True) / self.d[:, None]
-        X = torch.linalg.solve_triangular(self.U.T, X, upper=False, unitriangular=True)
+        """Return (out, in) `R (H + shift I)^-1`, by two triangular solves in the dtype of `R`."""
+        U = self.U.to(R.dtype)
+        X = R.T[self.order]  # (in, out)
+        X = torch.linalg.solve_triangular(U, X, upper=True, unitriangular=True).div_(self.d.to(R.dtype)[:, None])
+        X = torch.linalg.solve_triangular(U.T, X, upper=False, unitriangular=True)
         solved = torch.empty_like(X)
         solved[self.order] = X
         return solved.T

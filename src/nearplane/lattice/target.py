@@ -15,14 +15,16 @@ from nearplane.lattice.factor import Factor
 def mismatch(W: Tensor, H: Tensor, C: Tensor, S: Tensor | None) -> Tensor:
     """Return (out, in) `W (C - H) + S`: the part of the output that the quantized inputs lost, against those inputs.
 
+    Products are formed in the dtype of `W`, of differences that are formed in that of the moments.
+
     Args:
         W: (out, in).
         H: (in, in) `X_hat^T X_hat / tokens`, undamped.
         C: (in, in) `X^T X_hat / tokens`.
         S: (out, in) `E[(r - r_hat) x_hat^T]` of the residual stream that the output is added to, or None.
     """
-    lost = W.to(H.dtype) @ (C - H)
-    return lost if S is None else lost + S.to(H.dtype)
+    lost = W @ (C - H).to(W.dtype)
+    return lost if S is None else lost.add_(S)
 
 
 def correction(lost: Tensor, factor: Factor) -> Tensor:
@@ -40,10 +42,10 @@ def trust(lost_held_out: Tensor, H_held_out: Tensor, Delta: Tensor) -> float:
         H_held_out: (in, in) of the held-out tokens.
         Delta: (out, in) correction fitted on the other tokens.
     """
-    energy = float(((Delta @ H_held_out) * Delta).sum())
+    energy = float(((Delta @ H_held_out.to(Delta.dtype)) * Delta).sum(dtype=H_held_out.dtype))
     if energy <= 0:
         return 0.0
-    return min(1.0, max(0.0, float((lost_held_out * Delta).sum()) / energy))
+    return min(1.0, max(0.0, float((lost_held_out * Delta).sum(dtype=H_held_out.dtype)) / energy))
 
 
 def weighted_difference(whole: Tensor, tokens: int, part: Tensor, part_tokens: int) -> Tensor:
@@ -63,4 +65,4 @@ def shrunken(T: Tensor, factor: Factor, mu: float) -> Tensor:
         factor: of `H_l + mu I`, `H_l` the Hessian as damped before.
         mu: what was added.
     """
-    return T if mu == 0 else T - mu * factor.solve(T).to(T.dtype)
+    return T if mu == 0 else T - mu * factor.solve(T.to(factor.U.dtype)).to(T.dtype)
