@@ -1,4 +1,4 @@
-"""Random matrices on grids, and a tiny Llama rounded to nearest and written in a format: what tests here read back."""
+"""Models and matrices that tests share: random ones on grids, a tiny Llama written in a format, and a part of the demo model."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from nearplane.demo import MODEL
 from nearplane.formats import FORMATS, open_container
 from nearplane.formats.config_file import Quantized
 from nearplane.formats.container import Place
@@ -88,6 +89,36 @@ def tiny_llama(hidden: int = 128, intermediate: int = 352) -> LlamaForCausalLM:
         if name.endswith(".bias"):
             torch.nn.init.normal_(parameter, std=0.02)
     return model
+
+
+def save_part_of_the_demo(folder: Path, *, blocks: int = 2, neurons: int = 256, own_head: bool = False) -> Path:
+    """Write the first blocks of the demo model with a part of their neurons, and its tokenizer: real weights, a second to quantize.
+
+    Args:
+        folder: to write.
+        blocks: of 5.
+        neurons: of 768 in each.
+        own_head: store the head apart from the embeddings, and a little different.
+    """
+    model = AutoModelForCausalLM.from_pretrained(MODEL, num_hidden_layers=blocks)
+    model.config.intermediate_size = neurons
+    for block in model.model.layers:
+        for layer in (block.mlp.gate_proj, block.mlp.up_proj):
+            layer.weight = torch.nn.Parameter(layer.weight.detach()[:neurons].contiguous())
+        block.mlp.down_proj.weight = torch.nn.Parameter(block.mlp.down_proj.weight.detach()[:, :neurons].contiguous())
+    if own_head:
+        model.config.tie_word_embeddings = False
+        head = 1.25 * model.lm_head.weight.detach()
+        model.lm_head.weight = torch.nn.Parameter(head.to(model.dtype))
+    model.save_pretrained(folder)
+    add_tokenizer(folder)
+    return folder
+
+
+def add_tokenizer(folder: Path) -> None:
+    """Copy the tokenizer of the demo model into a folder."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((MODEL / name).read_bytes())
 
 
 def write_folder(

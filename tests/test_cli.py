@@ -39,18 +39,19 @@ def test_a_value_that_was_removed_is_refused_with_what_replaced_it(monkeypatch, 
     assert not (tmp_path / "out").exists()
 
 
-def test_quantize_evaluate_and_inspect_work_together(monkeypatch, capsys, tmp_path):
-    flags = ("--bits", 3, "--group-size", 64, "--samples", 12, "--seqlen", 64, "--calibration", CALIBRATION)
-    code, out, _ = command(monkeypatch, capsys, "quantize", MODEL, tmp_path / "out", *flags)
+def test_quantize_evaluate_and_inspect_work_together(monkeypatch, capsys, tiny, tmp_path):
+    model, _, text = tiny
+    flags = ("--bits", 3, "--group-size", 32, "--samples", 4, "--seqlen", 40, "--calibration", text)
+    code, out, _ = command(monkeypatch, capsys, "quantize", model, tmp_path / "out", *flags)
     assert code == 0
-    assert "35 layers quantized" in out
-    code, out, _ = command(monkeypatch, capsys, "evaluate", tmp_path / "out", "--text", HELD_OUT, "--samples", 4, "--seqlen", 64,
-                           "--against", MODEL, "--json")  # fmt: skip
+    assert "14 layers quantized" in out
+    code, out, _ = command(monkeypatch, capsys, "evaluate", tmp_path / "out", "--text", HELD_OUT, "--samples", 4, "--seqlen", 40,
+                           "--against", model, "--json")  # fmt: skip
     assert code == 0
     assert json.loads(out)["kl"] > 0
     code, out, _ = command(monkeypatch, capsys, "inspect", tmp_path / "out")
     assert code == 0
-    assert "model.layers.4.mlp.down_proj" in out
+    assert "model.layers.1.mlp.down_proj" in out
     code, out, _ = command(monkeypatch, capsys, "inspect", tmp_path / "out", "--json")
     assert json.loads(out)["recipe"]["scheme"]["bits"] == 3
 

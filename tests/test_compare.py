@@ -8,10 +8,10 @@ import tempfile
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import nearplane
-from checkpoints import tiny_llama
+from checkpoints import save_part_of_the_demo, tiny_llama
 from nearplane import Calibration, RecipeError, cli
 from nearplane.compare import ORIGINAL, WAYS, Row, check_plot, draw, fixed_grid, recipe_for
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
@@ -27,11 +27,7 @@ GRIDS = ("rtn-mse", "gptq-mse", "nearplane-grid")
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """One block of the demo model: real weights and a real tokenizer."""
-    folder = tmp_path_factory.mktemp("models") / "small"
-    AutoModelForCausalLM.from_pretrained(MODEL, num_hidden_layers=1).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((MODEL / name).read_bytes())
-    return folder
+    return save_part_of_the_demo(tmp_path_factory.mktemp("models") / "small", blocks=1, neurons=128)
 
 
 @pytest.fixture(scope="module")
@@ -234,9 +230,9 @@ def printed(monkeypatch, capsys, words):
 
 
 def test_the_command_prints_the_rows(small, monkeypatch, capsys):
-    words = ["nearplane", "compare", small, "--bits", 3.125, 2.7, "--text", HELD_OUT, "--eval-samples", 2, "--eval-seqlen", 64,
-             "--methods", "rtn-mse", "rtn-huffman"]  # fmt: skip
-    found = json.loads(printed(monkeypatch, capsys, [*words, "--json"]))
+    words = ["nearplane", "compare", small, "--bits", 3.125, 2.7, "--text", HELD_OUT, "--eval-samples", 2]
+    words += ["--eval-seqlen", 64, "--methods", "rtn-mse"]
+    found = json.loads(printed(monkeypatch, capsys, [*words, "rtn-huffman", "--json"]))
     assert [(row["method"], row["asked"]) for row in found[1:]] == [
         (method, bits) for bits in BITS for method in ("rtn-mse", "rtn-huffman")
     ]

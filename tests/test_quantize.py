@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import nearplane
+from checkpoints import save_part_of_the_demo
 from nearplane import Calibration, GridScheme, NearplaneError, Recipe
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.formats.stored import read_dense, read_matrices
@@ -25,12 +26,7 @@ GRIDS = [("compressed-tensors", 4, True), ("compressed-tensors", 3, True), ("gpt
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """Two blocks of the demo model: real weights, a real tokenizer, seconds to quantize."""
-    folder = tmp_path_factory.mktemp("models") / "small"
-    model = AutoModelForCausalLM.from_pretrained(MODEL, num_hidden_layers=2)
-    model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((MODEL / name).read_bytes())
-    return folder
+    return save_part_of_the_demo(tmp_path_factory.mktemp("models") / "small")
 
 
 @pytest.fixture(scope="module", params=GRIDS, ids=lambda grid: f"{grid[0]}-{grid[1]}")
@@ -118,15 +114,18 @@ def test_recorded_losses_are_those_of_the_files(small, tmp_path):
     assert record.layers[0].loss == pytest.approx(float(lost), rel=1e-6)
 
 
-def test_nearest_plane_keeps_more_of_the_network_than_rounding(tmp_path):
-    """The whole demo model, on held-out text: the reason to calibrate at all."""
-    kl, words = (
-        {},
-        {"bits": 3, "group_size": 128, "symmetric": False, "format": "gptq_v2", "samples": 64, "seqlen": 256},
-    )
+@pytest.mark.parametrize(
+    ("whole", "samples", "seqlen"),
+    [pytest.param(False, 16, 128, id="a part"), pytest.param(True, 64, 256, id="the whole", marks=pytest.mark.nightly)],
+)
+def test_nearest_plane_keeps_more_of_the_network_than_rounding(small, tmp_path, whole, samples, seqlen):
+    """Of the demo model, on held-out text: the reason to calibrate at all."""
+    kl, words = {}, {"bits": 3, "group_size": 128, "symmetric": False, "format": "gptq_v2"}
+    words |= {"calibration": str(CALIBRATION), "samples": samples, "seqlen": seqlen}
+    model = MODEL if whole else small
     for solver in ("nearest-plane", "round-to-nearest"):
-        nearplane.quantize(MODEL, tmp_path / solver, solver=solver, calibration=str(CALIBRATION), **words)
-        kl[solver] = nearplane.evaluate(tmp_path / solver, HELD_OUT, seqlen=256, samples=16, against=MODEL).kl
+        nearplane.quantize(model, tmp_path / solver, solver=solver, **words)
+        kl[solver] = nearplane.evaluate(tmp_path / solver, HELD_OUT, seqlen=seqlen, samples=16, against=model).kl
     assert kl["nearest-plane"] < kl["round-to-nearest"] / 2
 
 
@@ -230,19 +229,9 @@ def test_a_full_disk_is_one_sentence_and_what_was_written_does_not_load(small, t
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
 
-    command = [
-        sys.executable,
-        "-m",
-        "nearplane",
-        "quantize",
-        str(small),
-        str(tmp_path / "out"),
-        "--calibration",
-        str(CALIBRATION),
-    ]
-    result = subprocess.run(
-        [*command, "--samples", "12", "--seqlen", "64"], preexec_fn=limit, capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "nearplane", "quantize", str(small), str(tmp_path / "out")]
+    words = ["--solver", "round-to-nearest", "--group-size", "64"]
+    result = subprocess.run([*command, *words], preexec_fn=limit, capture_output=True, text=True)
     assert result.returncode == 1
     assert "could not be written" in result.stderr
     assert "Traceback" not in result.stderr

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import nearplane
+from checkpoints import add_tokenizer, save_part_of_the_demo
 from families import config_of, random_model
 from nearplane import NearplaneError
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
@@ -16,7 +17,9 @@ from nearplane.formats.stored import read_dense, read_matrices
 from nearplane.models.data import read_windows
 from nearplane.shards import ShardReader
 
-FAST = {"calibration": str(CALIBRATION), "samples": 12, "seqlen": 64, "allocate": "uniform"}
+FAST = {
+    "calibration": str(CALIBRATION), "samples": 8, "seqlen": 64, "allocate": "uniform", "solver": "nearest-plane",
+}  # fmt: skip
 EMBEDDINGS, HEAD = "model.embed_tokens", "lm_head"
 BOTH = {"include_head": True, "include_embeddings": True}
 CPU = torch.device("cpu")
@@ -24,17 +27,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module", params=["tied", "untied"])
 def small(request, tmp_path_factory):
-    """Two blocks of the demo model; untied, its head is stored apart and a little different."""
+    """A part of the demo model; untied, its head is stored apart and a little different."""
     folder = tmp_path_factory.mktemp("models") / request.param
-    model = AutoModelForCausalLM.from_pretrained(MODEL, num_hidden_layers=2)
-    if request.param == "untied":
-        head = 1.25 * model.lm_head.weight.detach()
-        model.config.tie_word_embeddings = False
-        model.lm_head.weight = torch.nn.Parameter(head.to(model.dtype))
-    model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((MODEL / name).read_bytes())
-    return folder
+    return save_part_of_the_demo(folder, blocks=1, neurons=128, own_head=request.param == "untied")
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +54,7 @@ def test_every_matrix_is_coded_once_and_counted(coded, small):
     out, record = coded
     ends = {EMBEDDINGS} if small.name == "tied" else {EMBEDDINGS, HEAD}
     names = [layer.name for layer in record.layers]
-    assert len(names) == 14 + len(ends)
+    assert len(names) == 7 + len(ends)
     assert names[0] == EMBEDDINGS
     assert set(names) >= ends
     assert set(json.loads((out / "config.json").read_text())["quantization_config"]["modules"]) == set(names)
@@ -77,13 +72,12 @@ def test_every_matrix_is_coded_once_and_counted(coded, small):
         assert layer.limit < layer.rate
 
 
-@pytest.mark.parametrize("allocate", ["uniform", "slope"])
-def test_a_size_counts_what_is_included(small, tmp_path, allocate):
-    words = FAST | {"allocate": allocate}
-    record = nearplane.quantize(small, tmp_path / "out", size="800kB", **BOTH, **words)
+def test_a_size_counts_what_is_included(small, tmp_path):
+    words = FAST | {"allocate": "slope" if small.name == "tied" else "uniform"}
+    record = nearplane.quantize(small, tmp_path / "out", size="450kB", **BOTH, **words)
     assert record.bytes == sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
     assert record.folder == sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
-    assert record.folder == pytest.approx(800_000, rel=0.005)
+    assert record.folder == pytest.approx(450_000, rel=0.005)
 
 
 def test_all_readers_agree(coded, small):
@@ -121,7 +115,7 @@ def test_the_network_still_predicts(coded, small):
 def test_blocks_are_calibrated_on_quantized_embeddings_and_the_head_on_quantized_blocks(small, tmp_path):
     """Recorded losses can be computed from the checkpoint and the text alone."""
     record = nearplane.quantize(small, tmp_path / "out", rate=3.0, correct=False, **BOTH, **FAST)
-    tokens = read_windows(AutoTokenizer.from_pretrained(small), CALIBRATION, samples=12, seqlen=64)
+    tokens = read_windows(AutoTokenizer.from_pretrained(small), CALIBRATION, samples=8, seqlen=64)
     original = AutoModelForCausalLM.from_pretrained(small, dtype=torch.float32)
     model, _ = load_dense(tmp_path / "out", CPU)
     names = ["model.layers.0.self_attn.q_proj", *([HEAD] if small.name == "untied" else [])]
@@ -141,13 +135,13 @@ def test_blocks_are_calibrated_on_quantized_embeddings_and_the_head_on_quantized
 
 def test_either_option_includes_a_tied_matrix_and_only_its_own_if_untied(small, tmp_path):
     for option, name in (("include_head", HEAD), ("include_embeddings", EMBEDDINGS)):
-        record = nearplane.quantize(small, tmp_path / option, rate=3.0, **{option: True}, **FAST)
+        record = nearplane.quantize(small, tmp_path / option, rate=3.0, ignore=["layers"], **{option: True}, **FAST)
         ends = {layer.name for layer in record.layers} & {HEAD, EMBEDDINGS}
         assert ends == ({EMBEDDINGS} if small.name == "tied" else {name})
 
 
 def test_ignored_ones_stay(small, tmp_path):
-    record = nearplane.quantize(small, tmp_path / "out", rate=3.0, ignore=[r"^lm_head$", r"\.1\."], **BOTH, **FAST)
+    record = nearplane.quantize(small, tmp_path / "out", rate=3.0, ignore=[r"^lm_head$", "mlp"], **BOTH, **FAST)
     assert ({layer.name for layer in record.layers} & {HEAD, EMBEDDINGS}) == (
         set() if small.name == "tied" else {EMBEDDINGS}
     )
@@ -155,10 +149,16 @@ def test_ignored_ones_stay(small, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words", [{"solver": "round-to-nearest", "method": "hptq"}, {"rows": "equal"}, {"true_sequential": False}]
+    ("small", "words"),
+    [
+        ("tied", {"solver": "round-to-nearest", "method": "hptq"}),
+        ("untied", {"rows": "equal"}),
+        ("untied", {"solver": "k-best", "true_sequential": False}),
+    ],
+    indirect=["small"],
 )
 def test_every_way_of_solving_takes_them(small, tmp_path, words):
-    record = nearplane.quantize(small, tmp_path / "out", rate=3.0, **BOTH, **words, **FAST)
+    record = nearplane.quantize(small, tmp_path / "out", rate=3.0, **BOTH, **FAST | words)
     assert record.rate == pytest.approx(3.0, rel=0.005)
     assert nearplane.evaluate(tmp_path / "out", HELD_OUT, seqlen=64, samples=8, against=small).kl < 0.5
 
@@ -176,8 +176,7 @@ def test_rows_that_are_looked_up_more_get_finer_steps(untied, tmp_path):
 def test_names_are_found_as_checkpoints_of_many_families_have_them(tmp_path, family):
     """GPT-2 files lack the prefix `transformer.`, Gemma scales what is looked up, GPT-NeoX renames its head."""
     random_model(config_of(family, vocab_size=2048)).float().save_pretrained(tmp_path / family)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / family / name).write_bytes((MODEL / name).read_bytes())
+    add_tokenizer(tmp_path / family)
     stored = tmp_path / family / "model.safetensors"
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(stored).items()}
     if family == "qwen3":
@@ -194,9 +193,7 @@ def test_names_are_found_as_checkpoints_of_many_families_have_them(tmp_path, fam
 @pytest.mark.parametrize("included", [{"include_head": True}, {"include_embeddings": True}, {}], ids=str)
 def test_a_tied_matrix_that_is_stored_only_as_the_head_is_found_by_all_readers(tmp_path, included):
     folder = tmp_path / "tied"
-    AutoModelForCausalLM.from_pretrained(MODEL, num_hidden_layers=1).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((MODEL / name).read_bytes())
+    save_part_of_the_demo(folder, blocks=1, neurons=128)
     tensors = load_file(folder / "model.safetensors")
     tensors[f"{HEAD}.weight"] = tensors.pop(f"{EMBEDDINGS}.weight")
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import nearplane
+from checkpoints import save_part_of_the_demo
 from nearplane import NearplaneError, Recipe, RecipeError
 from nearplane.budget.foretold import foretell
 from nearplane.cli import app
@@ -30,12 +31,7 @@ FAST = {"calibration": str(CALIBRATION), "samples": 12, "seqlen": 64}
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """Two blocks of the demo model: real weights, a real tokenizer, seconds to quantize."""
-    folder = tmp_path_factory.mktemp("models") / "small"
-    model = AutoModelForCausalLM.from_pretrained(MODEL, num_hidden_layers=2)
-    model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((MODEL / name).read_bytes())
-    return folder
+    return save_part_of_the_demo(tmp_path_factory.mktemp("models") / "small")
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +43,9 @@ def coded(small, tmp_path_factory):
 @pytest.mark.parametrize(
     "options",
     [
-        {"rate": 0.8},
-        {"rate": 1.5, "method": "hptq"},
-        {"rate": 2.0, "coder": "huffman", "allocate": "uniform"},
+        {"rate": 0.8, "solver": "nearest-plane"},
+        {"rate": 1.5, "method": "hptq", "solver": "nearest-plane", "allocate": "uniform"},
+        {"rate": 2.0, "coder": "huffman", "allocate": "uniform", "solver": "nearest-plane"},
         {"rate": 3.3, "allocate": "uniform"},
         {"rate": 5.5, "solver": "round-to-nearest", "method": "hptq", "allocate": "uniform"},
     ],
@@ -74,7 +70,9 @@ def bytes_of(folder, pattern="*"):
 def test_a_size_is_met_in_bytes_of_all_files(small, tmp_path):
     """Not only of the weights: this tokenizer is a twentieth of the folder."""
     asked = round(0.55 * bytes_of(small))
-    record = nearplane.quantize(small, tmp_path / "out", size=str(asked), allocate="uniform", **FAST)
+    record = nearplane.quantize(
+        small, tmp_path / "out", size=str(asked), allocate="uniform", solver="nearest-plane", **FAST
+    )
     assert bytes_of(tmp_path / "out", "*.safetensors") == record.bytes
     assert bytes_of(tmp_path / "out") == record.folder
     assert 0.995 * asked <= record.folder <= asked
@@ -93,7 +91,7 @@ def test_what_is_not_weights_is_foretold(small, tmp_path):
     (folder / "LICENSE").write_text("y" * 20_000)
     (folder / "pytorch_model.bin").write_text("z" * 50_000)  # not copied
     (folder / "modeling.py").write_text("# z" * 9_000)  # not copied
-    recipe = Recipe.from_spellings(rate=3.0, allocate="uniform", **FAST)
+    recipe = Recipe.from_spellings(rate=3.0, allocate="uniform", solver="nearest-plane", **FAST)
     record = nearplane.quantize(folder, tmp_path / "out", recipe)
     found = bytes_of(tmp_path / "out")
     assert record.folder == found
@@ -240,7 +238,7 @@ def test_a_checkpoint_from_the_future_is_not_read(coded, tmp_path):
 @pytest.fixture(scope="module")
 def limited(small, tmp_path_factory):
     """One run at a rate, and one with the same rate that may lose half as much as the worst layer of the first."""
-    words = FAST | {"rate": 2.0, "allocate": "uniform"}
+    words = FAST | {"rate": 2.0, "allocate": "uniform", "solver": "nearest-plane"}
     free = nearplane.quantize(small, tmp_path_factory.mktemp("free") / "out", **words)
     most = max(layer.relative_loss for layer in free.layers) / 2
     bound = nearplane.quantize(small, tmp_path_factory.mktemp("bound") / "out", max_loss=most, **words)
@@ -292,7 +290,7 @@ def test_a_rate_that_the_loss_did_not_allow_is_reported_as_missed(limited):
 
 def test_what_not_even_seven_bits_reach_is_named(small, tmp_path):
     """A loss below that of 7 bits: what is tried ends there."""
-    words = FAST | {"rate": 6.5, "allocate": "uniform", "ignore": ["mlp", "self_attn.[kvo]"]}
+    words = FAST | {"rate": 6.5, "allocate": "uniform", "solver": "nearest-plane", "ignore": ["mlp", "self_attn.[kvo]"]}
     record = nearplane.quantize(small, tmp_path / "out", max_loss=1e-9, **words)
     assert [layer.name for layer in record.exceeding] == [
         layer.name for layer in sorted(record.layers, key=lambda layer: -layer.relative_loss)
@@ -301,7 +299,8 @@ def test_what_not_even_seven_bits_reach_is_named(small, tmp_path):
 
 
 def test_a_loss_that_no_layer_exceeds_changes_nothing(limited, small, tmp_path):
-    again = nearplane.quantize(small, tmp_path / "out", rate=2.0, max_loss=0.99, allocate="uniform", **FAST)
+    words = FAST | {"rate": 2.0, "allocate": "uniform", "solver": "nearest-plane"}
+    again = nearplane.quantize(small, tmp_path / "out", max_loss=0.99, **words)
     assert [layer.checksum for layer in again.layers] == [layer.checksum for layer in limited[0].layers]
 
 

@@ -1,6 +1,5 @@
 """Two commands on one OUT at the same time: one succeeds, the other is refused, and nothing is mixed."""
 
-import os
 import re
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import nearplane
 from families import config_of, random_model
 from nearplane.demo import CALIBRATION, MODEL
 
-REPETITIONS = 10 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 3
+REPETITIONS = [0, *(pytest.param(repetition, marks=pytest.mark.nightly) for repetition in range(1, 10))]
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +23,7 @@ def model(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("repetition", range(REPETITIONS))
+@pytest.mark.parametrize("repetition", REPETITIONS)
 def test_of_two_runs_on_one_folder_one_succeeds_and_the_other_is_refused(model, tmp_path, repetition):
     """The second begins up to a second after the first."""
     out = tmp_path / "out"

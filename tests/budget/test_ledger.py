@@ -37,7 +37,7 @@ def tiny(tmp_path_factory):
     ("size", "more"),
     [
         ("330KB", {}),
-        ("350KB", {}),
+        pytest.param("350KB", {}, marks=pytest.mark.nightly),
         ("340000", {"allocate": "slope", "solver": "k-best"}),
         ("345KB", {"method": "hptq", "coder": "huffman"}),
         ("360KB", {"solver": "round-to-nearest"}),
