@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from nearplane.demo import CALIBRATION
 from nearplane.errors import CalibrationError
 from nearplane.models.data import check_vocabulary, read_windows
 
@@ -25,6 +27,28 @@ def test_a_text_file_gives_its_first_windows_in_order(tokenizer: PreTrainedToken
     windows = read_windows(tokenizer, tmp_path / "a.txt", samples=3, seqlen=20)
     assert windows.dtype == torch.int64
     assert windows.tolist() == torch.tensor(ids(tokenizer, TEXT)[:60]).view(3, 20).tolist()
+
+
+@pytest.mark.parametrize("letters", [1, 6])
+@pytest.mark.parametrize("split", [True, False])
+def test_the_first_tokens_of_a_long_text_are_those_of_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, letters: int, split: bool
+) -> None:
+    """Also where a tokenizer knows no words and merges across spaces."""
+    text = CALIBRATION.read_text(encoding="utf-8")[:60_000]
+    model = Tokenizer(models.BPE())
+    if split:
+        model.pre_tokenizer = pre_tokenizers.Whitespace()
+    model.train_from_iterator([text[:30_000]], trainers.BpeTrainer(vocab_size=600, show_progress=False))
+    known, asked = PreTrainedTokenizerFast(tokenizer_object=model), []
+    encode = PreTrainedTokenizerFast.__call__
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", lambda *a, **k: asked.append(len(a[1])) or encode(*a, **k))
+    monkeypatch.setattr("nearplane.models.data.LETTERS", letters)
+    monkeypatch.setattr("nearplane.models.data.MARGIN", 1000)
+    (tmp_path / "a.txt").write_text(text)
+    windows = read_windows(known, tmp_path / "a.txt", samples=40, seqlen=50)
+    assert windows.flatten().tolist() == ids(known, text)[:2000]
+    assert asked[-2] < len(text) // 2  # what `read_windows` took; the last is the whole
 
 
 def test_fewer_windows_than_asked_for_are_what_there_is(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from nearplane.pretrained import in_a_sentence
 
 DEFAULT_DATASET = "HuggingFaceFW/fineweb-edu:sample-10BT:train"
 SUFFIXES = (".txt", ".jsonl")
+LETTERS = 6  # of a token, more than most have
+MARGIN = 10_000  # letters behind a token that may still have a say in it: no word is as long
 SHUFFLED_ROWS = 10_000  # rows of a streamed data set that are held to draw from
 
 
@@ -57,7 +59,7 @@ def read_windows(
         if ids:
             ids += between
         with in_a_sentence("The tokenizer of the model cannot tokenize the text; fetch its files again"):
-            ids += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            ids += _first_ids(tokenizer, text, wanted - len(ids))
         if len(ids) >= wanted:
             break
     windows = min(len(ids) // seqlen, samples)
@@ -68,6 +70,22 @@ def read_windows(
             f"Pass a longer text with --calibration, or shorter windows with --seqlen."
         )
     return torch.tensor(ids[: windows * seqlen], dtype=torch.int64).view(windows, seqlen)
+
+
+def _first_ids(tokenizer: PreTrainedTokenizerBase, text: str, wanted: int) -> list[int]:
+    """Return the ids of a text, at least `wanted` of them if it has so many: no more of a long text is tokenized than that takes.
+
+    Which token a letter is in depends on what follows it, but not on what is `MARGIN` letters further on: of a part of the text,
+    only the tokens count that end so far before its end.
+    """
+    length = wanted * LETTERS + MARGIN
+    while tokenizer.is_fast and length < len(text):
+        found = tokenizer(text[:length], add_special_tokens=False, verbose=False, return_offsets_mapping=True)
+        whole = next((n for n, (_, end) in enumerate(found["offset_mapping"]) if end > length - MARGIN), 0)
+        if whole >= wanted:
+            return list(found["input_ids"][:whole])
+        length *= 2
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def check_vocabulary(tokens: Tensor, size: int) -> None:
