@@ -29,7 +29,7 @@ from nearplane.matrix.on_grid import rounded
 from nearplane.record import LayerRecord
 from nearplane.schemes import RateScheme, Solver
 
-TOLERANCE = 0.002  # of the rate asked for: what the search is content with
+TOLERANCE = 0.002  # of the rate asked for, or of one bit if that is less: what the search is content with
 SEARCHED_ROWS = 256  # where a matrix has many more
 MAX_ATTEMPTS = 16  # of one search
 HIGHEST_RATE = 7.0  # bits per weight to which --max-loss raises a rate
@@ -189,18 +189,20 @@ def _rows(W: Tensor, scheme: RateScheme, sensitivity: Tensor | None) -> ProductG
 def search(T: Tensor, inputs: Inputs, scheme: RateScheme, rate: float, rows: ProductGrid) -> Trial:
     """Find the step whose coded size is `rate` bits a weight: on some rows where there are many, then on all.
 
-    By a sweep, and only from there by a solver that costs more.
+    By a sweep, and only from there by a solver that costs more, whose codes take almost as many bits.
     """
     nothing: Solver = "round-to-nearest" if scheme.solver == "round-to-nearest" else "nearest-plane"
     cheap = Search.of(T, inputs, replace(scheme, solver=nothing, beam=None), rows)
     x, out = cheap.first_step(rate), len(T)
+    slope = 1.0
     if out > 2 * SEARCHED_ROWS:
         some = torch.randperm(out, generator=torch.Generator().manual_seed(0))[:SEARCHED_ROWS].sort().values
-        x = secant(lambda y: cheap.attempt(y, some), x, rate, out).log_step
-    found = secant(lambda y: _coded(cheap.attempt(y), scheme), x, rate, out)
+        trial, slope = secant(lambda y: cheap.attempt(y, some), x, rate, out)
+        x = trial.log_step
+    found, slope = secant(lambda y: _coded(cheap.attempt(y), scheme), x, rate, out, slope)
     if scheme.solver != nothing:
         costly = replace(cheap, scheme=scheme)
-        found = secant(lambda y: _coded(costly.attempt(y), scheme), found.log_step, rate, out)
+        found, _ = secant(lambda y: _coded(costly.attempt(y), scheme), found.log_step, rate, out, slope)
     return found
 
 
@@ -211,8 +213,18 @@ def _coded(trial: Trial, scheme: RateScheme) -> Trial:
     return replace(trial, bytes=len(encode(contents(trial.matrix), coder=scheme.coder, classes=scheme.classes)))
 
 
-def secant(attempt: Callable[[float], Trial], x: float, rate: float, out: int) -> Trial:
-    """Return the trial whose rate is closest to the one asked for; the rate falls as the step grows."""
+def secant(
+    attempt: Callable[[float], Trial], x: float, rate: float, out: int, slope: float = 1.0
+) -> tuple[Trial, float]:
+    """Return the trial whose rate is closest to the one asked for, and how fast the rate falls as the step grows.
+
+    Args:
+        attempt: makes a trial of a step, log2.
+        x: the first one.
+        rate: bits per weight.
+        out: rows of the matrix.
+        slope: by how many bits the rate is taken to fall where the step doubles, before two trials tell.
+    """
     best: Trial | None = None
     low, high = -math.inf, math.inf  # steps known to cost too much, too little
     last: tuple[float, float] | None = None
@@ -221,12 +233,11 @@ def secant(attempt: Callable[[float], Trial], x: float, rate: float, out: int) -
         excess = trial.rate(out) - rate
         if best is None or abs(excess) < abs(best.rate(out) - rate):
             best = trial
-        if abs(excess) <= TOLERANCE * rate:
-            break
-        low, high = (max(low, x), high) if excess > 0 else (low, min(high, x))
-        slope = 1.0
         if last is not None and x != last[0]:
             slope = min(2.0, max(0.1, (last[1] - excess) / (x - last[0])))
+        if abs(excess) <= TOLERANCE * max(rate, 1.0):
+            break
+        low, high = (max(low, x), high) if excess > 0 else (low, min(high, x))
         last = (x, excess)
         x += min(1.0, max(-1.0, excess / slope))
         if not low < x < high:
@@ -234,4 +245,4 @@ def secant(attempt: Callable[[float], Trial], x: float, rate: float, out: int) -
         if abs(x - last[0]) < 2.0**-10:
             break
     assert best is not None
-    return best
+    return best, slope
