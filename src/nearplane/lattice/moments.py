@@ -13,6 +13,8 @@ from torch import Tensor
 
 from nearplane.lattice.root import TALL, append, combine
 
+SPAN = 256  # columns of a block of `X^T X`; of symmetric sums half of the blocks are formed
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extra:
@@ -61,9 +63,9 @@ class Moments:
 
 @dataclass(slots=True)
 class MomentSums:
-    """Sums, not yet divided by tokens; if `rooted` the root of H as well, with the rows that it has not taken in yet.
+    """Sums, not yet divided by tokens, H in its upper triangle only; if `rooted` the root of H as well.
 
-    `alive` counts the tokens of the original network at which an input was not 0.
+    `waiting` are the rows that the root has not taken in yet. `alive` counts the tokens of the original network at which an input was not 0.
     """
 
     H: Tensor | None = None
@@ -86,7 +88,7 @@ class MomentSums:
         if not len(X_hat):
             return
         self.tokens += len(X_hat)
-        self.H = _plus(self.H, X_hat.T @ X_hat)
+        self.H = _plus_gram(self.H, X_hat)
         if self.rooted:
             self.waiting.append(X_hat)
             if sum(map(len, self.waiting)) >= TALL * X_hat.shape[1]:
@@ -124,11 +126,12 @@ class MomentSums:
         return b.clone() if a is None else a.add_(b)
 
     def means(self, total: Callable[[Tensor], Tensor]) -> MomentSums:
-        """Return the means over the tokens, in the memory of the sums; `total` adds up the sums of all ranks in place."""
+        """Return the means over the tokens, whole, in the memory of the sums; `total` adds up the sums of all ranks in place."""
         tokens = int(total(torch.tensor(self.tokens)))
 
         S = {name: total(S).div_(tokens) for name, S in self.S.items()}
         H, alive, C = (None if x is None else total(x).div_(tokens) for x in (self.H, self.alive, self.C))
+        _mirror(H)
         return MomentSums(H=H, alive=alive, C=C, S=S, tokens=tokens, R=self.triangle())
 
     def of(self, name: str, held: MomentSums | None, fitting_root: Tensor | None = None) -> Moments:
@@ -150,7 +153,7 @@ class MomentSums:
 
 @dataclass(slots=True)
 class ExtraSums:
-    """Sums over extra windows, not yet divided by tokens."""
+    """Sums over extra windows, not yet divided by tokens, H and Q in the upper triangle only."""
 
     H: Tensor | None = None
     K: Tensor | None = None
@@ -162,16 +165,34 @@ class ExtraSums:
         if not len(X_hat):
             return
         self.tokens += len(X_hat)
-        self.H = _plus(self.H, X_hat.T @ X_hat)
+        self.H = _plus_gram(self.H, X_hat)
         if X is not None:
             D = X - X_hat
-            self.K, self.Q = _plus(self.K, D.T @ X_hat), _plus(self.Q, D.T @ D)
+            self.K, self.Q = _plus(self.K, D.T @ X_hat), _plus_gram(self.Q, D)
 
     def means(self, total: Callable[[Tensor], Tensor]) -> Extra | None:
         """Return the means over the tokens, in the memory of the sums; None if there were none."""
         tokens = int(total(torch.tensor(self.tokens)))
         H, K, Q = (None if x is None else total(x).div_(tokens) for x in (self.H, self.K, self.Q))
+        _mirror(H)
+        _mirror(Q)
         return None if H is None else Extra(H=H, K=K, Q=Q)
+
+
+def _plus_gram(total: Tensor | None, X: Tensor) -> Tensor:
+    """Add `X^T X` of rows (rows, in), of which only the blocks on and above the diagonal are formed: see `_mirror`."""
+    n = X.shape[1]
+    total = torch.zeros(n, n, dtype=torch.float64, device=X.device) if total is None else total
+    for a in range(0, n, SPAN):
+        total[a : a + SPAN, a:].add_(X[:, a : a + SPAN].T @ X[:, a:])
+    return total
+
+
+def _mirror(total: Tensor | None) -> None:
+    """Fill in the blocks below the diagonal, in place."""
+    for a in range(0, 0 if total is None else len(total), SPAN):
+        assert total is not None
+        total[a + SPAN :, a : a + SPAN] = total[a : a + SPAN, a + SPAN :].T
 
 
 def _plus(total: Tensor | None, product: Tensor) -> Tensor:
