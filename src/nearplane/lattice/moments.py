@@ -65,7 +65,8 @@ class Moments:
 class MomentSums:
     """Sums, not yet divided by tokens, H in its upper triangle only; if `rooted` the root of H as well.
 
-    `waiting` are the rows that the root has not taken in yet. `alive` counts the tokens of the original network at which an input was not 0.
+    `waiting` are the rows that the root has not taken in yet; `alive` counts the tokens of the original network at which an input
+    was not 0.
     """
 
     H: Tensor | None = None
