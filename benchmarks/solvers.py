@@ -58,6 +58,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "+ polish 1, rounds 2": {"polish": 1, "rounds": 2},
     "+ polish 2, rounds 2": {"polish": 2, "rounds": 2},
     "+ polish 2, rounds 3": {"polish": 2, "rounds": 3},
+    "+ polish 1, rounds 3": {"polish": 1, "rounds": 3},
     "pivoted": PLAIN | {"order": "pivoted"},
     "pivoted + polish 1": {"order": "pivoted", "polish": 1, "rounds": 0},
     "pivoted + polish 1, rounds 2": {"order": "pivoted", "polish": 1, "rounds": 2},
@@ -111,7 +112,7 @@ def on_layers(chosen: Case, bits: int, names: list[str]) -> dict[str, Sums]:
                     bits=bits, group_size=chosen.group_size, symmetric=False, correct=False, **VARIANTS[name]
                 )
                 target, _ = corrected(W, inputs, scheme)
-                seconds, matrix = timed(lambda: solve(target, inputs, scheme, torch.float16))  # noqa: B023
+                seconds, matrix = timed(lambda: solve(target, inputs, scheme, torch.float16).matrix)  # noqa: B023
                 E = (W - matrix.decode()).double()
                 damped = inputs.damped(inputs.factor(scheme.order, scheme.damp), torch.float64)
                 losses = float(quadratic(E, inputs.moments.H).mean()), float(quadratic(E, damped).mean())
@@ -215,7 +216,7 @@ def large(n: int, bits: int, names: list[str]) -> None:
     print("|---|---|---|---|---|---|---|")
     first: tuple[float, float, float] | None = None
     for name, scheme in schemes.items():
-        seconds, matrix = timed(lambda: solve(W, inputs, scheme, torch.float16))  # noqa: B023
+        seconds, matrix = timed(lambda: solve(W, inputs, scheme, torch.float16).matrix)  # noqa: B023
         loss = float(quadratic((W - matrix.decode()).double(), inputs.moments.H).mean())
         whole, _ = timed(lambda: quantize_matrix(W, inputs, scheme))  # noqa: B023
         whole += factor + parts["eigenvalues for the certificate"]  # which `inputs` has kept

@@ -22,7 +22,7 @@ def test_without_a_rate_or_a_size_there_is_a_grid():
 def test_defaults_are_those_that_measured_best():
     grid, coded = GridScheme(), RATE
     assert (grid.bits, grid.group_size, grid.symmetric, grid.scale) == (4, "auto", True, "mse")
-    assert (grid.solver, grid.beam, grid.polish, grid.rounds) == ("nearest-plane", None, 1, 2)
+    assert (grid.solver, grid.beam, grid.polish, grid.rounds) == ("nearest-plane", None, 1, 3)
     assert (coded.solver, coded.beam, coded.method, coded.coder, coded.rows) == (
         "k-best", 8, "waterfill", "tans", "sensitivity"
     )  # fmt: skip

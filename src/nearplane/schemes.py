@@ -27,7 +27,7 @@ Device = Literal["auto", "cpu", "cuda"]
 
 BEAM = 8  # candidates of a row; these three as docs/log.md found them worth what they cost
 POLISH = 1  # sweeps, on fixed grids
-ROUNDS = 2  # over steps and codes, on fixed grids
+ROUNDS = 3  # over steps and codes, on fixed grids
 FITTING = (128, 64, 32, 16)  # weights that share a step by default: the first of these that fits; kernels take no fewer
 SWEEP_DAMP = 0.1  # where targets are corrected
 
@@ -167,7 +167,7 @@ class GridScheme(Scheme):
         scale: How steps are found: range of the weights, or p-norm error search.
         polish: Sweeps of coordinate descent over the codes at the end. Default: 1.
         rounds: Passes of coordinate descent over steps, by least squares, and codes together; then codes are solved once more on
-            the fitted steps, and the better ones of every row are kept. Default: 2.
+            the fitted steps, and the better ones of every row are kept. Default: 3.
     """
 
     bits: float = 4  # an int where it is whole; not `int | float`, of which command lines take the first that fits

@@ -1,0 +1,111 @@
+"""What every stage of a run costs: CPU time by parts, as multiples of the products that the layers' shapes stand for.
+
+    OMP_NUM_THREADS=1 taskset -c 1 python benchmarks/stages.py [SRC ...]
+
+Quantizes a random Llama of two blocks (hidden 1024, intermediate 3072) to 4 bits, groups of 128, on 32 windows of 512 random
+tokens, in a process of its own for every SRC, the `src` folder of some commit (default: that of the checkout), one after
+another. The unit is one float32 product (out, in) x (in, in) for every layer, timed in the same process. Stages contain one
+another: what `measure` takes is part of `layers`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import os
+import pstats
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SHAPES = 2 * [(1024, 1024), (512, 1024), (512, 1024), (1024, 1024), (3072, 1024), (3072, 1024), (1024, 3072)]
+STAGES = {  # name: (file, functions), whichever of them a commit has
+    "moments": ("lattice/moments.py", ["add"]),
+    "factors": ("matrix/inputs.py", ["_factorized"]),
+    "profiles": ("matrix/certificate.py", ["profiles"]),
+    "layers": ("matrix/__init__.py", ["solve_layer"]),
+    "correction": ("matrix/inputs.py", ["corrected"]),
+    "steps": ("lattice/scale.py", ["grid"]),
+    "sweeps": ("lattice/solve.py", ["sweep_planes", "nearest_plane"]),
+    "sweeps and refinement": ("lattice/polish.py", ["refine"]),
+    "certificates": ("matrix/certificate.py", ["measure"]),
+    "of them the limit": ("matrix/inputs.py", ["eigenvalues", "mean_log_eigenvalue"]),
+    "of them extra windows": ("lattice/bounds.py", ["losses_beside"]),
+}
+
+
+def build(folder: str) -> None:
+    """Write the random model."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=1024, intermediate_size=3072, num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=8,
+        vocab_size=512, max_position_embeddings=1024, head_dim=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+def unit() -> float:
+    """Return the CPU seconds of one product for every layer, the best of five."""
+    import torch
+
+    found: dict[tuple[int, int], float] = {}
+    for out, columns in set(SHAPES):
+        W, H, times = torch.randn(out, columns), torch.randn(columns, columns), []
+        for _ in range(6):
+            began = time.process_time()
+            W @ H
+            times.append(time.process_time() - began)
+        found[out, columns] = min(times)
+    return sum(found[shape] for shape in SHAPES)
+
+
+def measure(model: str, out: str) -> None:
+    """Quantize in this process, and print a line for every stage."""
+    import torch
+
+    import nearplane
+
+    nearplane.quantize  # noqa: B018  # imports
+    tokens = torch.randint(0, 512, (32, 512), generator=torch.Generator().manual_seed(0))
+    nearplane.quantize(model, f"{out}-first", bits=4, group_size=128, calibration=tokens[:8])  # compiles
+    product, profile = unit(), cProfile.Profile(time.process_time)
+    profile.enable()
+    record = nearplane.quantize(model, out, bits=4, group_size=128, calibration=tokens)
+    profile.disable()
+    stats = pstats.Stats(profile)
+    whole = float(stats.total_tt)  # type: ignore[attr-defined]
+    print(f"one product a layer: {product:.3f} s; whole run {whole:.1f} s, peak {record.peak_memory / 1e9:.2f} GB")
+    for name, (file, functions) in STAGES.items():
+        times = {
+            key[2]: value[3]
+            for key, value in stats.stats.items()  # type: ignore[attr-defined]
+            if key[0].endswith(f"nearplane/{file}") and key[2] in functions
+        }
+        seconds = max(times.values(), default=0.0) if name == "sweeps" else sum(times.values())
+        print(f"| {name} | {seconds:.2f} s | {seconds / product:.1f} | {100 * seconds / whole:.1f} % |", flush=True)
+
+
+def main() -> None:
+    """Measure every tree in turn."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trees", nargs="*", default=[str(ROOT / "src")], metavar="SRC")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        build(f"{place}/model")
+        for index, tree in enumerate(arguments.trees):
+            print(tree, flush=True)
+            command = [sys.executable, __file__, "--one", f"{place}/model", f"{place}/out-{index}"]
+            subprocess.run(command, env=os.environ | {"PYTHONPATH": tree}, check=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--one"]:
+        measure(*sys.argv[2:])
+    else:
+        main()
