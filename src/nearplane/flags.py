@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, field, fields, make_dataclass
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from cyclopts import Group, Parameter
 
 from nearplane.errors import RecipeError
 from nearplane.recipe import Calibration, LayerScheme, changed, chosen
-from nearplane.schemes import GridScheme, RateScheme, names_of, scheme_of
+from nearplane.schemes import GridScheme, RateScheme, Solver, names_of, scheme_of
 
 EVERYDAY = Group("Everyday", sort_key=1)
 RATES = Group("Entropy-coded, instead of --bits", sort_key=2)
@@ -22,7 +22,9 @@ TEXT = Group("Calibration text", sort_key=3)
 LAYERS = Group("Layer by layer", sort_key=4)
 SOLVING = Group("Solving: the defaults measured best", sort_key=5)
 RUNNING = Group("Running", sort_key=6)
-TYPES = {"solver": Literal["nearest-plane", "round-to-nearest", "k-best"] | None}  # where flags offer less than Python
+FOR_PYTHON = {"obq"}  # solvers that are no flag: too slow for a whole model
+OFFERED: Any = Literal[tuple(name for name in get_args(Solver) if name not in FOR_PYTHON)]
+TYPES = {"solver": OFFERED | None}  # where flags offer less than Python
 GROUPS = {  # of every field that is a flag
     "bits": EVERYDAY,
     "group_size": EVERYDAY,

@@ -95,10 +95,10 @@ class LayerScheme:
         for name in ("order", "correct", "factor", "include_head", "include_embeddings", "coder", "rows", "method"):
             if getattr(own, name, None) != getattr(others, name, None):
                 raise RecipeError(f"{called} have another {name}, which is one for a whole run. Leave it out there.")
-        if others.solver == "round-to-nearest" != own.solver:
+        if own.calibrated and not others.calibrated:
             raise RecipeError(
                 f"{called} are solved by {own.solver}, which needs calibration; the others do without. Give the recipe that "
-                f"solver, and the other layers round-to-nearest."
+                f"solver, and the other layers {others.solver}."
             )
         if isinstance(bits := getattr(own, "bits", None), float):
             raise RecipeError(f"{called} have {bits} bits, which no layer can have. Give them a whole number.")

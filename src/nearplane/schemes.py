@@ -30,6 +30,7 @@ POLISH = 1  # sweeps, on fixed grids
 ROUNDS = 3  # over steps and codes, on fixed grids
 FITTING = (128, 64, 32, 16)  # weights that share a step by default: the first of these that fits; kernels take no fewer
 SWEEP_DAMP = 0.1  # where targets are corrected
+UNCALIBRATED: tuple[Solver, ...] = ("round-to-nearest",)  # which need no inputs, as `lattice/solvers.py` says
 
 
 class LayerGrid(NamedTuple):
@@ -92,14 +93,19 @@ class Scheme:
         damp = self.sweep_damp
         within("sweep_damp", damp, damp is None or (isinstance(damp, int | float) and 0 <= damp < 10), "0 to 10")
         true_or_false("correct", self.correct)
-        if self.solver == "round-to-nearest" and (self.factor != "cholesky" or damp is not None):
+        if not self.calibrated and (self.factor != "cholesky" or damp is not None):
             name = "sweep_damp" if damp is not None else "factor"
-            raise RecipeError(f"{name} needs calibration, which solver 'round-to-nearest' does without.")
+            raise RecipeError(f"{name} needs calibration, which solver {self.solver!r} does without.")
 
     @property
     def default_solver(self) -> Solver:
         """The solver where none is asked for."""
         return "nearest-plane"
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether the solver looks at the inputs of layers."""
+        return self.solver not in UNCALIBRATED
 
     @property
     def title(self) -> str:
@@ -148,7 +154,7 @@ class Scheme:
 
     def damp_of_the_sweep(self, corrected: bool) -> float | Literal["auto"]:
         """Return the damping of the sweep, of targets that are corrected or not."""
-        if self.solver == "round-to-nearest":
+        if not self.calibrated:
             return self.damp
         if self.sweep_damp is not None:
             return self.sweep_damp
@@ -191,12 +197,11 @@ class GridScheme(Scheme):
         within("group_size", size, known, "a positive number, auto or none")
         true_or_false("symmetric", self.symmetric)
         one_of("scale", self.scale, Scale)
-        refined = self.solver != "round-to-nearest"
         for name, default in (("polish", POLISH), ("rounds", ROUNDS)):
-            if (asked := getattr(self, name)) and not refined:
-                raise RecipeError(f"{name} needs calibration, which solver 'round-to-nearest' does without.")
+            if (asked := getattr(self, name)) and not self.calibrated:
+                raise RecipeError(f"{name} needs calibration, which solver {self.solver!r} does without.")
             if asked is None:
-                object.__setattr__(self, name, default if refined else 0)
+                object.__setattr__(self, name, default if self.calibrated else 0)
             whole(name, getattr(self, name), 0)
 
     @property
@@ -281,7 +286,7 @@ class RateScheme(Scheme):
     @property
     def default_allocation(self) -> Allocation:
         """By measured slopes, which rounding to nearest, without calibration, does not have."""
-        return "uniform" if self.solver == "round-to-nearest" else "slope"
+        return "slope" if self.calibrated else "uniform"
 
     @property
     def ends(self) -> tuple[bool, bool]:

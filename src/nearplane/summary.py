@@ -70,7 +70,7 @@ def _losses(record: RunRecord) -> Iterator[str]:
 
 def _few_tokens(record: RunRecord) -> Iterator[str]:
     """Yield a line if there were fewer calibration tokens than advised."""
-    if not record.tokens or record.recipe.scheme.solver == "round-to-nearest":
+    if not record.tokens or not record.recipe.scheme.calibrated:
         return
     widest = max(record.layers, key=lambda layer: layer.in_features)
     said = shortage(record.windows, record.seqlen, record.recipe.calibration.samples, widest.name, widest.in_features)

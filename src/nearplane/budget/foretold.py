@@ -115,7 +115,7 @@ def foretell(model: Model, recipe: Recipe, scheme: RateScheme) -> Foretold:
         size = math.prod(layer.shape) // 3
         name = f"{model.written_name(layer.name)}.{Native.KEY}"
         said[layer.name] = _of_tensor(name, "U8", (size,), size, shards) + _of_layer(layer)
-    if scheme.solver != "round-to-nearest":
+    if scheme.calibrated:
         for index in {0, len(model.blocks) // 2, len(model.blocks) - 1}:
             for layer in [each for each in model.blocks[index].layers if each.shape[1] <= WIDE][:INPUTS]:
                 said[layer.name] += len({*PROFILED, scheme.order}) * _of_profile(layer)

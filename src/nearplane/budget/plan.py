@@ -140,7 +140,7 @@ def _rates(
 def look(planned: Plan, model: Model, scheme: Scheme, tokens: Tensor, device: torch.device) -> None:
     """Measure by one backward pass what errors cost the network, for rows of all layers and for columns of embeddings."""
     rows = scheme.weighs_rows
-    columns = model.embeddings is not None and scheme.solver != "round-to-nearest"
+    columns = model.embeddings is not None and scheme.calibrated
     if not rows and not columns:
         return
     measured = sensitivity(model, tokens, device=device, dtype=torch.float32 if device.type == "cpu" else model.dtype)

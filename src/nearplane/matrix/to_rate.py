@@ -191,7 +191,7 @@ def search(T: Tensor, inputs: Inputs, scheme: RateScheme, rate: float, rows: Pro
 
     By a sweep, and only from there by a solver that costs more, whose codes take almost as many bits.
     """
-    nothing: Solver = "round-to-nearest" if scheme.solver == "round-to-nearest" else "nearest-plane"
+    nothing: Solver = "nearest-plane" if scheme.calibrated else "round-to-nearest"
     cheap = Search.of(T, inputs, replace(scheme, solver=nothing, beam=None), rows)
     x, out = cheap.first_step(rate), len(T)
     slope = 1.0
