@@ -97,7 +97,7 @@ def first_look(block: Block, stream: Stream) -> FirstLook:
         entered.setdefault(layer.name, []).append(
             Entered(
                 same=_identity(layer, x),
-                rows=1.0 if layer.kind == "Conv2d" else x.shape[:-1].numel() / hidden.shape[:-1].numel(),
+                rows=1.0 if layer.convolves else x.shape[:-1].numel() / hidden.shape[:-1].numel(),
                 computed=results.count,
                 alive=results.bytes_alive(but=weights),
             )
@@ -262,5 +262,5 @@ def unreached(names: str) -> CalibrationError:
 def _identity(layer: Layer, x: Tensor) -> tuple[Any, ...]:
     """What two layers have in common if they multiply the same rows."""
     conv = layer.module
-    unfolding = (conv.kernel_size, conv.dilation, conv.padding, conv.stride) if layer.kind == "Conv2d" else None
+    unfolding = (conv.kernel_size, conv.dilation, conv.padding, conv.stride) if layer.convolves else None
     return (x.data_ptr(), x.shape, x.stride(), x.dtype, x._version, unfolding)

@@ -50,6 +50,11 @@ class Layer:
         assert isinstance(stored, Tensor)
         return stored
 
+    @property
+    def convolves(self) -> bool:
+        """Whether the module is given (images, channels, places) and returns that, not rows along the last dimension."""
+        return self.kind == "Conv2d"
+
     def read(self) -> Tensor:
         """Return the weights in memory of their own: (out, in) float32, or float64 if the module is."""
         stored = self.weight.detach()

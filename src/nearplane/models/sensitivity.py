@@ -159,7 +159,7 @@ def _back(
 
     def watch(layer: Layer) -> torch.utils.hooks.RemovableHandle:
         def count(gradient: Tensor) -> None:
-            outputs = gradient.movedim(1, -1) if layer.kind == "Conv2d" else gradient
+            outputs = gradient.movedim(1, -1) if layer.convolves else gradient
             square = outputs.reshape(-1, layer.shape[0]).double().square().sum(0)
             sums[layer.name] = sums[layer.name] + square if layer.name in sums else square
 

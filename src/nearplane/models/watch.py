@@ -131,7 +131,7 @@ class Additions(TorchFunctionMode):
 
     def watch(self, layer: Layer, output: Tensor) -> None:
         """Look out for the addition that consumes this output."""
-        if layer.kind != "Conv2d" and isinstance(output, Tensor):
+        if not layer.convolves and isinstance(output, Tensor):
             self._open[layer.name] = (output, ())
 
     def finish(self) -> None:
