@@ -3,25 +3,66 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import Any, Literal, get_args
 
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import nearplane
+from families import VOCABULARY
+from native_checkpoints import save_tiny
 from nearplane.formats import FORMATS
+from nearplane.formats import Format as OneFormat
+from nearplane.lattice.scale import Steps
 from nearplane.lattice.solvers import SOLVERS
-from nearplane.schemes import Format, Solver
+from nearplane.schemes import UNCALIBRATED, Format, GridScheme, RateScheme, Solver
 
 PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
 
 
-def test_every_example_runs() -> None:
+@pytest.fixture(scope="module")
+def page() -> dict[str, Any]:
+    """Return what the blocks of the page define."""
     text = PAGE.read_text(encoding="utf-8")
-    namespace: dict[str, object] = {}
+    namespace: dict[str, Any] = {}
     blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.M | re.S))
     assert len(blocks) == 7
     for block in blocks:
         exec(compile("\n" * text[: block.start(1)].count("\n") + block[1], str(PAGE), "exec"), namespace)
+    return namespace
+
+
+def test_every_example_runs(page: dict[str, Any]) -> None:
+    assert "BETTER_OF_TWO" in page
 
 
 def test_tables_and_names_are_the_same() -> None:
     assert set(SOLVERS) == set(get_args(Solver))
-    assert set(FORMATS) == set(get_args(Format))
+    assert {name for name, solver in SOLVERS.items() if not solver.needs_inputs} == set(UNCALIBRATED)
+    assert set(FORMATS) == set(get_args(Format)) == {*GridScheme.FORMATS, *RateScheme.FORMATS}
+
+
+def test_the_format_of_the_page_goes_through_the_program(
+    page: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Registered as the page says, and nothing else: written, verified, evaluated, exported and loaded."""
+    added = OneFormat(page["PackedFP4"](), page["SaysFP4"](), page["OneFile"])
+    monkeypatch.setitem(FORMATS, "fp4", added)
+    monkeypatch.setattr("nearplane.recipe.Format", Literal["fp4"])
+    monkeypatch.setattr(GridScheme, "FORMATS", ("fp4",))
+    monkeypatch.setattr("nearplane.matrix.on_grid.Steps", partial(Steps, levels=page["E2M1"]))
+    model, out, dense = tmp_path / "model", tmp_path / "out", tmp_path / "dense"
+    save_tiny(model, "llama")
+    tokens = torch.randint(VOCABULARY, (8, 40), generator=torch.Generator().manual_seed(0))
+    nearplane.quantize(model, out, bits=4, group_size=32, format="fp4", calibration=tokens)
+    assert not nearplane.verify(out, against=model, calibration=tokens).faults
+    nearplane.export(out, dense, dtype="float32")
+    measured = [nearplane.evaluate(each, tokens, against=model) for each in (out, dense)]
+    assert measured[0] == measured[1]
+    assert 0 < measured[0].kl < 0.1
+    loaded, other = (nearplane.load(each, dtype="float32") for each in (out, dense))
+    assert isinstance(loaded, PreTrainedModel)
+    assert torch.equal(loaded(tokens).logits, other(tokens).logits)

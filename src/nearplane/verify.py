@@ -236,7 +236,8 @@ def _of_the_grid(matrix: QuantizedMatrix, layer: LayerRecord) -> Iterator[str]:
         yield "it is on a fixed grid, the record says that it is entropy-coded"
         return
     groups = shape[1] // (layer.group_size or shape[1])
-    if (math.log2(grid.high - grid.low + 1), grid.scale.shape[1], grid.low < 0) != (
+    symmetric = grid.low < 0 if grid.levels is None else not bool(grid.zero.any())
+    if ((grid.high - grid.low).bit_length(), grid.scale.shape[1], symmetric) != (
         layer.bits,
         groups,
         layer.symmetric,

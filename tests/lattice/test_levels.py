@@ -26,8 +26,7 @@ E2M1 = torch.tensor([-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6]
 def on_levels(p: Problem) -> Problem:
     """The same problem on a grid of levels."""
     steps = Steps(bits=4, symmetric=True, search="minmax", storage=torch.float64, levels=E2M1)
-    grid = replace(steps.grid(p.W / 2, None), high=len(E2M1) - 1)  # half the range: some weights clip
-    return replace(p, grid=grid)
+    return replace(p, grid=steps.grid(p.W / 2, None))  # half the range: some weights clip
 
 
 def damped_loss(p: Problem, shift: float, matrix: QuantizedMatrix) -> Tensor:

@@ -100,7 +100,10 @@ class LayerFormat(ABC):
 
 
 class GridFormat(LayerFormat):
-    """A format of grids: the shapes of its tensors follow from shape and grid alone."""
+    """A format of grids that transformers reads: the shapes of its tensors follow from shape and grid alone.
+
+    A run loads them without contents before it begins, see `readers/loadable.py`; what is no `GridFormat` is not tried.
+    """
 
     @abstractmethod
     def empty(self, name: str, shape: tuple[int, int], grid: LayerGrid, dtype: torch.dtype) -> dict[str, Tensor]:

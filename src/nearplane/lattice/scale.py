@@ -30,7 +30,7 @@ class Steps:
     Args:
         bits: of a code.
         symmetric: codes -2^(b-1) .. 2^(b-1)-1 without zero-point, else 0 .. 2^b-1 with an integer one.
-        levels: (2^b,) ascending positions of the codes 0 .. 2^b-1, some below and some above 0, without zero-point; None: integers.
+        levels: (2^b or fewer,) ascending positions of the codes, some below and some above 0, without zero-point; None: integers.
         search: "minmax": the range; "mse": the shrunken range with the least p-norm error.
         storage: dtype in which steps are stored.
     """
@@ -49,7 +49,7 @@ class Steps:
     @property
     def high(self) -> int:
         """Largest code."""
-        return self.low + (1 << self.bits) - 1
+        return self.low + (1 << self.bits if self.levels is None else len(self.levels)) - 1
 
     @property
     def codebook(self) -> Codebook:

@@ -36,6 +36,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from nearplane.coding.blob import decode, decode_packed, shape_of
 from nearplane.errors import FormatError, ModelError, RecipeError
+from nearplane.formats import FORMATS
 from nearplane.formats.native import DEFAULT, METHOD, Native, matrix_of
 from nearplane.formats.stored import quantization_of
 from nearplane.pretrained import find_folder, network_of
@@ -47,7 +48,6 @@ KEY, STOP = Native.KEY, Native.STOP
 PACKAGES = {
     "compressed-tensors": ("compressed_tensors", "accelerate")
 }  # that keep these weights packed in transformers
-DECODED = ("compressed-tensors", "gptq")  # by our own readers where it cannot
 logger = logging.get_logger(__name__)
 
 
@@ -69,7 +69,7 @@ def load(
 ) -> PreTrainedModel:
     """Load a causal language model: what nearplane wrote, in any format, or any folder of safetensors that transformers loads.
 
-    Weights of GPTQ are decoded to `dtype`, and those of compressed-tensors where that package and accelerate are not installed.
+    Grids are decoded to `dtype`, but those of compressed-tensors stay packed where that package and accelerate are installed.
 
     Args:
         source: a folder or hub id.
@@ -89,7 +89,8 @@ def load(
         raise RecipeError(f"dtype is {dtype!r}; expected auto, or one of torch: float32, float16, bfloat16.")
     folder = find_folder(str(source), trust_remote_code=trust_remote_code)
     method = (quantization_of(folder) or {}).get("quant_method")
-    dense = method in DECODED and not (method in PACKAGES and all(map(find_spec, PACKAGES[method])))
+    known = method in FORMATS and method != METHOD
+    dense = known and not (method in PACKAGES and all(map(find_spec, PACKAGES[method])))
     model = (dense_network if dense else network_of)(folder, dtype=dtype, trust_remote_code=trust_remote_code)
     if not packed and isinstance(getattr(model, "hf_quantizer", None), NearplaneQuantizer):
         model = model.dequantize(model.dtype)

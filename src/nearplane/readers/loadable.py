@@ -15,7 +15,6 @@ from torch import Tensor
 from nearplane.errors import NearplaneError, RecipeError
 from nearplane.formats import FORMATS
 from nearplane.formats.layer_format import GridFormat
-from nearplane.formats.native import METHOD
 from nearplane.models.ignored import pattern_of
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
@@ -42,8 +41,8 @@ def check_loads(model: Model, recipe: Recipe, configure: Configure) -> None:
             f"{merged[0].name} cannot be written: the checkpoint has no tensor for it alone, transformers makes its weight of "
             f"others. Leave it and its like as they are with --ignore {patterns}."
         )
-    if recipe.format == METHOD:
-        return
+    if not isinstance(FORMATS[str(recipe.format)].layers, GridFormat):
+        return  # transformers has no reader of it
     recipe = with_whole_bits(recipe)
     found = attempt(model, recipe, configure, model.layers)
     if found and _read_by_gptqmodel(model, recipe, found):
