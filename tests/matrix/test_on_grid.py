@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nearplane.errors import NumericalError, RecipeError
 from nearplane.lattice.factor import factorize
+from nearplane.lattice.grid import Grid
 from nearplane.lattice.moments import Moments
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solve import round_to_nearest
@@ -19,7 +20,7 @@ from nearplane.lattice.target import correction, mismatch, trust
 from nearplane.matrix.inputs import Inputs, corrected
 from nearplane.matrix.on_grid import quantize_matrix, with_tensors
 from nearplane.record import LayerRecord
-from nearplane.schemes import GridScheme
+from nearplane.schemes import GridScheme, RateScheme
 from oracles import same
 from strategies import Problem, problem, problems
 
@@ -118,6 +119,14 @@ def test_the_record_says_what_was_asked_for() -> None:
     )  # fmt: skip
     assert {key: fields[key] for key in expected} == expected
     assert with_tensors(record, "a", 12, "").rate == 8 * 12 / 24
+
+
+def test_other_schemes_and_grids_are_refused_in_a_sentence() -> None:
+    W, H = torch.randn(4, 8), torch.eye(8)
+    grid = Grid(scale=torch.ones(4, 1), zero=torch.zeros(4, 1), group=torch.zeros(8, dtype=torch.int64), low=0, high=3)
+    for wrong in (RateScheme(rate=2), grid):
+        with pytest.raises(RecipeError, match=f"a {type(wrong).__name__} found, expected a GridScheme"):
+            quantize_matrix(W, H, wrong)
 
 
 def test_a_group_size_that_does_not_divide_is_refused_by_name() -> None:

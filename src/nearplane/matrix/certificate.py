@@ -57,9 +57,8 @@ def measure(
     factor, sweep = inputs.factor(scheme.order, scheme.damp), inputs.factor_of_the_sweep(scheme)
     on_grid = QuantizedMatrix(codes=matrix.codes, grid=grid.scaled_to(base))  # what was swept
     bounded = SOLVERS[scheme.solver].bounded
-    if (
-        outside is None and bounded and isinstance(grid, Grid)
-    ):  # where a sweep clips, other codes than its own do not show it
+    # where a sweep clips, other codes than its own do not show it
+    if outside is None and bounded and isinstance(grid, Grid):
         outside = sweep_planes(target.to(torch.promote_types(W.dtype, torch.float32)), grid, sweep).outside
     values = None if base is None else matrix.decode()
     found = certify(W, target, on_grid, H, sweep, swept=bounded, outside=outside, values=values)

@@ -50,10 +50,14 @@ def quantize_matrix(
         Codes and grid, and what was lost.
 
     Raises:
-        RecipeError: the group size does not divide the inputs.
+        RecipeError: the group size does not divide the inputs, or the scheme is of another kind.
         NumericalError: a weight is not finite, or the Hessian not positive definite, symmetric or of W's inputs.
     """
     began = time.perf_counter()
+    if getattr(scheme, "coding", scheme) is not None:
+        raise RecipeError(
+            f"{name}: a {type(scheme).__name__} found, expected a GridScheme. Entropy-coded weights are quantize_matrix_to_rate's."
+        )
     W, inputs = lattice_problem(W, statistics, name)
     scheme = scheme.grouped([W.shape[1]])
     if isinstance(scheme.group_size, int) and W.shape[1] % scheme.group_size:
