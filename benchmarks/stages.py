@@ -82,12 +82,12 @@ def measure(model: str, out: str) -> None:
     whole = float(stats.total_tt)  # type: ignore[attr-defined]
     print(f"one product a layer: {product:.3f} s; whole run {whole:.1f} s, peak {record.peak_memory / 1e9:.2f} GB")
     for name, (file, functions) in STAGES.items():
-        times = {
-            key[2]: value[3]
+        times = [
+            value[3]
             for key, value in stats.stats.items()  # type: ignore[attr-defined]
             if key[0].endswith(f"nearplane/{file}") and key[2] in functions
-        }
-        seconds = max(times.values(), default=0.0) if name == "sweeps" else sum(times.values())
+        ]
+        seconds = max(times, default=0.0) if name == "sweeps" else sum(times)
         print(f"| {name} | {seconds:.2f} s | {seconds / product:.1f} | {100 * seconds / whole:.1f} % |", flush=True)
 
 
