@@ -104,7 +104,7 @@ def test_an_empty_network_is_as_if_never_quantized(checkpoints: dict[str, Path])
         ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1,000,000,000,000; the weight"),
         ({"num_hidden_layers": 10**4000}, "num_hidden_layers is a number of 4001 digits"),
         ({"num_labels": 10**9}, "num_labels is 1,000,000,000; the weight"),
-        ({"num_hidden_layers": 90_000}, "many more layers than the"),
+        pytest.param({"num_hidden_layers": 90_000}, "many more layers than the", marks=pytest.mark.nightly),
         ({"num_hidden_layers": 300}, "many more layers|weights that the weight files do not hold"),
         ({"num_hidden_layers": 4}, "lack|do not belong together"),
         ({"vocab_size": 10**9}, r"is \(2048, 64\), config.json asks for \(1000000000, 64\)"),
@@ -132,6 +132,13 @@ def test_a_config_that_is_not_the_checkpoints_is_refused_before_it_costs_anythin
             with pytest.raises(NearplaneError, match=said) as caught:
                 calls_of(folder)[what]()
             assert len(str(caught.value)) < 700
+
+
+def test_building_a_network_of_too_many_layers_ends_early(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("dense")
+    reconfigure(folder, num_hidden_layers=20_000)
+    with pytest.raises(ModelError, match="many more layers than the"):
+        nearplane.load(folder)
 
 
 @pytest.mark.parametrize("name", ["dense", *WRITERS])

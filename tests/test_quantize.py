@@ -4,7 +4,6 @@ import hashlib
 import json
 import resource
 import signal
-import subprocess
 import sys
 
 import pytest
@@ -14,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import nearplane
 from checkpoints import save_part_of_the_demo
-from nearplane import Calibration, GridScheme, NearplaneError, Recipe
+from nearplane import Calibration, GridScheme, NearplaneError, Recipe, cli
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.formats.stored import read_dense, read_matrices
 from nearplane.record import digest_of, read_record
@@ -76,7 +75,7 @@ def test_evaluation_computes_with_the_decoded_weights(quantized, small):
 
 def test_from_pretrained_gives_the_logits_of_the_decoded_weights(small, tmp_path):
     """compressed-tensors, through nothing but transformers."""
-    nearplane.quantize(small, tmp_path / "out", bits=4, **FAST)
+    nearplane.quantize(small, tmp_path / "out", bits=4, solver="round-to-nearest", group_size=64)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     reference = AutoModelForCausalLM.from_pretrained(small, dtype=torch.bfloat16)
     reference.load_state_dict(dict(read_dense(tmp_path / "out")), strict=False)
@@ -87,7 +86,7 @@ def test_from_pretrained_gives_the_logits_of_the_decoded_weights(small, tmp_path
 
 def test_the_same_run_writes_the_same_bytes(small, tmp_path):
     for out in ("a", "b"):
-        nearplane.quantize(small, tmp_path / out, bits=3, **FAST)
+        nearplane.quantize(small, tmp_path / out, bits=3, ignore=[r"\.1\."], **FAST)
     names = sorted(path.name for path in (tmp_path / "a").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "b").iterdir())
     for name in names:
@@ -97,7 +96,7 @@ def test_the_same_run_writes_the_same_bytes(small, tmp_path):
 
 def test_recorded_losses_are_those_of_the_files(small, tmp_path):
     """The first layers see the original inputs: their loss can be computed from the model and the text alone."""
-    record = nearplane.quantize(small, tmp_path / "out", bits=3, **FAST)
+    record = nearplane.quantize(small, tmp_path / "out", bits=3, ignore=[r"\.1\.", "mlp"], **FAST)
     from transformers import AutoTokenizer
 
     from nearplane.models.data import read_windows
@@ -116,7 +115,7 @@ def test_recorded_losses_are_those_of_the_files(small, tmp_path):
 
 @pytest.mark.parametrize(
     ("whole", "samples", "seqlen"),
-    [pytest.param(False, 16, 128, id="a part"), pytest.param(True, 64, 256, id="the whole", marks=pytest.mark.nightly)],
+    [pytest.param(False, 32, 128, id="a part"), pytest.param(True, 64, 256, id="the whole", marks=pytest.mark.nightly)],
 )
 def test_nearest_plane_keeps_more_of_the_network_than_rounding(small, tmp_path, whole, samples, seqlen):
     """Of the demo model, on held-out text: the reason to calibrate at all."""
@@ -148,8 +147,8 @@ def test_ignored_layers_stay_and_are_named_in_the_config(small, tmp_path):
     "words", [{"true_sequential": False}, {"scale": "minmax", "order": "pivoted"}, {"solver": "obq", "factor": "qr"}]
 )
 def test_every_way_of_solving_runs_end_to_end(small, tmp_path, words):
-    record = nearplane.quantize(small, tmp_path / "out", bits=3, **FAST, **words)
-    assert sum(layer.loss < layer.nearest_loss for layer in record.layers) >= 12
+    record = nearplane.quantize(small, tmp_path / "out", bits=3, ignore=[r"\.1\."], **FAST, **words)
+    assert sum(layer.loss < layer.nearest_loss for layer in record.layers) >= len(record.layers) - 1 == 6
 
 
 def refused(small, out, said, **words):
@@ -184,8 +183,9 @@ def test_a_folder_in_use_is_left_alone(small, tmp_path):
 
 
 def test_overwrite_replaces_a_checkpoint(small, tmp_path):
-    nearplane.quantize(small, tmp_path / "out", bits=4, **FAST)
-    nearplane.quantize(small, tmp_path / "out", bits=3, overwrite=True, **FAST)
+    words = {"solver": "round-to-nearest", "group_size": 64}
+    nearplane.quantize(small, tmp_path / "out", bits=4, **words)
+    nearplane.quantize(small, tmp_path / "out", bits=3, overwrite=True, **words)
     assert read_record(tmp_path / "out").recipe.scheme.bits == 3
 
 
@@ -224,17 +224,22 @@ def test_a_hessian_that_is_not_definite_names_layer_and_damping(small, tmp_path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sets a limit on file sizes as Linux has it")
-def test_a_full_disk_is_one_sentence_and_what_was_written_does_not_load(small, tmp_path):
-    def limit():
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
-
-    command = [sys.executable, "-m", "nearplane", "quantize", str(small), str(tmp_path / "out")]
-    words = ["--solver", "round-to-nearest", "--group-size", "64"]
-    result = subprocess.run([*command, *words], preexec_fn=limit, capture_output=True, text=True)
-    assert result.returncode == 1
-    assert "could not be written" in result.stderr
-    assert "Traceback" not in result.stderr
+def test_a_full_disk_is_one_sentence_and_what_was_written_does_not_load(small, tmp_path, monkeypatch, capsys):
+    words = ["quantize", small, tmp_path / "out", "--solver", "round-to-nearest", "--group-size", 64]
+    monkeypatch.setattr(sys, "argv", ["nearplane", *map(str, words)])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ours = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
+    try:
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ours)
+    assert stop.value.code == 1
+    said = capsys.readouterr().err
+    assert "could not be written" in said
+    assert "Traceback" not in said
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "out.unfinished" / "config.json").exists()
 

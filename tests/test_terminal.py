@@ -1,15 +1,18 @@
-"""The command line in a process of its own: what it says where there is no terminal, and when it is stopped."""
+"""The command line: what it says where there is a terminal and where there is none, and when it is stopped."""
 
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 
 import pytest
 
 import nearplane
 from families import config_of, random_model
+from nearplane import cli
 from nearplane.demo import CALIBRATION, MODEL
 from nearplane.record import read_record
 
@@ -38,7 +41,7 @@ def stop(model, out, number, *more):
         "--group-size",
         "16",
     ]
-    words += ["--samples", "24", "--seqlen", "60", *more]
+    words += ["--samples", "192", "--seqlen", "60", *more]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while not (out.with_name("out.unfinished") / "model-00001-of-00013.safetensors").exists():
         assert process.poll() is None, process.communicate()
@@ -77,22 +80,26 @@ def test_sigterm_leaves_the_checkpoint_that_was_to_be_replaced_and_the_next_run_
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_where_there_is_a_terminal_there_is_a_bar_and_no_lines(model, tmp_path):
+def test_where_there_is_a_terminal_there_is_a_bar_and_no_lines(model, tmp_path, monkeypatch):
     pty = pytest.importorskip("pty")
     parent, child = pty.openpty()
-    words = [sys.executable, "-m", "nearplane", "quantize", model, tmp_path / "out", "--solver", "round-to-nearest"]
-    process = subprocess.Popen([*words, "--group-size", "16"], stdout=subprocess.PIPE, stderr=child)
-    os.close(child)
-    shown = b""
-    while True:
-        try:
-            shown += (part := os.read(parent, 1 << 16))
-        except OSError:  # the other end is closed
-            break
-        if not part:
-            break
+    shown = []
+
+    def read():
+        with suppress(OSError):  # the other end is closed
+            while part := os.read(parent, 1 << 16):
+                shown.append(part)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    words = ["quantize", model, tmp_path / "out", "--solver", "round-to-nearest", "--group-size", "16"]
+    monkeypatch.setattr(sys, "argv", ["nearplane", *map(str, words)])
+    with os.fdopen(child, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+    reader.join()
     os.close(parent)
-    assert process.wait() == 0
-    process.stdout.close()
-    assert b"84/84" in shown
-    assert b"quantizing: " not in shown
+    assert not stop.value.code
+    assert b"84/84" in b"".join(shown)
+    assert b"quantizing: " not in b"".join(shown)

@@ -209,12 +209,17 @@ def test_the_worked_example_comes_out_to_the_digit() -> None:
     assert float(quadratic((w - w.round())[None], H)) == pytest.approx(2 * steps.loss, rel=DIGITS)
 
 
-def test_all_pictures_are_written_in_both_formats(tmp_path: Path) -> None:
-    """As named, none of them blank."""
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
+    """Return all pictures, in both formats."""
     pytest.importorskip("matplotlib")
+    return tuple(draw_geometry(tmp_path_factory.mktemp("pictures") / "new" / "folder"))
+
+
+def test_all_pictures_are_written_in_both_formats(files: tuple[Path, ...]) -> None:
+    """As named, none of them blank."""
     from matplotlib.image import imread
 
-    files = draw_geometry(tmp_path / "new" / "folder")
     assert [path.name for path in files] == [f"{name}.{format}" for name in PICTURES for format in ("svg", "png")]
     for path in files:
         if path.suffix == ".png":
@@ -223,10 +228,9 @@ def test_all_pictures_are_written_in_both_formats(tmp_path: Path) -> None:
             assert pixels[..., :3].var() > 1e-3, path.name
 
 
-def test_svgs_are_the_same_every_time_undated_and_point_nowhere_else(tmp_path: Path) -> None:
+def test_svgs_are_the_same_every_time_undated_and_point_nowhere_else(files: tuple[Path, ...], tmp_path: Path) -> None:
     """So that they can be committed and shown on any page."""
-    pytest.importorskip("matplotlib")
-    first = draw_geometry(tmp_path / "first", formats=("svg",))
+    first = [path for path in files if path.suffix == ".svg"]
     second = draw_geometry(tmp_path / "second", formats=("svg",))
     for path, again in zip(first, second, strict=True):
         text = path.read_text(encoding="utf-8")
