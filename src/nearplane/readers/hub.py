@@ -89,7 +89,7 @@ def load(
         raise RecipeError(f"dtype is {dtype!r}; expected auto, or one of torch: float32, float16, bfloat16.")
     folder = find_folder(str(source), trust_remote_code=trust_remote_code)
     method = (quantization_of(folder) or {}).get("quant_method")
-    known = method in FORMATS and method != METHOD
+    known = isinstance(method, str) and method in FORMATS and method != METHOD  # of a damaged config, a list
     dense = known and not (method in PACKAGES and all(map(find_spec, PACKAGES[method])))
     model = (dense_network if dense else network_of)(folder, dtype=dtype, trust_remote_code=trust_remote_code)
     if not packed and isinstance(getattr(model, "hf_quantizer", None), NearplaneQuantizer):
