@@ -18,7 +18,7 @@ from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
 from nearplane.lattice.moments import Extra, Moments
 from nearplane.lattice.root import append
 from nearplane.matrix import certificate
-from nearplane.matrix.certificate import measure, profile
+from nearplane.matrix.certificate import measure, profile, profiles
 from nearplane.matrix.inputs import Inputs, corrected
 from nearplane.matrix.on_grid import quantize_matrix
 from nearplane.matrix.to_rate import quantize_matrix_to_rate
@@ -383,3 +383,13 @@ def test_a_wide_profile_is_thinned_evenly_from_the_first_to_the_last() -> None:
     H = torch.diag(torch.arange(1.0, 101.0, dtype=torch.float64))
     found = profile("q_proj", Inputs(H), GridScheme(damp=0.0), "natural")
     assert found.lengths == tuple(float(1 + round(99 * i / 31)) for i in range(32))
+
+
+def test_profiles_keep_no_factor_but_that_of_the_sweep() -> None:
+    """A factor is as large as the Hessian: those of other orders would stay until the stage is solved."""
+    X = torch.randn(64, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    inputs, scheme = Inputs(X.T @ X / len(X)), GridScheme(bits=4)
+    found = list(profiles("a", inputs, scheme))
+    assert [each.order for each in found] == ["natural", "activation", "pivoted"]
+    assert len(inputs._factors) == 1
+    assert inputs.factor_of_the_sweep(scheme).d.double().sum() == found[1].trace

@@ -6,7 +6,7 @@ Needs the weights, the codes, and what calibration saw; not how the codes were f
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import torch
 from torch import Tensor
@@ -129,7 +129,7 @@ PROFILED: tuple[Order, ...] = ("natural", "activation", "pivoted")
 def profile(name: str, inputs: Inputs, scheme: Scheme, order: Order) -> Profile:
     """Return the Gram-Schmidt profile of a layer's inputs in an order, damped as in the sweep."""
     try:
-        d = inputs.factor_of_the_sweep(replace(scheme, order=order)).d.double()
+        d = inputs.lengths(order, scheme).double()
     except NumericalError as error:
         raise NumericalError(f"{name}, {order} order ({inputs.moments.tokens} tokens): {error}") from error
     picked = torch.linspace(0, len(d) - 1, min(32, len(d)), dtype=torch.float64).round().long()

@@ -76,6 +76,12 @@ class Inputs:
         """Factor H as the sweep of a scheme does."""
         return self.factor(scheme.order, scheme.damp_of_the_sweep(self.moments.C is not None))
 
+    def lengths(self, order: Order, scheme: Scheme) -> Tensor:
+        """Return (in,) squared lengths of the factor that the sweep would have in an order; only its own is kept."""
+        if order == scheme.order:
+            return self.factor_of_the_sweep(scheme).d
+        return self._factorized(order, scheme.damp_of_the_sweep(self.moments.C is not None), fitting=False).d
+
     def factor(self, order: Order, damp: float | Literal["auto"], *, fitting: bool = False) -> Factor:
         """Factor H in an order; with `fitting`, of the tokens that are not held out."""
         key = (order, damp, fitting)
