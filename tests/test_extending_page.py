@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -18,6 +19,7 @@ from nearplane.formats import FORMATS
 from nearplane.formats import Format as OneFormat
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solvers import SOLVERS
+from nearplane.record import _hints
 from nearplane.schemes import UNCALIBRATED, Format, GridScheme, RateScheme, Solver
 
 PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
@@ -45,8 +47,16 @@ def test_tables_and_names_are_the_same() -> None:
     assert set(FORMATS) == set(get_args(Format)) == {*GridScheme.FORMATS, *RateScheme.FORMATS}
 
 
+@pytest.fixture
+def forgetful() -> Iterator[None]:
+    """Records look up the names of formats once in a process; here they change."""
+    _hints.cache_clear()
+    yield
+    _hints.cache_clear()
+
+
 def test_the_format_of_the_page_goes_through_the_program(
-    page: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: dict[str, Any], tmp_path: Path, forgetful: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Registered as the page says, and nothing else: written, verified, evaluated, exported and loaded."""
     added = OneFormat(page["PackedFP4"](), page["SaysFP4"](), page["OneFile"])

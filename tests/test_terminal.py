@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 
 import pytest
 
@@ -42,7 +43,13 @@ def stop(model, out, number, *more):
         "16",
     ]
     words += ["--samples", "192", "--seqlen", "60", *more]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a shell starts its background jobs without
+    )
     while not (out.with_name("out.unfinished") / "model-00001-of-00013.safetensors").exists():
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
