@@ -8,6 +8,7 @@ ROUNDS ?= 3
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 SOURCES := $(shell find src -type f -not -name '*.pyc')
 
+test nightly: export OMP_NUM_THREADS ?= 1   # matrices of tests are tiny: a second thread costs more than it does
 export OMP_WAIT_POLICY ?= PASSIVE   # threads that wait do not spin: on a busy machine that is several times faster
 
 .PHONY: demo test nightly bench bench-check bench-peers fingerprint clean

@@ -42,7 +42,7 @@ def stop(model, out, number, *more):
         "--group-size",
         "16",
     ]
-    words += ["--samples", "192", "--seqlen", "60", *more]
+    words += ["--samples", "24", "--seqlen", "60", *more]
     process = subprocess.Popen(
         words,
         stdout=subprocess.PIPE,
