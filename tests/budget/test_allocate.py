@@ -308,7 +308,9 @@ FAST = {"calibration": str(CALIBRATION), "samples": 16, "seqlen": 64, "group_siz
     ),  # of 4.5 bits: to go from 4 to 8 in the smallest set of layers takes 1/3 bit of the mean
     [
         ({"bits": 3.5, "format": "compressed-tensors"}, {2, 3, 4, 5, 6, 7, 8}, 0.1),
-        ({"bits": 2.5, "format": "gptq_v2", "symmetric": False}, {2, 3, 4, 8}, 0.1),
+        pytest.param(
+            {"bits": 2.5, "format": "gptq_v2", "symmetric": False}, {2, 3, 4, 8}, 0.1, marks=pytest.mark.nightly
+        ),
         ({"bits": 4.5, "format": "gptq", "solver": "round-to-nearest"}, {3, 4, 8}, 1 / 3),
     ],
 )

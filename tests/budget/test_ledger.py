@@ -40,7 +40,7 @@ def tiny(tmp_path_factory):
         pytest.param("350KB", {}, marks=pytest.mark.nightly),
         ("340000", {"allocate": "slope", "solver": "k-best"}),
         ("345KB", {"method": "hptq", "coder": "huffman"}),
-        ("360KB", {"solver": "round-to-nearest"}),
+        pytest.param("360KB", {"solver": "round-to-nearest"}, marks=pytest.mark.nightly),
         ("230KB", {"include_embeddings": True}),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value.values())),

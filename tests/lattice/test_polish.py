@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -294,6 +294,7 @@ def test_fitting_steps_on_the_way_never_raises_the_loss(
         before = after
 
 
+@settings(max_examples=settings().max_examples // 2)
 @given(problems(("row", "grouped", "permuted", "asymmetric"), full_rank=True, dead=0))
 def test_steps_that_stay_are_those_of_lstsq(p: Problem) -> None:
     """Where passes change nothing any more, codes included, every step is the least-squares one given the codes."""
