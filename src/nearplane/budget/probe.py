@@ -28,9 +28,8 @@ from nearplane.progress import logged
 from nearplane.schemes import GridScheme, Scheme
 
 SEQLEN = 512  # most tokens of a window: the more windows, the more even the sample
-FORWARDS = 4.3  # of every block on all calibration tokens, which the quantization itself takes
 HELD = 1 << 26  # logits that are held at a time
-SHARE = 0.25  # of the time of the forwards of the quantization itself that a probe takes
+FORWARDS = 1.075  # of every block on all tokens, which a probe takes: half of the two of the quantization itself
 MEMORY = 4 << 30  # bytes that travelling hidden states may take
 
 Perturb = Callable[[Tensor, Inputs], Iterator[tuple[float, Tensor]]]
@@ -133,7 +132,7 @@ def probe(
     One block is in memory at a time. Moments come from the original network, on a quarter of the tokens (more if that
     were fewer than four for every input of a layer). Each layer of a block is perturbed at each rate, and the hidden states
     that come out travel on through the blocks behind it, beside those of all others, up to the logits. As they are many, they
-    do so on fewer tokens: so many that this takes `SHARE` of the forwards that the quantization takes, at least
+    do so on fewer tokens: so many that this takes `FORWARDS` forwards of every block on all tokens, at least
     1024, and no more than fit in `MEMORY` bytes as bfloat16 differences from the original's.
 
     Args:
@@ -189,7 +188,7 @@ def _plan(model: Model, tokens: Tensor, points: int) -> tuple[Tensor, int]:
     seqlen = min(SEQLEN, tokens.shape[1])
     windows = tokens[:, : tokens.shape[1] // seqlen * seqlen].reshape(-1, seqlen)
     hidden = model.network.get_input_embeddings().weight.shape[1]
-    affordable = SHARE * FORWARDS * windows.numel() * 2 / (layers * points * (blocks + 1))
+    affordable = FORWARDS * windows.numel() * 2 / (layers * points * (blocks + 1))
     fitting = MEMORY / (2 * hidden * layers * points * blocks)
     travelling = max(1, int(min(max(affordable, 1024), fitting, 16384)) // seqlen)
     widest = max(layer.shape[1] for block in model.blocks for layer in block.layers)

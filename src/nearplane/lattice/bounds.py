@@ -160,7 +160,7 @@ def losses_beside(
 
     Args:
         W, target, matrix, values: as for `certify`.
-        moments: (in, in) each: H, K and Q of `models.statistics.Extra`. Without K and Q `x` is `x_hat`.
+        moments: (in, in) each: H, K and Q of `moments.Extra`. Without K and Q `x` is `x_hat`.
 
     Returns:
         The loss, / (out * in); the same over `E|W x|^2`; and the loss of rounding `target` to nearest on the grid.

@@ -1,6 +1,6 @@
 """The lattice problem of one layer: factors of its inputs' Hessian, made once and shared, and the corrected target.
 
-What `matrix.py` and `rate.py` solve and `certificate.py` measures; it rounds nothing.
+What `on_grid.py` and `to_rate.py` solve and `certificate.py` measures; it rounds nothing.
 """
 
 from __future__ import annotations
