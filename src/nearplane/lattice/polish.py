@@ -86,7 +86,7 @@ def refine(
         matrix, gained = _descend(W, found.matrix, H, sweeps=rounds, storage=storage)
         found = solve(matrix.grid)
         chosen = (before + gained <= _losses(W, found, H))[:, None]
-        found = replace(found, matrix=merge(chosen, matrix, found.matrix))
+        found = replace(found, matrix=merge(chosen, matrix, found.matrix), losses=None)  # those of the solve
     return replace(found, matrix=polish(W, found.matrix, H, sweeps=sweeps), losses=None) if sweeps else found
 
 
