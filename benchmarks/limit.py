@@ -57,7 +57,7 @@ def excess_of_shrunken(W: Tensor, H: Tensor, rate: float) -> tuple[float, float]
         mu = 4.0**log_step / 12 / float(W.square().mean())
         scheme = replace(plain, damp=mu / float(H.diagonal().mean()))
         aim = shrunken(W, inputs.factor_of_the_sweep(scheme), mu)
-        trial, _ = secant(Search.of(aim, inputs, scheme, flat).attempt, log_step, rate, out)
+        trial, _ = secant(Search.of(aim, inputs, scheme, flat).attempt, log_step, rate)
         log_step = trial.log_step
     T, V = W.double(), trial.matrix.decode().double()
     V *= float((V @ H * T).sum() / (V @ H * V).sum())  # the scale of least loss, which costs nothing

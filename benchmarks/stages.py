@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 taskset -c 1 python benchmarks/stages.py [SRC ...]
 
-Quantizes a random Llama of two blocks (hidden 1024, intermediate 3072) to 4 bits, groups of 128, on 32 windows of 512 random
+Quantizes a random Llama of two blocks (hidden 1024, intermediate 3072) to 4 bits, groups of 128, on windows of 512 random
 tokens, in a process of its own for every SRC, the `src` folder of some commit (default: that of the checkout), one after
 another. The unit is one float32 product (out, in) x (in, in) for every layer, timed in the same process. Stages contain one
 another: what `measure` takes is part of `layers`.
@@ -14,12 +14,14 @@ import argparse
 import cProfile
 import os
 import pstats
+import resource
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+LETTERS = 512  # of the alphabet
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = 2 * [(1024, 1024), (512, 1024), (512, 1024), (1024, 1024), (3072, 1024), (3072, 1024), (1024, 3072)]
 STAGES = {  # name: (file, functions), whichever of them a commit has
@@ -37,50 +39,73 @@ STAGES = {  # name: (file, functions), whichever of them a commit has
 }
 
 
-def build(folder: str) -> None:
-    """Write the random model."""
+def build(folder: str, text: str) -> None:
+    """Write the random model, whose tokens are letters, and a text of random ones."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=1024, intermediate_size=3072, num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=8,
-        vocab_size=512, max_position_embeddings=1024, head_dim=64, tie_word_embeddings=True,
+        vocab_size=LETTERS, max_position_embeddings=1024, head_dim=64, tie_word_embeddings=True,
     )  # fmt: skip
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    save_tokenizer(folder)
+    write_text(Path(text), 40 * 512)
+
+
+def save_tokenizer(folder: str) -> None:
+    """Write a tokenizer whose tokens are letters of an alphabet of `LETTERS`."""
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import Fuse
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(BPE({chr(0x4E00 + index): index for index in range(LETTERS)}, []))
+    tokenizer.decoder = Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+def write_text(file: Path, tokens: int) -> None:
+    """Write a text of so many random letters."""
+    import torch
+
+    chosen = torch.randint(0, LETTERS, (tokens,), generator=torch.Generator().manual_seed(0)).tolist()
+    file.write_text("".join(chr(0x4E00 + index) for index in chosen), encoding="utf-8")
 
 
 def unit() -> float:
-    """Return the CPU seconds of one product for every layer, the best of five."""
+    """Return the CPU seconds of one product for every layer: the best of five by the better of two libraries."""
     import torch
 
     found: dict[tuple[int, int], float] = {}
     for out, columns in set(SHAPES):
         W, H, times = torch.randn(out, columns), torch.randn(columns, columns), []
-        for _ in range(6):
+        for precision in 6 * ("ieee", "bf16"):  # by MKL, and by oneDNN: see src/nearplane/products.py
+            torch.backends.mkldnn.matmul.fp32_precision = precision
             began = time.process_time()
             W @ H
             times.append(time.process_time() - began)
         found[out, columns] = min(times)
+    torch.backends.mkldnn.matmul.fp32_precision = "ieee"
     return sum(found[shape] for shape in SHAPES)
 
 
-def measure(model: str, out: str) -> None:
+def measure(model: str, text: str, out: str, windows: str) -> None:
     """Quantize in this process, and print a line for every stage."""
-    import torch
-
     import nearplane
 
     nearplane.quantize  # noqa: B018  # imports
-    tokens = torch.randint(0, 512, (32, 512), generator=torch.Generator().manual_seed(0))
-    nearplane.quantize(model, f"{out}-first", bits=4, group_size=128, calibration=tokens[:8])  # compiles
+    asked = {"bits": 4, "group_size": 128, "seqlen": 512, "calibration": text}
+    nearplane.quantize(model, f"{out}-first", **asked, samples=7)  # compiles
     product, profile = unit(), cProfile.Profile(time.process_time)
     profile.enable()
-    record = nearplane.quantize(model, out, bits=4, group_size=128, calibration=tokens)
+    nearplane.quantize(model, out, **asked, samples=int(windows))
     profile.disable()
+    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     stats = pstats.Stats(profile)
     whole = float(stats.total_tt)  # type: ignore[attr-defined]
-    print(f"one product a layer: {product:.3f} s; whole run {whole:.1f} s, peak {record.peak_memory / 1e9:.2f} GB")
+    print(f"one product a layer: {product:.3f} s; whole run {whole:.1f} s, peak {peak / 1e9:.2f} GB")
     for name, (file, functions) in STAGES.items():
         times = [
             value[3]
@@ -95,12 +120,14 @@ def main() -> None:
     """Measure every tree in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trees", nargs="*", default=[str(ROOT / "src")], metavar="SRC")
+    parser.add_argument("--windows", type=int, default=32)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        build(f"{place}/model")
+        model, text = f"{place}/model", f"{place}/text.txt"
+        build(model, text)
         for index, tree in enumerate(arguments.trees):
             print(tree, flush=True)
-            command = [sys.executable, __file__, "--one", f"{place}/model", f"{place}/out-{index}"]
+            command = [sys.executable, __file__, "--one", model, text, f"{place}/out-{index}", str(arguments.windows)]
             subprocess.run(command, env=os.environ | {"PYTHONPATH": tree}, check=True)
 
 

@@ -13,7 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import nearplane
 from checkpoints import save_part_of_the_demo, tiny_llama
 from nearplane import Calibration, RecipeError, cli
-from nearplane.compare import ORIGINAL, WAYS, Row, check_plot, draw, fixed_grid, recipe_for
+from nearplane.compare import ORIGINAL, WAYS, Row, fixed_grid, recipe_for
+from nearplane.compare_figure import check_plot, draw
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.formats.stored import read_matrices
 from nearplane.models.model import open_model

@@ -27,12 +27,25 @@ def test_the_group_is_the_largest_power_of_two_that_divides_all_inputs(inputs, m
     assert found == next(group for group in dividing if group <= most)
 
 
-def test_inputs_that_no_group_divides_get_the_smallest_which_is_refused_where_it_is_used():
+def test_inputs_that_no_group_divides_get_one_step_a_row_and_a_group_that_is_asked_for_is_refused():
     assert fitting_group([64, 40]) == 16
+    assert GridScheme().grouped([64, 40]).group_size is None
+    assert nearplane.quantize_matrix(torch.eye(40), torch.eye(40), GridScheme())[1].group_size is None
     with pytest.raises(
         RecipeError, match=r"matrix: 40 inputs are not a multiple of --group-size 16\. .*none for one step"
     ):
-        nearplane.quantize_matrix(torch.eye(40), torch.eye(40), GridScheme())
+        nearplane.quantize_matrix(torch.eye(40), torch.eye(40), GridScheme(group_size=16))
+
+
+def test_one_step_a_row_by_default_is_said(tmp_path):
+    config = config_of("llama", vocab_size=2048, num_hidden_layers=1, hidden_size=96, intermediate_size=44, head_dim=24)
+    random_model(config).float().save_pretrained(tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(MODEL / name, tmp_path / "model" / name)
+    record = nearplane.quantize(tmp_path / "model", tmp_path / "out", **FAST)
+    assert {layer.group_size for layer in record.layers} == {None}
+    said = "one step a row: no group of 16 or more divides the 44 inputs of model.layers.0.mlp.down_proj"
+    assert any(line.startswith(said) for line in summary(record, Path("out")))
 
 
 @pytest.fixture(scope="module")

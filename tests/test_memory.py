@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from nearplane.memory import free_memory
+from nearplane.memory import _c_library, free_memory, release
 
 MEMINFO = "MemTotal:       24000000 kB\nMemFree:         1000000 kB\nMemAvailable:   20000000 kB\n"
 
@@ -52,3 +53,21 @@ def test_this_machine_tells() -> None:
     free = free_memory()
     assert free is not None
     assert free > 1 << 20
+
+
+@pytest.mark.skipif(
+    not (Path("/proc/self/statm").exists() and hasattr(_c_library(), "malloc_trim")),
+    reason="the system does not say what a process holds, or keeps nothing",
+)
+def test_what_was_freed_in_pieces_is_given_back() -> None:
+    """Of blocks too small for pages of their own every second is freed: nothing of it is at the end of the heap."""
+    blocks = [bytearray(b"x" * 100_000) for _ in range(2000)]
+    del blocks[::2]
+    before = resident()
+    release()
+    assert resident() < before - 50_000_000
+
+
+def resident() -> int:
+    """Return the bytes of memory that this process holds."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -118,8 +118,9 @@ def test_the_choice_stands_in_the_record_and_verify_computes_the_same_by_it(oned
 def test_where_the_machine_rounds_a_record_is_measured_again_by_the_default_and_it_is_said(monkeypatch, caplog):
     before = switch()
     monkeypatch.setattr(products, "ERROR", 0.0)  # as if every product of oneDNN were rounded
-    with caplog.at_level(logging.WARNING), repeated(choice(measured(1.0, 0.0)), CPU):
+    with caplog.at_level(logging.WARNING), repeated(choice(measured(1.0, 0.0)), CPU) as used:
         assert switch() == before
+        assert used is None
     assert "--tolerance" in caplog.text
 
 

@@ -48,7 +48,7 @@ def test_the_readme_is_short():
 def test_every_command_in_the_readme_exists():
     """And every flag that it shows."""
     text = (ROOT / "README.md").read_text()
-    commands = "quantize|evaluate|compare|export|inspect|verify|report|geometry|demo"
+    commands = "quantize|evaluate|compare|export|inspect|verify|report|geometry|tune|demo"
     help_of = {}
     for command in ("", *commands.split("|")):
         words = [sys.executable, "-m", "nearplane", *command.split(), "--help"]

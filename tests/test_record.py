@@ -116,6 +116,7 @@ WRONG = {  # JSON that is not what an annotation says
     "tuple[float, ...]": [None, 0.5, ["a"], [None], [float("nan")], [[0.5]], {}],
     "Products | None": [3, [], "mkl", {}, {"library": "mkl"}, {"library": 1, "seconds": {}, "errors": {}},
                         {"seconds": {"onednn": "fast"}, "errors": {}}],
+    "Tuning | None": [3, [], "network", {}, {"mode": "block"}, {"curve": []}],
     "dict[str, str]": [None, [], {"a": 1}, {"a": None}, "a"],
     "tuple[tuple[str, str], ...]": [None, {}, ["ab"], [["a"]], [["a", "b", "c"]], [["a", 1]]],
     "tuple[LayerRecord, ...]": [None, {}, [None], [[]], [{}], ["a"]],

@@ -15,7 +15,9 @@ import nearplane
 from families import config_of, random_model
 from nearplane import cli
 from nearplane.demo import CALIBRATION, MODEL
+from nearplane.printed import table
 from nearplane.record import read_record
+from nearplane.terminal import Terminated, attended
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +89,25 @@ def test_sigterm_leaves_the_checkpoint_that_was_to_be_replaced_and_the_next_run_
     assert os.listdir(tmp_path) == ["out"]
 
 
+@pytest.mark.parametrize(("number", "kind"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
+def test_a_stop_stays_one_where_a_library_puts_an_error_of_its_own_in_its_place(number, kind):
+    def library():
+        try:
+            signal.raise_signal(number)
+        except KeyboardInterrupt:
+            error = ValueError("could not determine the shape of object type 'torch.storage.UntypedStorage'")
+            error.add_note("What is done lies in out.unfinished.")
+            raise error from None
+
+    with pytest.raises(KeyboardInterrupt) as stopped, attended():
+        library()
+    assert stopped.type is kind
+    assert stopped.value.__notes__ == ["What is done lies in out.unfinished."]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with pytest.raises(ValueError, match="else"), attended():
+        raise ValueError("else")
+
+
 def test_where_there_is_a_terminal_there_is_a_bar_and_no_lines(model, tmp_path, monkeypatch):
     pty = pytest.importorskip("pty")
     parent, child = pty.openpty()
@@ -110,3 +131,16 @@ def test_where_there_is_a_terminal_there_is_a_bar_and_no_lines(model, tmp_path, 
     assert not stop.value.code
     assert b"84/84" in b"".join(shown)
     assert b"quantizing: " not in b"".join(shown)
+
+
+def test_a_table_too_wide_for_the_terminal_leaves_out_columns_not_digits(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "50")
+    table(("layer", "loss", "other"), [("model.layers.0.self_attn.q_proj", "9.07e-04", "1.25")])
+    said = capsys.readouterr().out
+    assert "9.07e-04" in said
+    assert "1.25" not in said
+    assert "no room here for: other" in said
+    monkeypatch.setenv("COLUMNS", "30")
+    table(("layer", "loss", "other"), [("model.layers.0.self_attn.q_proj", "9.07e-04", "1.25")])
+    assert "no room here for: loss, other" in capsys.readouterr().out

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from nearplane.quantize import quantize
     from nearplane.readers.hub import load, register
     from nearplane.report import write_report
+    from nearplane.tune import tune
     from nearplane.verify import verify
 
 __version__ = "0.1.0"
@@ -50,6 +51,7 @@ __all__ = [
     "quantize_matrix",
     "quantize_matrix_to_rate",
     "register",
+    "tune",
     "verify",
     "write_report",
 ]
@@ -64,6 +66,7 @@ HOMES = {
     "quantize_matrix": "nearplane.matrix.on_grid",
     "quantize_matrix_to_rate": "nearplane.matrix.to_rate",
     "register": "nearplane.readers.hub",
+    "tune": "nearplane.tune",
     "verify": "nearplane.verify",
     "write_report": "nearplane.report",
 }

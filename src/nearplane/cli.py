@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 from cyclopts import App, Parameter
 
 from nearplane import __version__
-from nearplane.errors import NearplaneError, printable
+from nearplane.errors import NearplaneError
+from nearplane.finished import COMMANDS, Switch
 from nearplane.flags import (
     EVERYDAY,
     LAYERS,
     RUNNING,
+    SOLVING,
     CalibrationFlags,
     GridFlags,
     RateFlags,
@@ -25,11 +25,13 @@ from nearplane.flags import (
     refuse_mixed,
     scheme_from,
 )
+from nearplane.printed import as_json, quiet, say, table
 from nearplane.recipe import Calibration, Recipe, Way
 from nearplane.removed import refuse_removed_words
 from nearplane.schemes import Allocation, Device, Format
 from nearplane.sizes import size_text
 from nearplane.terminal import attended, bar, say_stopped
+from nearplane.tuned import Tune
 
 app = App(
     name="nearplane",
@@ -39,8 +41,6 @@ app = App(
     suppress_keyboard_interrupt=False,  # main() says what a command that is stopped leaves on disk
 )
 Flat = Parameter(name="*")
-Dense = Literal["bfloat16", "float16", "float32"]
-Switch = Annotated[bool, Parameter(negative="")]
 Several = Parameter(consume_multiple=True, negative="")
 app.register_install_completion_command(help="Let the shell complete commands and options with Tab.")
 
@@ -57,6 +57,7 @@ def quantize(
     layer: Annotated[tuple[str, ...], Parameter(group=LAYERS, negative="")] = (),
     ignore: Annotated[tuple[str, ...], Parameter(group=LAYERS, consume_multiple=True, negative="")] = (),
     max_loss: Annotated[float | None, Parameter(group=LAYERS)] = None,
+    tune: Annotated[Tune, Parameter(group=SOLVING)] = "none",
     device: Annotated[Device, Parameter(group=RUNNING)] = "auto",
     overwrite: Annotated[bool, Parameter(group=RUNNING, negative="")] = False,
     trust_remote_code: Annotated[bool, Parameter(group=RUNNING, negative="")] = False,
@@ -76,6 +77,8 @@ def quantize(
             --size or a fraction of bits, else uniform.
         max_loss: Relative loss that no layer may exceed. Entropy-coded layers get more bits; layers that exceed it all the same,
             or on fixed grids, are named and the command ends with code 2.
+        tune: Train steps, norms and, at 2 and 3 bits, codes on the divergence of the network's predictions from the original's,
+            once all is solved (network); takes about ten times as long. See nearplane tune.
         ignore: Regular expressions, one or several; layers whose full name one of them is found in stay as they are.
         device: Where to compute; auto is the GPU where there is one.
         overwrite: Replace what is in OUT, once the new checkpoint is whole; until then both need room on disk.
@@ -84,7 +87,7 @@ def quantize(
     """
     from nearplane import quantize as run
 
-    _quiet()
+    quiet()
     recipe = Recipe(
         scheme=scheme_from(scheme),
         layers=layer_schemes(layer, scheme),
@@ -93,6 +96,7 @@ def quantize(
         ignore=ignore,
         calibration=Calibration(**({} if tokens is None else asdict(tokens))),
         max_loss=max_loss,
+        tune=tune,
     )
     record = run(
         model, out, recipe, device=device, overwrite=overwrite, trust_remote_code=trust_remote_code, progress=bar
@@ -102,7 +106,7 @@ def quantize(
     if json:
         print(record.to_json())
     else:
-        _say(summary(record, out))
+        say(summary(record, out))
     if record.exceeding:
         sys.exit(2)
 
@@ -136,7 +140,7 @@ def evaluate(
     """
     from nearplane import evaluate as run
 
-    _quiet()
+    quiet()
     result = run(
         model,
         text,
@@ -148,7 +152,7 @@ def evaluate(
         progress=bar,
     )
     if json:
-        print(_json(asdict(result)))
+        print(as_json(asdict(result)))
         return
     print(
         f"perplexity {result.perplexity:.4f} ({result.tokens:,} tokens scored in {result.windows} windows of {result.seqlen})"
@@ -195,10 +199,11 @@ def compare(
         trust_remote_code: Run model code that comes with the checkpoints.
         json: Print JSON.
     """
-    from nearplane.compare import WAYS, check_plot, draw
+    from nearplane.compare import WAYS
     from nearplane.compare import compare as run
+    from nearplane.compare_figure import check_plot, draw
 
-    _quiet()
+    quiet()
     if plot is not None:
         check_plot(plot)
     rows = []
@@ -230,7 +235,7 @@ def compare(
                 "time",
                 "note",
             )
-            _table(
+            table(
                 columns,
                 (
                     (
@@ -248,95 +253,9 @@ def compare(
                 ),
             )
     if json:
-        print(_json([asdict(row) for row in rows]))
+        print(as_json([asdict(row) for row in rows]))
     if plot is not None:
         draw(rows, plot)
-
-
-@app.command
-def inspect(out: Path, *, json: Switch = False) -> None:
-    """Show layers, grids, losses and sizes of a checkpoint that nearplane wrote, as its record says; weights are not read.
-
-    Args:
-        out: Its folder.
-        json: Print the record as JSON.
-    """
-    from nearplane.record import read_record
-    from nearplane.summary import layer_table
-
-    record = read_record(out)
-    if json:
-        print(record.to_json())
-        return
-    before, columns, rows, after = layer_table(record)
-    _say(before)
-    _table(columns, rows)
-    _say(after)
-
-
-@app.command
-def verify(
-    out: Path,
-    *,
-    against: str | None = None,
-    calibration: Path | None = None,
-    tolerance: float = 1e-6,
-    device: Device = "auto",
-    trust_remote_code: Switch = False,
-    json: Switch = False,
-) -> None:
-    """Check a checkpoint against its record: hashes, sizes, ranges; with the original and the text every loss is measured again.
-
-    Prints one line for each layer or file that does not hold, and then ends with code 1.
-
-    Args:
-        out: Folder of a checkpoint that nearplane wrote.
-        against: The original: a local folder, or a hub id.
-        calibration: The text that it was calibrated on. Default: where the recipe says.
-        tolerance: Relative, of figures measured again; the machine that wrote them repeats them exactly.
-        device: Where to compute; auto is the GPU where there is one.
-        trust_remote_code: Run model code that comes with the original.
-        json: Print JSON.
-    """
-    from nearplane.verify import verify as run
-
-    if against is not None:
-        _quiet()
-    found = run(
-        out,
-        against=against,
-        calibration=calibration,
-        tolerance=tolerance,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        progress=bar,
-    )
-    if json:
-        print(
-            _json(
-                {"faults": [asdict(fault) for fault in found.faults], "asked": found.asked, "measured": found.measured}
-            )
-        )
-    else:
-        for fault in found.faults:
-            print(f"{fault.where}: {fault.what}")
-        print(found.summary())
-    if found.faults:
-        sys.exit(1)
-
-
-@app.command
-def report(out: Path, page: Path | None = None, /, *, overwrite: Switch = False) -> None:
-    """Write an HTML page of figures and tables from the record of a checkpoint; it needs no network and opens from disk.
-
-    Args:
-        out: Folder of a checkpoint that nearplane wrote.
-        page: File to write. Default: beside the folder, named after it; a report that is there is replaced.
-        overwrite: Replace a file that is there, whatever it is.
-    """
-    from nearplane.report import write_report
-
-    print(write_report(out, page, overwrite=overwrite))
 
 
 @app.command
@@ -353,31 +272,6 @@ def geometry(out: Path) -> None:
 
 
 @app.command
-def export(
-    out: Path,
-    folder: Path,
-    *,
-    format: Literal["safetensors"] = "safetensors",
-    dtype: Dense = "bfloat16",
-    trust_remote_code: Switch = False,
-) -> None:
-    """Write the checkpoint in OUT with every weight decoded into FOLDER, for any program that reads safetensors.
-
-    Args:
-        out: Folder of a checkpoint that nearplane wrote.
-        folder: New or empty folder.
-        format: Of the files.
-        dtype: Of the weights.
-        trust_remote_code: Run model code that comes with the checkpoint, and copy it.
-    """
-    from nearplane import export as run
-
-    _quiet()
-    size = run(out, folder, format=format, dtype=dtype, trust_remote_code=trust_remote_code)
-    print(f"weights decoded to {dtype}, {size_text(size)}: {folder}")
-
-
-@app.command
 def demo(out: Path = Path("demo-out"), *, json: Switch = False) -> None:
     """Quantize the small model that ships with nearplane to 4, 3 and 2 bits, on grids and entropy-coded, and measure what is left.
 
@@ -387,13 +281,13 @@ def demo(out: Path = Path("demo-out"), *, json: Switch = False) -> None:
     """
     from nearplane.demo import run
 
-    _quiet()
+    quiet()
     rows = list(run(out, bar))
     if json:
-        print(_json([asdict(row) for row in rows]))
+        print(as_json([asdict(row) for row in rows]))
         return
     columns = ("grid", "solver", "bits/weight", "weight files", "perplexity", "excess nats", "KL to original", "time")
-    _table(
+    table(
         columns,
         (
             (
@@ -417,41 +311,15 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _say(lines: Iterable[str]) -> None:
-    """Print lines in which the names that files hold cannot steer the terminal."""
-    for line in lines:
-        print(printable(line))
-
-
-def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(*columns, box=box.SIMPLE)
-    for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))  # text: what names hold is no markup
-    console = Console(width=None if sys.stdout.isatty() else 190)
-    console.print(table)
-
-
-def _quiet() -> None:
-    """Keep transformers' own progress bars from between ours."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-
-
-def _json(data: Any) -> str:
-    return json.dumps(data, indent=1, default=str)  # paths
+for _command in COMMANDS:
+    app.command(_command)
 
 
 def main() -> None:
     """Run the command line; an error that nearplane raises on purpose, or a signal, is one sentence, never a traceback."""
-    os.environ.setdefault(
-        "OMP_WAIT_POLICY", "PASSIVE"
-    )  # before torch: threads that spin while they wait crawl on a busy machine
+    # before torch: threads that spin while they wait crawl on a busy machine; oneDNN keeps memory for every shape it has multiplied
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     try:
         with attended():
             refuse_removed_words(sys.argv[1:])

@@ -24,6 +24,7 @@ from nearplane.models.data import check_vocabulary, read_windows
 from nearplane.models.given import Given, called, check_model, refuse_tokenizer
 from nearplane.models.model import device_of, positions_of
 from nearplane.pretrained import find_folder, in_a_sentence, tokenizer_of
+from nearplane.products import fastest
 from nearplane.progress import logged
 from nearplane.readers.network import dense_network
 from nearplane.schemes import Device
@@ -99,7 +100,12 @@ def evaluate(
     check_vocabulary(windows, network.get_input_embeddings().weight.shape[0])
     batches = windows.split(max(1, BATCH_TOKENS // seqlen))
     nll, unquantized, apart = 0.0, 0.0, Divergence()
-    with _at_rest(network, original), in_a_sentence(f"{called(model)} does not run on its windows of {seqlen} tokens"):
+    shapes = [(part.out_features, part.in_features) for part in network.modules() if isinstance(part, torch.nn.Linear)]
+    with (
+        fastest(shapes, windows.numel(), network.device),
+        _at_rest(network, original),
+        in_a_sentence(f"{called(model)} does not run on its windows of {seqlen} tokens"),
+    ):
         for batch in progress(logged(batches, "evaluating", len(batches)), "evaluating", len(batches)):
             predicted = log_probabilities(network, batch.to(network.device))
             wanted = batch[:, 1:, None].to(predicted.device)

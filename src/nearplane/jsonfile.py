@@ -53,3 +53,10 @@ def _kind(value: Any) -> str:
     if value is None:
         return "null"
     return {list: "a list", str: "text", bool: "true or false"}.get(type(value), "a number")
+
+
+def unordered(value: Any) -> Any:
+    """Return JSON with its lists sorted."""
+    if isinstance(value, dict):
+        return {key: unordered(part) for key, part in value.items()}
+    return sorted((unordered(part) for part in value), key=str) if isinstance(value, list) else value

@@ -6,15 +6,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from nearplane.errors import CalibrationError
-from nearplane.lattice.moments import ExtraSums, Moments, MomentSums
+from nearplane.lattice.moments import ExtraRows, Moments, MomentSums
 from nearplane.matrix.inputs import Inputs
 from nearplane.models.activations import Stream
 from nearplane.models.calibrate import Rows, seen, unreached
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block
 from nearplane.parallel import sum_, world
+from nearplane.tokens import EXTRA_TOKENS
 
 HELD_OUT = 0.2  # of the windows
 
@@ -25,7 +27,7 @@ class Observed:
 
     Args:
         layers: in module order.
-        moments: by layer name; H and C are the same tensors for all, S is each layer's own.
+        moments: by layer name; H and C are the same tensors for all, `lost` is each layer's own.
         repeated: (block, reason) if not every forward of the block is run once, see `models/staged.py`.
     """
 
@@ -45,6 +47,7 @@ def observe(
     root: bool = False,
     residual: bool = True,
     last: bool = False,
+    extra_rows: int | None = EXTRA_TOKENS,
 ) -> list[Observed]:
     """Sum the second moments of the inputs of some groups of layers, as the block is now.
 
@@ -54,16 +57,16 @@ def observe(
         block: in memory, with its original if `correct`.
         groups: from `stages`; often one of them.
         stream: standing before the block.
-        correct: whether to compare with the original network: C, S and held-out moments.
-        held_out, root: see `summed`.
-        residual: whether to form S for layers whose output is added to a residual stream.
+        correct: whether to compare with the original network: C, `lost` and held-out moments.
+        held_out, root, extra_rows: see `summed`.
+        residual: whether what layers' outputs are added to counts as well.
         last: no other groups of this block follow: the original stream moves on to the next block in the same pass.
 
     Raises:
         CalibrationError: as `summed`, or a layer sees different tokens in the two networks.
     """
     looked = seen(block, groups, stream, correct=correct, residual=residual, last=last)
-    return summed(groups, looked, stream, correct=correct, held_out=held_out, root=root)
+    return summed(groups, looked, stream, correct=correct, held_out=held_out, root=root, extra_rows=extra_rows)
 
 
 @torch.no_grad()
@@ -75,14 +78,15 @@ def summed(
     correct: bool,
     held_out: float = HELD_OUT,
     root: bool = False,
+    extra_rows: int | None = EXTRA_TOKENS,
 ) -> list[Observed]:
     """Sum the second moments of the inputs of some groups of layers over all batches.
 
-        H = X_hat^T X_hat / tokens        C = X^T X_hat / tokens        S = (r - r_hat)^T X_hat / tokens
+        H = X_hat^T X_hat / tokens        C = X^T X_hat / tokens        lost = (X W^T + r - X_hat W^T - r_hat)^T X_hat / tokens
 
-    Products are taken in float32 (float64 if the activations are) batch by batch and summed in float64. A root of H is
-    not made from them: it is the R of a QR decomposition of X_hat in float64, to which rows are added as they come. Extra windows
-    enter none of this; their moments are given apart, see `Extra`.
+    `lost` takes the place of C where that is less work, see `_direct`. Products are taken in float32 (float64 if the activations
+    are) batch by batch and summed in float64. A root of H is not made from them: it is the R of a QR decomposition of X_hat in
+    float64, to which rows are added as they come. Extra windows enter none of this; some of their rows are given apart: `Extra`.
 
     Args:
         groups: of layers that share an input.
@@ -91,48 +95,69 @@ def summed(
         correct: whether rows of the original network are among them.
         held_out: fraction of the windows, the last ones, whose moments are also given apart; at least one window.
         root: whether to decompose the quantized network's inputs besides: about four times what summing H takes.
+        extra_rows: of the extra windows that are kept at most, evenly spread; None: all.
 
     Raises:
-        CalibrationError: an input is not finite, or roots are asked for on several ranks.
+        CalibrationError: an input is not finite, or roots or extra windows are asked for on several ranks.
     """
     if root and world() > 1:
         raise CalibrationError(f"--factor qr runs on one rank, and this run has {world()}: start one, or leave it out.")
+    if stream.fitted < len(stream.sizes) and world() > 1:
+        raise CalibrationError(f"Extra windows are measured on one rank, and this run has {world()}.")
     windows = sum(stream.sizes[: stream.fitted])
     split = correct and held_out > 0 and windows > 1
     first_held = windows - min(windows - 1, max(1, round(held_out * windows))) if split else windows
     fitted, held = [[MomentSums(rooted=root) for _ in groups] for _ in range(2)]
-    extra = [ExtraSums() for _ in groups]
+    extra = [ExtraRows() for _ in groups]
     before = 0  # windows of earlier batches
     for batch, (size, shown) in enumerate(zip(stream.sizes, looked, strict=True)):
         for index, rows in enumerate(shown):
             if batch >= stream.fitted:
-                extra[index].add(rows.X_hat, rows.X)
+                expected = len(rows.X_hat) * sum(stream.sizes[stream.fitted :]) // size  # of all extra windows
+                some = slice(None, None, max(1, -(-expected // (extra_rows or expected or 1))))
+                extra[index].add(rows.X_hat[some], None if rows.X is None else rows.X[some])
                 continue
             cut = len(rows.X_hat) * min(max(first_held - before, 0), size) // size
+            outputs = _lost_outputs(rows, groups[index]) if correct else {}
+            crossed = len(outputs) < len(groups[index])
             for sums, part in ((fitted[index], slice(0, cut)), (held[index], slice(cut, None))):
-                residuals = {name: difference[part] for name, difference in rows.residual.items()}
-                sums.add(rows.X_hat[part], None if rows.X is None else rows.X[part], residuals)
+                lost = {name: difference[part] for name, difference in outputs.items()}
+                sums.add(rows.X_hat[part], None if rows.X is None else rows.X[part], lost, crossed=crossed)
         before += size
     return [_observed(*of, split) for of in zip(groups, fitted, held, extra, strict=True)]
 
 
-def _observed(
-    group: tuple[Layer, ...], fitted: MomentSums, held: MomentSums, beside: ExtraSums, split: bool
-) -> Observed:
+def _lost_outputs(rows: Rows, group: tuple[Layer, ...]) -> dict[str, Tensor]:
+    """Return (tokens, out) `W x + r - W x_hat - r_hat` for the layers whose loss is summed as such, not by C.
+
+    That is fewer products for a layer by itself; and where a layer adds to a residual stream r, what that has lost is in the same
+    sum. None of them is quantized yet.
+    """
+    if rows.X is None:
+        return {}
+    alone = len(group) == 1 and group[0].shape[0] <= group[0].shape[1]
+    apart = rows.X - rows.X_hat
+    outputs = {layer.name: apart @ layer.read().to(apart.dtype).T for layer in group if layer.adds or alone}
+    for name, residual in rows.residual.items():
+        outputs[name] += residual
+    return outputs
+
+
+def _observed(group: tuple[Layer, ...], fitted: MomentSums, held: MomentSums, rows: ExtraRows, split: bool) -> Observed:
     split = split and fitted.tokens > 0 and held.tokens > 0  # an expert may be reached by the ones or the others alone
     fitting_root = fitted.triangle() if split else None
     fitted.absorb(held)
-    total, apart, extra = fitted.means(sum_), held.means(sum_) if split else None, beside.means(sum_)
+    total, apart, extra = fitted.means(sum_), held.means(sum_, held.dtype) if split else None, rows.together()
     names = ", ".join(layer.name for layer in group)
     if not total.tokens:
         raise unreached(names)
     sums = (
         ("quantized", total.H),
-        ("quantized", None if extra is None else extra.H),
+        ("quantized", None if extra is None else extra.X_hat.square()),
         ("original", total.C),
-        ("original", None if extra is None else extra.Q),
+        ("original", None if extra is None or extra.X is None else extra.X.square()),
     )
-    for which, tensor in (*sums, *(("original", S) for S in total.S.values())):
+    for which, tensor in (*sums, *(("original", lost) for lost in total.lost.values())):
         if tensor is not None and not torch.isfinite(tensor).all():
             raise CalibrationError(
                 f"The input of {names} holds NaN or Inf (in the {which} network, or its square overflows). "

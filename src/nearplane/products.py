@@ -61,17 +61,22 @@ def fastest(shapes: Iterable[tuple[int, int]], tokens: int, device: torch.device
 
 
 @contextmanager
-def repeated(products: Products | None, device: torch.device) -> Iterator[None]:
-    """Use the library that a record names; the default, with a warning, where this machine cannot compute the same by it."""
-    library: Library = "default" if products is None or device.type != "cpu" else products.library
+def repeated(products: Products | None, device: torch.device) -> Iterator[Products | None]:
+    """Use the library that a record names; the default, with a warning, where this machine cannot compute the same by it.
+
+    Yields:
+        What is used: `products`, or None where that is the default in place of what the record names.
+    """
+    used = products if device.type == "cpu" else None
+    library: Library = "default" if used is None else used.library
     if library == "onednn" and (_switch() is None or not as_exact(trial([(SIDE // 8, SIDE // 8)]))):
         logger.warning(
             "The losses of this record were computed with products by oneDNN, which this machine or torch does not have in "
             "float32. Now the default library computes them, so that they agree to about two digits: use --tolerance 0.01."
         )
-        library = "default"
+        used, library = None, "default"
     with _using(library):
-        yield
+        yield used
 
 
 def kinds(shapes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -14,6 +14,11 @@ log = logging.getLogger(__name__)
 OFTEN, SELDOM = 1.0, 30.0  # seconds: no line sooner than the one, and one as soon as possible after the other
 
 
+def silent(items: Iterable[Any], label: str, total: int) -> Iterable[Any]:
+    """Pass items through; the command line puts a progress bar here."""
+    return items
+
+
 def logged(
     items: Iterable[Any],
     label: str,

@@ -6,13 +6,12 @@ quantized network) pass through the block that is in memory, and each layer is w
 
 from __future__ import annotations
 
-import platform
+import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +21,24 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nearplane.budget.ledger import Ledger, Solved
 from nearplane.budget.plan import Plan, Progress, plan
-from nearplane.errors import RecipeError
+from nearplane.errors import NearplaneError, RecipeError
 from nearplane.formats import FORMATS, open_container
 from nearplane.formats.container import Container, Place
+from nearplane.formats.unfinished import Unfinished
 from nearplane.matrix import Task, solve_layer
 from nearplane.matrix.certificate import profiles
 from nearplane.matrix.on_grid import with_tensors
 from nearplane.models.given import Given, as_folder, called, taken
 from nearplane.models.model import Model, device_of, open_model
 from nearplane.products import fastest
-from nearplane.progress import logged, peak_memory
+from nearplane.progress import logged, peak_memory, silent
 from nearplane.recipe import Recipe
-from nearplane.record import LayerRecord, RunRecord
+from nearplane.record import LayerRecord, RunRecord, versions
 from nearplane.request import check_request, quantization_config, rehearse
 from nearplane.schemes import Device
 from nearplane.tokens import Windows, calibration_windows, check_tokens
+from nearplane.tune import check_tunable, tune
 from nearplane.walk import Stage, walk
-
-
-def silent(items: Iterable[Any], label: str, total: int) -> Iterable[Any]:
-    """Pass items through; the command line puts a progress bar here."""
-    return items
 
 
 def quantize(
@@ -91,7 +87,43 @@ def quantize(
         progress=progress,
     )
     with as_folder(model, tokenizer) as folder:
-        return quantize_folder(folder, Path(out), recipe if given is None else given.recorded(recipe), options)
+        recipe = recipe if given is None else given.recorded(recipe)
+        return (quantize_folder if recipe.tune == "none" else _then_tuned)(folder, Path(out), recipe, options)
+
+
+def _then_tuned(folder: str, out: Path, recipe: Recipe, options: Options) -> RunRecord:
+    """Quantize into OUT.untuned, tune that into `out`, and delete it; where tuning fails it stays, and the error says so.
+
+    Raises:
+        RecipeError: OUT.untuned is there already: nobody named it, so nothing in it is replaced.
+    """
+    Unfinished(out, overwrite=options.overwrite)  # refuses now what tuning would refuse when all is solved
+    solved, given = out.resolve().with_name(f"{out.resolve().name}.untuned"), options.given
+    if solved.is_symlink() or solved.exists():
+        raise RecipeError(
+            f"{solved} is there, where the run would keep what it solves until that is tuned. If a run that was stopped left "
+            f"it, go on from there with nearplane tune; else move it away or delete it."
+        )
+    quantize_folder(folder, solved, recipe, replace(options, overwrite=False))
+    left = f"What was solved is in {solved}; nearplane tune goes on from there."
+    try:
+        record = tune(
+            solved,
+            out,
+            against=folder,
+            calibration=None if given is None else given.tokens if given.texts is None else given.texts,
+            device="cuda" if options.device.type == "cuda" else "cpu",
+            overwrite=options.overwrite,
+            trust_remote_code=options.trust_remote_code,
+            progress=options.progress,
+        )
+    except NearplaneError as error:
+        raise type(error)(f"{error} {left}") from error
+    except BaseException as error:  # stopped from outside, or out of memory
+        error.add_note(f"{left} Move it away or delete it before the same command is run again.")
+        raise
+    shutil.rmtree(solved)
+    return record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +163,7 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
         record = RunRecord(
             recipe=asked,
             source=options.name,
-            versions=_versions(),
+            versions=versions(),
             device=str(options.device),
             products=products,
             windows=windows.count,
@@ -141,6 +173,8 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
             text=windows.digest(),
             skipped=tuple(model.skipped),
         )
+        if recipe.tune != "none":
+            check_tunable(model, recipe, options.given, record, options.device)
         planned = plan(model, recipe, windows.fitted, options.device, options.progress)
         container.config = quantization_config(model, recipe, planned.widths)
         ledger = Ledger(model, recipe, container, record, planned)
@@ -210,8 +244,3 @@ def _layers_of_blocks(model: Model) -> list[int]:
     counts[0] += model.embeddings is not None
     counts[-1] += model.head is not None
     return counts
-
-
-def _versions() -> dict[str, str]:
-    packages = ("nearplane", "torch", "transformers", "numba", "safetensors")
-    return {"python": platform.python_version()} | {name: version(name) for name in packages}

@@ -16,6 +16,7 @@ from nearplane.errors import RecipeError
 from nearplane.patterns import fault_of
 from nearplane.schemes import Allocation, Format, GridScheme, RateScheme, names_of, one_of, scheme_of, within
 from nearplane.spellings import translated
+from nearplane.tuned import Tune
 
 Way = Literal["rtn-mse", "gptq-mse", "rtn-huffman", "gptq-huffman", "nearplane-grid", "nearplane"]  # see compare.py
 
@@ -122,6 +123,8 @@ class Recipe:
             the quantization); default: slope with a fraction of bits, and with a rate unless weights are rounded to nearest.
         max_loss: Relative loss that no layer may exceed: entropy-coded layers get more bits until they do not; on fixed grids those
             that do are named, and the command ends with code 2.
+        tune: What is trained after the solve: network: steps, norms and, at 2 and 3 bits, codes on the divergence of the network's
+            predictions from the original's, see `nearplane tune`. On fixed grids.
     """
 
     scheme: GridScheme | RateScheme = field(default_factory=GridScheme)
@@ -131,6 +134,7 @@ class Recipe:
     ignore: tuple[str, ...] = ()
     allocate: Allocation | None = None
     max_loss: float | None = None
+    tune: Tune = "none"
 
     def __post_init__(self) -> None:
         if self.format is None:
@@ -145,6 +149,12 @@ class Recipe:
             each.check(self.scheme)
         most = self.max_loss
         within("max_loss", most, most is None or (isinstance(most, int | float) and 0 < most < 1), "between 0 and 1")
+        one_of("tune", self.tune, Tune)
+        if self.tune != "none" and not isinstance(self.scheme, GridScheme):
+            raise RecipeError(
+                "--tune trains checkpoints on grids (--bits) so far: the scales of rows and columns of entropy-coded weights lie "
+                "on ladders. Leave it out."
+            )
         if self.allocate is None:
             object.__setattr__(self, "allocate", self.scheme.default_allocation)
         one_of("allocate", self.allocate, Allocation)
@@ -229,7 +239,7 @@ def changed(options: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
     return {name: value for name, value in options.items() if name not in away} | dict(own)
 
 
-OWN = {"format", "ignore", "allocate", "max_loss"}  # fields of a recipe that are no parts
+OWN = {"format", "ignore", "allocate", "max_loss", "tune"}  # fields of a recipe that are no parts
 
 
 def chosen(spellings: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import platform
 import re
 from collections.abc import Iterator
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -17,10 +19,11 @@ from nearplane.errors import FormatError, NearplaneError
 from nearplane.older_records import translated_record
 from nearplane.recipe import Recipe
 from nearplane.schemes import FITTING
+from nearplane.tuned import Tuning
 
 NAME = "nearplane.json"
-VERSION = 3  # of the record; 2 had no extra windows, 1 no checksums
-READ = (2, 3)  # versions that are read
+VERSION = 4  # of the record; 3 trusted corrections by all rows and measured all extra rows, 2 had no extra windows, 1 no checksums
+READ = (2, 3, 4)  # versions that are read
 WIDE = 4096  # inputs above which limits and profiles are left out: they would take longer than the solve
 
 
@@ -37,9 +40,10 @@ class LayerRecord:
         row_losses: The same of groups of neighbouring rows, `row_groups` of them, to 9 digits: one changed code shows in its group.
         relative_loss: The loss over the energy of the weights under that Hessian.
         nearest_loss: Loss of rounding the same target to nearest on the same grid.
-        extra_loss: How far outputs are from those of the original network on the extra windows, to which nothing was fitted: what
-            the layers before lost is in it. Where targets are not corrected the original network does not run: then it is that of
-            this layer alone. This and the next two are None where no row of extra windows reached the layer.
+        extra_loss: How far outputs are from those of the original network on the extra windows, to which nothing was fitted, or on
+            some 1,024 tokens of them, evenly spread: what the layers before lost is in it. Where targets are not corrected the
+            original network does not run: then it is that of this layer alone. This and the next two are None where no row of extra
+            windows reached the layer.
         extra_relative_loss: The same over the energy of the original network's outputs.
         extra_nearest_loss: The same of rounding the target to nearest on the same grid.
         damped_loss: Loss of the sweep under the Hessian damped with `sweep_damp`, which the next three refer to.
@@ -186,11 +190,13 @@ class RunRecord:
         profiles: Of some layers, in several orders.
         skipped: (name, reason) of weights that were left as they are although the recipe did not ask for it.
         repeated: (block, reason) where not every forward was run once: stages of layers had passes of their own.
-        seconds: Of the whole run.
+        seconds: Of the whole run, and of tuning what it made.
         peak_memory: The most bytes that the process had in memory at a time, on the CPU; 0: not known.
         bytes: Of all weight files together.
         folder: Bytes of all files of the checkpoint, this record among them.
         files: SHA-256 of every other file of the checkpoint.
+        tuning: What was trained after the solve; the certificates are then of what it left, along the tuned network,
+            and `versions`, `device` and `products` are those of tuning. None: nothing.
         removed: Options of a recipe of before that this version no longer has, with what they were: losses of such codes are not
             measured again.
         digest: See `digest_of`.
@@ -215,6 +221,7 @@ class RunRecord:
     bytes: int = 0
     folder: int = 0
     files: dict[str, str] = field(default_factory=dict)
+    tuning: Tuning | None = None
     removed: dict[str, str] = field(default_factory=dict)
     digest: str = ""
     version: int = field(default=VERSION)
@@ -226,9 +233,12 @@ class RunRecord:
 
     def in_folder(self, others: int) -> RunRecord:
         """Return the record with the bytes of its folder, in which it lies beside `others` bytes, and its digest."""
-        record = replace(self, folder=others, digest="0" * 64)
-        for _ in range(3):  # until the number has as many digits as were counted
-            record = replace(record, folder=others + len(record.to_json().encode()))
+        record = replace(self, folder=0, digest="0" * 64)
+        without = others + len(record.to_json().encode()) - 1  # of the one digit of 0
+        folder = without
+        while folder != without + len(str(folder)):  # which counts its own digits
+            folder = without + len(str(folder))
+        record = replace(record, folder=folder)
         return replace(record, digest=digest_of(record.to_json()))
 
     @classmethod
@@ -324,6 +334,12 @@ def contradictions(layer: LayerRecord, record: RunRecord) -> Iterator[str]:
         yield f"clipped is {layer.clipped}, clipped_rows {layer.clipped_rows}"
     if layer.worst_case is not None and layer.clipped_rows == 0 and layer.damped_loss > layer.worst_case * (1 + 1e-9):
         yield f"damped_loss {layer.damped_loss:.6g} is more than worst_case {layer.worst_case:.6g} though nothing clips"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that compute here."""
+    packages = ("nearplane", "torch", "transformers", "numba", "safetensors")
+    return {"python": platform.python_version()} | {name: version(name) for name in packages}
 
 
 def digest_of(text: str) -> str:

@@ -168,7 +168,7 @@ class GridScheme(Scheme):
     Args:
         bits: Bits of a code, 2 to 8; a fraction (3.5) is what layers get on average, each a whole number of its own.
         group_size: Weights that share a step, or none for one step a row. auto is 128, or the largest of 64, 32 and 16 that
-            divides the inputs of all layers.
+            divides the inputs of all layers, or none where 16 does not.
         symmetric: Whether grids have no zero-point.
         scale: How steps are found: range of the weights, or p-norm error search.
         polish: Sweeps of coordinate descent over the codes at the end. Default: 1.
@@ -226,7 +226,11 @@ class GridScheme(Scheme):
 
     def grouped(self, inputs: Iterable[int]) -> Self:
         """Return the scheme with the group size that auto stands for where layers have so many inputs."""
-        return self if self.group_size != "auto" else replace(self, group_size=fitting_group(inputs))
+        if self.group_size != "auto":
+            return self
+        columns = list(inputs)
+        fitting = fitting_group(columns)
+        return replace(self, group_size=None if any(n % fitting for n in columns) else fitting)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

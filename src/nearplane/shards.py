@@ -90,13 +90,18 @@ def refuse_unfinished(folder: Path) -> None:
 class ShardReader:
     """The tensors of a folder of safetensors files, by name.
 
+    Args:
+        folder: that holds them.
+        unfinished: whether it may be one that is being written.
+
     Raises:
         ModelError: the folder holds no safetensors files, or one is truncated or unreadable.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, unfinished: bool = False) -> None:
         self.folder = folder
-        refuse_unfinished(folder)
+        if not unfinished:
+            refuse_unfinished(folder)
         self.checksums: dict[str, str] | None = None
         files = sorted(folder.glob("*.safetensors"))
         if not files:

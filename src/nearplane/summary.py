@@ -22,6 +22,8 @@ def summary(record: RunRecord, out: Path) -> Iterator[str]:
         f"weight files {size_text(record.bytes)}, the whole folder {size_text(record.folder)}, "
         f"calibrated on {record.tokens:,} tokens{memory}"
     )
+    if record.tuning is not None:
+        yield record.tuning.sentence()
     yield from _smaller_groups(record)
     yield from _few_tokens(record)
     if record.tokens and record.windows < record.recipe.calibration.samples:
@@ -32,15 +34,32 @@ def summary(record: RunRecord, out: Path) -> Iterator[str]:
         yield "  " + ", ".join(layers[:8]) + (f" and {len(layers) - 8} more" if len(layers) > 8 else "")
     for name, reason in record.skipped:
         yield f"left as it is: {name} ({reason})"
-    if record.exceeding:
-        yield f"{len(record.exceeding)} layers lose more than --max-loss {record.recipe.max_loss:g}:"
-        for layer in record.exceeding:
-            yield f"  {layer.name}: {layer.relative_loss:.3e} at {layer.rate:.3f} bits per weight"
+    yield from _exceeding(record)
     if record.recipe.format == "nearplane":
         yield (
             f'load it with nearplane.load("{out}"), or in transformers after nearplane.register(): without that call transformers '
             f"stops with an error. For other programs: nearplane export"
         )
+
+
+def tuned(record: RunRecord, out: Path) -> Iterator[str]:
+    """Yield the lines that `nearplane tune` prints."""
+    assert record.tuning is not None, "of a tuned checkpoint"
+    yield f"{record.tuning.sentence()}: {out}"
+    yield (
+        f"{record.tuning.windows} windows of {record.tuning.seqlen} trained on, {record.tuning.held_windows} held out; losses are "
+        f"measured again, those before tuning stand in the record"
+    )
+    yield from _losses(record)
+    yield from _exceeding(record)
+
+
+def _exceeding(record: RunRecord) -> Iterator[str]:
+    """Yield the layers that lose more than was asked for."""
+    if record.exceeding:
+        yield f"{len(record.exceeding)} layers lose more than --max-loss {record.recipe.max_loss:g}:"
+        for layer in record.exceeding:
+            yield f"  {layer.name}: {layer.relative_loss:.3e} at {layer.rate:.3f} bits per weight"
 
 
 def _losses(record: RunRecord) -> Iterator[str]:
@@ -81,7 +100,16 @@ def _few_tokens(record: RunRecord) -> Iterator[str]:
 def _smaller_groups(record: RunRecord) -> Iterator[str]:
     """Yield a line if no one gave a group size and the default does not divide the inputs."""
     size = record.layers[0].group_size
-    if record.recipe.scheme.grid.group_size != "auto" or size is None or size == FITTING[0]:
+    if record.recipe.scheme.grid.group_size != "auto" or size == FITTING[0]:
+        return
+    if size is None:
+        for layer in record.layers:
+            if layer.in_features % FITTING[-1]:
+                yield (
+                    f"one step a row: no group of {FITTING[-1]} or more divides the {layer.in_features} inputs of {layer.name}; a "
+                    f"smaller --group-size loses less and takes more bits"
+                )
+                return
         return
     for layer in record.layers:
         if layer.in_features % (2 * size):  # which is why they are not larger
@@ -96,6 +124,8 @@ def layer_table(record: RunRecord) -> tuple[list[str], tuple[str, ...], Iterator
         f"{record.source} quantized by {scheme.solver}, {record.recipe.format}, {record.device}, {record.seconds:.1f} s",
         f"{record.windows} windows of {record.seqlen} tokens, {record.extra_windows} extra; versions {record.versions}",
     ]
+    if record.tuning is not None:
+        before.append(record.tuning.sentence())
     after = [f"left as it is: {name} ({reason})" for name, reason in record.skipped]
     after.append(f"total: {record.rate:.3f} bits per quantized weight, weight files {size_text(record.bytes)}")
     if record.extra_windows:
@@ -109,7 +139,6 @@ def layer_table(record: RunRecord) -> tuple[list[str], tuple[str, ...], Iterator
     if not coded:
         columns = (
             "layer",
-            "shape",
             "grid",
             "bits/weight",
             "relative loss",
@@ -120,6 +149,7 @@ def layer_table(record: RunRecord) -> tuple[list[str], tuple[str, ...], Iterator
             "clipped %",
             "above limit",
             "correction",
+            "shape",
         )
         return before, columns, _grid_rows(record), after
     columns = (
@@ -149,7 +179,6 @@ def _grid_rows(record: RunRecord) -> Iterator[tuple[str, ...]]:
     for layer in record.layers:
         yield (
             layer.name,
-            f"{layer.out_features} x {layer.in_features}",
             f"{layer.bits}-bit {'sym' if layer.symmetric else 'asym'} g{layer.group_size or '-'}",
             f"{layer.rate:.3f}",
             f"{layer.relative_loss:.3e}",
@@ -160,6 +189,7 @@ def _grid_rows(record: RunRecord) -> Iterator[tuple[str, ...]]:
             f"{100 * layer.clipped:.2f}",
             _number(layer.above_limit),
             f"{layer.correction:.2f}",
+            f"{layer.out_features} x {layer.in_features}",
         )
 
 

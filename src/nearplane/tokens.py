@@ -21,7 +21,8 @@ from nearplane.models.model import Model
 from nearplane.recipe import Recipe
 
 DEFAULT_SEQLEN = 2048
-EXTRA = 8  # windows that are fitted for every one that follows them and is not
+EXTRA = 8  # windows that are fitted for every one that follows them and is not, at least
+EXTRA_TOKENS, EXTRA_WINDOWS = 1024, 4  # that many in so many windows tell enough: no more are read
 RUN = 8  # tokens in a row: text that says something new repeats few runs of so many
 VARIED = 0.25  # share of runs that differ: less, and fewer than the widest layer has inputs, is no text to learn from
 logger = logging.getLogger("nearplane")
@@ -36,11 +37,13 @@ class Windows:
         fitted: (windows, seqlen) what every sum is made of; None where nothing looks at the network.
         extra: (windows, seqlen) what follows them in the text and enters no sum: what the losses are measured on besides. None
             where there are none.
+        extra_rows: how many of their rows count, evenly spread, where a layer sees more; None: all.
     """
 
     seqlen: int
     fitted: Tensor | None = None
     extra: Tensor | None = None
+    extra_rows: int | None = EXTRA_TOKENS
 
     @property
     def count(self) -> int:
@@ -59,22 +62,28 @@ class Windows:
 
     def digest(self) -> str:
         """Return the SHA-256 of all token ids as little-endian int64; empty where there are none."""
-        if self.fitted is None:
-            return ""
-        ids = self.tokens().to("cpu", torch.int64).contiguous().numpy().astype("<i8")
-        return hashlib.sha256(ids.tobytes()).hexdigest()
+        return "" if self.fitted is None else digest_of(self.tokens())
 
 
-def calibration_windows(model: Model, recipe: Recipe, given: Given | None = None, *, extra: bool = True) -> Windows:
-    """Read the calibration text: `samples` windows that are fitted, and an eighth as many, at least one, that follow them.
+def digest_of(tokens: Tensor) -> str:
+    """Return the SHA-256 of token ids as little-endian int64."""
+    ids = tokens.to("cpu", torch.int64).contiguous().numpy().astype("<i8")
+    return hashlib.sha256(ids.tobytes()).hexdigest()
 
-    Where the text is shorter, the last ninth of its windows, at least one, are the extra ones; of a single window there are none.
+
+def calibration_windows(
+    model: Model, recipe: Recipe, given: Given | None = None, *, extra: int | None = None
+) -> Windows:
+    """Read the calibration text: `samples` windows that are fitted, and some that follow them, see `extra_windows`.
+
+    Where the text is shorter, the last ninth of its windows, at least one and no more than would follow, are the extra ones; of a
+    single window there are none.
 
     Args:
         model: whose tokenizer reads the text.
         recipe: names it.
         given: texts or tokens in place of what the recipe names.
-        extra: whether there are extra windows; in records before version 3 there were none.
+        extra: how many windows follow at most, to repeat what a record says; None: `extra_windows`.
 
     Raises:
         CalibrationError: the text cannot be read, or windows are longer than the model has positions.
@@ -87,7 +96,7 @@ def calibration_windows(model: Model, recipe: Recipe, given: Given | None = None
     seqlen = wanted.seqlen or min(DEFAULT_SEQLEN, positions or DEFAULT_SEQLEN)
     if not SOLVERS[recipe.scheme.solver].needs_inputs and recipe.allocate != "slope":
         return Windows(seqlen=seqlen)
-    following = max(1, wanted.samples // EXTRA) if extra else 0
+    following = extra_windows(wanted.samples, seqlen) if extra is None else extra
     if given is not None and given.tokens is not None:
         windows = given.tokens
     else:
@@ -95,10 +104,16 @@ def calibration_windows(model: Model, recipe: Recipe, given: Given | None = None
         refuse_lost(texts)
         samples = wanted.samples + following
         windows = read_windows(model.tokenizer(), texts, samples=samples, seqlen=seqlen, seed=wanted.seed)
-    if not extra or len(windows) == 1:
+    if not following or len(windows) == 1:
         return Windows(seqlen=seqlen, fitted=windows)
-    fitted = min(wanted.samples, len(windows) - max(1, len(windows) // (EXTRA + 1)))
+    fitted = min(wanted.samples, len(windows) - max(1, min(following, len(windows) // (EXTRA + 1))))
     return Windows(seqlen=seqlen, fitted=windows[:fitted], extra=windows[fitted:])
+
+
+def extra_windows(samples: int, seqlen: int) -> int:
+    """Return how many windows of `seqlen` tokens follow `samples` fitted ones: an eighth, up to what tells enough, at least one."""
+    enough = max(EXTRA_WINDOWS, -(-EXTRA_TOKENS // seqlen))
+    return max(1, min(samples // EXTRA, enough))
 
 
 def check_tokens(model: Model, recipe: Recipe, tokens: Tensor | None) -> None:

@@ -25,26 +25,31 @@ from nearplane.formats.config_file import Quantized
 from nearplane.formats.container import written
 from nearplane.formats.folder import read_config
 from nearplane.formats.stored import Stored
+from nearplane.jsonfile import unordered
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
-from nearplane.matrix.certificate import measure, profiles
-from nearplane.matrix.inputs import Inputs, corrected
+from nearplane.matrix.again import measured_again
+from nearplane.matrix.certificate import profiles
+from nearplane.matrix.inputs import TRIED_ROWS, Inputs
 from nearplane.models.given import Given
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model, device_of, open_model
 from nearplane.products import repeated
-from nearplane.progress import logged
-from nearplane.quantize import silent
+from nearplane.progress import logged, silent
 from nearplane.recipe import Recipe
 from nearplane.record import NAME, LayerRecord, RunRecord, contradictions, digest_of, read_record
 from nearplane.request import quantization_config
 from nearplane.schemes import Device
 from nearplane.shards import INDEX, sha256
 from nearplane.tokens import Windows, calibration_windows
+from nearplane.tune import norms_stored
+from nearplane.tuned import Tuning
+from nearplane.tuned_files import held_out_again, of_the_files, tuned_norms
 from nearplane.walk import Stage, walk
 
 NAMED = 4  # figures that one fault spells out
 TOLERANCE = 1e-6  # relative, of losses measured again; the same machine repeats them to the last digit
 EXACT = 1e-12  # of figures of integers
+OLDER = 1e-4  # of figures of records before version 4, which were summed and factored in other ways
 LENGTHS = 1.1e-5  # of numbers that are written down to 6 digits, the last of which may be rounded either way
 VERSIONS = {"written_by", "meta"}  # of quantization_config: which program wrote it
 IGNORED = ("README", "LICENSE", "LICENCE", ".")  # beginnings of files that repositories add
@@ -67,7 +72,7 @@ def verify(
         out: folder that `quantize` wrote.
         against: the original, to measure every loss again.
         calibration: the text that it was calibrated on, or what `quantize` was given; None: where the recipe says.
-        tolerance: relative, of figures measured again.
+        tolerance: relative, of figures measured again; at least 1e-4 for records before version 4, which were measured otherwise.
         device: where to compute.
         trust_remote_code: run model code that comes with the original.
         progress: wraps the iterator over layers.
@@ -93,7 +98,7 @@ def verify(
     stored = _opened(folder, faults)
     sound: set[str] = set()
     if stored is not None:
-        faults += _stored(stored, record, sound)
+        faults += [*_stored(stored, record, sound), *of_the_files(stored, record)]
     measured = False
     if against is not None and stored is not None and len(sound) == len(record.layers):
         model = open_model(
@@ -103,7 +108,8 @@ def verify(
             embeddings=record.recipe.scheme.ends[0],
             head=record.recipe.scheme.ends[1],
         )
-        faults += _untouched(stored, model)
+        faults += _untouched(stored, model, record.tuning)
+        model.tuned = tuned_norms(stored, model, record.tuning)
         recipe = record.recipe.grouped(layer.shape[1] for layer in model.layers)
         faults += _beside(folder, record, recipe, model)
         if calibration is not None and given is None:
@@ -115,10 +121,12 @@ def verify(
             stored=stored,
             model=model,
             device=device_of(device),
-            tolerance=tolerance,
+            tolerance=tolerance if record.version > 3 else max(tolerance, OLDER),
         )
         with repeated(record.products, run.device):
             measured = _measured(run, progress, faults)
+            if measured:
+                faults += held_out_again(stored, model, record, recipe, given, run.device, tolerance)
     return Verified(
         record=record,
         faults=tuple(faults),
@@ -254,8 +262,12 @@ def _of_the_grid(matrix: QuantizedMatrix, layer: LayerRecord) -> Iterator[str]:
             yield f"a {what} is {low:g} or {high:g}, the grid is {grid.low} to {grid.high}"
 
 
-def _untouched(stored: Stored, model: Model) -> Iterator[Fault]:
-    """Compare the tensors that are not quantized with the original."""
+def _untouched(stored: Stored, model: Model, tuning: Tuning | None) -> Iterator[Fault]:
+    """Compare the tensors that are not quantized with the original; of norms that were tuned only what they are."""
+    said = set() if tuning is None else set(tuning.norms)
+    tuned = said & set(norms_stored(model).values())
+    for name in sorted(said - tuned):
+        yield Fault(where=name, what="the record says that this norm was tuned; the original has no such norm")
     quantized = {name for layer in model.layers for name in model.copies(layer)}
     blocks = (model.block_names(index) for index in range(len(model.blocks)))
     wanted = {name for names in (*blocks, model.rest()) for name in names} - quantized
@@ -273,7 +285,9 @@ def _untouched(stored: Stored, model: Model) -> Iterator[Fault]:
         if (
             here.dtype != there.dtype
             or here.shape != there.shape
-            or not torch.equal(here.reshape(-1).view(torch.uint8), there.reshape(-1).view(torch.uint8))
+            or not (
+                name in tuned or torch.equal(here.reshape(-1).view(torch.uint8), there.reshape(-1).view(torch.uint8))
+            )
         ):
             yield Fault(where=name, what="it is not quantized, and not what it is in the original")
 
@@ -304,15 +318,8 @@ def _beside(folder: Path, record: RunRecord, recipe: Recipe, model: Model) -> It
         wanted["ignore"] = sorted(linears - {layer.name for layer in model.layers})
     config = here["quantization_config"]
     for key in sorted((config.keys() | wanted.keys()) - VERSIONS):
-        if _unordered(config.get(key)) != _unordered(wanted.get(key)):
+        if unordered(config.get(key)) != unordered(wanted.get(key)):
             yield Fault(where=CONFIG, what=f"{key} in quantization_config is not what the recipe makes of this model")
-
-
-def _unordered(value: Any) -> Any:
-    """Return JSON with its lists sorted."""
-    if isinstance(value, dict):
-        return {key: _unordered(part) for key, part in value.items()}
-    return sorted((_unordered(part) for part in value), key=str) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,9 +355,11 @@ def _measured(run: _Again, progress: Progress, faults: list[Fault]) -> bool:
         what = f"{len(record.skipped)} skipped layers, the model has {len(model.skipped)}, or others"
         faults.append(Fault(where=NAME, what=what))
     try:
-        windows = calibration_windows(model, run.recipe, run.given, extra=record.version > 2)
+        windows = calibration_windows(model, run.recipe, run.given, extra=record.extra_windows)
     except CalibrationError as error:
         raise CalibrationError(f"{error} (The text is the record's, if --calibration names no other.)") from error
+    if record.version < 4:
+        windows = replace(windows, extra_rows=None)
     found = (windows.digest(), windows.seqlen, windows.count, windows.extra_count)
     if found != (record.text, record.seqlen, record.windows, record.extra_windows):
         where = str(run.recipe.calibration.calibration or "calibration")
@@ -391,22 +400,19 @@ def _layer(run: _Again, layer: Layer, inputs: Inputs, told: LayerRecord, faults:
     """Measure the codes of the file on inputs; returns their values, or None where that could not be done."""
     scheme = run.recipe.scheme_of(layer.name)
     assert scheme is not None, "ignored layers are not observed"
-    W = layer.read()
+    tuned = run.record.tuning is not None
     try:
-        matrix = run.stored.matrix(told.stored, run.stored.tensors(told.stored))
-        matrix = matrix.to(W.device)
-        target, rho = corrected(W, inputs, scheme)
-        again = measure(
-            layer.name, W, target, matrix, inputs, scheme.with_bits(told.bits), correction=rho, base=told.base
-        )
+        matrix = run.stored.matrix(told.stored, run.stored.tensors(told.stored)).to(layer.weight.device)
+        tried = TRIED_ROWS if run.record.version > 3 else layer.shape[0]
+        again = measured_again(layer, inputs, scheme, matrix, told, tuned=tuned, tried=tried)
     except (FormatError, ModelError, NumericalError) as error:
         faults.append(Fault(where=layer.name, what=str(error)))
         return None
     if run.record.version == 2:  # which did not tell
         again = replace(again, pruned=None)
     faults += _compare(layer.name, again, told, run.tolerance)
-    values, dead = matrix.decode(), inputs.factor(scheme.order, scheme.damp).dead
-    if bool(values[:, dead].any()):  # which no loss shows
+    values, dead = matrix.decode(), inputs.factor_of_the_correction(scheme).dead
+    if bool(values[:, dead].any()) and not tuned:  # which no loss shows; other text may have moved these codes
         faults.append(Fault(where=layer.name, what="weights of inputs that were always 0 are not 0"))
     return values
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from nearplane.lattice.moments import Moments
 from nearplane.lattice.solvers import SOLVERS
 from nearplane.matrix.inputs import Inputs
+from nearplane.memory import release
 from nearplane.models.activations import Stream, finish, skeleton
 from nearplane.models.calibrate import before_the_head
 from nearplane.models.layers import Layer
@@ -24,7 +25,10 @@ from nearplane.models.model import Block, Model
 from nearplane.models.staged import Passage, room_for_pauses
 from nearplane.observe import Observed, observe, shared_inputs, summed
 from nearplane.recipe import Recipe
-from nearplane.tokens import Windows
+from nearplane.tokens import EXTRA_TOKENS, Windows
+
+BATCH_TOKENS, BATCH_WINDOWS = 2048, 8  # of a batch at most: enough rows for products at full speed
+RELEASED = 2048  # inputs of a layer from which on its matrices are worth giving memory back for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +105,8 @@ def walk(
             windows.fitted,
             device=device,
             dtype=dtype,
+            batch=max(1, min(BATCH_WINDOWS, BATCH_TOKENS // windows.seqlen)),
+            first=1,
             two_streams=correct,
             embeddings=embeddings,
             extra=windows.extra,
@@ -110,7 +116,7 @@ def walk(
     for index, block in enumerate(model.blocks):
         with block.on(device, dtype, original=correct and stream is not None):
             rest = unquantized(model, model.block_names(index))
-            with closing(observations(block, stream, recipe, room)) as stages:
+            with closing(observations(block, stream, recipe, room, windows.extra_rows)) as stages:
                 yield from _through(stages, solve, rest, profiled=index in profiled)
         yield Done(rest=rest)
     rest = unquantized(model, model.rest())
@@ -118,7 +124,7 @@ def walk(
         if stream is not None:
             finish(model, stream, windows.tokens(), device=device, dtype=dtype)
         with model.head.on(device, dtype, original=False) as block:
-            yield from _through([observe_head(block, stream, recipe)], solve, rest)
+            yield from _through([observe_head(block, stream, recipe, windows.extra_rows)], solve, rest)
     yield Done(rest=rest)
 
 
@@ -128,6 +134,8 @@ def _through(
     """Ask for the values of the layers of a block, stage by stage, and write them before the next stage is looked at."""
     first = True
     for observed in stages:
+        if observed.layers[0].shape[1] >= RELEASED:
+            release()  # what forwards took: solving takes as much
         inputs = tuple(shared_inputs(observed))
         repeated = observed.repeated if first else ()
         stage = Stage(
@@ -141,7 +149,9 @@ def _through(
         yield Done(layers=names)
 
 
-def observations(block: Block, stream: Stream | None, recipe: Recipe, room: int) -> Generator[Observed]:
+def observations(
+    block: Block, stream: Stream | None, recipe: Recipe, room: int, extra_rows: int | None = EXTRA_TOKENS
+) -> Generator[Observed]:
     """Yield the layers of a block by shared input, with what calibration sees of it once the stages before are solved.
 
     Behind the last the stream has passed the block. Close what is left before its end: forwards of the block wait in it.
@@ -154,19 +164,23 @@ def observations(block: Block, stream: Stream | None, recipe: Recipe, room: int)
     with Passage(block, stream, sequential=sequential, room=room) as passage:
         repeated = ((block.name, passage.repeated),) if passage.repeated else ()
         for groups, shown in passage:  # q/k/v, then o, then gate/up, then down
-            found = summed(groups, shown, stream, correct=scheme.correct, root=scheme.factor == "qr")
+            root = scheme.factor == "qr"
+            found = summed(groups, shown, stream, correct=scheme.correct, root=root, extra_rows=extra_rows)
             yield from (
                 replace(found.pop(0), repeated=repeated) for _ in groups
             )  # none is held when the next is summed
 
 
-def observe_head(block: Block, stream: Stream | None, recipe: Recipe) -> Observed:
+def observe_head(
+    block: Block, stream: Stream | None, recipe: Recipe, extra_rows: int | None = EXTRA_TOKENS
+) -> Observed:
     """Sum the second moments of the head's inputs; see `observe`. Without a stream nothing is measured."""
     if stream is None:
         return Observed(layers=tuple(block.quantized_layers()), moments={})
     head = before_the_head(block, stream)
-    scheme = recipe.scheme
-    return observe(block, [head], stream, correct=scheme.correct, root=scheme.factor == "qr", residual=False)[0]
+    scheme, root = recipe.scheme, recipe.scheme.factor == "qr"
+    found = observe(block, [head], stream, correct=scheme.correct, root=root, residual=False, extra_rows=extra_rows)
+    return found[0]
 
 
 def unquantized(model: Model, names: Iterable[str]) -> tuple[str, ...]:

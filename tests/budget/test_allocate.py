@@ -1,6 +1,7 @@
 """Bits for layers: a budget is kept, nothing is left to gain by exchange, and what is measured is what happens to the network."""
 
 import math
+import statistics
 from dataclasses import replace
 from itertools import product
 
@@ -15,7 +16,7 @@ from checkpoints import save_part_of_the_demo
 from families import config_of, random_model
 from nearplane import GridScheme, RateScheme, RecipeError
 from nearplane.budget.allocate import Curve, allocate, allocate_widths, probed_rates, probed_widths
-from nearplane.budget.probe import Perturbations, entropy, probe, to_rates, to_widths, waterfilled
+from nearplane.budget.probe import Perturbations, Perturbed, entropy, probe, to_rates, to_widths, waterfilled
 from nearplane.demo import CALIBRATION
 from nearplane.divergence import divergence
 from nearplane.evaluate import load_dense
@@ -195,9 +196,9 @@ def test_water_filling_costs_what_it_was_asked_for_on_gaussian_weights(generator
     X = torch.randn(512, n, generator=generator, dtype=torch.float64) * torch.logspace(0, -1.5, n)
     factor = factorize(X.T @ X / len(X), "activation")
     W = torch.randn(2048, n, generator=generator)
-    found, values = waterfilled(W, factor, rate)
-    assert found == pytest.approx(rate, abs=0.12)
-    E = (W - values).double()[:, factor.order]
+    found = waterfilled(W, factor, rate)
+    assert found.rate == pytest.approx(rate, abs=0.12)
+    E = (W - found.matrix.decode()).double()[:, factor.order]
     errors = torch.linalg.multi_dot([E, factor.U]).square().mean(0) * factor.d  # of every plane
     assert errors.max() / errors.min() < 1.6  # the same, which is what water-filling means
 
@@ -205,7 +206,7 @@ def test_water_filling_costs_what_it_was_asked_for_on_gaussian_weights(generator
 def shaken(W, inputs):
     """Two perturbations that need no statistics, with rates to tell them apart."""
     for rate, size in ((1.0, 0.05), (2.0, 0.01)):
-        yield rate, W + size * torch.roll(W, 1, 0)
+        yield Perturbed(rate, W + size * torch.roll(W, 1, 0))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "opt", "gpt_neox", "mixtral"])
@@ -285,10 +286,23 @@ def demo(small):
 
 def test_losses_fall_with_the_rate_by_the_law_where_it_holds(demo):
     model, tokens = demo
-    curves = probe(model, tokens, to_rates((2.5, 4.5), RateScheme(rate=3.5)), device=CPU)
-    slopes = [math.log2(c.losses[0] / c.losses[1]) / (c.rates[1] - c.rates[0]) for c in curves]
-    assert all(abs(c.rates[0] - 2.5) < 0.5 and abs(c.rates[1] - 4.5) < 0.5 for c in curves)
+    curves = probe(model, tokens, to_rates((2.5, 3.5, 4.5), RateScheme(rate=3.5)), device=CPU)
+    slopes = [math.log2(c.losses[0] / c.losses[2]) / (c.rates[2] - c.rates[0]) for c in curves]
+    assert all(abs(c.rates[0] - 2.5) < 0.5 and abs(c.rates[2] - 4.5) < 0.5 for c in curves)
     assert sum(slopes) / len(slopes) == pytest.approx(2, abs=0.3)
+
+
+def test_the_shape_of_a_curve_is_about_what_measuring_gives(demo):
+    """One point of a curve is measured, the others follow from the errors of the layer's outputs."""
+    model, tokens = demo
+    scheme = RateScheme(rate=2)
+    curves = probe(model, tokens, to_rates((1.0, 1.75, 3.0), scheme), device=CPU)
+    for index, rate in ((0, 1.0), (1, 1.75), (2, 3.0)):
+        measured = probe(model, tokens, to_rates((rate,), scheme), device=CPU)
+        assert [c.rates[index] for c in curves] == [rate for m in measured for rate in m.rates]
+        off = [math.log2(c.losses[index] / m.losses[0]) for c, m in zip(curves, measured, strict=True)]
+        assert max(map(abs, off)) < 1, off  # where the rates lie 3 to 6 of these apart
+        assert abs(statistics.median(off)) < 0.3, off
 
 
 def test_losses_fall_with_the_width(demo):

@@ -15,6 +15,7 @@ from nearplane.lattice import bounds
 from nearplane.lattice.bounds import Certificate, certify, limit, losses_beside, quadratic
 from nearplane.lattice.factor import Factor, factorize
 from nearplane.lattice.grid import Grid, QuantizedMatrix
+from nearplane.lattice.moments import Extra
 from nearplane.lattice.polish import polish
 from nearplane.lattice.solve import nearest_plane, round_to_nearest, sweep_planes
 from oracles import closest_vector, run
@@ -382,9 +383,7 @@ def test_losses_beside_are_those_of_outputs_on_the_rows(generator: torch.Generat
     target = p.W + 0.01 * torch.randn(p.W.shape, generator=generator, dtype=torch.float64)
     X_hat = torch.randn(40, 12, generator=generator, dtype=torch.float64)
     X = X_hat + 0.1 * torch.randn(X_hat.shape, generator=generator, dtype=torch.float64) if two else X_hat
-    D = X - X_hat
-    moments = [A.T @ B / 40 for A, B in ((X_hat, X_hat), (D, X_hat), (D, D))]
-    loss, relative, nearest = losses_beside(p.W, target, matrix, (moments[0], *(moments[1:] if two else (None, None))))
+    loss, relative, nearest = losses_beside(p.W, target, matrix, Extra(X_hat=X_hat, X=X if two else None))
     outputs, plain = X @ p.W.T, p.grid.decode(p.grid.round(target)[0])
     lost, would = (float((outputs - X_hat @ V.T).square().mean()) / 12 for V in (matrix.decode(), plain))
     assert close(loss, lost)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nearplane.lattice import moments as module
-from nearplane.lattice.moments import ExtraSums, MomentSums
+from nearplane.lattice.moments import ExtraRows, MomentSums
 
 
 def streams(columns: int, rows: int = 60) -> tuple[Tensor, Tensor]:
@@ -24,22 +24,51 @@ def test_means_are_those_of_all_rows_however_they_came(columns: int, monkeypatch
     """In batches, a fifth of them held out; blocks that divide the columns, and that do not."""
     monkeypatch.setattr(module, "SPAN", 8)
     X_hat, X = streams(columns)
-    sums, held, extra = MomentSums(), MomentSums(), ExtraSums()
+    sums, held, extra = MomentSums(), MomentSums(), ExtraRows()
+    outputs = X_hat[:, :1] - X[:, :1]
     for rows, part in ((slice(0, 20), sums), (slice(20, 48), sums), (slice(48, 60), held)):
-        part.add(X_hat[rows], X[rows], {"o": X[rows, :1]})
+        part.add(X_hat[rows], X[rows], {"o": outputs[rows]})
         extra.add(X_hat[rows], X[rows])
     sums.absorb(held)
     a, b = X_hat.double(), X.double()
-    D = (X - X_hat).double()
-    means, beside = sums.means(lambda x: x), extra.means(lambda x: x)
-    assert beside is not None
+    means, beside = sums.means(lambda x: x), extra.together()
     for found, expected in (
-        (means.H, a.T @ a), (means.C, b.T @ a), (means.S["o"], b[:, :1].T @ a),
-        (beside.H, a.T @ a), (beside.K, D.T @ a), (beside.Q, D.T @ D),
+        (means.H, a.T @ a), (means.C, b.T @ a), (means.lost["o"], outputs.double().T @ a),
     ):  # fmt: skip
         torch.testing.assert_close(found, expected / 60, rtol=1e-5, atol=1e-6)
-    for symmetric in (means.H, beside.H, beside.Q, held.means(lambda x: x).H):
+    apart = held.means(lambda x: x, held.dtype)
+    for symmetric in (means.H, apart.H):
         assert torch.equal(symmetric.tril(-8), symmetric.T.tril(-8))
+    assert (apart.H.dtype, apart.lost["o"].dtype, means.H.dtype) == (torch.float32, torch.float32, torch.float64)
+    assert beside is not None
+    assert torch.equal(beside.X_hat, X_hat)
+    assert torch.equal(beside.X, X)
+
+
+def test_what_a_layers_output_lost_takes_the_place_of_the_other_networks_moments() -> None:
+    X_hat, X = streams(5)
+    sums = MomentSums()
+    sums.add(X_hat, X, {"o": X - X_hat}, crossed=False)
+    means = sums.means(lambda x: x)
+    assert means.C is None
+    known = means.of("o", None)
+    assert known.corrects
+    torch.testing.assert_close(known.lost, ((X - X_hat).T @ X_hat / 60).double(), rtol=1e-5, atol=1e-6)
+    assert not means.of("another", None).corrects
+
+
+def test_rows_that_are_kept_are_copies_and_none_are_nothing() -> None:
+    X_hat, X = streams(5)
+    extra = ExtraRows()
+    extra.add(X_hat[:0], X[:0])
+    assert extra.together() is None
+    extra.add(X_hat)
+    before = X_hat.clone()
+    X_hat.zero_()
+    kept = extra.together()
+    assert torch.equal(kept.X_hat, before)
+    assert kept.X is None
+    assert extra.together() is None
 
 
 def test_blocks_below_the_diagonal_are_not_formed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,10 +46,9 @@ def seen(X: Tensor, seed: int = 1) -> Moments:
         x, n = X[tokens], len(X[tokens])
         return Moments(H=x.T @ x / n, C=original[tokens].T @ x / n, tokens=n)
 
-    alive = (original != 0).double().mean(0)
-    alive[(X == 0).all(0).nonzero()[:1]] = 0.25  # one of the dead inputs was not dead before
-    x, D = ELSEWHERE[1].double(), (ELSEWHERE[0] - ELSEWHERE[1]).double()
-    extra = Extra(H=x.T @ x / len(x), K=D.T @ x / len(x), Q=D.T @ D / len(x))
+    alive = (original != 0).any(0)
+    alive[(X == 0).all(0).nonzero()[:1]] = True  # one of the dead inputs was not dead before
+    extra = Extra(X_hat=ELSEWHERE[1], X=ELSEWHERE[0])
     held_out = moments(slice(len(X) - len(X) // 5, None))
     return replace(moments(slice(None)), held_out=held_out, extra=extra, alive=alive)
 

@@ -155,11 +155,11 @@ def test_layers_share_factors_but_not_their_own_residual(generator: torch.Genera
     known = seen(*streams(generator))
     one = Inputs(known)
     factor, eigenvalues = one.factor("pivoted", 0.01), one.eigenvalues()
-    other = one.of(replace(known, S=torch.ones(4, COLUMNS).double()))
+    other = one.of(replace(known, C=None, lost=torch.ones(4, COLUMNS).double()))
     assert other.factor("pivoted", 0.01) is factor
     assert other.eigenvalues() is eigenvalues
-    assert one.moments.S is None
-    assert other.moments.S is not None
+    assert one.moments.lost is None
+    assert other.moments.lost is not None
     later = other.factor("natural", 0.01)
     assert one.factor("natural", 0.01) is later
 
@@ -220,3 +220,45 @@ def test_the_correction_by_roots_is_that_by_hessians(generator: torch.Generator)
     assert 0 < rho < 1
     assert rooted == pytest.approx(rho, rel=1e-9)
     assert bool(((one - other).abs() <= 1e-9 * W.abs().max()).all())
+
+
+def wide_problem(rows: int, tokens: int = 4000) -> tuple[Tensor, Moments, Moments]:
+    """Return weights (rows, 48) in float32, and what calibration knows in float32 and in float64; quantized inputs have drifted."""
+    g = torch.Generator().manual_seed(5)
+    X = torch.randn(tokens, 48, generator=g) @ torch.randn(48, 48, generator=g)
+    X_hat = X + 0.1 * X @ torch.randn(48, 48, generator=g) / 7 + 2.0 * torch.randn(tokens, 48, generator=g)
+
+    def moments(dtype: torch.dtype) -> Moments:
+        whole, held = (
+            Moments(H=x.T @ x / len(x), C=y.T @ x / len(x), tokens=len(x))
+            for x, y in (
+                (X_hat[part].double(), X[part].double()) for part in (slice(None), slice(tokens * 4 // 5, None))
+            )
+        )
+        return replace(whole, held_out=replace(held, H=held.H.to(dtype), C=held.C.to(dtype)))
+
+    return torch.randn(rows, 48, generator=g), moments(torch.float32), moments(torch.float64)
+
+
+def test_some_rows_tell_how_far_a_correction_is_to_be_trusted() -> None:
+    W, single, _ = wide_problem(1000, tokens=200)
+    (some, told), (every, rho) = (corrected(W, Inputs(single), GridScheme(), *tried) for tried in ((), (len(W),)))
+    assert 0 < rho < 1
+    assert told != rho
+    assert told == pytest.approx(rho, abs=0.02)
+    assert float((some - every).norm()) <= 0.05 * float((every - W).norm())
+
+
+def test_factors_in_float32_are_as_good_where_nothing_hangs_on_the_last_digits() -> None:
+    W, single, double = wide_problem(32)
+    (target, rho), (exact, expected) = (corrected(W, Inputs(each), GridScheme()) for each in (single, double))
+    assert rho == pytest.approx(expected, rel=1e-4)
+    assert float((target - exact).norm()) <= 1e-4 * float((exact - W).norm())
+    one, other = Inputs(single), Inputs(double)
+    assert one.factor_of_the_correction(GridScheme()).U.dtype == torch.float32
+    assert one.factor_of_the_sweep(GridScheme()).U.dtype == torch.float64
+    assert other.factor_of_the_correction(GridScheme()).U.dtype == torch.float64
+    for order in ("natural", "pivoted"):
+        found, lengths = (each.lengths(order, GridScheme()) for each in (one, other))
+        assert found.dtype == torch.float32
+        assert torch.allclose(found.double(), lengths, rtol=1e-4)

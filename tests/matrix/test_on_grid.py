@@ -16,7 +16,7 @@ from nearplane.lattice.grid import Grid
 from nearplane.lattice.moments import Moments
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solve import round_to_nearest
-from nearplane.lattice.target import correction, mismatch, trust
+from nearplane.lattice.target import correction, trust
 from nearplane.matrix.inputs import Inputs, corrected
 from nearplane.matrix.on_grid import quantize_matrix, with_tensors
 from nearplane.record import LayerRecord
@@ -189,14 +189,15 @@ def drifted(seed: int, tokens: int, *, noise: float = 0.3, columns: int = 16, ou
     return {"X": X, "X_hat": X_hat, "r": r, "r_hat": r - noise * X @ low}
 
 
-def statistics(raw: dict[str, Tensor], *, residual: bool) -> Moments:
-    """Accumulate what calibration would, the last fifth held out."""
+def statistics(raw: dict[str, Tensor], W: Tensor | None = None) -> Moments:
+    """Accumulate what calibration would, the last fifth held out; with weights (out, in) what their outputs and `r` have lost."""
 
     def moments(tokens: slice) -> Moments:
         X, X_hat, lost = raw["X"][tokens], raw["X_hat"][tokens], (raw["r"] - raw["r_hat"])[tokens]
         n = len(X)
-        S = lost.T @ X_hat / n if residual else None
-        return Moments(H=X_hat.T @ X_hat / n, C=X.T @ X_hat / n, S=S, tokens=n)
+        if W is None:
+            return Moments(H=X_hat.T @ X_hat / n, C=X.T @ X_hat / n, tokens=n)
+        return Moments(H=X_hat.T @ X_hat / n, lost=((X - X_hat) @ W.T + lost).T @ X_hat / n, tokens=n)
 
     n = len(raw["X"])
     return replace(moments(slice(0, n)), held_out=moments(slice(n - n // 5, n)))
@@ -217,7 +218,7 @@ def test_correction_brings_the_output_nearer_to_the_original_on_fresh_tokens(
     bits: int, solver: str, residual: bool, generator: torch.Generator
 ) -> None:
     W = torch.randn(8, 16, generator=generator, dtype=torch.float64)
-    known = statistics(drifted(2, 2000), residual=residual)
+    known = statistics(drifted(2, 2000), W if residual else None)
     fresh = drifted(3, 2000)
     scheme = GridScheme(bits=bits, group_size=8, solver=solver)
     (with_, record), (without, plain) = (
@@ -236,14 +237,13 @@ def test_the_correction_is_fitted_on_some_tokens_trusted_on_the_others_and_fitte
     W = torch.randn(8, 16, generator=generator, dtype=torch.float64)
     raw = drifted(2, 100)
     raw["r"] += torch.randn(raw["r"].shape, generator=generator, dtype=torch.float64)  # which cannot be made up for
-    known = statistics(raw, residual=True)
-    rest = statistics({name: tokens[:80] for name, tokens in raw.items()}, residual=True)
+    known = statistics(raw, W)
+    rest = statistics({name: tokens[:80] for name, tokens in raw.items()}, W)
 
     def delta(moments: Moments) -> Tensor:
-        return correction(mismatch(W, moments.H, moments.C, moments.S), factorize(moments.H, damp=0.1))
+        return correction(moments.lost, factorize(moments.H, damp=0.1))
 
-    held_out = known.held_out
-    rho = trust(mismatch(W, held_out.H, held_out.C, held_out.S), held_out.H, delta(rest))
+    rho = trust(known.held_out.lost, known.held_out.H, delta(rest))
     assert 0 < rho < 1
     target, found = corrected(W, Inputs(known), GridScheme(damp=0.1))
     assert found == pytest.approx(rho, rel=1e-12)
@@ -252,7 +252,7 @@ def test_the_correction_is_fitted_on_some_tokens_trusted_on_the_others_and_fitte
 
 def test_identical_networks_are_not_corrected(generator: torch.Generator) -> None:
     W = torch.randn(8, 16, generator=generator, dtype=torch.float64)
-    known = statistics(drifted(2, 500, noise=0.0), residual=True)
+    known = statistics(drifted(2, 500, noise=0.0), W)
     (matrix, record), (plain, _) = (
         quantize_matrix(W, known, GridScheme(group_size=8, sweep_damp=0.01, correct=correct))
         for correct in (True, False)
@@ -267,19 +267,19 @@ def test_a_correction_of_noise_alone_is_hardly_trusted(generator: torch.Generato
     raw = drifted(2, 40)
     independent = torch.randn(40, 8, generator=generator, dtype=torch.float64)
     raw |= {"X_hat": raw["X"].clone(), "r": independent, "r_hat": torch.zeros_like(independent)}
-    _, record = quantize_matrix(W, statistics(raw, residual=True), GridScheme(group_size=8))
+    _, record = quantize_matrix(W, statistics(raw, W), GridScheme(group_size=8))
     assert record.correction < 0.5
 
 
 @pytest.mark.parametrize("correct", [True, False])
 def test_shared_inputs_give_what_separate_ones_give(correct: bool, generator: torch.Generator) -> None:
-    """q, k and v share one factor; what differs between them is only the residual mismatch."""
-    known = statistics(drifted(2, 300), residual=True)
-    other = replace(known, S=None, held_out=replace(known.held_out, S=None))
+    """q, k and v share one factor; what differs between them is only what their own outputs have lost."""
+    W = torch.randn(8, 16, generator=generator, dtype=torch.float64)
+    known, crossed = statistics(drifted(2, 300), W), statistics(drifted(2, 300))
+    other = replace(crossed, H=known.H)
     shared = Inputs(known)
     scheme = GridScheme(bits=3, group_size=8, correct=correct)
     for inputs, alone in ((shared, known), (shared.of(other), other), (shared, known)):
-        W = torch.randn(8, 16, generator=generator, dtype=torch.float64)
         (matrix, record), (expected, separate) = (quantize_matrix(W, s, scheme) for s in (inputs, alone))
         assert torch.equal(matrix.codes, expected.codes)
         assert torch.equal(matrix.grid.scale, expected.grid.scale)
@@ -288,7 +288,7 @@ def test_shared_inputs_give_what_separate_ones_give(correct: bool, generator: to
 
 
 def test_factors_are_not_shared_between_inputs_that_differ() -> None:
-    known = statistics(drifted(2, 300), residual=False)
+    known = statistics(drifted(2, 300))
     with pytest.raises(NumericalError, match="differ"):
         Inputs(known).of(replace(known, H=known.H.clone()))
 

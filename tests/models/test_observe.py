@@ -134,16 +134,24 @@ def close(a: Tensor, b: Tensor) -> None:
     torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12 * float(b.abs().max()))
 
 
-def check(statistics: Moments, name: str, original: Plain, quantized: Plain, rows: slice) -> None:
+def against_the_original(statistics: Moments) -> Tensor:
+    """Return what tells of the original network: moments with its inputs, or what the output has lost."""
+    assert (statistics.C is None) != (statistics.lost is None)
+    return statistics.lost if statistics.C is None else statistics.C
+
+
+def check(statistics: Moments, W: Tensor, name: str, original: Plain, quantized: Plain, rows: slice) -> None:
     """Compare with X^T X / tokens over some rows."""
     X, X_hat = original.rows[name][rows], quantized.rows[name][rows]
     assert statistics.tokens == len(X_hat)
     close(statistics.H, X_hat.T @ X_hat / len(X))
-    close(statistics.C, X.T @ X_hat / len(X))
-    if name in original.added:
-        close(statistics.S, (original.added[name] - quantized.added[name])[rows].T @ X_hat / len(X))
-    else:
-        assert statistics.S is None
+    if name not in original.added:
+        close(statistics.C, X.T @ X_hat / len(X))
+        assert statistics.lost is None
+        return
+    outputs = (X - X_hat) @ W.T + (original.added[name] - quantized.added[name])[rows]
+    close(statistics.lost, outputs.T @ X_hat / len(X))
+    assert statistics.C is None
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gpt_neox"])
@@ -166,8 +174,8 @@ def test_moments_equal_those_of_two_whole_networks(family: str, saved: Saved, lo
     for observed in seen:
         for layer in observed.layers:
             statistics, name = observed.moments[layer.name], layer.name.removeprefix(f"{second.name}.")
-            check(statistics, name, original, quantized, slice(0, 60))
-            check(statistics.held_out, name, original, quantized, slice(36, 60))
+            check(statistics, weights[layer.name], name, original, quantized, slice(0, 60))
+            check(statistics.held_out, weights[layer.name], name, original, quantized, slice(36, 60))
 
 
 def observed_llama(saved: Saved, tokens: Tensor, **options: object) -> dict[str, Observed]:
@@ -198,13 +206,18 @@ def test_without_correction_there_is_only_a_hessian(saved: Saved, tokens: Tensor
     corrected, alone = observed_llama(saved, tokens), observed_llama(saved, tokens, correct=False)
     for name, observed in alone.items():
         statistics = observed.moments[observed.layers[0].name]
-        assert (statistics.C, statistics.S, statistics.held_out) == (None, None, None)
+        assert (statistics.C, statistics.lost, statistics.held_out) == (None, None, None)
         close(statistics.H, corrected[name].moments[observed.layers[0].name].H)
 
 
 def test_the_residual_can_be_left_out(saved: Saved, tokens: Tensor) -> None:
-    seen = observed_llama(saved, tokens, residual=False)
-    assert all(s.S is None for observed in seen.values() for s in observed.moments.values())
+    """Then what a layer by itself has lost is what its inputs have."""
+    with_, without = (observed_llama(saved, tokens, residual=residual) for residual in (True, False))
+    for name in ("o_proj", "down_proj"):
+        layer, whole = with_[name].layers[0], with_[name].moments[with_[name].layers[0].name]
+        alone = without[name].moments[layer.name]
+        assert torch.equal(whole.H, alone.H)
+        assert not torch.allclose(whole.lost, alone.lost)
 
 
 def test_one_window_is_not_split_and_two_always_are(saved: Saved, tokens: Tensor) -> None:
@@ -227,7 +240,7 @@ def test_stopping_early_changes_nothing(last: bool, saved: Saved, tokens: Tensor
         together = observe(block, groups, stream, correct=True, last=last)
     for a, b in zip(alone, together, strict=True):
         for name in a.moments:
-            for key in ("H", "C", "S"):
+            for key in ("H", "C", "lost"):
                 x, y = getattr(a.moments[name], key), getattr(b.moments[name], key)
                 assert (x is None and y is None) or torch.equal(x, y)
 
@@ -282,7 +295,7 @@ def test_the_same_inputs_give_the_same_bits(saved: Saved, tokens: Tensor) -> Non
         for layer, statistics in observed.moments.items():
             again = second[name].moments[layer]
             assert torch.equal(statistics.H, again.H)
-            assert torch.equal(statistics.C, again.C)
+            assert torch.equal(against_the_original(statistics), against_the_original(again))
 
 
 def test_in_half_precision_moments_are_float64_sums_of_float32_products(saved: Saved, tokens: Tensor) -> None:
@@ -328,7 +341,7 @@ def test_roots_square_to_the_hessians_of_all_tokens_and_of_those_not_held_out(sa
         assert all(other.root is first.root and other.fitting_root is first.fitting_root for other in others)
         assert (held.root, held.fitting_root, before.root, before.fitting_root) == (None, None, None, None)
         assert torch.equal(first.H, before.H)
-        assert torch.equal(first.C, before.C)
+        assert torch.equal(against_the_original(first), against_the_original(before))
 
 
 def test_where_nothing_is_held_out_there_is_one_root(saved: Saved, tokens: Tensor) -> None:
@@ -392,8 +405,9 @@ def test_convolutions_are_observed_by_the_rows_of_their_patches() -> None:
     assert (statistics.tokens, statistics.held_out.tokens) == (4 * 25, 25)
     close(statistics.H, rows.T @ rows / len(rows))
     close(statistics.held_out.H, rows[75:].T @ rows[75:] / 25)
-    close(statistics.C, statistics.H)
-    assert statistics.S is None
+    assert statistics.corrects
+    for lost in (statistics.C if statistics.lost is None else None, statistics.held_out.lost):
+        assert lost is None or not lost.any()  # the networks agree
 
 
 def test_layers_that_see_other_tokens_in_the_two_networks_are_named() -> None:

@@ -32,7 +32,7 @@ def louder(block: Block) -> None:
 
 
 def observed(
-    folder: Path, tokens: Tensor, extra: Tensor | None, *, correct: bool = True, last: bool = False
+    folder: Path, tokens: Tensor, extra: Tensor | None, *, correct: bool = True, last: bool = False, rows: int = 1024
 ) -> dict[str, Moments]:
     """Observe the second block of a network whose first is louder."""
     model = open_model(str(folder))
@@ -43,7 +43,7 @@ def observed(
         stream.advance(first)
     with second.on("cpu", torch.float64):
         groups = stages(second, stream)
-        seen = observe(second, groups, stream, correct=correct, last=last)
+        seen = observe(second, groups, stream, correct=correct, last=last, extra_rows=rows)
     return {name: statistics for one in seen for name, statistics in one.moments.items()}
 
 
@@ -57,7 +57,7 @@ def test_extra_windows_change_nothing_that_is_fitted(
         assert plain.extra is None
         assert again.extra is not None
         assert again.tokens == plain.tokens == tokens.numel()
-        for key in ("H", "C", "S", "alive"):
+        for key in ("H", "C", "lost", "alive"):
             a, b = getattr(plain, key), getattr(again, key)
             assert (a is None and b is None) or torch.equal(a, b), key
         if correct:
@@ -66,7 +66,7 @@ def test_extra_windows_change_nothing_that_is_fitted(
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_their_moments_are_those_of_two_whole_networks(
+def test_their_rows_are_those_of_two_whole_networks(
     saved: Callable[[str], Path], loaded: Callable[[str], PreTrainedModel], tokens: Tensor, extra: Tensor, last: bool
 ) -> None:
     found = observed(saved("llama"), tokens, extra, last=last)
@@ -95,17 +95,24 @@ def test_their_moments_are_those_of_two_whole_networks(
 
 
 def close(found: Extra, X: Tensor, X_hat: Tensor) -> None:
-    D = X - X_hat
-    for moment, expected in ((found.H, X_hat.T @ X_hat), (found.K, D.T @ X_hat), (found.Q, D.T @ D)):
-        scale = float((expected / len(X)).abs().max())
-        torch.testing.assert_close(moment, expected / len(X), rtol=1e-9, atol=1e-9 * scale)
+    for rows, expected in ((found.X_hat, X_hat), (found.X, X)):
+        torch.testing.assert_close(rows, expected, rtol=1e-9, atol=1e-9 * float(expected.abs().max()))
+
+
+def test_of_many_rows_some_are_kept_evenly_spread(saved: Callable[[str], Path], tokens: Tensor, extra: Tensor) -> None:
+    """Every fourth of each batch: two windows of 12 tokens, and one."""
+    every = observed(saved("llama"), tokens, extra)
+    for name, some in observed(saved("llama"), tokens, extra, rows=9).items():
+        rows = every[name].extra.X_hat
+        assert torch.equal(some.extra.X_hat, torch.cat([rows[:24:4], rows[24::4]]))
+        assert len(some.extra.X) == len(some.extra.X_hat) == 9
 
 
 def test_without_correction_the_original_network_does_not_run_on_them(
     saved: Callable[[str], Path], tokens: Tensor, extra: Tensor
 ) -> None:
     for statistics in observed(saved("llama"), tokens, extra, correct=False).values():
-        assert (statistics.extra.K, statistics.extra.Q, statistics.alive) == (None, None, None)
+        assert (statistics.extra.X, statistics.alive) == (None, None)
 
 
 def test_inputs_of_the_original_that_are_never_0_are_alive(saved: Callable[[str], Path], tokens: Tensor) -> None:

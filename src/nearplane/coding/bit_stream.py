@@ -21,16 +21,38 @@ def zigzag(value: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.where(value < 0, -2 * value - 1, 2 * value)
 
 
+@njit(cache=True, nogil=True)
+def _rice_bits(folded: NDArray[np.int64], parameter: int) -> int:
+    total = 0
+    for value in folded:
+        quotient = value >> parameter
+        total += quotient + 1 + parameter if quotient < MAX_RICE_ONES else MAX_RICE_ONES + 32
+    return total
+
+
+@njit(cache=True, nogil=True)
+def _least_rice(folded: NDArray[np.int64]) -> tuple[int, int]:
+    """Return the parameter that takes the fewest bits, and these."""
+    mean = folded.sum() // max(1, len(folded))
+    guess = 0
+    while mean >> guess and guess < 14:
+        guess += 1
+    best, least = -1, 0
+    for parameter in range(max(0, guess - 2), min(14, guess + 1) + 1):
+        bits = _rice_bits(folded, parameter)
+        if best < 0 or bits < least:
+            best, least = parameter, bits
+    return best, least
+
+
 def rice_bits(folded: NDArray[np.int64], parameter: int) -> int:
     """Return the bits that zig-zagged numbers take."""
-    quotient = folded >> parameter
-    return int(np.where(quotient < MAX_RICE_ONES, quotient + 1 + parameter, MAX_RICE_ONES + 32).sum())
+    return int(_rice_bits(folded, parameter))
 
 
 def rice_parameter(folded: NDArray[np.int64]) -> int:
     """Return the parameter, 0 ... 14, that takes the fewest bits."""
-    guess = min(14, int(folded.mean()).bit_length()) if folded.size else 0
-    return min(range(max(0, guess - 2), min(14, guess + 1) + 1), key=lambda k: rice_bits(folded, k))
+    return int(_least_rice(folded)[0])
 
 
 @njit(cache=True, nogil=True)
@@ -162,7 +184,7 @@ def array_bits(values: NDArray[np.int32]) -> int:
     if values.min() == values.max():
         return 4 if values[0] else 0
     folded = zigzag(values.astype(np.int64) - centre_of(values))
-    return 4 + rice_bits(folded, rice_parameter(folded))
+    return 4 + int(_least_rice(folded)[1])
 
 
 class BitReader:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
@@ -86,6 +88,14 @@ def sample(out: int, width: int) -> NDArray[np.int64]:
     return edges[:-1] + (np.arange(count) * 2654435761 >> 8) % np.diff(edges)
 
 
+@lru_cache(maxsize=128)
+def _table(mixture: int, top: int, shift: int) -> NDArray[np.float32]:
+    """Return the bits of |code| up to `top`, and beyond, at every spread plus `shift`: (top + 2, spreads)."""
+    table = frequency_tables.family_costs(mixture)
+    table = np.concatenate([table[:, : top + 1], table[:, -1:]], 1).T
+    return table[:, np.clip(np.arange(frequency_tables.SPREADS) + shift, 0, frequency_tables.SPREADS - 1)]
+
+
 class Counts:
     """Histograms of rows of a matrix by row class, and what tables would cost its columns."""
 
@@ -99,12 +109,7 @@ class Counts:
 
     def costs(self, mixture: int, row_step: int, pick: NDArray[np.int64] | None = None) -> NDArray[np.float32]:
         """Return the bits of columns at every spread of row level 0: (columns, spreads)."""
-        table = frequency_tables.family_costs(mixture)
-        table = np.concatenate([table[:, : self.top + 1], table[:, -1:]], 1).T  # (top + 2, spreads)
-        shifted = np.clip(
-            np.arange(frequency_tables.SPREADS) + self.levels[:, None] * row_step, 0, frequency_tables.SPREADS - 1
-        )
-        tables = np.ascontiguousarray(np.moveaxis(table[:, shifted], 1, 0))  # (classes, top + 2, spreads)
+        tables = np.stack([_table(mixture, self.top, row_step * int(level)) for level in self.levels])
         if pick is None:
             pick = np.arange(self.signed.shape[1])
         out = np.zeros((len(pick), frequency_tables.SPREADS), np.float32)

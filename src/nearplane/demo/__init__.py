@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from nearplane.evaluate import Evaluation, evaluate
-from nearplane.quantize import quantize, silent
+from nearplane.progress import silent
+from nearplane.quantize import quantize
 from nearplane.recipe import Calibration, Recipe
 from nearplane.schemes import Format, GridScheme, RateScheme, Solver
 from nearplane.shards import ShardReader

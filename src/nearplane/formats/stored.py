@@ -42,17 +42,21 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
 class Stored:
     """The quantized layers of a folder, by the names of their tensors; each is read when it is asked for.
 
+    Args:
+        folder: that holds them.
+        unfinished: the quantization_config of a folder that is being written; None: it is whole, and its config.json tells.
+
     Raises:
         FormatError: the folder holds none, or its format is not understood.
     """
 
-    def __init__(self, folder: Path) -> None:
-        config = quantization_of(folder)
+    def __init__(self, folder: Path, *, unfinished: Mapping[str, Any] | None = None) -> None:
+        config = quantization_of(folder) if unfinished is None else dict(unfinished)
         if config is None:
             raise FormatError(f"{folder / CONFIG} has no quantization_config: expected what nearplane quantize wrote.")
         format = format_of(config)
         self.config, self.layers, self._says = config, format.layers, format.config
-        self.reader = _reader(folder, self.layers)
+        self.reader = _reader(folder, self.layers) if unfinished is None else ShardReader(folder, unfinished=True)
         self._parts = _layers(self.layers, self.reader)
 
     def names(self) -> list[str]:

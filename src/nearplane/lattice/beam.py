@@ -2,7 +2,7 @@
 
 Column by column every candidate proposes codes, and a fixed number of them survives (the M-algorithm). Inside a block of columns
 candidates carry their own targets; what a block did wrong reaches the later columns as one matrix product, as in `solve.py`. The
-block in torch is the reference and serves every device; on the CPU a compiled kernel does the same row by row.
+block in torch is the reference and serves every device; on the CPU a compiled kernel does the same for some rows at a time.
 """
 
 from __future__ import annotations
@@ -17,12 +17,27 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import NumericalError, RecipeError
-from nearplane.lattice.codebook import Table, position_of, round_code
+from nearplane.lattice.codebook import Table, position_of, round_code, round_integer
 from nearplane.lattice.factor import Factor
 from nearplane.lattice.grid import Grid, QuantizedMatrix, Weights
 
 Floats = npt.NDArray[np.float64]  # or float32: the kernel is compiled for either
 Indices = npt.NDArray[np.int64]
+Integers = npt.NDArray[np.int32]
+
+ROWS = 32  # that are swept at a time on the CPU, each a lane of its registers
+
+
+class Places(NamedTuple):
+    """What the compiled sweep of a strip of rows works on, (sides, candidates, rows) of one column; see `_fill`."""
+
+    before: Floats
+    code: Floats
+    total: Floats
+    cheaper: Floats
+    at: Integers
+    chosen: Floats
+    parent: Integers
 
 
 class Block(NamedTuple):
@@ -112,11 +127,12 @@ def _best(weights: Weights, U: Tensor, d: Tensor, beam: int, block: int) -> Tens
         here = Weights(W[:, part], weights.scale[:, part], weights.zero[:, part], codebook)
         chosen, parent = sweep(target[:, :, : b - a], here, U[part, part], d[part], cost)
         codes, ancestor = _trace(chosen, parent)
-        history.append((codes.to(torch.int32), ancestor))
+        history.append((codes, ancestor))
         if b < n:
-            values = here.scale[:, None] * (codebook.position(codes) - here.zero[:, None])
+            values = here.scale[:, None] * (codebook.position(codes, W.dtype) - here.zero[:, None])
             E = here.W[:, None] - values  # (out, beam, b)
-            target = target[row[:, None], ancestor, b - a :]
+            moved = (row[:, None] * beam + ancestor).flatten()
+            target = target.view(out * beam, -1)[:, b - a :].index_select(0, moved).view(out, beam, -1)
             target.view(out * beam, -1).addmm_(E.reshape(out * beam, -1), U[part, b:])
     place = cost.argmin(1)  # (out,)
     found = []
@@ -134,15 +150,32 @@ def _trace(chosen: Tensor, parent: Tensor) -> tuple[Tensor, Tensor]:
         parent: (b, out, beam) int64, place before of the candidate that proposed it.
 
     Returns:
-        (out, beam, b) codes of each candidate, and (out, beam) its place before the block.
+        (out, beam, b) codes int32 of each candidate, and (out, beam) its place before the block.
     """
     width, out, beam = chosen.shape
-    codes = chosen.new_empty(out, beam, width)
+    codes = torch.empty(out, beam, width, dtype=torch.int32, device=chosen.device)
+    if chosen.device.type == "cpu":
+        ancestor = torch.empty(out, beam, dtype=torch.int64)
+        _trace_rows(chosen.numpy(), parent.numpy(), codes.numpy(), ancestor.numpy())
+        return codes, ancestor
     place = torch.arange(beam, device=chosen.device).expand(out, beam)
     for j in range(width - 1, -1, -1):
         codes[:, :, j] = chosen[j].gather(1, place)
         place = parent[j].gather(1, place)
     return codes, place
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def _trace_rows(chosen: Floats, parent: Indices, codes: Integers, ancestor: Indices) -> None:
+    """Write `_trace` of all rows, compiled."""
+    width, out, beam = chosen.shape
+    for row in range(out):
+        for end in range(beam):
+            place = end
+            for j in range(width - 1, -1, -1):
+                codes[row, end, j] = chosen[j, row, place]
+                place = parent[j, row, place]
+            ancestor[row, end] = place
 
 
 def sweep_block_torch(target: Tensor, weights: Weights, U: Tensor, d: Tensor, cost: Tensor) -> tuple[Tensor, Tensor]:
@@ -221,7 +254,7 @@ def _survivors(t: Tensor, nearest: Tensor, column: Weights, length: float, cost:
 def sweep_block(
     target: Tensor, weights: Weights, U: Tensor, d: Tensor, cost: Tensor, *, threads: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Sweep one block of columns on the CPU, compiled, row by row. As `sweep_block_torch`."""
+    """Sweep one block of columns on the CPU, compiled, some rows at a time. As `sweep_block_torch`."""
     out, beam, width = target.shape
     chosen, parent = target.new_empty(width, out, beam), torch.empty(width, out, beam, dtype=torch.int64)
     t, W, s, z = (x.contiguous().numpy() for x in (target, weights.W, weights.scale, weights.zero))
@@ -237,74 +270,151 @@ def sweep_block(
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def _fill(
-    t: Floats,
-    s: float,
-    z: float,
-    table: Table,
-    length: float,
-    cost: Floats,
-    chosen: Floats,
-    parent: Indices,
-    before: Floats,
-    code: Floats,
-    total: Floats,
-) -> None:
-    """Fill the places of one row in one column; `code` and `total` (2 beam,) hold the next proposals below and above.
+def _nearest(t: Floats, s: Floats, z: Floats, table: Table, code: Floats) -> None:
+    """Write the codes nearest to the targets of some rows."""
+    if len(table.levels) == 0:  # a loop of its own, which takes many rows at once
+        for r in range(len(t)):
+            code[r] = round_integer(t[r] / s[r] + z[r], table.low, table.high)
+        return
+    for r in range(len(t)):
+        code[r] = round_code(t[r] / s[r] + z[r], table)
 
-    Updates `cost`: what stood there is kept in `before`, as a candidate may propose again.
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def _price(
+    t: Floats, s: Floats, z: Floats, table: Table, length: float, before: Floats, code: Floats, total: Floats
+) -> None:
+    """Write what candidates of some rows cost with some codes."""
+    none = t.dtype.type(np.inf)
+    if len(table.levels) == 0:
+        for r in range(len(t)):
+            ahead = t[r] - s[r] * (code[r] - z[r])
+            price = before[r] + length * (ahead * ahead)
+            total[r] = none if code[r] > table.high else price
+        return
+    for r in range(len(t)):
+        ahead = t[r] - s[r] * (position_of(code[r], table) - z[r])
+        total[r] = none if code[r] > table.high else before[r] + length * (ahead * ahead)
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def _least(totals: Floats, best: Floats, at: Integers) -> None:
+    """Write the least of totals (candidates, rows), and the first candidate that has it."""
+    for r in range(len(best)):
+        best[r], at[r] = totals[0, r], 0
+    for i in range(1, len(totals)):
+        total, here = totals[i], np.int32(i)
+        for r in range(len(best)):
+            less = total[r] < best[r]
+            best[r] = total[r] if less else best[r]
+            at[r] = here if less else at[r]
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def _fill(t: Floats, s: Floats, z: Floats, table: Table, length: float, cost: Floats, places: Places) -> None:
+    """Fill the places of some rows in one column; all is (candidates, rows), with rows as lanes.
+
+    Updates `cost`: what stood there is kept in `places.before`, as a candidate may propose again.
     """
-    beam = len(t)
-    for i in range(beam):
-        before[i] = cost[i]
-        nearest = round_code(t[i] / s + z, table)
-        for side in range(2):
-            k, proposal = 2 * i + side, nearest + side
-            ahead = t[i] - s * (position_of(proposal, table) - z)
-            code[k], total[k] = proposal, before[i] + length * (ahead * ahead)
-            if proposal > table.high:
-                total[k] = np.inf
-    for place in range(beam):
-        at = 0
-        if place:
-            for k in range(1, 2 * place + 2):
-                if total[k] < total[at]:
-                    at = k
-        i = at // 2
-        chosen[place], parent[place], cost[place] = code[at], i, total[at]
-        code[at] += 2 * (at % 2) - 1
-        ahead = t[i] - s * (position_of(code[at], table) - z)
-        total[at] = before[i] + length * (ahead * ahead)
-        if code[at] < table.low or code[at] > table.high:
-            total[at] = np.inf
+    before, code, total, cheaper, at, chosen, parent = places
+    one, none = t.dtype.type(1), t.dtype.type(np.inf)
+    before[:] = cost
+    for i in range(len(t)):
+        below, above = code[0, i], code[1, i]
+        _nearest(t[i], s, z, table, below)
+        for r in range(len(s)):
+            above[r] = below[r] + one
+        _price(t[i], s, z, table, length, before[i], below, total[0, i])
+        _price(t[i], s, z, table, length, before[i], above, total[1, i])
+        _cheaper(total[0, i], total[1, i], cheaper[i])
+    integers = len(table.levels) == 0
+    for place in range(len(t)):
+        least, took, proposer = cost[place], chosen[place], parent[place]
+        _least(cheaper[: place + 1], least, at)
+        for r in range(len(s)):
+            k = np.uint64(at[r])
+            side = np.uint64(total[1, k, r] < total[0, k, r] and place > 0)
+            took[r], proposer[r], least[r] = code[side, k, r], at[r], total[side, k, r]
+            following = code[side, k, r] + (one if side else -one)
+            position = following if integers else position_of(following, table)
+            ahead = t[k, r] - s[r] * (position - z[r])
+            price = before[k, r] + length * (ahead * ahead)
+            price = none if following < table.low or following > table.high else price
+            code[side, k, r], total[side, k, r] = following, price
+            cheaper[k, r] = min(price, total[np.uint64(1) - side, k, r])
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def _cheaper(one: Floats, other: Floats, least: Floats) -> None:
+    """Write the lesser of two prices."""
+    for r in range(len(least)):
+        least[r] = min(one[r], other[r])
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def _errors(w: Floats, s: Floats, z: Floats, table: Table, chosen: Floats, E: Floats) -> None:
+    """Write weights minus values of the codes that the places of some rows took."""
+    for i in range(len(chosen)):
+        if len(table.levels) == 0:
+            for r in range(len(w)):
+                E[i, r] = w[r] - s[r] * (chosen[i, r] - z[r])
+        else:
+            for r in range(len(w)):
+                E[i, r] = w[r] - s[r] * (position_of(chosen[i, r], table) - z[r])
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def _moved(now: Floats, parent: Integers, E: Floats, u: Floats, first: int, then: Floats) -> None:
+    """Bring targets (rows, candidates, columns) to their new places, from the column `first` on, with the errors fed forward.
+
+    Slices from 0 on are what the compiler takes many at a time: with indices that may be negative it does not.
+    """
+    u = u[first:]
+    for r in range(now.shape[0]):
+        for i in range(now.shape[1]):
+            before, e, after = now[r, parent[i, r], first:], E[i, r], then[r, i, first:]
+            for c in range(len(u)):
+                after[c] = before[c] + e * u[c]
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def _sweep_rows(start: int, stop: int, block: Block) -> None:
-    """Sweep the rows from `start` to `stop`; targets change places between two arrays."""
+    """Sweep the rows from `start` to `stop`, `ROWS` at a time; targets change places between two arrays."""
     target, W, scale, zero, table, U, d, cost, chosen, parent = block
     beam, width = target.shape[1:]
-    now, then = np.empty_like(target[0]), np.empty_like(target[0])
-    code, total, before, t = (
-        np.empty(2 * beam, W.dtype),
-        np.empty(2 * beam, W.dtype),
-        np.empty(beam, W.dtype),
-        np.empty(beam, W.dtype),
+    now, then = np.empty((ROWS, beam, width), W.dtype), np.empty((ROWS, beam, width), W.dtype)
+    t, E, costs = np.empty((beam, ROWS), W.dtype), np.empty((beam, ROWS), W.dtype), np.empty((beam, ROWS), W.dtype)
+    w, s, z = np.empty(ROWS, W.dtype), np.empty(ROWS, W.dtype), np.empty(ROWS, W.dtype)
+    places = Places(
+        np.empty((beam, ROWS), W.dtype),
+        np.empty((2, beam, ROWS), W.dtype),
+        np.empty((2, beam, ROWS), W.dtype),
+        np.empty((beam, ROWS), W.dtype),
+        np.empty(ROWS, np.int32),
+        np.empty((beam, ROWS), W.dtype),
+        np.empty((beam, ROWS), np.int32),
     )
-    for row in range(start, stop):
-        now[:] = target[row]
+    for a in range(start, stop, ROWS):
+        rows = np.minimum(np.arange(a, a + ROWS), stop - 1)  # the last one stands for those that are lacking
+        for r in range(ROWS):
+            now[r] = target[rows[r]]
+            costs[:, r] = cost[rows[r]]
         for j in range(width):
-            s, z, length = scale[row, j], zero[row, j], d[j]
-            for i in range(beam):
-                t[i] = now[i, j]
-            if length > 0:
-                _fill(t, s, z, table, length, cost[row], chosen[j, row], parent[j, row], before, code, total)
+            for r in range(ROWS):
+                w[r], s[r], z[r] = W[rows[r], j], scale[rows[r], j], zero[rows[r], j]
+                for i in range(beam):
+                    t[i, r] = now[r, i, j]
+            if d[j] > 0:
+                _fill(t, s, z, table, d[j], costs, places)
             else:
                 for i in range(beam):
-                    chosen[j, row, i], parent[j, row, i] = round_code(t[i] / s + z, table), i
-            for i in range(beam):
-                k = parent[j, row, i]
-                E = W[row, j] - s * (position_of(chosen[j, row, i], table) - z)
-                for c in range(j + 1, width):
-                    then[i, c] = now[k, c] + E * U[j, c]
+                    _nearest(t[i], s, z, table, places.chosen[i])
+                    places.parent[i] = i
+            _errors(w, s, z, table, places.chosen, E)
+            for r in range(min(ROWS, stop - a)):
+                for i in range(beam):
+                    chosen[j, a + r, i], parent[j, a + r, i] = places.chosen[i, r], places.parent[i, r]
+            _moved(now, places.parent, E, U[j], (j + 1) // 8 * 8, then)
             now, then = then, now
+        for r in range(ROWS):
+            cost[rows[r]] = costs[:, r]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nearplane.lattice.factor import Factor
 from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.lattice.moments import Extra
 
 MEASURED_ROWS = 256  # at once: what is in memory beside the matrix does not grow with it, and stays in the caches
 
@@ -147,43 +148,38 @@ def certify(
 
 
 def losses_beside(
-    W: Tensor,
-    target: Tensor,
-    matrix: QuantizedMatrix,
-    moments: tuple[Tensor, Tensor | None, Tensor | None],
-    *,
-    values: Tensor | None = None,
+    W: Tensor, target: Tensor, matrix: QuantizedMatrix, extra: Extra, *, values: Tensor | None = None
 ) -> tuple[float, float, float]:
     """Measure outputs `V x_hat` of a quantized matrix against `W x` of the original, on rows that nothing was fitted to.
 
-        E|W x - V x_hat|^2 = tr(E H E^T) + 2 tr(W K E^T) + tr(W Q W^T),   E = W - V
+    Outputs are computed in the dtype of `W`, some of them at a time; what they differ by is squared and summed in float64.
 
     Args:
         W, target, matrix, values: as for `certify`.
-        moments: (in, in) each: H, K and Q of `moments.Extra`. Without K and Q `x` is `x_hat`.
+        extra: the rows; without those of the original network `x` is `x_hat`.
 
     Returns:
-        The loss, / (out * in); the same over `E|W x|^2`; and the loss of rounding `target` to nearest on the grid.
+        The mean of `(W x - V x_hat)^2` over outputs and rows, / in; the same over that of `(W x)^2`; and as the first, of rounding
+        `target` to nearest on the grid.
     """
-    H, single = moments[0], torch.promote_types(W.dtype, torch.float32)
-    K, Q = (None if M is None else M.to(single) for M in moments[1:])
-    exact, rough = folded(H), folded(H.to(single))
-    between = None if Q is None else folded(Q)
+    dtype = torch.promote_types(W.dtype, torch.float32)
+    X_hat = extra.X_hat.to(dtype).T  # (in, tokens)
+    X = X_hat if extra.X is None else extra.X.to(dtype).T
     loss = nearest = energy = 0.0
     for rows in torch.split(torch.arange(len(target), device=target.device), MEASURED_ROWS):
-        part, w = matrix.grid.of_rows(rows).to(H.dtype), W[rows].to(single)
-        E = W[rows].to(H.dtype) - (part.decode(matrix.codes[rows]) if values is None else values[rows].to(H.dtype))
-        plain = w - part.round(target[rows].to(H.dtype))[1].to(single)
-        loss += float(_form(E, exact).sum())
-        nearest += float(_form(plain, rough).sum(dtype=H.dtype))
-        energy += float(_form(w, rough).sum(dtype=H.dtype))
-        if K is not None and between is not None:
-            WK, inherited = w @ K, float(_form(w, between).sum(dtype=H.dtype))  # (rows, in)
-            energy += float(2 * (WK * w).sum(dtype=H.dtype)) + inherited
-            loss += float(2 * (WK * E).sum()) + inherited
-            nearest += float(2 * (WK * plain).sum(dtype=H.dtype)) + inherited
-    size, loss, nearest = target.numel(), max(loss, 0.0), max(nearest, 0.0)
-    return loss / size, loss / max(energy, torch.finfo(H.dtype).tiny), nearest / size
+        part = matrix.grid.of_rows(rows).to(dtype)
+        V = part.decode(matrix.codes[rows]) if values is None else values[rows]
+        outputs = W[rows].to(dtype) @ X  # (rows, tokens)
+        energy += _squared(outputs)
+        loss += _squared(torch.addmm(outputs, V.to(dtype), X_hat, alpha=-1))
+        nearest += _squared(outputs.addmm_(part.round(target[rows].to(dtype))[1], X_hat, alpha=-1))
+    size = target.numel() * X.shape[1]
+    return loss / size, loss / max(energy, torch.finfo(dtype).tiny), nearest / size
+
+
+def _squared(x: Tensor) -> float:
+    """Return the sum of squares, in float64."""
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
 
 
 def _bounds(steps: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,17 +18,15 @@ SPAN = 256  # columns of a block of `X^T X`; of symmetric sums half of the block
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extra:
-    """Second moments of rows that nothing is fitted to: what the outputs of a layer differ by from the original's.
+    """Rows that nothing is fitted to: on them the outputs of a layer are compared with the original's.
 
     Args:
-        H: (in, in) float64, `X_hat^T X_hat / tokens`.
-        K: (in, in) float64, `(X - X_hat)^T X_hat / tokens`; None where the original network did not run.
-        Q: (in, in) float64, `(X - X_hat)^T (X - X_hat) / tokens`; None likewise.
+        X_hat: (rows, in) of the quantized network's inputs.
+        X: (rows, in) the same of the original network; None where it did not run.
     """
 
-    H: Tensor
-    K: Tensor | None = None
-    Q: Tensor | None = None
+    X_hat: Tensor
+    X: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,67 +36,83 @@ class Moments:
     Args:
         H: (in, in) float64, `X_hat^T X_hat / tokens` of the quantized network's inputs.
         tokens: rows that were averaged.
-        C: (in, in) float64, `X^T X_hat / tokens` with X the original network's inputs; None where no correction is wanted.
-        S: (out, in) float64, `E[(r - r_hat) x_hat^T]`, the mismatch of the residual stream that the layer's output is
-            added to; None where it is added to none.
-        held_out: the same moments over the last fifth of the windows alone (they are part of the whole); None without C.
+        C: (in, in) float64, `X^T X_hat / tokens` with X the original network's inputs; None where no correction is wanted,
+            or `lost` says what it would.
+        lost: (out, in) float64, `E[(W x + r - W x_hat - r_hat) x_hat^T]`: what the layer's output has lost before it is quantized,
+            with the residual stream r that it is added to, against its inputs; None where `C` says it, `W (C - H)`.
+        held_out: the same moments over the last fifth of the windows alone (they are part of the whole), in the dtype of the rows;
+            None without a correction.
         root: (in, in) float64 upper triangular, `R^T R = tokens * H` from QR of the inputs; None where it was not asked for. With
             it the factor never sees H, which then serves the nearest loss and the right-hand side of the correction alone.
         fitting_root: the same of the tokens that are not held out, which the correction is first fitted on; None where
             none are held out. It cannot be had from the other: taking rows out of a root costs what squaring costs.
-        extra: moments of windows that entered none of the above; None where there were none, or no row of them came here.
-        alive: (in,) share of the tokens at which the input was not 0 in the original network; None without C.
+        extra: rows of windows that entered none of the above; None where there were none, or no row of them came here.
+        alive: (in,) bool, inputs that were not 0 at some token in the original network; None where it did not run.
     """
 
     H: Tensor
     tokens: int
     C: Tensor | None = None
-    S: Tensor | None = None
+    lost: Tensor | None = None
     held_out: Moments | None = None
     root: Tensor | None = None
     fitting_root: Tensor | None = None
     extra: Extra | None = None
     alive: Tensor | None = None
 
+    @property
+    def corrects(self) -> bool:
+        """Whether they tell what the quantized inputs have lost."""
+        return self.C is not None or self.lost is not None
+
 
 @dataclass(slots=True)
 class MomentSums:
     """Sums, not yet divided by tokens, H in its upper triangle only; if `rooted` the root of H as well.
 
-    `waiting` are the rows that the root has not taken in yet; `alive` counts the tokens of the original network at which an input
-    was not 0.
+    `waiting` are the rows that the root has not taken in yet; `alive` counts the batches in which an input of the original network
+    was not 0; `dtype` is that of the rows.
     """
 
     H: Tensor | None = None
     alive: Tensor | None = None
     C: Tensor | None = None
-    S: dict[str, Tensor] = field(default_factory=dict)
+    lost: dict[str, Tensor] = field(default_factory=dict)
     tokens: int = 0
+    dtype: torch.dtype = torch.float64
     rooted: bool = False
     R: Tensor | None = None
     waiting: list[Tensor] = field(default_factory=list)  # (rows, in) each
 
-    def add(self, X_hat: Tensor, X: Tensor | None = None, residual: Mapping[str, Tensor] | None = None) -> None:
+    def add(
+        self,
+        X_hat: Tensor,
+        X: Tensor | None = None,
+        outputs: Mapping[str, Tensor] | None = None,
+        *,
+        crossed: bool = True,
+    ) -> None:
         """Add rows of one batch.
 
         Args:
             X_hat: (rows, in) of the quantized network's input.
             X: (rows, in) the same of the original network; None without a comparison.
-            residual: (rows, out) `r - r_hat` of the residual stream, by layer.
+            outputs: (rows, out) `W x + r - W x_hat - r_hat`, by layer: what its outputs have lost.
+            crossed: whether to sum C; not needed where all layers are among `outputs`.
         """
         if not len(X_hat):
             return
-        self.tokens += len(X_hat)
+        self.tokens, self.dtype = self.tokens + len(X_hat), X_hat.dtype
         self.H = _plus_gram(self.H, X_hat)
         if self.rooted:
             self.waiting.append(X_hat)
             if sum(map(len, self.waiting)) >= TALL * X_hat.shape[1]:
                 self.triangle()
         if X is not None:
-            self.C = _plus(self.C, X.T @ X_hat)
-            self.alive = _plus(self.alive, X.count_nonzero(0))
-            for name, difference in (residual or {}).items():
-                self.S[name] = _plus(self.S.get(name), difference.T @ X_hat)
+            self.C = _plus(self.C, X.T @ X_hat) if crossed else None
+            self.alive = _plus(self.alive, X.any(0))
+            for name, difference in (outputs or {}).items():
+                self.lost[name] = _plus(self.lost.get(name), difference.T @ X_hat)
 
     def triangle(self) -> Tensor | None:
         """Return the root of all rows so far, after taking in those that wait for a block worth its decomposition."""
@@ -116,8 +130,8 @@ class MomentSums:
         self.H, self.C, self.alive = (
             self._sum(*pair) for pair in ((self.H, other.H), (self.C, other.C), (self.alive, other.alive))
         )
-        for name, S in other.S.items():
-            self.S[name] = self.S[name].add_(S) if name in self.S else S.clone()
+        for name, lost in other.lost.items():
+            self.lost[name] = self.lost[name].add_(lost) if name in self.lost else lost.clone()
         self.tokens += other.tokens
 
     @staticmethod
@@ -126,58 +140,59 @@ class MomentSums:
             return a
         return b.clone() if a is None else a.add_(b)
 
-    def means(self, total: Callable[[Tensor], Tensor]) -> MomentSums:
-        """Return the means over the tokens, whole, in the memory of the sums; `total` adds up the sums of all ranks in place."""
+    def means(self, total: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float64) -> MomentSums:
+        """Return the means over the tokens, whole, in `dtype`, of float64 in the memory of the sums.
+
+        `total` adds up the sums of all ranks in place.
+        """
         tokens = int(total(torch.tensor(self.tokens)))
 
-        S = {name: total(S).div_(tokens) for name, S in self.S.items()}
-        H, alive, C = (None if x is None else total(x).div_(tokens) for x in (self.H, self.alive, self.C))
+        def mean(x: Tensor) -> Tensor:
+            return total(x).div_(tokens).to(dtype)
+
+        lost = {name: mean(lost) for name, lost in self.lost.items()}
+        H, C = (None if x is None else mean(x) for x in (self.H, self.C))
+        alive = None if self.alive is None else total(self.alive) > 0
         _mirror(H)
-        return MomentSums(H=H, alive=alive, C=C, S=S, tokens=tokens, R=self.triangle())
+        return MomentSums(H=H, alive=alive, C=C, lost=lost, tokens=tokens, R=self.triangle())
 
     def of(self, name: str, held: MomentSums | None, fitting_root: Tensor | None = None) -> Moments:
         """Return what is known of one layer."""
         assert self.H is not None, "no row was added"
         apart = None if held is None else held.of(name, None)
-        S, R = self.S.get(name), self.R
+        lost = self.lost.get(name)
         return Moments(
             H=self.H,
-            C=self.C,
-            S=S,
+            C=self.C if lost is None else None,
+            lost=lost,
             tokens=self.tokens,
             held_out=apart,
-            root=R,
+            root=self.R,
             fitting_root=fitting_root,
             alive=self.alive,
         )
 
 
 @dataclass(slots=True)
-class ExtraSums:
-    """Sums over extra windows, not yet divided by tokens, H and Q in the upper triangle only."""
+class ExtraRows:
+    """Rows of extra windows, as they come."""
 
-    H: Tensor | None = None
-    K: Tensor | None = None
-    Q: Tensor | None = None
-    tokens: int = 0
+    X_hat: list[Tensor] = field(default_factory=list)  # (rows, in) each
+    X: list[Tensor] = field(default_factory=list)
 
     def add(self, X_hat: Tensor, X: Tensor | None = None) -> None:
-        """Add rows (rows, in) of one batch, of the quantized and of the original network."""
-        if not len(X_hat):
-            return
-        self.tokens += len(X_hat)
-        self.H = _plus_gram(self.H, X_hat)
-        if X is not None:
-            D = X - X_hat
-            self.K, self.Q = _plus(self.K, D.T @ X_hat), _plus_gram(self.Q, D)
+        """Keep a copy of rows (rows, in) of one batch, of the quantized and of the original network."""
+        if len(X_hat):
+            self.X_hat.append(X_hat.clone())
+            self.X += [] if X is None else [X.clone()]
 
-    def means(self, total: Callable[[Tensor], Tensor]) -> Extra | None:
-        """Return the means over the tokens, in the memory of the sums; None if there were none."""
-        tokens = int(total(torch.tensor(self.tokens)))
-        H, K, Q = (None if x is None else total(x).div_(tokens) for x in (self.H, self.K, self.Q))
-        _mirror(H)
-        _mirror(Q)
-        return None if H is None else Extra(H=H, K=K, Q=Q)
+    def together(self) -> Extra | None:
+        """Return all rows, no longer kept here; None if there were none."""
+        if not self.X_hat:
+            return None
+        extra = Extra(X_hat=torch.cat(self.X_hat), X=torch.cat(self.X) if self.X else None)
+        self.X_hat, self.X = [], []
+        return extra
 
 
 def _plus_gram(total: Tensor | None, X: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ def correction(lost: Tensor, factor: Factor) -> Tensor:
 def trust(lost_held_out: Tensor, H_held_out: Tensor, Delta: Tensor) -> float:
     """Return in closed form how far to go along `Delta`: `rho` in [0, 1] with the least error on held-out tokens.
 
-        rho = <W (C_v - H_v) + S_v, Delta> / tr(Delta H_v Delta^T)
+        rho = <lost_v, Delta> / tr(Delta H_v Delta^T)
 
     Args:
         lost_held_out: (out, in) `mismatch` of the held-out tokens.

@@ -35,6 +35,7 @@ def measure(
     base: float | None = None,
     asked: float | None = None,
     outside: Tensor | None = None,
+    tuned: bool = False,
 ) -> LayerRecord:
     """Measure a quantized matrix against its target.
 
@@ -49,14 +50,15 @@ def measure(
         base: step of exponent 0 in the sweep of entropy-coded weights.
         asked: bits per weight that they were to take.
         outside: (out,) clipped targets of the sweep on this grid, see `Solution`; None: it is swept again to know.
+        tuned: whether codes and steps were trained after the sweep, which then bounds nothing.
 
     Returns:
         All of the record but seconds, bytes and checksum.
     """
     H, grid = inputs.moments.H, matrix.grid
-    factor, sweep = inputs.factor(scheme.order, scheme.damp), inputs.factor_of_the_sweep(scheme)
+    factor, sweep = inputs.factor_of_the_correction(scheme), inputs.factor_of_the_sweep(scheme)
     on_grid = QuantizedMatrix(codes=matrix.codes, grid=grid.scaled_to(base))  # what was swept
-    bounded = SOLVERS[scheme.solver].bounded
+    bounded = SOLVERS[scheme.solver].bounded and not tuned
     # where a sweep clips, other codes than its own do not show it
     if outside is None and bounded and isinstance(grid, Grid):
         outside = sweep_planes(target.to(torch.promote_types(W.dtype, torch.float32)), grid, sweep).outside
@@ -64,7 +66,7 @@ def measure(
     found = certify(W, target, on_grid, H, sweep, swept=bounded, outside=outside, values=values)
     extra: tuple[float | None, ...] = (None, None, None)
     if (beside := inputs.moments.extra) is not None:
-        extra = losses_beside(W, target, on_grid, (beside.H, beside.K, beside.Q), values=values)
+        extra = losses_beside(W, target, on_grid, beside, values=values)
     losses = found.row_losses  # (out,), means over the inputs
     weight = grid.row_weight().to(losses)
     energy = target.to(losses).square().mean(1) * weight
@@ -112,7 +114,7 @@ def limit_under(inputs: Inputs, loss: float, row_energy: Tensor) -> float:
 def pruned(inputs: Inputs, dead: Tensor) -> int | None:
     """Return how many of the inputs that were always 0 (in,) were not in the original network; None where it did not run."""
     alive = inputs.moments.alive
-    return None if alive is None else int((dead & (alive > 0)).sum())
+    return None if alive is None else int((dead & alive).sum())
 
 
 def entropy(matrix: QuantizedMatrix, scheme: GridScheme | RateScheme) -> float | None:

@@ -5,6 +5,7 @@ What `on_grid.py` and `to_rate.py` solve and `certificate.py` measures; it round
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -13,13 +14,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearplane.errors import NumericalError
-from nearplane.lattice.factor import Factor, factorize
+from nearplane.lattice.factor import TRUSTED, Factor, factorize
 from nearplane.lattice.moments import Moments
+from nearplane.lattice.pivot import pivoted
 from nearplane.lattice.root import factorize_root
 from nearplane.lattice.target import correction, mismatch, trust, weighted_difference
 from nearplane.schemes import Order, Scheme
 
 SYMMETRIC = 1e-4  # of the largest entry: what the two halves of a product in float32 may differ by
+TRIED_ROWS = 256  # that tell how far a correction is to be trusted: one number for all rows
 
 
 class Inputs:
@@ -74,31 +77,71 @@ class Inputs:
 
     def factor_of_the_sweep(self, scheme: Scheme) -> Factor:
         """Factor H as the sweep of a scheme does."""
-        return self.factor(scheme.order, scheme.damp_of_the_sweep(self.moments.C is not None))
+        return self.factor(scheme.order, scheme.damp_of_the_sweep(self.moments.corrects))
 
     def lengths(self, order: Order, scheme: Scheme) -> Tensor:
-        """Return (in,) squared lengths of the factor that the sweep would have in an order; only its own is kept."""
-        if order == scheme.order:
-            return self.factor_of_the_sweep(scheme).d
-        return self._factorized(order, scheme.damp_of_the_sweep(self.moments.C is not None), fitting=False).d
+        """Return (in,) squared lengths of the factor that the sweep would have in an order; only its own is kept.
 
-    def factor(self, order: Order, damp: float | Literal["auto"], *, fitting: bool = False) -> Factor:
-        """Factor H in an order; with `fitting`, of the tokens that are not held out."""
+        In another order they are drawn, not computed with: in float32 where rows were and where that is good to a thousandth.
+        """
+        own = self.factor_of_the_sweep(scheme)
+        if order == scheme.order:
+            return own.d
+        if order == "pivoted" and self.moments.root is None and own.shift > 0:
+            for dtype in (torch.float32, torch.float64) if self._rough else (torch.float64,):
+                H = self.damped(own, dtype)
+                p, d = pivoted(H)  # they are the pivots that the order is chosen by
+                trusted = dtype == torch.float64 or bool((H.diagonal()[p] < TRUSTED * d).all())
+                if trusted and bool((d > 0).all()):
+                    return d
+        damp = scheme.damp_of_the_sweep(self.moments.corrects)
+        return self._factorized(order, damp, dtype="auto" if self._rough else None).d
+
+    @property
+    def _rough(self) -> bool:
+        """Whether float32 may do where no code or loss hangs on the last digits: rows were no better."""
+        held_out = self.moments.held_out
+        return held_out is not None and held_out.H.dtype == torch.float32
+
+    def factor_of_the_correction(self, scheme: Scheme, *, fitting: bool = False) -> Factor:
+        """Factor H as the target's correction does; with `fitting`, of the tokens that are not held out.
+
+        In float32 where rows were and where that is good to a thousandth, unless the sweep has the same: targets are rounded.
+        """
+        own = not fitting and scheme.damp == scheme.damp_of_the_sweep(self.moments.corrects)
+        rough = self._rough and not own
+        return self.factor(scheme.order, scheme.damp, fitting=fitting, dtype="auto" if rough else None)
+
+    def factor(
+        self,
+        order: Order,
+        damp: float | Literal["auto"],
+        *,
+        fitting: bool = False,
+        dtype: Literal["auto"] | None = None,
+    ) -> Factor:
+        """Factor H in an order; with `fitting`, of the tokens that are not held out; `dtype` as for `factorize`."""
         key = (order, damp, fitting)
         if key not in self._factors:
-            self._factors[key] = self._factorized(order, damp, fitting and self.moments.held_out is not None)
+            self._factors[key] = self._factorized(order, damp, fitting, dtype)
         return self._factors[key]
 
-    def _factorized(self, order: Order | Tensor, damp: float | Literal["auto"], fitting: bool) -> Factor:
-        moments, held_out = self.moments, self.moments.held_out
-        tokens = moments.tokens - held_out.tokens if fitting and held_out is not None else moments.tokens
-        root = moments.fitting_root if fitting else moments.root
+    def _factorized(
+        self,
+        order: Order | Tensor,
+        damp: float | Literal["auto"],
+        fitting: bool = False,
+        dtype: Literal["auto"] | None = None,
+    ) -> Factor:
+        moments, held_out = self.moments, self.moments.held_out if fitting else None
+        tokens = moments.tokens if held_out is None else moments.tokens - held_out.tokens
+        root = moments.root if held_out is None else moments.fitting_root
         if root is not None:
             return factorize_root(root, tokens, order, damp=damp)
-        H = moments.H
-        if fitting and held_out is not None:
-            H = weighted_difference(H, moments.tokens, held_out.H, held_out.tokens)
-        return factorize(H, order, damp=damp)
+        if held_out is None:
+            return factorize(moments.H, order, damp=damp, dtype=dtype)
+        H = weighted_difference(moments.H.to(held_out.H.dtype), moments.tokens, held_out.H, held_out.tokens)
+        return factorize(H, order, damp=damp, dtype=dtype)
 
 
 def lattice_problem(
@@ -159,21 +202,38 @@ def _floating(given: Any, called: str, expected: str) -> Tensor:
     return given.detach().to(torch.promote_types(given.dtype, torch.float32))
 
 
-def corrected(W: Tensor, inputs: Inputs, scheme: Scheme) -> tuple[Tensor, float]:
+def corrected(W: Tensor, inputs: Inputs, scheme: Scheme, tried: int = TRIED_ROWS) -> tuple[Tensor, float]:
     """Return the target of the lattice problem, 0 for dead inputs, and how far it went towards the full correction.
 
-    The correction is fitted on four fifths of the windows, trusted as far as it helps on the others, and fitted again on all.
-    In the dtype of `W`: in float32 targets are off by less than a thousandth of a step.
+    The correction of `tried` rows is fitted on four fifths of the windows, and that of all, fitted on all windows, is trusted as
+    far as it would have helped these rows on the other windows. In the dtype of `W`: in float32 targets are off by less than a
+    thousandth of a step.
     """
-    moments = inputs.moments
-    held_out, factor = moments.held_out, inputs.factor(scheme.order, scheme.damp)
-    if not scheme.correct or moments.C is None or held_out is None or held_out.C is None:
+    moments, factor = inputs.moments, inputs.factor_of_the_correction(scheme)
+    if not scheme.correct or not moments.corrects or moments.held_out is None or not moments.held_out.corrects:
         return W.masked_fill(factor.dead, 0), 0.0
-    lost = mismatch(W, moments.H, moments.C, moments.S)
-    lost_held_out = mismatch(W, held_out.H, held_out.C, held_out.S)
-    lost_fitting = weighted_difference(lost, moments.tokens, lost_held_out, held_out.tokens)
-    trial = correction(lost_fitting, inputs.factor(scheme.order, scheme.damp, fitting=True))
-    rho = trust(lost_held_out, held_out.H, trial)
+    lost = _lost(W, moments)
+    rho = _trusted(W, lost, inputs, scheme, tried)
     if rho == 0.0:
         return W.masked_fill(factor.dead, 0), 0.0
     return torch.add(W, correction(lost, factor), alpha=rho).masked_fill_(factor.dead, 0), rho
+
+
+def _lost(W: Tensor, moments: Moments) -> Tensor:
+    """Return (out, in) what the outputs have lost before the layer is quantized, against its inputs; in the dtype of `W`."""
+    if moments.lost is not None:
+        return moments.lost.to(W.dtype)
+    assert moments.C is not None, "these moments tell nothing of the original network"
+    return mismatch(W, moments.H, moments.C, None)
+
+
+def _trusted(W: Tensor, lost: Tensor, inputs: Inputs, scheme: Scheme, tried: int) -> float:
+    """Return how far to go, see `trust`, by what some of the rows, evenly spread, would have gained on the tokens held out."""
+    moments, held_out = inputs.moments, inputs.moments.held_out
+    assert held_out is not None
+    rows = torch.linspace(0, len(W) - 1, min(tried, len(W)), dtype=torch.float64).round().long().to(W.device)
+    only = held_out if held_out.lost is None else replace(held_out, lost=held_out.lost[rows])
+    lost_held_out = _lost(W[rows], only)
+    lost_fitting = weighted_difference(lost[rows], moments.tokens, lost_held_out, held_out.tokens)
+    trial = correction(lost_fitting, inputs.factor_of_the_correction(scheme, fitting=True))
+    return trust(lost_held_out, held_out.H, trial)

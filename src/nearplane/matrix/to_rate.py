@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nearplane.coding.blob import Size, encode, size, stored_base
+from nearplane.coding.blob import encode, size, stored_base
+from nearplane.coding.cost import geometric_bits
 from nearplane.errors import NumericalError, RecipeError
 from nearplane.formats.native import contents
 from nearplane.lattice.bounds import MEASURED_ROWS, quadratic
@@ -29,7 +30,8 @@ from nearplane.matrix.on_grid import rounded
 from nearplane.record import LayerRecord
 from nearplane.schemes import RateScheme, Solver
 
-TOLERANCE = 0.002  # of the rate asked for, or of one bit if that is less: what the search is content with
+TOLERANCE = 0.003  # of the rate asked for, or of one bit if that is less: what the search is content with
+NEAR = 0.05  # the same, of what is estimated before it is known what the estimate leaves out
 SEARCHED_ROWS = 256  # where a matrix has many more
 MAX_ATTEMPTS = 16  # of one search
 HIGHEST_RATE = 7.0  # bits per weight to which --max-loss raises a rate
@@ -43,21 +45,12 @@ class Trial:
     Args:
         log_step: log2 of the step c.
         matrix: codes and grid.
-        size: of the coded matrix, foretold.
-        bytes: of the coded matrix, where it was coded to know; None: as foretold.
+        rate: bits per weight of the coded matrix.
     """
 
     log_step: float
     matrix: QuantizedMatrix[ProductGrid]
-    size: Size
-    bytes: int | None = None
-
-    def rate(self, out: int) -> float:
-        """Bits per weight of a matrix with `out` rows like those tried."""
-        rows, columns = self.matrix.codes.shape
-        if self.bytes is not None:
-            return 8 * self.bytes / (rows * columns)
-        return (8 * self.size.side / out + self.size.payload / rows) / columns
+    rate: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,17 +88,37 @@ class Search:
         rms = (self.T / self.grid.row_scale()[:, None]).double().square().mean(0).sqrt()
         return high_rate_step(rms, 1 / self.grid.column_scale(), rate)
 
-    def attempt(self, log_step: float, rows: Tensor | slice = slice(None)) -> Trial:
-        """Sweep some rows with step `2^log_step`, and say what the codes would cost."""
+    def attempt(self, log_step: float) -> Trial:
+        """Sweep with step `2^log_step`, and say what the codes cost."""
+        matrix = self.swept(log_step)
+        return Trial(log_step=log_step, matrix=matrix, rate=coded_rate(matrix, self.scheme))
+
+    def estimated(self, log_step: float, rows: Tensor | slice, beside: float) -> Trial:
+        """Sweep some rows, and say about what the codes of all would cost: `beside` bits per weight more than the codes alone."""
+        matrix = self.swept(log_step, rows)
+        return Trial(log_step=log_step, matrix=matrix, rate=geometric_bits(matrix.codes.cpu().numpy()) + beside)
+
+    def swept(self, log_step: float, rows: Tensor | slice = slice(None)) -> QuantizedMatrix[ProductGrid]:
+        """Sweep some rows with step `2^log_step`."""
         grid = replace(self.grid, base=stored_base(2.0**log_step), rows=self.grid.rows[rows])
         columns = torch.arange(len(grid.columns), device=self.T.device)
         scale = grid.column_scale()[None]
         swept = Grid(scale=scale, zero=torch.zeros_like(scale), group=columns)
         aim = self.T[rows].float() / grid.row_scale()[:, None]
         found = rounded(aim, swept, self.factor, self.scheme, self.H)
-        matrix = QuantizedMatrix(codes=found.matrix.codes, grid=grid)
-        coder, classes = self.scheme.coder, self.scheme.classes
-        return Trial(log_step=log_step, matrix=matrix, size=size(contents(matrix), coder=coder, classes=classes))
+        return QuantizedMatrix(codes=found.matrix.codes, grid=grid)
+
+
+def coded_rate(matrix: QuantizedMatrix[ProductGrid], scheme: RateScheme) -> float:
+    """Return bits per weight of the coded matrix: foretold, but that of a large one is coded in earnest.
+
+    There sizes are foretold from a sample of the rows, which others need not be like.
+    """
+    coder, classes, weights = scheme.coder, scheme.classes, matrix.codes.numel()
+    if weights > MAX_FORETOLD_WEIGHTS:
+        return 8 * len(encode(contents(matrix), coder=coder, classes=classes)) / weights
+    told = size(contents(matrix), coder=coder, classes=classes)
+    return (8 * told.side + told.payload) / weights
 
 
 def scaled(matrix: QuantizedMatrix[ProductGrid], T: Tensor, H: Tensor) -> QuantizedMatrix[ProductGrid]:
@@ -187,34 +200,28 @@ def _rows(W: Tensor, scheme: RateScheme, sensitivity: Tensor | None) -> ProductG
 
 
 def search(T: Tensor, inputs: Inputs, scheme: RateScheme, rate: float, rows: ProductGrid) -> Trial:
-    """Find the step whose coded size is `rate` bits a weight: on some rows where there are many, then on all.
+    """Find the step whose coded size is `rate` bits a weight.
 
-    By a sweep, and only from there by a solver that costs more, whose codes take almost as many bits.
+    First by sweeps, of some rows where there are many, whose sizes are estimated; one is foretold to learn what the estimate
+    leaves out. From there by the scheme's solver, whose codes take almost as many bits as a sweep's, and with sizes foretold.
     """
     nothing: Solver = "nearest-plane" if scheme.calibrated else "round-to-nearest"
     cheap = Search.of(T, inputs, replace(scheme, solver=nothing, beam=None), rows)
-    x, out = cheap.first_step(rate), len(T)
-    slope = 1.0
-    if out > 2 * SEARCHED_ROWS:
-        some = torch.randperm(out, generator=torch.Generator().manual_seed(0))[:SEARCHED_ROWS].sort().values
-        trial, slope = secant(lambda y: cheap.attempt(y, some), x, rate, out)
-        x = trial.log_step
-    found, slope = secant(lambda y: _coded(cheap.attempt(y), scheme), x, rate, out, slope)
-    if scheme.solver != nothing:
-        costly = replace(cheap, scheme=scheme)
-        found, _ = secant(lambda y: _coded(costly.attempt(y), scheme), found.log_step, rate, out, slope)
-    return found
-
-
-def _coded(trial: Trial, scheme: RateScheme) -> Trial:
-    """Code a large matrix in earnest: its size is foretold from a sample of the rows, which others need not be like."""
-    if trial.matrix.codes.numel() <= MAX_FORETOLD_WEIGHTS:
-        return trial
-    return replace(trial, bytes=len(encode(contents(trial.matrix), coder=scheme.coder, classes=scheme.classes)))
+    some: Tensor | slice = slice(None)
+    if len(T) > 2 * SEARCHED_ROWS:
+        drawn = torch.randperm(len(T), generator=torch.Generator().manual_seed(0))[:SEARCHED_ROWS]
+        some = drawn.sort().values.to(T.device)
+    found, slope = secant(lambda y: cheap.estimated(y, some, 0.0), cheap.first_step(rate), rate, within=NEAR)
+    whole = found.matrix if isinstance(some, slice) else cheap.swept(found.log_step)
+    beside = coded_rate(whole, scheme) - found.rate
+    x = found.log_step + (found.rate + beside - rate) / slope
+    found, slope = secant(lambda y: cheap.estimated(y, some, beside), x, rate, slope)
+    final = cheap if scheme.solver == nothing else replace(cheap, scheme=scheme)
+    return secant(final.attempt, found.log_step, rate, slope)[0]
 
 
 def secant(
-    attempt: Callable[[float], Trial], x: float, rate: float, out: int, slope: float = 1.0
+    attempt: Callable[[float], Trial], x: float, rate: float, slope: float = 1.0, *, within: float = TOLERANCE
 ) -> tuple[Trial, float]:
     """Return the trial whose rate is closest to the one asked for, and how fast the rate falls as the step grows.
 
@@ -222,20 +229,20 @@ def secant(
         attempt: makes a trial of a step, log2.
         x: the first one.
         rate: bits per weight.
-        out: rows of the matrix.
         slope: by how many bits the rate is taken to fall where the step doubles, before two trials tell.
+        within: of the rate asked for, or of one bit if that is less: what is near enough.
     """
     best: Trial | None = None
     low, high = -math.inf, math.inf  # steps known to cost too much, too little
     last: tuple[float, float] | None = None
     for _ in range(MAX_ATTEMPTS):
         trial = attempt(x)
-        excess = trial.rate(out) - rate
-        if best is None or abs(excess) < abs(best.rate(out) - rate):
+        excess = trial.rate - rate
+        if best is None or abs(excess) < abs(best.rate - rate):
             best = trial
         if last is not None and x != last[0]:
             slope = min(2.0, max(0.1, (last[1] - excess) / (x - last[0])))
-        if abs(excess) <= TOLERANCE * max(rate, 1.0):
+        if abs(excess) <= within * max(rate, 1.0):
             break
         low, high = (max(low, x), high) if excess > 0 else (low, min(high, x))
         last = (x, excess)

@@ -5,7 +5,7 @@ Knows how blocks are called; not what is measured on the way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from nearplane.errors import CalibrationError, ModelError
@@ -59,7 +60,7 @@ class Stream:
         self.calls, self.ahead, self.extra = calls, False, extra
         self.sizes = [len(x) for x in hidden]
 
-    def forward(self, block: Block, module: nn.Module | None, batch: int, hidden: Tensor) -> Tensor:
+    def forward(self, block: Block, module: Callable[..., Any] | None, batch: int, hidden: Tensor) -> Tensor:
         """Run a copy of a block on one batch and return the hidden states that come out."""
         assert module is not None, ABSENT
         call = self.calls[block.name][batch]
@@ -98,6 +99,7 @@ def skeleton(
     device: torch.device | str,
     dtype: torch.dtype,
     batch: int = 8,
+    first: int | None = None,
     two_streams: bool = True,
     embeddings: Tensor | None = None,
     extra: Tensor | None = None,
@@ -112,6 +114,7 @@ def skeleton(
         tokens: (windows, seqlen) int64.
         device, dtype: where and in what to compute; hidden states stay there.
         batch: windows at a time.
+        first: windows of the first batch, by which blocks are looked at before all pass through; None: as of the others.
         two_streams: keep hidden states of the original network beside those of the quantized one.
         embeddings: (vocabulary, hidden) input embeddings of the quantized network; None: those of the original.
         extra: (windows, seqlen) more tokens, in batches of their own behind the others.
@@ -120,7 +123,8 @@ def skeleton(
         ModelError: the blocks do not run one after the other, each on what the one before returned.
         CalibrationError: a token is not in the model's vocabulary.
     """
-    place, fitted = torch.device(device), list(tokens.split(batch))
+    place, alone = torch.device(device), min(first or 0, len(tokens) - 1)
+    fitted = [*tokens[:alone].split(batch), *tokens[alone:].split(batch)] if alone else list(tokens.split(batch))
     batches = fitted if extra is None else [*fitted, *extra.split(batch)]
     for part in batches:
         check_vocabulary(part, len(model.network.get_input_embeddings().weight))
@@ -129,8 +133,8 @@ def skeleton(
     with model.around(recorders, place, dtype) as network:
         if (head := network.get_output_embeddings()) is not None:
             head.register_forward_pre_hook(stop)
-        with model.blocks[0].on(place, dtype, original=False) as first:
-            tape.probe = first.quantized
+        with model.blocks[0].on(place, dtype, original=False) as opening:
+            tape.probe = opening.quantized
             until_stopped(lambda: network(tokens[:1].to(place), use_cache=False))
             tape.probe = None
         original = None
@@ -172,10 +176,11 @@ def finish(model: Model, stream: Stream, tokens: Tensor, *, device: torch.device
 @contextmanager
 def readout(
     model: Model, stream: Stream, *, device: torch.device | str, dtype: torch.dtype
-) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
+) -> Iterator[Callable[..., Tensor]]:
     """Hold what follows the last block in memory: yields logits(tokens, hidden), (windows, seqlen, vocabulary).
 
-    Gradients flow from the logits to the hidden states where the caller lets them.
+    Gradients flow from the logits to the hidden states where the caller lets them, and to tensors that are
+    given as a third argument, by name, in place of parameters of the network.
 
     Args:
         model: whose head is wanted.
@@ -184,9 +189,10 @@ def readout(
     """
     with _behind(model, stream, torch.device(device), dtype, head=True) as (network, end):
 
-        def logits(tokens: Tensor, hidden: Tensor) -> Tensor:
+        def logits(tokens: Tensor, hidden: Tensor, given: Mapping[str, Tensor] | None = None) -> Tensor:
             end.given = hidden
-            found: Tensor = network(tokens.to(hidden.device), use_cache=False).logits
+            words = {"use_cache": False}
+            found: Tensor = functional_call(network, dict(given or {}), (tokens.to(hidden.device),), words).logits
             return found
 
         yield logits

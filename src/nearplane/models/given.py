@@ -60,7 +60,7 @@ class Given:
         if wanted.seqlen not in (None, seqlen) or wanted.samples not in (Calibration().samples, windows):
             raise RecipeError(
                 f"calibration holds {windows} windows of {seqlen} tokens; samples is {wanted.samples}, seqlen {wanted.seqlen}. "
-                f"Leave both out: all windows are used as they are, the last ninth to measure losses on."
+                f"Leave both out: all windows are used as they are, the last ones, at most a ninth, to measure losses on."
             )
         return replace(recipe, calibration=replace(wanted, calibration=TOKENS, samples=windows, seqlen=seqlen))
 

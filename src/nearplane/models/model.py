@@ -99,6 +99,7 @@ class Model:
         skipped: (name, reason) of matrices in the blocks that no one asked to leave out and that are not handled, and of
             parts that are unbuilt or lie outside the blocks.
         ignored: names of matrices that `ignore` leaves out.
+        tuned: tensors by name of the parameter that the quantized network has in place of the original's; of blocks.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class Model:
         self.blocks: list[Block] = []
         self.skipped: list[tuple[str, str]] = []
         self.ignored: list[str] = []
+        self.tuned: dict[str, torch.Tensor] = {}
         for index, module in enumerate(blocks):
             name = f"{self.stack}.{index}"
             layers, left = find_layers(module, name, ignore)
@@ -241,6 +243,9 @@ class Block:
             self.quantized = deepcopy(self.empty, dict(shared)).eval().requires_grad_(False)
             self._model.weights.fill(self.quantized, f"{self.name}.", torch.device(device), dtype)
             self.original = deepcopy(self.quantized, dict(shared)) if original else None
+            for name, values in self._model.tuned.items():
+                if name.startswith(f"{self.name}."):
+                    self.quantized.get_parameter(name[len(self.name) + 1 :]).copy_(values)
             yield self
         finally:
             for module in (self.original, self.quantized):

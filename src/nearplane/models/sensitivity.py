@@ -16,7 +16,7 @@ from nearplane.models.activations import Stream, finish, finite, readout, skelet
 from nearplane.models.layers import Layer
 from nearplane.models.model import ABSENT, Block, Model
 
-MOST_TOKENS, LEAST_TOKENS = 16384, 4096
+MOST_TOKENS, LEAST_TOKENS = 16384, 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +41,8 @@ def sensitivity(
 
     Labels are drawn from the network's own predictions; of the head's outputs, the expectation over labels is `E[p_i (1 - p_i)]`.
 
-    Takes about four forwards of an eighth of the tokens, at least 4096 and at most 16384 of them; the hidden states between
-    all blocks are kept for the way back, in the compute dtype.
+    Takes about four forwards of a sixteenth of the tokens, at least 2048 and at most 16384 of them, of an eighth and 4096 if there
+    are embeddings to quantize; the hidden states between all blocks are kept for the way back, in the compute dtype.
 
     Args:
         model: on disk.
@@ -55,7 +55,8 @@ def sensitivity(
         CalibrationError: a token is not in the vocabulary, or hidden states or gradients are not finite.
     """
     dtype = torch.float32 if dtype == torch.float16 else dtype
-    wanted = min(max(tokens.numel() // 8, LEAST_TOKENS), MOST_TOKENS)
+    more = 1 if model.embeddings is None else 2  # their moments are matrices, of outputs there is one number each
+    wanted = min(max(more * tokens.numel() // 16, more * LEAST_TOKENS), MOST_TOKENS)
     count = min(len(tokens), max(1, wanted // tokens.shape[1]))
     windows = tokens[torch.linspace(0, len(tokens) - 1, count).long()]
     with torch.no_grad():

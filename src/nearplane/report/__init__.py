@@ -24,6 +24,7 @@ from nearplane.record import LayerRecord, RunRecord, read_record
 from nearplane.report.drawing import NO_VALUE, TIMES, count, percent, short
 from nearplane.report.figures import figures, kinds, legend
 from nearplane.report.profiles import profiles
+from nearplane.report.tuning import tuning
 from nearplane.sizes import size_text
 from nearplane.wholefile import write_whole
 
@@ -69,7 +70,7 @@ def render(record: RunRecord) -> str:
     parts = files(__name__)
     script = parts.joinpath("page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    sections = (_headline, _heed, _terms, legend, figures, profiles, _table, _making)
+    sections = (_headline, _heed, _terms, legend, figures, tuning, profiles, _table, _making)
     body = "\n".join(part for section in sections if (part := section(record)))
     broad = min(9.0, max(1.0, 800 / max(1, len(record.layers))))
     holes = {

@@ -1,0 +1,41 @@
+"""A matrix that is there already, measured anew: what `verify` compares with, and what a tuned checkpoint says of itself."""
+
+from __future__ import annotations
+
+from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.matrix.certificate import measure
+from nearplane.matrix.inputs import TRIED_ROWS, Inputs, corrected
+from nearplane.models.layers import Layer
+from nearplane.record import LayerRecord
+from nearplane.schemes import GridScheme, RateScheme
+
+
+def measured_again(
+    layer: Layer,
+    inputs: Inputs,
+    scheme: GridScheme | RateScheme,
+    matrix: QuantizedMatrix,
+    told: LayerRecord,
+    *,
+    tuned: bool,
+    tried: int = TRIED_ROWS,
+) -> LayerRecord:
+    """Return what a run would record of a layer whose codes and grid are known.
+
+    Args:
+        layer: bound to the block with the original weights.
+        inputs: what the walk saw of its input.
+        scheme: of the layer.
+        matrix: codes and grid as stored.
+        told: what the record says of it: its width and step are taken from there.
+        tuned: whether codes and steps were trained after the sweep, which then bounds nothing.
+        tried: rows that told how far the correction was to be trusted.
+
+    Raises:
+        NumericalError: a Hessian cannot be factored.
+    """
+    W = layer.read()
+    matrix = matrix.to(W.device)
+    target, rho = corrected(W, inputs, scheme, tried)
+    own = scheme.with_bits(told.bits)
+    return measure(layer.name, W, target, matrix, inputs, own, correction=rho, base=told.base, tuned=tuned)

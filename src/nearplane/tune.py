@@ -1,0 +1,382 @@
+"""tune(): a finished checkpoint with its steps, norms and few-bit codes trained on KL(original || quantized); a verb like export.
+
+The solve looks at one layer after the other. Here all are looked at together, through the network's own predictions. What is
+trained is in `tuning/parameters.py`; how, and the guard, in `tuning/loop.py`: windows held out decide what is kept. Then the new
+folder is written as `quantize` writes one, read back, and every layer's certificate is measured again along the tuned network.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nearplane.budget.plan import Progress
+from nearplane.errors import CalibrationError, FormatError, RecipeError
+from nearplane.formats import open_container
+from nearplane.formats.container import Container, Place, written
+from nearplane.formats.stored import Stored
+from nearplane.matrix.again import measured_again
+from nearplane.matrix.certificate import profiles
+from nearplane.matrix.on_grid import with_tensors
+from nearplane.models.data import DEFAULT_DATASET, read_windows
+from nearplane.models.given import Given, refuse_lost
+from nearplane.models.model import Model, device_of, open_model
+from nearplane.products import repeated
+from nearplane.progress import logged, peak_memory, silent
+from nearplane.recipe import Recipe
+from nearplane.record import LayerRecord, Profile, RunRecord, read_record, versions
+from nearplane.schemes import Device, GridScheme
+from nearplane.sizes import size_text
+from nearplane.tokens import Windows, calibration_windows, digest_of
+from nearplane.tuned import APART, Solved, Tuning
+from nearplane.tuning.loop import Outcome, mean_kl, train
+from nearplane.tuning.network import TunedNetwork, free_on, needed, norms_of
+from nearplane.tuning.parameters import TunedMatrix, TunedVector
+from nearplane.tuning.settings import CODE_BITS, Split, split
+from nearplane.walk import Stage, unquantized, walk
+
+
+def tune(
+    source: str | Path,
+    out: str | Path,
+    *,
+    against: str | Path,
+    calibration: str | Path | Sequence[str] | Tensor | None = None,
+    samples: int | None = None,
+    seqlen: int | None = None,
+    steps: int | None = None,
+    device: Device = "auto",
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    progress: Progress = silent,
+) -> RunRecord:
+    """Train steps, norms and, at 2 and 3 bits, codes of a quantized checkpoint on its divergence from the original.
+
+    Nothing changes for readers: format, widths and groups stay. A fifth of the windows is held out; the state that is best on them
+    is written, and that may be the start.
+
+    Args:
+        source: a folder that `quantize` wrote, on grids.
+        out: folder to write.
+        against: the original.
+        calibration: the text that `source` was calibrated on, or what `quantize` was given; None: where its recipe says.
+        samples: windows of it to take; None: five times those that the run was calibrated on, if the text has as many.
+        seqlen: tokens of a window; None: as in the run.
+        steps: of the optimizer; None: as many as take every window that is trained on once; of a text with fewer they are seen
+            several times.
+        device: where to compute, in float32.
+        overwrite: replace what is in `out`, once the new checkpoint is whole.
+        trust_remote_code: run model code that comes with the original.
+        progress: wraps the iterators over steps and layers.
+
+    Returns:
+        The record of the new checkpoint; `record.tuning` says what was gained.
+
+    Raises:
+        NearplaneError: of the kind that names the cause; before any work where the checkpoint, the text or `out` will not do.
+    """
+    began, folder, where, given = time.perf_counter(), Path(source), device_of(device), Given.of(calibration)
+    record = read_record(folder)
+    _check(folder, record)
+    stored = Stored(folder)
+    model = open_model(str(against), trust_remote_code=trust_remote_code, ignore=record.recipe.ignore)
+    _check_model(model, record)
+    place = Place(out=Path(out), source=model.folder, overwrite=overwrite, trust_remote_code=trust_remote_code)
+    if place.out.resolve() == folder.resolve():
+        raise RecipeError(f"{out} is the checkpoint that is tuned. Choose another folder.")
+    container = open_container(place, stored.config, dtype=model.dtype, shards=len(model.blocks) + 1)
+    recipe = record.recipe.grouped(layer.shape[1] for layer in model.layers)
+    if calibration is not None and given is None:
+        recipe = replace(recipe, calibration=replace(recipe.calibration, calibration=str(calibration)))
+    windows = _windows_of_the_run(model, recipe, given, record)
+    cut = split(
+        lambda count, length: windows_of(model, recipe, given, count, length),
+        record,
+        samples=samples,
+        seqlen=seqlen,
+        steps=steps,
+    )
+    with container, repeated(record.products, where) as products:
+        tuning, layers = _tuned(model, stored, record, cut, container, where, progress)
+        tuning = replace(tuning, calibration=str(recipe.calibration.calibration or DEFAULT_DATASET))
+        read = Stored(container.folder, unfinished=container.config)
+        model.tuned = {
+            name: read.reader.read([file])[file] for name, file in norms_stored(model).items() if file in tuning.norms
+        }
+        told = replace(record, layers=layers)
+        layers, found = _measured(model, recipe, windows, read, told, where, progress)
+        record = replace(record, layers=layers, profiles=found, bytes=container.size, files=container.digests())
+        record = replace(record, versions=versions(), device=str(where), products=products, peak_memory=peak_memory())
+        tuning = replace(tuning, seconds=time.perf_counter() - began)
+        record = replace(record, tuning=tuning, seconds=record.seconds + tuning.seconds)
+        record = record.in_folder(container.size_with())
+        container.record_json = record.to_json()
+    return record
+
+
+def check_tunable(model: Model, recipe: Recipe, given: Given | None, record: RunRecord, device: torch.device) -> None:
+    """Refuse before a solve what `tune` would refuse after it.
+
+    Args:
+        model: the original.
+        recipe, given: name the text.
+        record: of the run that begins: its windows.
+        device: where to compute.
+
+    Raises:
+        CalibrationError: the text has too few windows.
+        RecipeError: what has to be there does not fit in memory.
+    """
+    cut = split(lambda count, length: windows_of(model, recipe, given, count, length), record)
+    grids = [recipe.scheme_of(layer.name) for layer in model.layers]
+    few = any(isinstance(scheme, GridScheme) and scheme.bits < CODE_BITS + 1 for scheme in grids)
+    _fits(model, cut, few, device)
+
+
+def _check(folder: Path, record: RunRecord) -> None:
+    """Refuse checkpoints that cannot be tuned.
+
+    Raises:
+        RecipeError: with the reason.
+    """
+    if not isinstance(record.recipe.scheme, GridScheme):
+        raise RecipeError(
+            f"{folder} is entropy-coded; so far only checkpoints on grids (--bits) are tuned, as the scales of rows and "
+            f"columns of the others lie on ladders."
+        )
+    if record.tuning is not None:
+        raise RecipeError(f"{folder} is tuned already. Tune the checkpoint that it was made of.")
+    if record.removed or record.version < 4:
+        raise RecipeError(
+            f"{folder} was written by an older nearplane, whose losses were measured differently. Quantize it anew."
+        )
+
+
+def _check_model(model: Model, record: RunRecord) -> None:
+    """Refuse an original that is not the one that was quantized.
+
+    Raises:
+        RecipeError: its layers are others.
+    """
+    there = {(layer.name, layer.shape) for layer in model.layers}
+    if unlike := there ^ {(layer.name, (layer.out_features, layer.in_features)) for layer in record.layers}:
+        raise RecipeError(
+            f"{model.folder} is not the model that was quantized: {len(unlike)} layers are in one of the two only, as "
+            f"{min(unlike)[0]}. Pass {record.source} with --against."
+        )
+
+
+def _windows_of_the_run(model: Model, recipe: Recipe, given: Given | None, record: RunRecord) -> Windows:
+    """Return the windows that losses were and will be measured on.
+
+    Raises:
+        CalibrationError: they are not those of the record.
+    """
+    windows = calibration_windows(model, recipe, given, extra=record.extra_windows)
+    if windows.digest() != record.text:
+        raise CalibrationError(
+            f"{recipe.calibration.calibration}: its first tokens are not those that the checkpoint was calibrated on. Losses are "
+            f"measured again on these: pass the same text with --calibration; tuning goes on where they end."
+        )
+    return windows
+
+
+def windows_of(model: Model, recipe: Recipe, given: Given | None, count: int, length: int) -> Tensor:
+    """Return up to `count` windows of `length` tokens of the text."""
+    if given is not None and given.tokens is not None:
+        if length != given.tokens.shape[1]:
+            raise RecipeError(
+                f"--seqlen is {length}, the windows given have {given.tokens.shape[1]} tokens. Leave it out."
+            )
+        return given.tokens[:count]
+    text = recipe.calibration.calibration if given is None else given.texts
+    refuse_lost(text)
+    if model.positions is not None and length > model.positions:
+        raise CalibrationError(f"--seqlen {length} is more than the {model.positions} positions of the model.")
+    return read_windows(model.tokenizer(), text, samples=count, seqlen=length, seed=recipe.calibration.seed)
+
+
+def norms_stored(model: Model) -> dict[str, str]:
+    """Return the norms that have a tensor of their own in the checkpoint: name of the parameter, name of the tensor."""
+    names = [name for name in norms_of(model.network) if model.weights.stored_alone(name)]
+    return {name: model.source_name(name) for name in names}
+
+
+def _tuned(
+    model: Model,
+    stored: Stored,
+    record: RunRecord,
+    cut: Split,
+    container: Container,
+    device: torch.device,
+    progress: Progress,
+) -> tuple[Tuning, tuple[LayerRecord, ...]]:
+    """Train, write blocks, read them back; the layers' records say what their tensors are now."""
+    few = {layer.name for layer in record.layers if (layer.bits or 0) <= CODE_BITS}
+    hold = _fits(model, cut, bool(few), device)
+    storage = stored.layers.scale_dtype(model.dtype)
+    matrices = {
+        layer.name: TunedMatrix(
+            layer.name,
+            stored.matrix(layer.stored, stored.tensors(layer.stored)).to(device),
+            storage,
+            codes=layer.name in few,
+        )
+        for layer in record.layers
+    }
+    unit = sum(each.unit for each in matrices.values()) / len(matrices)
+    norms = norms_stored(model)
+    vectors = {name: TunedVector(stored.reader.read([file])[file], device, unit) for name, file in norms.items()}
+    before = {name: each.matrix().codes.to(torch.int8) for name, each in matrices.items() if name in few}
+    network = TunedNetwork(model, matrices, vectors, cut.windows, batch=cut.batch, device=device, hold=hold)
+    training, held = cut.batches()
+    with network.ready():
+        outcome = train(
+            network,
+            [*matrices.values(), *vectors.values()],
+            cut.schedule,
+            training=training,
+            held=held,
+            progress=lambda items, total: progress(logged(items, "tuning", total), "tuning", total),
+        )
+        layers = _write(
+            model, stored, record, container, matrices, {norms[name]: each for name, each in vectors.items()}
+        )
+        read = Stored(container.folder, unfinished=container.config)
+        for layer in record.layers:
+            matrices[layer.name].load(read.matrix(layer.stored, read.tensors(layer.stored)))
+        for name, file in norms.items():
+            vectors[name].load(read.reader.read([file])[file])
+        by_files = mean_kl(network, held)
+    _agree(outcome, by_files)
+    moved = sum(int((matrices[name].matrix().codes != codes).sum()) for name, codes in before.items())
+    changed = {}
+    for name, file in norms.items():
+        tensor = vectors[name].tensor().cpu()
+        if not torch.equal(tensor, stored.reader.read([file])[file]):
+            changed[file] = written({file: tensor}).checksum
+    tuning = Tuning(
+        calibration="",
+        samples=cut.samples,
+        windows=cut.training,
+        held_windows=cut.held,
+        seqlen=cut.windows.shape[1],
+        text=digest_of(cut.windows),
+        steps=outcome.steps,
+        batch=cut.batch,
+        rates=dict(cut.schedule.rates),
+        codes=moved,
+        curve=outcome.curve,
+        kept=outcome.kept,
+        held_out=by_files,
+        norms=changed,
+        solved=tuple(_solved(layer) for layer in record.layers),
+    )
+    return tuning, layers
+
+
+def _fits(model: Model, cut: Split, codes: bool, device: torch.device) -> bool:
+    """Return whether all blocks can be held at a time.
+
+    Raises:
+        RecipeError: not even what has to be there fits.
+    """
+    streamed, held = needed(model, cut.windows, batch=cut.batch, codes=codes)
+    free = free_on(device)
+    if free is not None and streamed > free:
+        raise RecipeError(
+            f"Tuning takes about {size_text(streamed)} of memory on {device.type}, {size_text(free)} are free. Pass fewer "
+            f"--samples, or leave it out."
+        )
+    return free is not None and 2 * held <= free
+
+
+def _write(
+    model: Model,
+    stored: Stored,
+    record: RunRecord,
+    container: Container,
+    matrices: Mapping[str, TunedMatrix],
+    vectors: Mapping[str, TunedVector],
+) -> tuple[LayerRecord, ...]:
+    """Write the blocks of the new checkpoint, norms by the names of their tensors; return the layers' records, losses as told."""
+    told = {layer.name: layer for layer in record.layers}
+    layers: list[LayerRecord] = []
+
+    def rest(names: Sequence[str]) -> dict[str, Tensor]:
+        own = {name: vectors[name].tensor().cpu() for name in names if name in vectors}
+        return stored.reader.read([name for name in names if name not in own]) | own
+
+    for index, block in enumerate(model.blocks):
+        for layer in block.layers:
+            tensors = container.add(told[layer.name].stored, matrices[layer.name].matrix())
+            layers.append(with_tensors(told[layer.name], told[layer.name].stored, tensors.bytes, tensors.checksum))
+        container.close_block(rest(unquantized(model, model.block_names(index))))
+    container.close_block(rest(unquantized(model, model.rest())))
+    return tuple(layers)
+
+
+def _agree(outcome: Outcome, by_files: float) -> None:
+    """Refuse files that do not hold what was trained.
+
+    Raises:
+        FormatError: their KL on the held-out windows is another.
+    """
+    kept = next(point.held_out for point in outcome.curve if point.step == outcome.kept)
+    if not math.isclose(kept, by_files, rel_tol=APART, abs_tol=1e-12):
+        raise FormatError(
+            f"What was written has a KL of {by_files:.9g} on the held-out windows, what was trained {kept:.9g}: the files "
+            f"do not hold it. Report this."
+        )
+
+
+def _solved(layer: LayerRecord) -> Solved:
+    return Solved(
+        name=layer.name,
+        loss=layer.loss,
+        relative_loss=layer.relative_loss,
+        extra_relative_loss=layer.extra_relative_loss,
+        checksum=layer.checksum,
+    )
+
+
+def _measured(
+    model: Model,
+    recipe: Recipe,
+    windows: Windows,
+    read: Stored,
+    record: RunRecord,
+    device: torch.device,
+    progress: Progress,
+) -> tuple[tuple[LayerRecord, ...], tuple[Profile, ...]]:
+    """Walk through the tuned network; return every layer's certificate along it, and the profiles of its inputs."""
+    told = {layer.name: layer for layer in record.layers}
+    layers: list[LayerRecord] = []
+    found: list[Profile] = []
+
+    def again(stage: Stage) -> list[Tensor]:
+        if stage.profiled:
+            found.extend(profiles(stage.layers[0].name, stage.inputs[0], recipe.scheme))
+        values = []
+        for layer, inputs in zip(stage.layers, stage.inputs, strict=True):
+            old, scheme = told[layer.name], recipe.scheme_of(layer.name)
+            assert scheme is not None, "ignored layers are not observed"
+            matrix = read.matrix(old.stored, read.tensors(old.stored))
+            new = measured_again(layer, inputs, scheme, matrix, old, tuned=True)
+            layers.append(replace(with_tensors(new, old.stored, old.bytes, old.checksum), seconds=old.seconds))
+            values.append(matrix.decode())
+        return values
+
+    def passed() -> Iterator[str]:
+        for done in walk(model, recipe, windows, again, device=device):
+            yield from done.layers
+
+    for _ in progress(logged(passed(), "measuring", len(told)), "measuring", len(told)):
+        pass
+    return tuple(layers), tuple(found)

@@ -1,0 +1,1 @@
+"""Tuning after the solve: stored steps, norm weights and codes trained on KL(original || quantized)."""

@@ -1,0 +1,297 @@
+"""A quantized network as a function of what is trained of it: its divergence from the original, and the gradient of that.
+
+Codes, steps and small tensors of all blocks are in memory; weights are made for one block at a time, forwards and, from the hidden
+states kept before each, backwards. The original has run before, block by block from disk: what it leaves behind its last block is
+kept. Knows blocks; not how steps are taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from nearplane.divergence import Divergence, divergence
+from nearplane.errors import CalibrationError, ModelError
+from nearplane.memory import free_memory
+from nearplane.models.activations import finite, readout, skeleton
+from nearplane.models.layers import Layer
+from nearplane.models.model import ABSENT, Block, Model
+from nearplane.tuning.parameters import Tuned, TunedMatrix, TunedVector
+
+ACTIVATIONS = 40  # numbers that a block keeps for the way back, for every number of its hidden states
+LOGITS = 2**24  # numbers of logits that are in memory at a time: windows are taken together while they have no more
+
+
+class TunedNetwork:
+    """The quantized network.
+
+    Args:
+        model: the original, on disk.
+        matrices: of its layers, by name.
+        vectors: of its norms, by name of the parameter.
+        windows: (windows, seqlen) tokens, as many as `batch` divides.
+        batch: windows that pass together.
+        device: where to compute, in float32.
+        hold: whether all blocks' weights and activations of a step are in memory at a time: a quarter of the work less.
+        progress: wraps the blocks of the original as it runs.
+
+    Attributes:
+        batches: how many there are.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        matrices: Mapping[str, TunedMatrix],
+        vectors: Mapping[str, TunedVector],
+        windows: Tensor,
+        *,
+        batch: int,
+        device: torch.device,
+        hold: bool = False,
+        progress: Callable[[Sequence[Block]], Iterable[Block]] = iter,
+    ) -> None:
+        self._model, self._hold, self._device = model, hold, device
+        self._tokens = windows.split(batch)
+        self.batches = len(self._tokens)
+        self._stream = skeleton(model, windows, device=device, dtype=torch.float32, batch=batch, two_streams=False)
+        self._entering = list(self._stream.quantized)
+        self._blocks: list[_Block] = []
+        self._behind = list(self._entering)  # of the original
+        for block in progress(model.blocks):
+            with torch.no_grad(), block.on(device, torch.float32, original=False):
+                module = block.quantized
+                self._behind = [
+                    finite(self._stream.forward(block, module, i, x), block) for i, x in enumerate(self._behind)
+                ]
+                self._blocks.append(_Block(block, matrices, vectors))
+        self._after = {name: each for name, each in vectors.items() if not any(name in b.vectors for b in self._blocks)}
+        self._logits: Callable[..., Tensor] | None = None
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Hold what follows the last block in memory; the other methods work within."""
+        with readout(self._model, self._stream, device=self._device, dtype=torch.float32) as logits:
+            self._logits = logits
+            yield
+        self._logits = None
+
+    @torch.no_grad()
+    def divergence(self, batches: Iterable[int]) -> Divergence:
+        """Compare the predictions of the quantized network with the original's."""
+        numbers = list(batches)
+        hidden = [self._entering[i] for i in numbers]
+        for block in self._blocks:
+            tensors = block.tensors()
+            hidden = [self.forward(block, tensors, i, x) for i, x in zip(numbers, hidden, strict=True)]
+        after, total = self._values_after(), Divergence()
+        for i, x in zip(numbers, hidden, strict=True):
+            for part in self._parts(i):
+                total += divergence(
+                    self._predicted(i, part, self._behind[i][part]), self._predicted(i, part, x[part], after)
+                )
+        return total
+
+    def backward(self, batches: Sequence[int]) -> Divergence:
+        """Add to the gradients of what is trained those of the mean KL over the tokens of some batches; return what it is.
+
+        Raises:
+            CalibrationError: predictions or gradients are not finite.
+        """
+        passes, total = [], Divergence()
+        hidden = [self._entering[i] for i in batches]
+        for block in self._blocks:
+            passes.append(_Pass(self, block, batches, hidden, hold=self._hold))
+            hidden = passes[-1].forward()
+        predicted = sum(part[:, 1:].numel() for i in batches for part in [self._tokens[i]])
+        after, gradients = _Leaves(self._values_after()), []
+        for i, x in zip(batches, hidden, strict=True):
+            parts = []
+            for part in self._parts(i):
+                with torch.no_grad():
+                    expected = self._predicted(i, part, self._behind[i][part])
+                leaf = x.detach()[part].requires_grad_()
+                found = self._predicted(i, part, leaf, after.leaves)
+                kl = (expected.exp() * (expected - found)).sum() / predicted
+                parts.append(after.back(kl, leaf))
+                total += divergence(expected, found.detach())
+            gradients.append(_checked(torch.cat(parts), "the head"))
+        after.end()
+        while passes:
+            gradients = passes.pop().backward(gradients)
+        return total
+
+    def forward(self, block: _Block, tensors: Mapping[str, Tensor], batch: int, hidden: Tensor) -> Tensor:
+        """Run a block with given tensors on one batch of hidden states."""
+
+        def module(*args: Any, **kwargs: Any) -> Any:
+            return functional_call(block.block.empty, dict(tensors), args, kwargs)
+
+        return self._stream.forward(block.block, module, batch, hidden)
+
+    def _values_after(self) -> dict[str, Tensor]:
+        """Return the norms behind the last block."""
+        return {name: each.values() for name, each in self._after.items()}
+
+    def _parts(self, batch: int) -> list[slice]:
+        """Return the windows of a batch whose logits are in memory together."""
+        windows, seqlen = self._tokens[batch].shape
+        most = max(1, LOGITS // (seqlen * self._model.network.get_input_embeddings().weight.shape[0]))
+        return [slice(start, start + most) for start in range(0, windows, most)]
+
+    def _predicted(self, batch: int, part: slice, hidden: Tensor, given: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Return (windows, seqlen - 1, vocabulary) float32 log-probabilities."""
+        assert self._logits is not None, "only within `with network.ready()`"
+        logits = self._logits(self._tokens[batch][part], hidden, given)
+        return logits[:, :-1].float().log_softmax(-1)
+
+
+class _Block:
+    """A block whose weights are made from codes and steps when they are asked for; bound while the block is in memory."""
+
+    def __init__(self, block: Block, matrices: Mapping[str, TunedMatrix], vectors: Mapping[str, TunedVector]) -> None:
+        module, start = block.quantized, len(block.name) + 1
+        assert module is not None, ABSENT
+        self.block = block
+        self._layers: dict[str, tuple[Layer, TunedMatrix]] = {}
+        for layer in block.quantized_layers():
+            if layer.name in matrices:
+                self._layers[f"{layer.name}.weight"[start:]] = (layer, matrices[layer.name])
+                matrices[layer.name].lean(layer.read())
+        own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+        self.vectors = {
+            name: each for name, each in vectors.items() if name[start:] in own and name.startswith(f"{block.name}.")
+        }
+        self._named: dict[str, Tuned] = {name[start:]: each for name, each in self.vectors.items()}
+        made = self._layers.keys() | self._named.keys()
+        self._small = {name: tensor.detach() for name, tensor in own.items() if name not in made}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all parameters and buffers by their name in the block."""
+        made = {name: as_stored(layer, matrix.values()) for name, (layer, matrix) in self._layers.items()}
+        return self._small | made | {name: each.values() for name, each in self._named.items()}
+
+
+def as_stored(layer: Layer, values: Tensor) -> Tensor:
+    """Return (out, in) values in the shape of the parameter that holds them."""
+    return values.T if layer.kind == "Conv1D" else values.view(layer.weight.shape)
+
+
+class _Pass:
+    """Some batches on their way through a block, forwards and back.
+
+    Args:
+        network, block: whose.
+        batches, hidden: their numbers, and the hidden states (windows, seqlen, hidden) that enter the block.
+        hold: whether all that the way back needs is kept on the way forwards; else the block runs again.
+    """
+
+    def __init__(
+        self, network: TunedNetwork, block: _Block, batches: Sequence[int], hidden: Sequence[Tensor], *, hold: bool
+    ) -> None:
+        self._network, self._block, self._batches, self._hold = network, block, batches, hold
+        self._leaves = [x.detach().requires_grad_() for x in hidden]
+        self._values: _Leaves | None = None
+        self._outputs: list[Tensor] = []
+
+    def forward(self) -> list[Tensor]:
+        """Return the hidden states behind the block."""
+        self._values = _Leaves(self._block.tensors())
+        with torch.set_grad_enabled(self._hold):
+            outputs = [self._run(i, leaf) for i, leaf in zip(self._batches, self._leaves, strict=True)]
+        if self._hold:
+            self._outputs = outputs
+        else:
+            self._values = None
+        return [x.detach() for x in outputs]
+
+    def backward(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Take gradients from behind the block to before it, and add to those of what is trained in it."""
+        self._values = self._values or _Leaves(self._block.tensors())
+        before = []
+        for n, (i, leaf, gradient) in enumerate(zip(self._batches, self._leaves, gradients, strict=True)):
+            output = self._outputs[n] if self._outputs else self._run(i, leaf)
+            before.append(_checked(self._values.back(output, leaf, gradient), self._block.block.name))
+        self._values.end()
+        return before
+
+    def _run(self, batch: int, leaf: Tensor) -> Tensor:
+        assert self._values is not None, "made by forward or backward"
+        return self._network.forward(self._block, self._values.leaves, batch, leaf)
+
+
+class _Leaves:
+    """Tensors cut from what they are made of, so that many batches add to their gradients before these go on."""
+
+    def __init__(self, made: dict[str, Tensor]) -> None:
+        self._made = made
+        self.leaves = {name: each.detach().requires_grad_(each.requires_grad) for name, each in made.items()}
+        self._wanted = [name for name, leaf in self.leaves.items() if leaf.requires_grad]
+        self._sums: dict[str, Tensor] = {}
+
+    def back(self, output: Tensor, leaf: Tensor, gradient: Tensor | None = None) -> Tensor:
+        """Take a gradient from an output to a leaf, which is returned, and add that to the tensors'."""
+        inputs = [leaf, *(self.leaves[name] for name in self._wanted)]
+        first, *rest = torch.autograd.grad(output, inputs, gradient, allow_unused=True)
+        for name, found in zip(self._wanted, rest, strict=True):
+            if found is not None:
+                self._sums[name] = self._sums[name].add_(found) if name in self._sums else found
+        if first is None:
+            raise ModelError("The predictions do not depend on hidden states: the network cannot be tuned.")
+        return first
+
+    def end(self) -> None:
+        """Take the sums on to what the tensors are made of."""
+        names = [name for name in self._wanted if name in self._sums]
+        if names:
+            torch.autograd.backward([self._made[name] for name in names], [self._sums[name] for name in names])
+
+
+def _checked(gradient: Tensor, name: str) -> Tensor:
+    """Return a gradient that came back through a part of the network, if it is finite."""
+    if not torch.isfinite(gradient).all():
+        raise CalibrationError(f"Gradients are NaN or Inf before {name}: the network cannot be tuned on this text.")
+    return gradient
+
+
+def needed(model: Model, windows: Tensor, *, batch: int, codes: bool) -> tuple[int, int]:
+    """Return about how many bytes of memory tuning takes: as blocks are streamed, and with all of them held; see `TunedNetwork`.
+
+    Args:
+        model: the original.
+        windows: (windows, seqlen) tokens.
+        batch: windows that pass together.
+        codes: whether codes are trained: 18 bytes each, else one.
+    """
+    blocks = [sum(layer.shape[0] * layer.shape[1] for layer in block.layers) for block in model.blocks]
+    inside = sum(p.numel() for p in model.network.get_submodule(model.stack).parameters())
+    ends = sum(p.numel() for p in model.network.parameters()) - inside
+    width = model.network.get_input_embeddings().weight.shape[1]
+    logits = min(LOGITS, batch * windows.shape[1] * model.network.get_input_embeddings().weight.shape[0])
+    small = 4 * (ends + inside - sum(blocks))  # with what is in blocks and not quantized
+    common = (18 if codes else 1) * sum(blocks) + small + 8 * windows.numel() * width + 16 * logits
+    passing = 4 * batch * windows.shape[1] * width * ACTIVATIONS
+    return common + 12 * max(blocks) + passing, common + 12 * sum(blocks) + passing * len(blocks)
+
+
+def free_on(device: torch.device) -> int | None:
+    """Return how many bytes are free there; None where the system does not say."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    return free_memory()
+
+
+def norms_of(network: nn.Module) -> list[str]:
+    """Return the names of the parameters of norms: of modules that have a weight, and of parameters nothing but vectors."""
+    found = []
+    for path, module in network.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        if "weight" in own and all(each.dim() == 1 and each.is_floating_point() for each in own.values()):
+            found += [f"{path}.{name}" for name in own]
+    return found

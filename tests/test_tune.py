@@ -1,0 +1,400 @@
+"""tune(): never worse on held-out windows, what is stored is what was trained, and verify holds the new folder to it."""
+
+import json
+import random
+import shutil
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import forgery
+import nearplane
+from families import config_of, random_model
+from nearplane import CalibrationError, NearplaneError, RecipeError, cli
+from nearplane.demo import CALIBRATION, MODEL
+from nearplane.formats.stored import Stored, read_matrices
+from nearplane.record import NAME, RunRecord, read_record
+from nearplane.report import render
+from nearplane.verify import verify
+
+WAYS = {
+    "compressed-tensors": ("llama", {"bits": 4, "group_size": 32}),
+    "compressed-tensors, mixed widths": ("qwen3", {"bits": 2.5, "group_size": 16}),
+    "compressed-tensors, rounded to nearest": ("llama", {"bits": 3, "group_size": None, "solver": "round-to-nearest"}),
+    "gptq, Conv1D": ("gpt2", {"bits": 3, "group_size": 32, "format": "gptq"}),
+    "gptq_v2": ("llama", {"bits": 2, "group_size": 16, "symmetric": False, "format": "gptq_v2", "correct": False}),
+}
+TEXT = dict(samples=12, seqlen=40)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(CALIBRATION.read_text()[:20000])
+    return path
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory):
+    """Return a function from a family's name to the folder of a tiny random model with the demo model's tokenizer."""
+    folders = {}
+
+    def folder_of(name):
+        if name not in folders:
+            folder = folders[name] = tmp_path_factory.mktemp("models") / name
+            blocks = "n_layer" if name == "gpt2" else "num_hidden_layers"
+            model = random_model(config_of(name, vocab_size=2048, **{blocks: 2})).float()
+            model.to(torch.bfloat16 if name == "qwen3" else torch.float32).save_pretrained(folder)
+            for file in ("tokenizer.json", "tokenizer_config.json"):
+                (folder / file).write_bytes((MODEL / file).read_bytes())
+        return str(folders[name])
+
+    return folder_of
+
+
+@pytest.fixture(scope="module")
+def tuned_of(model_of, text, tmp_path_factory):
+    """Return a function from a key of WAYS to (solved, tuned, original); do not change them."""
+    made = {}
+
+    def folders_of(way):
+        if way not in made:
+            family, words = WAYS[way]
+            place = tmp_path_factory.mktemp("out")
+            original, solved, tuned = model_of(family), place / "solved", place / "tuned"
+            nearplane.quantize(original, solved, calibration=str(text), **TEXT, **words)
+            nearplane.tune(solved, tuned, against=original, calibration=text)
+            made[way] = (solved, tuned, original)
+        return made[way]
+
+    return folders_of
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_held_out_kl_ends_at_most_at_the_start_and_is_that_of_the_files(tuned_of, way, text):
+    solved, tuned, original = tuned_of(way)
+    tuning = read_record(tuned).tuning
+    assert tuning.held_out < tuning.start
+    assert tuning.kept
+    model = nearplane.models.model.open_model(original)
+    tokens = nearplane.models.data.read_windows(model.tokenizer(), text, samples=tuning.samples, seqlen=tuning.seqlen)
+    held = tokens[len(tokens) - tuning.held_windows :]
+    before, after = (nearplane.evaluate(folder, held, against=original).kl for folder in (solved, tuned))
+    assert before == pytest.approx(tuning.start, rel=1e-4)
+    assert after == pytest.approx(tuning.held_out, rel=1e-4)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_verify_holds_what_was_written(tuned_of, way):
+    _, tuned, original = tuned_of(way)
+    found = verify(tuned, against=original)
+    assert [f"{fault.where}: {fault.what}" for fault in (*verify(tuned).faults, *found.faults)] == []
+    assert found.measured
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_readers_find_what_they_found_before(tuned_of, way):
+    """The same files, tensors, dtypes and shapes; codes move at 2 and 3 bits only, a few of them."""
+    solved, tuned, _ = tuned_of(way)
+    names = {path.name for path in solved.iterdir()}
+    assert {path.name for path in tuned.iterdir()} == names
+    for name in names - {NAME}:
+        if not name.endswith(".safetensors"):
+            assert (solved / name).read_bytes() == (tuned / name).read_bytes()
+            continue
+        one, other = load_file(solved / name), load_file(tuned / name)
+        assert {key: (x.dtype, x.shape) for key, x in one.items()} == {
+            key: (x.dtype, x.shape) for key, x in other.items()
+        }
+    before, after, tuning = dict(read_matrices(solved)), dict(read_matrices(tuned)), read_record(tuned).tuning
+    moved = 0
+    for layer in read_record(tuned).layers:
+        one, other = before[layer.stored], after[layer.stored]
+        moved += int((one.codes != other.codes).sum())
+        assert layer.bits <= 3 or torch.equal(one.codes, other.codes)
+        assert not torch.equal(one.grid.scale, other.grid.scale)
+        assert torch.equal(one.grid.zero, other.grid.zero)
+    assert moved == tuning.codes
+    assert moved < 0.2 * sum(layer.out_features * layer.in_features for layer in read_record(tuned).layers)
+
+
+def test_losses_before_stay_in_the_record_and_those_after_are_their_own(tuned_of):
+    solved, tuned, _ = tuned_of("gptq_v2")
+    before, after = read_record(solved), read_record(tuned)
+    assert [(each.name, each.loss, each.checksum) for each in after.tuning.solved] == [
+        (layer.name, layer.loss, layer.checksum) for layer in before.layers
+    ]
+    assert all(layer.worst_case is None and layer.gamma is None for layer in after.layers)  # no sweep made these codes
+    assert {layer.loss for layer in before.layers}.isdisjoint(layer.loss for layer in after.layers)
+    assert RunRecord.from_json(after.to_json()) == after
+    page = render(after)
+    assert "Tuning" in page
+    assert f"{after.tuning.held_out:.5f}" in page
+    assert "Tuning" not in render(before)
+
+
+def test_tuning_twice_gives_the_same_bytes(tuned_of, text, tmp_path):
+    solved, tuned, original = tuned_of("compressed-tensors")
+    nearplane.tune(solved, tmp_path / "again", against=original, calibration=text)
+    for path in tuned.glob("*.safetensors"):
+        assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
+
+
+def test_quantize_tunes_what_it_solved(tuned_of, text, tmp_path):
+    _, tuned, original = tuned_of("gptq_v2")
+    record = nearplane.quantize(
+        original, tmp_path / "out", calibration=str(text), tune="network", **TEXT, **WAYS["gptq_v2"][1]
+    )
+    assert record.recipe.tune == "network"
+    for path in tuned.glob("*.safetensors"):
+        assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_record_says_who_tuned_and_for_how_long(tuned_of, text, tmp_path, monkeypatch):
+    solved, _, original = tuned_of("compressed-tensors")
+    folder, now = shutil.copytree(solved, tmp_path / "solved"), read_record(solved)
+    recipe = replace(now.recipe, calibration=replace(now.recipe.calibration, calibration=None))
+    forgery.sign(folder, replace(now, recipe=recipe, device="cuda", versions={"torch": "0.1"}))
+    monkeypatch.setattr("nearplane.models.data.DEFAULT_DATASET", str(text))
+    at = []
+
+    def looking(items, label, total):
+        yield from items
+        at.append((label, time.perf_counter()))
+
+    record = nearplane.tune(folder, tmp_path / "new", against=original, device="cpu", progress=looking)
+    (_, trained), (label, measured) = at
+    assert label == "measuring"
+    assert record.tuning.seconds > measured - trained
+    assert record.seconds == now.seconds + record.tuning.seconds
+    assert (record.device, record.versions) == ("cpu", now.versions)
+    assert record.tuning.calibration == "HuggingFaceFW/fineweb-edu:sample-10BT:train"
+
+
+def test_tokens_given_in_python_are_tuned_on(model_of, tmp_path, generator):
+    original = model_of("llama")
+    tokens = torch.randint(3, 2048, (20, 24), generator=generator)
+    words = dict(bits=2, group_size=16, format="gptq_v2", symmetric=False)
+    record = nearplane.quantize(original, tmp_path / "out", calibration=tokens, tune="network", **words)
+    assert record.tuning.windows + record.tuning.held_windows == 20 - record.extra_windows
+    assert not verify(tmp_path / "out", against=original, calibration=tokens).faults
+
+
+@pytest.fixture
+def copy_of(tuned_of, tmp_path):
+    """Return a function from a key of WAYS to (copy of the tuned checkpoint that may be changed, original)."""
+
+    def folders_of(way):
+        _, tuned, original = tuned_of(way)
+        return shutil.copytree(tuned, tmp_path / "copy", dirs_exist_ok=True), original
+
+    return folders_of
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.input_layernorm.weight", "model.norm.weight"])
+def test_a_norm_that_is_not_the_tuned_one_is_found(copy_of, name):
+    """By its hash; where that is made to fit, by what comes of it."""
+    folder, original = copy_of("compressed-tensors")
+    reader = Stored(folder).reader
+    forgery.rewrite(folder, reader.file(name), {name: 1.01 * reader.read([name])[name]})
+    forgery.rehash(folder)
+    assert name in {fault.where for fault in verify(folder).faults}
+    record = read_record(folder)
+    right = forgery.written({name: Stored(folder).reader.read([name])[name]}).checksum
+    forgery.sign(folder, replace(record, tuning=replace(record.tuning, norms=record.tuning.norms | {name: right})))
+    assert verify(folder).faults == ()
+    assert verify(folder, against=original).faults
+
+
+def test_only_norms_may_differ_from_the_original(copy_of):
+    """Whatever else the record calls a tuned norm, with the right hash of what is there."""
+    folder, original = copy_of("compressed-tensors")
+    name = "model.embed_tokens.weight"
+    reader = Stored(folder).reader
+    forgery.rewrite(folder, reader.file(name), {name: 1.5 * reader.read([name])[name]})
+    forgery.rehash(folder)
+    record, there = read_record(folder), forgery.written({name: Stored(folder).reader.read([name])[name]}).checksum
+    forgery.sign(folder, replace(record, tuning=replace(record.tuning, norms=record.tuning.norms | {name: there})))
+    assert verify(folder).faults == ()
+    said = [fault.what for fault in verify(folder, against=original).faults if fault.where == name]
+    assert said[0].endswith("the original has no such norm")
+    assert "it is not quantized, and not what it is in the original" in said
+
+
+@pytest.mark.parametrize("kind", ["code", "scale", "certificate"])
+def test_forged_alterations_are_found_with_the_data(copy_of, kind):
+    for seed in range(3):
+        folder, original = copy_of("gptq_v2")
+        altered = forgery.FORGED[kind](folder, random.Random(f"{kind} {seed}"))
+        assert any(altered.where in fault.where for fault in verify(folder, against=original).faults), altered
+
+
+def test_a_norm_that_was_not_tuned_is_that_of_the_original(copy_of):
+    folder, original = copy_of("compressed-tensors")
+    record = read_record(folder)
+    name = next(iter(record.tuning.norms))
+    norms = {key: value for key, value in record.tuning.norms.items() if key != name}
+    forgery.sign(folder, replace(record, tuning=replace(record.tuning, norms=norms)))
+    assert verify(folder).faults == ()
+    assert name in {fault.where for fault in verify(folder, against=original).faults}
+
+
+def test_held_out_kl_is_measured_again(copy_of):
+    folder, original = copy_of("compressed-tensors")
+    record = read_record(folder)
+    better = 0.99 * record.tuning.held_out
+    curve = (*record.tuning.curve[:-1], replace(record.tuning.curve[-1], held_out=better))
+    kept = replace(record.tuning, curve=curve, held_out=better, kept=curve[-1].step)
+    forgery.sign(folder, replace(record, tuning=kept))
+    assert verify(folder).faults == ()
+    assert [fault.where for fault in verify(folder, against=original).faults] == [f"{NAME}, tuning"]
+
+
+def test_what_cannot_be_tuned_is_refused_in_a_sentence(tuned_of, model_of, text, tmp_path):
+    solved, tuned, original = tuned_of("compressed-tensors")
+    other = tmp_path / "other.txt"
+    other.write_text(CALIBRATION.read_text()[100:9000])
+    coded = tmp_path / "coded"
+    nearplane.quantize(original, coded, calibration=str(text), rate=3.0, **TEXT)
+    cases = [
+        ((coded, "new"), {}, RecipeError, "is entropy-coded; so far only checkpoints on grids"),
+        ((tuned, "new"), {}, RecipeError, "is tuned already"),
+        (
+            (solved, "new"),
+            {"calibration": other},
+            CalibrationError,
+            "are not those that the checkpoint was calibrated on",
+        ),
+        ((solved, "new"), {"against": model_of("gpt2")}, RecipeError, "is not the model that was quantized"),
+        ((solved, "new"), {"samples": 1}, RecipeError, "--samples is 1"),
+        ((solved, "new"), {"seqlen": 4000}, CalibrationError, "more than the 64 positions"),
+        ((solved, solved), {"overwrite": True}, RecipeError, "is the checkpoint that is tuned"),
+        ((tmp_path, "new"), {}, NearplaneError, "holds no nearplane.json"),
+    ]
+    for (source, out), words, error, said in cases:
+        with pytest.raises(error) as caught:
+            nearplane.tune(source, tmp_path / out, **({"against": original, "calibration": text} | words))
+        assert said in str(caught.value)
+        assert "\n" not in str(caught.value)
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(RecipeError, match="--tune trains checkpoints on grids"):
+        nearplane.Recipe.from_spellings(rate=3.0, tune="network")
+
+
+def test_what_does_not_fit_in_memory_is_refused(tuned_of, text, tmp_path, monkeypatch):
+    solved, _, original = tuned_of("compressed-tensors")
+    monkeypatch.setattr("nearplane.tuning.network.free_memory", lambda: 10**5)
+    with pytest.raises(RecipeError, match=r"Tuning takes about .* of memory on cpu, 100.* are free"):
+        nearplane.tune(solved, tmp_path / "new", against=original, calibration=text, device="cpu")
+
+
+def test_what_cannot_be_tuned_is_refused_before_the_solve(model_of, tmp_path, monkeypatch, text, generator):
+    def solves(*args, **words):
+        raise AssertionError("too late")
+
+    words = dict(bits=4, group_size=16, device="cpu", tune="network", progress=solves)
+    tokens = torch.randint(3, 2048, (2, 64), generator=generator)
+    with pytest.raises(CalibrationError, match="at least 2 are needed, one of them held out"):
+        nearplane.quantize(model_of("llama"), tmp_path / "out", calibration=tokens, **words)
+    monkeypatch.setattr("nearplane.tuning.network.free_memory", lambda: 10**5)
+    with pytest.raises(RecipeError, match=r"Tuning takes about .* of memory on cpu, 100.* are free"):
+        nearplane.quantize(model_of("llama"), tmp_path / "out", calibration=str(text), **TEXT, **words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_was_solved_is_not_lost_where_tuning_fails(model_of, text, tmp_path, monkeypatch):
+    def fails(*args, **words):
+        raise CalibrationError("Gradients are NaN.")
+
+    monkeypatch.setattr("nearplane.tuning.loop.mean_kl", fails)
+    words = dict(bits=4, group_size=16, calibration=str(text), device="cpu", **TEXT)
+    with pytest.raises(
+        CalibrationError, match=r"What was solved is in .*out\.untuned; nearplane tune goes on from there"
+    ):
+        nearplane.quantize(model_of("llama"), tmp_path / "out", tune="network", **words)
+    assert not (tmp_path / "out").exists()
+    monkeypatch.undo()
+    nearplane.tune(tmp_path / "out.untuned", tmp_path / "out", against=model_of("llama"))
+    assert not verify(tmp_path / "out").faults
+
+
+def test_a_folder_that_nobody_named_is_not_replaced(model_of, tuned_of, text, tmp_path):
+    solved, _, _ = tuned_of("compressed-tensors")
+    there = shutil.copytree(solved, tmp_path / "out.untuned")
+    words = dict(bits=4, group_size=32, calibration=str(text), **TEXT)
+    with pytest.raises(RecipeError, match=r"out\.untuned is there, .* move it away or delete it"):
+        nearplane.quantize(model_of("llama"), tmp_path / "out", tune="network", overwrite=True, **words)
+    for path in solved.iterdir():
+        assert path.read_bytes() == (there / path.name).read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == ["out.untuned"]
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, MemoryError])
+def test_who_stops_tuning_is_told_what_is_left(model_of, text, tmp_path, monkeypatch, kind):
+    def stopped(*args, **words):
+        raise kind
+
+    monkeypatch.setattr("nearplane.tuning.loop.mean_kl", stopped)
+    words = dict(bits=4, group_size=32, calibration=str(text), **TEXT)
+    with pytest.raises(kind) as caught:
+        nearplane.quantize(model_of("llama"), tmp_path / "out", tune="network", **words)
+    assert f"What was solved is in {tmp_path / 'out.untuned'}" in caught.value.__notes__[-1]
+    assert read_record(tmp_path / "out.untuned").tuning is None
+
+
+def test_a_record_with_other_extra_windows_is_tuned_on_what_it_says(model_of, text, tmp_path, monkeypatch):
+    monkeypatch.setattr("nearplane.tokens.extra_windows", lambda samples, seqlen: 3)
+    nearplane.quantize(model_of("llama"), tmp_path / "out", calibration=str(text), bits=4, group_size=16, **TEXT)
+    monkeypatch.undo()
+    record = nearplane.tune(tmp_path / "out", tmp_path / "new", against=model_of("llama"))
+    assert record.extra_windows == 3
+    assert not verify(tmp_path / "new", against=model_of("llama")).faults
+
+
+def test_streamed_blocks_give_the_same_bytes_as_held_ones(tuned_of, text, tmp_path, monkeypatch):
+    solved, tuned, original = tuned_of("gptq_v2")
+    monkeypatch.setattr("nearplane.tuning.network.free_memory", lambda: None)  # then nothing is held
+    nearplane.tune(solved, tmp_path / "streamed", against=original, calibration=text)
+    for path in tuned.glob("*.safetensors"):
+        assert path.read_bytes() == (tmp_path / "streamed" / path.name).read_bytes()
+
+
+def test_the_commands_work(tuned_of, text, tmp_path, capsys, monkeypatch):
+    solved, _, original = tuned_of("gptq_v2")
+    words = [
+        "tune",
+        str(solved),
+        str(tmp_path / "new"),
+        "--against",
+        original,
+        "--calibration",
+        str(text),
+        "--samples",
+        "60",
+    ]
+    for more in ((), ("--json", "--overwrite")):
+        monkeypatch.setattr("sys.argv", ["nearplane", *words, *more])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert not ended.value.code
+    said = capsys.readouterr().out
+    assert "held-out windows of 40 tokens" in said
+    assert json.loads(said[said.index("{\n") :])["tuning"]["samples"] == 60
+
+
+def test_layers_above_max_loss_are_named_and_the_command_ends_with_2(tuned_of, text, tmp_path, capsys, monkeypatch):
+    solved, _, original = tuned_of("gptq_v2")
+    folder, record = shutil.copytree(solved, tmp_path / "solved"), read_record(solved)
+    forgery.sign(folder, replace(record, recipe=replace(record.recipe, max_loss=1e-6)))
+    words = ["tune", str(folder), str(tmp_path / "new"), "--against", original, "--calibration", str(text), "--steps=1"]
+    monkeypatch.setattr("sys.argv", ["nearplane", *words])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    said = capsys.readouterr().out
+    assert f"{len(record.layers)} layers lose more than --max-loss 1e-06" in said
+    assert all(f"  {layer.name}: " in said for layer in record.layers)

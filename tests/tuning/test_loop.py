@@ -1,0 +1,150 @@
+"""The guard: what is kept is what was best on held-out windows, and that may be the start."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nearplane import CalibrationError
+from nearplane.divergence import Divergence
+from nearplane.tuned import Point, Tuning, odd
+from nearplane.tuning.loop import Schedule, train
+
+
+class Quadratic:
+    """In place of a network: KL is the square of one leaf's distance from an aim, held-out batches have their own aim."""
+
+    def __init__(self, leaf, aims):
+        self.leaf, self.aims = leaf, aims
+
+    def divergence(self, batches):
+        return Divergence(
+            kl=sum(float((self.leaf - self.aims[i]).detach().square()) for i in batches), tokens=len(batches)
+        )
+
+    def backward(self, batches):
+        sum((self.leaf - self.aims[i]).square() for i in batches).backward()
+        return self.divergence(batches)
+
+
+class Leaf:
+    """In place of a matrix: one number."""
+
+    def __init__(self):
+        self.leaf = torch.zeros((), requires_grad=True)
+
+    def trained(self):
+        return {"steps": self.leaf}
+
+    def state(self):
+        return {"steps": self.leaf.detach().clone()}
+
+    def restore(self, state):
+        with torch.no_grad():
+            self.leaf.copy_(state["steps"])
+
+
+def trained(held, rate=0.1, steps=40):
+    it = Leaf()
+    network = Quadratic(it.leaf, [1.0, 1.0, held])
+    found = train(network, [it], Schedule(steps=steps, rates={"steps": rate}, looks=8), training=[0, 1], held=[2])
+    return float(it.leaf.detach()), found
+
+
+def test_what_gains_is_kept():
+    value, found = trained(held=1.0)
+    assert abs(value - 1) < 0.3
+    assert found.kept > 0
+    assert [point.step for point in found.curve] == [0, 5, 10, 15, 20, 25, 30, 35, 40]
+    assert found.curve[0] == Point(step=0, training=None, held_out=1.0)
+
+
+def test_the_start_is_kept_where_nothing_is_better():
+    value, found = trained(held=-1.0)
+    assert value == 0.0
+    assert found.kept == 0
+    assert min(point.held_out for point in found.curve) == found.curve[0].held_out
+
+
+def test_the_best_state_on_the_way_is_kept():
+    value, found = trained(held=0.5)
+    assert 0 < found.kept < 40
+    best = min(found.curve, key=lambda point: point.held_out)
+    assert best.step == found.kept
+    assert (value - 0.5) ** 2 == pytest.approx(best.held_out, rel=1e-6)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_state_that_is_no_number_is_not_kept():
+    value, found = trained(held=1.0, rate=float("inf"))
+    assert value == 0.0
+    assert found.kept == 0
+
+
+@pytest.mark.parametrize("which", [lambda call: call == 3, lambda call: call > 3])
+def test_looks_that_find_no_number_are_left_out_of_the_curve(monkeypatch, which):
+    calls, real = [], Quadratic.divergence
+
+    def sometimes(self, batches):
+        if batches == [2]:  # held out
+            calls.append(0)
+            if which(len(calls)):
+                return Divergence(kl=float("nan"), tokens=1)
+        return real(self, batches)
+
+    monkeypatch.setattr(Quadratic, "divergence", sometimes)
+    _, found = trained(held=1.0)
+    assert [point.step for point in found.curve] == [5 * n for n in range(9) if not which(n + 1)]
+    assert found.kept == min(found.curve, key=lambda point: point.held_out).step
+    assert found.steps == 40
+
+
+@pytest.mark.parametrize("last", [3, 22])
+def test_training_ends_where_gradients_end(monkeypatch, caplog, last):
+    """With the best state so far; at the first step there is none."""
+    calls, real = [], Quadratic.backward
+
+    def fails(self, batches):
+        if len(calls) == last:
+            raise CalibrationError("Gradients are NaN.")
+        calls.append(0)
+        return real(self, batches)
+
+    monkeypatch.setattr(Quadratic, "backward", fails)
+    value, found = trained(held=1.0)
+    assert found.steps == last
+    assert found.curve[-1].step == last // 5 * 5
+    best = min(found.curve, key=lambda point: point.held_out)
+    assert found.kept == best.step
+    assert (value - 1) ** 2 == pytest.approx(best.held_out, rel=1e-6)
+    assert f"Gradients are NaN. Tuning ends after {last} of 40 steps." in caplog.text
+    last = 0
+    calls.clear()
+    with pytest.raises(CalibrationError, match="Gradients are NaN"):
+        trained(held=1.0)
+
+
+CURVE = (Point(step=0, training=None, held_out=0.5), Point(step=8, training=0.4, held_out=0.3))
+TUNING = Tuning(
+    calibration="text", samples=9, windows=8, held_windows=1, seqlen=32, text="", steps=8, batch=1, rates={"steps": 0.1},
+    codes=3, curve=CURVE, kept=8, held_out=0.3,
+)  # fmt: skip
+
+
+def test_a_tuning_says_what_was_gained():
+    assert "0.50000 -> 0.30000 (step 8 of 8, 3 codes moved, 0 norms changed)" in TUNING.sentence()
+    assert list(odd(TUNING)) == []
+    assert "was 0.50000 before and never a number after" in replace(TUNING, curve=CURVE[:1], kept=0).sentence()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"kept": 0, "held_out": 0.5, "codes": 0}, "the best on the held-out windows is that of step 8"),
+        ({"held_out": 0.29}, "0.29 by the files"),
+        ({"curve": CURVE[:1], "kept": 0, "held_out": 0.5}, "though the start was kept"),
+        ({"curve": (*CURVE, *CURVE)}, "do not ascend"),
+    ],
+)
+def test_what_cannot_be_true_of_a_tuning_is_said(changes, said):
+    assert any(said in what for what in odd(replace(TUNING, **changes)))

@@ -1,0 +1,99 @@
+"""The network as a function of what is trained: its divergence and gradient are those of whole networks."""
+
+import pytest
+import torch
+from torch.func import functional_call
+
+from families import config_of, random_model
+from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.lattice.scale import Steps
+from nearplane.models.model import open_model
+from nearplane.readers.network import dense_network
+from nearplane.tuning.network import TunedNetwork, as_stored, needed, norms_of
+from nearplane.tuning.parameters import TunedMatrix, TunedVector
+
+CPU = torch.device("cpu")
+FAMILIES = ("llama", "qwen3", "gpt2", "gemma3_text", "opt")
+
+
+@pytest.fixture(params=FAMILIES)
+def case(request, tmp_path, generator):
+    """Return a model, tuned matrices and norms of it that are off, and windows."""
+    random_model(config_of(request.param)).float().save_pretrained(tmp_path)
+    model = open_model(str(tmp_path))
+    dense = dense_network(tmp_path)
+    steps = Steps(bits=3, symmetric=True, search="mse", storage=torch.float16)
+    matrices = {}
+    for layer in model.layers:
+        W = layer.bound(dense.get_submodule(layer.name)).read()
+        grid = steps.grid(W, 8)
+        matrices[layer.name] = TunedMatrix(
+            layer.name, QuantizedMatrix(codes=grid.round(W)[0].int(), grid=grid), torch.float16, codes="q" in layer.name
+        )
+    norms = {name: dense.get_parameter(name).detach() for name in norms_of(model.network)}
+    vectors = {name: TunedVector(weights, CPU, 0.1) for name, weights in norms.items()}
+    windows = torch.randint(3, 96, (6, 12), generator=generator)
+    return model, dense, matrices, vectors, windows
+
+
+def whole(model, dense, matrices, vectors, windows):
+    """Return the mean KL by running both networks whole."""
+    given = {f"{layer.name}.weight": as_stored(layer, matrices[layer.name].values()) for layer in model.layers}
+    given |= {name: each.values() for name, each in vectors.items()}
+    found = functional_call(dense, given, (windows,), {"use_cache": False}).logits[:, :-1].log_softmax(-1)
+    with torch.no_grad():
+        expected = dense(windows, use_cache=False).logits[:, :-1].log_softmax(-1)
+    return (expected.exp() * (expected - found)).sum(-1).mean()
+
+
+def leaves(matrices, vectors):
+    return [leaf for each in (*matrices.values(), *vectors.values()) for leaf in each.trained().values()]
+
+
+def test_divergence_and_gradients_are_those_of_whole_networks(case, generator):
+    model, dense, matrices, vectors, windows = case
+    networks = [
+        TunedNetwork(model, matrices, vectors, windows, batch=2, device=CPU, hold=hold) for hold in (False, True)
+    ]
+    with torch.no_grad():
+        for leaf in leaves(matrices, vectors):
+            leaf.add_(torch.randn(leaf.shape, generator=generator))
+    wanted = whole(model, dense, matrices, vectors, windows[:4])
+    there = torch.autograd.grad(wanted, leaves(matrices, vectors), allow_unused=True)
+    for network in networks:
+        with network.ready():
+            measured = network.divergence([0, 1])
+            found = network.backward([0, 1])
+        assert measured.kl / measured.tokens == pytest.approx(float(wanted.detach()), rel=1e-5)
+        assert found.kl == pytest.approx(measured.kl, rel=1e-6)
+        reached = 0
+        for leaf, gradient in zip(leaves(matrices, vectors), there, strict=True):
+            if gradient is None:
+                assert leaf.grad is None or not bool(leaf.grad.any())
+                continue
+            reached += 1
+            assert torch.allclose(leaf.grad, gradient, rtol=1e-3, atol=1e-5 * float(gradient.abs().max()))
+            leaf.grad = None
+        assert reached >= len(matrices) + 2
+
+
+def test_norms_are_found_by_structure(tmp_path):
+    names = norms_of(random_model(config_of("qwen3")))
+    assert "model.norm.weight" in names
+    assert "model.layers.0.self_attn.q_norm.weight" in names
+    assert not any("proj" in name or "embed" in name for name in names)
+    assert {"transformer.ln_f.weight", "transformer.ln_f.bias"} <= set(norms_of(random_model(config_of("gpt2"))))
+
+
+def test_memory_needed_counts_what_is_not_quantized_in_blocks(tmp_path):
+    """Layers that are ignored are held in float32, as experts in one tensor are."""
+    random_model(config_of("llama")).float().save_pretrained(tmp_path)
+    windows = torch.ones(1, 2, dtype=torch.int64)
+    model = open_model(str(tmp_path), ignore=["mlp", "[qkv]_proj"])
+    held = sum(p.numel() for p in model.network.parameters()) - sum(
+        layer.shape[0] * layer.shape[1] for layer in model.layers
+    )
+    assert model.layers
+    for codes in (False, True):
+        streamed, all_of_it = needed(model, windows, batch=1, codes=codes)
+        assert 4 * held < streamed < all_of_it
