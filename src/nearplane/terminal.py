@@ -43,7 +43,10 @@ def bar(items: Iterable[Any], label: str, total: int) -> Iterator[Any]:
 
 @contextmanager
 def attended() -> Iterator[None]:
-    """While it lasts, what nearplane logs goes to the error stream, and SIGTERM raises `Terminated`."""
+    """While it lasts, what nearplane logs goes to the error stream, and SIGTERM raises `Terminated`.
+
+    Ctrl-C and SIGTERM stay what they are even where a library puts an error of its own in their place.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
     package, progress = logging.getLogger("nearplane"), logging.getLogger("nearplane.progress")
@@ -52,18 +55,29 @@ def attended() -> Iterator[None]:
     package.setLevel(logging.INFO)
     if sys.stderr.isatty():
         progress.setLevel(logging.WARNING)  # there is a bar
-    before = signal.signal(signal.SIGTERM, _terminate)
+    stopped: list[KeyboardInterrupt] = []
+
+    def stop(number: int, frame: object) -> None:
+        stopped.append(Terminated() if number == signal.SIGTERM else KeyboardInterrupt())
+        raise stopped[-1]
+
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, stop)}
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell makes its background jobs ignore it
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, stop)
     try:
         yield
+    except Exception as error:
+        if not stopped:
+            raise
+        for note in getattr(error, "__notes__", ()):
+            stopped[-1].add_note(note)
+        raise stopped[-1] from error  # e.g. safetensors turns what is raised while it makes a tensor into a ValueError
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, as_it_was in before.items():
+            signal.signal(number, as_it_was)
         package.removeHandler(handler)
         package.setLevel(levels[0])
         progress.setLevel(levels[1])
-
-
-def _terminate(number: int, frame: object) -> None:
-    raise Terminated
 
 
 def say_stopped(stopped: KeyboardInterrupt) -> int:

@@ -24,7 +24,7 @@ from types import TracebackType
 
 from filelock import FileLock, Timeout
 
-from nearplane.errors import FormatError, RecipeError
+from nearplane.errors import FormatError, NearplaneError, RecipeError
 from nearplane.record import NAME as RECORD
 from nearplane.shards import INCOMPLETE, MARK
 
@@ -134,7 +134,7 @@ class Unfinished:
                 self._put_in_place()
                 return
             nothing = self._remove_if_nothing_is_written()
-            if not isinstance(error, Exception):  # stopped from outside
+            if not isinstance(error, NearplaneError):  # stopped from outside, or a fault
                 error.add_note(self._left(nothing))
         finally:
             self._unlock()
