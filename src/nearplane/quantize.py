@@ -86,6 +86,11 @@ def quantize(
         trust_remote_code=trust_remote_code,
         progress=progress,
     )
+    texts = (given is None or given.tokens is None) and recipe.scheme.calibrated
+    if texts and tokenizer is None and isinstance(model, torch.nn.Module):
+        raise RecipeError(
+            "A model object comes without tokenizer: pass tokenizer=, or token ids (windows, seqlen) as calibration."
+        )
     with as_folder(model, tokenizer) as folder:
         recipe = recipe if given is None else given.recorded(recipe)
         return (quantize_folder if recipe.tune == "none" else _then_tuned)(folder, Path(out), recipe, options)
