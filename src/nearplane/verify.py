@@ -7,7 +7,6 @@ those of the files, and its certificate is measured anew. Nothing is trusted but
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -16,17 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nearplane import checked_files
 from nearplane.budget.plan import Plan, Progress, look
 from nearplane.errors import CalibrationError, FormatError, ModelError, NumericalError, RecipeError
 from nearplane.faults import Fault, Verified
-from nearplane.formats import FORMATS
 from nearplane.formats.beside import CONFIG, GPTQ_CONFIG, names_copied
-from nearplane.formats.config_file import Quantized
-from nearplane.formats.container import written
 from nearplane.formats.folder import read_config
 from nearplane.formats.stored import Stored
 from nearplane.jsonfile import unordered
-from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
 from nearplane.matrix.again import measured_again
 from nearplane.matrix.certificate import profiles
 from nearplane.matrix.inputs import TRIED_ROWS, Inputs
@@ -36,7 +32,7 @@ from nearplane.models.model import Model, device_of, open_model
 from nearplane.products import repeated
 from nearplane.progress import logged, silent
 from nearplane.recipe import Recipe
-from nearplane.record import NAME, LayerRecord, RunRecord, contradictions, digest_of, read_record
+from nearplane.record import NAME, LayerRecord, RunRecord, read_record
 from nearplane.request import quantization_config
 from nearplane.schemes import Device
 from nearplane.shards import INDEX, sha256
@@ -47,12 +43,12 @@ from nearplane.tuned_files import held_out_again, of_the_files, tuned_norms
 from nearplane.walk import Stage, walk
 
 NAMED = 4  # figures that one fault spells out
+MOST = 0.5  # share of tensors: where more are not those of the original, it is another model
 TOLERANCE = 1e-6  # relative, of losses measured again; the same machine repeats them to the last digit
 EXACT = 1e-12  # of figures of integers
 OLDER = 1e-4  # of figures of records before version 4, which were summed and factored in other ways
 LENGTHS = 1.1e-5  # of numbers that are written down to 6 digits, the last of which may be rounded either way
 VERSIONS = {"written_by", "meta"}  # of quantization_config: which program wrote it
-IGNORED = ("README", "LICENSE", "LICENCE", ".")  # beginnings of files that repositories add
 ASKED = {"name", "stored", "seconds", "asked", "bytes", "checksum", "entropy"}  # no data can measure these
 
 
@@ -94,11 +90,11 @@ def verify(
             f"{folder} was made with options that nearplane no longer has ({said}), so that its losses cannot be measured again. "
             f"Leave out --against to check its files."
         )
-    faults = [*_files(folder, record), *_sums(folder, record)]
-    stored = _opened(folder, faults)
+    faults = [*checked_files.files(folder, record), *checked_files.sums(folder, record)]
+    stored = checked_files.opened(folder, faults)
     sound: set[str] = set()
     if stored is not None:
-        faults += [*_stored(stored, record, sound), *of_the_files(stored, record)]
+        faults += [*checked_files.layers(stored, record, sound), *of_the_files(stored, record)]
     measured = False
     if against is not None and stored is not None and len(sound) == len(record.layers):
         model = open_model(
@@ -108,7 +104,17 @@ def verify(
             embeddings=record.recipe.scheme.ends[0],
             head=record.recipe.scheme.ends[1],
         )
-        faults += _untouched(stored, model, record.tuning)
+        other = _another(record, model)
+        if other is None:
+            untouched, compared = _untouched(stored, model, record.tuning)
+            if len(untouched) > MOST * compared and len(untouched) > NAMED:
+                other = Fault(
+                    where=str(model.folder),
+                    what=f"another model: of the {compared} tensors that are not quantized {len(untouched)} are others in {folder}",
+                )
+        if other is not None:
+            return _verified(record, (*faults, other), asked=True, measured=False)
+        faults += untouched
         model.tuned = tuned_norms(stored, model, record.tuning)
         recipe = record.recipe.grouped(layer.shape[1] for layer in model.layers)
         faults += _beside(folder, record, recipe, model)
@@ -127,160 +133,44 @@ def verify(
             measured = _measured(run, progress, faults)
             if measured:
                 faults += held_out_again(stored, model, record, recipe, given, run.device, tolerance)
-    return Verified(
-        record=record,
-        faults=tuple(faults),
-        files=len(record.files) + 1,
-        layers=len(record.layers),
-        asked=against is not None,
-        measured=measured,
-    )
+    return _verified(record, tuple(faults), asked=against is not None, measured=measured)
 
 
-def _files(folder: Path, record: RunRecord) -> Iterator[Fault]:
-    """Compare every file with its hash."""
-    if (has := digest_of((folder / NAME).read_text(encoding="utf-8"))) != record.digest:
-        yield Fault(where=NAME, what=f"it has the digest {has[:16]}.., and says {record.digest[:16]}..")
-    found = _names(folder) - {NAME}
-    for name in sorted(found - record.files.keys()):
-        if not name.startswith(IGNORED):
-            yield Fault(where=name, what="the record does not know this file")
-    for name, wanted in record.files.items():
-        if name not in found:
-            yield Fault(where=name, what="the file is missing")
-        elif (has := sha256(folder / name)) != wanted:
-            yield Fault(where=name, what=f"it has the SHA-256 {has[:16]}.., the record says {wanted[:16]}..")
+def _verified(record: RunRecord, faults: tuple[Fault, ...], *, asked: bool, measured: bool) -> Verified:
+    files, layers = len(record.files) + 1, len(record.layers)
+    return Verified(record=record, faults=faults, files=files, layers=layers, asked=asked, measured=measured)
 
 
-def _sums(folder: Path, record: RunRecord) -> Iterator[Fault]:
-    """Add up what the record says in two places."""
-    known = sorted({NAME, *record.files} & set(_names(folder)))
-    shards = sum((folder / name).stat().st_size for name in known if _shard(name))
-    if shards != record.bytes:
-        yield Fault(where=NAME, what=f"the weight files have {shards:,} bytes, the record says {record.bytes:,}")
-    size = sum((folder / name).stat().st_size for name in known)
-    if size != record.folder:
-        yield Fault(where=NAME, what=f"the files have {size:,} bytes, the record says {record.folder:,}")
-    if record.tokens != record.windows * record.seqlen:
-        yield Fault(where=NAME, what=f"{record.windows} windows of {record.seqlen} are not {record.tokens:,} tokens")
-    for name, count in Counter(layer.name for layer in record.layers).items():
-        if count > 1:
-            yield Fault(where=name, what=f"the record has {count} certificates of it")
-    for layer in record.layers:
-        for what in contradictions(layer, record):
-            yield Fault(where=layer.name, what=what)
+def _another(record: RunRecord, model: Model) -> Fault | None:
+    """Return what says that the original has other layers than the record, if it has."""
+    shapes = {(layer.name, layer.shape) for layer in model.layers}
+    if unlike := shapes ^ {(layer.name, (layer.out_features, layer.in_features)) for layer in record.layers}:
+        named = ", ".join(f"{name} ({rows} x {columns})" for name, (rows, columns) in sorted(unlike)[:4])
+        what = f"another model: {len(unlike)} layers are in one of the two only, as {named}"
+        return Fault(where=str(model.folder), what=what)
+    return None
 
 
-def _names(folder: Path) -> set[str]:
-    """Return the files in a folder and below; what the record names is looked for among these, never opened by its name."""
-    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-
-
-def _shard(name: str) -> bool:
-    return name.endswith(".safetensors")
-
-
-def _opened(folder: Path, faults: list[Fault]) -> Stored | None:
-    try:
-        return Stored(folder)
-    except (FormatError, ModelError) as error:
-        faults.append(Fault(where=str(folder), what=str(error)))
-        return None
-
-
-def _stored(stored: Stored, record: RunRecord, sound: set[str]) -> Iterator[Fault]:
-    """Compare the tensors of every layer with the record, one in memory at a time; `sound` gets the names of good ones."""
-    recipe, known = record.recipe, {layer.stored: layer for layer in record.layers}
-    format = FORMATS[str(recipe.format)]
-    described = format.config.describe(Quantized(scheme=recipe.scheme, quantized=list(known), version=""))
-    if stored.layers != format.layers.configured(described):
-        yield Fault(where=CONFIG, what=f"its quantization_config is not that of {recipe.format} as the recipe has it")
-    for name, text in stored.says().items():  # read first by some programs
-        again = stored.reader.folder / name
-        if again.is_file() and again.read_bytes() != text.encode():
-            yield Fault(where=name, what=f"it is not the quantization_config of {CONFIG}")
-    for name in stored.names():
-        if name not in known:
-            yield Fault(where=name, what=f"a quantized layer that {NAME} does not know")
-    for layer in record.layers:
-        if layer.stored not in stored.names():
-            yield Fault(where=layer.name, what=f"no tensors named {layer.stored} in the weight files")
-            continue
-        try:
-            tensors = stored.tensors(layer.stored)
-            matrix = stored.matrix(layer.stored, tensors)
-        except (FormatError, ModelError) as error:
-            yield Fault(where=layer.name, what=str(error))
-            continue
-        found = written(tensors)
-        if found.checksum != layer.checksum:
-            yield Fault(
-                where=layer.name,
-                what=f"its tensors have the SHA-256 {found.checksum[:16]}.., the record says {layer.checksum[:16]}..",
-            )
-        if found.bytes != layer.bytes:
-            yield Fault(
-                where=layer.name, what=f"its tensors have {found.bytes:,} bytes, the record says {layer.bytes:,}"
-            )
-        faults = list(_of_the_grid(matrix, layer))
-        yield from (Fault(where=layer.name, what=what) for what in faults)
-        if not faults:
-            sound.add(layer.name)
-
-
-def _of_the_grid(matrix: QuantizedMatrix, layer: LayerRecord) -> Iterator[str]:
-    """Yield what is wrong with codes and grid of a layer by themselves."""
-    shape, grid = tuple(matrix.codes.shape), matrix.grid
-    if shape != (layer.out_features, layer.in_features):
-        yield f"the matrix is {shape[0]} x {shape[1]}, the record says {layer.out_features} x {layer.in_features}"
-        return
-    if isinstance(grid, ProductGrid):
-        if layer.bits is not None or layer.base is None:
-            yield f"it is entropy-coded, the record says {layer.bits} bits"
-        if not (math.isfinite(grid.base) and grid.base > 0):
-            yield f"its step is {grid.base}"
-        return
-    if layer.bits is None or grid.low is None or grid.high is None:
-        yield "it is on a fixed grid, the record says that it is entropy-coded"
-        return
-    groups = shape[1] // (layer.group_size or shape[1])
-    symmetric = grid.low < 0 if grid.levels is None else not bool(grid.zero.any())
-    if ((grid.high - grid.low).bit_length(), grid.scale.shape[1], symmetric) != (
-        layer.bits,
-        groups,
-        layer.symmetric,
-    ):
-        yield (
-            f"its codes are {grid.low} to {grid.high} in {grid.scale.shape[1]} groups; the record says {layer.bits} bits, groups "
-            f"of {layer.group_size or 'a row'}, {'' if layer.symmetric else 'not '}symmetric"
-        )
-    if not bool(torch.isfinite(grid.scale).all() and (grid.scale > 0).all()):
-        yield "a step is not a positive number"
-    for what, values in (("code", matrix.codes), ("zero", grid.zero)):
-        low, high = (float(x) for x in values.aminmax())
-        if (what == "code" and (low < grid.low or high > grid.high)) or not math.isfinite(high - low):
-            yield f"a {what} is {low:g} or {high:g}, the grid is {grid.low} to {grid.high}"
-
-
-def _untouched(stored: Stored, model: Model, tuning: Tuning | None) -> Iterator[Fault]:
-    """Compare the tensors that are not quantized with the original; of norms that were tuned only what they are."""
+def _untouched(stored: Stored, model: Model, tuning: Tuning | None) -> tuple[list[Fault], int]:
+    """Compare the tensors that are not quantized with the original, norms that were tuned only by name; return their number too."""
+    faults: list[Fault] = []
     said = set() if tuning is None else set(tuning.norms)
     tuned = said & set(norms_stored(model).values())
     for name in sorted(said - tuned):
-        yield Fault(where=name, what="the record says that this norm was tuned; the original has no such norm")
+        faults.append(Fault(where=name, what="the record says that this norm was tuned; the original has no such norm"))
     quantized = {name for layer in model.layers for name in model.copies(layer)}
     blocks = (model.block_names(index) for index in range(len(model.blocks)))
     wanted = {name for names in (*blocks, model.rest()) for name in names} - quantized
     for name in sorted(wanted - set(stored.rest())):
-        yield Fault(where=name, what="the original has this tensor, and it is not quantized; it is missing")
+        faults.append(Fault(where=name, what="the original has this tensor, and it is not quantized; it is missing"))
     for name in stored.rest():
         if name not in wanted:
-            yield Fault(where=name, what="a tensor that the original does not have, or that is quantized")
+            faults.append(Fault(where=name, what="a tensor that the original does not have, or that is quantized"))
             continue
         try:
             here, there = stored.reader.read([name])[name], model.reader.read([name])[name]
         except (FormatError, ModelError) as error:
-            yield Fault(where=name, what=str(error))
+            faults.append(Fault(where=name, what=str(error)))
             continue
         if (
             here.dtype != there.dtype
@@ -289,15 +179,16 @@ def _untouched(stored: Stored, model: Model, tuning: Tuning | None) -> Iterator[
                 name in tuned or torch.equal(here.reshape(-1).view(torch.uint8), there.reshape(-1).view(torch.uint8))
             )
         ):
-            yield Fault(where=name, what="it is not quantized, and not what it is in the original")
+            faults.append(Fault(where=name, what="it is not quantized, and not what it is in the original"))
+    return faults, len(wanted)
 
 
 def _beside(folder: Path, record: RunRecord, recipe: Recipe, model: Model) -> Iterator[Fault]:
     """Compare what lies beside the weights with the original: what config.json says of the model, tokenizer, templates."""
     ours = {NAME, INDEX, CONFIG, GPTQ_CONFIG}
     copied = set(names_copied(model.folder, trust_remote_code=True))
-    for name in sorted((record.files.keys() & _names(folder)) - ours):
-        if _shard(name):
+    for name in sorted((record.files.keys() & checked_files.names(folder)) - ours):
+        if checked_files.shard(name):
             continue
         if name not in copied or sha256(folder / name) != sha256(model.folder / name):
             yield Fault(
@@ -345,12 +236,6 @@ class _Again:
 def _measured(run: _Again, progress: Progress, faults: list[Fault]) -> bool:
     """Measure every layer again, if model and text are those of the record; adds to `faults`, returns whether all could be."""
     record, model = run.record, run.model
-    shapes = {(layer.name, layer.shape) for layer in model.layers}
-    if unlike := shapes ^ {(layer.name, (layer.out_features, layer.in_features)) for layer in record.layers}:
-        named = ", ".join(f"{name} ({rows} x {columns})" for name, (rows, columns) in sorted(unlike)[:4])
-        what = f"another model: {len(unlike)} layers are in one of the two only, as {named}"
-        faults.append(Fault(where=str(model.folder), what=what))
-        return False
     if tuple(model.skipped) != record.skipped:
         what = f"{len(record.skipped)} skipped layers, the model has {len(model.skipped)}, or others"
         faults.append(Fault(where=NAME, what=what))
