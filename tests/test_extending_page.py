@@ -20,7 +20,7 @@ from nearplane.formats import Format as OneFormat
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solvers import SOLVERS
 from nearplane.record import _hints
-from nearplane.schemes import UNCALIBRATED, Format, GridScheme, RateScheme, Solver
+from nearplane.schemes import UNCALIBRATED, BlockScheme, Format, GridScheme, RateScheme, Solver
 
 PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
 
@@ -44,7 +44,8 @@ def test_every_example_runs(page: dict[str, Any]) -> None:
 def test_tables_and_names_are_the_same() -> None:
     assert set(SOLVERS) == set(get_args(Solver))
     assert {name for name, solver in SOLVERS.items() if not solver.needs_inputs} == set(UNCALIBRATED)
-    assert set(FORMATS) == set(get_args(Format)) == {*GridScheme.FORMATS, *RateScheme.FORMATS}
+    formats = {*GridScheme.FORMATS, *BlockScheme.FORMATS, *RateScheme.FORMATS}
+    assert {*FORMATS, "gguf"} == set(get_args(Format)) == formats
 
 
 @pytest.fixture

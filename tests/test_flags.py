@@ -6,14 +6,14 @@ import sys
 
 import pytest
 
-from nearplane import GridScheme, RateScheme, RecipeError, cli
-from nearplane.flags import GROUPS, GridFlags, RateFlags, layer_schemes, refuse_mixed, scheme_from
+from nearplane import BlockScheme, GridScheme, RateScheme, RecipeError, cli
+from nearplane.flags import GROUPS, BlockFlags, GridFlags, RateFlags, layer_schemes, refuse_mixed, scheme_from
 from nearplane.recipe import Calibration
 from nearplane.removed import refuse_removed_words
 from nearplane.schemes import names_of
 
 SHOWN = (  # groups in the order of the help, and their flags
-    ("Everyday", ("bits", "group-size", "symmetric", "format")),
+    ("Everyday", ("bits", "group-size", "symmetric", "grid", "format")),
     ("Entropy-coded, instead of --bits", ("rate", "size", "include-head", "include-embeddings")),
     ("Calibration text", ("calibration", "samples", "seqlen")),
     ("Layer by layer", ("allocate", "layer", "ignore", "max-loss")),
@@ -27,7 +27,7 @@ def bound(*words):
     return cli.app.parse_args(["quantize", "model", "out", *words])[1].arguments
 
 
-def test_help_shows_at_most_27_flags_in_groups():
+def test_help_shows_at_most_28_flags_in_groups():
     words = [sys.executable, "-m", "nearplane", "quantize", "--help"]
     text = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     parts = re.split(r"╭─ (.*?) ─+╮", text)
@@ -37,12 +37,14 @@ def test_help_shows_at_most_27_flags_in_groups():
     }
     found.pop("Parameters")
     assert tuple(found.items()) == SHOWN
-    assert sum(len(flags) for flags in found.values()) <= 27
+    assert sum(len(flags) for flags in found.values()) <= 28
 
 
 def test_every_flag_is_a_field_and_explained():
-    assert set(GROUPS) <= names_of(GridScheme) | names_of(RateScheme) | names_of(Calibration)
-    assert all(field.type.__metadata__[0].help for part in (GridFlags, RateFlags) for field in fields_of(part))
+    assert set(GROUPS) <= names_of(GridScheme) | names_of(BlockScheme) | names_of(RateScheme) | names_of(Calibration)
+    assert all(
+        field.type.__metadata__[0].help for part in (GridFlags, BlockFlags, RateFlags) for field in fields_of(part)
+    )
 
 
 def fields_of(part):
@@ -58,6 +60,8 @@ def fields_of(part):
         (("--solver", "k-best", "--beam", "4"), GridScheme(solver="k-best", beam=4)),
         (("--order", "pivoted", "--damp", "auto"), GridScheme(order="pivoted", damp="auto")),
         (("--polish", "0", "--rounds", "0", "--no-correct"), GridScheme(polish=0, rounds=0, correct=False)),
+        (("--grid", "q4_k"), BlockScheme("q4_k")),
+        (("--grid", "q3_k_m", "--polish", "2", "--order", "natural"), BlockScheme("q3_k_m", polish=2, order="natural")),
         (("--rate", "2.5"), RateScheme(rate=2.5)),
         (("--size", "3.1GB", "--include-head", "--beam", "2"), RateScheme(size="3.1GB", include_head=True, beam=2)),
         (("--damp", "0.1", "--rate", "3", "--solver", "nearest-plane"), RateScheme(rate=3, damp=0.1, solver="nearest-plane")),
@@ -74,6 +78,14 @@ def test_flags_are_a_scheme(words, scheme):
         (["--bits", "3", "--rate", "2.5"], "--bits is for weights on a fixed grid, --rate for entropy-coded weights"),
         (["--rate=2.5", "--group-size=32"], "--group-size is for weights on a fixed grid, --rate"),
         (["--size", "1GB", "--no-symmetric"], "--symmetric is for weights on a fixed grid, --size"),
+        (
+            ["--grid", "q4_k", "--bits", "3"],
+            "--bits is for weights on a fixed grid, --grid for weights on llama.cpp's grids",
+        ),
+        (
+            ["--grid", "q4_k", "--rate", "3"],
+            "--grid is for weights on llama.cpp's grids, --rate for entropy-coded weights",
+        ),
         (["--include-head", "--polish", "3"], "--polish is for weights on a fixed grid, --include-head"),
     ],
 )

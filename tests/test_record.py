@@ -110,6 +110,7 @@ WRONG = {  # JSON that is not what an annotation says
     "str": [None, 3, [], True],
     "int": [None, "3", 2.5, True, 10**30, []],
     "float": [None, "q", True, float("nan"), float("inf"), -float("inf"), 10**30, []],
+    "str | None": [3, [], True, {}],
     "bool | None": ["true", 1, 0.5, {}],
     "int | None": ["3", 2.5, True, []],
     "float | None": ["x", True, float("nan"), float("inf"), {}],

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nearplane import GridScheme, LayerScheme, RateScheme, Recipe, RecipeError
+from nearplane import BlockScheme, GridScheme, LayerScheme, RateScheme, Recipe, RecipeError
 from nearplane.schemes import SWEEP_DAMP, names_of, scheme_of
 
 RATE = RateScheme(rate=3.0)
@@ -59,6 +59,12 @@ def test_defaults_follow_from_what_is_given():
         ({"rate": 7.5}, "rate is 7.5; expected 0.5 to 7 bits"),
         ({"rate": True}, "rate is True; expected 0.5 to 7 bits"),
         ({"size": "3 apples"}, "3 apples"),
+        ({"grid": "q4_m"}, "grid is 'q4_m'; expected one of q4_0, q4_1"),
+        ({"grid": 4}, "grid is 4; expected one of q4_0"),
+        ({"grid": "q4_k", "bits": 4}, "bits is 4, but --grid q4_k says all of how weights are stored"),
+        ({"grid": "q4_k", "rate": 3}, "grid is 'q4_k' and rate 3, but entropy-coded weights have no fixed grid"),
+        ({"grid": "q4_k", "coder": "tans"}, "coder is 'tans', but --grid q4_k says all"),
+        ({"grid": "q4_k", "solver": "round-to-nearest", "rounds": 1}, "rounds needs calibration"),
         ({"rate": 3, "include_head": "yes"}, "include_head is 'yes'; expected true or false"),
         ({"rate": 3, "coder": "zip"}, "coder is 'zip'; expected one of tans, huffman"),
         ({"rate": 3, "method": "trellis"}, "expected one of waterfill, hptq"),
@@ -126,9 +132,9 @@ def test_the_sweep_is_damped_as_asked_else_more_where_targets_are_corrected(sche
 
 
 def test_the_record_of_a_layer_shows_its_own_width_only_where_widths_differ():
-    assert GridScheme(bits=3, group_size=32).grid == (3, 32, True, False)
-    assert GridScheme(bits=3.5, symmetric=False).with_bits(4).grid == (4, "auto", False, False)
-    assert RATE.grid == (None, None, None, False)
+    assert GridScheme(bits=3, group_size=32).layer_grid == (3, 32, True, False, None)
+    assert GridScheme(bits=3.5, symmetric=False).with_bits(4).layer_grid == (4, "auto", False, False, None)
+    assert RATE.layer_grid == (None, None, None, False, None)
     assert RATE.with_bits(3) is RATE
 
 
@@ -214,3 +220,20 @@ def test_one_format_holds_grids_and_another_rates():
         Recipe(scheme=RATE, format="gptq")
     with pytest.raises(RecipeError, match="--format nearplane does not hold such weights"):
         Recipe(format="nearplane")
+
+
+def test_a_grid_of_llama_cpp_is_a_scheme_of_its_own():
+    scheme = scheme_of(grid="Q4_K", order="natural")
+    assert scheme == BlockScheme("q4_k", order="natural")
+    assert (scheme.polish, scheme.rounds, scheme.correct, scheme.mixed) == (1, 3, True, False)
+    assert scheme.layer_grid == (4, 32, False, False, "q4_k")
+    mixed = BlockScheme("q2_k_m")
+    assert mixed.mixed
+    assert mixed.layer_grid.blocks == "q2_k"
+    assert mixed.with_blocks("q3_k") == BlockScheme("q3_k")
+    assert Recipe(scheme=mixed).format == "gguf"
+    assert Recipe.from_json(Recipe(scheme=mixed).to_json()) == Recipe(scheme=mixed)
+    own = Recipe.from_spellings(grid="q4_k", layers={"down_proj": {"grid": "q6_k"}})
+    assert own.scheme_of("mlp.down_proj") == BlockScheme("q6_k")
+    with pytest.raises(RecipeError, match="--format gptq does not hold such weights"):
+        Recipe(scheme=mixed, format="gptq")

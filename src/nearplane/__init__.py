@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nearplane.errors import CalibrationError, FormatError, ModelError, NearplaneError, NumericalError, RecipeError
 from nearplane.recipe import Calibration, LayerScheme, Recipe
-from nearplane.schemes import GridScheme, RateScheme
+from nearplane.schemes import BlockScheme, GridScheme, RateScheme
 
 if TYPE_CHECKING:
     from nearplane.compare import compare
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "BlockScheme",
     "Calibration",
     "CalibrationError",
     "FormatError",

@@ -18,6 +18,7 @@ from nearplane.flags import (
     LAYERS,
     RUNNING,
     SOLVING,
+    BlockFlags,
     CalibrationFlags,
     GridFlags,
     RateFlags,
@@ -50,7 +51,7 @@ def quantize(
     model: str,
     out: Path,
     *,
-    scheme: Annotated[GridFlags | RateFlags | None, Flat] = None,  # type: ignore[valid-type]
+    scheme: Annotated[GridFlags | BlockFlags | RateFlags | None, Flat] = None,  # type: ignore[valid-type]
     tokens: Annotated[CalibrationFlags | None, Flat] = None,  # type: ignore[valid-type]
     format: Annotated[Format | None, Parameter(group=EVERYDAY)] = None,
     allocate: Annotated[Allocation | None, Parameter(group=LAYERS)] = None,

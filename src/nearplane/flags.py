@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, field, fields, make_dataclass
+from itertools import combinations
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from cyclopts import Group, Parameter
 
 from nearplane.errors import RecipeError
 from nearplane.recipe import Calibration, LayerScheme, changed, chosen
-from nearplane.schemes import GridScheme, RateScheme, Solver, names_of, scheme_of
+from nearplane.schemes import AnyScheme, BlockScheme, GridScheme, RateScheme, Solver, names_of, scheme_of
 
 EVERYDAY = Group("Everyday", sort_key=1)
 RATES = Group("Entropy-coded, instead of --bits", sort_key=2)
@@ -26,6 +27,7 @@ FOR_PYTHON = {"obq"}  # solvers that are no flag: too slow for a whole model
 OFFERED: Any = Literal[tuple(name for name in get_args(Solver) if name not in FOR_PYTHON)]
 TYPES = {"solver": OFFERED | None}  # where flags offer less than Python
 GROUPS = {  # of every field that is a flag
+    "grid": EVERYDAY,
     "bits": EVERYDAY,
     "group_size": EVERYDAY,
     "symmetric": EVERYDAY,
@@ -75,28 +77,32 @@ def help_of(part: type, name: str) -> str:
     raise AssertionError(f"{part.__name__}.{name} is not explained in its docstring")
 
 
-GridFlags, RateFlags, CalibrationFlags = flags_of(GridScheme), flags_of(RateScheme), flags_of(Calibration)
+GridFlags, BlockFlags, RateFlags = flags_of(GridScheme), flags_of(BlockScheme), flags_of(RateScheme)
+CalibrationFlags = flags_of(Calibration)
+KINDS = {
+    GridFlags: "for weights on a fixed grid",
+    BlockFlags: "for weights on llama.cpp's grids",
+    RateFlags: "for entropy-coded weights, which have none",
+}
 
 
 def refuse_mixed(words: Sequence[str]) -> None:
-    """Refuse a command line with flags of grids and flags of entropy-coded weights.
+    """Refuse a command line with flags of two kinds of scheme.
 
     Raises:
         RecipeError: it has both.
     """
-    grids, rates = (
-        {f"--{name.replace('_', '-')}" for name in names_of(one) - names_of(other)}
-        for one, other in ((GridFlags, RateFlags), (RateFlags, GridFlags))
-    )
     given = [word.split("=")[0].replace("--no-", "--") for word in words]
-    one, other = (next((word for word in given if word in kind), None) for kind in (grids, rates))
-    if one is not None and other is not None:
-        raise RecipeError(
-            f"{one} is for weights on a fixed grid, {other} for entropy-coded weights, which have none: leave out one of them."
+    for first, second in combinations(KINDS, 2):
+        one, other = (
+            next((word for word in given if word in {f"--{name.replace('_', '-')}" for name in alone}), None)
+            for alone in (names_of(first) - names_of(second), names_of(second) - names_of(first))
         )
+        if one is not None and other is not None:
+            raise RecipeError(f"{one} is {KINDS[first]}, {other} {KINDS[second]}: leave out one of them.")
 
 
-def scheme_from(flags: Any) -> GridScheme | RateScheme:
+def scheme_from(flags: Any) -> AnyScheme:
     """Return the scheme that flags stand for; None is the default."""
     return scheme_of(**({} if flags is None else asdict(flags)))
 

@@ -34,7 +34,7 @@ from nearplane.products import fastest
 from nearplane.progress import logged, peak_memory, silent
 from nearplane.recipe import Recipe
 from nearplane.record import LayerRecord, RunRecord, versions
-from nearplane.request import check_request, quantization_config, rehearse
+from nearplane.request import check_request, quantization_config, rehearse, settled
 from nearplane.schemes import Device
 from nearplane.tokens import Windows, calibration_windows, check_tokens
 from nearplane.tune import check_tunable, tune
@@ -152,7 +152,7 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
     """Quantize a model that is a folder, or on the hub."""
     began, trusted, (embeddings, head) = time.perf_counter(), options.trust_remote_code, recipe.scheme.ends
     model = open_model(folder, trust_remote_code=trusted, ignore=recipe.ignore, embeddings=embeddings, head=head)
-    asked, recipe = recipe, recipe.grouped(layer.shape[1] for layer in model.layers)
+    asked, recipe = recipe, settled(model, recipe)
     check_request(model, recipe)
     place = Place(out=out, source=model.folder, overwrite=options.overwrite, trust_remote_code=trusted)
     config = quantization_config(model, recipe)

@@ -14,7 +14,18 @@ from typing import Any, Literal
 
 from nearplane.errors import RecipeError
 from nearplane.patterns import fault_of
-from nearplane.schemes import Allocation, Format, GridScheme, RateScheme, names_of, one_of, scheme_of, within
+from nearplane.schemes import (
+    Allocation,
+    AnyScheme,
+    BlockScheme,
+    Format,
+    GridScheme,
+    RateScheme,
+    names_of,
+    one_of,
+    scheme_of,
+    within,
+)
 from nearplane.spellings import translated
 from nearplane.tuned import Tune
 
@@ -66,12 +77,12 @@ class LayerScheme:
     """
 
     pattern: str
-    scheme: GridScheme | RateScheme
+    scheme: AnyScheme
 
     def __post_init__(self) -> None:
         check_pattern("layers", self.pattern)
 
-    def check(self, others: GridScheme | RateScheme) -> None:
+    def check(self, others: AnyScheme) -> None:
         """Refuse a scheme that does not go with that of all other layers.
 
         Raises:
@@ -81,7 +92,7 @@ class LayerScheme:
         if type(own) is not type(others):
             raise RecipeError(
                 f"{called} have a {type(own).__name__}, the others a {type(others).__name__}: no format holds both. Give bits "
-                f"for all layers, or a rate."
+                f"for all layers, or a grid, or a rate."
             )
         if isinstance(getattr(others, "bits", None), float):
             raise RecipeError(
@@ -127,7 +138,7 @@ class Recipe:
             predictions from the original's, see `nearplane tune`. On fixed grids.
     """
 
-    scheme: GridScheme | RateScheme = field(default_factory=GridScheme)
+    scheme: AnyScheme = field(default_factory=GridScheme)
     calibration: Calibration = field(default_factory=Calibration)
     layers: tuple[LayerScheme, ...] = ()
     format: Format | None = None
@@ -143,7 +154,8 @@ class Recipe:
         if self.format not in self.scheme.FORMATS:
             raise RecipeError(
                 f"--format {self.format} does not hold such weights: grids (--bits) are written as "
-                f"{', '.join(GridScheme.FORMATS)}, entropy-coded weights (--rate, --size) as {', '.join(RateScheme.FORMATS)}."
+                f"{', '.join(GridScheme.FORMATS)}, llama.cpp's own (--grid) as {', '.join(BlockScheme.FORMATS)}, entropy-coded "
+                f"weights (--rate, --size) as {', '.join(RateScheme.FORMATS)}."
             )
         for each in self.layers:
             each.check(self.scheme)
@@ -152,8 +164,8 @@ class Recipe:
         one_of("tune", self.tune, Tune)
         if self.tune != "none" and not isinstance(self.scheme, GridScheme):
             raise RecipeError(
-                "--tune trains checkpoints on grids (--bits) so far: the scales of rows and columns of entropy-coded weights lie "
-                "on ladders. Leave it out."
+                "--tune trains checkpoints on grids (--bits) so far: scales of entropy-coded weights lie on ladders, those of "
+                "llama.cpp's grids on two levels. Leave it out."
             )
         if self.allocate is None:
             object.__setattr__(self, "allocate", self.scheme.default_allocation)
@@ -165,7 +177,7 @@ class Recipe:
         for pattern in self.ignore:
             check_pattern("ignore", pattern)
 
-    def scheme_of(self, name: str) -> GridScheme | RateScheme | None:
+    def scheme_of(self, name: str) -> AnyScheme | None:
         """Return the scheme of the layer with this full name, or None if it is to stay as it is."""
         if any(re.search(pattern, name) for pattern in self.ignore):
             return None
@@ -248,7 +260,9 @@ def chosen(spellings: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         RecipeError: one is unknown, or contradicts another.
     """
-    known = names_of(GridScheme) | names_of(RateScheme) | names_of(Calibration) | OWN | {"layers"}
+    known = (
+        names_of(GridScheme) | names_of(BlockScheme) | names_of(RateScheme) | names_of(Calibration) | OWN | {"layers"}
+    )
     found: dict[str, Any] = {}
     for word, value in spellings.items():
         for name, meaning in translated(word, value, known).items():

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from nearplane.block_types import TYPES
 from nearplane.errors import FormatError, NearplaneError
 from nearplane.older_records import translated_record
 from nearplane.recipe import Recipe
@@ -65,6 +66,7 @@ class LayerRecord:
         tokens: Rows that the Hessian was averaged over.
         order: In which columns were rounded.
         bits, group_size, symmetric: Of the grid; None for entropy-coded weights, whose codes have no limits.
+        blocks: Name of the type of blocks in a GGUF; None for other files.
         asked: Bits per weight that the entropy-coded matrix was to take.
         base: Step of exponent 0 in the sweep of entropy-coded weights; that in the file is scaled to keep the target's energy.
         entropy: Bits per weight of the codes under the tables that the file stores, side information not counted.
@@ -98,6 +100,7 @@ class LayerRecord:
     bits: int | None = None
     group_size: int | None = None
     symmetric: bool | None = None
+    blocks: str | None = None
     extra_loss: float | None = None
     extra_relative_loss: float | None = None
     extra_nearest_loss: float | None = None
@@ -326,8 +329,16 @@ def contradictions(layer: LayerRecord, record: RunRecord) -> Iterator[str]:
         yield "the recipe ignores it"
         return
     scheme = scheme.with_bits(layer.bits if recipe.allocate == "slope" else None)
+    if layer.blocks is not None:
+        if layer.blocks not in TYPES:
+            yield f"blocks is {layer.blocks!r}; known are {', '.join(TYPES)}"
+            return
+        scheme = scheme.with_blocks(layer.blocks)
     scheme = scheme.grouped([layer.group_size] if layer.group_size in FITTING else [])
-    asked = (scheme.grid.bits, scheme.grid.group_size, scheme.grid.symmetric, record.removed.get("order", scheme.order))
+    asked = (
+        *scheme.layer_grid[:3],
+        record.removed.get("order", scheme.order),
+    )
     if own != asked:
         yield f"bits, group size, symmetry and order are {own}, the recipe says {asked}"
     if not 0 <= layer.clipped <= layer.clipped_rows <= 1:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from math import gcd
 from typing import Any
 
 import torch
 
+from nearplane.block_types import role_of, type_of
 from nearplane.budget.plan import check_budget
 from nearplane.errors import RecipeError
 from nearplane.formats import FORMATS
@@ -24,11 +27,39 @@ from nearplane.models.unsupported import refuse_unsupported
 from nearplane.parallel import world
 from nearplane.readers.dense import left_dense, merged_experts
 from nearplane.readers.loadable import check_loads
-from nearplane.recipe import Recipe
-from nearplane.schemes import LayerGrid
+from nearplane.recipe import LayerScheme, Recipe
+from nearplane.schemes import BlockScheme, LayerGrid
 from nearplane.tokens import Windows
 
 logger = logging.getLogger("nearplane")
+
+
+def settled(model: Model, recipe: Recipe) -> Recipe:
+    """Return the recipe with what it leaves to the model: the group size of auto, and the type of blocks of every layer.
+
+    Raises:
+        RecipeError: blocks divide the inputs of a layer in no way.
+    """
+    recipe = recipe.grouped(layer.shape[1] for layer in model.layers)
+    heads = getattr(model.config, "num_attention_heads", 1)
+    shared = heads // (getattr(model.config, "num_key_value_heads", None) or heads)
+    places = {layer.name: index for index, block in enumerate(model.blocks) for layer in block.layers}
+    own = []
+    for layer in model.layers:
+        scheme = recipe.scheme_of(layer.name)
+        if not isinstance(scheme, BlockScheme):
+            continue
+        place, columns = places.get(layer.name, 0), layer.shape[1]
+        kind = type_of(scheme.grid, role_of(layer.name), place, len(model.blocks), columns, shared=shared)
+        if columns % kind.columns:
+            raise RecipeError(
+                f"{layer.name} has {columns} inputs, which blocks of {kind.columns} do not divide: llama.cpp has no type for it. "
+                f"--ignore leaves a layer out."
+            )
+        if kind.name != scheme.grid:
+            pattern = f"^{re.escape(layer.name)}$"
+            own.append(LayerScheme(pattern=pattern, scheme=scheme.with_blocks(kind.name)))
+    return replace(recipe, layers=(*own, *recipe.layers))
 
 
 def check_request(model: Model, recipe: Recipe) -> None:
@@ -44,7 +75,7 @@ def check_request(model: Model, recipe: Recipe) -> None:
     for layer in layers:
         scheme = recipe.scheme_of(layer.name)
         assert scheme is not None, "ignored layers are not listed"
-        group_size = scheme.grid.group_size
+        group_size = scheme.layer_grid.group_size
         if isinstance(group_size, int) and layer.shape[1] % group_size:
             raise RecipeError(
                 f"{layer.name} has {layer.shape[1]} inputs, not a multiple of --group-size {group_size}. "
@@ -74,7 +105,7 @@ def _fused_apart(model: Model, recipe: Recipe) -> dict[str, list[str]]:
         path, _, last = layer.name.rpartition(".")
         scheme = recipe.scheme_of(layer.name)
         if last in FUSED and scheme is not None:
-            together.setdefault((path, FUSED[last]), {})[last] = scheme.grid
+            together.setdefault((path, FUSED[last]), {})[last] = scheme.layer_grid
     apart = [(path, list(own)) for (path, _), own in together.items() if len(set(own.values())) > 1]
     return dict(apart[:1])
 
@@ -103,7 +134,7 @@ def quantization_config(
     for layer in layers:
         of_layer = recipe.scheme_of(layer.name)
         assert of_layer is not None, "ignored layers are not listed"
-        grids[layer.name] = of_layer.with_bits((widths or {}).get(layer.name)).grid
+        grids[layer.name] = of_layer.with_bits((widths or {}).get(layer.name)).layer_grid
     own: dict[str, LayerGrid] = {}
     if widths or len(set(grids.values())) > 1:  # by both names, where they differ
         own = grids | {model.written_name(name): grid for name, grid in grids.items()}

@@ -6,10 +6,11 @@ Two kinds of scheme, each with only its own options. Needs no torch; what the op
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from math import gcd
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self, cast
 
+from nearplane.block_types import TYPES, BlockType
 from nearplane.errors import RecipeError
 from nearplane.removed import refuse_removed
 from nearplane.sizes import bytes_in
@@ -18,7 +19,23 @@ Order = Literal["natural", "activation", "pivoted"]
 Solver = Literal["nearest-plane", "round-to-nearest", "k-best", "obq"]
 Factorization = Literal["cholesky", "qr"]
 Scale = Literal["minmax", "mse"]
-Format = Literal["compressed-tensors", "gptq", "gptq_v2", "nearplane"]
+Format = Literal["compressed-tensors", "gptq", "gptq_v2", "gguf", "nearplane"]
+GridName = Literal[  # of llama.cpp: types of blocks, and its mixes of them
+    "q4_0",
+    "q4_1",
+    "q5_0",
+    "q5_1",
+    "q8_0",
+    "q2_k",
+    "q3_k",
+    "q4_k",
+    "q5_k",
+    "q6_k",
+    "q2_k_m",
+    "q3_k_m",
+    "q4_k_m",
+    "q5_k_m",
+]
 Method = Literal["waterfill", "hptq"]
 Coder = Literal["tans", "huffman"]
 Rows = Literal["sensitivity", "equal"]
@@ -41,12 +58,14 @@ class LayerGrid(NamedTuple):
         group_size: columns that share a step; None: one step a row.
         symmetric: whether codes are around 0; None where there is no grid.
         permuted: whether groups may be of any columns; else they are runs of neighbours.
+        blocks: name of the type of blocks in a GGUF; None: grids of other files.
     """
 
     bits: Any  # int | float | None
     group_size: Any  # int | "auto" | None
     symmetric: bool | None
     permuted: bool = False
+    blocks: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +142,7 @@ class Scheme:
         return False, False
 
     @property
-    def grid(self) -> LayerGrid:
+    def layer_grid(self) -> LayerGrid:
         """The grid that layers get; of nothing where codes have no limits."""
         return LayerGrid(None, None, None)
 
@@ -140,6 +159,11 @@ class Scheme:
     def with_bits(self, bits: int | None) -> Self:
         """Return the scheme of a layer whose codes have so many bits; None, or where codes have no limits: the scheme itself."""
         del bits
+        return self
+
+    def with_blocks(self, blocks: str | None) -> Self:
+        """Return the scheme of a layer whose blocks have this type; None, or where there are no blocks: the scheme itself."""
+        del blocks
         return self
 
     def grouped(self, inputs: Iterable[int]) -> Self:
@@ -197,12 +221,7 @@ class GridScheme(Scheme):
         within("group_size", size, known, "a positive number, auto or none")
         true_or_false("symmetric", self.symmetric)
         one_of("scale", self.scale, Scale)
-        for name, default in (("polish", POLISH), ("rounds", ROUNDS)):
-            if (asked := getattr(self, name)) and not self.calibrated:
-                raise RecipeError(f"{name} needs calibration, which solver {self.solver!r} does without.")
-            if asked is None:
-                object.__setattr__(self, name, default if self.calibrated else 0)
-            whole(name, getattr(self, name), 0)
+        _settle_refits(self)
 
     @property
     def default_allocation(self) -> Allocation:
@@ -216,7 +235,7 @@ class GridScheme(Scheme):
         return self.bits + (side / self.group_size if isinstance(self.group_size, int) else 0.0)
 
     @property
-    def grid(self) -> LayerGrid:
+    def layer_grid(self) -> LayerGrid:
         """The grid that layers get."""
         return LayerGrid(self.bits, self.group_size, self.symmetric)
 
@@ -231,6 +250,57 @@ class GridScheme(Scheme):
         columns = list(inputs)
         fitting = fitting_group(columns)
         return replace(self, group_size=None if any(n % fitting for n in columns) else fitting)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockScheme(Scheme):
+    """Codes on the grids of llama.cpp, whose steps are on two levels: files that it runs.
+
+    Args:
+        grid: A type of blocks of llama.cpp (q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k), or one of its mixes
+            (q2_k_m, q3_k_m, q4_k_m, q5_k_m). Rows that blocks of 256 do not divide get the type that llama.cpp takes in its place.
+        polish: Sweeps of coordinate descent over the codes at the end. Default: 1.
+        rounds: Passes of coordinate descent over steps, by least squares, and codes together; then codes are solved once more on
+            the fitted steps, and the better ones of every row are kept. Default: 3.
+    """
+
+    grid: GridName = field(kw_only=False)
+    polish: int | None = None
+    rounds: int | None = None
+
+    FORMATS: ClassVar[tuple[Format, ...]] = ("gguf",)
+
+    def __post_init__(self) -> None:
+        Scheme.__post_init__(self)
+        if isinstance(self.grid, str):
+            object.__setattr__(self, "grid", self.grid.lower())
+        one_of("grid", self.grid, GridName)
+        _settle_refits(self)
+
+    @property
+    def title(self) -> str:
+        """How weights are stored, in words."""
+        return f"on llama.cpp's grids ({self.grid})"
+
+    @property
+    def kind(self) -> BlockType:
+        """The type of blocks; of a mix the one that most layers have."""
+        return TYPES[self.grid.removesuffix("_m")]
+
+    @property
+    def mixed(self) -> bool:
+        """Whether layers have types of their own."""
+        return self.grid not in TYPES
+
+    def with_blocks(self, blocks: str | None) -> Self:
+        """Return the scheme of a layer whose blocks have this type."""
+        return self if blocks is None else replace(self, grid=cast(GridName, blocks))
+
+    @property
+    def layer_grid(self) -> LayerGrid:
+        """The grid that layers get, where they have none of their own."""
+        kind = self.kind
+        return LayerGrid(kind.bits, kind.group, kind.symmetric, blocks=kind.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,20 +400,31 @@ class RateScheme(Scheme):
         return None if self.size is None else bytes_in(self.size)
 
 
-def scheme_of(**options: Any) -> GridScheme | RateScheme:
-    """Return the scheme that options are of: entropy-coded with a rate or size, else on a grid.
+AnyScheme = GridScheme | BlockScheme | RateScheme
+
+
+def scheme_of(**options: Any) -> AnyScheme:
+    """Return the scheme that options are of: entropy-coded with a rate or size, of llama.cpp's grids with one, else on a grid.
 
     Raises:
-        RecipeError: an option is one that only the other kind has, or none at all.
+        RecipeError: an option is one that only another kind has, or none at all.
     """
     coded = options.get("rate") is not None or options.get("size") is not None
-    kind, other = (RateScheme, GridScheme) if coded else (GridScheme, RateScheme)
-    if unknown := options.keys() - names_of(kind) - names_of(other):
+    blocks = options.get("grid") is not None
+    if coded and blocks:
+        name = "rate" if options.get("rate") is not None else "size"
+        raise RecipeError(
+            f"grid is {options['grid']!r} and {name} {options[name]!r}, but entropy-coded weights have no fixed grid: leave out "
+            f"one of them."
+        )
+    kind: type[AnyScheme] = RateScheme if coded else BlockScheme if blocks else GridScheme
+    known = {name for each in (GridScheme, BlockScheme, RateScheme) for name in names_of(each)}
+    if unknown := options.keys() - known:
         raise RecipeError(
             f"{min(unknown)} is no option of how layers are quantized; expected one of {', '.join(sorted(names_of(kind)))}. What "
             f"holds for the whole run is given once."
         )
-    for name in sorted(options.keys() & (names_of(other) - names_of(kind))):
+    for name in sorted(options.keys() - names_of(kind)):
         if options[name] is None:
             continue
         if coded:
@@ -351,10 +432,25 @@ def scheme_of(**options: Any) -> GridScheme | RateScheme:
                 f"{name} is {options[name]!r}, but entropy-coded weights have no fixed grid; leave it out, or leave out --rate "
                 f"and --size."
             )
+        if blocks:
+            raise RecipeError(
+                f"{name} is {options[name]!r}, but --grid {options['grid']} says all of how weights are stored: leave out one of "
+                f"them."
+            )
         raise RecipeError(
             f"{name} is {options[name]!r}, but only entropy-coded weights have that; give --rate or --size, or leave it out."
         )
     return kind(**{name: value for name, value in options.items() if name in names_of(kind)})
+
+
+def _settle_refits(scheme: GridScheme | BlockScheme) -> None:
+    """Fill in and check what is done after a solve: nothing without calibration."""
+    for name, default in (("polish", POLISH), ("rounds", ROUNDS)):
+        if (asked := getattr(scheme, name)) and not scheme.calibrated:
+            raise RecipeError(f"{name} needs calibration, which solver {scheme.solver!r} does without.")
+        if asked is None:
+            object.__setattr__(scheme, name, default if scheme.calibrated else 0)
+        whole(name, getattr(scheme, name), 0)
 
 
 def names_of(part: type) -> set[str]:

@@ -100,7 +100,7 @@ def _few_tokens(record: RunRecord) -> Iterator[str]:
 def _smaller_groups(record: RunRecord) -> Iterator[str]:
     """Yield a line if no one gave a group size and the default does not divide the inputs."""
     size = record.layers[0].group_size
-    if record.recipe.scheme.grid.group_size != "auto" or size == FITTING[0]:
+    if record.recipe.scheme.layer_grid.group_size != "auto" or size == FITTING[0]:
         return
     if size is None:
         for layer in record.layers:

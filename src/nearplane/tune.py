@@ -31,6 +31,7 @@ from nearplane.products import repeated
 from nearplane.progress import logged, peak_memory, silent
 from nearplane.recipe import Recipe
 from nearplane.record import LayerRecord, Profile, RunRecord, read_record, versions
+from nearplane.request import settled
 from nearplane.schemes import Device, GridScheme
 from nearplane.sizes import size_text
 from nearplane.tokens import Windows, calibration_windows, digest_of
@@ -91,7 +92,7 @@ def tune(
     if place.out.resolve() == folder.resolve():
         raise RecipeError(f"{out} is the checkpoint that is tuned. Choose another folder.")
     container = open_container(place, stored.config, dtype=model.dtype, shards=len(model.blocks) + 1)
-    recipe = record.recipe.grouped(layer.shape[1] for layer in model.layers)
+    recipe = settled(model, record.recipe)
     if calibration is not None and given is None:
         recipe = replace(recipe, calibration=replace(recipe.calibration, calibration=str(calibration)))
     windows = _windows_of_the_run(model, recipe, given, record)

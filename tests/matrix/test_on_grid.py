@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nearplane.block_types import TYPES
 from nearplane.errors import NumericalError, RecipeError
+from nearplane.formats.gguf.blocks import pack, unpack
 from nearplane.lattice.factor import factorize
 from nearplane.lattice.grid import Grid
 from nearplane.lattice.moments import Moments
@@ -20,7 +22,7 @@ from nearplane.lattice.target import correction, trust
 from nearplane.matrix.inputs import Inputs, corrected
 from nearplane.matrix.on_grid import quantize_matrix, with_tensors
 from nearplane.record import LayerRecord
-from nearplane.schemes import GridScheme, RateScheme
+from nearplane.schemes import BlockScheme, GridScheme, RateScheme
 from oracles import same
 from strategies import Problem, problem, problems
 
@@ -318,3 +320,37 @@ def test_obq_solves_what_only_float64_can_invert() -> None:
     matrix, record = quantize_matrix(torch.randn(8, 40, generator=g), H, scheme)
     assert record.loss <= record.nearest_loss
     assert matrix.codes.shape == (8, 40)
+
+
+@pytest.mark.parametrize("kind", ["q4_0", "q5_1", "q2_k", "q6_k"])
+def test_blocks_of_llama_cpp_are_solved_like_any_grid(kind: str, generator: torch.Generator) -> None:
+    """Feedback and refits gain what they gain elsewhere, files hold what was solved, and Babai's bounds hold."""
+    W = torch.randn(24, 256, generator=generator) * 0.02
+    X = torch.randn(1024, 256, generator=generator) @ torch.randn(256, 256, generator=generator)
+    H = X.T @ X / len(X)
+    before = H.clone()
+    matrix, record = quantize_matrix(W, H, BlockScheme(kind))
+    swept, plain = (
+        quantize_matrix(W, H, BlockScheme(kind, rounds=0, polish=0, solver=solver))[1].loss
+        for solver in ("nearest-plane", "round-to-nearest")
+    )
+    assert record.loss < 0.95 * swept < 0.9 * plain
+    assert (record.bits, record.group_size, record.symmetric, record.blocks) == (
+        *BlockScheme(kind).layer_grid[:3],
+        kind,
+    )
+    assert record.worst_case is not None
+    assert record.clipped_rows > 0 or record.damped_loss <= record.worst_case
+    back = unpack(TYPES[kind], pack(TYPES[kind], matrix), 256)
+    assert back.same_as(matrix)
+    E = (W - back.decode()).double()
+    assert record.loss == pytest.approx(float(((E @ H.double()) * E).mean(0).sum() / 256), rel=1e-4)
+    assert torch.equal(H, before)
+
+
+def test_blocks_that_do_not_divide_the_inputs_are_refused() -> None:
+    for kind in ("q4_k", "q4_k_m"):
+        with pytest.raises(
+            RecipeError, match=f"matrix: 96 inputs on {kind}. Expected a type of llama.cpp whose blocks divide"
+        ):
+            quantize_matrix(torch.randn(4, 96), torch.eye(96), BlockScheme(kind))

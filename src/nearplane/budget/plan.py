@@ -24,7 +24,7 @@ from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.models.sensitivity import sensitivity
 from nearplane.recipe import Recipe
-from nearplane.schemes import GridScheme, RateScheme, Scheme
+from nearplane.schemes import AnyScheme, BlockScheme, GridScheme, RateScheme, Scheme
 
 Progress = Callable[[Iterable[Any], str, int], Iterable[Any]]
 SWAY = 0.02  # of its rate, by which a layer takes up what the blocks before it left over or took too much
@@ -52,7 +52,7 @@ class Plan:
     _left: float = 0.0  # bits that layers so far have left over
     _shift: float = 0.0  # bits per weight by which rates differ from those planned, until settled anew
 
-    def scheme_of(self, layer: Layer, scheme: GridScheme | RateScheme) -> GridScheme | RateScheme:
+    def scheme_of(self, layer: Layer, scheme: AnyScheme) -> AnyScheme:
         """Return the scheme with the layer's own width."""
         return scheme.with_bits((self.widths or {}).get(layer.name))
 
@@ -104,6 +104,8 @@ def plan(model: Model, recipe: Recipe, tokens: Tensor | None, device: torch.devi
     match recipe.scheme:
         case RateScheme():
             return _rates(model, recipe, recipe.scheme, tokens, device, progress)
+        case BlockScheme():
+            return Plan()
         case GridScheme():
             slope = recipe.allocate == "slope"
             return Plan(widths=_widths(model, recipe, recipe.scheme, tokens, device, progress) if slope else None)
@@ -175,7 +177,7 @@ def check_layers(model: Model, recipe: Recipe, bits: int | None = None) -> None:
     for layer in model.layers:
         scheme = recipe.scheme_of(layer.name)
         assert scheme is not None, "ignored layers are not listed"
-        grid = scheme.with_bits(bits).grid
+        grid = scheme.with_bits(bits).layer_grid
         FORMATS[str(recipe.format)].layers.check(layer.name, layer.shape, layer.kind, grid)
 
 

@@ -95,7 +95,7 @@ class PackQuantized(GridFormat):
 
     def unpack(self, name: str, tensors: Mapping[str, Tensor], grid: LayerGrid) -> QuantizedMatrix:
         """Return the matrix of one layer, which other programs may have written asymmetric or in activation order."""
-        bits, group_size, symmetric, _ = grid
+        bits, group_size, symmetric = grid[:3]
         out, columns = self.shape_of(name, tensors)
         groups = -(-columns // group_size) if group_size else 1
         dense, padded = words_of(columns, bits), -(-columns // (32 // bits))
@@ -135,7 +135,7 @@ class Config(ConfigFile):
         The reader drops tensors that are not packed of modules that it puts together from `network.experts`, unless a group that
         names experts is of eight-bit floats; so a group that applies to nothing says so, since all that it names is in `ignore`.
         """
-        grids, targets = network.grids, {network.scheme.grid: ["Linear"]}
+        grids, targets = network.grids, {network.scheme.layer_grid: ["Linear"]}
         if grids:
             kinds = sorted(set(grids.values()), key=lambda grid: (grid.bits, grid.group_size or 0, grid.symmetric))
             targets = {grid: [name for name, own in grids.items() if own == grid] for grid in kinds}

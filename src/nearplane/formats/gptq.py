@@ -71,7 +71,7 @@ class GPTQ(GridFormat):
 
     def check(self, name: str, shape: tuple[int, int], kind: str, grid: LayerGrid) -> None:
         """Refuse what gptqmodel's kernels do not take, and asymmetric weights in version 1."""
-        bits, group_size, symmetric, _ = grid
+        bits, group_size, symmetric = grid[:3]
         if kind not in ("Linear", "Conv1D"):
             raise RecipeError(
                 f"{name} is a {kind}; GPTQ holds Linear and Conv1D layers. Leave it as it is with --ignore."
@@ -140,7 +140,7 @@ class GPTQ(GridFormat):
 
     def unpack(self, name: str, tensors: Mapping[str, Tensor], grid: LayerGrid) -> QuantizedMatrix:
         """Return the matrix of one layer."""
-        bits, group_size, symmetric, permuted = grid
+        bits, group_size, symmetric, permuted = grid[:4]
         group = expect(name, tensors, "g_idx", (None,), {torch.int32, torch.int64}).to(torch.int64)
         columns = len(group)
         groups = -(-columns // group_size) if group_size else 1
@@ -185,10 +185,10 @@ class Config(ConfigFile):
 
         Groups are runs of neighbours whatever the order of the solve, so that `desc_act` is false.
         """
-        grids, usual = network.grids, network.scheme.grid
+        grids, usual = network.grids, network.scheme.layer_grid
         if grids:
             usual = Counter(grids.values()).most_common(1)[0][0]
-        bits, group_size, symmetric, _ = usual
+        bits, group_size, symmetric = usual[:3]
         config: dict[str, Any] = {
             "quant_method": "gptq",
             "checkpoint_format": self.version,

@@ -9,14 +9,15 @@ serves both. Knows no rules or records.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from nearplane.lattice.descent import Fit, PlainFit, State
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.lattice.scale import stored
 from nearplane.lattice.solve import Solution, sweep_of
+from nearplane.lattice.superblock import SuperGrid
 from nearplane.lattice.sweep_cpu import Columns, Tally
 
 SPAN = 256  # columns, of whole groups where steps are fitted, that one product with the Hessian serves
@@ -54,14 +55,15 @@ def polish(
     Returns:
         Codes no worse, on the same grid but for its steps.
     """
-    return _descend(W, matrix, H, sweeps=sweeps, storage=storage, block=block)[0]
+    fit = None if storage is None else PlainFit(storage)
+    return descend(W, matrix, H, sweeps=sweeps, fit=fit, block=block)[0]
 
 
 def refine(
     W: Tensor,
     H: Tensor,
     grid: Grid,
-    storage: torch.dtype,
+    fit: Callable[[Grid], Fit],
     solve: Callable[[Grid], Solution],
     *,
     rounds: int,
@@ -75,7 +77,7 @@ def refine(
         W: (out, in) target.
         H: (in, in) damped as the problem that `solve` solves.
         grid: to begin with.
-        storage: dtype in which steps are stored; they are rounded to it before they are used.
+        fit: gives what fits the steps of a grid while codes move.
         solve: rounds `W` to a grid; losses of its solutions, where it tells them, are under `H`.
         rounds: passes over steps and codes together; without any the second solve is left out too.
         sweeps: of polish at the end.
@@ -83,7 +85,7 @@ def refine(
     found = solve(grid)
     if rounds:
         before = _losses(W, found, H)
-        matrix, gained = _descend(W, found.matrix, H, sweeps=rounds, storage=storage)
+        matrix, gained = descend(W, found.matrix, H, sweeps=rounds, fit=fit(found.matrix.grid))
         found = solve(matrix.grid)
         chosen = (before + gained <= _losses(W, found, H))[:, None]
         found = replace(found, matrix=merge(chosen, matrix, found.matrix), losses=None)  # those of the solve
@@ -93,6 +95,8 @@ def refine(
 def merge(chosen: Tensor, one: QuantizedMatrix[Grid], other: QuantizedMatrix[Grid]) -> QuantizedMatrix[Grid]:
     """Take the rows where `chosen` (out, 1) bool from one matrix, the rest from the other; their groups and limits are the same."""
     a, b = one.grid, other.grid
+    if isinstance(a, SuperGrid) and isinstance(b, SuperGrid):
+        return QuantizedMatrix(codes=torch.where(chosen, one.codes, other.codes), grid=a.merged(chosen, b))
     grid = replace(b, scale=torch.where(chosen, a.scale, b.scale), zero=torch.where(chosen, a.zero, b.zero))
     return QuantizedMatrix(codes=torch.where(chosen, one.codes, other.codes), grid=grid)
 
@@ -105,48 +109,19 @@ def _losses(W: Tensor, solution: Solution, H: Tensor) -> Tensor:
     return ((E @ H.to(W.dtype)) * E).sum(1, dtype=torch.float64)
 
 
-@dataclass(slots=True)
-class _State:
-    """A matrix during a descent, columns first, so that the rows of a block are contiguous.
-
-    Args:
-        grid: groups and codes, not steps.
-        scale, zero: (groups, out).
-        codes: (in, out) int32.
-        E: (in, out) weights minus values.
-        H: (in, in).
-        diagonal: (in,) of H, infinite for a dead input, which stays what it is.
-        gained: (out,) what moves of codes changed the loss by, and `fitted` (out,) what moves of steps did.
-    """
-
-    grid: Grid
-    scale: Tensor
-    zero: Tensor
-    codes: Tensor
-    E: Tensor
-    H: Tensor
-    diagonal: Tensor
-    gained: Tensor
-    fitted: Tensor
-
-    def in_steps(self, a: int, b: int) -> Tensor:
-        """Return (b - a, out) what the codes of some columns stand for, less their zeros."""
-        return self.grid.codebook.position(self.codes[a:b], self.E.dtype) - self.zero[self.grid.group[a:b]]
-
-
-def _descend(
+def descend(
     W: Tensor,
     matrix: QuantizedMatrix[Grid],
     H: Tensor,
     *,
     sweeps: int,
-    storage: torch.dtype | None = None,
+    fit: Fit | None = None,
     block: int = 128,
 ) -> tuple[QuantizedMatrix[Grid], Tensor]:
     """Descend as `polish` does; also returns (out,) float64 by how much the loss of every row changed."""
     begun, grid, H, dtype = matrix, matrix.grid, H.to(W.dtype), W.dtype
     columns = torch.arange(len(H), device=W.device)
-    if storage is not None and bool((grid.group.diff() < 0).any()):  # groups side by side
+    if fit is not None and bool((grid.group.diff() < 0).any()):  # groups side by side
         columns = torch.argsort(grid.group, stable=True)
         grid, H = replace(grid, group=grid.group[columns]), H[columns[:, None], columns]
         W, matrix = W[:, columns], QuantizedMatrix(codes=matrix.codes[:, columns], grid=grid)
@@ -154,7 +129,7 @@ def _descend(
         part.to(dtype).expand(len(W), -1).T.clone(memory_format=torch.contiguous_format)
         for part in (grid.scale, grid.zero)
     )
-    state = _State(
+    state = State(
         grid=grid,
         scale=scale,
         zero=zero,
@@ -166,15 +141,13 @@ def _descend(
         fitted=W.new_zeros(len(W)),
     )
     state.E -= state.in_steps(0, len(H)).mul_(scale[grid.group])
-    spans = _spans(grid.group, fitted=storage is not None)
+    spans = _spans(grid.group, fitted=fit is not None)
     for _ in range(sweeps):
-        if not any([_pass(state, a, b, storage, block) for a, b in spans]):
+        if not any([_pass(state, a, b, fit, block) for a, b in spans]):
             break
     codes = torch.empty_like(begun.codes)
     codes[:, columns] = state.codes.T
-    grid = begun.grid
-    if storage is not None:
-        grid = replace(grid, scale=state.scale.T.to(grid.scale.dtype).contiguous())
+    grid = begun.grid if fit is None else fit.grid(state, begun.grid)
     return QuantizedMatrix(codes=codes, grid=grid), state.gained.double() + state.fitted.double()
 
 
@@ -193,10 +166,10 @@ def _spans(group: Tensor, *, fitted: bool) -> list[tuple[int, int]]:
     return spans
 
 
-def _pass(state: _State, a: int, b: int, storage: torch.dtype | None, block: int) -> bool:
+def _pass(state: State, a: int, b: int, fit: Fit | None, block: int) -> bool:
     """Fit the steps of the columns from `a` to `b`, if `storage` is given, and move their codes; returns whether any changed."""
     EH = state.H[a:b] @ state.E  # (b - a, out), kept up to date for the columns still to come
-    changed = storage is not None and _fit(state, a, b, EH, storage)
+    changed = fit is not None and fit.fit(state, a, b, EH)
     grid, delta = state.grid, torch.empty_like(EH[:block])
     sweep = sweep_of(EH)
     for i in range(a, b, block):
@@ -220,27 +193,4 @@ def _pass(state: _State, a: int, b: int, storage: torch.dtype | None, block: int
         state.E[i:k] += moved
         if k < b:
             EH[k - a :].addmm_(state.H[k:b, i:k], moved)
-    return changed
-
-
-def _fit(state: _State, a: int, b: int, EH: Tensor, storage: torch.dtype) -> bool:
-    """Fit the steps of the groups of the columns from `a` to `b`, one after another; returns whether any changed."""
-    group, end, changed = state.grid.group[a:b], a, False
-    for g, size in zip(*(part.tolist() for part in group.unique_consecutive(return_counts=True)), strict=True):
-        start, end = end, end + size
-        v = state.in_steps(start, end)  # (size, out)
-        vH = state.H[a:b, start:end] @ v  # (b - a, out)
-        own = slice(start - a, end - a)
-        energy, due = (v * vH[own]).sum(0), (v * EH[own]).sum(0)  # (out,) each
-        old = state.scale[g]
-        new = torch.where(energy > 0, old + due / energy, old)
-        kept = (new > old / 3) & (new < (old * 3).clamp(max=torch.finfo(storage).max))
-        move = stored(torch.where(kept, new, old), storage) - old
-        change = move * (move * energy - 2 * due)
-        move = torch.where(kept & (change < 0), move, 0)
-        state.fitted += torch.where(move == 0, 0, change)
-        state.scale[g] += move
-        state.E[start:end] -= v * move
-        EH -= vH.mul_(move)
-        changed = bool(move.any()) or changed
     return changed

@@ -15,7 +15,7 @@ from nearplane.matrix.inputs import Inputs
 from nearplane.matrix.on_grid import quantize_matrix
 from nearplane.matrix.to_rate import quantize_matrix_to_rate
 from nearplane.record import LayerRecord
-from nearplane.schemes import GridScheme, RateScheme
+from nearplane.schemes import AnyScheme, BlockScheme, GridScheme, RateScheme
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Task:
     name: str
     W: Tensor
     inputs: Inputs
-    scheme: GridScheme | RateScheme
+    scheme: AnyScheme
     storage: torch.dtype
     rate: float | None = None
     sensitivity: Tensor | None = None
@@ -60,5 +60,5 @@ def solve_layer(task: Task) -> tuple[QuantizedMatrix, LayerRecord]:
                 max_loss=task.max_loss,
                 name=task.name,
             )
-        case GridScheme():
+        case GridScheme() | BlockScheme():
             return quantize_matrix(task.W, task.inputs, task.scheme, storage=task.storage, name=task.name)

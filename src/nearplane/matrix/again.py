@@ -7,13 +7,13 @@ from nearplane.matrix.certificate import measure
 from nearplane.matrix.inputs import TRIED_ROWS, Inputs, corrected
 from nearplane.models.layers import Layer
 from nearplane.record import LayerRecord
-from nearplane.schemes import GridScheme, RateScheme
+from nearplane.schemes import AnyScheme
 
 
 def measured_again(
     layer: Layer,
     inputs: Inputs,
-    scheme: GridScheme | RateScheme,
+    scheme: AnyScheme,
     matrix: QuantizedMatrix,
     told: LayerRecord,
     *,

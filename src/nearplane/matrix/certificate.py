@@ -20,7 +20,7 @@ from nearplane.lattice.solve import sweep_planes
 from nearplane.lattice.solvers import SOLVERS
 from nearplane.matrix.inputs import Inputs
 from nearplane.record import WIDE, LayerRecord, Profile, row_groups
-from nearplane.schemes import GridScheme, Order, RateScheme, Scheme
+from nearplane.schemes import AnyScheme, Order, Scheme
 
 
 def measure(
@@ -29,7 +29,7 @@ def measure(
     target: Tensor,
     matrix: QuantizedMatrix,
     inputs: Inputs,
-    scheme: GridScheme | RateScheme,
+    scheme: AnyScheme,
     *,
     correction: float,
     base: float | None = None,
@@ -71,7 +71,7 @@ def measure(
     weight = grid.row_weight().to(losses)
     energy = target.to(losses).square().mean(1) * weight
     groups = losses.tensor_split(row_groups(*W.shape))
-    bits, group_size, symmetric, _ = scheme.grid
+    bits, group_size, symmetric = scheme.layer_grid[:3]
     assert isinstance(bits, int | None), f"a matrix has a whole number of bits, found {bits}"
     assert group_size != "auto", "the scheme's group is not chosen yet"
     measured = {field.name: getattr(found, field.name) for field in fields(found) if field.name != "row_losses"}
@@ -83,6 +83,7 @@ def measure(
         bits=bits,
         group_size=group_size,
         symmetric=symmetric,
+        blocks=scheme.layer_grid.blocks,
         row_losses=tuple(float(f"{float(group.mean()):.9g}") for group in groups),
         limit=None if len(H) > WIDE else limit_under(inputs, float((losses * weight).mean()), energy),
         entropy=entropy(matrix, scheme),
@@ -117,7 +118,7 @@ def pruned(inputs: Inputs, dead: Tensor) -> int | None:
     return None if alive is None else int((dead & alive).sum())
 
 
-def entropy(matrix: QuantizedMatrix, scheme: GridScheme | RateScheme) -> float | None:
+def entropy(matrix: QuantizedMatrix, scheme: AnyScheme) -> float | None:
     """Return bits per weight of the codes under the tables that the file stores; None on fixed grids."""
     if scheme.coding is None:
         return None

@@ -60,7 +60,7 @@ class Inputs:
         H = self.moments.H
         if self._eigenvalues or not 0 < level < float(H.diagonal().min()):
             return None
-        lower = H.float()
+        lower = H.to(torch.float32, copy=True)
         lower.diagonal().sub_(level)
         if int(torch.linalg.cholesky_ex(lower).info):
             return None

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearplane.errors import NumericalError, RecipeError
+from nearplane.lattice.descent import Fit, PlainFit
 from nearplane.lattice.factor import Factor
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.moments import Moments
@@ -22,16 +25,18 @@ from nearplane.lattice.polish import refine
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solve import Solution
 from nearplane.lattice.solvers import SOLVERS, Problem
+from nearplane.lattice.superblock_descent import SuperFit
+from nearplane.lattice.superblock_fit import fit_blocks
 from nearplane.matrix.certificate import measure
 from nearplane.matrix.inputs import Inputs, corrected, lattice_problem
 from nearplane.record import LayerRecord
-from nearplane.schemes import GridScheme, Scheme
+from nearplane.schemes import BlockScheme, GridScheme, Scheme
 
 
 def quantize_matrix(
     W: Tensor | NDArray[Any],
     statistics: Tensor | NDArray[Any] | Moments | Inputs,
-    scheme: GridScheme,
+    scheme: GridScheme | BlockScheme,
     *,
     storage: torch.dtype = torch.float16,
     name: str = "matrix",
@@ -60,7 +65,13 @@ def quantize_matrix(
         )
     W, inputs = lattice_problem(W, statistics, name)
     scheme = scheme.grouped([W.shape[1]])
-    if isinstance(scheme.group_size, int) and W.shape[1] % scheme.group_size:
+    if isinstance(scheme, BlockScheme):
+        if scheme.mixed or W.shape[1] % scheme.kind.columns:
+            raise RecipeError(
+                f"{name}: {W.shape[1]} inputs on {scheme.grid}. Expected a type of llama.cpp whose blocks divide them; "
+                f"{scheme.kind.name} has blocks of {scheme.kind.columns}."
+            )
+    elif isinstance(scheme.group_size, int) and W.shape[1] % scheme.group_size:
         raise RecipeError(
             f"{name}: {W.shape[1]} inputs are not a multiple of --group-size {scheme.group_size}. Use one that divides them, or "
             f"none for one step a row."
@@ -74,12 +85,10 @@ def quantize_matrix(
     return found.matrix, replace(record, seconds=time.perf_counter() - began)
 
 
-def solve(target: Tensor, inputs: Inputs, scheme: GridScheme, storage: torch.dtype) -> Solution:
+def solve(target: Tensor, inputs: Inputs, scheme: GridScheme | BlockScheme, storage: torch.dtype) -> Solution:
     """Fit a grid to the target, round the target to it, and refine both."""
     factor = inputs.factor_of_the_sweep(scheme)
-    steps = Steps(bits=int(scheme.bits), symmetric=scheme.symmetric, search=scheme.scale, storage=storage)
-    assert scheme.group_size != "auto", "group sizes are settled before a layer is solved"
-    grid = steps.grid(target, scheme.group_size)
+    grid, fit = fitted(target, inputs, scheme, storage)
     rounds, sweeps = scheme.rounds or 0, scheme.polish or 0
 
     if not rounds and not sweeps:
@@ -93,7 +102,20 @@ def solve(target: Tensor, inputs: Inputs, scheme: GridScheme, storage: torch.dty
         found = rounded(target, now, factor, scheme, inputs.moments.H)
         return found if found.losses is None else replace(found, losses=found.losses * unit)
 
-    return refine(target, H, grid, storage, once, rounds=rounds, sweeps=sweeps)
+    return refine(target, H, grid, fit, once, rounds=rounds, sweeps=sweeps)
+
+
+def fitted(
+    target: Tensor, inputs: Inputs, scheme: GridScheme | BlockScheme, storage: torch.dtype
+) -> tuple[Grid, Callable[[Grid], Fit]]:
+    """Return the grid to begin with, and what fits its steps to codes."""
+    if isinstance(scheme, BlockScheme):
+        kind = scheme.kind
+        importance = inputs.moments.H.diagonal().sqrt() if scheme.calibrated else target.new_ones(target.shape[1])
+        return fit_blocks(kind, target, importance), partial(SuperFit, kind=kind)
+    steps = Steps(bits=int(scheme.bits), symmetric=scheme.symmetric, search=scheme.scale, storage=storage)
+    assert scheme.group_size != "auto", "group sizes are settled before a layer is solved"
+    return steps.grid(target, scheme.group_size), lambda _: PlainFit(storage)
 
 
 def rounded(target: Tensor, grid: Grid, factor: Factor, scheme: Scheme, H: Tensor) -> Solution:

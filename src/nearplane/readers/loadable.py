@@ -61,7 +61,7 @@ def check_loads(model: Model, recipe: Recipe, configure: Configure) -> None:
 
 def with_whole_bits(recipe: Recipe) -> Recipe:
     """Return a recipe in which all layers have one width, the next whole number: readers load every width alike."""
-    bits = recipe.scheme.grid.bits
+    bits = recipe.scheme.layer_grid.bits
     return replace(recipe, scheme=recipe.scheme.with_bits(math.ceil(bits))) if isinstance(bits, float) else recipe
 
 
@@ -90,7 +90,7 @@ def tensors_of(model: Model, recipe: Recipe, layers: Sequence[Layer]) -> dict[st
     for layer in layers:
         scheme = recipe.scheme_of(layer.name)
         assert scheme is not None, "ignored layers are not listed"
-        grid = scheme.grid
+        grid = scheme.layer_grid
         tensors |= layout.empty(model.written_name(layer.name), layer.shape, grid, model.dtype)
     return tensors
 
@@ -104,7 +104,7 @@ def way_out(model: Model, recipe: Recipe, configure: Configure, found: Sequence[
     for other in ("gptq", "compressed-tensors"):
         if other != recipe.format and _loads(model, replace(recipe, format=other), configure):
             ways.append(f"use --format {other}")
-    ways.append(f"use --rate {recipe.scheme.grid.bits}, which nearplane.load reads")
+    ways.append(f"use --rate {recipe.scheme.layer_grid.bits}, which nearplane.load reads")
     sentence = ", or ".join(ways)
     return f"{sentence[0].upper()}{sentence[1:]}."
 
@@ -136,7 +136,7 @@ def _loads(model: Model, recipe: Recipe, configure: Configure) -> bool:
         for layer in model.layers:
             scheme = recipe.scheme_of(layer.name)
             assert scheme is not None, "ignored layers are not listed"
-            grid = scheme.grid
+            grid = scheme.layer_grid
             FORMATS[str(recipe.format)].layers.check(layer.name, layer.shape, layer.kind, grid)
         found = attempt(model, recipe, configure, model.layers)
         return not found or _read_by_gptqmodel(model, recipe, found)

@@ -10,93 +10,19 @@ Layouts: `ggml/src/ggml-common.h` and `ggml-quants.c` of llama.cpp.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from nearplane.block_types import TYPES, BlockType
 from nearplane.errors import FormatError
 from nearplane.formats.gguf import kquants
 from nearplane.formats.gguf.bits import Fields, halves, halves_of
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.superblock import SuperGrid
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockType:
-    """How llama.cpp stores a run of neighbouring weights of a row.
-
-    Args:
-        name: in lower case: "q4_k".
-        number: of the type in files (`ggml_type`).
-        columns: weights of a block; it divides the inputs of a layer.
-        bytes: of a block.
-        bits: of a code.
-        symmetric: whether there are no minima; codes are then around 0.
-        group: columns that share a step.
-        sc: smallest and largest multiple of the block's step; (1, 1) where a group is a block.
-        m: largest multiple of the block's offset; 0 where there are no minima.
-        fallback: type for rows that this one does not divide, as llama.cpp chooses it.
-    """
-
-    name: str
-    number: int
-    columns: int
-    bytes: int
-    bits: int
-    symmetric: bool
-    group: int
-    sc: tuple[int, int] = (1, 1)
-    m: int = 0
-    fallback: str | None = None
-
-    @property
-    def low(self) -> int:
-        """Smallest code."""
-        return -(1 << (self.bits - 1)) if self.symmetric else 0
-
-    @property
-    def high(self) -> int:
-        """Largest code."""
-        return self.low + (1 << self.bits) - 1
-
-    @property
-    def rate(self) -> float:
-        """Bits per weight, steps and all."""
-        return 8 * self.bytes / self.columns
-
-
-TYPES: dict[str, BlockType] = {
-    kind.name: kind
-    for kind in (
-        BlockType(name="q4_0", number=2, columns=32, bytes=18, bits=4, symmetric=True, group=32),
-        BlockType(name="q4_1", number=3, columns=32, bytes=20, bits=4, symmetric=False, group=32, m=1),
-        BlockType(name="q5_0", number=6, columns=32, bytes=22, bits=5, symmetric=True, group=32),
-        BlockType(name="q5_1", number=7, columns=32, bytes=24, bits=5, symmetric=False, group=32, m=1),
-        BlockType(name="q8_0", number=8, columns=32, bytes=34, bits=8, symmetric=True, group=32),
-        BlockType(
-            name="q2_k", number=10, columns=256, bytes=84, bits=2, symmetric=False, group=16, sc=(0, 15), m=15,
-            fallback="q4_0",
-        ),
-        BlockType(
-            name="q3_k", number=11, columns=256, bytes=110, bits=3, symmetric=True, group=16, sc=(-32, 31),
-            fallback="q4_0",
-        ),
-        BlockType(
-            name="q4_k", number=12, columns=256, bytes=144, bits=4, symmetric=False, group=32, sc=(0, 63), m=63,
-            fallback="q5_0",
-        ),
-        BlockType(
-            name="q5_k", number=13, columns=256, bytes=176, bits=5, symmetric=False, group=32, sc=(0, 63), m=63,
-            fallback="q5_1",
-        ),
-        BlockType(
-            name="q6_k", number=14, columns=256, bytes=210, bits=6, symmetric=True, group=16, sc=(-128, 127),
-            fallback="q8_0",
-        ),
-    )
-}  # fmt: skip
+__all__ = ["TYPES", "BlockType", "pack", "unpack"]
 
 
 def pack(kind: BlockType, matrix: QuantizedMatrix) -> Tensor:

@@ -1,0 +1,159 @@
+"""The block types of llama.cpp, as data: their numbers in files, sizes, and what their integers can be. Needs no torch.
+
+Layouts: `ggml/src/ggml-common.h` of llama.cpp; `formats/gguf/blocks.py` packs them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockType:
+    """How llama.cpp stores a run of neighbouring weights of a row.
+
+    Args:
+        name: in lower case: "q4_k".
+        number: of the type in files (`ggml_type`).
+        columns: weights of a block; it divides the inputs of a layer.
+        bytes: of a block.
+        bits: of a code.
+        symmetric: whether there are no minima; codes are then around 0.
+        group: columns that share a step.
+        sc: smallest and largest multiple of the block's step; (1, 1) where a group is a block.
+        m: largest multiple of the block's offset; 0 where there are no minima.
+        fallback: type for rows that this one does not divide, as llama.cpp chooses it.
+    """
+
+    name: str
+    number: int
+    columns: int
+    bytes: int
+    bits: int
+    symmetric: bool
+    group: int
+    sc: tuple[int, int] = (1, 1)
+    m: int = 0
+    fallback: str | None = None
+
+    @property
+    def low(self) -> int:
+        """Smallest code."""
+        return -(1 << (self.bits - 1)) if self.symmetric else 0
+
+    @property
+    def high(self) -> int:
+        """Largest code."""
+        return self.low + (1 << self.bits) - 1
+
+    @property
+    def single(self) -> bool:
+        """Whether a block is one group, whose step and offset are numbers of its own; offsets may then be negative."""
+        return self.columns == self.group
+
+    @property
+    def rate(self) -> float:
+        """Bits per weight, steps and all."""
+        return 8 * self.bytes / self.columns
+
+
+TYPES: dict[str, BlockType] = {
+    kind.name: kind
+    for kind in (
+        BlockType(name="q4_0", number=2, columns=32, bytes=18, bits=4, symmetric=True, group=32),
+        BlockType(name="q4_1", number=3, columns=32, bytes=20, bits=4, symmetric=False, group=32, m=1),
+        BlockType(name="q5_0", number=6, columns=32, bytes=22, bits=5, symmetric=True, group=32),
+        BlockType(name="q5_1", number=7, columns=32, bytes=24, bits=5, symmetric=False, group=32, m=1),
+        BlockType(name="q8_0", number=8, columns=32, bytes=34, bits=8, symmetric=True, group=32),
+        BlockType(
+            name="q2_k", number=10, columns=256, bytes=84, bits=2, symmetric=False, group=16, sc=(0, 15), m=15,
+            fallback="q4_0",
+        ),
+        BlockType(
+            name="q3_k", number=11, columns=256, bytes=110, bits=3, symmetric=True, group=16, sc=(-32, 31),
+            fallback="q4_0",
+        ),
+        BlockType(
+            name="q4_k", number=12, columns=256, bytes=144, bits=4, symmetric=False, group=32, sc=(0, 63), m=63,
+            fallback="q5_0",
+        ),
+        BlockType(
+            name="q5_k", number=13, columns=256, bytes=176, bits=5, symmetric=False, group=32, sc=(0, 63), m=63,
+            fallback="q5_1",
+        ),
+        BlockType(
+            name="q6_k", number=14, columns=256, bytes=210, bits=6, symmetric=True, group=16, sc=(-128, 127),
+            fallback="q8_0",
+        ),
+    )
+}  # fmt: skip
+
+
+MIXES = ("q2_k_m", "q3_k_m", "q4_k_m", "q5_k_m")  # in llama.cpp Q2_K, Q3_K_M, Q4_K_M, Q5_K_M
+ROLES = {  # of layers in a block by the last part of their name, as far as mixes tell them apart; see `role_of`
+    "v_proj": "attn_v",
+    "qkv_proj": "attn_v",  # llama.cpp takes one for the other
+    "c_attn": "attn_v",
+    "o_proj": "attn_output",
+    "attn.c_proj": "attn_output",
+    "down_proj": "ffn_down",
+    "mlp.c_proj": "ffn_down",
+}
+
+
+def role_of(name: str) -> str:
+    """Return what a layer of a block is to mixes: attn_v, attn_output, ffn_down, or another; "head" for output embeddings.
+
+    Args:
+        name: of the layer as transformers names it.
+    """
+    if name.rpartition(".")[2] in ("lm_head", "embed_out"):
+        return "head"
+    return next((role for end, role in ROLES.items() if f".{name}".endswith(f".{end}")), "other")
+
+
+def type_of(mix: str, role: str, index: int, count: int, columns: int, *, shared: int = 1) -> BlockType:
+    """Return the type of blocks that llama.cpp gives a tensor.
+
+    Args:
+        mix: a type, which all tensors have, or one of `MIXES`.
+        role: see `role_of`; "tied" for input embeddings that are the head too, "embeddings" where they are not.
+        index, count: of its block of the network, and how many there are.
+        columns: inputs, or width of embeddings; where blocks do not divide them, another type takes their place.
+        shared: queries that share a key and value head.
+
+    `llama_tensor_get_type` of llama.cpp, as llama-cpp-python 0.3.36 has it, for networks without experts.
+    """
+    kind = TYPES[mix] if mix in TYPES else TYPES[_mixed(mix, role, index, count, shared)]
+    if role in ("head", "tied") and mix not in TYPES and columns % TYPES[mix.removesuffix("_m")].columns:
+        return TYPES["q8_0"]
+    return kind if columns % kind.columns == 0 or kind.fallback is None else TYPES[kind.fallback]
+
+
+def _mixed(mix: str, role: str, index: int, count: int, shared: int) -> str:
+    """Return the name of the type in a mix, before widths are looked at."""
+    usual = mix.removesuffix("_m")
+    more = index < count // 8 or index >= 7 * count // 8 or (index - count // 8) % 3 == 2
+    match role:
+        case "head" | "tied":
+            return "q6_k"
+        case "attn_v":
+            own = {
+                "q2_k": "q4_k" if shared >= 4 else "q3_k",
+                "q3_k": "q5_k" if index < 2 else "q4_k",
+                "q4_k": "q6_k" if more else "q4_k",
+                "q5_k": "q6_k" if more else "q5_k",
+            }[usual]
+            large = count == 80 and shared > 1  # Llama 70B
+            return "q5_k" if large and own in ("q3_k", "q4_k") else own
+        case "ffn_down":
+            return {
+                "q2_k": "q3_k",
+                "q3_k": "q5_k" if index < count // 16 else "q4_k",
+                "q4_k": "q6_k" if more else "q4_k",
+                "q5_k": "q6_k" if more else "q5_k",
+            }[usual]
+        case "attn_output":
+            return {"q2_k": "q3_k", "q3_k": "q4_k"}.get(usual, usual)
+        case _:
+            return usual
