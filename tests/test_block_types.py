@@ -63,6 +63,8 @@ def test_the_head_has_six_bits_and_embeddings_the_type_of_most(mix: str) -> None
     assert type_of(mix, "head", 0, 5, WIDE).name == type_of(mix, "tied", 0, 5, WIDE).name == "q6_k"
     assert type_of(mix, "head", 0, 5, 96).name == "q8_0"
     assert type_of(mix, "embeddings", 0, 5, WIDE).name == mix.removesuffix("_m")
+    assert type_of("q4_0", "tied", 0, 5, WIDE).name == "q6_k"
+    assert type_of("q8_0", "tied", 0, 5, WIDE).name == "q8_0"
 
 
 @pytest.mark.parametrize(
@@ -75,7 +77,6 @@ def test_the_head_has_six_bits_and_embeddings_the_type_of_most(mix: str) -> None
         ("transformer.h.0.mlp.c_proj", "ffn_down"),
         ("model.layers.0.mlp.down_proj", "ffn_down"),
         ("model.layers.0.mlp.gate_up_proj", "other"),
-        ("lm_head", "head"),
     ],
 )
 def test_layers_are_told_apart_by_their_names(name: str, role: str) -> None:

@@ -102,13 +102,11 @@ ROLES = {  # of layers in a block by the last part of their name, as far as mixe
 
 
 def role_of(name: str) -> str:
-    """Return what a layer of a block is to mixes: attn_v, attn_output, ffn_down, or another; "head" for output embeddings.
+    """Return what a layer of a block is to mixes: attn_v, attn_output, ffn_down, or another.
 
     Args:
         name: of the layer as transformers names it.
     """
-    if name.rpartition(".")[2] in ("lm_head", "embed_out"):
-        return "head"
     return next((role for end, role in ROLES.items() if f".{name}".endswith(f".{end}")), "other")
 
 
@@ -116,17 +114,18 @@ def type_of(mix: str, role: str, index: int, count: int, columns: int, *, shared
     """Return the type of blocks that llama.cpp gives a tensor.
 
     Args:
-        mix: a type, which all tensors have, or one of `MIXES`.
-        role: see `role_of`; "tied" for input embeddings that are the head too, "embeddings" where they are not.
+        mix: a type, which all tensors of blocks have, or one of `MIXES`.
+        role: see `role_of`; "head" for output embeddings, "tied" for those that are the input's too, else "embeddings".
         index, count: of its block of the network, and how many there are.
         columns: inputs, or width of embeddings; where blocks do not divide them, another type takes their place.
         shared: queries that share a key and value head.
 
     `llama_tensor_get_type` of llama.cpp, as llama-cpp-python 0.3.36 has it, for networks without experts.
     """
-    kind = TYPES[mix] if mix in TYPES else TYPES[_mixed(mix, role, index, count, shared)]
-    if role in ("head", "tied") and mix not in TYPES and columns % TYPES[mix.removesuffix("_m")].columns:
-        return TYPES["q8_0"]
+    if role in ("head", "tied"):
+        kind = TYPES["q8_0" if mix == "q8_0" else "q6_k"]
+    else:
+        kind = TYPES[mix if mix in TYPES else _mixed(mix, role, index, count, shared)]
     return kind if columns % kind.columns == 0 or kind.fallback is None else TYPES[kind.fallback]
 
 
@@ -135,8 +134,6 @@ def _mixed(mix: str, role: str, index: int, count: int, shared: int) -> str:
     usual = mix.removesuffix("_m")
     more = index < count // 8 or index >= 7 * count // 8 or (index - count // 8) % 3 == 2
     match role:
-        case "head" | "tied":
-            return "q6_k"
         case "attn_v":
             own = {
                 "q2_k": "q4_k" if shared >= 4 else "q3_k",

@@ -28,6 +28,7 @@ OFFERED: Any = Literal[tuple(name for name in get_args(Solver) if name not in FO
 TYPES = {"solver": OFFERED | None}  # where flags offer less than Python
 GROUPS = {  # of every field that is a flag
     "grid": EVERYDAY,
+    "embeddings": EVERYDAY,
     "bits": EVERYDAY,
     "group_size": EVERYDAY,
     "symmetric": EVERYDAY,

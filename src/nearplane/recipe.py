@@ -104,7 +104,17 @@ class LayerScheme:
                 f"{called} have a rate of their own, and a size is spread over all layers: give a rate in place of the size, or "
                 f"leave out theirs."
             )
-        for name in ("order", "correct", "factor", "include_head", "include_embeddings", "coder", "rows", "method"):
+        for name in (
+            "order",
+            "correct",
+            "factor",
+            "include_head",
+            "include_embeddings",
+            "embeddings",
+            "coder",
+            "rows",
+            "method",
+        ):
             if getattr(own, name, None) != getattr(others, name, None):
                 raise RecipeError(f"{called} have another {name}, which is one for a whole run. Leave it out there.")
         if own.calibrated and not others.calibrated:

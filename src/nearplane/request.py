@@ -44,13 +44,23 @@ def settled(model: Model, recipe: Recipe) -> Recipe:
     heads = getattr(model.config, "num_attention_heads", 1)
     shared = heads // (getattr(model.config, "num_key_value_heads", None) or heads)
     places = {layer.name: index for index, block in enumerate(model.blocks) for layer in block.layers}
+    ends = {
+        layer.name: role
+        for part, role in ((model.embeddings, "tied" if model.tied else "embeddings"), (model.head, "head"))
+        if part is not None
+        for layer in part.layers
+    }
     own = []
     for layer in model.layers:
         scheme = recipe.scheme_of(layer.name)
         if not isinstance(scheme, BlockScheme):
             continue
         place, columns = places.get(layer.name, 0), layer.shape[1]
-        kind = type_of(scheme.grid, role_of(layer.name), place, len(model.blocks), columns, shared=shared)
+        role = ends.get(layer.name) or role_of(layer.name)
+        named = scheme.grid if layer.name not in ends or scheme.embeddings == "auto" else scheme.embeddings
+        if named == scheme.embeddings:
+            role = "embeddings"  # of this very type
+        kind = type_of(named, role, place, len(model.blocks), columns, shared=shared)
         if columns % kind.columns:
             raise RecipeError(
                 f"{layer.name} has {columns} inputs, which blocks of {kind.columns} do not divide: llama.cpp has no type for it. "

@@ -252,6 +252,12 @@ class GridScheme(Scheme):
         return replace(self, group_size=None if any(n % fitting for n in columns) else fitting)
 
 
+Dense = Literal["f32", "f16", "bf16"]
+Ends = Literal[
+    "auto", "f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"
+]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockScheme(Scheme):
     """Codes on the grids of llama.cpp, whose steps are on two levels: files that it runs.
@@ -259,12 +265,15 @@ class BlockScheme(Scheme):
     Args:
         grid: A type of blocks of llama.cpp (q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k), or one of its mixes
             (q2_k_m, q3_k_m, q4_k_m, q5_k_m). Rows that blocks of 256 do not divide get the type that llama.cpp takes in its place.
+        embeddings: Type of embeddings and head, which are quantized too; f32, f16 or bf16 leaves them as they are, in that type. auto
+            is what llama.cpp takes: q6_k for the head, also where it is the embeddings, and for other embeddings the type of --grid.
         polish: Sweeps of coordinate descent over the codes at the end. Default: 1.
         rounds: Passes of coordinate descent over steps, by least squares, and codes together; then codes are solved once more on
             the fitted steps, and the better ones of every row are kept. Default: 3.
     """
 
     grid: GridName = field(kw_only=False)
+    embeddings: Ends = "auto"
     polish: int | None = None
     rounds: int | None = None
 
@@ -275,6 +284,7 @@ class BlockScheme(Scheme):
         if isinstance(self.grid, str):
             object.__setattr__(self, "grid", self.grid.lower())
         one_of("grid", self.grid, GridName)
+        one_of("embeddings", self.embeddings, Ends)
         _settle_refits(self)
 
     @property
@@ -286,6 +296,16 @@ class BlockScheme(Scheme):
     def kind(self) -> BlockType:
         """The type of blocks; of a mix the one that most layers have."""
         return TYPES[self.grid.removesuffix("_m")]
+
+    @property
+    def ends(self) -> tuple[bool, bool]:
+        """Whether input embeddings and head are quantized too."""
+        return (self.dense_ends is None,) * 2
+
+    @property
+    def dense_ends(self) -> str | None:
+        """The type in which embeddings and head stay as they are; None where they are quantized."""
+        return self.embeddings if self.embeddings in Dense.__args__ else None  # type: ignore[attr-defined]
 
     @property
     def mixed(self) -> bool:

@@ -105,7 +105,10 @@ def plan(model: Model, recipe: Recipe, tokens: Tensor | None, device: torch.devi
         case RateScheme():
             return _rates(model, recipe, recipe.scheme, tokens, device, progress)
         case BlockScheme():
-            return Plan()
+            planned = Plan()
+            if tokens is not None:
+                look(planned, model, recipe.scheme, tokens, device)
+            return planned
         case GridScheme():
             slope = recipe.allocate == "slope"
             return Plan(widths=_widths(model, recipe, recipe.scheme, tokens, device, progress) if slope else None)
@@ -160,6 +163,8 @@ def check_budget(model: Model, recipe: Recipe) -> None:
     match recipe.scheme:
         case RateScheme():
             budget_of(model, recipe, recipe.scheme)
+            check_layers(model, recipe)
+        case BlockScheme():
             check_layers(model, recipe)
         case GridScheme():
             if recipe.allocate == "uniform":
