@@ -18,6 +18,7 @@ from nearplane.demo import CALIBRATION, MODEL
 from nearplane.formats.stored import Stored, read_matrices
 from nearplane.record import NAME, RunRecord, read_record
 from nearplane.report import render
+from nearplane.shards import INDEX
 from nearplane.verify import verify
 
 WAYS = {
@@ -26,6 +27,8 @@ WAYS = {
     "compressed-tensors, rounded to nearest": ("llama", {"bits": 3, "group_size": None, "solver": "round-to-nearest"}),
     "gptq, Conv1D": ("gpt2", {"bits": 3, "group_size": 32, "format": "gptq"}),
     "gptq_v2": ("llama", {"bits": 2, "group_size": 16, "symmetric": False, "format": "gptq_v2", "correct": False}),
+    "entropy-coded": ("llama", {"rate": 2.0}),
+    "entropy-coded, Conv1D": ("gpt2", {"rate": 1.5, "allocate": "uniform"}),
 }
 TEXT = dict(samples=12, seqlen=40)
 
@@ -99,24 +102,25 @@ def test_verify_holds_what_was_written(tuned_of, way):
 def test_readers_find_what_they_found_before(tuned_of, way):
     """The same files, tensors, dtypes and shapes; codes move at 2 and 3 bits only, a few of them."""
     solved, tuned, _ = tuned_of(way)
-    names = {path.name for path in solved.iterdir()}
+    names, coded = {path.name for path in solved.iterdir()}, "rate" in WAYS[way][1]
     assert {path.name for path in tuned.iterdir()} == names
-    for name in names - {NAME}:
+    for name in names - ({NAME, INDEX} if coded else {NAME}):  # the index of these holds checksums
         if not name.endswith(".safetensors"):
             assert (solved / name).read_bytes() == (tuned / name).read_bytes()
             continue
         one, other = load_file(solved / name), load_file(tuned / name)
-        assert {key: (x.dtype, x.shape) for key, x in one.items()} == {
-            key: (x.dtype, x.shape) for key, x in other.items()
-        }
+        assert [(key, x.dtype) for key, x in one.items()] == [(key, x.dtype) for key, x in other.items()]
+        if not coded:
+            assert {key: x.shape for key, x in one.items()} == {key: x.shape for key, x in other.items()}
     before, after, tuning = dict(read_matrices(solved)), dict(read_matrices(tuned)), read_record(tuned).tuning
     moved = 0
     for layer in read_record(tuned).layers:
         one, other = before[layer.stored], after[layer.stored]
         moved += int((one.codes != other.codes).sum())
-        assert layer.bits <= 3 or torch.equal(one.codes, other.codes)
-        assert not torch.equal(one.grid.scale, other.grid.scale)
-        assert torch.equal(one.grid.zero, other.grid.zero)
+        assert (layer.bits or 2) <= 3 or torch.equal(one.codes, other.codes)
+        assert coded or not one.grid.same_as(other.grid)
+        if layer.bits is not None:
+            assert torch.equal(one.grid.zero, other.grid.zero)
     assert moved == tuning.codes
     assert moved < 0.2 * sum(layer.out_features * layer.in_features for layer in read_record(tuned).layers)
 
@@ -258,10 +262,7 @@ def test_what_cannot_be_tuned_is_refused_in_a_sentence(tuned_of, model_of, text,
     solved, tuned, original = tuned_of("compressed-tensors")
     other = tmp_path / "other.txt"
     other.write_text(CALIBRATION.read_text()[100:9000])
-    coded = tmp_path / "coded"
-    nearplane.quantize(original, coded, calibration=str(text), rate=3.0, **TEXT)
     cases = [
-        ((coded, "new"), {}, RecipeError, "is entropy-coded; so far only checkpoints on grids"),
         ((tuned, "new"), {}, RecipeError, "is tuned already"),
         (
             (solved, "new"),
@@ -281,8 +282,23 @@ def test_what_cannot_be_tuned_is_refused_in_a_sentence(tuned_of, model_of, text,
         assert said in str(caught.value)
         assert "\n" not in str(caught.value)
     assert not (tmp_path / "new").exists()
-    with pytest.raises(RecipeError, match="--tune trains checkpoints on grids"):
-        nearplane.Recipe.from_spellings(rate=3.0, tune="network")
+    words = dict(calibration=str(text), tune="network", **TEXT)
+    for asked, said in (({"rate": 2.0, "include_head": True}, "embeddings or the head"), ({"size": "1MB"}, "--size")):
+        with pytest.raises(RecipeError, match=said):
+            nearplane.quantize(original, tmp_path / "new", **asked, **words)
+    assert [path.name for path in tmp_path.iterdir()] == ["other.txt"]
+
+
+@pytest.mark.parametrize("way", ["entropy-coded", "entropy-coded, Conv1D"])
+def test_entropy_coded_layers_take_no_more_than_was_asked(tuned_of, way):
+    solved, tuned, _ = tuned_of(way)
+    before, after = read_record(solved), read_record(tuned)
+    there = sum(layer.bytes for layer in before.layers)
+    asked = sum(layer.asked * layer.out_features * layer.in_features for layer in before.layers) / 8
+    assert after.tuning.most == max(there, int(asked))
+    assert sum(layer.bytes for layer in after.layers) <= after.tuning.most
+    assert {point.bytes for point in after.tuning.curve if point.step == 0} == {there}
+    assert [layer.asked for layer in after.layers] == [layer.asked for layer in before.layers]
 
 
 def test_what_does_not_fit_in_memory_is_refused(tuned_of, text, tmp_path, monkeypatch):

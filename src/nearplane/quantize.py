@@ -37,7 +37,7 @@ from nearplane.record import LayerRecord, RunRecord, versions
 from nearplane.request import check_request, quantization_config, rehearse, settled
 from nearplane.schemes import Device
 from nearplane.tokens import Windows, calibration_windows, check_tokens
-from nearplane.tune import check_tunable, tune
+from nearplane.tune import check_recipe, check_tunable, tune
 from nearplane.walk import Stage, walk
 
 
@@ -154,6 +154,8 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
     model = open_model(folder, trust_remote_code=trusted, ignore=recipe.ignore, embeddings=embeddings, head=head)
     asked, recipe = recipe, settled(model, recipe)
     check_request(model, recipe)
+    if recipe.tune != "none":
+        check_recipe(recipe, "This run")
     place = Place(out=out, source=model.folder, overwrite=options.overwrite, trust_remote_code=trusted)
     config = quantization_config(model, recipe)
     with (

@@ -145,7 +145,7 @@ class Recipe:
         max_loss: Relative loss that no layer may exceed: entropy-coded layers get more bits until they do not; on fixed grids those
             that do are named, and the command ends with code 2.
         tune: What is trained after the solve: network: steps, norms and, at 2 and 3 bits, codes on the divergence of the network's
-            predictions from the original's, see `nearplane tune`. On fixed grids.
+            predictions from the original's, see `nearplane tune`; entropy-coded weights keep their size.
     """
 
     scheme: AnyScheme = field(default_factory=GridScheme)
@@ -172,11 +172,8 @@ class Recipe:
         most = self.max_loss
         within("max_loss", most, most is None or (isinstance(most, int | float) and 0 < most < 1), "between 0 and 1")
         one_of("tune", self.tune, Tune)
-        if self.tune != "none" and not isinstance(self.scheme, GridScheme):
-            raise RecipeError(
-                "--tune trains checkpoints on grids (--bits) so far: scales of entropy-coded weights lie on ladders, those of "
-                "llama.cpp's grids on two levels. Leave it out."
-            )
+        if self.tune != "none" and not isinstance(self.scheme, GridScheme | RateScheme):
+            raise RecipeError("--tune trains no checkpoints on llama.cpp's grids so far. Leave it out.")
         if self.allocate is None:
             object.__setattr__(self, "allocate", self.scheme.default_allocation)
         one_of("allocate", self.allocate, Allocation)

@@ -1,8 +1,9 @@
-"""tune(): a finished checkpoint with its steps, norms and few-bit codes trained on KL(original || quantized); a verb like export.
+"""tune(): a finished checkpoint with its steps, norms and codes trained on KL(original || quantized); a verb like export.
 
 The solve looks at one layer after the other. Here all are looked at together, through the network's own predictions. What is
-trained is in `tuning/parameters.py`; how, and the guard, in `tuning/loop.py`: windows held out decide what is kept. Then the new
-folder is written as `quantize` writes one, read back, and every layer's certificate is measured again along the tuned network.
+trained is in `tuning/parameters.py` and `tuning/ladders.py`; how, and the guard, in `tuning/loop.py`: windows held out decide what
+is kept. Then the new folder is written as `quantize` writes one, read back, and every layer's certificate is measured again along
+the tuned network.
 """
 
 from __future__ import annotations
@@ -21,24 +22,28 @@ from nearplane.errors import CalibrationError, FormatError, RecipeError
 from nearplane.formats import open_container
 from nearplane.formats.container import Container, Place, written
 from nearplane.formats.stored import Stored
-from nearplane.matrix.again import measured_again
+from nearplane.lattice.grid import ProductGrid
+from nearplane.matrix.again import Known, measured_again
 from nearplane.matrix.certificate import profiles
 from nearplane.matrix.on_grid import with_tensors
-from nearplane.models.data import DEFAULT_DATASET, read_windows
-from nearplane.models.given import Given, refuse_lost
+from nearplane.models.data import DEFAULT_DATASET
+from nearplane.models.given import Given
 from nearplane.models.model import Model, device_of, open_model
 from nearplane.products import repeated
 from nearplane.progress import logged, peak_memory, silent
 from nearplane.recipe import Recipe
 from nearplane.record import LayerRecord, Profile, RunRecord, read_record, versions
 from nearplane.request import settled
-from nearplane.schemes import Device, GridScheme
+from nearplane.schemes import BlockScheme, Device, GridScheme
 from nearplane.sizes import size_text
 from nearplane.tokens import Windows, calibration_windows, digest_of
 from nearplane.tuned import APART, Solved, Tuning
+from nearplane.tuning.checkpoint import Checkpoint, mean_unit, norms_stored, trains_codes, windows_of
+from nearplane.tuning.ladders import TunedLadders
 from nearplane.tuning.loop import Outcome, mean_kl, train
-from nearplane.tuning.network import TunedNetwork, free_on, needed, norms_of
-from nearplane.tuning.parameters import TunedMatrix, TunedVector
+from nearplane.tuning.network import TunedNetwork, free_on, needed
+from nearplane.tuning.parameters import Tuned, TunedLayer, TunedVector
+from nearplane.tuning.pressure import Pressure
 from nearplane.tuning.settings import CODE_BITS, Split, split
 from nearplane.walk import Stage, unquantized, walk
 
@@ -95,23 +100,20 @@ def tune(
     recipe = settled(model, record.recipe)
     if calibration is not None and given is None:
         recipe = replace(recipe, calibration=replace(recipe.calibration, calibration=str(calibration)))
-    windows = _windows_of_the_run(model, recipe, given, record)
-    cut = split(
-        lambda count, length: windows_of(model, recipe, given, count, length),
-        record,
-        samples=samples,
-        seqlen=seqlen,
-        steps=steps,
-    )
+    solved = Checkpoint(record=record, stored=stored, model=model, recipe=recipe, given=given, device=where)
+    windows = _windows_of_the_run(solved)
+    cut = split(solved.windows, record, samples=samples, seqlen=seqlen, steps=steps)
+    hold = _fits(model, cut, sum(_weights(layer) for layer in record.layers if trains_codes(layer)), where)
+    matrices = solved.matrices(codes=True)
     with container, repeated(record.products, where) as products:
-        tuning, layers = _tuned(model, stored, record, cut, container, where, progress)
+        tuning, layers = _tuned(solved, matrices, cut, container, hold=hold, progress=progress)
         tuning = replace(tuning, calibration=str(recipe.calibration.calibration or DEFAULT_DATASET))
         read = Stored(container.folder, unfinished=container.config)
         model.tuned = {
             name: read.reader.read([file])[file] for name, file in norms_stored(model).items() if file in tuning.norms
         }
-        told = replace(record, layers=layers)
-        layers, found = _measured(model, recipe, windows, read, told, where, progress)
+        made = replace(solved, record=replace(record, layers=layers), stored=read)
+        layers, found = _measured(made, windows, progress)
         record = replace(record, layers=layers, profiles=found, bytes=container.size, files=container.digests())
         record = replace(record, versions=versions(), device=str(where), products=products, peak_memory=peak_memory())
         tuning = replace(tuning, seconds=time.perf_counter() - began)
@@ -135,9 +137,17 @@ def check_tunable(model: Model, recipe: Recipe, given: Given | None, record: Run
         RecipeError: what has to be there does not fit in memory.
     """
     cut = split(lambda count, length: windows_of(model, recipe, given, count, length), record)
-    grids = [recipe.scheme_of(layer.name) for layer in model.layers]
-    few = any(isinstance(scheme, GridScheme) and scheme.bits < CODE_BITS + 1 for scheme in grids)
-    _fits(model, cut, few, device)
+    _fits(model, cut, sum(math.prod(layer.shape) for layer in model.layers if _may_move(recipe, layer.name)), device)
+
+
+def _may_move(recipe: Recipe, name: str) -> bool:
+    """Whether codes of a layer may come to be trained: where widths are chosen by measuring, those of all layers."""
+    scheme = recipe.scheme_of(name)
+    return not isinstance(scheme, GridScheme) or recipe.allocate == "slope" or scheme.bits < CODE_BITS + 1
+
+
+def _weights(layer: LayerRecord) -> int:
+    return layer.out_features * layer.in_features
 
 
 def _check(folder: Path, record: RunRecord) -> None:
@@ -146,16 +156,33 @@ def _check(folder: Path, record: RunRecord) -> None:
     Raises:
         RecipeError: with the reason.
     """
-    if not isinstance(record.recipe.scheme, GridScheme):
-        raise RecipeError(
-            f"{folder} is entropy-coded; so far only checkpoints on grids (--bits) are tuned, as the scales of rows and "
-            f"columns of the others lie on ladders."
-        )
     if record.tuning is not None:
         raise RecipeError(f"{folder} is tuned already. Tune the checkpoint that it was made of.")
     if record.removed or record.version < 4:
         raise RecipeError(
             f"{folder} was written by an older nearplane, whose losses were measured differently. Quantize it anew."
+        )
+    check_recipe(record.recipe, str(folder))
+
+
+def check_recipe(recipe: Recipe, called: str) -> None:
+    """Refuse a recipe whose checkpoints cannot be tuned.
+
+    Raises:
+        RecipeError: with the reason.
+    """
+    if isinstance(recipe.scheme, BlockScheme):
+        raise RecipeError(
+            f"{called} is on llama.cpp's grids, which are not tuned so far. Tune one made with --bits or --rate."
+        )
+    if any(recipe.scheme.ends):
+        raise RecipeError(
+            f"{called} quantizes the embeddings or the head; so far only blocks and norms are tuned. Quantize without "
+            f"--include-embeddings and --include-head."
+        )
+    if getattr(recipe.scheme, "size", None) is not None:
+        raise RecipeError(
+            f"{called} keeps to a --size, and tuning makes the record beside the weights longer. Quantize to a --rate instead."
         )
 
 
@@ -173,13 +200,14 @@ def _check_model(model: Model, record: RunRecord) -> None:
         )
 
 
-def _windows_of_the_run(model: Model, recipe: Recipe, given: Given | None, record: RunRecord) -> Windows:
+def _windows_of_the_run(solved: Checkpoint) -> Windows:
     """Return the windows that losses were and will be measured on.
 
     Raises:
         CalibrationError: they are not those of the record.
     """
-    windows = calibration_windows(model, recipe, given, extra=record.extra_windows)
+    record, recipe = solved.record, solved.recipe
+    windows = calibration_windows(solved.model, recipe, solved.given, extra=record.extra_windows)
     if windows.digest() != record.text:
         raise CalibrationError(
             f"{recipe.calibration.calibration}: its first tokens are not those that the checkpoint was calibrated on. Losses are "
@@ -188,54 +216,21 @@ def _windows_of_the_run(model: Model, recipe: Recipe, given: Given | None, recor
     return windows
 
 
-def windows_of(model: Model, recipe: Recipe, given: Given | None, count: int, length: int) -> Tensor:
-    """Return up to `count` windows of `length` tokens of the text."""
-    if given is not None and given.tokens is not None:
-        if length != given.tokens.shape[1]:
-            raise RecipeError(
-                f"--seqlen is {length}, the windows given have {given.tokens.shape[1]} tokens. Leave it out."
-            )
-        return given.tokens[:count]
-    text = recipe.calibration.calibration if given is None else given.texts
-    refuse_lost(text)
-    if model.positions is not None and length > model.positions:
-        raise CalibrationError(f"--seqlen {length} is more than the {model.positions} positions of the model.")
-    return read_windows(model.tokenizer(), text, samples=count, seqlen=length, seed=recipe.calibration.seed)
-
-
-def norms_stored(model: Model) -> dict[str, str]:
-    """Return the norms that have a tensor of their own in the checkpoint: name of the parameter, name of the tensor."""
-    names = [name for name in norms_of(model.network) if model.weights.stored_alone(name)]
-    return {name: model.source_name(name) for name in names}
-
-
 def _tuned(
-    model: Model,
-    stored: Stored,
-    record: RunRecord,
+    solved: Checkpoint,
+    matrices: Mapping[str, TunedLayer],
     cut: Split,
     container: Container,
-    device: torch.device,
+    *,
+    hold: bool,
     progress: Progress,
 ) -> tuple[Tuning, tuple[LayerRecord, ...]]:
     """Train, write blocks, read them back; the layers' records say what their tensors are now."""
-    few = {layer.name for layer in record.layers if (layer.bits or 0) <= CODE_BITS}
-    hold = _fits(model, cut, bool(few), device)
-    storage = stored.layers.scale_dtype(model.dtype)
-    matrices = {
-        layer.name: TunedMatrix(
-            layer.name,
-            stored.matrix(layer.stored, stored.tensors(layer.stored)).to(device),
-            storage,
-            codes=layer.name in few,
-        )
-        for layer in record.layers
-    }
-    unit = sum(each.unit for each in matrices.values()) / len(matrices)
-    norms = norms_stored(model)
-    vectors = {name: TunedVector(stored.reader.read([file])[file], device, unit) for name, file in norms.items()}
-    before = {name: each.matrix().codes.to(torch.int8) for name, each in matrices.items() if name in few}
-    network = TunedNetwork(model, matrices, vectors, cut.windows, batch=cut.batch, device=device, hold=hold)
+    model, stored, record = solved.model, solved.stored, solved.record
+    vectors, norms = solved.vectors(mean_unit(matrices.values())), norms_stored(model)
+    coded = {name: each for name, each in matrices.items() if isinstance(each, TunedLadders)}
+    most = _most(record) if coded else None
+    network = TunedNetwork(model, matrices, vectors, cut.windows, batch=cut.batch, device=solved.device, hold=hold)
     training, held = cut.batches()
     with network.ready():
         outcome = train(
@@ -244,24 +239,29 @@ def _tuned(
             cut.schedule,
             training=training,
             held=held,
+            pressed=lambda kl: None if most is None else Pressure(coded, most, stored.layers, kl),
             progress=lambda items, total: progress(logged(items, "tuning", total), "tuning", total),
         )
-        layers = _write(
-            model, stored, record, container, matrices, {norms[name]: each for name, each in vectors.items()}
-        )
+        layers = _write(solved, container, matrices, {norms[name]: each for name, each in vectors.items()})
         read = Stored(container.folder, unfinished=container.config)
+        moved = 0
         for layer in record.layers:
-            matrices[layer.name].load(read.matrix(layer.stored, read.tensors(layer.stored)))
+            there = read.matrix(layer.stored, read.tensors(layer.stored))
+            if trains_codes(layer):
+                before = stored.matrix(layer.stored, stored.tensors(layer.stored))
+                moved += int((there.codes != before.codes).sum())
+            matrices[layer.name].load(there)
         for name, file in norms.items():
             vectors[name].load(read.reader.read([file])[file])
         by_files = mean_kl(network, held)
     _agree(outcome, by_files)
-    moved = sum(int((matrices[name].matrix().codes != codes).sum()) for name, codes in before.items())
     changed = {}
     for name, file in norms.items():
         tensor = vectors[name].tensor().cpu()
         if not torch.equal(tensor, stored.reader.read([file])[file]):
             changed[file] = written({file: tensor}).checksum
+    tuned: list[Tuned] = [*matrices.values(), *vectors.values()]
+    kinds = {kind for each in tuned for kind in each.trained()}
     tuning = Tuning(
         calibration="",
         samples=cut.samples,
@@ -271,19 +271,28 @@ def _tuned(
         text=digest_of(cut.windows),
         steps=outcome.steps,
         batch=cut.batch,
-        rates=dict(cut.schedule.rates),
+        rates={kind: rate for kind, rate in cut.schedule.rates.items() if kind in kinds},
         codes=moved,
         curve=outcome.curve,
         kept=outcome.kept,
         held_out=by_files,
+        most=most,
         norms=changed,
         solved=tuple(_solved(layer) for layer in record.layers),
     )
     return tuning, layers
 
 
-def _fits(model: Model, cut: Split, codes: bool, device: torch.device) -> bool:
-    """Return whether all blocks can be held at a time.
+def _most(record: RunRecord) -> int:
+    """Return the bytes that entropy-coded layers may take: what was asked for, or what they take if that is more."""
+    there = sum(layer.bytes for layer in record.layers)
+    asked = [None if layer.asked is None else layer.asked * _weights(layer) / 8 for layer in record.layers]
+    wanted = [each for each in asked if each is not None]
+    return there if len(wanted) < len(asked) else max(there, math.floor(sum(wanted)))
+
+
+def _fits(model: Model, cut: Split, codes: int, device: torch.device) -> bool:
+    """Return whether all blocks can be held at a time, where so many codes are trained.
 
     Raises:
         RecipeError: not even what has to be there fits.
@@ -299,20 +308,19 @@ def _fits(model: Model, cut: Split, codes: bool, device: torch.device) -> bool:
 
 
 def _write(
-    model: Model,
-    stored: Stored,
-    record: RunRecord,
+    solved: Checkpoint,
     container: Container,
-    matrices: Mapping[str, TunedMatrix],
+    matrices: Mapping[str, TunedLayer],
     vectors: Mapping[str, TunedVector],
 ) -> tuple[LayerRecord, ...]:
     """Write the blocks of the new checkpoint, norms by the names of their tensors; return the layers' records, losses as told."""
-    told = {layer.name: layer for layer in record.layers}
+    model, read = solved.model, solved.stored.reader.read
+    told = {layer.name: layer for layer in solved.record.layers}
     layers: list[LayerRecord] = []
 
     def rest(names: Sequence[str]) -> dict[str, Tensor]:
         own = {name: vectors[name].tensor().cpu() for name in names if name in vectors}
-        return stored.reader.read([name for name in names if name not in own]) | own
+        return read([name for name in names if name not in own]) | own
 
     for index, block in enumerate(model.blocks):
         for layer in block.layers:
@@ -348,16 +356,10 @@ def _solved(layer: LayerRecord) -> Solved:
 
 
 def _measured(
-    model: Model,
-    recipe: Recipe,
-    windows: Windows,
-    read: Stored,
-    record: RunRecord,
-    device: torch.device,
-    progress: Progress,
+    made: Checkpoint, windows: Windows, progress: Progress
 ) -> tuple[tuple[LayerRecord, ...], tuple[Profile, ...]]:
     """Walk through the tuned network; return every layer's certificate along it, and the profiles of its inputs."""
-    told = {layer.name: layer for layer in record.layers}
+    told, recipe = {layer.name: layer for layer in made.record.layers}, made.recipe
     layers: list[LayerRecord] = []
     found: list[Profile] = []
 
@@ -368,14 +370,17 @@ def _measured(
         for layer, inputs in zip(stage.layers, stage.inputs, strict=True):
             old, scheme = told[layer.name], recipe.scheme_of(layer.name)
             assert scheme is not None, "ignored layers are not observed"
-            matrix = read.matrix(old.stored, read.tensors(old.stored))
-            new = measured_again(layer, inputs, scheme, matrix, old, tuned=True)
-            layers.append(replace(with_tensors(new, old.stored, old.bytes, old.checksum), seconds=old.seconds))
+            matrix = made.stored.matrix(old.stored, made.stored.tensors(old.stored))
+            if isinstance(matrix.grid, ProductGrid):
+                old = replace(old, base=matrix.grid.base)  # no sweep with another made these codes
+            new = measured_again(layer, inputs, scheme, Known(matrix=matrix, told=old, tuned=True))
+            new = with_tensors(new, old.stored, old.bytes, old.checksum)
+            layers.append(replace(new, asked=old.asked, seconds=old.seconds))
             values.append(matrix.decode())
         return values
 
     def passed() -> Iterator[str]:
-        for done in walk(model, recipe, windows, again, device=device):
+        for done in walk(made.model, recipe, windows, again, device=made.device):
             yield from done.layers
 
     for _ in progress(logged(passed(), "measuring", len(told)), "measuring", len(told)):

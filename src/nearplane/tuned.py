@@ -21,11 +21,13 @@ class Point:
         step: How many steps of the optimizer were done; 0 at the start.
         training: Mean KL per token of the batches since the look before; None at the start.
         held_out: Mean KL per token on the held-out windows.
+        bytes: That entropy-coded layers would have taken then; None on grids, which take as many whatever the codes are.
     """
 
     step: int
     training: float | None
     held_out: float
+    bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,8 @@ class Tuning:
         curve: Held-out and training KL on the way; the first is the start.
         kept: The step whose state was kept, the best on the held-out windows; 0: nothing was better than the start.
         held_out: KL on the held-out windows, of what was read back from the files.
+        most: Bytes that entropy-coded layers were allowed: what was asked for, or what they took before if that is more; None on
+            grids.
         norms: SHA-256 of the norms that are not the original's, over name, dtype, shape and content, by name of tensor.
         solved: Losses before, which `nearplane verify` cannot measure again: those in the layers' certificates are of the tuned
             codes and steps.
@@ -83,6 +87,7 @@ class Tuning:
     curve: tuple[Point, ...]
     kept: int
     held_out: float
+    most: int | None = None
     norms: dict[str, str] = field(default_factory=dict)
     solved: tuple[Solved, ...] = ()
     seconds: float = 0.0
@@ -115,8 +120,11 @@ class Tuning:
 
 def odd(tuning: Tuning) -> Iterator[str]:
     """Yield what cannot be true of a tuning, whatever the data."""
-    best = min(tuning.curve, key=lambda point: point.held_out)
-    if best.step != tuning.kept:
+    fitting = [point for point in tuning.curve if tuning.most is None or (point.bytes or 0) <= tuning.most]
+    best = min(fitting, key=lambda point: point.held_out, default=None)
+    if best is None:
+        yield f"all states of its curve take more than the {tuning.most:,} bytes that layers were allowed"
+    elif best.step != tuning.kept:
         yield f"the state of step {tuning.kept} was kept, the best on the held-out windows is that of step {best.step}"
     kept = next((point.held_out for point in tuning.curve if point.step == tuning.kept), math.nan)
     if not math.isclose(kept, tuning.held_out, rel_tol=APART, abs_tol=1e-12):

@@ -7,25 +7,21 @@ before tuning are not, as no file holds what they were of.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from nearplane.errors import CalibrationError, FormatError, ModelError
 from nearplane.faults import Fault
 from nearplane.formats.container import written
 from nearplane.formats.stored import Stored
-from nearplane.models.given import Given
 from nearplane.models.model import Model
-from nearplane.recipe import Recipe
 from nearplane.record import NAME, RunRecord
 from nearplane.tokens import digest_of
-from nearplane.tune import norms_stored, windows_of
 from nearplane.tuned import Tuning, odd
+from nearplane.tuning.checkpoint import Checkpoint, norms_stored
 from nearplane.tuning.loop import mean_kl
 from nearplane.tuning.network import TunedNetwork
-from nearplane.tuning.parameters import TunedMatrix, TunedVector
 from nearplane.tuning.settings import split
 
 
@@ -37,6 +33,11 @@ def of_the_files(stored: Stored, record: RunRecord) -> Iterator[Fault]:
     yield from (Fault(where=f"{NAME}, tuning", what=what) for what in odd(tuning))
     if [each.name for each in tuning.solved] != [layer.name for layer in record.layers]:
         yield Fault(where=f"{NAME}, tuning", what="its losses before tuning are not those of the layers")
+    kept = next((point.bytes for point in tuning.curve if point.step == tuning.kept), None)
+    if kept is not None and kept != sum(layer.bytes for layer in record.layers):
+        yield Fault(
+            where=f"{NAME}, tuning", what=f"the state that was kept took {kept:,} bytes, its layers take others"
+        )
     there = set(stored.rest())
     for name, wanted in tuning.norms.items():
         if name not in there:
@@ -53,33 +54,18 @@ def tuned_norms(stored: Stored, model: Model, tuning: Tuning | None) -> dict[str
     return {name: stored.reader.read([file])[file] for name, file in named.items() if file in stored.rest()}
 
 
-def held_out_again(
-    stored: Stored,
-    model: Model,
-    record: RunRecord,
-    recipe: Recipe,
-    given: Given | None,
-    device: torch.device,
-    tolerance: float,
-) -> Iterator[Fault]:
+def held_out_again(there: Checkpoint, tolerance: float) -> Iterator[Fault]:
     """Measure KL on the held-out windows from the files, and compare."""
-    tuning = record.tuning
+    record, model, tuning = there.record, there.model, there.record.tuning
     if tuning is None:
         return
     where, model.tuned = f"{NAME}, tuning", {}  # the walk is over: blocks are the original's again
     try:
-        cut = split(
-            lambda count, length: windows_of(model, recipe, given, count, length),
-            record,
-            samples=tuning.samples,
-            seqlen=tuning.seqlen,
-            steps=tuning.steps,
-        )
+        cut = split(there.windows, record, samples=tuning.samples, seqlen=tuning.seqlen, steps=tuning.steps)
         if (digest_of(cut.windows), cut.training, cut.held) != (tuning.text, tuning.windows, tuning.held_windows):
             yield Fault(where=where, what="the text does not give the windows that it was tuned on")
             return
-        held = cut.windows[cut.training :]
-        found = _kl(stored, model, record, held, cut.batch, device)
+        found = _kl(there, cut.windows[cut.training :], cut.batch)
     except (CalibrationError, FormatError, ModelError) as error:
         yield Fault(where=where, what=str(error))
         return
@@ -89,17 +75,9 @@ def held_out_again(
         )
 
 
-def _kl(stored: Stored, model: Model, record: RunRecord, windows: Tensor, batch: int, device: torch.device) -> float:
+def _kl(there: Checkpoint, windows: Tensor, batch: int) -> float:
     """Return the mean KL per token of the network that the files hold, with all of its norms."""
-    storage = stored.layers.scale_dtype(model.dtype)
-    matrices: Mapping[str, TunedMatrix] = {
-        layer.name: TunedMatrix(
-            layer.name, stored.matrix(layer.stored, stored.tensors(layer.stored)).to(device), storage
-        )
-        for layer in record.layers
-    }
-    files = {name: file for name, file in norms_stored(model).items() if file in stored.rest()}
-    vectors = {name: TunedVector(stored.reader.read([file])[file], device, 1.0) for name, file in files.items()}
-    network = TunedNetwork(model, matrices, vectors, windows, batch=batch, device=device)
+    matrices, vectors = there.matrices(), there.vectors(1.0)
+    network = TunedNetwork(there.model, matrices, vectors, windows, batch=batch, device=there.device)
     with network.ready():
         return mean_kl(network, range(network.batches))

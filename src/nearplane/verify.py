@@ -23,7 +23,7 @@ from nearplane.formats.beside import CONFIG, GPTQ_CONFIG, names_copied
 from nearplane.formats.folder import read_config
 from nearplane.formats.stored import Stored
 from nearplane.jsonfile import unordered
-from nearplane.matrix.again import measured_again
+from nearplane.matrix.again import Known, measured_again
 from nearplane.matrix.certificate import profiles
 from nearplane.matrix.inputs import TRIED_ROWS, Inputs
 from nearplane.models.given import Given
@@ -37,9 +37,9 @@ from nearplane.request import quantization_config, settled
 from nearplane.schemes import Device
 from nearplane.shards import INDEX, sha256
 from nearplane.tokens import Windows, calibration_windows
-from nearplane.tune import norms_stored
 from nearplane.tuned import Tuning
 from nearplane.tuned_files import held_out_again, of_the_files, tuned_norms
+from nearplane.tuning.checkpoint import Checkpoint, norms_stored
 from nearplane.walk import Stage, walk
 
 NAMED = 4  # figures that one fault spells out
@@ -132,7 +132,10 @@ def verify(
         with repeated(record.products, run.device):
             measured = _measured(run, progress, faults)
             if measured:
-                faults += held_out_again(stored, model, record, recipe, given, run.device, tolerance)
+                there = Checkpoint(
+                    record=record, stored=stored, model=model, recipe=recipe, given=given, device=run.device
+                )
+                faults += held_out_again(there, tolerance)
     return _verified(record, tuple(faults), asked=against is not None, measured=measured)
 
 
@@ -289,7 +292,8 @@ def _layer(run: _Again, layer: Layer, inputs: Inputs, told: LayerRecord, faults:
     try:
         matrix = run.stored.matrix(told.stored, run.stored.tensors(told.stored)).to(layer.weight.device)
         tried = TRIED_ROWS if run.record.version > 3 else layer.shape[0]
-        again = measured_again(layer, inputs, scheme, matrix, told, tuned=tuned, tried=tried)
+        known = Known(matrix=matrix, told=told, tuned=tuned, tried=tried)
+        again = measured_again(layer, inputs, scheme, known)
     except (FormatError, ModelError, NumericalError) as error:
         faults.append(Fault(where=layer.name, what=str(error)))
         return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.matrix.certificate import measure
 from nearplane.matrix.inputs import TRIED_ROWS, Inputs, corrected
@@ -10,32 +12,37 @@ from nearplane.record import LayerRecord
 from nearplane.schemes import AnyScheme
 
 
-def measured_again(
-    layer: Layer,
-    inputs: Inputs,
-    scheme: AnyScheme,
-    matrix: QuantizedMatrix,
-    told: LayerRecord,
-    *,
-    tuned: bool,
-    tried: int = TRIED_ROWS,
-) -> LayerRecord:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What is known of a matrix that is there already.
+
+    Args:
+        matrix: codes and grid as stored.
+        told: what the record says of it: its width and step are taken from there.
+        tuned: whether codes and steps were trained after the sweep, which then bounds nothing.
+        tried: rows that told how far the correction was to be trusted.
+    """
+
+    matrix: QuantizedMatrix
+    told: LayerRecord
+    tuned: bool = False
+    tried: int = TRIED_ROWS
+
+
+def measured_again(layer: Layer, inputs: Inputs, scheme: AnyScheme, known: Known) -> LayerRecord:
     """Return what a run would record of a layer whose codes and grid are known.
 
     Args:
         layer: bound to the block with the original weights.
         inputs: what the walk saw of its input.
         scheme: of the layer.
-        matrix: codes and grid as stored.
-        told: what the record says of it: its width and step are taken from there.
-        tuned: whether codes and steps were trained after the sweep, which then bounds nothing.
-        tried: rows that told how far the correction was to be trusted.
+        known: its codes and grid, and what is told of them.
 
     Raises:
         NumericalError: a Hessian cannot be factored.
     """
-    W = layer.read()
-    matrix = matrix.to(W.device)
-    target, rho = corrected(W, inputs, scheme, tried)
+    W, told = layer.read(), known.told
+    matrix = known.matrix.to(W.device)
+    target, rho = corrected(W, inputs, scheme, known.tried)
     own = scheme.with_bits(told.bits)
-    return measure(layer.name, W, target, matrix, inputs, own, correction=rho, base=told.base, tuned=tuned)
+    return measure(layer.name, W, target, matrix, inputs, own, correction=rho, base=told.base, tuned=known.tuned)

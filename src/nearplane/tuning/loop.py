@@ -14,14 +14,12 @@ from nearplane.errors import CalibrationError
 from nearplane.tuned import Point
 from nearplane.tuning.network import TunedNetwork
 from nearplane.tuning.parameters import Tuned
+from nearplane.tuning.pressure import Pressure
 
 logger = logging.getLogger("nearplane")
 
-BETAS = {
-    "steps": (0.9, 0.95),
-    "norms": (0.9, 0.95),
-    "codes": (0.9, 0.999),
-}  # of Adam; codes that move at random cost, so what they are moved by is compared with more of what was
+BETAS = (0.9, 0.95)  # of Adam
+CODE_BETAS = (0.9, 0.999)  # codes that move at random cost, so what they are moved by is compared with more of what was
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +64,10 @@ def train(
     *,
     training: Sequence[int],
     held: Sequence[int],
+    pressed: Callable[[float], Pressure | None] = lambda kl: None,
     progress: Callable[[Iterable[Any], int], Iterable[Any]] = lambda items, total: items,
 ) -> Outcome:
-    """Train; afterwards what is tuned is in the state that was best on the held-out batches.
+    """Train; afterwards what is tuned is in the state that was best on the held-out batches, of those that are small enough.
 
     Where gradients are not finite any more training ends, with a warning.
 
@@ -78,6 +77,7 @@ def train(
         schedule: steps and rates.
         training: batches of the network to train on, taken in turn as often as it needs.
         held: batches to choose by.
+        pressed: makes what keeps entropy-coded matrices small, from the KL at the start; None: all states are as large.
         progress: wraps the steps: (steps, total) -> steps.
 
     Raises:
@@ -87,7 +87,10 @@ def train(
     for each in tuned:
         for kind, leaf in each.trained().items():
             leaves.setdefault(kind, []).append(leaf)
-    groups = [{"params": found, "lr": schedule.rates[kind], "betas": BETAS[kind]} for kind, found in leaves.items()]
+    groups = [
+        {"params": found, "lr": schedule.rates[kind], "betas": CODE_BETAS if kind == "codes" else BETAS}
+        for kind, found in leaves.items()
+    ]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
     warm = schedule.warm * schedule.steps
 
@@ -98,7 +101,10 @@ def train(
     best = mean_kl(network, held)
     if not math.isfinite(best):
         raise CalibrationError("The quantized network predicts NaN or Inf on the held-out windows: it cannot be tuned.")
-    curve, states, kept = [Point(step=0, training=None, held_out=best)], [each.state() for each in tuned], 0
+    pressure = pressed(best)
+    size = None if pressure is None else pressure.measure()
+    curve, kept = [Point(step=0, training=None, held_out=best, bytes=size)], 0
+    states = [each.state() for each in tuned]
     looks = {round(schedule.steps * (look + 1) / schedule.looks) for look in range(schedule.looks)}
     sums, tokens, done = 0.0, 0, 0
     for step in progress(range(1, schedule.steps + 1), schedule.steps):
@@ -111,6 +117,8 @@ def train(
             logger.warning("%s Tuning ends after %d of %d steps.", error, done, schedule.steps)
             break
         sums, tokens = sums + found.kl, tokens + found.tokens
+        if pressure is not None:
+            pressure.press()
         optimizer.step()
         optimizer.zero_grad()
         falling.step()
@@ -121,8 +129,9 @@ def train(
         sums, tokens = 0.0, 0
         if not (math.isfinite(now) and math.isfinite(on_them)):
             continue
-        curve.append(Point(step=step, training=on_them, held_out=now))
-        if now < best:
+        size = None if pressure is None else pressure.measure()
+        curve.append(Point(step=step, training=on_them, held_out=now, bytes=size))
+        if now < best and (pressure is None or size is None or size <= pressure.most):
             best, kept, states = now, step, [each.state() for each in tuned]
     for each, state in zip(tuned, states, strict=True):
         each.restore(state)

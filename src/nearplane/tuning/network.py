@@ -21,9 +21,10 @@ from nearplane.memory import free_memory
 from nearplane.models.activations import finite, readout, skeleton
 from nearplane.models.layers import Layer
 from nearplane.models.model import ABSENT, Block, Model
-from nearplane.tuning.parameters import Tuned, TunedMatrix, TunedVector
+from nearplane.tuning.parameters import Tuned, TunedLayer, TunedVector
 
 ACTIVATIONS = 40  # numbers that a block keeps for the way back, for every number of its hidden states
+FIXED, MOVING = 2, 18  # bytes of a code that stays, at most, and of one that is trained
 LOGITS = 2**24  # numbers of logits that are in memory at a time: windows are taken together while they have no more
 
 
@@ -47,7 +48,7 @@ class TunedNetwork:
     def __init__(
         self,
         model: Model,
-        matrices: Mapping[str, TunedMatrix],
+        matrices: Mapping[str, TunedLayer],
         vectors: Mapping[str, TunedVector],
         windows: Tensor,
         *,
@@ -154,11 +155,11 @@ class TunedNetwork:
 class _Block:
     """A block whose weights are made from codes and steps when they are asked for; bound while the block is in memory."""
 
-    def __init__(self, block: Block, matrices: Mapping[str, TunedMatrix], vectors: Mapping[str, TunedVector]) -> None:
+    def __init__(self, block: Block, matrices: Mapping[str, TunedLayer], vectors: Mapping[str, TunedVector]) -> None:
         module, start = block.quantized, len(block.name) + 1
         assert module is not None, ABSENT
         self.block = block
-        self._layers: dict[str, tuple[Layer, TunedMatrix]] = {}
+        self._layers: dict[str, tuple[Layer, TunedLayer]] = {}
         for layer in block.quantized_layers():
             if layer.name in matrices:
                 self._layers[f"{layer.name}.weight"[start:]] = (layer, matrices[layer.name])
@@ -259,14 +260,14 @@ def _checked(gradient: Tensor, name: str) -> Tensor:
     return gradient
 
 
-def needed(model: Model, windows: Tensor, *, batch: int, codes: bool) -> tuple[int, int]:
+def needed(model: Model, windows: Tensor, *, batch: int, codes: int) -> tuple[int, int]:
     """Return about how many bytes of memory tuning takes: as blocks are streamed, and with all of them held; see `TunedNetwork`.
 
     Args:
         model: the original.
         windows: (windows, seqlen) tokens.
         batch: windows that pass together.
-        codes: whether codes are trained: 18 bytes each, else one.
+        codes: how many codes are trained.
     """
     blocks = [sum(layer.shape[0] * layer.shape[1] for layer in block.layers) for block in model.blocks]
     inside = sum(p.numel() for p in model.network.get_submodule(model.stack).parameters())
@@ -274,7 +275,7 @@ def needed(model: Model, windows: Tensor, *, batch: int, codes: bool) -> tuple[i
     width = model.network.get_input_embeddings().weight.shape[1]
     logits = min(LOGITS, batch * windows.shape[1] * model.network.get_input_embeddings().weight.shape[0])
     small = 4 * (ends + inside - sum(blocks))  # with what is in blocks and not quantized
-    common = (18 if codes else 1) * sum(blocks) + small + 8 * windows.numel() * width + 16 * logits
+    common = FIXED * sum(blocks) + (MOVING - FIXED) * codes + small + 8 * windows.numel() * width + 16 * logits
     passing = 4 * batch * windows.shape[1] * width * ACTIVATIONS
     return common + 12 * max(blocks) + passing, common + 12 * sum(blocks) + passing * len(blocks)
 

@@ -31,13 +31,30 @@ class Tuned(Protocol):
         """Return the tensor as the file would hold it, differentiable by what is trained."""
 
     def trained(self) -> dict[str, Tensor]:
-        """Return the leaves, by the kind of what they are: "steps", "codes" or "norms"."""
+        """Return the leaves, by the kind of what they are, see `settings.RATES`."""
 
     def state(self) -> dict[str, Tensor]:
         """Return what the file would hold, in memory of its own."""
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Make `values` what a state says; training may not go on from there."""
+
+
+class TunedLayer(Tuned, Protocol):
+    """The matrix of a layer."""
+
+    @property
+    def unit(self) -> float:
+        """How far off the weights are, relative."""
+
+    def lean(self, W: Tensor) -> None:
+        """Where codes are trained, let them begin nearer to the original weight (out, in), none of them moved."""
+
+    def matrix(self) -> QuantizedMatrix:
+        """Return codes and grid as the file will hold them."""
+
+    def load(self, matrix: QuantizedMatrix) -> None:
+        """Take a matrix as read from a file."""
 
 
 class TunedMatrix:
@@ -120,7 +137,7 @@ class TunedMatrix:
     def _rounded_steps(self) -> Tensor:
         """Return (out, groups) steps as stored; a step keeps its sign and stays finite, or the file could not hold it."""
         wanted = self._grid.scale * (self._unit * self._s).exp()
-        return _through(stored(wanted.detach(), self._storage), wanted)
+        return through(stored(wanted.detach(), self._storage), wanted)
 
     def _rounded_codes(self) -> Tensor:
         """Return (out, in) float32 codes within the limits of the grid."""
@@ -128,7 +145,7 @@ class TunedMatrix:
         if self._v is None:
             return codes
         wanted = codes + self._unit * self._v
-        return _through(wanted.detach().round().clamp_(self._low, self._high), wanted)
+        return through(wanted.detach().round().clamp_(self._low, self._high), wanted)
 
 
 class TunedVector:
@@ -154,7 +171,7 @@ class TunedVector:
     def values(self) -> Tensor:
         """Return (width,) the weights as stored."""
         wanted = self._start + self._unit * self._t
-        return _through(wanted.detach().to(self._storage).to(wanted.dtype), wanted)
+        return through(wanted.detach().to(self._storage).to(wanted.dtype), wanted)
 
     def tensor(self) -> Tensor:
         """Return (width,) the weights in the dtype in which the file holds them."""
@@ -175,6 +192,6 @@ class TunedVector:
             self._t.zero_()
 
 
-def _through(rounded: Tensor, wanted: Tensor) -> Tensor:
+def through(rounded: Tensor, wanted: Tensor) -> Tensor:
     """Return `rounded`, to the last digit, with the gradient of `wanted`."""
     return rounded + (wanted - wanted.detach())

@@ -17,8 +17,9 @@ TIMES = 5  # as many windows as calibration took are looked at by default, a fif
 HELD = 5  # of so many windows one is held out,
 MOST_HELD = 16384  # but no more tokens than tell the figure to a percent
 BATCH = 256  # tokens of a step, at least one window: many small steps gained more than few large ones on as many tokens
-RATES = {"steps": 0.024, "norms": 0.012, "codes": 0.04}  # in units of 2^-bits, see `parameters.py`
-CODE_BITS = 3  # most bits of codes that are trained: finer ones have nothing to gain
+# in units of 2^-bits, see `parameters.py` and `ladders.py`
+RATES = {"steps": 0.024, "norms": 0.012, "codes": 0.04, "base": 0.024, "rows": 0.024, "columns": 0.024}
+CODE_BITS = 3  # most bits of codes on grids that are trained: finer ones have nothing to gain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
