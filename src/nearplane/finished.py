@@ -139,14 +139,15 @@ def tune(
     trust_remote_code: Switch = False,
     json: Switch = False,
 ) -> None:
-    """Train steps, norms and few-bit codes of the checkpoint in OUT on its divergence from the original; write NEW.
+    """Train steps, norms and codes of the checkpoint in OUT on its divergence from the original; write NEW.
 
-    Same format, same widths: nothing changes for programs that load it. A fifth of the text's windows is held out: the state
+    Same format, same widths, and entropy-coded layers take no more bytes than were asked for: nothing changes for programs that
+    load it. Codes are trained at 2 and 3 bits and where they are entropy-coded. A fifth of the text's windows is held out: the state
     that is best on them is written, or OUT as it is if none is better. Layers that then lose more than the --max-loss that OUT
     was quantized with are named, and the command ends with code 2.
 
     Args:
-        out: Folder of a checkpoint on grids that nearplane quantize wrote.
+        out: Folder of a checkpoint that nearplane quantize wrote with --bits or --rate.
         new: Folder to write.
         against: The original: a local folder, or a hub id.
         calibration: The text that OUT was calibrated on; tuning looks at more of it. Default: where the recipe says.
