@@ -64,7 +64,7 @@ def names(folder: Path) -> set[str]:
 
 def shard(name: str) -> bool:
     """Return whether a file holds tensors."""
-    return name.endswith(".safetensors")
+    return name.endswith((".safetensors", ".gguf"))
 
 
 def opened(folder: Path, faults: list[Fault]) -> Stored | None:

@@ -59,6 +59,7 @@ def quantize(
     ignore: Annotated[tuple[str, ...], Parameter(group=LAYERS, consume_multiple=True, negative="")] = (),
     max_loss: Annotated[float | None, Parameter(group=LAYERS)] = None,
     tune: Annotated[Tune, Parameter(group=SOLVING)] = "none",
+    pre: Annotated[str | None, Parameter(group=EVERYDAY)] = None,
     device: Annotated[Device, Parameter(group=RUNNING)] = "auto",
     overwrite: Annotated[bool, Parameter(group=RUNNING, negative="")] = False,
     trust_remote_code: Annotated[bool, Parameter(group=RUNNING, negative="")] = False,
@@ -70,7 +71,7 @@ def quantize(
         model: A local folder of safetensors, or a hub id.
         out: Folder to write.
         format: Of the checkpoint: compressed-tensors (vLLM, transformers; the default), gptq or gptq_v2 (most GPTQ readers), or
-            nearplane (entropy-coded; the default with --rate or --size).
+            nearplane (entropy-coded; the default with --rate or --size), or gguf (llama.cpp).
         layer: Other options for some layers, as 'down_proj=bits:4' or 'down_proj=bits:8,group_size:32': behind the regular
             expression what differs there. May be repeated; the first that matches counts. A --rate is then that of the
             other layers.
@@ -80,6 +81,7 @@ def quantize(
             or on fixed grids, are named and the command ends with code 2.
         tune: Train steps, norms and codes (at 2 and 3 bits, and entropy-coded) on the divergence of the network's predictions from the original's,
             once all is solved (network); takes about ten times as long. See nearplane tune.
+        pre: Of a GGUF: name of the tokenizer's pre-tokenizer in llama.cpp, where its structure is not known.
         ignore: Regular expressions, one or several; layers whose full name one of them is found in stay as they are.
         device: Where to compute; auto is the GPU where there is one.
         overwrite: Replace what is in OUT, once the new checkpoint is whole; until then both need room on disk.
@@ -98,6 +100,7 @@ def quantize(
         calibration=Calibration(**({} if tokens is None else asdict(tokens))),
         max_loss=max_loss,
         tune=tune,
+        pre=pre,
     )
     record = run(
         model, out, recipe, device=device, overwrite=overwrite, trust_remote_code=trust_remote_code, progress=bar

@@ -14,7 +14,7 @@ from nearplane.formats.beside import CONFIG, copy_beside
 from nearplane.formats.config_file import json_text
 from nearplane.formats.container import check_apart, disk
 from nearplane.formats.folder import read_config
-from nearplane.formats.stored import quantization_of, read_dense
+from nearplane.formats.stored import quantization_of, read_dense, reader_of
 from nearplane.formats.unfinished import Unfinished
 from nearplane.pretrained import empty_network
 from nearplane.readers.network import stored_transposed, weight_shapes
@@ -60,7 +60,7 @@ def export(
         raise RecipeError(f"{out} exists and is not empty. Choose another folder, or empty it first.")
     place = Unfinished(out)
     check_apart(place.folder, source)
-    network = empty_network(source, trust_remote_code=trust_remote_code)
+    network = empty_network(source, trust_remote_code=trust_remote_code, reader=reader_of(source))
     tensors = read_dense(source, transposed=stored_transposed(network), shapes=weight_shapes(network))
     with disk(out), place:
         writer = ShardWriter(place.folder, None)

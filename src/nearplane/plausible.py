@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from nearplane.errors import ModelError
 from nearplane.patterns import fault_of
-from nearplane.shards import ShardReader
+from nearplane.shards import TensorReader
 
 COUNT = re.compile(r"^(num|n|number)_\w+|layers?$|blocks?$|experts$|heads?$|depths?$|labels$|groups$")
 SIZES = re.compile(
@@ -29,12 +29,14 @@ CALLS = (
     200,
 )  # of torch while a network is built: at least, and for each tensor of the checkpoint; a block takes about 25
 SLACK = 1 << 20  # elements that a network may have beside what is stored
-PACKED = (".weight_packed", ".qweight", ".weight_coded")  # tensors of which every quantized matrix has one
+PACKED = re.compile(
+    r"\.(weight_packed|qweight|weight_coded|weight_q\d_[01k])$"
+)  # tensors of which every quantized matrix has one
 CODES = {"I32": 16, "U8": 64}  # codes that one element of a packed tensor holds at most; other dtypes are weights
 BUFFERS = 1 << 28  # elements of tables and masks that no checkpoint holds
 
 
-def check_counts(config: Mapping[str, Any], reader: ShardReader) -> None:
+def check_counts(config: Mapping[str, Any], reader: TensorReader) -> None:
     """Refuse a config.json that counts more layers, heads or labels than there can be.
 
     Raises:
@@ -51,7 +53,7 @@ def check_counts(config: Mapping[str, Any], reader: ShardReader) -> None:
             )
 
 
-def check_patterns(config: Mapping[str, Any], reader: ShardReader) -> None:
+def check_patterns(config: Mapping[str, Any], reader: TensorReader) -> None:
     """Refuse regular expressions in a quantization_config that take years to match: other programs match them, too.
 
     Raises:
@@ -89,7 +91,7 @@ class Limited(TorchFunctionMode):
         ModelError: within the `with` block, after a few seconds of building.
     """
 
-    def __init__(self, reader: ShardReader) -> None:
+    def __init__(self, reader: TensorReader) -> None:
         super().__init__()
         self._reader, self._left = reader, max(CALLS[0], CALLS[1] * len(reader.names()))
 
@@ -103,7 +105,7 @@ class Limited(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def check_sizes(network: nn.Module, reader: ShardReader) -> None:
+def check_sizes(network: nn.Module, reader: TensorReader) -> None:
     """Refuse an empty network whose parameters are not those of the checkpoint, as far as names tell, or are far too large.
 
     Args:
@@ -129,7 +131,7 @@ def check_sizes(network: nn.Module, reader: ShardReader) -> None:
                 )
         elif name.rpartition(".")[0] not in owners:
             unknown, first = unknown + parameter.numel(), first or name
-    packed, places = sum(name.endswith(PACKED) for name in reader.names()), _places(network)
+    packed, places = sum(bool(PACKED.search(name)) for name in reader.names()), _places(network)
     if packed > places:
         raise ModelError(
             f"{reader.folder}: the weight files hold {packed} quantized matrices, the network that config.json describes has "

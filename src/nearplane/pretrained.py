@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from nearplane.errors import ModelError, NearplaneError, first_line
 from nearplane.jsonfile import read_object
 from nearplane.plausible import Limited, check_counts, check_patterns, check_sizes
-from nearplane.shards import ShardReader, refuse_unfinished
+from nearplane.shards import ShardReader, TensorReader, refuse_unfinished
 
 FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 LONGEST = 400  # letters of what transformers says that an error repeats
@@ -74,7 +74,12 @@ def find_folder(source: str, *, trust_remote_code: bool = False) -> Path:
 
 
 def empty_network(
-    folder: Path, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False, quantized: bool = False
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    trust_remote_code: bool = False,
+    quantized: bool = False,
+    reader: TensorReader | None = None,
 ) -> PreTrainedModel:
     """Build the language model of a folder on the meta device.
 
@@ -82,6 +87,7 @@ def empty_network(
         dtype: of its weights; None: what config.json says.
         trust_remote_code: run model code that comes with the checkpoint.
         quantized: leave what config.json says of quantization; else as if it had never been quantized.
+        reader: of its tensors; None: it is a folder of safetensors.
 
     Raises:
         ModelError: transformers builds none, or it is not the network of the weights beside it.
@@ -89,7 +95,7 @@ def empty_network(
     path = folder / "config.json"
     refuse_unfinished(folder)
     plain = read_object(path, expected="A model's folder has one that save_pretrained wrote", error=ModelError)
-    reader = ShardReader(folder)
+    reader = reader or ShardReader(folder)
     check_counts(plain, reader)
     check_patterns(plain, reader)
     with in_a_sentence(f"transformers builds no language model from {path}"):

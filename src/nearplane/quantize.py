@@ -156,7 +156,13 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
     check_request(model, recipe)
     if recipe.tune != "none":
         check_recipe(recipe, "This run")
-    place = Place(out=out, source=model.folder, overwrite=options.overwrite, trust_remote_code=trusted)
+    place = Place(
+        out=out,
+        source=model.folder,
+        overwrite=options.overwrite,
+        trust_remote_code=trusted,
+        network=model.config.to_dict(),
+    )
     config = quantization_config(model, recipe)
     with (
         open_container(place, config, dtype=model.dtype, shards=len(model.blocks) + 1) as container,

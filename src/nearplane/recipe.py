@@ -146,6 +146,7 @@ class Recipe:
             that do are named, and the command ends with code 2.
         tune: What is trained after the solve: network: steps, norms and, at 2 and 3 bits, codes on the divergence of the network's
             predictions from the original's, see `nearplane tune`; entropy-coded weights keep their size.
+        pre: name of the pre-tokenizer in llama.cpp, of a GGUF; default: as the structure of the tokenizer tells.
     """
 
     scheme: AnyScheme = field(default_factory=GridScheme)
@@ -156,6 +157,7 @@ class Recipe:
     allocate: Allocation | None = None
     max_loss: float | None = None
     tune: Tune = "none"
+    pre: str | None = None
 
     def __post_init__(self) -> None:
         if self.format is None:
@@ -172,6 +174,10 @@ class Recipe:
         most = self.max_loss
         within("max_loss", most, most is None or (isinstance(most, int | float) and 0 < most < 1), "between 0 and 1")
         one_of("tune", self.tune, Tune)
+        if self.pre is not None and self.format != "gguf":
+            raise RecipeError(
+                f"--pre is {self.pre!r}, which only a GGUF says, and the format is {self.format}. Leave it out."
+            )
         if self.tune != "none" and not isinstance(self.scheme, GridScheme | RateScheme):
             raise RecipeError("--tune trains no checkpoints on llama.cpp's grids so far. Leave it out.")
         if self.allocate is None:
@@ -258,7 +264,7 @@ def changed(options: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
     return {name: value for name, value in options.items() if name not in away} | dict(own)
 
 
-OWN = {"format", "ignore", "allocate", "max_loss", "tune"}  # fields of a recipe that are no parts
+OWN = {"format", "ignore", "allocate", "max_loss", "tune", "pre"}  # fields of a recipe that are no parts
 
 
 def chosen(spellings: Mapping[str, Any]) -> dict[str, Any]:

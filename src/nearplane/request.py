@@ -154,6 +154,8 @@ def quantization_config(
         ignore=left_dense(model, layers),
         grids=own,
         experts=merged_experts(model),
+        layers={model.written_name(name): grid for name, grid in grids.items()},
+        pre=recipe.pre,
         version=version("nearplane"),
     )
     return FORMATS[str(recipe.format)].config.describe(network)

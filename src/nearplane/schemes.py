@@ -207,7 +207,7 @@ class GridScheme(Scheme):
     polish: int | None = None
     rounds: int | None = None
 
-    FORMATS: ClassVar[tuple[Format, ...]] = ("compressed-tensors", "gptq", "gptq_v2")
+    FORMATS: ClassVar[tuple[Format, ...]] = ("compressed-tensors", "gptq", "gptq_v2", "gguf")
 
     def __post_init__(self) -> None:
         Scheme.__post_init__(self)

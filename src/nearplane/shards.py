@@ -12,6 +12,7 @@ import json
 import os
 import re
 import zlib
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -87,7 +88,48 @@ def refuse_unfinished(folder: Path) -> None:
         raise ModelError(f"{folder} is incomplete: a run that wrote it did not finish. Delete it and run again.")
 
 
-class ShardReader:
+class TensorReader(ABC):
+    """The tensors of a checkpoint, by name, whatever files hold them.
+
+    Attributes:
+        folder: that holds them.
+        checksums: of every tensor, where the folder lists them beside.
+    """
+
+    folder: Path
+    checksums: dict[str, str] | None
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Return the names of all tensors, in file order."""
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor without reading it."""
+
+    @abstractmethod
+    def dtype(self, name: str) -> str:
+        """Return the safetensors dtype of a tensor ("BF16", "F32", ...) without reading it."""
+
+    @abstractmethod
+    def nbytes(self, name: str) -> int:
+        """Return the bytes of a tensor without reading it, whatever its dtype."""
+
+    @abstractmethod
+    def file(self, name: str) -> Path:
+        """Return the file that holds a tensor."""
+
+    @abstractmethod
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Read tensors into memory of their own; the files are closed again."""
+
+    def kept(self, name: str, tensor: Tensor) -> Tensor | None:
+        """Return what such files hold of a tensor that is not quantized, as it is read back; None where they need none of it."""
+        del name
+        return tensor
+
+
+class ShardReader(TensorReader):
     """The tensors of a folder of safetensors files, by name.
 
     Args:
@@ -102,7 +144,7 @@ class ShardReader:
         self.folder = folder
         if not unfinished:
             refuse_unfinished(folder)
-        self.checksums: dict[str, str] | None = None
+        self.checksums = None
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise ModelError(f"{folder} holds no .safetensors file. Convert the checkpoint with save_pretrained first.")

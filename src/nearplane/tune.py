@@ -93,7 +93,13 @@ def tune(
     stored = Stored(folder)
     model = open_model(str(against), trust_remote_code=trust_remote_code, ignore=record.recipe.ignore)
     _check_model(model, record)
-    place = Place(out=Path(out), source=model.folder, overwrite=overwrite, trust_remote_code=trust_remote_code)
+    place = Place(
+        out=Path(out),
+        source=model.folder,
+        overwrite=overwrite,
+        trust_remote_code=trust_remote_code,
+        network=model.config.to_dict(),
+    )
     if place.out.resolve() == folder.resolve():
         raise RecipeError(f"{out} is the checkpoint that is tuned. Choose another folder.")
     container = open_container(place, stored.config, dtype=model.dtype, shards=len(model.blocks) + 1)

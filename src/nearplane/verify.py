@@ -165,18 +165,22 @@ def _untouched(stored: Stored, model: Model, tuning: Tuning | None) -> tuple[lis
     blocks = (model.block_names(index) for index in range(len(model.blocks)))
     wanted = {name for names in (*blocks, model.rest()) for name in names} - quantized
     for name in sorted(wanted - set(stored.rest())):
+        if stored.reader.kept(name, model.reader.read([name])[name]) is None:
+            continue  # of which such files hold nothing
         faults.append(Fault(where=name, what="the original has this tensor, and it is not quantized; it is missing"))
     for name in stored.rest():
         if name not in wanted:
             faults.append(Fault(where=name, what="a tensor that the original does not have, or that is quantized"))
             continue
         try:
-            here, there = stored.reader.read([name])[name], model.reader.read([name])[name]
+            here = stored.reader.read([name])[name]
+            there = stored.reader.kept(name, model.reader.read([name])[name])
         except (FormatError, ModelError) as error:
             faults.append(Fault(where=name, what=str(error)))
             continue
         if (
-            here.dtype != there.dtype
+            there is None
+            or here.dtype != there.dtype
             or here.shape != there.shape
             or not (
                 name in tuned or torch.equal(here.reshape(-1).view(torch.uint8), there.reshape(-1).view(torch.uint8))

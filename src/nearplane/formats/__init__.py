@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from nearplane.errors import FormatError
-from nearplane.formats import compressed_tensors, gptq, native
+from nearplane.formats import compressed_tensors, gguf, gptq, native
 from nearplane.formats.config_file import ConfigFile
 from nearplane.formats.container import Container, Place
 from nearplane.formats.folder import Folder
 from nearplane.formats.layer_format import LayerFormat
+from nearplane.shards import ShardReader, TensorReader
 
 
 class Format(NamedTuple):
-    """A format: how a layer's tensors look, what the config says of them, and which files there are."""
+    """A format: how a layer's tensors look, what the config says of them, which files there are, and what reads their tensors."""
 
     layers: LayerFormat
     config: ConfigFile
     container: type[Container] = Folder
+    reader: Callable[..., TensorReader] = ShardReader
 
 
 FORMATS: dict[str, Format] = {
@@ -28,6 +30,7 @@ FORMATS: dict[str, Format] = {
     "gptq": Format(gptq.V1, gptq.Config("gptq")),
     "gptq_v2": Format(gptq.V2, gptq.Config("gptq_v2")),
     native.METHOD: Format(native.DEFAULT, native.Config()),
+    gguf.METHOD: Format(gguf.LAYERS, gguf.Config(), gguf.GGUFFile, gguf.GGUFReader),
 }
 
 

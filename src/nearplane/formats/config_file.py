@@ -22,6 +22,9 @@ class Quantized:
             "re:..." of parts.
         grids: of every layer by name, where they are not the same for all.
         experts: names of modules left alone that transformers puts together from one tensor an expert.
+        layers: the grid of every quantized layer, by its name in the checkpoint.
+        embeddings: type of embeddings and head in a GGUF; None: as they are.
+        pre: name of the pre-tokenizer in a GGUF; None: as the tokenizer's structure tells.
         version: of nearplane.
     """
 
@@ -30,6 +33,9 @@ class Quantized:
     ignore: Sequence[str] = ()
     grids: Mapping[str, LayerGrid] = field(default_factory=dict)
     experts: Sequence[str] = ()
+    layers: Mapping[str, LayerGrid] = field(default_factory=dict)
+    embeddings: str | None = None
+    pre: str | None = None
     version: str
 
 

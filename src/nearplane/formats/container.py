@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -37,12 +37,14 @@ class Place:
         source: the folder of the model that is quantized.
         overwrite: replace a checkpoint in `out`.
         trust_remote_code: copy the model's Python files.
+        network: config.json as transformers completes it, for formats that say the shape of the network themselves.
     """
 
     out: Path
     source: Path
     overwrite: bool = False
     trust_remote_code: bool = False
+    network: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Container(ABC):

@@ -7,7 +7,7 @@ A layer format turns a matrix into tensors and back. What `config.json` says of 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Self
 
 import torch
@@ -92,6 +92,16 @@ class LayerFormat(ABC):
         """
         del config
         return self
+
+    def parts(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Return the names of the tensors of every quantized layer, by the name of the layer.
+
+        Args:
+            names: of all tensors of a checkpoint.
+        """
+        there = dict.fromkeys(names)
+        layers = [name.removesuffix(f".{self.KEY}") for name in there if name.endswith(f".{self.KEY}")]
+        return {layer: [part for s in self.SUFFIXES if (part := f"{layer}.{s}") in there] for layer in layers}
 
     def beside_the_first(self, name: str) -> dict[str, Tensor]:
         """Return what stands beside the first layer of a folder, for programs that do not know the format."""

@@ -13,12 +13,11 @@ from typing import Any
 from torch import Tensor
 
 from nearplane.errors import FormatError
-from nearplane.formats import format_of
+from nearplane.formats import FORMATS, format_of
 from nearplane.formats.beside import CONFIG
 from nearplane.formats.folder import read_config
-from nearplane.formats.layer_format import LayerFormat
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.shards import INCOMPLETE, ShardReader
+from nearplane.shards import INCOMPLETE, ShardReader, TensorReader
 
 
 def quantization_of(folder: Path) -> dict[str, Any] | None:
@@ -56,8 +55,8 @@ class Stored:
             raise FormatError(f"{folder / CONFIG} has no quantization_config: expected what nearplane quantize wrote.")
         format = format_of(config)
         self.config, self.layers, self._says = config, format.layers, format.config
-        self.reader = _reader(folder, self.layers) if unfinished is None else ShardReader(folder, unfinished=True)
-        self._parts = _layers(self.layers, self.reader)
+        self.reader = _reader(folder, config) if unfinished is None else format.reader(folder, unfinished=True)
+        self._parts = self.layers.parts(self.reader.names())
 
     def names(self) -> list[str]:
         """Return the names of all quantized layers."""
@@ -137,8 +136,8 @@ def read_dense(
     """
     config = quantization_of(folder)
     layers = None if config is None else format_of(config).layers
-    reader = _reader(folder, layers)
-    packed = set() if layers is None else {part for parts in _layers(layers, reader).values() for part in parts}
+    reader = _reader(folder, config)
+    packed = set() if layers is None else {part for parts in layers.parts(reader.names()).values() for part in parts}
     for name in reader.names():
         if name not in packed:
             yield name, reader.read([name])[name]
@@ -147,16 +146,22 @@ def read_dense(
         yield f"{name}.weight", values.T.contiguous() if f"{name}.weight" in transposed else values
 
 
-def _reader(folder: Path, layers: LayerFormat | None) -> ShardReader:
+def reader_of(folder: Path) -> TensorReader:
+    """Return what reads the tensors of a folder, whatever its config.json says that they are stored in.
+
+    Raises:
+        FormatError, ModelError: the folder is not finished, or there are no such files.
+    """
+    config = quantization_of(folder)
+    method = None if config is None else config.get("quant_method")
+    known = FORMATS.get(method) if isinstance(method, str) else None  # others are safetensors, read as they are
+    return ShardReader(folder) if known is None else known.reader(folder)
+
+
+def _reader(folder: Path, config: Mapping[str, Any] | None) -> TensorReader:
     """Return a reader of a folder, which is complete if its format can tell."""
-    reader = ShardReader(folder)
-    if layers is not None and layers.CHECKSUMS:
+    format = None if config is None else format_of(config)
+    reader = ShardReader(folder) if format is None else format.reader(folder)
+    if format is not None and format.layers.CHECKSUMS and isinstance(reader, ShardReader):
         reader.check_complete()
     return reader
-
-
-def _layers(format: LayerFormat, reader: ShardReader) -> dict[str, list[str]]:
-    """Return the names of the tensors of every quantized layer, by the name of the layer."""
-    names = set(reader.names())
-    layers = [name.removesuffix(f".{format.KEY}") for name in reader.names() if name.endswith(f".{format.KEY}")]
-    return {layer: [part for s in format.SUFFIXES if (part := f"{layer}.{s}") in names] for layer in layers}

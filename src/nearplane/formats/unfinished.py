@@ -29,7 +29,16 @@ from nearplane.record import NAME as RECORD
 from nearplane.shards import INCOMPLETE, MARK
 
 SUFFIX = ".unfinished"
-REPLACED = ("*.safetensors", "*.json", "*.jinja", "*.model", "vocab.txt", "merges.txt", INCOMPLETE)  # by --overwrite
+REPLACED = (
+    "*.safetensors",
+    "*.gguf",
+    "*.json",
+    "*.jinja",
+    "*.model",
+    "vocab.txt",
+    "merges.txt",
+    INCOMPLETE,
+)  # by --overwrite
 PATIENCE = 0.5  # seconds in which a run that is just ending gives its lock back
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from nearplane.formats.stored import quantization_of, read_dense
+from nearplane.formats.stored import quantization_of, read_dense, reader_of
 from nearplane.pretrained import empty_network, network_of
 
 
@@ -44,7 +44,7 @@ def dense_network(
         FormatError: a layer is not what its format or config.json says.
         ModelError: transformers builds no such network, or a weight is missing.
     """
-    empty = empty_network(folder, trust_remote_code=trust_remote_code)
+    empty = empty_network(folder, trust_remote_code=trust_remote_code, reader=reader_of(folder))
     if quantization_of(folder) is None:
         return network_of(folder, dtype=dtype, empty=empty, trust_remote_code=trust_remote_code)
     if isinstance(dtype, str):

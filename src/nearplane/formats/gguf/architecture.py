@@ -1,0 +1,355 @@
+"""What llama.cpp calls a network: names of tensors and numbers of its shape, for the model types that a GGUF is written of.
+
+Knows config.json as transformers completes it, names and tensors; not modules. What llama.cpp would compute otherwise than
+transformers, or not load, is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nearplane.errors import RecipeError
+
+DROPPED = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """How one model type is called and told.
+
+    Args:
+        name: in llama.cpp.
+        tell: adds what is particular to it to a `gguf.GGUFWriter`; raises RecipeError for what llama.cpp would not compute.
+        permuted: whether rows of q and k are stored with the two halves of every head in turns.
+        shift: what norms are stored more than in the checkpoint.
+        untied: whether it may have a head of its own.
+    """
+
+    name: str
+    tell: Callable[[Any, Config], None]
+    permuted: bool = False
+    shift: float = 0.0
+    untied: bool = True
+
+
+def _llama(writer: Any, config: Config) -> None:
+    """Llama and Mistral."""
+    _sizes(writer, config)
+    writer.add_rope_dimension_count(_head_size(config))
+    _refuse(config, {"hidden_act": "silu"})
+    _rope(writer, config, ("default", "linear", "llama3", "yarn"))
+
+
+def _qwen(writer: Any, config: Config) -> None:
+    """Qwen2 and Qwen3."""
+    _sizes(writer, config)
+    _refuse(config, {"hidden_act": "silu"})
+    if config.get("use_sliding_window") and config.get("sliding_window"):
+        raise _other(config, "use_sliding_window", True, "false: llama.cpp has no window there")
+    _rope(writer, config, ("default", "linear", "yarn"))
+
+
+def _gemma2(writer: Any, config: Config) -> None:
+    _gemma(writer, config, every=2)
+    writer.add_attn_logit_softcapping(config["attn_logit_softcapping"] or 0.0)
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"] or 0.0)
+
+
+def _gemma3(writer: Any, config: Config) -> None:
+    _gemma(writer, config, every=6)
+    if config.get("attn_logit_softcapping"):
+        raise _other(config, "attn_logit_softcapping", config["attn_logit_softcapping"], "none")
+    if config.get("final_logit_softcapping"):
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+
+
+def _gemma(writer: Any, config: Config, every: int) -> None:
+    """What Gemma 2 and 3 have in common; of `every` blocks all but the last have a window."""
+    _sizes(writer, config)
+    _refuse(config, {"hidden_activation": "gelu_pytorch_tanh"})
+    kinds = config.get("layer_types") or []
+    wanted = ["full_attention" if (index + 1) % every == 0 else "sliding_attention" for index in range(len(kinds))]
+    if kinds != wanted:
+        raise _other(config, "layer_types", f"{kinds[:every]}, ...", f"all but each {every}th sliding_attention")
+    writer.add_sliding_window(config["sliding_window"])
+    largest = {"gemma2": 46, "gemma3_text": 62}[config["model_type"]]  # whose queries have a scale of their own
+    size = _head_size(config)
+    if config["num_hidden_layers"] == largest:
+        size = config["hidden_size"] // config["num_attention_heads"]
+    if config.get("query_pre_attn_scalar") != size:
+        raise _other(config, "query_pre_attn_scalar", config.get("query_pre_attn_scalar"), str(size))
+    _rope(writer, config, ("default", "linear"))
+
+
+def _phi3(writer: Any, config: Config) -> None:
+    _sizes(writer, config)
+    _refuse(config, {"hidden_act": "silu"})
+    rope, heads = _ropes(config)["full_attention"], config["num_attention_heads"]
+    size = (
+        int(rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) * config["hidden_size"])
+        // heads
+    )
+    writer.add_rope_dimension_count(size)
+    positions = config["max_position_embeddings"]
+    original = (
+        rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings") or positions
+    )
+    writer.add_rope_scaling_orig_ctx_len(original)
+    writer.add_sliding_window(config.get("sliding_window") or 0)
+    if _rope_type(rope) == "longrope":
+        scale = positions / original
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0)
+    _rope(writer, config, ("default", "longrope"))
+
+
+def _gpt2(writer: Any, config: Config) -> None:
+    width = config["n_embd"]
+    _refuse(
+        config,
+        {"activation_function": "gelu_new", "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
+    )
+    writer.add_block_count(config["n_layer"])
+    writer.add_context_length(config["n_positions"])
+    writer.add_embedding_length(width)
+    writer.add_feed_forward_length(config.get("n_inner") or 4 * width)
+    writer.add_head_count(config["n_head"])
+    writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+
+
+ARCHITECTURES = {  # by model_type of config.json
+    "llama": Architecture(name="llama", tell=_llama, permuted=True),
+    "mistral": Architecture(name="llama", tell=_llama, permuted=True),
+    "qwen2": Architecture(name="qwen2", tell=_qwen),
+    "qwen3": Architecture(name="qwen3", tell=_qwen),
+    "gemma2": Architecture(name="gemma2", tell=_gemma2, shift=1.0, untied=False),
+    "gemma3_text": Architecture(name="gemma3", tell=_gemma3, shift=1.0),
+    "phi3": Architecture(name="phi3", tell=_phi3),
+    "gpt2": Architecture(name="gpt2", tell=_gpt2),
+}
+GELU = {"gelu_new": {"gelu_pytorch_tanh"}, "gelu_pytorch_tanh": {"gelu_new"}}  # two names of one function
+
+
+def architecture_of(config: Config) -> Architecture:
+    """Return how llama.cpp calls the type of a model.
+
+    Raises:
+        RecipeError: a GGUF is not written of it.
+    """
+    kind = config.get("model_type")
+    if kind not in ARCHITECTURES:
+        raise RecipeError(
+            f"model_type is {kind!r}; a GGUF is written of {', '.join(ARCHITECTURES)}. Use another --format, or llama.cpp's "
+            f"converter on what nearplane export writes."
+        )
+    return ARCHITECTURES[str(kind)]
+
+
+def tell(writer: Any, config: Config) -> None:
+    """Add all that llama.cpp has to know of a network's shape.
+
+    Args:
+        writer: a `gguf.GGUFWriter`.
+        config: config.json as transformers completes it.
+
+    Raises:
+        RecipeError: llama.cpp would compute it otherwise.
+    """
+    architecture = architecture_of(config)
+    if not architecture.untied and config.get("tie_word_embeddings") is False:
+        raise _other(config, "tie_word_embeddings", False, "true: llama.cpp reads no head of it")
+    architecture.tell(writer, config)
+    writer.add_vocab_size(config["vocab_size"])
+
+
+def rope_factors(config: Config) -> dict[str, Tensor]:
+    """Return tensors that no checkpoint has and llama.cpp asks for, by name: factors of rotary frequencies."""
+    if config.get("model_type") == "gpt2":
+        return {}
+    rope = _ropes(config)["full_attention"]
+    match _rope_type(rope):
+        case "llama3":
+            return {"rope_freqs.weight": _llama3_factors(rope, _head_size(config))}
+        case "longrope":
+            return {
+                f"rope_factors_{length}.weight": torch.tensor(rope[f"{length}_factor"], dtype=torch.float32)
+                for length in ("long", "short")
+            }
+    return {}
+
+
+def _llama3_factors(rope: Config, size: int) -> Tensor:
+    """Return (size / 2,) by which frequencies are divided: 1 for short waves, `factor` for long ones, between them in between."""
+    exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
+    waves = 2 * math.pi * float(rope.get("rope_theta", 10000.0)) ** exponents
+    factor, low, high = (float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    turns = float(rope["original_max_position_embeddings"]) / waves
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    return 1 / ((1 - smooth) / factor + smooth)
+
+
+def _sizes(writer: Any, config: Config) -> None:
+    """Add what all but GPT-2 have under the same names."""
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config.get("num_key_value_heads") or config["num_attention_heads"])
+    writer.add_key_length(_head_size(config))
+    writer.add_value_length(_head_size(config))
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+
+
+def _head_size(config: Config) -> int:
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def _ropes(config: Config) -> Mapping[str, Config]:
+    """Return the rotary parameters of blocks with and without a window, wherever a version of transformers writes them."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if "full_attention" in rope:
+        return {kind: rope[kind] for kind in rope}
+    rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    local = config.get("rope_local_base_freq")
+    return {"full_attention": rope} | ({} if local is None else {"sliding_attention": {"rope_theta": local}})
+
+
+def _rope_type(rope: Config) -> str:
+    kind = str(rope.get("rope_type", rope.get("type", "default")))
+    return "longrope" if kind == "su" else kind
+
+
+def _rope(writer: Any, config: Config, known: tuple[str, ...]) -> None:
+    """Add the rotary parameters."""
+    from gguf import RopeScalingType
+
+    ropes = _ropes(config)
+    rope, window = ropes["full_attention"], ropes.get("sliding_attention")
+    kind = _rope_type(rope)
+    if kind not in known:
+        raise _other(config, "rope_type", kind, " or ".join(known))
+    writer.add_rope_freq_base(float(rope.get("rope_theta", 10000.0)))
+    if window is not None:
+        if _rope_type(window) != "default":
+            raise _other(config, "rope_type of sliding_attention", _rope_type(window), "default")
+        writer.add_rope_freq_base_swa(float(window["rope_theta"]))
+    match kind:
+        case "linear":
+            writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(float(rope["factor"]))
+        case "yarn":
+            unusual = rope.keys() & {"attention_factor", "mscale", "mscale_all_dim", "truncate"}
+            if named := sorted(name for name in unusual if rope[name] is not None):
+                raise _other(config, f"{named[0]} of rope_parameters", rope[named[0]], "none")
+            writer.add_rope_scaling_type(RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(float(rope["factor"]))
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        case "longrope":
+            writer.add_rope_scaling_type(RopeScalingType.LONGROPE)
+
+
+def _refuse(config: Config, wanted: Mapping[str, Any]) -> None:
+    """Refuse a network that has other parts than llama.cpp gives its type."""
+    for name, value in wanted.items():
+        found = config.get(name, value)
+        if found != value and found not in GELU.get(str(value), ()):
+            raise _other(config, name, found, str(value))
+
+
+def _other(config: Config, name: str, found: Any, wanted: str) -> RecipeError:
+    return RecipeError(
+        f"{name} in config.json is {found!r}, and llama.cpp computes a {config.get('model_type')} with {wanted}. Use another "
+        f"--format."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What becomes of a tensor's values on their way into the file, and back.
+
+    Args:
+        heads: whose rows are put in turns; 0: none.
+        shift: that is added.
+        transposed: whether the checkpoint has (in, out).
+    """
+
+    heads: int = 0
+    shift: float = 0.0
+    transposed: bool = False
+
+    def into(self, tensor: Tensor) -> Tensor:
+        """Return what the file holds of a tensor of the checkpoint."""
+        if self.heads:
+            tensor = _in_turns(tensor, self.heads, 2)
+        if self.shift:
+            tensor = tensor.to(torch.float32) + self.shift
+        return tensor.T.contiguous() if self.transposed else tensor
+
+    def back(self, tensor: Tensor) -> Tensor:
+        """Return what the file holds as the checkpoint has it."""
+        tensor = tensor.T.contiguous() if self.transposed else tensor
+        if self.heads:
+            tensor = _in_turns(tensor, self.heads, len(tensor) // self.heads // 2)
+        return tensor - self.shift if self.shift else tensor
+
+
+def _in_turns(tensor: Tensor, heads: int, parts: int) -> Tensor:
+    """Return rows with those of the `parts` of every head in turns: of two halves the first of each, then the second."""
+    rest = tensor.shape[1:]
+    return tensor.reshape(heads, parts, -1, *rest).transpose(1, 2).reshape(tensor.shape)
+
+
+def rule_of(name: str, fields: Mapping[str, Any], *, dims: int) -> Rule:
+    """Return what becomes of a tensor that the checkpoint stores, by its name in the file.
+
+    Args:
+        name: "blk.0.attn_q.weight".
+        fields: metadata of the file.
+        dims: of the tensor; 1 of blocks, which are (out, in) whatever the checkpoint has.
+    """
+    architecture = fields["general.architecture"]
+    part = name.rsplit(".", 2)[-2]
+    if architecture == "llama" and part in ("attn_q", "attn_k"):
+        return Rule(heads=int(fields[f"llama.attention.head_count{'_kv' if part == 'attn_k' else ''}"]))
+    if architecture.startswith("gemma") and part.endswith("norm"):
+        return Rule(shift=1.0)
+    turned = architecture == "gpt2" and dims == 2 and part in ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
+    return Rule(transposed=turned)
+
+
+def unused(name: str, config: Config) -> bool:
+    """Return whether llama.cpp has no use for a tensor of a checkpoint: masks, frequencies, a head that is the embeddings."""
+    return name.endswith(DROPPED) or (name == "lm_head.weight" and bool(config.get("tie_word_embeddings", True)))
+
+
+def called(names: Iterable[str], config: Config) -> dict[str, str]:
+    """Return what llama.cpp calls tensors of a checkpoint, by their names there; without what it has no use for.
+
+    Raises:
+        RecipeError: it has no name for one.
+    """
+    import gguf
+
+    architecture = architecture_of(config)
+    number = {name: each for each, name in gguf.MODEL_ARCH_NAMES.items()}[architecture.name]
+    blocks = config.get("num_hidden_layers") or config["n_layer"]
+    table = gguf.get_tensor_name_map(number, blocks)
+    found = {}
+    for name in names:
+        if unused(name, config):
+            continue
+        new = table.get_name(name, try_suffixes=(".weight", ".bias"))
+        if new is None:
+            raise RecipeError(
+                f"{name}: llama.cpp knows no such tensor in a {config['model_type']}. Use another --format, or take it out of the "
+                f"checkpoint."
+            )
+        found[name] = new
+    return found

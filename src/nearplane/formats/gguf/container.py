@@ -1,0 +1,253 @@
+"""OUT/model.gguf while it is written: the header first, then every tensor at the place that the header gives it.
+
+All sizes are known before work starts, as every layer has its type; so blocks are written as they are solved, one in memory.
+Beside the file lie config.json, the tokenizer's files and the record, for the commands that read OUT.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import struct
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from nearplane.errors import FormatError, RecipeError
+from nearplane.formats.beside import CONFIG, copy_beside, names_copied, size_copied
+from nearplane.formats.config_file import ConfigFile
+from nearplane.formats.container import Container, Kind, Place
+from nearplane.formats.folder import config_text
+from nearplane.formats.gguf.architecture import architecture_of, called, rope_factors, rule_of, tell
+from nearplane.formats.gguf.blocks import TYPES
+from nearplane.formats.gguf.file import DENSE, FILE, OURS, SUMS, TENSORS, Info, nbytes, padded, read_header
+from nearplane.formats.gguf.tokenizer import vocabulary
+from nearplane.formats.layer_format import LayerFormat
+from nearplane.shards import INCOMPLETE, NAMES, ShardReader, sha256
+
+INSTALL = 'pip install "nearplane[gguf]"'
+NUMBER = {"F32": 0, "F16": 1, "BF16": 30}
+LONG = 64  # letters of a SHA-256
+ENDS = ("token_embd.weight", "output.weight")
+FILE_TYPES = {
+    "q4_0": 2,
+    "q4_1": 3,
+    "q8_0": 7,
+    "q5_0": 8,
+    "q5_1": 9,
+    "q2_k": 10,
+    "q3_k": 12,
+    "q4_k": 15,
+    "q5_k": 17,
+    "q6_k": 18,
+}
+logger = logging.getLogger("nearplane")
+
+
+def gguf_package() -> ModuleType:
+    """Return the package that knows the container.
+
+    Raises:
+        RecipeError: it is not installed.
+    """
+    try:
+        import gguf
+    except ImportError as error:
+        raise RecipeError(f"--format gguf needs the package gguf, which is not installed: {INSTALL}") from error
+    logging.getLogger("gguf").setLevel(logging.ERROR)
+    package: ModuleType = gguf
+    return package
+
+
+class GGUFFile(Container):
+    """A GGUF with what lies beside it; marked INCOMPLETE until it is whole.
+
+    Raises:
+        RecipeError: llama.cpp would not load it, or compute something else; besides, as `Container`.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        layers: LayerFormat,
+        says: ConfigFile,
+        config: Mapping[str, Any],
+        *,
+        dtype: torch.dtype,
+        shards: int,
+    ) -> None:
+        super().__init__(place, layers, says, config, dtype=dtype, shards=shards)
+        gguf_package()
+        self._network = dict(place.network)
+        self._source = ShardReader(place.source)
+        self._called = called(self._source.names(), self._network)
+        self._size = 0  # of the whole file
+        self._infos: dict[str, Info] = {}  # by the name in the checkpoint
+        self._sums: dict[str, str] = {}
+        self._file: BinaryIO | None = None
+        self._header()  # refuses what it refuses
+
+    def begin(self) -> None:
+        """Nothing: types of layers may still change, and the header has them."""
+
+    def _header(self) -> Any:
+        """Return a writer of the package that knows all but the tensors."""
+        gguf = gguf_package()
+        writer = gguf.GGUFWriter(None, architecture_of(self._network).name)
+        writer.add_name(self.place.source.name)
+        tell(writer, self._network)
+        types = list(self.config["types"].values())
+        usual = max(sorted(set(types)), key=types.count) if types else "f16"
+        writer.add_file_type(FILE_TYPES.get(usual, 1))
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        vocabulary(self.place.source, self._network["vocab_size"], self.config.get("pre")).write(
+            writer, self.place.source
+        )
+        return writer
+
+    def _planned(self) -> dict[str, tuple[str, tuple[int, ...], int]]:
+        """Return (name in the file, shape, type) of every tensor, by the name in the checkpoint, in file order."""
+        found = {}
+        types = self.config["types"]
+        taken = {f"{layer}.weight": layer for layer in types}
+        for name, new in self._called.items():
+            shape, dims = self._source.shape(name), len(self._source.shape(name))
+            if new.startswith("position_embd") or dims == 1 or new.rsplit(".", 2)[-2].endswith("norm"):
+                kind = NUMBER["F32"]
+            elif name in taken:
+                kind = TYPES[types[taken[name]]].number
+            elif new in ENDS and self.config.get("embeddings") is not None:
+                kind = NUMBER[str(self.config["embeddings"]).upper()]
+            else:
+                kind = NUMBER.get(self._source.dtype(name), 0)
+            architecture = {"general.architecture": architecture_of(self._network).name}
+            if architecture["general.architecture"] == "gpt2" and rule_of(new, architecture, dims=dims).transposed:
+                shape = shape[::-1]
+            found[name] = (new, shape, kind)
+        return found
+
+    def _open(self) -> BinaryIO:
+        """Write the header, and make room for the data."""
+        import gguf
+
+        path, writer = self.folder / FILE, self._header()
+        planned, made = self._planned(), rope_factors(self._network)
+        names = [*planned, *("" for _ in made)]
+        writer.add_string(f"{OURS}quantization_config", json.dumps(self.config))
+        writer.add_array(TENSORS, names)
+        writer.add_array(SUMS, ["0" * LONG for _ in names])
+        tensors = [*planned.values(), *((name, tuple(each.shape), 0) for name, each in made.items())]
+        for name, shape, kind in tensors:
+            size = nbytes(path, name, shape, kind)
+            writer.add_tensor_info(name, shape, torch.empty(0).numpy().dtype, size, gguf.GGMLQuantizationType(kind))
+        writer.write_header_to_file(path)
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        writer.close()
+        begin = padded(path.stat().st_size)
+        self._size = begin + sum(padded(nbytes(path, *each)) for each in tensors)
+        file = path.open("r+b")
+        try:
+            os.posix_fallocate(file.fileno(), 0, self._size)  # a full disk is found now
+        except AttributeError:  # on other systems
+            file.truncate(self._size)
+        header = read_header(path)
+        self._fields, self._sums_place = header.fields, header.places[SUMS]
+        self._infos = {name: info for name, info in zip(names, header.tensors, strict=True) if name}
+        for info in header.tensors[len(planned) :]:
+            self._put(file, info.name, info, made[info.name])
+        path.chmod((self.folder / INCOMPLETE).stat().st_mode)
+        return file
+
+    def write(self, tensors: Mapping[str, Tensor]) -> int:
+        """Write the tensors of one block at their places; return the bytes of them, with the first those of the header."""
+        try:
+            return self._write(tensors)
+        except OSError as error:
+            raise FormatError(
+                f"{self.folder / FILE} could not be written ({error}). Free some space and run again; what is there is marked "
+                f"{INCOMPLETE} and does not load."
+            ) from error
+
+    def _write(self, tensors: Mapping[str, Tensor]) -> int:
+        size = 0
+        if self._file is None:
+            self._file = self._open()
+            size = self._size - sum(padded(info.size) for info in self._infos.values())
+        for name, tensor in tensors.items():
+            stem, _, suffix = name.rpartition(".")
+            name = f"{stem}.weight" if suffix in self.layers.SUFFIXES else name
+            if name not in self._called:
+                continue  # llama.cpp has no use for it
+            info = self._infos[name]
+            rule = rule_of(info.name, self._fields, dims=1 if info.type not in DENSE else tensor.dim())
+            tensor = rule.into(tensor.detach().cpu())
+            self._put(self._file, name, info, tensor)
+            size += padded(info.size)
+        self._file.flush()
+        return size
+
+    def _put(self, file: BinaryIO, name: str, info: Info, tensor: Tensor) -> None:
+        """Write one tensor, in the file's type."""
+        if info.type in DENSE:
+            values = tensor.to(DENSE[info.type])
+            if not bool(torch.isfinite(values).all()):
+                raise FormatError(f"{name} has values that {NAMES[values.dtype]} does not hold. Use --embeddings bf16.")
+            tensor = values
+        data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+        if len(data) != info.size:
+            raise FormatError(f"{name} has {len(data)} bytes, {info.size} were announced as {info.name}.")
+        if name in self._sums:
+            raise FormatError(f"{name}: given twice.")
+        file.seek(info.begin)
+        file.write(data)
+        self._sums[name] = hashlib.sha256(data).hexdigest()
+
+    def size_with(self, *rest: Mapping[str, Kind]) -> int:
+        """Return the bytes of the folder but the record: of all tensors, whatever is still to come."""
+        del rest
+        beside = size_copied(self.place.source, trust_remote_code=self.place.trust_remote_code)
+        return self._size + beside + sum(len(text.encode()) for text in self._texts().values())
+
+    def digests(self) -> dict[str, str]:
+        """Return the SHA-256 of every file but the record, once all blocks are written."""
+        self._close()
+        found = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in self._texts().items()}
+        found[FILE] = sha256(self.folder / FILE)
+        for name in names_copied(self.place.source, trust_remote_code=self.place.trust_remote_code):
+            found[name] = sha256(self.place.source / name)
+        return dict(sorted(found.items()))
+
+    def _close(self) -> None:
+        """Write the checksums into the header, and close the file."""
+        if self._file is None:
+            return
+        if missing := sorted(self._infos.keys() - self._sums.keys()):
+            raise FormatError(
+                f"{self.folder / FILE}: {len(missing)} tensors were announced and not given, first {missing[0]}."
+            )
+        sums = [self._sums[name] for name in self._infos]
+        made = [info.name for info in read_header(self.folder / FILE).tensors[len(sums) :]]
+        text = b"".join(
+            struct.pack("<Q", LONG) + each.encode() for each in (*sums, *(self._sums[name] for name in made))
+        )
+        self._file.seek(self._sums_place + 4 + 8)  # behind type and number of entries
+        self._file.write(text)
+        self._file.close()
+        self._file = None
+
+    def finish(self) -> None:
+        """Write what lies beside the file, config.json last, and take the mark away."""
+        self._close()
+        copy_beside(self.place.source, self.folder, trust_remote_code=self.place.trust_remote_code)
+        for name, text in self._texts().items():
+            (self.folder / name).write_text(text)
+        (self.folder / INCOMPLETE).unlink()
+
+    def _texts(self) -> dict[str, str]:
+        return {CONFIG: config_text(self.place.source, self.config)}

@@ -1,0 +1,223 @@
+"""A GGUF as other programs read it: the gguf package, and transformers, which turn names and rows back by rules of their own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import nearplane
+from families import FAMILIES, LLAMA, config_of, random_model
+from nearplane import FormatError, ModelError, RecipeError
+from nearplane.demo import CALIBRATION, MODEL
+from nearplane.formats.gguf.file import FILE, GGUFReader
+from nearplane.formats.stored import read_dense
+from nearplane.readers.network import dense_network
+
+PHI3 = LLAMA | dict(head_dim=8, num_key_value_heads=4)
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": False},
+    "mistral": {},
+    "qwen2": LLAMA,
+    "qwen3": {},
+    "gemma2": {"query_pre_attn_scalar": 8},
+    "gemma3_text": {"query_pre_attn_scalar": 8},
+    "phi3": PHI3,
+    "gpt2": {},
+}
+SHAPED = ("qwen3", "gpt2")  # transformers 5.23 does not read all of their shape: size of heads, positions
+WORDS: dict[str, Any] = {"format": "gguf", "bits": 4, "group_size": 32, "samples": 4, "seqlen": 32}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(CALIBRATION.read_text()[:4000])
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return a function from a family to the folder of a tiny random model with the demo model's tokenizer."""
+
+    def folder_of(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+        folder = tmp_path_factory.mktemp("models") / "model"  # transformers looks for names of makers in that of the folder
+        known = FAMILIES.get(name, {}) | SHAPES.get(name, {}) | changes
+        random_model(config_of(name, **(known | {"vocab_size": 2048}))).to(dtype).save_pretrained(folder)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            (folder / file).write_bytes((MODEL / file).read_bytes())
+        return folder
+
+    return folder_of
+
+
+@pytest.fixture(scope="module")
+def out_of(
+    tmp_path_factory: pytest.TempPathFactory, model_of: Callable[..., Path], text: str
+) -> Callable[[str], tuple[Path, Path]]:
+    """Return a function from a family to (folder of a GGUF, original); do not change them."""
+    made: dict[str, tuple[Path, Path]] = {}
+
+    def folders_of(name: str) -> tuple[Path, Path]:
+        if name not in made:
+            source, out = model_of(name), tmp_path_factory.mktemp("out") / name
+            nearplane.quantize(source, out, calibration=text, **WORDS)
+            made[name] = out, source
+        return made[name]
+
+    return folders_of
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_transformers_reads_what_we_read(name: str, out_of: Callable[[str], tuple[Path, Path]]) -> None:
+    """It has rules of its own for names, halves of heads in turns, norms less one and transposed matrices."""
+    out, source = out_of(name)
+    ours = dense_network(out).state_dict()
+    shape = {"config": AutoConfig.from_pretrained(source)} if name in SHAPED else {}
+    theirs = AutoModelForCausalLM.from_pretrained(out, gguf_file=FILE, dtype=torch.float32, **shape).state_dict()
+    assert ours.keys() == theirs.keys()
+    for key, values in ours.items():
+        assert torch.equal(values, theirs[key]), key
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_gguf_holds_what_its_record_says(name: str, out_of: Callable[[str], tuple[Path, Path]], text: str) -> None:
+    out, source = out_of(name)
+    found = nearplane.verify(out, against=source, calibration=text)
+    assert found.measured
+    assert not found.faults
+
+
+def test_the_gguf_package_reads_types_shapes_and_values(out_of: Callable[[str], tuple[Path, Path]]) -> None:
+    out, source = out_of("qwen3")  # whose rows are not put in turns
+    reader = gguf.GGUFReader(out / FILE)
+    values = dict(read_dense(out))
+    found = {tensor.name: tensor for tensor in reader.tensors}
+    assert len(found) == len(load_file(source / "model.safetensors"))
+    for name, new in (
+        ("model.layers.1.self_attn.q_proj", "blk.1.attn_q"),
+        ("model.layers.2.mlp.down_proj", "blk.2.ffn_down"),
+    ):
+        tensor = found[f"{new}.weight"]
+        assert tensor.tensor_type.name == "Q4_0"
+        decoded = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type))
+        assert torch.equal(decoded, values[f"{name}.weight"])
+    assert found["blk.0.attn_q_norm.weight"].tensor_type.name == "F32"
+    assert found["token_embd.weight"].tensor_type.name == "F32"  # as it is in the model
+
+
+def test_bfloat16_stays_as_it_is(model_of: Callable[..., Path], text: str, tmp_path: Path) -> None:
+    source, out = model_of("llama", torch.bfloat16, attention_bias=False), tmp_path / "out"
+    nearplane.quantize(source, out, calibration=text, ignore=("down_proj",), **WORDS)
+    read, original = dict(read_dense(out)), load_file(source / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight", "model.norm.weight"):
+        assert torch.equal(read[name].float(), original[name].float())
+    types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(out / FILE).tensors}
+    assert types["token_embd.weight"] == types["blk.0.ffn_down.weight"] == "BF16"
+    assert types["output_norm.weight"] == "F32"
+
+
+def test_factors_of_rotary_frequencies_are_those_that_transformers_computes(
+    model_of: Callable[..., Path], text: str, tmp_path: Path
+) -> None:
+    rope = dict(
+        rope_type="llama3", rope_theta=500.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+        original_max_position_embeddings=32,
+    )  # fmt: skip
+    source, out = model_of("llama", attention_bias=False, rope_parameters=rope, head_dim=16), tmp_path / "out"
+    nearplane.quantize(source, out, calibration=text, solver="round-to-nearest", **(WORDS | {"samples": 1}))
+    found = {tensor.name: tensor for tensor in gguf.GGUFReader(out / FILE).tensors}["rope_freqs.weight"]
+    network = dense_network(out)
+    plain = 1 / 500.0 ** (torch.arange(0, 16, 2) / 16)
+    wanted = plain / network.model.rotary_emb.inv_freq
+    assert len(set(wanted.tolist())) > 2  # some are divided by 1, some by 8, some in between
+    torch.testing.assert_close(torch.from_numpy(found.data.copy()), wanted, rtol=1e-6, atol=0)
+
+
+def test_a_damaged_file_is_refused(out_of: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+    out, _ = out_of("qwen2")
+    whole = (out / FILE).read_bytes()
+    for name in ("config.json", "nearplane.json"):
+        (tmp_path / name).write_bytes((out / name).read_bytes())
+    info = GGUFReader(out)._infos["model.layers.0.mlp.up_proj.weight_q4_0"]
+    damaged = bytearray(whole)
+    damaged[info.begin + 5] ^= 1
+    for data, error, said in (
+        (bytes(damaged), FormatError, "SHA-256"),
+        (whole[:-32], ModelError, "cut off"),
+        (whole[:100], ModelError, "not a readable GGUF"),
+        (b"PK" + whole[2:], ModelError, "not a GGUF"),
+        (whole[:4] + b"\x02" + whole[5:], ModelError, "version 2"),
+    ):
+        (tmp_path / FILE).write_bytes(data)
+        with pytest.raises(error, match=said):
+            dict(read_dense(tmp_path))
+
+
+def test_a_file_of_another_tool_is_refused(out_of: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+    out, _ = out_of("qwen2")
+    for name in ("config.json", "nearplane.json"):
+        (tmp_path / name).write_bytes((out / name).read_bytes())
+    writer = gguf.GGUFWriter(tmp_path / FILE, "llama")
+    writer.add_tensor("token_embd.weight", torch.zeros(4, 4).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = nearplane.verify(tmp_path)
+    assert any("not written by nearplane" in fault.what for fault in found.faults)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words", "said"),
+    [
+        ("opt", {}, {}, "model_type is 'opt'"),
+        ("llama", {"hidden_act": "gelu"}, {}, "hidden_act in config.json is 'gelu'"),
+        ("gemma2", {"query_pre_attn_scalar": 32}, {}, "query_pre_attn_scalar"),
+        ("llama", {}, {"group_size": 16}, "groups of 16"),
+        ("llama", {}, {"bits": 3}, "3 bits"),
+        ("llama", {"intermediate_size": 80}, {"group_size": "auto"}, "groups of 16"),
+        ("llama", {}, {"pre": "No Name"}, "--pre is 'No Name'"),
+        ("llama", {"attention_bias": True}, {"symmetric": False}, "asymmetric"),
+    ],
+)
+def test_what_llama_cpp_would_not_load_is_refused_before_work_starts(
+    family: str, changes: dict[str, Any], words: dict[str, Any], said: str, model_of: Callable[..., Path], text: str,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    source = model_of(family, **changes)
+    with pytest.raises(RecipeError, match=said):
+        nearplane.quantize(source, tmp_path / "out", calibration=text, **(WORDS | words))
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unknown_tensor_is_refused(model_of: Callable[..., Path], text: str, tmp_path: Path) -> None:
+    source = model_of("qwen2")
+    tensors = load_file(source / "model.safetensors")
+    save_file(tensors | {"model.mtp.weight": torch.zeros(2)}, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RecipeError, match=r"model\.mtp\.weight: llama\.cpp knows no such tensor"):
+        nearplane.quantize(source, tmp_path / "out", calibration=text, **WORDS)
+
+
+def test_a_missing_package_is_one_sentence(
+    model_of: Callable[..., Path], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    with pytest.raises(RecipeError, match=r'pip install "nearplane\[gguf\]"'):
+        nearplane.quantize(model_of("qwen2"), tmp_path / "out", calibration=text, **WORDS)
+
+
+def test_the_file_says_what_it_was_made_of(out_of: Callable[[str], tuple[Path, Path]]) -> None:
+    out, _ = out_of("llama")
+    fields = gguf.GGUFReader(out / FILE).fields
+    config = json.loads(fields["nearplane.quantization_config"].contents())
+    assert config == json.loads((out / "config.json").read_text())["quantization_config"]
+    assert set(config["types"].values()) == {"q4_0"}
+    assert fields["general.file_type"].contents() == gguf.LlamaFileType.MOSTLY_Q4_0
