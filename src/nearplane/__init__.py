@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from nearplane.compare import compare
     from nearplane.evaluate import evaluate
     from nearplane.export import export
+    from nearplane.generate import generate
     from nearplane.matrix.on_grid import quantize_matrix
     from nearplane.matrix.to_rate import quantize_matrix_to_rate
     from nearplane.quantize import quantize
@@ -47,6 +48,7 @@ __all__ = [
     "compare",
     "evaluate",
     "export",
+    "generate",
     "load",
     "quantize",
     "quantize_matrix",
@@ -63,6 +65,7 @@ HOMES = {
     "compare": "nearplane.compare",
     "evaluate": "nearplane.evaluate",
     "export": "nearplane.export",
+    "generate": "nearplane.generate",
     "load": "nearplane.readers.hub",
     "quantize_matrix": "nearplane.matrix.on_grid",
     "quantize_matrix_to_rate": "nearplane.matrix.to_rate",

@@ -1,4 +1,4 @@
-"""The commands on finished checkpoints: inspect, verify, report, export, tune. Parse, call, print; no logic."""
+"""The commands on finished checkpoints: inspect, verify, report, export, tune, generate. Parse, call, print; no logic."""
 
 from __future__ import annotations
 
@@ -184,4 +184,49 @@ def tune(
         sys.exit(2)
 
 
-COMMANDS = (inspect, verify, report, export, tune)
+def generate(
+    model: str,
+    prompt: str,
+    *,
+    compare: str | None = None,
+    tokens: int = 200,
+    temperature: float = 0.0,
+    seed: int = 0,
+    device: Device = "auto",
+    trust_remote_code: Switch = False,
+) -> None:
+    """Let MODEL go on with PROMPT, and print what it says as it comes.
+
+    A GGUF runs in llama.cpp where llama-cpp-python is installed; everything else, and a GGUF without it, in transformers.
+
+    Args:
+        model: A folder that nearplane wrote, in any format, or a folder or hub id that transformers loads.
+        prompt: Text to go on from.
+        compare: The original: what it says is printed below.
+        tokens: To add at most.
+        temperature: Of the draws; 0 takes the likeliest token each time.
+        seed: Of the draws.
+        device: Where to compute; auto is the GPU where there is one.
+        trust_remote_code: Run model code that comes with the checkpoint.
+    """
+    from nearplane import generate as run
+
+    quiet()
+    for name in [model] if compare is None else [model, compare]:
+        if compare is not None:
+            print(f"── {name}")
+        print(prompt, end="", flush=True)
+        run(
+            name,
+            prompt,
+            tokens=tokens,
+            temperature=temperature,
+            seed=seed,
+            say=lambda piece: print(piece, end="", flush=True),
+            device=device,
+            trust_remote_code=trust_remote_code,
+        )
+        print()
+
+
+COMMANDS = (inspect, verify, report, export, tune, generate)

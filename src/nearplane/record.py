@@ -365,6 +365,11 @@ def read_record(folder: Path) -> RunRecord:
         FormatError: there is none, or it cannot be read.
     """
     path = folder / NAME
+    if folder.is_file():
+        raise FormatError(
+            f"{folder} is a file: expected the folder that nearplane quantize wrote, with the record {NAME} in it. Files of other "
+            f"programs have none."
+        )
     if not path.is_file():
         raise FormatError(f"{folder} holds no {NAME}: expected a folder that nearplane quantize wrote and finished.")
     try:

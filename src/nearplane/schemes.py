@@ -265,8 +265,8 @@ class BlockScheme(Scheme):
     Args:
         grid: A type of blocks of llama.cpp (q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k), or one of its mixes
             (q2_k_m, q3_k_m, q4_k_m, q5_k_m). Rows that blocks of 256 do not divide get the type that llama.cpp takes in its place.
-        embeddings: Type of embeddings and head, which are quantized too; f32, f16 or bf16 leaves them as they are, in that type. auto
-            is what llama.cpp takes: q6_k for the head, also where it is the embeddings, and for other embeddings the type of --grid.
+        embeddings: Type of embeddings and head, which are quantized too; f32, f16 or bf16 leaves them as they are, in that type.
+            auto is what llama.cpp takes: q6_k for the head, also where it is the embeddings; for other embeddings the type of --grid.
         polish: Sweeps of coordinate descent over the codes at the end. Default: 1.
         rounds: Passes of coordinate descent over steps, by least squares, and codes together; then codes are solved once more on
             the fitted steps, and the better ones of every row are kept. Default: 3.

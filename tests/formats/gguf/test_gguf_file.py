@@ -48,7 +48,9 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Return a function from a family to the folder of a tiny random model with the demo model's tokenizer."""
 
     def folder_of(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
-        folder = tmp_path_factory.mktemp("models") / "model"  # transformers looks for names of makers in that of the folder
+        folder = (
+            tmp_path_factory.mktemp("models") / "model"
+        )  # transformers looks for names of makers in that of the folder
         known = FAMILIES.get(name, {}) | SHAPES.get(name, {}) | changes
         random_model(config_of(name, **(known | {"vocab_size": 2048}))).to(dtype).save_pretrained(folder)
         for file in ("tokenizer.json", "tokenizer_config.json"):

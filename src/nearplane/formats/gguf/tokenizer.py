@@ -168,6 +168,8 @@ class _Json:
             control = bool(entry["special"]) or _looks_special(entry["content"])
             token = entry["content"] if control else entry["content"].replace(SPACE, " ")
             self._put(entry["id"], token, Kind.CONTROL if control else Kind.USER_DEFINED)
+        if len({*self.tokens}) < self.size or "" in self.tokens:
+            raise self.unknown("two of its tokens are the same there, or one is empty")
 
     def _put(self, index: int, token: str, kind: Kind) -> None:
         if not 0 <= index < self.size:
@@ -305,7 +307,8 @@ def _scores(found: _Json) -> tuple[float, ...]:
         last = token
     vocabulary, pairs = found.model["vocab"], set(merges)
     reached = {token for token in vocabulary if len(token) == 1 or token in ranks}
-    for token in ranks:
+    merged = [token for token, kind in zip(found.tokens, found.kinds, strict=True) if kind is Kind.NORMAL]
+    for token in merged:
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
             if left in reached and right in reached and (left, right) not in pairs:

@@ -1,0 +1,130 @@
+"""generate(): a model goes on with a text, piece by piece; to see with one's own eyes what quantization left of it.
+
+Any folder of ours, or of transformers, runs through transformers; a GGUF through llama.cpp where llama-cpp-python is installed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase, TextStreamer
+
+from nearplane.errors import RecipeError
+from nearplane.formats.gguf.file import FILE
+from nearplane.formats.stored import quantization_of
+from nearplane.models.model import device_of, positions_of
+from nearplane.pretrained import find_folder, in_a_sentence, tokenizer_of
+from nearplane.readers.hub import load
+from nearplane.schemes import Device
+
+Say = Callable[[str], object]
+LLAMA = "llama_cpp"  # module of llama-cpp-python
+
+
+def generate(
+    source: str | Path,
+    prompt: str,
+    *,
+    tokens: int = 200,
+    temperature: float = 0.0,
+    seed: int = 0,
+    say: Say = lambda piece: None,
+    device: Device = "auto",
+    trust_remote_code: bool = False,
+) -> str:
+    """Let a model go on with a text.
+
+    Args:
+        source: a folder that `quantize` wrote in any format, or any folder or hub id that transformers loads.
+        prompt: to go on from; special tokens are put before it as the tokenizer does.
+        tokens: to add at most; fewer where the model ends or has no positions left.
+        temperature: of the draws; 0 takes the likeliest token each time.
+        seed: of the draws.
+        say: is called with every piece of text when it is there.
+        device: where to compute; llama.cpp chooses itself.
+        trust_remote_code: run model code that comes with the checkpoint.
+
+    Returns:
+        What was added.
+
+    Raises:
+        RecipeError: a number is out of range, or the prompt is empty or too long.
+        ModelError, FormatError: the model or its tokenizer cannot be loaded.
+    """
+    if tokens < 1 or not 0 <= temperature < 100:
+        raise RecipeError(
+            f"tokens is {tokens}, temperature {temperature}; expected at least 1, and a number from 0 to 100."
+        )
+    folder = find_folder(str(source), trust_remote_code=trust_remote_code)
+    if runs_in_llama_cpp(folder):
+        return _by_llama_cpp(folder, prompt, tokens, temperature, seed, say)
+    place = device_of(device)
+    model = load(folder, device=place, trust_remote_code=trust_remote_code)
+    tokenizer = tokenizer_of(folder, trust_remote_code=trust_remote_code)
+    with in_a_sentence(f"{folder} does not generate text"):
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]], dtype=torch.int64, device=place)
+        tokens = _room(ids.shape[1], positions_of(model.config), tokens)
+        pieces = _Pieces(tokenizer, say)
+        drawn: dict[str, Any] = {"do_sample": temperature > 0} | ({"temperature": temperature} if temperature else {})
+        with torch.random.fork_rng(), torch.inference_mode():
+            torch.manual_seed(seed)
+            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, streamer=pieces, **drawn)
+    return pieces.text
+
+
+def runs_in_llama_cpp(folder: Path) -> bool:
+    """Return whether a folder is a GGUF and llama-cpp-python is there to run it."""
+    config = quantization_of(folder)
+    known = sys.modules.get(LLAMA) is not None or (LLAMA not in sys.modules and find_spec(LLAMA) is not None)
+    return config is not None and config.get("quant_method") == "gguf" and known
+
+
+class _Pieces(TextStreamer):  # type: ignore[misc]
+    """Text as it comes, without the prompt."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, say: Say) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.text, self._say = "", say
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Take text that more tokens will not change."""
+        del stream_end
+        self.text += text
+        self._say(text)
+
+
+def _room(prompt: int, positions: int | None, tokens: int) -> int:
+    """Return how many tokens there is room for behind the prompt.
+
+    Raises:
+        RecipeError: the prompt has no tokens, or takes all positions.
+    """
+    if prompt == 0:
+        raise RecipeError("The prompt has no tokens: give the model some text to go on from.")
+    if positions is not None and prompt >= positions:
+        raise RecipeError(
+            f"The prompt has {prompt} tokens, the model {positions} positions. Give it less to go on from."
+        )
+    return tokens if positions is None else min(tokens, positions - prompt)
+
+
+def _by_llama_cpp(folder: Path, prompt: str, tokens: int, temperature: float, seed: int, say: Say) -> str:
+    """Run the file itself."""
+    import llama_cpp
+
+    with in_a_sentence(f"llama.cpp does not run {folder / FILE}"):
+        model = llama_cpp.Llama(str(folder / FILE), n_ctx=0, seed=seed, verbose=False)
+        ids = model.tokenize(prompt.encode(), add_bos=True)
+        tokens = _room(len(ids), model.n_ctx(), tokens)
+        text = ""
+        for part in model.create_completion(ids, max_tokens=tokens, temperature=temperature, seed=seed, stream=True):
+            piece = part["choices"][0]["text"]
+            text += piece
+            say(piece)
+        model.close()
+    return text

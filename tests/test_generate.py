@@ -1,0 +1,71 @@
+"""generate(): text from any folder, piece by piece; the likeliest tokens are those of the network itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import nearplane
+from nearplane import RecipeError
+from nearplane.cli import app
+from nearplane.demo import CALIBRATION, MODEL
+from nearplane.evaluate import load_dense
+
+PROMPT = "Return the number of"
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("out") / "gguf"
+    words = {"samples": 1, "seqlen": 16, "solver": "round-to-nearest", "format": "gguf", "bits": 8, "group_size": 32}
+    nearplane.quantize(MODEL, folder, calibration=str(CALIBRATION), **words)
+    return folder
+
+
+def likeliest(folder: Path, tokens: int) -> str:
+    """Return what follows the prompt, one whole forward a token."""
+    network, tokenizer = load_dense(folder, torch.device("cpu"))
+    ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    begin = ids.shape[1]
+    with torch.inference_mode():
+        for _ in range(tokens):
+            ids = torch.cat([ids, network(ids).logits[:, -1:].argmax(-1)], 1)
+    return str(tokenizer.decode(ids[0, begin:]))
+
+
+def test_the_likeliest_tokens_come_piece_by_piece(out: Path) -> None:
+    pieces: list[str] = []
+    text = nearplane.generate(out, PROMPT, tokens=12, say=pieces.append)
+    assert text == "".join(pieces) == likeliest(out, 12)
+    assert len(pieces) > 2
+
+
+def test_draws_repeat_and_leave_the_global_generator_alone() -> None:
+    before = torch.get_rng_state()
+    texts = [nearplane.generate(MODEL, PROMPT, tokens=12, temperature=1.0, seed=seed) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_command_shows_both(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        app(["generate", str(out), PROMPT, "--compare", str(MODEL), "--tokens", "4"])
+    assert ended.value.code in (0, None)
+    said = capsys.readouterr().out
+    assert said == f"── {out}\n{PROMPT}{likeliest(out, 4)}\n── {MODEL}\n{PROMPT}{likeliest(MODEL, 4)}\n"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words", "said"),
+    [
+        ("", {}, "no tokens"),
+        ("word " * 600, {}, "512 positions"),
+        (PROMPT, {"tokens": 0}, "tokens is 0"),
+        (PROMPT, {"temperature": -1.0}, "temperature -1.0"),
+    ],
+)
+def test_what_cannot_be_gone_on_from_is_one_sentence(prompt: str, words: dict[str, float], said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        nearplane.generate(MODEL, prompt, **words)  # type: ignore[arg-type]
