@@ -15,6 +15,7 @@ from nearplane.schemes import names_of
 SHOWN = (  # groups in the order of the help, and their flags
     ("Everyday", ("bits", "group-size", "symmetric", "grid", "embeddings", "format")),
     ("Entropy-coded, instead of --bits", ("rate", "size", "include-head", "include-embeddings")),
+    ("GGUF, for llama.cpp", ("pre",)),
     ("Calibration text", ("calibration", "samples", "seqlen")),
     ("Layer by layer", ("allocate", "layer", "ignore", "max-loss")),
     ("Solving: the defaults measured best", ("solver", "beam", "polish", "rounds", "order", "damp", "correct", "tune")),

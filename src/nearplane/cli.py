@@ -16,6 +16,7 @@ from nearplane.finished import COMMANDS, Switch
 from nearplane.flags import (
     EVERYDAY,
     LAYERS,
+    LLAMA,
     RUNNING,
     SOLVING,
     BlockFlags,
@@ -59,7 +60,7 @@ def quantize(
     ignore: Annotated[tuple[str, ...], Parameter(group=LAYERS, consume_multiple=True, negative="")] = (),
     max_loss: Annotated[float | None, Parameter(group=LAYERS)] = None,
     tune: Annotated[Tune, Parameter(group=SOLVING)] = "none",
-    pre: Annotated[str | None, Parameter(group=EVERYDAY)] = None,
+    pre: Annotated[str | None, Parameter(group=LLAMA)] = None,
     device: Annotated[Device, Parameter(group=RUNNING)] = "auto",
     overwrite: Annotated[bool, Parameter(group=RUNNING, negative="")] = False,
     trust_remote_code: Annotated[bool, Parameter(group=RUNNING, negative="")] = False,

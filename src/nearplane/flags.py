@@ -19,10 +19,11 @@ from nearplane.schemes import AnyScheme, BlockScheme, GridScheme, RateScheme, So
 
 EVERYDAY = Group("Everyday", sort_key=1)
 RATES = Group("Entropy-coded, instead of --bits", sort_key=2)
-TEXT = Group("Calibration text", sort_key=3)
-LAYERS = Group("Layer by layer", sort_key=4)
-SOLVING = Group("Solving: the defaults measured best", sort_key=5)
-RUNNING = Group("Running", sort_key=6)
+LLAMA = Group("GGUF, for llama.cpp", sort_key=3)
+TEXT = Group("Calibration text", sort_key=4)
+LAYERS = Group("Layer by layer", sort_key=5)
+SOLVING = Group("Solving: the defaults measured best", sort_key=6)
+RUNNING = Group("Running", sort_key=7)
 FOR_PYTHON = {"obq"}  # solvers that are no flag: too slow for a whole model
 OFFERED: Any = Literal[tuple(name for name in get_args(Solver) if name not in FOR_PYTHON)]
 TYPES = {"solver": OFFERED | None}  # where flags offer less than Python

@@ -154,7 +154,11 @@ def quantization_config(
         ignore=left_dense(model, layers),
         grids=own,
         experts=merged_experts(model),
-        layers={model.written_name(name): grid for name, grid in grids.items()},
+        layers={  # what is put together from several tensors is refused later, see `readers/loadable.py`
+            model.written_name(name): grid
+            for name, grid in grids.items()
+            if model.weights.stored_alone(f"{name}.weight")
+        },
         pre=recipe.pre,
         version=version("nearplane"),
     )
