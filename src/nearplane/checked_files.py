@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from nearplane.block_types import TYPES
 from nearplane.errors import FormatError, ModelError
 from nearplane.faults import Fault
 from nearplane.formats import FORMATS
@@ -17,6 +18,7 @@ from nearplane.formats.config_file import Quantized
 from nearplane.formats.container import written
 from nearplane.formats.stored import Stored
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
+from nearplane.lattice.superblock import SuperGrid
 from nearplane.record import NAME, LayerRecord, RunRecord, contradictions, digest_of
 from nearplane.shards import sha256
 
@@ -142,8 +144,14 @@ def _of_the_grid(matrix: QuantizedMatrix, layer: LayerRecord) -> Iterator[str]:
             f"its codes are {grid.low} to {grid.high} in {grid.scale.shape[1]} groups; the record says {layer.bits} bits, groups "
             f"of {layer.group_size or 'a row'}, {'' if layer.symmetric else 'not '}symmetric"
         )
-    if not bool(torch.isfinite(grid.scale).all() and (grid.scale > 0).all()):
-        yield "a step is not a positive number"
+    if not bool(torch.isfinite(grid.scale).all()) or not (isinstance(grid, SuperGrid) or bool((grid.scale > 0).all())):
+        yield "a step is not a positive number"  # blocks of llama.cpp may have steps of either sign, and none at all
+    if (
+        isinstance(grid, SuperGrid)
+        and layer.blocks in TYPES
+        and shape[1] != TYPES[layer.blocks].columns * grid.d.shape[1]
+    ):
+        yield f"it has {grid.d.shape[1]} blocks a row, which are not those of {layer.blocks}, as the record says"
     for what, values in (("code", matrix.codes), ("zero", grid.zero)):
         low, high = (float(x) for x in values.aminmax())
         if (what == "code" and (low < grid.low or high > grid.high)) or not math.isfinite(high - low):

@@ -111,7 +111,7 @@ def check_request(model: Model, recipe: Recipe) -> None:
 def _fused_apart(model: Model, recipe: Recipe) -> dict[str, list[str]]:
     """Return layers that runtimes fuse and that have grids of their own, by where they are; the first place of all."""
     together: dict[tuple[str, str], dict[str, object]] = {}
-    for layer in model.layers if recipe.layers else ():
+    for layer in model.layers if recipe.layers and recipe.format != "gguf" else ():
         path, _, last = layer.name.rpartition(".")
         scheme = recipe.scheme_of(layer.name)
         if last in FUSED and scheme is not None:

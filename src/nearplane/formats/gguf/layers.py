@@ -25,7 +25,7 @@ from nearplane.schemes import LayerGrid
 
 METHOD, FORMAT_VERSION = "gguf", 1
 KINDS = ("Linear", "Conv1D", "Embedding")
-PLAIN = {(kind.bits, kind.group): kind for kind in TYPES.values() if kind.symmetric and kind.columns == kind.group}
+PLAIN = {(kind.bits, kind.group): kind for kind in TYPES.values() if kind.symmetric and kind.single}
 
 
 class Blocks(LayerFormat):
@@ -75,10 +75,8 @@ class Blocks(LayerFormat):
     def unpack(self, name: str, tensors: Mapping[str, Tensor], grid: LayerGrid) -> QuantizedMatrix:
         """Return the matrix of one layer."""
         kind = _stored(name, tensors)
-        if (kind.bits, kind.group, kind.symmetric) != (grid.bits, grid.group_size, grid.symmetric):
-            raise FormatError(
-                f"{name}: blocks of {kind.name}, and config.json says something else. Fetch the folder again."
-            )
+        if kind.name != grid.blocks:
+            raise FormatError(f"{name}: blocks of {kind.name}, config.json says {grid.blocks}. Fetch the folder again.")
         return unpack(kind, tensors[f"{name}.weight_{kind.name}"], self.shape_of(name, tensors)[1])
 
 
@@ -114,7 +112,7 @@ class Config(ConfigFile):
             raise FormatError(
                 f"{name}: its type in config.json is {kind!r}; known are {', '.join(TYPES)}. Fetch it again."
             )
-        return LayerGrid(TYPES[kind].bits, TYPES[kind].group, TYPES[kind].symmetric)
+        return LayerGrid(TYPES[kind].bits, TYPES[kind].group, TYPES[kind].symmetric, blocks=kind)
 
 
 def type_of(name: str, grid: LayerGrid) -> BlockType:
@@ -123,11 +121,14 @@ def type_of(name: str, grid: LayerGrid) -> BlockType:
     Raises:
         RecipeError: there is none.
     """
+    if grid.blocks is not None:
+        return TYPES[grid.blocks]
     kind = PLAIN.get((grid.bits, grid.group_size)) if grid.symmetric else None
     if kind is None:
         raise RecipeError(
             f"{name}: {grid.bits} bits in {'' if grid.symmetric else 'a'}symmetric groups of {grid.group_size or 'a row'} asked "
-            f"for; a GGUF has {', '.join(str(bits) for bits, _ in PLAIN)} bits in symmetric groups of 32: pass --group-size 32."
+            f"for; a GGUF has {', '.join(str(bits) for bits, _ in PLAIN)} bits in symmetric groups of 32 (--group-size 32), and "
+            f"the types of --grid."
         )
     return kind
 
