@@ -159,6 +159,7 @@ def quantization_config(
             for name, grid in grids.items()
             if model.weights.stored_alone(f"{name}.weight")
         },
+        embeddings=recipe.scheme.dense_ends,
         pre=recipe.pre,
         version=version("nearplane"),
     )

@@ -142,6 +142,11 @@ class Scheme:
         return False, False
 
     @property
+    def dense_ends(self) -> str | None:
+        """The type of a GGUF in which embeddings and head stay as they are; None: their own, or they are quantized."""
+        return None
+
+    @property
     def layer_grid(self) -> LayerGrid:
         """The grid that layers get; of nothing where codes have no limits."""
         return LayerGrid(None, None, None)
@@ -266,7 +271,7 @@ class BlockScheme(Scheme):
         grid: A type of blocks of llama.cpp (q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k), or one of its mixes
             (q2_k_m, q3_k_m, q4_k_m, q5_k_m). Rows that blocks of 256 do not divide get the type that llama.cpp takes in its place.
         embeddings: Type of embeddings and head, which are quantized too; f32, f16 or bf16 leaves them as they are, in that type.
-            auto is what llama.cpp takes: q6_k for the head, also where it is the embeddings; for other embeddings the type of --grid.
+            auto is as llama.cpp: q6_k for the head, also where it is the embeddings; for other embeddings the type of --grid.
         polish: Sweeps of coordinate descent over the codes at the end. Default: 1.
         rounds: Passes of coordinate descent over steps, by least squares, and codes together; then codes are solved once more on
             the fitted steps, and the better ones of every row are kept. Default: 3.
