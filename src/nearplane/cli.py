@@ -80,8 +80,8 @@ def quantize(
             --size or a fraction of bits, else uniform.
         max_loss: Relative loss that no layer may exceed. Entropy-coded layers get more bits; layers that exceed it all the same,
             or on fixed grids, are named and the command ends with code 2.
-        tune: Train steps, norms and codes (at 2 and 3 bits, and entropy-coded) on the divergence of the network's predictions from the original's,
-            once all is solved (network); takes about ten times as long. See nearplane tune.
+        tune: Train steps, norms and codes (at 2 and 3 bits, and entropy-coded) on the divergence of the network's predictions
+            from the original's, once all is solved (network); takes about ten times as long. See nearplane tune.
         pre: Of a GGUF: name of the tokenizer's pre-tokenizer in llama.cpp, where its structure is not known.
         ignore: Regular expressions, one or several; layers whose full name one of them is found in stay as they are.
         device: Where to compute; auto is the GPU where there is one.

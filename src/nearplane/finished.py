@@ -142,9 +142,9 @@ def tune(
     """Train steps, norms and codes of the checkpoint in OUT on its divergence from the original; write NEW.
 
     Same format, same widths, and entropy-coded layers take no more bytes than were asked for: nothing changes for programs that
-    load it. Codes are trained at 2 and 3 bits and where they are entropy-coded. A fifth of the text's windows is held out: the state
-    that is best on them is written, or OUT as it is if none is better. Layers that then lose more than the --max-loss that OUT
-    was quantized with are named, and the command ends with code 2.
+    load it. Codes are trained at 2 and 3 bits and where they are entropy-coded. A fifth of the text's windows is held out: the
+    state that is best on them is written, or OUT as it is if none is better. Layers that then lose more than the --max-loss that
+    OUT was quantized with are named, and the command ends with code 2.
 
     Args:
         out: Folder of a checkpoint that nearplane quantize wrote with --bits or --rate.
