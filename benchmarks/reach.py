@@ -64,7 +64,9 @@ class Run:
 
     def by_shapes(self) -> float:
         """Multiplications of factors and solves, in units of 1e12: a third of in^3 a factor, out in^2 a product."""
-        return self.blocks * sum(group[0][1] ** 3 / 3 + sum(o * i * i for o, i in group) for group in self.layers) / 1e12
+        return (
+            self.blocks * sum(group[0][1] ** 3 / 3 + sum(o * i * i for o, i in group) for group in self.layers) / 1e12
+        )
 
     def memory(self) -> float:
         """Bytes: a block twice, hidden states of two streams and what is paused, and ten matrices (in, in) of half float64."""

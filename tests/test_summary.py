@@ -36,7 +36,7 @@ def test_a_run_that_went_as_asked_takes_four_lines():
     assert list(summary(RUN, OUT)) == [
         "2 layers quantized to 4.000 bits per weight in 1.5 s: out",
         "weight files 1.25 MB, the whole folder 1.50 MB, calibrated on 512 tokens",
-        "relative loss on 1 extra windows, to which nothing was fitted: mean 3.50e-02, worst 5.00e-02 (model.layers.1.mlp.up_proj)",
+        "relative loss on 1 extra window, to which nothing was fitted: mean 3.50e-02, worst 5.00e-02 (model.layers.1.mlp.up_proj)",
         "rounding the same targets to nearest would lose 2.0 times as much there (median layer)",
     ]
 

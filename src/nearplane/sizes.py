@@ -1,4 +1,4 @@
-"""Numbers of bytes in words: as they are typed, "3.1GB", and as they are printed, "3.10 GB". Needs no torch."""
+"""Numbers in words: bytes as they are typed, "3.1GB", and as they are printed, "3.10 GB"; counts. Needs no torch."""
 
 from __future__ import annotations
 
@@ -35,3 +35,8 @@ def size_text(many: int) -> str:
         value, unit = value / 1000, unit + 1
     digits = 0 if unit == 0 or abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
     return f"{value:,.{digits}f} {PRINTED[unit]}"
+
+
+def counted(many: int, what: str) -> str:
+    """Return how many there are of what: "1 window", "1,024 windows"."""
+    return f"{many:,} {what}" if many == 1 else f"{many:,} {what}s"

@@ -9,7 +9,7 @@ from nearplane.dead import dead_inputs
 from nearplane.enough import shortage
 from nearplane.record import LayerRecord, RunRecord
 from nearplane.schemes import FITTING
-from nearplane.sizes import size_text
+from nearplane.sizes import counted, size_text
 
 
 def summary(record: RunRecord, out: Path) -> Iterator[str]:
@@ -46,10 +46,8 @@ def tuned(record: RunRecord, out: Path) -> Iterator[str]:
     """Yield the lines that `nearplane tune` prints."""
     assert record.tuning is not None, "of a tuned checkpoint"
     yield f"{record.tuning.sentence()}: {out}"
-    yield (
-        f"{record.tuning.windows} windows of {record.tuning.seqlen} trained on, {record.tuning.held_windows} held out; losses are "
-        f"measured again, those before tuning stand in the record"
-    )
+    yield record.tuning.looked_at()
+    yield "losses are measured again, those before tuning stand in the record"
     yield from _losses(record)
     yield from _exceeding(record)
 
@@ -74,7 +72,7 @@ def _losses(record: RunRecord) -> Iterator[str]:
         if layer.extra_relative_loss is not None
     ]
     if found:
-        where, there = f" on {record.extra_windows} extra windows, to which nothing was fitted", " there"
+        where, there = f" on {counted(record.extra_windows, 'extra window')}, to which nothing was fitted", " there"
     else:
         found = [(layer.relative_loss, layer.nearest_loss, layer.loss, layer.name) for layer in record.layers]
         if record.tokens and not record.extra_windows:
@@ -125,7 +123,7 @@ def layer_table(record: RunRecord) -> tuple[list[str], tuple[str, ...], Iterator
         f"{record.windows} windows of {record.seqlen} tokens, {record.extra_windows} extra; versions {record.versions}",
     ]
     if record.tuning is not None:
-        before.append(record.tuning.sentence())
+        before += [record.tuning.sentence(), record.tuning.looked_at()]
     after = [f"left as it is: {name} ({reason})" for name, reason in record.skipped]
     after.append(f"total: {record.rate:.3f} bits per quantized weight, weight files {size_text(record.bytes)}")
     if record.extra_windows:

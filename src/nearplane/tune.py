@@ -273,6 +273,7 @@ def _tuned(
         samples=cut.samples,
         windows=cut.training,
         held_windows=cut.held,
+        found=cut.found,
         seqlen=cut.windows.shape[1],
         text=digest_of(cut.windows),
         steps=outcome.steps,

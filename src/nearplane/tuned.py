@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from nearplane.errors import FormatError
+from nearplane.sizes import counted, size_text
 
 Tune = Literal["none", "network"]
 APART = 1e-5  # relative, of the held-out KL by the file and while training: float32 sums in another order
@@ -56,6 +57,8 @@ class Tuning:
         samples: Windows of it that were asked for.
         windows: Windows that were trained on.
         held_windows: Windows of the same text that were held out, to choose the state that is kept.
+        found: Windows that the text gave, fewer than asked for where it is shorter. Those that are neither trained on nor held out
+            are the extra ones, on which losses are measured, and what would not have filled a batch. None: not known.
         seqlen: Tokens of a window.
         text: SHA-256 of the token ids of the windows, trained on first, as little-endian int64.
         steps: Of the optimizer that were done.
@@ -87,6 +90,7 @@ class Tuning:
     curve: tuple[Point, ...]
     kept: int
     held_out: float
+    found: int | None = None
     most: int | None = None
     norms: dict[str, str] = field(default_factory=dict)
     solved: tuple[Solved, ...] = ()
@@ -103,7 +107,7 @@ class Tuning:
 
     def sentence(self) -> str:
         """Return what came of it, in words."""
-        on = f"KL on {self.held_windows} held-out windows of {self.seqlen} tokens"
+        on = f"KL on {counted(self.held_windows, 'held-out window')} of {self.seqlen} tokens"
         if not self.kept:
             looks = [point.held_out for point in self.curve[1:]]
             after = f"{min(looks):.5f} at best" if looks else "never a number"
@@ -111,11 +115,31 @@ class Tuning:
                 f"tuning gained nothing: {on} was {self.start:.5f} before and {after} after, so steps, norms and codes are as "
                 f"solved"
             )
-        moved = f", {self.codes:,} codes moved" if self.codes else ""
+        moved = f", {counted(self.codes, 'code')} moved" if self.codes else ""
+        size = ""
+        if self.most is not None and (now := next(p.bytes for p in self.curve if p.step == self.kept)) is not None:
+            size = f"; layers take {size_text(now)}, {size_text(self.curve[0].bytes or 0)} before"
         return (
             f"tuned in {self.seconds:.1f} s: {on} {self.start:.5f} -> {self.held_out:.5f} (step {self.kept} of {self.steps}"
-            f"{moved}, {len(self.norms)} norms changed)"
+            f"{moved}, {counted(len(self.norms), 'norm')} changed{size})"
         )
+
+    def looked_at(self) -> str:
+        """Return what was trained on and held out, in words."""
+        passes = self.steps * self.batch / self.windows
+        said = (
+            f"{counted(self.steps, 'step')} of {counted(self.batch * self.seqlen, 'token')}, "
+            f"{counted(self.windows, 'window')} trained on {passes:.2g} times, {self.held_windows} held out"
+        )
+        if self.found is None:
+            return said
+        if left := self.found - self.windows - self.held_windows:
+            said += f", {left} left out (extra windows, on which losses are measured, and what fills no batch)"
+        if self.found < self.samples:
+            said += (
+                f"; the text holds {counted(self.found, 'window')} of {self.seqlen}, {self.samples:,} were asked for"
+            )
+        return said
 
 
 def odd(tuning: Tuning) -> Iterator[str]:

@@ -28,7 +28,7 @@ def tuning(record: RunRecord) -> str:
     ticks = [Tick(place=f"{100 * share}%", text=f"{share * last:.0f}") for share in (0, 0.5, 1)]
     before = "Losses on this page are those of the tuned codes and steps, along the tuned network; those before are in the record."
     return (
-        f"<h2>Tuning</h2><p>{escape(_capital(tuned.sentence()))}. {escape(before)}</p>"
+        f"<h2>Tuning</h2><p>{escape(_capital(tuned.sentence()))}. {escape(_capital(tuned.looked_at()))}. {escape(before)}</p>"
         '<div class="profiles"><figure class="profile"><figcaption><h3>KL to the original, nats per token</h3></figcaption>'
         f"{plot('KL to the original while tuning', y, ticks, parts)}"
         '<p class="axis below">step of the optimizer</p>'

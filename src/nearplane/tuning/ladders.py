@@ -1,11 +1,11 @@
-"""An entropy-coded matrix as a function of what is trained of it: scales of rows and columns, the base, and codes.
+"""An entropy-coded matrix as a function of what is trained of it: its base, and its codes.
 
-    value = row * code * column     row = 2^(rows / resolution),  column = base * 2^(columns / resolution)
-    rows = rung(rows_0 + unit r / ln 2),  columns and base likewise,     code = round(code_0 + unit_codes v)
+    value = row * code * column     base = rung(base_0 exp(unit b)),     code = round(code_0 + unit_of_codes v)
 
-`r`, `c`, `b` and `v` are trained, as `parameters.py` has it: what is rounded is rounded in every forward as the file will hold it,
-and gradients pass straight through. Codes have no limits; what keeps them small is what they cost, see `pressure.py`. Knows
-matrices, not networks.
+`b` and `v` are trained, as `parameters.py` has it: what is rounded is rounded in every forward as the file will hold it, and
+gradients pass straight through. Scales of rows and columns stay: finer ladders for them take more bytes than they are worth
+(docs/log.md), and what a norm can take over is trained there. Codes have no limits; what keeps them small is what they cost, see
+`pressure.py`. Knows matrices, not networks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from nearplane.coding.blob import stored_base
-from nearplane.coding.header import MAX_EXPONENT
 from nearplane.errors import FormatError
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
 from nearplane.tuning.parameters import LEAN, MOST, through
@@ -34,15 +33,12 @@ class TunedLadders:
         matrix: codes (out, in) and exponents, as read from a file.
         rate: bits per weight that it takes.
         codes: whether codes are trained too; see `lean`.
-        scales: whether scales of rows and columns are, on the ladders that they are on.
 
     Raises:
         FormatError: it is on another kind of grid.
     """
 
-    def __init__(
-        self, name: str, matrix: QuantizedMatrix, rate: float, *, codes: bool = False, scales: bool = False
-    ) -> None:
+    def __init__(self, name: str, matrix: QuantizedMatrix, rate: float, *, codes: bool = False) -> None:
         grid, (out, width) = matrix.grid, matrix.codes.shape
         if not isinstance(grid, ProductGrid):
             raise FormatError(f"{name}: a {type(grid).__name__}, where scales on ladders were expected.")
@@ -52,8 +48,6 @@ class TunedLadders:
         self._unit: float = 2.0**-rate
         self._fine = min(self._unit, CODE_UNIT)
         self._b = torch.zeros((), device=device, requires_grad=True)
-        self._r = torch.zeros(out, device=device, requires_grad=True) if scales and bool(grid.rows.any()) else None
-        self._c = torch.zeros(width, device=device, requires_grad=True) if scales else None
         self._v = torch.zeros(out, width, device=device, requires_grad=True) if codes else None
         mean = matrix.codes.abs().float().mean(0)  # (in,)
         mean = ((out * mean + NOT_SEEN * mean.mean()) / (out + NOT_SEEN)).clamp(min=1e-4)
@@ -77,55 +71,39 @@ class TunedLadders:
             self._v.copy_(apart.mul_(LEAN).clamp_(-MOST, MOST) / self._fine)
 
     def trained(self) -> dict[str, Tensor]:
-        """Return `b` (), and `r` (out,), `c` (in,) and `v` (out, in) where these are trained."""
-        found = {"base": self._b, "rows": self._r, "columns": self._c, "codes": self._v}
-        return {kind: leaf for kind, leaf in found.items() if leaf is not None}
+        """Return `b` (), and `v` (out, in) where codes are trained."""
+        return {"base": self._b} | ({} if self._v is None else {"codes": self._v})
 
     def values(self) -> Tensor:
         """Return (out, in) `row * code * column`, exactly as the file will decode."""
         grid = self._rounded()
-        octaves = self._unit / math.log(2)
-        row, column = grid.row_scale(), grid.column_scale()
-        if self._r is not None:
-            wanted = torch.exp2(self._grid.rows / self._grid.row_resolution + octaves * self._r)
-            row = through(row, wanted)
-        wanted = octaves * self._b + self._grid.columns / self._grid.column_resolution
-        if self._c is not None:
-            wanted = wanted + octaves * self._c
-        column = through(column, self._grid.base * torch.exp2(wanted))
-        return self._rounded_codes() * row[:, None] * column
+        column = grid.column_scale()
+        column = through(column, column * (self._unit * (self._b - self._b.detach())).exp())
+        return self._rounded_codes() * grid.row_scale()[:, None] * column
 
     def matrix(self) -> QuantizedMatrix[ProductGrid]:
         """Return codes and scales as the file will hold them."""
         return QuantizedMatrix(codes=self._rounded_codes().detach().to(torch.int32), grid=self._rounded())
 
     def state(self) -> dict[str, Tensor]:
-        """Return codes, exponents and base."""
-        grid = self._rounded()
-        base = torch.tensor(grid.base, dtype=torch.float64)
-        return {
-            "codes": _short(self._rounded_codes().detach()),
-            "rows": grid.rows,
-            "columns": grid.columns,
-            "base": base,
-        }
+        """Return base, and codes where they are trained."""
+        found = {"base": torch.tensor(self._rounded().base, dtype=torch.float64)}
+        return found if self._v is None else found | {"codes": _short(self._rounded_codes().detach())}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Take codes, exponents and base for those to begin with."""
-        self._codes = state["codes"]
-        self._grid = replace(self._grid, rows=state["rows"], columns=state["columns"], base=float(state["base"]))
+        """Take base, and codes where they are trained, for those to begin with."""
+        self._grid = replace(self._grid, base=float(state["base"]))
         with torch.no_grad():
-            for leaf in self.trained().values():
-                leaf.zero_()
+            self._b.zero_()
+            if self._v is not None:
+                self._codes = state["codes"]
+                self._v.zero_()
 
     def load(self, matrix: QuantizedMatrix) -> None:
-        """Take a matrix on the same ladders, as read from a file."""
-        matrix = matrix.to(self._codes.device)
+        """Take base and codes of a matrix with the same scales of rows and columns, as read from a file."""
         assert isinstance(matrix.grid, ProductGrid), "on the same ladders"
-        self._grid = matrix.grid
-        base = torch.tensor(matrix.grid.base, dtype=torch.float64)
-        rows, columns = matrix.grid.rows, matrix.grid.columns
-        self.restore({"codes": _short(matrix.codes), "rows": rows, "columns": columns, "base": base})
+        self._codes = _short(matrix.codes.to(self._codes.device))
+        self.restore({"base": torch.tensor(matrix.grid.base, dtype=torch.float64), "codes": self._codes})
 
     @torch.no_grad()
     def press(self, price: float) -> None:
@@ -139,14 +117,9 @@ class TunedLadders:
         """Return about how many bits the codes take, less what does not change as they move."""
         return float((self._rounded_codes().abs().sum(0) * self._price).sum())
 
-    @torch.no_grad()
     def _rounded(self) -> ProductGrid:
         """Return the grid as stored."""
-        octaves, grid = self._unit / math.log(2), self._grid
-        rows = _rungs(grid.rows, self._r, octaves * grid.row_resolution)
-        columns = _rungs(grid.columns, self._c, octaves * grid.column_resolution)
-        base = stored_base(grid.base * 2.0 ** (octaves * float(self._b)))
-        return replace(grid, base=base, rows=rows, columns=columns)
+        return replace(self._grid, base=stored_base(self._grid.base * math.exp(self._unit * float(self._b.detach()))))
 
     def _rounded_codes(self) -> Tensor:
         """Return (out, in) float32 codes."""
@@ -155,13 +128,6 @@ class TunedLadders:
             return codes
         wanted = codes + self._fine * self._v
         return through(wanted.detach().round(), wanted)
-
-
-def _rungs(exponents: Tensor, leaf: Tensor | None, unit: float) -> Tensor:
-    """Return exponents `unit` times a leaf further on, whole."""
-    if leaf is None:
-        return exponents
-    return (exponents + unit * leaf).round().clamp(-MAX_EXPONENT, MAX_EXPONENT).to(torch.int32)
 
 
 def _short(codes: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nearplane.errors import CalibrationError, RecipeError
 from nearplane.record import RunRecord
+from nearplane.sizes import counted
 from nearplane.tuning.loop import Schedule
 
 TIMES = 5  # as many windows as calibration took are looked at by default, a fifth of them held out
@@ -18,7 +19,7 @@ HELD = 5  # of so many windows one is held out,
 MOST_HELD = 16384  # but no more tokens than tell the figure to a percent
 BATCH = 256  # tokens of a step, at least one window: many small steps gained more than few large ones on as many tokens
 # in units of 2^-bits, see `parameters.py` and `ladders.py`
-RATES = {"steps": 0.024, "norms": 0.012, "codes": 0.04, "base": 0.024, "rows": 0.024, "columns": 0.024}
+RATES = {"steps": 0.024, "norms": 0.012, "codes": 0.04, "base": 0.024}
 CODE_BITS = 3  # most bits of codes on grids that are trained: finer ones have nothing to gain
 
 
@@ -31,6 +32,7 @@ class Split:
         training: how many are trained on.
         batch: windows that pass together.
         samples: windows that were asked for.
+        found: windows that the text gave.
         schedule: steps and rates.
     """
 
@@ -38,6 +40,7 @@ class Split:
     training: int
     batch: int
     samples: int
+    found: int
     schedule: Schedule
 
     @property
@@ -79,14 +82,15 @@ def split(
             raise RecipeError(f"--{name} is {value}; expected at least {low}.")
     wanted, length = samples or TIMES * (record.windows or least), seqlen or record.seqlen
     windows = read(wanted, length)
-    length = windows.shape[1]
+    found, length = windows.shape
     begin, end = record.windows * record.seqlen, (record.windows + record.extra_windows) * record.seqlen
     starts = torch.arange(len(windows)) * length
     windows = windows[(starts + length <= begin) | (starts >= end)]
     if len(windows) < 2:
         raise CalibrationError(
-            f"The text has {len(windows)} windows of {length} tokens to tune on, beside those on which losses are measured; at "
-            f"least 2 are needed, one of them held out. Pass a longer text with --calibration, or shorter windows with --seqlen."
+            f"The text has {counted(len(windows), 'window')} of {length} tokens to tune on, beside those on which losses are "
+            f"measured; at least 2 are needed, one of them held out. Pass a longer text with --calibration, or shorter windows "
+            f"with --seqlen."
         )
     held = _held(len(windows), length)
     batch = max(1, min(BATCH // length, held, len(windows) - held))
@@ -100,6 +104,7 @@ def split(
         training=len(fitted),
         batch=batch,
         samples=wanted,
+        found=found,
         schedule=Schedule(steps=steps, rates=RATES),
     )
 
