@@ -31,7 +31,7 @@ def model(tmp_path_factory):
 
 
 def stop(model, out, number, *more):
-    """Send a signal to the command once it has written its first shard; return what it said, lines of progress left out."""
+    """Send a signal to the command once its first block is kept; return what it said, lines of progress left out."""
     words = [
         sys.executable,
         "-m",
@@ -52,7 +52,7 @@ def stop(model, out, number, *more):
         text=True,
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a shell starts its background jobs without
     )
-    while not (out.with_name("out.unfinished") / "model-00001-of-00013.safetensors").exists():
+    while not (out.with_name("out.unfinished") / "journal" / "state.json").exists():
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
     process.send_signal(number)
@@ -65,7 +65,7 @@ def test_ctrl_c_ends_in_one_line_that_says_what_is_on_disk_and_how_to_go_on(mode
     out = tmp_path / "out"
     assert stop(model, out, signal.SIGINT) == (130, [
         f"nearplane: stopped by Ctrl-C. What is done lies in {out}.unfinished, which nothing loads. Run the same command again: it "
-        f"begins anew."
+        f"goes on from there."
     ])  # fmt: skip
     assert os.listdir(tmp_path) == ["out.unfinished"]
     with pytest.raises(nearplane.NearplaneError, match="incomplete"):
@@ -79,7 +79,7 @@ def test_sigterm_leaves_the_checkpoint_that_was_to_be_replaced_and_the_next_run_
     assert code == 143
     assert said == [
         f"nearplane: stopped by SIGTERM. What is done lies in {out}.unfinished, which nothing loads; {out} is as it was. Run the "
-        f"same command again: it begins anew."
+        f"same command again: it goes on from there."
     ]
     assert nearplane.verify(out).faults == ()
     assert read_record(out).recipe.scheme.bits == 4

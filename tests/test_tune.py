@@ -1,5 +1,6 @@
 """tune(): never worse on held-out windows, what is stored is what was trained, and verify holds the new folder to it."""
 
+import importlib
 import json
 import random
 import shutil
@@ -329,20 +330,26 @@ def test_what_was_solved_is_not_lost_where_tuning_fails(model_of, text, tmp_path
     monkeypatch.setattr("nearplane.tuning.loop.mean_kl", fails)
     words = dict(bits=4, group_size=16, calibration=str(text), device="cpu", **TEXT)
     with pytest.raises(
-        CalibrationError, match=r"What was solved is in .*out\.untuned; nearplane tune goes on from there"
+        CalibrationError,
+        match=r"What was solved is in .*out\.untuned; the same command, or nearplane tune, goes on from there",
     ):
         nearplane.quantize(model_of("llama"), tmp_path / "out", tune="network", **words)
     assert not (tmp_path / "out").exists()
     monkeypatch.undo()
-    nearplane.tune(tmp_path / "out.untuned", tmp_path / "out", against=model_of("llama"))
-    assert not verify(tmp_path / "out").faults
+    nearplane.tune(tmp_path / "out.untuned", tmp_path / "by hand", against=model_of("llama"))
+    assert not verify(tmp_path / "by hand").faults
+    monkeypatch.setattr(importlib.import_module("nearplane.quantize"), "solve_layer", fails)
+    nearplane.quantize(model_of("llama"), tmp_path / "out", tune="network", **words)
+    for path in (tmp_path / "by hand").glob("*.safetensors"):
+        assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
+    assert not (tmp_path / "out.untuned").exists()
 
 
 def test_a_folder_that_nobody_named_is_not_replaced(model_of, tuned_of, text, tmp_path):
     solved, _, _ = tuned_of("compressed-tensors")
     there = shutil.copytree(solved, tmp_path / "out.untuned")
     words = dict(bits=4, group_size=32, calibration=str(text), **TEXT)
-    with pytest.raises(RecipeError, match=r"out\.untuned is there, .* move it away or delete it"):
+    with pytest.raises(RecipeError, match=r"out\.untuned is there, .* no run of this recipe left it"):
         nearplane.quantize(model_of("llama"), tmp_path / "out", tune="network", overwrite=True, **words)
     for path in solved.iterdir():
         assert path.read_bytes() == (there / path.name).read_bytes()

@@ -25,6 +25,7 @@ def logged(
     total: int,
     *,
     blocks: Sequence[int] = (),
+    there: int = 0,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Any]:
     """Pass items through and log how far they are: a line of level INFO for every block, or every 30 seconds.
@@ -38,6 +39,7 @@ def logged(
         label: what is done with them.
         total: how many they are.
         blocks: how many items there are in each block; none: a line comes every 30 seconds only.
+        there: how many of them took no time, as a run that was stopped had worked them off; they come first.
         clock: seconds.
     """
     began = said = clock()
@@ -46,9 +48,9 @@ def logged(
     for done, item in enumerate(items, 1):
         yield item  # whoever takes the next one is done with this one
         now = clock()
-        if done == total or now - said >= (OFTEN if done in last else SELDOM):
+        if done > there and (done == total or now - said >= (OFTEN if done in last else SELDOM)):
             said = now
-            log.info("%s: %s, %s", label, _place(done, total, ends), _times(now - began, done, total))
+            log.info("%s: %s, %s", label, _place(done, total, ends), _times(now - began, done - there, total - there))
 
 
 def _place(done: int, total: int, ends: Sequence[int]) -> str:

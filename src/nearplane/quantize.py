@@ -6,10 +6,10 @@ quantized network) pass through the block that is in memory, and each layer is w
 
 from __future__ import annotations
 
+import logging
 import shutil
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,20 +25,24 @@ from nearplane.errors import NearplaneError, RecipeError
 from nearplane.formats import FORMATS, open_container
 from nearplane.formats.container import Container, Place
 from nearplane.formats.unfinished import Unfinished
+from nearplane.journal import Journal, told
 from nearplane.matrix import Task, solve_layer
 from nearplane.matrix.certificate import profiles
 from nearplane.matrix.on_grid import with_tensors
 from nearplane.models.given import Given, as_folder, called, taken
 from nearplane.models.model import Model, device_of, open_model
-from nearplane.products import fastest
+from nearplane.products import fastest, repeated
 from nearplane.progress import logged, peak_memory, silent
 from nearplane.recipe import Recipe
-from nearplane.record import LayerRecord, RunRecord, versions
+from nearplane.record import LayerRecord, RunRecord, read_record, versions
 from nearplane.request import check_request, quantization_config, rehearse, settled
 from nearplane.schemes import Device
+from nearplane.shards import refuse_unfinished
 from nearplane.tokens import Windows, calibration_windows, check_tokens
 from nearplane.tune import check_recipe, check_tunable, tune
 from nearplane.walk import Stage, walk
+
+log = logging.getLogger(__name__)
 
 
 def quantize(
@@ -97,20 +101,23 @@ def quantize(
 
 
 def _then_tuned(folder: str, out: Path, recipe: Recipe, options: Options) -> RunRecord:
-    """Quantize into OUT.untuned, tune that into `out`, and delete it; where tuning fails it stays, and the error says so.
+    """Quantize into OUT.untuned, tune that into `out`, and delete it; where tuning fails it stays, and the same command tunes it.
 
     Raises:
-        RecipeError: OUT.untuned is there already: nobody named it, so nothing in it is replaced.
+        RecipeError: OUT.untuned is something else already: nobody named it, so nothing in it is replaced.
     """
     Unfinished(out, overwrite=options.overwrite)  # refuses now what tuning would refuse when all is solved
     solved, given = out.resolve().with_name(f"{out.resolve().name}.untuned"), options.given
-    if solved.is_symlink() or solved.exists():
+    if not solved.is_symlink() and not solved.exists():
+        quantize_folder(folder, solved, recipe, replace(options, overwrite=False))
+    elif _is_of(solved, recipe, options):
+        log.info("going on with tuning: a run that was stopped left %s", solved)
+    else:
         raise RecipeError(
-            f"{solved} is there, where the run would keep what it solves until that is tuned. If a run that was stopped left "
-            f"it, go on from there with nearplane tune; else move it away or delete it."
+            f"{solved} is there, where the run would keep what it solves until that is tuned, and no run of this recipe left it. "
+            f"Move it away or delete it, or tune it with nearplane tune."
         )
-    quantize_folder(folder, solved, recipe, replace(options, overwrite=False))
-    left = f"What was solved is in {solved}; nearplane tune goes on from there."
+    left = f"What was solved is in {solved}; the same command, or nearplane tune, goes on from there."
     try:
         record = tune(
             solved,
@@ -125,10 +132,20 @@ def _then_tuned(folder: str, out: Path, recipe: Recipe, options: Options) -> Run
     except NearplaneError as error:
         raise type(error)(f"{error} {left}") from error
     except BaseException as error:  # stopped from outside, or out of memory
-        error.add_note(f"{left} Move it away or delete it before the same command is run again.")
+        error.add_note(left)
         raise
     shutil.rmtree(solved)
     return record
+
+
+def _is_of(solved: Path, recipe: Recipe, options: Options) -> bool:
+    """Whether a folder holds what a run of the same recipe, model and versions solved, and nothing has tuned yet."""
+    with suppress(NearplaneError):
+        refuse_unfinished(solved)
+        record = read_record(solved)
+        found = (record.recipe, record.source, record.versions, record.device, record.tuning)
+        return found == (recipe, options.name, versions(), str(options.device), None)
+    return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +167,7 @@ class Options:
 
 def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) -> RunRecord:
     """Quantize a model that is a folder, or on the hub."""
-    began, trusted, (embeddings, head) = time.perf_counter(), options.trust_remote_code, recipe.scheme.ends
+    trusted, (embeddings, head) = options.trust_remote_code, recipe.scheme.ends
     model = open_model(folder, trust_remote_code=trusted, ignore=recipe.ignore, embeddings=embeddings, head=head)
     asked, recipe = recipe, settled(model, recipe)
     check_request(model, recipe)
@@ -162,6 +179,7 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
         overwrite=options.overwrite,
         trust_remote_code=trusted,
         network=model.config.to_dict(),
+        resumes=True,
     )
     config = quantization_config(model, recipe)
     with (
@@ -170,9 +188,15 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
     ):
         windows = calibration_windows(model, recipe, options.given)
         check_tokens(model, recipe, windows.fitted)
-        shapes = [layer.shape for layer in model.layers]
-        products = stack.enter_context(fastest(shapes, windows.count * windows.seqlen, options.device))
-        rehearse(model, recipe, windows, options.device)
+        journal = Journal(container, told(model, asked, windows.digest(), versions(), options.device))
+        if container.whole:  # but for its place
+            return read_record(container.folder)
+        before, shapes = journal.before, [layer.shape for layer in model.layers]
+        if before is None:
+            products = stack.enter_context(fastest(shapes, windows.count * windows.seqlen, options.device))
+            rehearse(model, recipe, windows, options.device)
+        else:
+            products = stack.enter_context(repeated(before.record.products, options.device))
         record = RunRecord(
             recipe=asked,
             source=options.name,
@@ -188,24 +212,32 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
         )
         if recipe.tune != "none":
             check_tunable(model, recipe, options.given, record, options.device)
-        planned = plan(model, recipe, windows.fitted, options.device, options.progress)
+        planned = before.plan if before else plan(model, recipe, windows.fitted, options.device, options.progress)
         container.config = quantization_config(model, recipe, planned.widths)
         ledger = Ledger(model, recipe, container, record, planned)
-        solved = quantized_layers(model, recipe, windows, ledger, container, options.device)
-        seen = logged(solved, "quantizing", len(model.layers), blocks=_layers_of_blocks(model))
+        journal.begin(ledger, model, record)
+        solved = quantized_layers(model, recipe, windows, ledger, container, options.device, journal)
+        there = len(ledger.layers)
+        seen = logged(solved, "quantizing", len(model.layers), blocks=_layers_of_blocks(model), there=there)
         layers = tuple(options.progress(seen, "quantizing", len(model.layers)))
         record = replace(record, layers=layers, profiles=tuple(ledger.profiles), repeated=tuple(ledger.repeated))
         record = replace(record, bytes=container.size, files=container.digests(), peak_memory=peak_memory())
-        record = replace(record, seconds=time.perf_counter() - began).in_folder(container.size_with())
+        record = replace(record, seconds=journal.seconds).in_folder(container.size_with())
         ledger.check(record)
         container.record_json = record.to_json()
     return record
 
 
 def quantized_layers(
-    model: Model, recipe: Recipe, windows: Windows, ledger: Ledger, container: Container, device: torch.device
+    model: Model,
+    recipe: Recipe,
+    windows: Windows,
+    ledger: Ledger,
+    container: Container,
+    device: torch.device,
+    journal: Journal,
 ) -> Iterator[LayerRecord]:
-    """Quantize and write layer after layer, block after block; yields what was measured of each."""
+    """Quantize and write layer after layer, block after block; yields what was measured of each, also before it was stopped."""
     storage = FORMATS[str(recipe.format)].layers.scale_dtype(model.dtype)
 
     def solve(stage: Stage) -> list[Tensor]:
@@ -227,7 +259,8 @@ def quantized_layers(
             tensors = container.add(name, matrix)
             yield layer, matrix, with_tensors(measured, name, tensors.bytes, tensors.checksum)
 
-    for done in walk(model, recipe, windows, solve, device=device, moments=ledger.planned.moments):
+    yield from list(ledger.layers)
+    for done in walk(model, recipe, windows, solve, device=device, moments=ledger.planned.moments, kept=journal):
         yield from ledger.layers[len(ledger.layers) - len(done.layers) :]  # none at the end of a block
         if done.rest is not None:
             container.close_block(model.reader.read(done.rest))

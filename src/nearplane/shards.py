@@ -62,6 +62,15 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def flush(path: Path) -> None:
+    """Wait until a file, or what a folder lists, is on disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
 def index_text(weight_map: Mapping[str, str], checksums: Mapping[str, str] | None, size: int) -> str:
     """Return the index of shards: the file and, if there are any, the checksum of every tensor, and the bytes of all."""
     index: dict[str, object] = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
@@ -321,6 +330,7 @@ class ShardWriter:
         self.weight_map: dict[str, str] = {}
         self.size = 0
         self._count = 0
+        self._digests: dict[str, str] = {}  # of shards, as far as they were asked for
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / INCOMPLETE).exists():
             (folder / INCOMPLETE).write_text(MARK)
@@ -344,6 +354,43 @@ class ShardWriter:
         self.weight_map |= dict.fromkeys(tensors, name)
         self.size += sum(value.nbytes for value in tensors.values())
         return path.stat().st_size
+
+    def digests(self) -> dict[str, str]:
+        """Return the SHA-256 of every shard so far."""
+        self._digests |= {name: sha256(self.folder / name) for name in self.names if name not in self._digests}
+        return dict(self._digests)
+
+    def state(self) -> dict[str, Any]:
+        """Return as JSON what was written, for `go_on`; all shards are on disk then, whatever happens to the machine."""
+        for name in self.names:
+            if name not in self._digests:
+                flush(self.folder / name)
+        return {
+            "digests": self.digests(),
+            "weight_map": self.weight_map,
+            "checksums": self.checksums,
+            "bytes": self.size,
+        }
+
+    def go_on(self, state: Mapping[str, Any]) -> None:
+        """Go on behind the shards of another writer; shards that it does not name are deleted.
+
+        Raises:
+            FormatError: one is missing, or is not what was written.
+        """
+        self._digests = dict(state["digests"])
+        for name, wanted in self._digests.items():
+            path = self.folder / name
+            if not path.is_file() or sha256(path) != wanted:
+                what = "is not what was written" if path.is_file() else "is missing"
+                raise FormatError(
+                    f"{path} {what}: the run that was stopped cannot be gone on with. Begin anew with --overwrite."
+                )
+        for path in self.folder.glob("*.safetensors"):
+            if path.name not in self._digests:
+                path.unlink()
+        self._count, self.size = len(self._digests), int(state["bytes"])
+        self.weight_map, self.checksums = dict(state["weight_map"]), state["checksums"]
 
     @property
     def names(self) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -65,6 +66,20 @@ class Done:
     rest: tuple[str, ...] | None = None
 
 
+class Kept(Protocol):
+    """What remembers how far a walk has come, so that another goes on from there."""
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks were walked through before, and are not again."""
+
+    def restore(self, stream: Stream) -> None:
+        """Put the hidden states behind these blocks into a stream that stands before the first."""
+
+    def passed(self, blocks: int, stream: Stream | None) -> None:
+        """Note that so many blocks are behind the stream, and all that belongs to them is written."""
+
+
 Solve = Callable[[Stage], Sequence[Tensor | None]]
 """From a stage to the values (out, in) of each of its layers, or None for a layer that is to stay as it is."""
 
@@ -77,6 +92,7 @@ def walk(
     *,
     device: torch.device,
     moments: Mapping[str, Moments] | None = None,
+    kept: Kept | None = None,
 ) -> Iterator[Done]:
     """Walk through a network from its embeddings to its head; ask for the values of its layers, stage by stage.
 
@@ -87,6 +103,7 @@ def walk(
         solve: gives the values of a stage's layers.
         device: where to compute.
         moments: of the embeddings' inputs, where they are quantized; see `Plan`.
+        kept: is told of every block, and where it knows of some, the walk begins behind them.
 
     Raises:
         CalibrationError: an input is not finite, or not all layers run.
@@ -94,7 +111,8 @@ def walk(
     dtype = torch.float32 if device.type == "cpu" else model.dtype
     correct = recipe.scheme.correct
     stream, embeddings = None, None
-    if model.embeddings is not None:
+    behind = 0 if kept is None else kept.blocks
+    if model.embeddings is not None and not behind:
         with model.embeddings.on(device, dtype, original=False) as block:
             layers = tuple(block.quantized_layers())
             yield from _through([Observed(layers=layers, moments=dict(moments or {}))], solve)
@@ -111,14 +129,18 @@ def walk(
             embeddings=embeddings,
             extra=windows.extra,
         )
+        if kept is not None and behind:
+            kept.restore(stream)
     room = room_for_pauses(device)
     profiled = {0, len(model.blocks) // 2, len(model.blocks) - 1} if stream is not None else set()
-    for index, block in enumerate(model.blocks):
+    for index, block in enumerate(model.blocks[behind:], behind):
         with block.on(device, dtype, original=correct and stream is not None):
             rest = unquantized(model, model.block_names(index))
             with closing(observations(block, stream, recipe, room, windows.extra_rows)) as stages:
                 yield from _through(stages, solve, rest, profiled=index in profiled)
         yield Done(rest=rest)
+        if kept is not None:
+            kept.passed(index + 1, stream)
     rest = unquantized(model, model.rest())
     if model.head is not None:
         if stream is not None:

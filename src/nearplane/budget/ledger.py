@@ -26,6 +26,7 @@ from nearplane.sizes import size_text
 
 Solved = tuple[Layer, QuantizedMatrix, LayerRecord]
 CLOSE = 0.004  # of the limit: a folder that ends at most so far below it is not solved again
+LONGEST = 99999.999999  # seconds that a layer may take, of the length that they have in the record
 TRIES = 8  # to solve the last layers
 
 
@@ -51,6 +52,16 @@ class Ledger:
             self._record = finished(record, model, limit)
             self._told: Foretold = foretell(model, recipe, recipe.scheme)
             self.planned.bounds = (self._least, HIGHEST_RATE)
+
+    def restore(self, record: RunRecord, closed: Iterable[str]) -> None:
+        """Take over what another ledger, of the same plan as it is now, noted of layers and shards.
+
+        Args:
+            record: with them.
+            closed: names of the tensors that are not quantized and are written.
+        """
+        self.layers, self.profiles, self.repeated = list(record.layers), list(record.profiles), list(record.repeated)
+        self._closed.update(closed)
 
     def settle(self) -> None:
         """Spread what is left over the layers still to come. Call it before a block.
@@ -127,7 +138,10 @@ class Ledger:
         shards = [
             {name: (reader.dtype(name), reader.shape(name), kept[name]) for name in names} for names in (rest, last)
         ]
-        layers, profiles, repeated = (*self.layers, *more), tuple(self.profiles), tuple(self.repeated)
+        layers = tuple(
+            replace(layer, seconds=LONGEST) for layer in (*self.layers, *more)
+        )  # else time would change codes
+        profiles, repeated = tuple(self.profiles), tuple(self.repeated)
         record = replace(self._record, layers=layers, profiles=profiles, repeated=repeated)
         return self._container.size_with(*shards) + len(record.to_json().encode())
 

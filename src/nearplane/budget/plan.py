@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,34 @@ class Plan:
     bounds: tuple[float, float] | None = None
     _left: float = 0.0  # bits that layers so far have left over
     _shift: float = 0.0  # bits per weight by which rates differ from those planned, until settled anew
+
+    def state(self) -> dict[str, Any]:
+        """Return as JSON all but the tensors, for `restored`."""
+        names = ("widths", "rates", "to_come", "bounds", "_left", "_shift")
+        return {name: getattr(self, name) for name in names}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors, by names for `restored`."""
+        moments = {f"moments.{name}": each.H for name, each in self.moments.items()}
+        return moments | {f"sensitivity.{name}": each for name, each in self.sensitivity.items()}
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any], tensors: Mapping[str, Tensor], tokens: int) -> Plan:
+        """Return the plan of which these are state and tensors, made with so many tokens."""
+        planned = cls(
+            widths=state["widths"],
+            rates=state["rates"],
+            to_come=state["to_come"],
+            bounds=None if state["bounds"] is None else tuple(state["bounds"]),
+            sensitivity={n.removeprefix("sensitivity."): t for n, t in tensors.items() if n.startswith("sensitivity.")},
+            moments={
+                n.removeprefix("moments."): Moments(H=t, tokens=tokens)
+                for n, t in tensors.items()
+                if n.startswith("moments.")
+            },
+        )
+        planned._left, planned._shift = state["_left"], state["_shift"]
+        return planned
 
     def scheme_of(self, layer: Layer, scheme: AnyScheme) -> AnyScheme:
         """Return the scheme with the layer's own width."""

@@ -38,6 +38,7 @@ class Place:
         overwrite: replace a checkpoint in `out`.
         trust_remote_code: copy the model's Python files.
         network: config.json as transformers completes it, for formats that say the shape of the network themselves.
+        resumes: keep what a run that was stopped left, see `Container.found`.
     """
 
     out: Path
@@ -45,6 +46,7 @@ class Place:
     overwrite: bool = False
     trust_remote_code: bool = False
     network: Mapping[str, Any] = field(default_factory=dict)
+    resumes: bool = False
 
 
 class Container(ABC):
@@ -79,7 +81,7 @@ class Container(ABC):
         self.place, self.layers, self.says, self.config, self.shards = place, layers, says, dict(config), shards
         self.record_json: str | None = None
         self.size = 0  # bytes of what `close_block` wrote so far
-        self._unfinished = Unfinished(place.out, overwrite=place.overwrite)
+        self._unfinished = Unfinished(place.out, overwrite=place.overwrite, resumes=place.resumes)
         self.folder = self._unfinished.folder  # where files are written meanwhile
         check_apart(self.folder, place.source)
         self._scale_dtype = layers.scale_dtype(dtype)
@@ -111,11 +113,40 @@ class Container(ABC):
     def finish(self) -> None:
         """Write every other file but the record; what makes readers take the checkpoint for whole comes last."""
 
+    def state(self) -> dict[str, Any] | None:
+        """Return as JSON what was written, all of it on disk, for `go_on`; None: this kind of checkpoint begins anew."""
+        return None
+
+    def go_on(self, state: Mapping[str, Any]) -> None:
+        """Go on behind what `state` tells of, in place of `begin`; files that it does not name are deleted.
+
+        Raises:
+            FormatError: a file is missing, or is not what was written; says which.
+        """
+        raise NotImplementedError
+
     def __enter__(self) -> Container:
         with disk(self.place.out):
             self._unfinished.__enter__()
-            self.begin()
+            if not self.found:
+                self.begin()
         return self
+
+    @property
+    def found(self) -> bool:
+        """Whether a run left what can be gone on with: then call `go_on` or `begin_anew` before anything else."""
+        return self.place.resumes and self._unfinished.goes_on
+
+    @property
+    def whole(self) -> bool:
+        """Whether a run left all of it: then there is nothing to do inside the `with` block."""
+        return self.found and self._unfinished.whole
+
+    def begin_anew(self) -> None:
+        """Delete what a run left, and begin."""
+        with disk(self.place.out):
+            self._unfinished.clear()
+            self.begin()
 
     def add(self, name: str, matrix: QuantizedMatrix, bias: Tensor | None = None) -> Written:
         """Collect one layer for the next block and return what its tensors are, bias not counted.
@@ -152,7 +183,7 @@ class Container(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if error is None:
+            if error is None and not self.whole:
                 if self.pending or self.record_json is None:
                     raise FormatError(
                         f"{self.place.out}: layers without a shard, or no record. Call close_block, set record_json."

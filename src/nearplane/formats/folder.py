@@ -29,6 +29,16 @@ class Folder(Container):
         """Write one shard."""
         return self._writer.write(tensors)
 
+    def state(self) -> dict[str, Any]:
+        """Return which shards were written, flushed to disk."""
+        return {"size": self.size, "first": self._first, "shards": self._writer.state()}
+
+    def go_on(self, state: Mapping[str, Any]) -> None:
+        """Go on behind the shards of a run that was stopped."""
+        self.begin()
+        self._writer.go_on(state["shards"])
+        self.size, self._first = int(state["size"]), str(state["first"])
+
     def size_with(self, *rest: Mapping[str, Kind]) -> int:
         """Return the bytes of the folder but the record, if it ended with these shards."""
         ours = {name: (about(each).split()[0], tuple(each.shape), each.nbytes) for name, each in self.pending.items()}
@@ -43,7 +53,7 @@ class Folder(Container):
         """Return the SHA-256 of every file of the folder but the record, once all shards are written."""
         texts = self._texts() | {INDEX: self._writer.index()}
         found = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
-        found |= {name: sha256(self.folder / name) for name in self._writer.names}
+        found |= self._writer.digests()
         for name in names_copied(self.place.source, trust_remote_code=self.place.trust_remote_code):
             found[name] = sha256(self.place.source / name)
         return dict(sorted(found.items()))

@@ -1,6 +1,7 @@
 """The folder beside OUT in which a checkpoint is written: locked by one run, put in the place of OUT once it is whole.
 
     OUT.unfinished        what is written, marked INCOMPLETE until it is whole; a killed run leaves it
+    OUT.unfinished/journal   what the same command needs to go on there, see `journal.py`; gone when all is whole
     OUT.unfinished.lock   locked by the run that writes; the lock ends with its process, however that ends
     OUT.old-...           what OUT was, from when it makes room for its successor until it is deleted
 
@@ -26,9 +27,11 @@ from filelock import FileLock, Timeout
 
 from nearplane.errors import FormatError, NearplaneError, RecipeError
 from nearplane.record import NAME as RECORD
-from nearplane.shards import INCOMPLETE, MARK
+from nearplane.shards import INCOMPLETE, MARK, flush
 
 SUFFIX = ".unfinished"
+JOURNAL = "journal"  # a folder in it
+STATE = "state.json"  # in that one: what is there is enough to go on
 REPLACED = (
     "*.safetensors",
     "*.gguf",
@@ -53,13 +56,14 @@ class Unfinished:
     Args:
         out: a new or empty folder, or with `overwrite` a checkpoint of nearplane, which stays until the new one is whole.
         overwrite: replace the checkpoint in `out`; other files in it are kept.
+        resumes: keep what a run left that can be gone on with; the caller does that, or calls `clear`.
 
     Raises:
         RecipeError: `out` cannot be replaced as a whole, is in use, or another run writes it.
     """
 
-    def __init__(self, out: Path, *, overwrite: bool = False) -> None:
-        self.out, self._overwrite = out, overwrite
+    def __init__(self, out: Path, *, overwrite: bool = False, resumes: bool = False) -> None:
+        self.out, self._overwrite, self._resumes = out, overwrite, resumes
         self._place = out.resolve()
         _check_replaceable(out, self._place)
         self.folder = self._place.with_name(self._place.name + SUFFIX)
@@ -103,13 +107,14 @@ class Unfinished:
         """Make the folder, or empty that of a run that did not finish."""
         if self.folder.is_symlink() or self.folder.exists():
             self._check_ours()
-            found = [path for path in self.folder.iterdir() if path.name != INCOMPLETE]
-            if found:
-                log.warning(
-                    "%s is of a run that did not finish: it is deleted, and the work begins again.", self.folder
-                )
-            for path in found:  # the mark goes last: what is left of a folder half deleted is known by it
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            if self.whole:
+                return
+            if not (self._resumes and self.goes_on):
+                self.clear()
+        self._mark()
+
+    def _mark(self) -> None:
+        """Mark the folder as not whole, and who writes it."""
         self.folder.mkdir(exist_ok=True)
         now = datetime.now().astimezone().isoformat(" ", "seconds")
         try:
@@ -120,10 +125,33 @@ class Unfinished:
             self._remove_if_nothing_is_written()
             raise
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether a run left what can be gone on with."""
+        return (self.folder / JOURNAL / STATE).is_file()
+
+    @property
+    def whole(self) -> bool:
+        """Whether a run left all of it, and was stopped before it could put it in place."""
+        return (self.folder / RECORD).is_file() and not (self.folder / INCOMPLETE).exists()
+
+    def clear(self) -> None:
+        """Delete what a run left."""
+        if self.whole:
+            self._mark()
+        found = [path for path in self.folder.iterdir() if path.name != INCOMPLETE]
+        if found:
+            log.warning("%s is of a run that did not finish: it is deleted, and the work begins again.", self.folder)
+        found.sort(key=lambda path: path.name != JOURNAL)  # first: without the rest it is worth nothing
+        for path in found:  # the mark stays: what is left of a folder half deleted is known by it
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
     def _check_ours(self) -> None:
         """Refuse to empty a folder that is whole, or that no run of nearplane left."""
         if self.folder.is_dir() and not self.folder.is_symlink():
             if (self.folder / INCOMPLETE).is_file() or not any(self.folder.iterdir()):
+                return
+            if self._resumes and self.goes_on and self.whole:
                 return
             if (self.folder / RECORD).is_file():
                 raise RecipeError(
@@ -153,9 +181,10 @@ class Unfinished:
         old = f"{self.out} is as it was" if self._place.is_dir() and any(self._place.iterdir()) else ""
         if nothing:
             return f"Nothing was written{'; ' * bool(old)}{old}. Run the same command again."
+        how = "goes on from there" if self._resumes and self.goes_on else "begins anew"
         return (
-            f"What is done lies in {self.folder}, which nothing loads{'; ' * bool(old)}{old}. Run the same command again: it "
-            f"begins anew."
+            f"What is done lies in {self.folder}, which nothing loads{'; ' * bool(old)}{old}. Run the same command again: "
+            f"it {how}."
         )
 
     def _remove_if_nothing_is_written(self) -> bool:
@@ -174,6 +203,9 @@ class Unfinished:
         """Rename the folder to `out`; what was there is deleted afterwards, but for files that nearplane did not write."""
         old = None
         try:
+            for path in self.folder.glob(f"{JOURNAL}/*"):
+                if path.name != STATE:  # by which a run that is stopped here is known to be done
+                    path.unlink()
             if self._place.is_dir():
                 shutil.copymode(self._place, self.folder)
                 if any(self._place.iterdir()) and self._overwrite:
@@ -183,6 +215,7 @@ class Unfinished:
                 else:
                     self._place.rmdir()
             self.folder.rename(self._place)
+            shutil.rmtree(self._place / JOURNAL, ignore_errors=True)
         except BaseException as error:
             if old is not None and old.exists() and not self._place.exists():
                 old.rename(self._place)
@@ -256,8 +289,4 @@ def _unused(place: Path) -> Path:
 def _flush(folder: Path) -> None:
     """Wait until every file of a folder is on disk."""
     for path in (path for path in folder.rglob("*") if path.is_file()):
-        number = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(number)
-        finally:
-            os.close(number)
+        flush(path)

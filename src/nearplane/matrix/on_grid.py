@@ -82,7 +82,7 @@ def quantize_matrix(
         record = measure(name, W, target, found.matrix, inputs, scheme, correction=rho, outside=found.outside)
     except NumericalError as error:
         raise NumericalError(f"{name} ({inputs.moments.tokens} tokens): {error}") from error
-    return found.matrix, replace(record, seconds=time.perf_counter() - began)
+    return found.matrix, replace(record, seconds=round(time.perf_counter() - began, 6))
 
 
 def solve(target: Tensor, inputs: Inputs, scheme: GridScheme | BlockScheme, storage: torch.dtype) -> Solution:

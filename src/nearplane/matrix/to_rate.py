@@ -185,7 +185,7 @@ def quantize_matrix_to_rate(
             rate = min(HIGHEST_RATE, rate + max(0.02, 0.5 * math.log2(record.relative_loss / max_loss)))  # 6 dB a bit
     except NumericalError as error:
         raise NumericalError(f"{name} ({inputs.moments.tokens} tokens): {error}") from error
-    return matrix, replace(record, seconds=time.perf_counter() - began)
+    return matrix, replace(record, seconds=round(time.perf_counter() - began, 6))
 
 
 def _rows(W: Tensor, scheme: RateScheme, sensitivity: Tensor | None) -> ProductGrid:

@@ -1,0 +1,264 @@
+"""A run that is killed at any moment goes on when the same command is given again, and ends with the same bytes."""
+
+import hashlib
+import importlib
+import math
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import nearplane
+from families import config_of, random_model
+from nearplane import FormatError, RecipeError, journal
+from nearplane.demo import CALIBRATION, MODEL
+from nearplane.formats.container import Container
+from nearplane.record import read_record
+
+BLOCKS = 3
+WAYS = {
+    "grid": dict(bits=4, group_size=16),
+    "widths by slope": dict(bits=3, group_size=16, allocate="slope", symmetric=False, format="gptq_v2"),
+    "rate, embeddings and head": dict(rate=3.0, include_embeddings=True, include_head=True),
+    "size": dict(size="720kB"),
+    "rounded to nearest": dict(bits=4, group_size=16, solver="round-to-nearest"),
+}
+TEXT = dict(samples=24, seqlen=40, device="cpu")
+TIMES = {"seconds", "peak_memory", "folder", "digest"}  # of the record, which no two runs share
+MOMENTS = 5  # at which a run is killed; all of them by `pytest -m nightly`
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    config = config_of("llama", vocab_size=2048, num_hidden_layers=BLOCKS, tie_word_embeddings=False)
+    random_model(config).float().save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((MODEL / name).read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(CALIBRATION.read_text()[:20000])
+    return path
+
+
+@pytest.fixture(autouse=True)
+def every_block(monkeypatch):
+    """Keep every block, however quick it is."""
+    monkeypatch.setattr("nearplane.journal.SHARE", math.inf)
+
+
+@pytest.fixture(scope="module")
+def whole(model, text, tmp_path_factory):
+    """Return a function from a key of WAYS to the folder of a run that nobody stopped."""
+    folders = {}
+
+    def folder_of(way):
+        if way not in folders:
+            folders[way] = tmp_path_factory.mktemp("whole") / "out"
+            nearplane.quantize(model, folders[way], calibration=str(text), **WAYS[way], **TEXT)
+        return folders[way]
+
+    return folder_of
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Return every file's hash, and what the record says but for times."""
+    found = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir() if p.name != "nearplane.json"}
+    record = read_record(folder)
+    layers = [{n: v for n, v in vars_of(layer).items() if n not in TIMES} for layer in record.layers]
+    said = {n: v for n, v in vars_of(record).items() if n not in {*TIMES, "layers", "products"}}
+    return found | {"record": str(said), "layers": str(layers)}
+
+
+def vars_of(record):
+    return {name: getattr(record, name) for name in record.__dataclass_fields__}
+
+
+class Killer:
+    """Ends the process, as SIGKILL does, before the moment `last` of all at which files change or a layer is added."""
+
+    def __init__(self, patch, last: float) -> None:
+        self.moments, self._last = 0, last
+        for where, name in (
+            ("nearplane.shards", "save_file"),
+            ("nearplane.shards", "flush"),
+            ("nearplane.journal", "flush"),
+            ("torch", "save"),
+            ("os", "replace"),
+            ("pathlib.Path", "unlink"),
+            ("pathlib.Path", "rename"),
+            ("pathlib.Path", "write_text"),
+        ):
+            owner = Path if where == "pathlib.Path" else __import__(where, fromlist=["x"])
+            patch.setattr(owner, name, self._counted(getattr(owner, name)))
+        patch.setattr(Container, "add", self._counted(Container.add))
+
+    def _counted(self, function):
+        def counted(*args, **words):
+            if self.moments >= self._last:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.moments += 1
+            return function(*args, **words)
+
+        return counted
+
+
+def killed(moment, model, out, options):
+    """Run in a process of its own that is killed at a moment."""
+    child = os.fork()
+    if not child:
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                Killer(patch, moment)
+                nearplane.quantize(model, out, **options)
+        finally:
+            os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+def moments_of(way, model, text, place):
+    with pytest.MonkeyPatch.context() as patch:
+        killer = Killer(patch, math.inf)
+        nearplane.quantize(model, place / "counted", calibration=str(text), **WAYS[way], **TEXT)
+    return killer.moments
+
+
+@pytest.mark.parametrize(
+    ("way", "many"),
+    [
+        ("grid", 2),
+        ("rate, embeddings and head", 3),
+        *(pytest.param(way, 12, marks=pytest.mark.nightly) for way in WAYS),
+    ],
+)
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_run_that_is_killed_goes_on_and_ends_with_the_same_bytes(model, text, whole, tmp_path, way, many):
+    options = dict(calibration=str(text), **WAYS[way], **TEXT)
+    moments, wanted = moments_of(way, model, text, tmp_path), contents(whole(way))
+    choose = random.Random(way)
+    for moment in sorted(choose.sample(range(1, moments), many)):
+        out = tmp_path / f"{moment}"
+        assert os.WIFSIGNALED(killed(moment, model, out, options)), "it was killed"
+        if not out.exists():  # else it was killed when all was done but for what is deleted last
+            nearplane.quantize(model, out, **options)
+        assert contents(out) == wanted, f"killed at moment {moment} of {moments}"
+        assert not Path(f"{out}.unfinished").exists()
+
+
+class StoppedError(Exception):
+    """What ends a run in these tests."""
+
+
+def stopped_behind(blocks, model, out, monkeypatch, **options):
+    """Run until so many blocks are kept."""
+    write = journal.Journal.passed
+
+    def passed(self, behind, stream):
+        write(self, behind, stream)
+        if behind == blocks:
+            raise StoppedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("nearplane.journal.Journal.passed", passed)
+        with pytest.raises(StoppedError):
+            nearplane.quantize(model, out, **options)
+
+
+@pytest.mark.parametrize("way", ["widths by slope", "size", "rounded to nearest"])
+def test_no_finished_block_is_solved_again(model, text, whole, tmp_path, monkeypatch, caplog, way):
+    options, wanted = dict(calibration=str(text), **WAYS[way], **TEXT), contents(whole(way))
+    stopped_behind(2, model, tmp_path / "out", monkeypatch, **options)
+    solved = []
+    program = importlib.import_module("nearplane.quantize")  # the name is that of the function too
+    solve = program.solve_layer
+    monkeypatch.setattr(program, "solve_layer", lambda task: (solved.append(task.name), solve(task))[1])
+    monkeypatch.setattr(program, "plan", None)
+    with caplog.at_level("INFO", "nearplane"):
+        nearplane.quantize(model, tmp_path / "out", **options)
+    assert {name.split(".")[2] for name in solved} == {"2"}
+    assert "going on behind block 2, where a run was stopped that had taken" in caplog.text
+    assert contents(tmp_path / "out") == wanted
+
+
+def test_a_run_that_is_told_something_else_does_not_go_on(model, text, whole, tmp_path, monkeypatch):
+    out, options = tmp_path / "out", dict(calibration=str(text), **WAYS["grid"], **TEXT)
+    stopped_behind(1, model, out, monkeypatch, **options)
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text()[5000:])
+    wider = shutil.copytree(model, tmp_path / "wider")
+    path = wider / "model.safetensors"
+    tensors = {name: 1.01 * tensor for name, tensor in load_file(path).items()}
+    save_file(tensors, path, {"format": "pt"})
+    for said, run in (
+        ("bits was 4, is 3", dict(bits=3)),
+        ("calibration text was ", dict(calibration=str(other))),
+        ("the model's model.safetensors was ", dict(model=wider)),
+    ):
+        words = {"model": model, **options, **run}
+        with pytest.raises(RecipeError, match=said):
+            nearplane.quantize(words.pop("model"), out, **words)
+    nearplane.quantize(model, out, overwrite=True, **{**options, "bits": 3})
+    assert read_record(out).recipe.scheme.bits == 3
+    shutil.rmtree(out)
+    stopped_behind(1, model, out, monkeypatch, **options)
+    nearplane.quantize(model, out, overwrite=True, **options)
+    assert contents(out) == contents(whole("grid"))
+
+
+@pytest.mark.parametrize("name", ["model-00002-of-00004.safetensors", "journal/behind-00002.pt", "journal/state.json"])
+def test_a_file_that_is_cut_short_is_named(model, text, tmp_path, monkeypatch, name):
+    out, options = tmp_path / "out", dict(calibration=str(text), **WAYS["grid"], **TEXT)
+    stopped_behind(2, model, out, monkeypatch, **options)
+    path = Path(f"{out}.unfinished") / name
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(FormatError, match=path.name):
+        nearplane.quantize(model, out, **options)
+
+
+def test_a_disk_that_is_full_costs_the_journal_not_the_run(model, text, whole, tmp_path, monkeypatch, caplog):
+    def full(*args, **words):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("nearplane.journal.Journal._save", full)
+        nearplane.quantize(model, tmp_path / "out", calibration=str(text), **WAYS["grid"], **TEXT)
+    assert "what follows is lost" in caplog.text
+    assert contents(tmp_path / "out") == contents(whole("grid"))
+    caplog.clear()
+    monkeypatch.setattr("nearplane.journal.shutil.disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6, 10))
+    nearplane.quantize(model, tmp_path / "again", calibration=str(text), **WAYS["grid"], **TEXT)
+    assert "would leave too little" in caplog.text
+
+
+def test_a_full_disk_in_the_middle_is_gone_on_with(model, text, whole, tmp_path, monkeypatch):
+    options, save, written = dict(calibration=str(text), **WAYS["grid"], **TEXT), nearplane.shards.save_file, []
+
+    def full(tensors, path, *more):
+        written.append(path)
+        if len(written) == 3:
+            raise OSError(28, "No space left on device")
+        save(tensors, path, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("nearplane.shards.save_file", full)
+        with pytest.raises(FormatError, match="No space left"):
+            nearplane.quantize(model, tmp_path / "out", **options)
+    nearplane.quantize(model, tmp_path / "out", **options)
+    assert contents(tmp_path / "out") == contents(whole("grid"))
+
+
+def test_quick_blocks_are_not_all_kept(model, text, tmp_path, monkeypatch):
+    """Keeping hidden states may take a twentieth of the time: of a run of a second not more than the first is."""
+    monkeypatch.setattr("nearplane.journal.SHARE", 1e-9)
+    kept = []
+    monkeypatch.setattr("nearplane.journal.Journal._write", lambda self, blocks: kept.append(blocks))
+    nearplane.quantize(model, tmp_path / "out", calibration=str(text), **WAYS["grid"], **TEXT)
+    assert kept == [1]
