@@ -21,8 +21,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from nearplane.formats.gguf.architecture import architecture_of, called, rule_of, tell
-from nearplane.formats.gguf.tokenizer import vocabulary
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -30,6 +28,8 @@ from nearplane import Calibration, Recipe, quantize
 from nearplane.block_types import MIXES
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.divergence import Divergence, divergence
+from nearplane.formats.gguf.architecture import architecture_of, called, rule_of, tell
+from nearplane.formats.gguf.tokenizer import vocabulary
 from nearplane.schemes import BlockScheme
 from nearplane.shards import ShardReader
 

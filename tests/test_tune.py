@@ -16,6 +16,7 @@ import nearplane
 from families import config_of, random_model
 from nearplane import CalibrationError, NearplaneError, RecipeError, cli
 from nearplane.demo import CALIBRATION, MODEL
+from nearplane.formats.gguf.file import read_header
 from nearplane.formats.stored import Stored, read_matrices
 from nearplane.record import NAME, RunRecord, read_record
 from nearplane.report import render
@@ -28,6 +29,7 @@ WAYS = {
     "compressed-tensors, rounded to nearest": ("llama", {"bits": 3, "group_size": None, "solver": "round-to-nearest"}),
     "gptq, Conv1D": ("gpt2", {"bits": 3, "group_size": 32, "format": "gptq"}),
     "gptq_v2": ("llama", {"bits": 2, "group_size": 16, "symmetric": False, "format": "gptq_v2", "correct": False}),
+    "llama.cpp": ("llama", {"grid": "q4_0", "embeddings": "f32"}),
     "entropy-coded": ("llama", {"rate": 2.0}),
     "entropy-coded, Conv1D": ("gpt2", {"rate": 1.5, "allocate": "uniform"}),
 }
@@ -106,8 +108,14 @@ def test_readers_find_what_they_found_before(tuned_of, way):
     names, coded = {path.name for path in solved.iterdir()}, "rate" in WAYS[way][1]
     assert {path.name for path in tuned.iterdir()} == names
     for name in names - ({NAME, INDEX} if coded else {NAME}):  # the index of these holds checksums
-        if not name.endswith(".safetensors"):
+        if not name.endswith((".safetensors", ".gguf")):
             assert (solved / name).read_bytes() == (tuned / name).read_bytes()
+            continue
+        if name.endswith(".gguf"):
+            one, other = (
+                [(x.name, x.type, x.size) for x in read_header(path / name).tensors] for path in (solved, tuned)
+            )
+            assert one == other
             continue
         one, other = load_file(solved / name), load_file(tuned / name)
         assert [(key, x.dtype) for key, x in one.items()] == [(key, x.dtype) for key, x in other.items()]

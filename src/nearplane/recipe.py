@@ -178,8 +178,6 @@ class Recipe:
             raise RecipeError(
                 f"--pre is {self.pre!r}, which only a GGUF says, and the format is {self.format}. Leave it out."
             )
-        if self.tune != "none" and not isinstance(self.scheme, GridScheme | RateScheme):
-            raise RecipeError("--tune trains no checkpoints on llama.cpp's grids so far. Leave it out.")
         if self.allocate is None:
             object.__setattr__(self, "allocate", self.scheme.default_allocation)
         one_of("allocate", self.allocate, Allocation)

@@ -149,6 +149,8 @@ def check_tunable(model: Model, recipe: Recipe, given: Given | None, record: Run
 def _may_move(recipe: Recipe, name: str) -> bool:
     """Whether codes of a layer may come to be trained: where widths are chosen by measuring, those of all layers."""
     scheme = recipe.scheme_of(name)
+    if isinstance(scheme, BlockScheme):
+        return scheme.kind.bits <= CODE_BITS
     return not isinstance(scheme, GridScheme) or recipe.allocate == "slope" or scheme.bits < CODE_BITS + 1
 
 
@@ -177,14 +179,10 @@ def check_recipe(recipe: Recipe, called: str) -> None:
     Raises:
         RecipeError: with the reason.
     """
-    if isinstance(recipe.scheme, BlockScheme):
-        raise RecipeError(
-            f"{called} is on llama.cpp's grids, which are not tuned so far. Tune one made with --bits or --rate."
-        )
     if any(recipe.scheme.ends):
         raise RecipeError(
             f"{called} quantizes the embeddings or the head; so far only blocks and norms are tuned. Quantize without "
-            f"--include-embeddings and --include-head."
+            f"--include-embeddings and --include-head, or of --grid with --embeddings bf16."
         )
     if getattr(recipe.scheme, "size", None) is not None:
         raise RecipeError(

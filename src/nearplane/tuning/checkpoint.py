@@ -15,11 +15,13 @@ from torch import Tensor
 from nearplane.errors import CalibrationError, RecipeError
 from nearplane.formats.stored import Stored
 from nearplane.lattice.grid import ProductGrid
+from nearplane.lattice.superblock import SuperGrid
 from nearplane.models.data import read_windows
 from nearplane.models.given import Given, refuse_lost
 from nearplane.models.model import Model
 from nearplane.recipe import Recipe
 from nearplane.record import LayerRecord, RunRecord
+from nearplane.tuning.blocks import TunedBlocks
 from nearplane.tuning.ladders import TunedLadders
 from nearplane.tuning.network import norms_of
 from nearplane.tuning.parameters import TunedLayer, TunedMatrix, TunedVector
@@ -63,6 +65,9 @@ class Checkpoint:
             matrix = stored.matrix(layer.stored, stored.tensors(layer.stored)).to(self.device)
             if isinstance(matrix.grid, ProductGrid):
                 found[layer.name] = TunedLadders(layer.name, matrix, layer.rate, codes=codes)
+                continue
+            if isinstance(matrix.grid, SuperGrid):
+                found[layer.name] = TunedBlocks(matrix, codes=codes and trains_codes(layer))
                 continue
             storage = stored.layers.scale_dtype(self.model.dtype)
             found[layer.name] = TunedMatrix(layer.name, matrix, storage, codes=codes and trains_codes(layer))
