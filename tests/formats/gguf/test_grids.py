@@ -1,0 +1,130 @@
+"""Whole runs on llama.cpp's grids: the types of layers, embeddings and head in the file, and what the record says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import nearplane
+from families import LLAMA, config_of, random_model
+from nearplane import RecipeError, verify
+from nearplane.demo import CALIBRATION, MODEL
+from nearplane.formats.gguf.file import FILE
+from nearplane.readers.network import dense_network
+from nearplane.record import read_record
+
+TINY = LLAMA | dict(num_hidden_layers=2, hidden_size=256, intermediate_size=288, head_dim=64, num_attention_heads=4)
+TINY |= dict(num_key_value_heads=2, attention_bias=False, vocab_size=2048)
+TOKENS = dict(samples=8, seqlen=64)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(CALIBRATION.read_text()[:12000])
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    def folder_of(dtype: torch.dtype = torch.float32, **changes: Any) -> str:
+        folder = tmp_path_factory.mktemp("models") / "model"
+        random_model(config_of("llama", **(TINY | changes))).to(dtype).save_pretrained(folder)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            (folder / file).write_bytes((MODEL / file).read_bytes())
+        return str(folder)
+
+    return folder_of
+
+
+@pytest.fixture(scope="module")
+def mixed(model_of: Callable[..., str], text: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A checkpoint of q4_k_m with tied embeddings, whose down projections 256 does not divide, and the original."""
+    out, model = tmp_path_factory.mktemp("out") / "mixed", model_of(tie_word_embeddings=True)
+    nearplane.quantize(model, out, grid="q4_k_m", calibration=text, **TOKENS)
+    return out, model
+
+
+def types_of(out: Path) -> dict[str, str]:
+    return {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(out / FILE).tensors}
+
+
+def test_a_mix_has_llama_cpps_types_in_file_and_record(mixed: tuple[Path, str]) -> None:
+    """Of two blocks both get more bits; rows of 288 get blocks of 32."""
+    out, _ = mixed
+    found = types_of(out)
+    for block in ("blk.0", "blk.1"):
+        own = {name.split(".")[2]: kind for name, kind in found.items() if name.startswith(block)}
+        more = block == "blk.1"  # (0 - 2 // 8) % 3 is not 2, and 0 is not below 2 // 8
+        assert own["attn_v"] == ("Q6_K" if more else "Q4_K")
+        assert own["ffn_down"] == ("Q8_0" if more else "Q5_0")
+        assert {own[name] for name in ("attn_q", "attn_k", "attn_output", "ffn_gate", "ffn_up")} == {"Q4_K"}
+        assert own["attn_norm"] == "F32"
+    assert found["token_embd.weight"] == "Q6_K"
+    told = {layer.name: layer.blocks for layer in read_record(out).layers}
+    assert told["model.embed_tokens"] == "q6_k"
+    assert told["model.layers.1.mlp.down_proj"] == "q8_0"
+    assert read_record(out).recipe.layers == ()  # what was asked for, not what became of it
+
+
+def test_its_losses_are_measured_again(mixed: tuple[Path, str]) -> None:
+    out, model = mixed
+    found = verify(out, against=model)
+    assert found.faults == ()
+    assert found.measured
+
+
+def test_transformers_reads_what_we_read(mixed: tuple[Path, str]) -> None:
+    out, _ = mixed
+    ours = dense_network(out).state_dict()
+    theirs = AutoModelForCausalLM.from_pretrained(out, gguf_file=FILE, dtype=torch.float32).state_dict()
+    assert ours.keys() == theirs.keys()
+    for key, values in ours.items():
+        assert torch.equal(values, theirs[key]), key
+
+
+@pytest.mark.parametrize(
+    ("words", "token_embd", "output", "down"),
+    [
+        ({"grid": "q3_k"}, "Q3_K", "Q6_K", "Q4_0"),
+        ({"grid": "q8_0", "embeddings": "q4_k"}, "Q4_K", "Q4_K", "Q8_0"),
+        ({"grid": "q4_0", "embeddings": "bf16", "solver": "round-to-nearest"}, "BF16", "BF16", "Q4_0"),
+        ({"grid": "q5_k", "layers": {"down_proj": {"grid": "q4_1"}}, "embeddings": "f32"}, "F32", "F32", "Q4_1"),
+    ],
+    ids=str,
+)
+def test_embeddings_head_and_single_layers_have_the_types_that_are_asked_for(
+    words: dict[str, Any],
+    token_embd: str,
+    output: str,
+    down: str,
+    model_of: Callable[..., str],
+    text: str,
+    tmp_path: Path,
+) -> None:
+    dtype = torch.bfloat16 if words.get("embeddings") == "bf16" else torch.float32
+    model = model_of(dtype, tie_word_embeddings=False, num_hidden_layers=1)
+    tokens = {} if "solver" in words else TOKENS | {"calibration": text}
+    nearplane.quantize(model, tmp_path / "out", **words, **tokens)
+    found = types_of(tmp_path / "out")
+    assert (found["token_embd.weight"], found["output.weight"], found["blk.0.ffn_down.weight"]) == (
+        token_embd,
+        output,
+        down,
+    )
+    assert verify(tmp_path / "out").faults == ()
+
+
+def test_widths_that_no_blocks_divide_are_refused_before_work_starts(
+    model_of: Callable[..., str], text: str, tmp_path: Path
+) -> None:
+    model = model_of(intermediate_size=300)
+    with pytest.raises(RecipeError, match=r"mlp\.down_proj has 300 inputs, which blocks of 32 do not divide"):
+        nearplane.quantize(model, tmp_path / "out", grid="q4_k", calibration=text, **TOKENS)
+    assert not (tmp_path / "out").exists()
