@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from nearplane.divergence import Divergence, divergence
 from nearplane.errors import CalibrationError, ModelError, RecipeError
 from nearplane.models.data import check_vocabulary, read_windows
-from nearplane.models.given import Given, called, check_model, refuse_tokenizer
-from nearplane.models.model import device_of, positions_of
+from nearplane.models.given import Given, called, refuse_tokenizer
+from nearplane.models.model import device_of
+from nearplane.predictions import Network, opened, predictions, windows_at_a_time
 from nearplane.pretrained import find_folder, in_a_sentence, tokenizer_of
 from nearplane.products import fastest
 from nearplane.progress import logged
@@ -91,27 +91,24 @@ def evaluate(
         raise RecipeError(f"seqlen is {seqlen}; expected at least 2: the first token of a window is not scored.")
     given = Given.of(text, "text")
     refuse_tokenizer(model, tokenizer)
-    network, folder = _network(model, place, trust_remote_code)
-    original = None if against is None else _network(against, place, trust_remote_code)[0]
-    if folder is not None and (given is None or given.tokens is None):
-        tokenizer = tokenizer_of(folder, trust_remote_code=trust_remote_code)
+    network = opened(model, place, trust_remote_code=trust_remote_code)
+    original = None if against is None else opened(against, place, trust_remote_code=trust_remote_code)
+    if network.folder is not None and (given is None or given.tokens is None):
+        tokenizer = tokenizer_of(network.folder, trust_remote_code=trust_remote_code)
     windows = _windows(network, tokenizer, text, given, samples, seqlen)
     seqlen = windows.shape[1]
-    check_vocabulary(windows, network.get_input_embeddings().weight.shape[0])
-    batches = windows.split(max(1, BATCH_TOKENS // seqlen))
+    check_vocabulary(windows, network.vocabulary)
     nll, unquantized, apart = 0.0, 0.0, Divergence()
-    shapes = [(part.out_features, part.in_features) for part in network.modules() if isinstance(part, torch.nn.Linear)]
+    total = -(-len(windows) // windows_at_a_time(seqlen))
     with (
-        fastest(shapes, windows.numel(), network.device),
-        _at_rest(network, original),
+        fastest(network.shapes(), windows.numel(), network.device),
         in_a_sentence(f"{called(model)} does not run on its windows of {seqlen} tokens"),
     ):
-        for batch in progress(logged(batches, "evaluating", len(batches)), "evaluating", len(batches)):
-            predicted = log_probabilities(network, batch.to(network.device))
+        compared = predictions([network, *([] if original is None else [original])], windows)
+        for batch, predicted, *others in progress(logged(compared, "evaluating", total), "evaluating", total):
             wanted = batch[:, 1:, None].to(predicted.device)
             nll -= float(predicted.gather(-1, wanted).double().sum())
-            if original is not None:
-                expected = log_probabilities(original, batch.to(original.device)).to(predicted.device)
+            for expected in others:
                 if expected.shape != predicted.shape:
                     raise ModelError(
                         f"{called(against)} predicts {expected.shape[-1]} tokens, {called(model)} {predicted.shape[-1]}. Pass its "
@@ -136,18 +133,8 @@ def evaluate(
     )
 
 
-def _network(
-    model: str | Path | PreTrainedModel, device: torch.device, trust_remote_code: bool
-) -> tuple[PreTrainedModel, Path | None]:
-    """Return a model object as it is; of a path, the network in float32 on the device, and its folder."""
-    if not isinstance(model, str | Path):
-        return check_model(model), None
-    folder = find_folder(str(model), trust_remote_code=trust_remote_code)
-    return dense_network(folder, trust_remote_code=trust_remote_code).to(device), folder
-
-
 def _windows(
-    network: PreTrainedModel,
+    network: Network,
     tokenizer: PreTrainedTokenizerBase | None,
     text: Any,
     given: Given | None,
@@ -155,7 +142,7 @@ def _windows(
     seqlen: int | None,
 ) -> Tensor:
     """Return the windows (windows, seqlen) to measure on."""
-    positions = positions_of(network.config)
+    positions = network.positions
     if given is not None and given.tokens is not None:
         if seqlen not in (None, given.tokens.shape[1]):
             raise RecipeError(
@@ -180,34 +167,14 @@ def _windows(
     )
 
 
-@contextmanager
-def _at_rest(*networks: PreTrainedModel | None) -> Iterator[None]:
-    """Switch dropout off in networks, and on again where it was."""
-    modes = [(module, module.training) for network in networks if network is not None for module in network.modules()]
-    try:
-        for module, _ in modes:
-            module.training = False
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
 def _exp(nats: float) -> float:
     return math.exp(nats) if nats < 700 else math.inf
-
-
-@torch.inference_mode()
-def log_probabilities(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Return (windows, seqlen - 1, vocabulary) float32 log-probabilities of every next token of `tokens` (windows, seqlen)."""
-    logits: Tensor = model(tokens, use_cache=False).logits
-    return logits[:, :-1].float().log_softmax(-1)
 
 
 def load_dense(
     source: str | Path, device: torch.device, *, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model in float32 with every weight decoded, and its tokenizer."""
-    model, folder = _network(source, device, trust_remote_code)
-    assert folder is not None, "a path"
+    folder = find_folder(str(source), trust_remote_code=trust_remote_code)
+    model = dense_network(folder, trust_remote_code=trust_remote_code).to(device)
     return model, tokenizer_of(folder, trust_remote_code=trust_remote_code)

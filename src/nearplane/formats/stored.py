@@ -67,6 +67,10 @@ class Stored:
         parts = {part for parts in self._parts.values() for part in parts}
         return [name for name in self.reader.names() if name not in parts]
 
+    def parts(self, name: str) -> list[str]:
+        """Return the names of the tensors of one layer."""
+        return list(self._parts[name])
+
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of one layer, checked against the checksums that the folder has."""
         return self.reader.read(self._parts[name])

@@ -19,7 +19,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from transformers.initialization import guard_torch_init_functions
 
 from nearplane.errors import ModelError, NumericalError
-from nearplane.shards import ShardReader
+from nearplane.shards import TensorReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Weights:
         ModelError: the checkpoint lacks parameters of the network.
     """
 
-    def __init__(self, network: PreTrainedModel, reader: ShardReader) -> None:
+    def __init__(self, network: PreTrainedModel, reader: TensorReader) -> None:
         self.network, self.reader = network, reader
         self._aliases = _aliases(network)
         self._loads, self._unused = _plan(network, reader)
@@ -177,7 +177,7 @@ def _aliases(network: nn.Module) -> dict[str, tuple[str, ...]]:
     return {name: tuple(group) for group in names.values() if len(group) > 1 for name in group}
 
 
-def _plan(network: PreTrainedModel, reader: ShardReader) -> tuple[dict[str, Load], dict[str, str]]:
+def _plan(network: PreTrainedModel, reader: TensorReader) -> tuple[dict[str, Load], dict[str, str]]:
     """Work out how every parameter comes out of the checkpoint.
 
     Returns:

@@ -24,7 +24,7 @@ from nearplane.models.conversion import Weights
 from nearplane.models.kept import MATRICES, kept_parts, outside_parts, unbuilt_parts
 from nearplane.models.layers import IGNORED, Layer, find_blocks, find_ends, find_layers
 from nearplane.pretrained import empty_network, find_folder, tokenizer_of
-from nearplane.shards import ShardReader
+from nearplane.shards import ShardReader, TensorReader
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 ABSENT = "a block is in memory only within `with block.on(...)`, its original only where asked for"
@@ -106,7 +106,7 @@ class Model:
         self,
         folder: Path,
         network: PreTrainedModel,
-        reader: ShardReader,
+        reader: TensorReader,
         *,
         ignore: Sequence[str] = (),
         ends: tuple[bool, bool] = (False, False),
@@ -264,7 +264,7 @@ class Block:
         return self.layers_of(self.quantized)
 
 
-def _dtype(reader: ShardReader) -> torch.dtype:
+def _dtype(reader: TensorReader) -> torch.dtype:
     """Return the dtype of most weights of a checkpoint."""
     sizes: Counter[str] = Counter()
     for name in reader.names():

@@ -1,0 +1,196 @@
+"""What networks predict of windows of text: of networks that are in memory, or on disk and pass block by block.
+
+Where a network in float32 would take more than its share of the memory that is free, one block of it is in memory at a time, and
+the hidden states of a chunk of the windows; the predictions are the same to the noise of float32. Several networks go side by side.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from nearplane.errors import ModelError
+from nearplane.formats.stored import quantization_of, reader_of
+from nearplane.memory import free_memory
+from nearplane.models.activations import finite, readout, skeleton
+from nearplane.models.given import called, check_model
+from nearplane.models.model import Model, open_model, positions_of
+from nearplane.pretrained import empty_network, find_folder
+from nearplane.readers.decoded import DecodedReader
+from nearplane.readers.network import dense_network, stored_transposed, weight_shapes
+from nearplane.sizes import size_text
+
+BATCH_TOKENS = 2048
+SHARE = 0.4  # of the memory that is free, which one network may take in float32
+STATES = 0.2  # of it, which the hidden states of a chunk of windows may take; a network has them twice while it passes a block
+
+log = logging.getLogger(__name__)
+
+
+class Network(ABC):
+    """A network that can be asked what it predicts.
+
+    Attributes:
+        folder: that it is from; None: an object.
+        device: that it computes on.
+        vocabulary: how many tokens its input embeddings have.
+        positions: that it was built for, or None.
+        width: of its hidden states, where those of all windows are in memory; else 0.
+    """
+
+    folder: Path | None
+    device: torch.device
+    vocabulary: int
+    positions: int | None
+    width: int
+
+    @abstractmethod
+    def shapes(self) -> list[tuple[int, int]]:
+        """Return (out, in) of its matrices."""
+
+    @abstractmethod
+    def predicting(self, windows: Tensor, batch: int) -> AbstractContextManager[Callable[[int], Tensor]]:
+        """Return a context in which a function from the number of a batch gives its (windows, seqlen, vocabulary) logits."""
+
+
+class Held(Network):
+    """A network in memory, as it is."""
+
+    def __init__(self, network: PreTrainedModel, folder: Path | None = None) -> None:
+        self.network, self.folder, self.width = network, folder, 0
+        self.device, self.positions = network.device, positions_of(network.config)
+        self.vocabulary = network.get_input_embeddings().weight.shape[0]
+
+    def shapes(self) -> list[tuple[int, int]]:
+        """Return (out, in) of its linear layers."""
+        linear = (part for part in self.network.modules() if isinstance(part, nn.Linear))
+        return [(part.out_features, part.in_features) for part in linear]
+
+    @contextmanager
+    def predicting(self, windows: Tensor, batch: int) -> Iterator[Callable[[int], Tensor]]:
+        """Switch dropout off; see `Network`."""
+        parts = windows.split(batch)
+
+        def logits(index: int) -> Tensor:
+            found: Tensor = self.network(parts[index].to(self.device), use_cache=False).logits
+            return found
+
+        modes = [(module, module.training) for module in self.network.modules()]
+        try:
+            for module, _ in modes:
+                module.training = False
+            yield logits
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+
+class Streamed(Network):
+    """A network on disk, of which one block is in memory at a time."""
+
+    def __init__(self, model: Model, device: torch.device) -> None:
+        self.model, self.folder, self.device = model, model.folder, device
+        embeddings = model.network.get_input_embeddings().weight
+        self.vocabulary, self.width = embeddings.shape
+        self.positions = model.positions
+
+    def shapes(self) -> list[tuple[int, int]]:
+        """Return (out, in) of the layers of its blocks."""
+        return [layer.shape for layer in self.model.layers]
+
+    @contextmanager
+    def predicting(self, windows: Tensor, batch: int) -> Iterator[Callable[[int], Tensor]]:
+        """Pass the windows through all blocks, then hold what follows them; see `Network`."""
+        device, dtype = self.device, torch.float32
+        stream = skeleton(self.model, windows, device=device, dtype=dtype, batch=batch, two_streams=False)
+        for block in self.model.blocks:
+            with torch.no_grad(), block.on(device, dtype, original=False):
+                for index, hidden in enumerate(stream.quantized):
+                    stream.quantized[index] = finite(stream.forward(block, block.quantized, index, hidden), block)
+            stream.passed(block)
+        parts = windows.split(batch)
+        with readout(self.model, stream, device=device, dtype=dtype) as logits:
+            yield lambda index: logits(parts[index], stream.quantized[index])
+
+
+def opened(model: str | Path | PreTrainedModel, device: torch.device, *, trust_remote_code: bool = False) -> Network:
+    """Return the network of an object, which is run as it is, or of a folder, in float32 with every weight decoded.
+
+    Raises:
+        ModelError, FormatError: it cannot be read.
+    """
+    if not isinstance(model, str | Path):
+        return Held(check_model(model))
+    folder = find_folder(str(model), trust_remote_code=trust_remote_code)
+    size, free = _size(folder, trust_remote_code), free_memory()
+    if device.type == "cpu" and free is not None and size > SHARE * free:
+        try:
+            streamed = Streamed(on_disk(folder, trust_remote_code=trust_remote_code), device)
+        except ModelError as error:
+            log.warning("%s is held in memory as a whole, as it does not run block by block: %s", called(model), error)
+        else:
+            log.info(
+                "%s passes block by block: it would take %s in float32, %s are free",
+                called(model),
+                size_text(size),
+                size_text(free),
+            )
+            return streamed
+    return Held(dense_network(folder, trust_remote_code=trust_remote_code).to(device), folder)
+
+
+def on_disk(folder: Path, *, trust_remote_code: bool = False) -> Model:
+    """Return the model of a folder, quantized or not, whose weights stay on disk; quantized ones are decoded when they are read.
+
+    Raises:
+        ModelError, FormatError: it cannot be read, or not be taken apart.
+    """
+    if quantization_of(folder) is None:
+        return open_model(str(folder), trust_remote_code=trust_remote_code)
+    network = empty_network(folder, trust_remote_code=trust_remote_code, reader=reader_of(folder)).eval()
+    reader = DecodedReader(folder, weight_shapes(network), stored_transposed(network))
+    return Model(folder, network, reader, trust_remote_code=trust_remote_code)
+
+
+def _size(folder: Path, trust_remote_code: bool) -> int:
+    """Return the bytes of a folder's network in float32."""
+    network = empty_network(folder, trust_remote_code=trust_remote_code, reader=reader_of(folder))
+    return sum(4 * parameter.numel() for parameter in network.parameters())
+
+
+def windows_at_a_time(seqlen: int) -> int:
+    """Return how many windows make a batch."""
+    return max(1, BATCH_TOKENS // seqlen)
+
+
+def predictions(networks: Sequence[Network], windows: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield batches of windows (windows, seqlen), and behind each what every network predicts of it.
+
+    That is (windows, seqlen - 1, vocabulary) float32 log-probabilities of every next token.
+    """
+    batch = windows_at_a_time(windows.shape[1])
+    for chunk in windows.split(_chunk(networks, windows.shape[1], batch)):
+        with ExitStack() as stack:
+            functions = [stack.enter_context(network.predicting(chunk, batch)) for network in networks]
+            for index, part in enumerate(chunk.split(batch)):
+                yield part, *(_next_tokens(logits, index) for logits in functions)
+
+
+@torch.no_grad()
+def _next_tokens(logits: Callable[[int], Tensor], batch: int) -> Tensor:
+    return logits(batch)[:, :-1].float().log_softmax(-1)
+
+
+def _chunk(networks: Sequence[Network], seqlen: int, batch: int) -> int:
+    """Return how many windows pass through the blocks together: whole batches, as many as memory holds."""
+    width, free = sum(network.width for network in networks), free_memory()
+    if not width or free is None:
+        return 1 << 60
+    return batch * max(1, int(STATES * free / (4 * width * seqlen * batch)))

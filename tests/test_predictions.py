@@ -1,0 +1,80 @@
+"""What networks predict is the same whether they are in memory or pass block by block from disk."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+import nearplane
+from families import config_of, random_model
+from nearplane import predictions
+from nearplane.demo import HELD_OUT, MODEL
+from nearplane.readers.decoded import DecodedReader
+
+WAYS = {
+    "llama": {"bits": 4},
+    "gpt2": {"bits": 3, "format": "gptq"},
+    "gemma2": {"rate": 3.0},
+    "qwen3_moe": {"bits": 4, "group_size": 16},
+}
+TEXT = dict(seqlen=24, samples=7)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Return a function from a family to an original and its quantized folder."""
+
+    def made(family):
+        place = tmp_path_factory.mktemp(family)
+        random_model(config_of(family, vocab_size=2048)).float().save_pretrained(place / "model")
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (place / "model" / name).write_bytes((MODEL / name).read_bytes())
+        words = {"group_size": 16} if "bits" in WAYS[family] else {}
+        nearplane.quantize(
+            place / "model", place / "out", solver="round-to-nearest", device="cpu", **{**words, **WAYS[family]}
+        )
+        return str(place / "model"), str(place / "out")
+
+    return made
+
+
+@pytest.mark.parametrize("family", WAYS)
+def test_block_by_block_is_the_same_to_the_last_digits(folders, family, monkeypatch, caplog):
+    """In chunks of one batch of two windows, the last of one."""
+    original, out = folders(family)
+    monkeypatch.setattr(predictions, "BATCH_TOKENS", 48)
+    held = nearplane.evaluate(out, HELD_OUT, against=original, device="cpu", **TEXT)
+    assert "block by block" not in caplog.text
+    monkeypatch.setattr(predictions, "SHARE", 0.0)
+    monkeypatch.setattr(predictions, "STATES", 0.0)
+    passes = []
+    monkeypatch.setattr(predictions, "skeleton", lambda *a, **w: (passes.append(len(a[1])), skeleton(*a, **w))[1])
+    with caplog.at_level(logging.INFO, "nearplane"):
+        streamed = nearplane.evaluate(out, HELD_OUT, against=original, device="cpu", **TEXT)
+    assert passes == [2, 2, 2, 2, 2, 2, 1, 1]
+    assert caplog.text.count("passes block by block") == 2
+    for name in ("nll", "kl", "original"):
+        assert getattr(streamed, name) == pytest.approx(getattr(held, name), rel=1e-6, abs=1e-9)
+    assert streamed.agreement == held.agreement
+
+
+skeleton = predictions.skeleton
+
+
+def test_what_does_not_run_block_by_block_is_held_and_that_is_said(folders, monkeypatch, caplog):
+    def apart(*args, **words):
+        raise nearplane.ModelError("No blocks are found.")
+
+    original, _ = folders("llama")
+    monkeypatch.setattr(predictions, "SHARE", 0.0)
+    monkeypatch.setattr(predictions, "open_model", apart)
+    found = nearplane.evaluate(original, HELD_OUT, device="cpu", **TEXT)
+    assert torch.isfinite(torch.tensor(found.nll))
+    assert "held in memory as a whole, as it does not run block by block: No blocks are found." in caplog.text
+
+
+def test_a_layer_that_the_network_does_not_have_is_refused(folders):
+    _, out = folders("llama")
+    with pytest.raises(nearplane.FormatError, match=r"quantized; the network .* has no such weight"):
+        DecodedReader(Path(out), {})
