@@ -189,7 +189,7 @@ class Unfinished:
 
     def _remove_if_nothing_is_written(self) -> bool:
         with suppress(OSError):
-            if {path.name for path in self.folder.iterdir()} <= {INCOMPLETE}:
+            if {path.name for path in self.folder.iterdir()} <= {INCOMPLETE, JOURNAL} and not self.goes_on:
                 shutil.rmtree(self.folder)
                 return True
         return False
