@@ -21,6 +21,7 @@ from nearplane.formats.stored import Stored, read_matrices
 from nearplane.record import NAME, RunRecord, read_record
 from nearplane.report import render
 from nearplane.shards import INDEX
+from nearplane.tuning.network import needed
 from nearplane.verify import verify
 
 WAYS = {
@@ -329,6 +330,39 @@ def test_what_cannot_be_tuned_is_refused_before_the_solve(model_of, tmp_path, mo
     with pytest.raises(RecipeError, match=r"Tuning takes about .* of memory on cpu, 100.* are free"):
         nearplane.quantize(model_of("llama"), tmp_path / "out", calibration=str(text), **TEXT, **words)
     assert not list(tmp_path.iterdir())
+
+
+def test_layers_whose_codes_may_come_to_be_trained_count_before_the_solve(model_of, tmp_path, monkeypatch, text):
+    """With widths by slope any layer may get 3 bits: memory for codes that move must be there, which 4 bits do without."""
+
+    class Began(Exception):
+        pass
+
+    def solves(*args, **words):
+        raise Began
+
+    original, words = model_of("llama"), dict(group_size=16, device="cpu", tune="network", progress=solves)
+    model = nearplane.models.model.open_model(original)
+    enough, _ = needed(model, torch.zeros(60, 40), batch=6, codes=0)
+    monkeypatch.setattr("nearplane.tuning.network.free_memory", lambda: enough)
+    for asked, error in (({"bits": 4}, Began), ({"bits": 3.5}, RecipeError), ({"rate": 3.0}, RecipeError)):
+        own = {key: value for key, value in words.items() if key != "group_size" or "bits" in asked}
+        with pytest.raises(error):
+            nearplane.quantize(original, tmp_path / "out", calibration=str(text), **TEXT, **asked, **own)
+
+
+def test_what_tuning_looked_at_adds_up(tuned_of, text, tmp_path):
+    """A text that ends before --samples is said, and so are windows that are left out."""
+    solved, tuned, original = tuned_of("compressed-tensors")
+    short = tmp_path / "short.txt"
+    short.write_text(text.read_text()[:4000])
+    tuning = nearplane.tune(solved, tmp_path / "new", against=original, calibration=short, steps=3).tuning
+    assert tuning.found < tuning.samples == 60
+    assert f"the text holds {tuning.found} windows of 40, 60 were asked for" in tuning.looked_at()
+    left = tuning.found - tuning.windows - tuning.held_windows
+    assert left > 0
+    assert f"{left} left out" in tuning.looked_at()
+    assert "were asked for" not in read_record(tuned).tuning.looked_at()
 
 
 def test_what_was_solved_is_not_lost_where_tuning_fails(model_of, text, tmp_path, monkeypatch):

@@ -37,7 +37,7 @@ class Schedule:
     steps: int
     batches: int = 1
     rates: dict[str, float] = field(default_factory=dict)
-    looks: int = 4
+    looks: int = 2
     warm: float = 0.1
 
 
@@ -91,7 +91,7 @@ def train(
         {"params": found, "lr": schedule.rates[kind], "betas": CODE_BETAS if kind == "codes" else BETAS}
         for kind, found in leaves.items()
     ]
-    optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
     warm = schedule.warm * schedule.steps
 
     def rate(step: int) -> float:
