@@ -188,6 +188,24 @@ def test_no_finished_block_is_solved_again(model, text, whole, tmp_path, monkeyp
     assert contents(tmp_path / "out") == wanted
 
 
+def test_a_run_that_is_killed_when_all_is_written_is_put_in_place(model, text, whole, tmp_path, monkeypatch):
+    options, rename, wanted = dict(calibration=str(text), **WAYS["grid"], **TEXT), Path.rename, contents(whole("grid"))
+
+    def stopped(self, place):
+        if self.name == "out.unfinished":
+            raise StoppedError
+        return rename(self, place)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", stopped)
+        with pytest.raises(StoppedError):
+            nearplane.quantize(model, tmp_path / "out", **options)
+    assert sorted(p.name for p in (tmp_path / "out.unfinished" / "journal").iterdir()) == ["state.json"]
+    monkeypatch.setattr(importlib.import_module("nearplane.quantize"), "walk", None)
+    nearplane.quantize(model, tmp_path / "out", **options)
+    assert contents(tmp_path / "out") == wanted
+
+
 def test_a_run_that_is_told_something_else_does_not_go_on(model, text, whole, tmp_path, monkeypatch):
     out, options = tmp_path / "out", dict(calibration=str(text), **WAYS["grid"], **TEXT)
     stopped_behind(1, model, out, monkeypatch, **options)

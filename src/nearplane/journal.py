@@ -97,7 +97,7 @@ class Journal:
         told: what the run is told, see `told`.
 
     Attributes:
-        before: what a run that was told the same had done; None: nothing that was kept.
+        before: what a run that was told the same had done; None: nothing that was kept, or all, see `Container.whole`.
 
     Raises:
         RecipeError: a run that was told something else left the folder, and it may not be replaced; names the difference.
@@ -124,9 +124,11 @@ class Journal:
             log.warning("The run that was stopped was told something else: %s.", differing)
             self._container.begin_anew()
             return None
+        if self._container.whole:
+            log.info("a run was stopped when all was written: %s", self._container.folder)
+            return None
         try:
-            if not self._container.whole:
-                self._container.go_on(state["container"])
+            self._container.go_on(state["container"])
             record = RunRecord.from_json(state["record"])
             plan = Plan.restored(state["plan"], self._load("plan.pt"), record.tokens)
             before = Before(blocks=int(state["blocks"]), record=record, plan=plan, seconds=float(state["seconds"]))
