@@ -6,6 +6,7 @@ transformers, or not load, is refused.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from nearplane.errors import RecipeError
 
 DROPPED = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 Config = Mapping[str, Any]
+logger = logging.getLogger("nearplane")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,7 @@ class Architecture:
 
 def _llama(writer: Any, config: Config) -> None:
     """Llama and Mistral."""
-    _sizes(writer, config)
+    _sizes(writer, config, window=config.get("sliding_window"))
     writer.add_rope_dimension_count(_head_size(config))
     _refuse(config, {"hidden_act": "silu"})
     _rope(writer, config, ("default", "linear", "llama3", "yarn"))
@@ -89,7 +91,7 @@ def _gemma(writer: Any, config: Config, every: int) -> None:
 
 
 def _phi3(writer: Any, config: Config) -> None:
-    _sizes(writer, config)
+    _sizes(writer, config, window=config.get("sliding_window"))
     _refuse(config, {"hidden_act": "silu"})
     rope, heads = _ropes(config)["full_attention"], config["num_attention_heads"]
     size = (
@@ -194,10 +196,20 @@ def _llama3_factors(rope: Config, size: int) -> Tensor:
     return 1 / ((1 - smooth) / factor + smooth)
 
 
-def _sizes(writer: Any, config: Config) -> None:
-    """Add what all but GPT-2 have under the same names."""
+def _sizes(writer: Any, config: Config, window: int | None = None) -> None:
+    """Add what all but GPT-2 have under the same names.
+
+    Args:
+        window: of attention where llama.cpp has none: text is then to be no longer, as it would be computed otherwise.
+    """
+    positions = config["max_position_embeddings"]
+    if window is not None and window < positions:
+        logger.warning(
+            f"llama.cpp has no attention within a window for a {config['model_type']}: the GGUF says that its context is that of "
+            f"the window, {window} tokens, not {positions}."
+        )
     writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_context_length(min(window or positions, positions))
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
