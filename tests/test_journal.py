@@ -25,6 +25,7 @@ WAYS = {
     "widths by slope": dict(bits=3, group_size=16, allocate="slope", symmetric=False, format="gptq_v2"),
     "rate, embeddings and head": dict(rate=3.0, include_embeddings=True, include_head=True),
     "size": dict(size="720kB"),
+    "blocks of llama.cpp, embeddings too": dict(grid="q4_0"),
     "rounded to nearest": dict(bits=4, group_size=16, solver="round-to-nearest"),
 }
 TEXT = dict(samples=24, seqlen=40, device="cpu")

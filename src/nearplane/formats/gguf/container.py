@@ -12,6 +12,7 @@ import logging
 import os
 import struct
 from collections.abc import Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
 
@@ -150,19 +151,53 @@ class GGUFFile(Container):
         writer.write_ti_data_to_file()
         writer.close()
         begin = padded(path.stat().st_size)
-        self._size = begin + sum(padded(nbytes(path, *each)) for each in tensors)
+        size = begin + sum(padded(nbytes(path, *each)) for each in tensors)
         file = path.open("r+b")
         try:
-            os.posix_fallocate(file.fileno(), 0, self._size)  # a full disk is found now
+            os.posix_fallocate(file.fileno(), 0, size)  # a full disk is found now
         except AttributeError:  # on other systems
-            file.truncate(self._size)
-        header = read_header(path)
-        self._fields, self._sums_place = header.fields, header.places[SUMS]
-        self._infos = {name: info for name, info in zip(names, header.tensors, strict=True) if name}
-        for info in header.tensors[len(planned) :]:
+            file.truncate(size)
+        for info in self._known(path):
             self._put(file, info.name, info, made[info.name])
         path.chmod((self.folder / INCOMPLETE).stat().st_mode)
         return file
+
+    def _known(self, path: Path) -> list[Info]:
+        """Take the places of tensors from the header of the file; return those that are in no checkpoint."""
+        header = read_header(path)
+        self._fields, self._sums_place, self._size = header.fields, header.places[SUMS], header.size
+        named = list(zip(header.fields[TENSORS], header.tensors, strict=True))
+        self._infos = {name: info for name, info in named if name}
+        return [info for name, info in named if not name]
+
+    def state(self) -> dict[str, Any]:
+        """Return which tensors were written, flushed to disk."""
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        return {"size": self.size, "first": self._first, "sums": self._sums}
+
+    def go_on(self, state: Mapping[str, Any]) -> None:
+        """Go on behind the tensors of a run that was stopped; what else it wrote is written over."""
+        path, sums = self.folder / FILE, dict(state["sums"])
+        if not sums:
+            path.unlink(missing_ok=True)
+            return
+        if not path.is_file():
+            raise FormatError(
+                f"{path} is missing: the run that was stopped cannot be gone on with. Begin anew with --overwrite."
+            )
+        made = self._known(path)
+        self._file = path.open("r+b")
+        for name, info in [*self._infos.items(), *((info.name, info) for info in made)]:
+            if name in sums:
+                self._file.seek(info.begin)
+                if hashlib.sha256(self._file.read(info.size)).hexdigest() != sums[name]:
+                    raise FormatError(
+                        f"{path}: {name} is not what was written: the run that was stopped cannot be gone on with. Begin anew with "
+                        f"--overwrite."
+                    )
+        self._sums, self.size, self._first = sums, int(state["size"]), str(state["first"])
 
     def write(self, tensors: Mapping[str, Tensor]) -> int:
         """Write the tensors of one block at their places; return the bytes of them, with the first those of the header."""
@@ -232,7 +267,7 @@ class GGUFFile(Container):
                 f"{self.folder / FILE}: {len(missing)} tensors were announced and not given, first {missing[0]}."
             )
         sums = [self._sums[name] for name in self._infos]
-        made = [info.name for info in read_header(self.folder / FILE).tensors[len(sums) :]]
+        made = [info.name for info in self._known(self.folder / FILE)]
         text = b"".join(
             struct.pack("<Q", LONG) + each.encode() for each in (*sums, *(self._sums[name] for name in made))
         )
