@@ -335,17 +335,17 @@ def test_what_cannot_be_tuned_is_refused_before_the_solve(model_of, tmp_path, mo
 def test_layers_whose_codes_may_come_to_be_trained_count_before_the_solve(model_of, tmp_path, monkeypatch, text):
     """With widths by slope any layer may get 3 bits: memory for codes that move must be there, which 4 bits do without."""
 
-    class Began(Exception):
+    class BeganError(Exception):
         pass
 
     def solves(*args, **words):
-        raise Began
+        raise BeganError
 
     original, words = model_of("llama"), dict(group_size=16, device="cpu", tune="network", progress=solves)
     model = nearplane.models.model.open_model(original)
     enough, _ = needed(model, torch.zeros(60, 40), batch=6, codes=0)
     monkeypatch.setattr("nearplane.tuning.network.free_memory", lambda: enough)
-    for asked, error in (({"bits": 4}, Began), ({"bits": 3.5}, RecipeError), ({"rate": 3.0}, RecipeError)):
+    for asked, error in (({"bits": 4}, BeganError), ({"bits": 3.5}, RecipeError), ({"rate": 3.0}, RecipeError)):
         own = {key: value for key, value in words.items() if key != "group_size" or "bits" in asked}
         with pytest.raises(error):
             nearplane.quantize(original, tmp_path / "out", calibration=str(text), **TEXT, **asked, **own)
