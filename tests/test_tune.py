@@ -157,10 +157,11 @@ def test_tuning_twice_gives_the_same_bytes(tuned_of, text, tmp_path):
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
 
 
-def test_quantize_tunes_what_it_solved(tuned_of, text, tmp_path):
-    _, tuned, original = tuned_of("gptq_v2")
+@pytest.mark.parametrize("way", ["gptq_v2", "entropy-coded"])
+def test_quantize_tunes_what_it_solved(tuned_of, text, tmp_path, way):
+    _, tuned, original = tuned_of(way)
     record = nearplane.quantize(
-        original, tmp_path / "out", calibration=str(text), tune="network", **TEXT, **WAYS["gptq_v2"][1]
+        original, tmp_path / "out", calibration=str(text), tune="network", **TEXT, **WAYS[way][1]
     )
     assert record.recipe.tune == "network"
     for path in tuned.glob("*.safetensors"):
