@@ -41,6 +41,15 @@ def test_a_run_that_went_as_asked_takes_four_lines():
     ]
 
 
+def test_bits_that_are_not_codes_are_told():
+    steps = tuple(
+        replace(layer, bytes=layer.bytes + layer.in_features * layer.out_features // 8) for layer in RUN.layers
+    )
+    assert "quantized to 5.000 bits per weight (codes 4, steps 1.000) in" in next(
+        summary(replace(RUN, layers=steps), OUT)
+    )
+
+
 def without_extra(layer):
     return replace(layer, extra_loss=None, extra_relative_loss=None, extra_nearest_loss=None)
 

@@ -29,6 +29,7 @@ from nearplane.journal import Journal, told
 from nearplane.matrix import Task, solve_layer
 from nearplane.matrix.certificate import profiles
 from nearplane.matrix.on_grid import with_tensors
+from nearplane.models.data import check_there
 from nearplane.models.given import Given, as_folder, called, taken
 from nearplane.models.model import Model, device_of, open_model
 from nearplane.products import fastest, repeated
@@ -168,6 +169,8 @@ class Options:
 def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) -> RunRecord:
     """Quantize a model that is a folder, or on the hub."""
     trusted, (embeddings, head) = options.trust_remote_code, recipe.scheme.ends
+    if options.given is None and recipe.scheme.calibrated and recipe.calibration.calibration is not None:
+        check_there(recipe.calibration.calibration)
     model = open_model(folder, trust_remote_code=trusted, ignore=recipe.ignore, embeddings=embeddings, head=head)
     asked, recipe = recipe, settled(model, recipe)
     check_request(model, recipe)

@@ -300,6 +300,8 @@ class _opened:  # noqa: N801  (a context manager used like a function)
     """`safe_open` with an error that names the file."""
 
     def __init__(self, path: Path) -> None:
+        if not path.exists():
+            raise ModelError(f"{path} is missing: {INDEX} names it. Fetch it again.")
         try:
             self.file = safe_open(path, "pt")
         except (SafetensorError, OSError) as error:

@@ -14,7 +14,10 @@ from nearplane.sizes import counted, size_text
 
 def summary(record: RunRecord, out: Path) -> Iterator[str]:
     """Yield the lines that `nearplane quantize` prints."""
-    yield f"{len(record.layers)} layers quantized to {record.rate:.3f} bits per weight in {record.seconds:.1f} s: {out}"
+    yield (
+        f"{len(record.layers)} layers quantized to {record.rate:.3f} bits per weight{_of_codes(record)} in "
+        f"{record.seconds:.1f} s: {out}"
+    )
     if (missed := record.missed) is not None:
         yield missed
     memory = f", peak memory {size_text(record.peak_memory)}" if record.peak_memory else ""
@@ -40,6 +43,15 @@ def summary(record: RunRecord, out: Path) -> Iterator[str]:
             f'load it with nearplane.load("{out}"), or in transformers after nearplane.register(): without that call transformers '
             f"stops with an error. For other programs: nearplane export"
         )
+
+
+def _of_codes(record: RunRecord) -> str:
+    """Return how many of the bits are codes, where all layers have the same; the rest are steps and zero-points."""
+    widths = {layer.bits for layer in record.layers}
+    bits = widths.pop() if len(widths) == 1 else None
+    if bits is None or record.rate - bits < 0.01:
+        return ""
+    return f" (codes {bits}, steps{'' if record.layers[0].symmetric else ' and zero-points'} {record.rate - bits:.3f})"
 
 
 def tuned(record: RunRecord, out: Path) -> Iterator[str]:
@@ -120,7 +132,8 @@ def layer_table(record: RunRecord) -> tuple[list[str], tuple[str, ...], Iterator
     scheme, coded = record.recipe.scheme, record.entropy is not None
     before = [
         f"{record.source} quantized by {scheme.solver}, {record.recipe.format}, {record.device}, {record.seconds:.1f} s",
-        f"{record.windows} windows of {record.seqlen} tokens, {record.extra_windows} extra; versions {record.versions}",
+        f"{record.windows} windows of {record.seqlen} tokens, {record.extra_windows} extra; "
+        + ", ".join(f"{name} {number}" for name, number in record.versions.items()),
     ]
     if record.tuning is not None:
         before += [record.tuning.sentence(), record.tuning.looked_at()]

@@ -101,11 +101,27 @@ def check_vocabulary(tokens: Tensor, size: int) -> None:
         )
 
 
+def check_there(source: str | Path) -> None:
+    """Refuse a text that is not there and whose name is not that of a data set.
+
+    Raises:
+        CalibrationError: says what is expected.
+    """
+    path = Path(source).expanduser()
+    named = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]*){0,2}", str(source)) and path.suffix not in SUFFIXES
+    if not path.exists() and not named:
+        raise CalibrationError(
+            f"{source} does not exist. Pass a {' or '.join(SUFFIXES)} file, a folder of them, "
+            f"or a data set as name:config:split."
+        )
+
+
 def _documents(tokenizer: PreTrainedTokenizerBase, source: str | Path | Sequence[str], seed: int) -> Iterator[str]:
     """Yield the texts of a file, a folder, a data set or a list, one by one."""
     if not isinstance(source, str | Path):
         yield from source
         return
+    check_there(source)
     path = Path(source).expanduser()
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
@@ -115,11 +131,6 @@ def _documents(tokenizer: PreTrainedTokenizerBase, source: str | Path | Sequence
             yield from _documents_in(file, tokenizer)
     elif path.exists():
         yield from _documents_in(path, tokenizer)
-    elif path.suffix in SUFFIXES or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]*){0,2}", str(source)):
-        raise CalibrationError(
-            f"{source} does not exist. Pass a {' or '.join(SUFFIXES)} file, a folder of them, "
-            f"or a data set as name:config:split."
-        )
     else:
         for number, row in enumerate(_rows(str(source), seed), 1):
             yield _text(row, f"{source}, row {number}", tokenizer)
