@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import nearplane
 from families import FAMILIES, LLAMA, config_of, random_model
 from nearplane import FormatError, ModelError, RecipeError
-from nearplane.demo import CALIBRATION, MODEL
+from nearplane.cli import app
+from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.formats.gguf.file import FILE, GGUFReader
 from nearplane.formats.stored import read_dense
 from nearplane.readers.network import dense_network
@@ -95,6 +96,56 @@ def test_a_gguf_holds_what_its_record_says(name: str, out_of: Callable[[str], tu
     found = nearplane.verify(out, against=source, calibration=text)
     assert found.measured
     assert not found.faults
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt2"])
+def test_embeddings_and_head_are_blocks_too(
+    name: str, model_of: Callable[..., Path], text: str, tmp_path: Path
+) -> None:
+    """Of a mix, in types that rows of 32 have; Gemma's embeddings are scaled when they are looked up, GPT-2's are the head."""
+    source, out = model_of(name, attention_bias=False), tmp_path / "out"
+    nearplane.quantize(source, out, grid="q4_k_m", calibration=text, samples=8, seqlen=32)
+    types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(out / FILE).tensors}
+    ends = {"token_embd.weight": "Q5_0" if name == "llama" else "Q8_0"} | (
+        {"output.weight": "Q8_0"} if name == "llama" else {}
+    )
+    assert {key: types[key] for key in ends} == ends
+    shape = {"config": AutoConfig.from_pretrained(source)}
+    theirs = AutoModelForCausalLM.from_pretrained(out, gguf_file=FILE, dtype=torch.float32, **shape).state_dict()
+    for key, values in dense_network(out).state_dict().items():
+        assert torch.equal(values, theirs[key]), key
+    found = nearplane.verify(out, against=source, calibration=text)
+    assert found.measured
+    assert not found.faults
+
+
+def test_every_command_reads_the_folder(
+    out_of: Callable[[str], tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, source = out_of("qwen3")
+    for words in (
+        ["inspect", out],
+        ["report", out, tmp_path / "page.html"],
+        ["export", out, tmp_path / "dense", "--dtype", "float32"],
+        ["evaluate", out, "--text", HELD_OUT, "--seqlen", "32", "--samples", "2", "--against", source],
+    ):
+        with pytest.raises(SystemExit) as ended:
+            app([str(word) for word in words])
+        assert ended.value.code in (0, None), capsys.readouterr()
+    ours = dense_network(out).state_dict()
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "dense").state_dict()
+    loaded = nearplane.load(out, dtype="float32").state_dict()
+    for key, values in ours.items():
+        assert torch.equal(values, exported[key])
+        assert torch.equal(values, loaded[key])
+
+
+def test_a_file_in_place_of_a_folder_is_one_sentence(out_of: Callable[[str], tuple[Path, Path]]) -> None:
+    out, _ = out_of("qwen3")
+    with pytest.raises(FormatError, match="is a file: expected the folder"):
+        nearplane.verify(out / FILE)
+    with pytest.raises(ModelError, match="is a file; pass the folder"):
+        nearplane.evaluate(out / FILE, HELD_OUT)
 
 
 def test_the_gguf_package_reads_types_shapes_and_values(out_of: Callable[[str], tuple[Path, Path]]) -> None:

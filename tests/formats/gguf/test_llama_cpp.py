@@ -22,7 +22,7 @@ import nearplane
 from families import FAMILIES, LLAMA, config_of, random_model
 from nearplane.block_types import MIXES, TYPES
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
-from nearplane.evaluate import load_dense, log_probabilities
+from nearplane.evaluate import load_dense
 from nearplane.formats.gguf.file import FILE
 from nearplane.formats.gguf.tokenizer import PRE
 from nearplane.pretrained import tokenizer_of
@@ -97,7 +97,7 @@ def divergence(path: Path, windows: Tensor, expected: Tensor) -> float:
     """Return the mean KL(expected || llama.cpp) per token, in nats."""
     total, length = 0.0, windows.shape[1]
     with opened(path, logits_all=True, n_ctx=length, n_batch=length, n_ubatch=length) as model:
-        for window, wanted in zip(windows, expected.double(), strict=True):
+        for window, wanted in zip(windows, expected, strict=True):
             model.reset()
             model.eval(window.tolist())
             logits = torch.from_numpy(np.array(model.scores[: length - 1], np.float64))
@@ -108,7 +108,8 @@ def divergence(path: Path, windows: Tensor, expected: Tensor) -> float:
 def both(out: Path, windows: Tensor, scratch: Path) -> tuple[float, float]:
     """Return KL from our own evaluation of a folder to llama.cpp: with all weights decoded to F32 by it, and as they are."""
     network, _ = load_dense(out, torch.device("cpu"))
-    expected = log_probabilities(network, windows)
+    with torch.inference_mode():
+        expected = network(windows).logits[:, :-1].double().log_softmax(-1)
     decoded = converted(out / FILE, scratch / "decoded.gguf", 0)
     return divergence(decoded, windows, expected), divergence(out / FILE, windows, expected)
 
