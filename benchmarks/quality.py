@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 
 import nearplane
-from nearplane.evaluate import load_dense, log_probabilities
+from nearplane.evaluate import load_dense
 from nearplane.models.data import read_windows
+from nearplane.predictions import log_probabilities
 
 ASSETS = Path(os.environ.get("ASSETS", "../shared/assets"))
 ROWS = (

@@ -35,7 +35,7 @@ from torch import Tensor
 
 import nearplane
 from nearplane.divergence import Divergence, divergence
-from nearplane.evaluate import load_dense, log_probabilities
+from nearplane.evaluate import load_dense
 from nearplane.lattice.bounds import quadratic
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solve import nearest_plane
@@ -43,6 +43,7 @@ from nearplane.matrix.inputs import Inputs, corrected
 from nearplane.matrix.on_grid import quantize_matrix, solve
 from nearplane.models.data import read_windows
 from nearplane.observe import shared_inputs
+from nearplane.predictions import log_probabilities
 from nearplane.schemes import GridScheme
 
 PLAIN: dict[str, Any] = {"polish": 0, "rounds": 0}

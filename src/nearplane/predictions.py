@@ -57,7 +57,7 @@ class Network(ABC):
 
     @abstractmethod
     def predicting(self, windows: Tensor, batch: int) -> AbstractContextManager[Callable[[int], Tensor]]:
-        """Return a context in which a function from the number of a batch gives its (windows, seqlen, vocabulary) logits."""
+        """Return a context in which a function from the number of a batch gives what `log_probabilities` would of it."""
 
 
 class Held(Network):
@@ -77,16 +77,11 @@ class Held(Network):
     def predicting(self, windows: Tensor, batch: int) -> Iterator[Callable[[int], Tensor]]:
         """Switch dropout off; see `Network`."""
         parts = windows.split(batch)
-
-        def logits(index: int) -> Tensor:
-            found: Tensor = self.network(parts[index].to(self.device), use_cache=False).logits
-            return found
-
         modes = [(module, module.training) for module in self.network.modules()]
         try:
             for module, _ in modes:
                 module.training = False
-            yield logits
+            yield lambda index: log_probabilities(self.network, parts[index].to(self.device))
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -117,7 +112,7 @@ class Streamed(Network):
             stream.passed(block)
         parts = windows.split(batch)
         with readout(self.model, stream, device=device, dtype=dtype) as logits:
-            yield lambda index: logits(parts[index], stream.quantized[index])
+            yield lambda index: _next_tokens(logits(parts[index], stream.quantized[index]))
 
 
 def opened(model: str | Path | PreTrainedModel, device: torch.device, *, trust_remote_code: bool = False) -> Network:
@@ -173,19 +168,26 @@ def windows_at_a_time(seqlen: int) -> int:
 def predictions(networks: Sequence[Network], windows: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield batches of windows (windows, seqlen), and behind each what every network predicts of it.
 
-    That is (windows, seqlen - 1, vocabulary) float32 log-probabilities of every next token.
+    See `log_probabilities`.
     """
     batch = windows_at_a_time(windows.shape[1])
     for chunk in windows.split(_chunk(networks, windows.shape[1], batch)):
         with ExitStack() as stack:
             functions = [stack.enter_context(network.predicting(chunk, batch)) for network in networks]
             for index, part in enumerate(chunk.split(batch)):
-                yield part, *(_next_tokens(logits, index) for logits in functions)
+                with torch.no_grad():
+                    found = [predicted(index) for predicted in functions]
+                yield part, *found
 
 
 @torch.no_grad()
-def _next_tokens(logits: Callable[[int], Tensor], batch: int) -> Tensor:
-    return logits(batch)[:, :-1].float().log_softmax(-1)
+def log_probabilities(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """Return (windows, seqlen - 1, vocabulary) float32 log-probabilities of every next token of `tokens` (windows, seqlen)."""
+    return _next_tokens(model(tokens, use_cache=False).logits)
+
+
+def _next_tokens(logits: Tensor) -> Tensor:
+    return logits[:, :-1].float().log_softmax(-1)
 
 
 def _chunk(networks: Sequence[Network], seqlen: int, batch: int) -> int:
