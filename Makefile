@@ -3,6 +3,7 @@ TORCH ?= torch==2.13.0
 PYTHON ?= python3
 VENV := .venv
 PEERS ?= build/peers
+LLAMA ?= build/llama
 ASSETS ?= ../shared/assets
 ROUNDS ?= 3
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
@@ -11,7 +12,7 @@ SOURCES := $(shell find src -type f -not -name '*.pyc')
 test nightly: export OMP_NUM_THREADS ?= 1   # matrices of tests are tiny: a second thread costs more than it does
 export OMP_WAIT_POLICY ?= PASSIVE   # threads that wait do not spin: on a busy machine that is several times faster
 
-.PHONY: demo test nightly bench bench-check bench-peers fingerprint clean
+.PHONY: demo test nightly test-llama bench bench-check bench-peers bench-gguf fingerprint clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/nearplane demo
@@ -29,6 +30,10 @@ nightly: $(VENV)/.tested-with   # what `make test` leaves out; 500 problems for 
 	$(VENV)/bin/python -m pytest -m nightly
 	HYPOTHESIS_PROFILE=nightly $(VENV)/bin/python -m pytest tests/lattice tests/study tests/matrix/test_inputs.py tests/test_edits.py tests/readers
 
+test-llama: $(LLAMA)/.installed   # GGUF files in llama.cpp itself, which pip builds first: about six minutes
+	$(LLAMA)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --force-reinstall .
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(LLAMA)/bin/python -m pytest tests/formats/gguf/test_llama_cpp.py -m nightly
+
 bench: $(VENV)/.tested-with
 	$(PIP) --no-deps --force-reinstall .
 	$(VENV)/bin/python benchmarks/solver.py
@@ -43,6 +48,18 @@ bench-check: $(VENV)/.tested-with   # is anything more than 15 % slower than ben
 bench-peers: $(VENV)/.tested-with $(PEERS)/gptqmodel/.installed $(PEERS)/llmcompressor/.installed $(PEERS)/auto-round/.installed
 	$(PIP) --no-deps --force-reinstall .
 	$(VENV)/bin/python benchmarks/peers/run.py --peers $(PEERS) --assets $(ASSETS) --rounds $(ROUNDS)
+
+bench-gguf: $(VENV)/.tested-with $(LLAMA)/.installed   # beside llama.cpp's own quantizer, and run by llama.cpp
+	$(PIP) --no-deps --force-reinstall .
+	$(LLAMA)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --force-reinstall .
+	$(VENV)/bin/python benchmarks/gguf.py --llama $(LLAMA)/bin/python
+	$(LLAMA)/bin/python benchmarks/llama_client.py
+
+$(LLAMA)/.installed:
+	$(PYTHON) -m venv $(LLAMA)
+	$(LLAMA)/bin/python -m pip --disable-pip-version-check install --quiet "$(TORCH)"
+	$(LLAMA)/bin/python -m pip --disable-pip-version-check install --quiet ".[gguf]" pytest hypothesis llama-cpp-python==0.3.36 "$(TORCH)"
+	touch $@
 
 $(PEERS)/gptqmodel/.installed: PINS = gptqmodel==7.6.0 optimum==2.3.0 numpy==2.2.6
 $(PEERS)/llmcompressor/.installed: PINS = llmcompressor==0.14.0.1
