@@ -8,10 +8,13 @@ import pytest
 import torch
 
 import nearplane
+from families import config_of, random_model
 from nearplane import RecipeError
 from nearplane.cli import app
 from nearplane.demo import CALIBRATION, MODEL
 from nearplane.evaluate import load_dense
+from nearplane.generate import UNFINISHED
+from tokenizers_of_kinds import of_pieces, saved
 
 PROMPT = "Return the number of"
 
@@ -40,6 +43,26 @@ def test_the_likeliest_tokens_come_piece_by_piece(out: Path) -> None:
     text = nearplane.generate(out, PROMPT, tokens=12, say=pieces.append)
     assert text == "".join(pieces) == likeliest(out, 12)
     assert len(pieces) > 2
+
+
+def test_a_space_behind_the_prompt_is_said(tmp_path: Path) -> None:
+    """Tokenizers like SentencePiece's drop it from text that begins with it."""
+    random_model(config_of("llama", vocab_size=1100)).float().save_pretrained(tmp_path)
+    saved(of_pieces(space=True), tmp_path)
+    network, tokenizer = load_dense(tmp_path, torch.device("cpu"))
+    ids = torch.tensor([tokenizer("The")["input_ids"]])
+    for seed in range(20):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            drawn = network.generate(ids, max_new_tokens=12, do_sample=True, temperature=50.0)[0]
+        whole = tokenizer.decode(drawn, skip_special_tokens=True)
+        if UNFINISHED in whole:  # bytes that are no text, which later ones may change
+            continue
+        found = nearplane.generate(tmp_path, "The", tokens=12, temperature=50.0, seed=seed)
+        assert "The" + found == whole
+        if found.startswith(" "):
+            return
+    raise AssertionError("no draw began with a space")
 
 
 def test_draws_repeat_and_leave_the_global_generator_alone() -> None:

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, TextStreamer
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
 from nearplane.errors import RecipeError
 from nearplane.formats.gguf.file import FILE
@@ -24,6 +26,7 @@ from nearplane.schemes import Device
 
 Say = Callable[[str], object]
 LLAMA = "llama_cpp"  # module of llama-cpp-python
+UNFINISHED = "\ufffd"  # what bytes decode to that are the beginning of a letter
 
 
 def generate(
@@ -84,18 +87,37 @@ def runs_in_llama_cpp(folder: Path) -> bool:
     return config is not None and config.get("quant_method") == "gguf" and known
 
 
-class _Pieces(TextStreamer):  # type: ignore[misc]
-    """Text as it comes, without the prompt."""
+class _Pieces(BaseStreamer):  # type: ignore[misc]
+    """Text as it comes, without the prompt; decoded together with it, as a space between the two belongs to the first token."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, say: Say) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.text, self._say = "", say
+        self.text, self._say, self._tokenizer = "", say, tokenizer
+        self._ids: list[int] = []
+        self._prompt = 0  # letters of it
 
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Take text that more tokens will not change."""
-        del stream_end
-        self.text += text
-        self._say(text)
+    def put(self, value: Tensor) -> None:
+        """Take the prompt, then token after token."""
+        first = not self._ids
+        self._ids += value.reshape(-1).tolist()
+        if first:
+            self._prompt = len(self._decoded())
+        elif not (text := self._decoded()).endswith(UNFINISHED):
+            self._tell(text)
+
+    def end(self) -> None:
+        """Take what is left."""
+        self._tell(self._decoded())
+
+    def _decoded(self) -> str:
+        text = self._tokenizer.decode(self._ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str), "of one list of tokens"
+        return text
+
+    def _tell(self, text: str) -> None:
+        piece = text[self._prompt + len(self.text) :]
+        if piece:
+            self.text += piece
+            self._say(piece)
 
 
 def _room(prompt: int, positions: int | None, tokens: int) -> int:
