@@ -36,7 +36,7 @@ from nearplane.products import fastest, repeated
 from nearplane.progress import logged, peak_memory, silent
 from nearplane.recipe import Recipe
 from nearplane.record import LayerRecord, RunRecord, read_record, versions
-from nearplane.request import check_request, quantization_config, rehearse, settled
+from nearplane.request import check_request, quantization_config, rehearse, settled, with_types
 from nearplane.schemes import Device
 from nearplane.shards import refuse_unfinished
 from nearplane.tokens import Windows, calibration_windows, check_tokens
@@ -216,6 +216,7 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
         if recipe.tune != "none":
             check_tunable(model, recipe, options.given, record, options.device)
         planned = before.plan if before else plan(model, recipe, windows.fitted, options.device, options.progress)
+        recipe = with_types(recipe, planned.types)
         container.config = quantization_config(model, recipe, planned.widths)
         ledger = Ledger(model, recipe, container, record, planned)
         journal.begin(ledger, model, record)

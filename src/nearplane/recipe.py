@@ -181,6 +181,11 @@ class Recipe:
         if self.allocate is None:
             object.__setattr__(self, "allocate", self.scheme.default_allocation)
         one_of("allocate", self.allocate, Allocation)
+        if isinstance(self.scheme, BlockScheme) and self.allocate != self.scheme.default_allocation:
+            raise RecipeError(
+                f"allocate is {self.allocate} with --grid {self.scheme.grid}: layers get types by measuring where --grid is a "
+                f"number of bits per weight, as --grid 4.5, and only there."
+            )
         if self.allocate == "uniform" and isinstance(bits := getattr(self.scheme, "bits", 4), float):
             raise RecipeError(
                 f"bits is {bits}, which no layer can have: with --allocate slope it is the average of layers' own widths."

@@ -50,14 +50,16 @@ def settled(model: Model, recipe: Recipe) -> Recipe:
         if part is not None
         for layer in part.layers
     }
-    own = []
+    own = {}
     for layer in model.layers:
         scheme = recipe.scheme_of(layer.name)
         if not isinstance(scheme, BlockScheme):
             continue
         place, columns = places.get(layer.name, 0), layer.shape[1]
         role = ends.get(layer.name) or role_of(layer.name)
-        named = scheme.grid if layer.name not in ends or scheme.embeddings == "auto" else scheme.embeddings
+        named = scheme.grid if scheme.budget is None else scheme.kind.name
+        if layer.name in ends and scheme.embeddings != "auto":
+            named = scheme.embeddings
         if named == scheme.embeddings:
             role = "embeddings"  # of this very type
         kind = type_of(named, role, place, len(model.blocks), columns, shared=shared)
@@ -67,8 +69,17 @@ def settled(model: Model, recipe: Recipe) -> Recipe:
                 f"--ignore leaves a layer out."
             )
         if kind.name != scheme.grid:
-            pattern = f"^{re.escape(layer.name)}$"
-            own.append(LayerScheme(pattern=pattern, scheme=scheme.with_blocks(kind.name)))
+            own[layer.name] = kind.name
+    return with_types(recipe, own)
+
+
+def with_types(recipe: Recipe, types: Mapping[str, str | None]) -> Recipe:
+    """Return the recipe with types of blocks, by layer, in place of what it says of these layers; None: as it says."""
+    own = []
+    for name, blocks in types.items():
+        scheme = recipe.scheme_of(name)
+        if scheme is not None and blocks is not None:
+            own.append(LayerScheme(pattern=f"^{re.escape(name)}$", scheme=scheme.with_blocks(blocks)))
     return replace(recipe, layers=(*own, *recipe.layers))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from math import gcd
-from typing import Any, ClassVar, Literal, NamedTuple, Self, cast
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from nearplane.block_types import TYPES, BlockType
 from nearplane.errors import RecipeError
@@ -257,6 +257,7 @@ class GridScheme(Scheme):
         return replace(self, group_size=None if any(n % fitting for n in columns) else fitting)
 
 
+CHOSEN = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0")  # types that layers get by measuring, by rising rate
 Dense = Literal["f32", "f16", "bf16"]
 Ends = Literal[
     "auto", "f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"
@@ -269,7 +270,8 @@ class BlockScheme(Scheme):
 
     Args:
         grid: A type of blocks of llama.cpp (q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k), or one of its mixes
-            (q2_k_m, q3_k_m, q4_k_m, q5_k_m). Rows that blocks of 256 do not divide get the type that llama.cpp takes in its place.
+            (q2_k_m, q3_k_m, q4_k_m, q5_k_m), or bits per weight in blocks, steps and all (4.5): every layer gets a type of its own,
+            by measuring. Rows that blocks of 256 do not divide get the type that llama.cpp takes in its place.
         embeddings: Type of embeddings and head, which are quantized too; f32, f16 or bf16 leaves them as they are, in that type.
             auto is as llama.cpp: q6_k for the head, also where it is the embeddings; for other embeddings the type of --grid.
         polish: Sweeps of coordinate descent over the codes at the end. Default: 1.
@@ -277,7 +279,7 @@ class BlockScheme(Scheme):
             the fitted steps, and the better ones of every row are kept. Default: 3.
     """
 
-    grid: GridName = field(kw_only=False)
+    grid: str = field(kw_only=False)
     embeddings: Ends = "auto"
     polish: int | None = None
     rounds: int | None = None
@@ -286,9 +288,21 @@ class BlockScheme(Scheme):
 
     def __post_init__(self) -> None:
         Scheme.__post_init__(self)
-        if isinstance(self.grid, str):
-            object.__setattr__(self, "grid", self.grid.lower())
-        one_of("grid", self.grid, GridName)
+        object.__setattr__(self, "grid", str(self.grid).lower())
+        try:
+            bits = float(self.grid)
+        except ValueError:
+            one_of("grid", self.grid, GridName)
+        else:
+            rates = [TYPES[name].rate for name in CHOSEN]
+            within(
+                "grid",
+                self.grid,
+                rates[0] <= bits <= rates[-1],
+                f"{rates[0]} to {rates[-1]} bits per weight, or a type",
+            )
+            if not self.calibrated:
+                raise RecipeError(f"grid is {self.grid}, which is measured on text; solver {self.solver!r} has none.")
         one_of("embeddings", self.embeddings, Ends)
         _settle_refits(self)
 
@@ -298,8 +312,20 @@ class BlockScheme(Scheme):
         return f"on llama.cpp's grids ({self.grid})"
 
     @property
+    def budget(self) -> float | None:
+        """Bits per weight in blocks, where types are chosen by measuring; else None."""
+        return None if self.grid[0] == "q" else float(self.grid)
+
+    @property
+    def default_allocation(self) -> Allocation:
+        """Types of a budget are chosen by measuring."""
+        return "uniform" if self.budget is None else "slope"
+
+    @property
     def kind(self) -> BlockType:
-        """The type of blocks; of a mix the one that most layers have."""
+        """The type of blocks; of a mix the one that most layers have, of a budget the largest that it has room for."""
+        if self.budget is not None:
+            return TYPES[[name for name in CHOSEN if TYPES[name].rate <= self.budget][-1]]
         return TYPES[self.grid.removesuffix("_m")]
 
     @property
@@ -319,7 +345,7 @@ class BlockScheme(Scheme):
 
     def with_blocks(self, blocks: str | None) -> Self:
         """Return the scheme of a layer whose blocks have this type."""
-        return self if blocks is None else replace(self, grid=cast(GridName, blocks))
+        return self if blocks is None else replace(self, grid=blocks)
 
     @property
     def layer_grid(self) -> LayerGrid:

@@ -33,7 +33,7 @@ from nearplane.products import repeated
 from nearplane.progress import logged, silent
 from nearplane.recipe import Recipe
 from nearplane.record import NAME, LayerRecord, RunRecord, read_record
-from nearplane.request import quantization_config, settled
+from nearplane.request import quantization_config, settled, with_types
 from nearplane.schemes import Device
 from nearplane.shards import INDEX, sha256
 from nearplane.tokens import Windows, calibration_windows
@@ -116,7 +116,7 @@ def verify(
             return _verified(record, (*faults, other), asked=True, measured=False)
         faults += untouched
         model.tuned = tuned_norms(stored, model, record.tuning)
-        recipe = settled(model, record.recipe)
+        recipe = with_types(settled(model, record.recipe), {layer.name: layer.blocks for layer in record.layers})
         faults += _beside(folder, record, recipe, model)
         if calibration is not None and given is None:
             recipe = replace(recipe, calibration=replace(recipe.calibration, calibration=str(calibration)))

@@ -15,7 +15,7 @@ import nearplane
 from checkpoints import save_part_of_the_demo
 from families import config_of, random_model
 from nearplane import GridScheme, RateScheme, RecipeError
-from nearplane.budget.allocate import Curve, allocate, allocate_widths, probed_rates, probed_widths
+from nearplane.budget.allocate import Curve, allocate, allocate_choices, allocate_widths, probed_rates, probed_widths
 from nearplane.budget.probe import Perturbations, Perturbed, entropy, probe, to_rates, to_widths, waterfilled
 from nearplane.demo import CALIBRATION
 from nearplane.divergence import divergence
@@ -354,3 +354,22 @@ def test_what_the_format_has_no_width_for_is_refused_at_once(small, tmp_path):
     with pytest.raises(RecipeError, match="asymmetric weights in compressed-tensors"):
         nearplane.quantize(small, tmp_path / "out", **FAST, bits=2.5, symmetric=False)
     assert not (tmp_path / "out").exists()
+
+
+def test_each_curve_has_choices_of_its_own():
+    """All 27 ways by hand: the least loss of those that keep to the budget, in bits that types of blocks take."""
+    choices = [(2.625, 3.4375, 4.5), (4.5, 5.5, 8.5), (2.625, 4.5, 6.5625)]
+    curves = [
+        Curve(layers=(name,), weights=weights, rates=(2.625, 4.5), losses=(loss, loss / 9))
+        for name, weights, loss in (("a", 65536, 0.02), ("b", 24576, 0.001), ("c", 196608, 0.03))
+    ]
+    total = sum(curve.weights for curve in curves)
+    for budget in (3.0, 3.5, 4.5, 5.0, 7.0):
+        ways = [
+            (sum(curve(rate) for curve, rate in zip(curves, way, strict=True)), way)
+            for way in product(*choices)
+            if sum(curve.weights * rate for curve, rate in zip(curves, way, strict=True)) <= budget * total
+        ]
+        assert tuple(allocate_choices(curves, budget, choices)) == min(ways)[1]
+    with pytest.raises(RecipeError, match=r"2\.6 bits asked for; the least that this format has is 2\.78"):
+        allocate_choices(curves, 2.6, choices)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from nearplane.errors import RecipeError
 
 LOW, HIGH = 0.5, 7.5  # rates that a layer may get
 RESOLUTION = 32  # rates per bit between which `allocate` chooses
+W = TypeVar("W", int, float)
 UNITS = 1 << 26  # most steps of the exact search for widths
 
 
@@ -112,32 +114,55 @@ def allocate_widths(curves: Sequence[Curve], budget: float, widths: Sequence[int
     Raises:
         RecipeError: the budget is less than the least width.
     """
-    if budget < min(widths):
-        raise RecipeError(f"{budget:g} bits asked for; the least that this format has is {min(widths)}.")
+    given = allocate_choices(curves, budget, [widths] * len(curves))
+    return {layer: int(width) for curve, width in zip(curves, given, strict=True) for layer in curve.layers}
+
+
+def allocate_choices(curves: Sequence[Curve], budget: float, choices: Sequence[Sequence[float]]) -> list[float]:
+    """Give every curve one of its rates so that the sum of the curves is least and the average at most the budget.
+
+    The exact optimum, by dynamic programming over the bits spent; a curve's weights take a whole number of bits at each rate.
+
+    Args:
+        curves: of all layers.
+        budget: bits per weight, averaged over the weights.
+        choices: the rates of each curve to choose from.
+
+    Raises:
+        RecipeError: the budget is less than the least rates together.
+    """
     total = sum(curve.weights for curve in curves)
     bits = math.floor(budget * total + 1e-6)
-    unit = max(math.gcd(*(curve.weights for curve in curves)), -(-bits * len(curves) // UNITS))
-    least = min(widths)
-    room = (bits - least * total) // unit  # to spend on top of the least width everywhere
+    least = [min(own) for own in choices]
+    left = bits - sum(round(low * curve.weights) for low, curve in zip(least, curves, strict=True))
+    if left < 0:
+        mean = (bits - left) / total
+        raise RecipeError(f"{budget:g} bits asked for; the least that this format has is {mean:g}.")
+    costs = [
+        [round((rate - low) * curve.weights) for rate in own]
+        for own, low, curve in zip(choices, least, curves, strict=True)
+    ]
+    unit = max(math.gcd(*(cost for own in costs for cost in own)), 1, -(-bits * len(curves) // UNITS))
+    room = left // unit  # to spend on top of the least rates
     best = np.zeros(room + 1)  # [units spent]: least loss so far
-    choices = np.empty((len(curves), room + 1), dtype=np.int8)
+    picks = np.empty((len(curves), room + 1), dtype=np.int8)
     for index, curve in enumerate(curves):
-        options = np.full((len(widths), room + 1), np.inf)
-        for option, width in enumerate(widths):
-            cost = -(-(width - least) * curve.weights // unit)
-            if cost <= room:
-                options[option, cost:] = best[: room + 1 - cost] + curve(width)
-        choices[index] = options.argmin(0)
+        options = np.full((len(choices[index]), room + 1), np.inf)
+        for option, (rate, cost) in enumerate(zip(choices[index], costs[index], strict=True)):
+            if (units := -(-cost // unit)) <= room:
+                options[option, units:] = best[: room + 1 - units] + curve(rate)
+        picks[index] = options.argmin(0)
         best = options.min(0)
-    given = [least] * len(curves)
+    given = [0.0] * len(curves)
     for index in range(len(curves) - 1, -1, -1):
-        given[index] = widths[choices[index, room]]
-        room -= -(-(given[index] - least) * curves[index].weights // unit)
-    return {layer: width for curve, width in zip(curves, given, strict=True) for layer in curve.layers}
+        pick = picks[index, room]
+        given[index] = choices[index][pick]
+        room -= -(-costs[index][pick] // unit)
+    return given
 
 
-def probed_widths(budget: float, widths: Sequence[int]) -> tuple[int, ...]:
-    """Return the widths at which to measure for a budget: the nearest three, the budget between the first and the last.
+def probed_widths(budget: float, widths: Sequence[W]) -> tuple[W, ...]:
+    """Return the widths, or rates, at which to measure for a budget: the nearest three, the budget between the first and the last.
 
     Wider ones follow by the high-rate law; a narrower one than any that was measured must not be given to any layer.
     """

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearplane.budget.allocate import allocate, allocate_widths, probed_rates, probed_widths
+from nearplane.block_types import TYPES, type_of
+from nearplane.budget.allocate import allocate, allocate_choices, allocate_widths, probed_rates, probed_widths
 from nearplane.budget.foretold import budget_of, least_rate
-from nearplane.budget.probe import probe, to_rates, to_widths
+from nearplane.budget.probe import probe, to_rates, to_types, to_widths
 from nearplane.errors import RecipeError
 from nearplane.formats import FORMATS
 from nearplane.lattice.moments import Moments
@@ -24,7 +25,7 @@ from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.models.sensitivity import sensitivity
 from nearplane.recipe import Recipe
-from nearplane.schemes import AnyScheme, BlockScheme, GridScheme, RateScheme, Scheme
+from nearplane.schemes import CHOSEN, AnyScheme, BlockScheme, GridScheme, RateScheme, Scheme
 
 Progress = Callable[[Iterable[Any], str, int], Iterable[Any]]
 SWAY = 0.02  # of its rate, by which a layer takes up what the blocks before it left over or took too much
@@ -36,6 +37,7 @@ class Plan:
 
     Args:
         widths: bits of the codes by layer, on fixed grids whose widths differ; None where they do not.
+        types: of blocks by layer, where they were chosen by measuring.
         rates: bits per weight by layer, every byte counted; empty on fixed grids.
         sensitivity: (out,) how much the network minds errors of a layer's outputs, by layer; may be empty.
         moments: what stands for the second moments of the inputs of layers that have none: of embeddings, see `Sensitivity`.
@@ -44,6 +46,7 @@ class Plan:
     """
 
     widths: dict[str, int] | None = None
+    types: dict[str, str] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
     sensitivity: dict[str, Tensor] = field(default_factory=dict)
     moments: dict[str, Moments] = field(default_factory=dict)
@@ -54,7 +57,7 @@ class Plan:
 
     def state(self) -> dict[str, Any]:
         """Return as JSON all but the tensors, for `restored`."""
-        names = ("widths", "rates", "to_come", "bounds", "_left", "_shift")
+        names = ("widths", "types", "rates", "to_come", "bounds", "_left", "_shift")
         return {name: getattr(self, name) for name in names}
 
     def tensors(self) -> dict[str, Tensor]:
@@ -67,6 +70,7 @@ class Plan:
         """Return the plan of which these are state and tensors, made with so many tokens."""
         planned = cls(
             widths=state["widths"],
+            types=state["types"],
             rates=state["rates"],
             to_come=state["to_come"],
             bounds=None if state["bounds"] is None else tuple(state["bounds"]),
@@ -136,6 +140,8 @@ def plan(model: Model, recipe: Recipe, tokens: Tensor | None, device: torch.devi
             planned = Plan()
             if tokens is not None:
                 look(planned, model, recipe.scheme, tokens, device)
+                if recipe.scheme.budget is not None:
+                    planned.types = _types(model, recipe, recipe.scheme, tokens, device, progress)
             return planned
         case GridScheme():
             slope = recipe.allocate == "slope"
@@ -239,3 +245,35 @@ def _widths(
     perturb = to_widths(probed, scheme, FORMATS[str(recipe.format)].layers.scale_dtype(model.dtype))
     curves = probe(model, tokens, perturb, device=device, progress=progress)
     return allocate_widths(curves, scheme.bits, [bits for bits in usable if bits >= probed[0]])
+
+
+def _types(
+    model: Model, recipe: Recipe, scheme: BlockScheme, tokens: Tensor, device: torch.device, progress: Progress
+) -> dict[str, str]:
+    """Give every layer in blocks a type, of more bits where the network needs it; the budget on average.
+
+    Layers that the recipe gives a type stay out of it.
+    """
+    budget = scheme.budget
+    assert budget is not None, "types are chosen for a budget"
+    rates = {TYPES[name].rate: name for name in CHOSEN}
+    probed = probed_widths(budget, list(rates))
+    perturb = to_types([rates[rate] for rate in probed], scheme)
+    curves = probe(model, tokens, perturb, device=device, progress=progress)
+    columns = {layer.name: layer.shape[1] for layer in model.layers}
+    usual = {name: type_of(scheme.kind.name, "other", 0, 1, width).name for name, width in columns.items()}
+    curves = [curve for curve in curves if all(_grid(recipe, name) == usual[name] for name in curve.layers)]
+    names = [rates[rate] for rate in rates if rate >= probed[0]]
+    usable = [[type_of(name, "other", 0, 1, columns[curve.layers[0]]) for name in names] for curve in curves]
+    chosen = allocate_choices(curves, budget, [sorted({kind.rate for kind in kinds}) for kinds in usable])
+    return {
+        layer: next(kind.name for kind in kinds if kind.rate == rate)
+        for curve, kinds, rate in zip(curves, usable, chosen, strict=True)
+        for layer in curve.layers
+    }
+
+
+def _grid(recipe: Recipe, name: str) -> str | None:
+    """Return the type that a recipe gives a layer."""
+    scheme = recipe.scheme_of(name)
+    return scheme.grid if isinstance(scheme, BlockScheme) else None

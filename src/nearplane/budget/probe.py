@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nearplane.block_types import type_of
 from nearplane.budget.allocate import Curve
 from nearplane.divergence import Divergence, divergence
 from nearplane.errors import CalibrationError
@@ -26,7 +27,7 @@ from nearplane.models.layers import Layer
 from nearplane.models.model import Block, Model
 from nearplane.observe import observe
 from nearplane.progress import logged
-from nearplane.schemes import GridScheme, Scheme
+from nearplane.schemes import BlockScheme, GridScheme, Scheme
 
 SEQLEN = 512  # most tokens of a window: the more windows, the more even the sample
 HELD = 1 << 26  # logits that are held at a time
@@ -138,6 +139,20 @@ def to_widths(widths: Sequence[int], scheme: GridScheme, storage: torch.dtype) -
             yield Perturbed(float(width), found.matrix.decode())
 
     return Perturbations(of=perturb, points=len(widths), together=True)
+
+
+def to_types(names: Sequence[str], scheme: BlockScheme) -> Perturbations:
+    """Perturb as weights in blocks of llama.cpp's types; codes and steps are not refined. A point's rate is that of its blocks."""
+    plain = replace(scheme, polish=0, rounds=0)
+
+    def perturb(W: Tensor, inputs: Inputs) -> Iterator[Perturbed]:
+        factor = inputs.factor(scheme.order, scheme.damp)
+        kinds = {type_of(name, "other", 0, 1, W.shape[1]) for name in names}
+        for kind in sorted(kinds, key=lambda kind: kind.rate):
+            found = solve(W.masked_fill(factor.dead, 0), inputs, plain.with_blocks(kind.name), torch.float16)
+            yield Perturbed(kind.rate, found.matrix.decode())
+
+    return Perturbations(of=perturb, points=len(names))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -44,5 +44,5 @@ def measured_again(layer: Layer, inputs: Inputs, scheme: AnyScheme, known: Known
     W, told = layer.read(), known.told
     matrix = known.matrix.to(W.device)
     target, rho = corrected(W, inputs, scheme, known.tried)
-    own = scheme.with_bits(told.bits)
+    own = scheme.with_bits(told.bits).with_blocks(told.blocks)
     return measure(layer.name, W, target, matrix, inputs, own, correction=rho, base=told.base, tuned=known.tuned)

@@ -121,6 +121,24 @@ def test_embeddings_head_and_single_layers_have_the_types_that_are_asked_for(
     assert verify(tmp_path / "out").faults == ()
 
 
+def test_types_are_chosen_for_a_budget(model_of: Callable[..., str], text: str, tmp_path: Path) -> None:
+    """Bits per weight of blocks are at most what was asked for, single layers have the type that they are given."""
+    model, out = model_of(tie_word_embeddings=True), tmp_path / "out"
+    nearplane.quantize(model, out, grid=4.5, layers={"0.*q_proj": {"grid": "q8_0"}}, calibration=text, **TOKENS)
+    record = read_record(out)
+    free = [
+        layer for layer in record.layers if "layers." in layer.name and not layer.name.endswith("0.self_attn.q_proj")
+    ]
+    weights = sum(layer.out_features * layer.in_features for layer in free)
+    assert 4.2 < sum(8 * layer.bytes for layer in free) / weights <= 4.5
+    assert len({layer.blocks for layer in free}) > 1
+    told = {layer.name: layer.blocks for layer in record.layers}
+    assert (told["model.layers.0.self_attn.q_proj"], told["model.embed_tokens"]) == ("q8_0", "q6_k")
+    found = verify(out, against=model)
+    assert found.measured
+    assert found.faults == ()
+
+
 def test_widths_that_no_blocks_divide_are_refused_before_work_starts(
     model_of: Callable[..., str], text: str, tmp_path: Path
 ) -> None:
