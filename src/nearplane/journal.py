@@ -17,7 +17,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -205,9 +205,9 @@ class Journal:
             return
         states = {} if stream is None else _states(stream)
         size = sum(tensor.nbytes for tensor in states.values())
-        if self._container.state() is None or not self._has_room(size):
-            return
         with self._as_room_is():
+            if self._container.state() is None or not self._has_room(size):
+                return
             self._save(_behind(blocks), states)
             self._write(blocks)
             for path in self._folder.glob(_behind("*")):
@@ -233,6 +233,9 @@ class Journal:
             yield
         except (OSError, RuntimeError) as error:  # torch.save raises the second
             self._give_up(str(error))
+            for path in self._folder.glob("*.part"):
+                with suppress(OSError):
+                    path.unlink()
 
     def _give_up(self, why: str) -> None:
         log.warning("If this run is stopped, what follows is lost: %s.", why)

@@ -25,7 +25,6 @@ from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.evaluate import load_dense
 from nearplane.formats.gguf.file import FILE
 from nearplane.formats.gguf.tokenizer import PRE
-from nearplane.predictions import log_probabilities
 from nearplane.pretrained import tokenizer_of
 from tokenizers_of_kinds import of_pieces, over_bytes, saved
 
