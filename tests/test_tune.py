@@ -362,6 +362,8 @@ def test_what_tuning_looked_at_adds_up(tuned_of, text, tmp_path):
     assert f"the text holds {tuning.found} windows of 40, 60 were asked for" in tuning.looked_at()
     left = tuning.found - tuning.windows - tuning.held_windows
     assert left > 0
+    assert tuning.windows == 3 * tuning.batch
+    assert not verify(tmp_path / "new", against=original, calibration=short).faults
     assert f"{left} left out" in tuning.looked_at()
     assert "were asked for" not in read_record(tuned).tuning.looked_at()
 

@@ -58,7 +58,7 @@ class Tuning:
         windows: Windows that were trained on.
         held_windows: Windows of the same text that were held out, to choose the state that is kept.
         found: Windows that the text gave, fewer than asked for where it is shorter. Those that are neither trained on nor held out
-            are the extra ones, on which losses are measured, and what would not have filled a batch. None: not known.
+            are the extra ones, on which losses are measured, and those that no step takes. None: not known.
         seqlen: Tokens of a window.
         text: SHA-256 of the token ids of the windows, trained on first, as little-endian int64.
         steps: Of the optimizer that were done.
@@ -134,7 +134,7 @@ class Tuning:
         if self.found is None:
             return said
         if left := self.found - self.windows - self.held_windows:
-            said += f", {left} left out (extra windows, on which losses are measured, and what fills no batch)"
+            said += f", {left} left out (extra windows, on which losses are measured, and what no step takes)"
         if self.found < self.samples:
             said += (
                 f"; the text holds {counted(self.found, 'window')} of {self.seqlen}, {self.samples:,} were asked for"

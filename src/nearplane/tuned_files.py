@@ -61,7 +61,8 @@ def held_out_again(there: Checkpoint, tolerance: float) -> Iterator[Fault]:
         return
     where, model.tuned = f"{NAME}, tuning", {}  # the walk is over: blocks are the original's again
     try:
-        cut = split(there.windows, record, samples=tuning.samples, seqlen=tuning.seqlen, steps=tuning.steps)
+        steps = max(tuning.steps, tuning.windows // tuning.batch)  # as asked for, as far as that matters here
+        cut = split(there.windows, record, samples=tuning.samples, seqlen=tuning.seqlen, steps=steps)
         if (digest_of(cut.windows), cut.training, cut.held) != (tuning.text, tuning.windows, tuning.held_windows):
             yield Fault(where=where, what="the text does not give the windows that it was tuned on")
             return

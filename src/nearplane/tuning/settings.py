@@ -97,8 +97,8 @@ def split(
     held -= held % batch
     fitted = windows[: len(windows) - held]
     order = torch.randperm(len(fitted), generator=torch.Generator().manual_seed(record.recipe.calibration.seed))
-    fitted = fitted[order[: len(fitted) // batch * batch]]
     steps = steps or max(1, (wanted - _held(wanted, length)) // batch)
+    fitted = fitted[order[: min(len(fitted) // batch, steps) * batch]]  # no more than are looked at
     return Split(
         windows=torch.cat([fitted, windows[len(windows) - held :]]),
         training=len(fitted),
