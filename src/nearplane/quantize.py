@@ -182,6 +182,7 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
         overwrite=options.overwrite,
         trust_remote_code=trusted,
         network=model.config.to_dict(),
+        about={"source": options.name, "recipe": asked.to_json()},
         resumes=True,
     )
     config = quantization_config(model, recipe)

@@ -99,6 +99,7 @@ def tune(
         overwrite=overwrite,
         trust_remote_code=trust_remote_code,
         network=model.config.to_dict(),
+        about={"source": record.source, "recipe": record.recipe.to_json()},
     )
     if place.out.resolve() == folder.resolve():
         raise RecipeError(f"{out} is the checkpoint that is tuned. Choose another folder.")

@@ -38,6 +38,7 @@ class Place:
         overwrite: replace a checkpoint in `out`.
         trust_remote_code: copy the model's Python files.
         network: config.json as transformers completes it, for formats that say the shape of the network themselves.
+        about: what a file may say of the run: its recipe as JSON, the model as the user named it.
         resumes: keep what a run that was stopped left, see `Container.found`.
     """
 
@@ -46,6 +47,7 @@ class Place:
     overwrite: bool = False
     trust_remote_code: bool = False
     network: Mapping[str, Any] = field(default_factory=dict)
+    about: Mapping[str, str] = field(default_factory=dict)
     resumes: bool = False
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +16,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import nearplane
 from families import FAMILIES, LLAMA, config_of, random_model
-from nearplane import FormatError, ModelError, RecipeError
+from nearplane import FormatError, ModelError, Recipe, RecipeError
 from nearplane.cli import app
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.formats.gguf.file import FILE, GGUFReader
 from nearplane.formats.stored import read_dense
 from nearplane.readers.network import dense_network
+from nearplane.record import read_record
 
 PHI3 = LLAMA | dict(head_dim=8, num_key_value_heads=4)
 SHAPES: dict[str, dict[str, Any]] = {
@@ -233,6 +235,10 @@ def test_a_file_of_another_tool_is_refused(out_of: Callable[[str], tuple[Path, P
     [
         ("opt", {}, {}, "model_type is 'opt'"),
         ("llama", {"hidden_act": "gelu"}, {}, "hidden_act in config.json is 'gelu'"),
+        ("qwen2", {"head_dim": 16}, {}, "head_dim in config.json is 16"),
+        ("qwen3", {"attention_bias": True}, {}, "attention_bias in config.json is True"),
+        ("gemma3_text", {"layer_types": ["full_attention"] * 3}, {}, "layer_types"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, {}, "'dynamic'"),
         ("gemma2", {"query_pre_attn_scalar": 32}, {}, "query_pre_attn_scalar"),
         ("llama", {}, {"group_size": 16}, "groups of 16"),
         ("llama", {}, {"bits": 3}, "3 bits"),
@@ -273,4 +279,11 @@ def test_the_file_says_what_it_was_made_of(out_of: Callable[[str], tuple[Path, P
     config = json.loads(fields["nearplane.quantization_config"].contents())
     assert config == json.loads((out / "config.json").read_text())["quantization_config"]
     assert set(config["types"].values()) == {"q4_0"}
+    record = read_record(out)
+    assert Recipe.from_json(fields["nearplane.recipe"].contents()) == record.recipe
+    assert fields["nearplane.source"].contents() == record.source
+    sums = {
+        tensor.name: hashlib.sha256(tensor.data.tobytes()).hexdigest() for tensor in gguf.GGUFReader(out / FILE).tensors
+    }
+    assert fields["nearplane.sha256"].contents() == list(sums.values())
     assert fields["general.file_type"].contents() == gguf.LlamaFileType.MOSTLY_Q4_0

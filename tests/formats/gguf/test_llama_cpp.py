@@ -26,6 +26,7 @@ from nearplane.evaluate import load_dense
 from nearplane.formats.gguf.file import FILE
 from nearplane.formats.gguf.tokenizer import PRE
 from nearplane.pretrained import tokenizer_of
+from nearplane.readers.network import dense_network
 from tokenizers_of_kinds import of_pieces, over_bytes, saved
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="needs llama-cpp-python")
@@ -40,6 +41,7 @@ ROPES: dict[str, dict[str, Any]] = {
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", LLAMA),
     "llama, tied": ("llama", LLAMA | dict(tie_word_embeddings=True)),
+    "llama, biases": ("llama", LLAMA | dict(attention_bias=True, mlp_bias=True)),
     "llama, wide heads": ("llama", LLAMA | dict(head_dim=16)),
     "llama 3": ("llama", LLAMA | dict(rope_parameters=dict(rope_type="llama3", rope_theta=500.0) | ROPES["llama3"])),
     "llama, linear": (
@@ -107,7 +109,7 @@ def divergence(path: Path, windows: Tensor, expected: Tensor) -> float:
 
 def both(out: Path, windows: Tensor, scratch: Path) -> tuple[float, float]:
     """Return KL from our own evaluation of a folder to llama.cpp: with all weights decoded to F32 by it, and as they are."""
-    network, _ = load_dense(out, torch.device("cpu"))
+    network = dense_network(out)
     with torch.inference_mode():
         expected = network(windows).logits[:, :-1].double().log_softmax(-1)
     decoded = converted(out / FILE, scratch / "decoded.gguf", 0)
@@ -149,6 +151,16 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("demo") / "out"
     nearplane.quantize(MODEL, out, grid="q4_k_m", calibration=str(CALIBRATION), samples=32, seqlen=128)
     return out
+
+
+def test_a_file_without_a_tokenizer_runs(source_of: Callable[..., Path], tmp_path: Path) -> None:
+    source = source_of("llama")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (source / file).unlink()
+    windows = torch.randint(0, 2048, (4, 16), generator=torch.Generator().manual_seed(0))
+    nearplane.quantize(source, tmp_path / "out", grid="q8_0", calibration=windows, solver="round-to-nearest")
+    decoded, _ = both(tmp_path / "out", windows, tmp_path)
+    assert decoded < 1e-6
 
 
 def test_the_demo_runs_as_it_is_evaluated(demo: Path, tmp_path: Path) -> None:

@@ -45,14 +45,16 @@ def _llama(writer: Any, config: Config) -> None:
     """Llama and Mistral."""
     _sizes(writer, config, window=config.get("sliding_window"))
     writer.add_rope_dimension_count(_head_size(config))
-    _refuse(config, {"hidden_act": "silu"})
+    _refuse(config, {"hidden_act": "silu", "partial_rotary_factor": 1.0})
     _rope(writer, config, ("default", "linear", "llama3", "yarn"))
 
 
 def _qwen(writer: Any, config: Config) -> None:
     """Qwen2 and Qwen3."""
     _sizes(writer, config)
-    _refuse(config, {"hidden_act": "silu"})
+    _refuse(config, {"hidden_act": "silu", "attention_bias": False})
+    if config["model_type"] == "qwen2":
+        _square(config)
     if config.get("use_sliding_window") and config.get("sliding_window"):
         raise _other(config, "use_sliding_window", True, "false: llama.cpp has no window there")
     _rope(writer, config, ("default", "linear", "yarn"))
@@ -75,7 +77,10 @@ def _gemma3(writer: Any, config: Config) -> None:
 def _gemma(writer: Any, config: Config, every: int) -> None:
     """What Gemma 2 and 3 have in common; of `every` blocks all but the last have a window."""
     _sizes(writer, config)
-    _refuse(config, {"hidden_activation": "gelu_pytorch_tanh"})
+    _refuse(
+        config,
+        {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "use_bidirectional_attention": False},
+    )
     kinds = config.get("layer_types") or []
     wanted = ["full_attention" if (index + 1) % every == 0 else "sliding_attention" for index in range(len(kinds))]
     if kinds != wanted:
@@ -93,6 +98,7 @@ def _gemma(writer: Any, config: Config, every: int) -> None:
 def _phi3(writer: Any, config: Config) -> None:
     _sizes(writer, config, window=config.get("sliding_window"))
     _refuse(config, {"hidden_act": "silu"})
+    _square(config)
     rope, heads = _ropes(config)["full_attention"], config["num_attention_heads"]
     size = (
         int(rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) * config["hidden_size"])
@@ -267,11 +273,18 @@ def _rope(writer: Any, config: Config, known: tuple[str, ...]) -> None:
             writer.add_rope_scaling_type(RopeScalingType.LONGROPE)
 
 
+def _square(config: Config) -> None:
+    """Refuse heads that are together wider or narrower than the hidden states."""
+    size, heads = _head_size(config), config["num_attention_heads"]
+    if size * heads != config["hidden_size"]:
+        raise _other(config, "head_dim", size, str(config["hidden_size"] // heads))
+
+
 def _refuse(config: Config, wanted: Mapping[str, Any]) -> None:
     """Refuse a network that has other parts than llama.cpp gives its type."""
     for name, value in wanted.items():
-        found = config.get(name, value)
-        if found != value and found not in GELU.get(str(value), ()):
+        found = config.get(name)
+        if found is not None and found != value and found not in GELU.get(str(value), ()):
             raise _other(config, name, found, str(value))
 
 

@@ -139,6 +139,8 @@ class GGUFFile(Container):
         path, writer = self.folder / FILE, self._header()
         planned, made = self._planned(), rope_factors(self._network)
         names = [*planned, *("" for _ in made)]
+        for key, value in self.place.about.items():
+            writer.add_string(f"{OURS}{key}", value)
         writer.add_string(f"{OURS}quantization_config", json.dumps(self.config))
         writer.add_array(TENSORS, names)
         writer.add_array(SUMS, ["0" * LONG for _ in names])
