@@ -27,6 +27,7 @@ from nearplane.schemes import Device
 Say = Callable[[str], object]
 LLAMA = "llama_cpp"  # module of llama-cpp-python
 UNFINISHED = "\ufffd"  # what bytes decode to that are the beginning of a letter
+AROUND = 16  # tokens more than a prompt has bytes, at most: what a tokenizer puts before it
 
 
 def generate(
@@ -140,9 +141,11 @@ def _by_llama_cpp(folder: Path, prompt: str, tokens: int, temperature: float, se
     import llama_cpp
 
     with in_a_sentence(f"llama.cpp does not run {folder / FILE}"):
-        model = llama_cpp.Llama(str(folder / FILE), n_ctx=0, seed=seed, verbose=False)
+        most = len(prompt.encode()) + AROUND + tokens  # of all that it was built for, memory would be taken at once
+        model = llama_cpp.Llama(str(folder / FILE), n_ctx=most, seed=seed, verbose=False)
         ids = model.tokenize(prompt.encode(), add_bos=True)
-        tokens = _room(len(ids), model.n_ctx(), tokens)
+        built = model.metadata.get(f"{model.metadata.get('general.architecture')}.context_length")
+        tokens = _room(len(ids), None if built is None else int(built), tokens)
         text = ""
         for part in model.create_completion(ids, max_tokens=tokens, temperature=temperature, seed=seed, stream=True):
             piece = part["choices"][0]["text"]
