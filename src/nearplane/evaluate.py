@@ -29,8 +29,6 @@ from nearplane.progress import logged
 from nearplane.readers.network import dense_network
 from nearplane.schemes import Device
 
-BATCH_TOKENS = 2048
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:

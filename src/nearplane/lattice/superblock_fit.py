@@ -18,7 +18,6 @@ ENDS = tuple(1 - 0.65 * i / 17 for i in range(18))  # fractions of the range at 
 SHRUNK = (1.0, 0.97, 0.94, 0.9, 0.86, 0.8)  # of the largest integer, to which the largest step of a block is scaled
 REACH = 2  # integers tried on either side of the nearest one
 TINY = 2.0**-24  # the smallest number of 16-bit floating point
-LARGEST = 65504.0  # and the largest
 
 
 def fit_blocks(kind: BlockType, W: Tensor, importance: Tensor) -> SuperGrid:
