@@ -112,8 +112,10 @@ def _phi3(writer: Any, config: Config) -> None:
     writer.add_rope_scaling_orig_ctx_len(original)
     writer.add_sliding_window(config.get("sliding_window") or 0)
     if _rope_type(rope) == "longrope":
-        scale = positions / original
-        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0)
+        scale, factor = rope.get("factor") or positions / original, rope.get("attention_factor")
+        if factor is None:
+            factor = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+        writer.add_rope_scaling_attn_factors(float(factor))
     _rope(writer, config, ("default", "longrope"))
 
 
@@ -140,6 +142,14 @@ ARCHITECTURES = {  # by model_type of config.json
     "gemma3_text": Architecture(name="gemma3", tell=_gemma3, shift=1.0),
     "phi3": Architecture(name="phi3", tell=_phi3),
     "gpt2": Architecture(name="gpt2", tell=_gpt2),
+}
+YARN = {  # what llama.cpp takes it for
+    "attention_factor": None,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": None,
+    "mscale_all_dim": None,
+    "truncate": True,
 }
 GELU = {"gelu_new": {"gelu_pytorch_tanh"}, "gelu_pytorch_tanh": {"gelu_new"}}  # two names of one function
 
@@ -263,12 +273,13 @@ def _rope(writer: Any, config: Config, known: tuple[str, ...]) -> None:
             writer.add_rope_scaling_type(RopeScalingType.LINEAR)
             writer.add_rope_scaling_factor(float(rope["factor"]))
         case "yarn":
-            unusual = rope.keys() & {"attention_factor", "mscale", "mscale_all_dim", "truncate"}
-            if named := sorted(name for name in unusual if rope[name] is not None):
-                raise _other(config, f"{named[0]} of rope_parameters", rope[named[0]], "none")
+            for name, usual in YARN.items():
+                if (found := rope.get(name)) not in (None, usual):
+                    raise _other(config, f"{name} of rope_parameters", found, "none" if usual is None else str(usual))
+            positions, original = config["max_position_embeddings"], rope["original_max_position_embeddings"]
             writer.add_rope_scaling_type(RopeScalingType.YARN)
-            writer.add_rope_scaling_factor(float(rope["factor"]))
-            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+            writer.add_rope_scaling_factor(float(rope.get("factor") or positions / original))
+            writer.add_rope_scaling_orig_ctx_len(original)
         case "longrope":
             writer.add_rope_scaling_type(RopeScalingType.LONGROPE)
 
