@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import forgery
 import nearplane
@@ -92,6 +92,19 @@ def test_held_out_kl_ends_at_most_at_the_start_and_is_that_of_the_files(tuned_of
     before, after = (nearplane.evaluate(folder, held, against=original).kl for folder in (solved, tuned))
     assert before == pytest.approx(tuning.start, rel=1e-4)
     assert after == pytest.approx(tuning.held_out, rel=1e-4)
+
+
+def test_what_llama_cpp_has_no_use_for_is_in_no_tuned_gguf(model_of, text, tmp_path):
+    """GPT-2's checkpoint on the hub has masks as tensors."""
+    original = shutil.copytree(model_of("gpt2"), tmp_path / "gpt2")
+    tensors = load_file(original / "model.safetensors")
+    tensors |= {"transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4)}
+    save_file(tensors, original / "model.safetensors", {"format": "pt"})
+    words = dict(grid="q4_0", embeddings="f32", solver="round-to-nearest")
+    nearplane.quantize(original, tmp_path / "out", calibration=str(text), **(TEXT | words))
+    record = nearplane.tune(tmp_path / "out", tmp_path / "tuned", against=original, calibration=text, steps=1)
+    assert record.tuning.steps == 1
+    assert not verify(tmp_path / "tuned").faults
 
 
 @pytest.mark.parametrize("way", WAYS)

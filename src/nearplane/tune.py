@@ -321,12 +321,16 @@ def _write(
 ) -> tuple[LayerRecord, ...]:
     """Write the blocks of the new checkpoint, norms by the names of their tensors; return the layers' records, losses as told."""
     model, read = solved.model, solved.stored.reader.read
-    told = {layer.name: layer for layer in solved.record.layers}
+    told, there = {layer.name: layer for layer in solved.record.layers}, set(solved.stored.reader.names())
     layers: list[LayerRecord] = []
 
     def rest(names: Sequence[str]) -> dict[str, Tensor]:
         own = {name: vectors[name].tensor().cpu() for name in names if name in vectors}
-        return read([name for name in names if name not in own]) | own
+        return read([name for name in names if name not in own and holds(name)]) | own
+
+    def holds(name: str) -> bool:
+        """Whether the files hold a tensor of the original; GGUF drop what llama.cpp has no use for."""
+        return name in there or solved.stored.reader.kept(name, model.reader.read([name])[name]) is not None
 
     for index, block in enumerate(model.blocks):
         for layer in block.layers:
