@@ -35,6 +35,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "phi3": PHI3,
     "gpt2": {},
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 2.0,
+    "beta_fast": 16.0,
+    "original_max_position_embeddings": 32,
+}
 SHAPED = ("qwen3", "gpt2")  # transformers 5.23 does not read all of their shape: size of heads, positions
 WORDS: dict[str, Any] = {"format": "gguf", "bits": 4, "group_size": 32, "samples": 4, "seqlen": 32}
 
@@ -216,6 +223,33 @@ def test_a_damaged_file_is_refused(out_of: Callable[[str], tuple[Path, Path]], t
             dict(read_dense(tmp_path))
 
 
+def test_metadata_that_do_not_fit_are_refused(out_of: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+    out, _ = out_of("llama")
+    whole = (out / FILE).read_bytes()
+    for name in ("config.json", "nearplane.json"):
+        (tmp_path / name).write_bytes((out / name).read_bytes())
+    for old, new, said in (
+        (b"general.architecture", b"general.architectur3", "is not complete"),
+        (b"llama.attention.head_count", b"llama.attention.head_c0unt", "is not complete"),
+    ):
+        assert old in whole
+        (tmp_path / FILE).write_bytes(whole.replace(old, new, 1))
+        with pytest.raises(ModelError, match=said):
+            GGUFReader(tmp_path)
+
+
+def test_a_config_that_leaves_out_what_is_the_default_holds(
+    model_of: Callable[..., Path], text: str, tmp_path: Path
+) -> None:
+    """Llama's heads are not tied, and config.json need not say so: the head is compared, and is there."""
+    source, out = model_of("llama", attention_bias=False, tie_word_embeddings=False), tmp_path / "out"
+    config = json.loads((source / "config.json").read_text())
+    config.pop("tie_word_embeddings", None)
+    (source / "config.json").write_text(json.dumps(config))
+    nearplane.quantize(source, out, calibration=text, solver="round-to-nearest", **(WORDS | {"samples": 1}))
+    assert nearplane.verify(out, against=source).faults == ()
+
+
 def test_a_file_of_another_tool_is_refused(out_of: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
     out, _ = out_of("qwen2")
     for name in ("config.json", "nearplane.json"):
@@ -243,6 +277,7 @@ def test_a_file_of_another_tool_is_refused(out_of: Callable[[str], tuple[Path, P
         ("llama", {}, {"group_size": 16}, "groups of 16"),
         ("llama", {}, {"bits": 3}, "3 bits"),
         ("llama", {"intermediate_size": 80}, {"group_size": "auto"}, "groups of 16"),
+        ("qwen2", {"rope_parameters": YARN}, {}, "beta_fast of rope_parameters in config.json is 16"),
         ("llama", {}, {"pre": "No Name"}, "--pre is 'No Name'"),
         ("llama", {"attention_bias": True}, {"symmetric": False}, "asymmetric"),
     ],

@@ -83,7 +83,7 @@ def read_header(path: Path) -> Header:
     try:
         with path.open("rb") as file:
             return _header(path, file)
-    except (OSError, struct.error, UnicodeDecodeError, OverflowError, MemoryError) as error:
+    except (OSError, struct.error, ValueError, TypeError, OverflowError, MemoryError, RecursionError) as error:
         raise ModelError(f"{path} is not a readable GGUF file ({error}). Fetch it again.") from error
 
 
@@ -218,6 +218,7 @@ class GGUFReader(TensorReader):
             if not name:  # made of the config: factors of rotary frequencies
                 continue
             called = name if info.type in DENSE else f"{name}_{BLOCKS[info.type].name}"
+            self._check(info)
             if called in self._infos:
                 raise ModelError(f"{self.path}: {name} is there twice. Fetch it again.")
             self._infos[called] = info
@@ -272,13 +273,29 @@ class GGUFReader(TensorReader):
 
     def kept(self, name: str, tensor: Tensor) -> Tensor | None:
         """Return what the file holds of a tensor of the original, after it is read back; None if it needs none of it."""
-        if unused(name, read_object(self.folder / "config.json", expected="Fetch it again")):
+        config = read_object(self.folder / "config.json", expected="Fetch it again")
+        tied = all(info.name != "output.weight" for info in self.header.tensors)
+        if unused(name, {"tie_word_embeddings": tied} | config):  # which may leave out what is the default of its type
             return None
         info = self._infos.get(name)
         if info is None or info.type not in DENSE:
             return tensor  # nothing is like it
         rule = self._rule(info)
         return rule.back(rule.into(tensor).to(DENSE[info.type]))
+
+    def _check(self, info: Info) -> None:
+        """Refuse a tensor that the metadata do not fit."""
+        try:
+            heads = self._rule(info).heads
+        except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
+            raise ModelError(
+                f"{self.path}: what it says of {info.name} is not complete ({error!r}). Fetch it again."
+            ) from error
+        if not all(info.shape) or heads < 0 or (heads and info.shape[0] % (2 * heads)):
+            raise ModelError(
+                f"{self.path}: {info.name} has the sizes {info.shape}, for {heads} heads. The two do not belong together; fetch "
+                f"the file again."
+            )
 
     def _rule(self, info: Info) -> Rule:
         return rule_of(info.name, self.header.fields, dims=len(info.shape) if info.type in DENSE else 1)
