@@ -17,6 +17,8 @@ from families import config_of, random_model
 from nearplane import FormatError, RecipeError, journal
 from nearplane.demo import CALIBRATION, MODEL
 from nearplane.formats.container import Container
+from nearplane.formats.gguf.file import read_header
+from nearplane.formats.unfinished import Unfinished
 from nearplane.record import read_record
 
 BLOCKS = 3
@@ -233,13 +235,42 @@ def test_a_run_that_is_told_something_else_does_not_go_on(model, text, whole, tm
 
 
 @pytest.mark.parametrize("name", ["model-00002-of-00004.safetensors", "journal/behind-00002.pt", "journal/state.json"])
-def test_a_file_that_is_cut_short_is_named(model, text, tmp_path, monkeypatch, name):
+def test_a_file_that_is_cut_short_is_named_and_may_be_replaced(model, text, whole, tmp_path, monkeypatch, name):
     out, options = tmp_path / "out", dict(calibration=str(text), **WAYS["grid"], **TEXT)
     stopped_behind(2, model, out, monkeypatch, **options)
     path = Path(f"{out}.unfinished") / name
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(FormatError, match=path.name):
+    with pytest.raises(FormatError, match=f"{path.name}.*--overwrite"):
         nearplane.quantize(model, out, **options)
+    if name == "journal/state.json":  # the others are replaced in the same way
+        nearplane.quantize(model, out, overwrite=True, **options)
+        assert contents(out) == contents(whole("grid"))
+
+
+def test_a_gguf_that_is_damaged_is_named_and_may_be_replaced(model, text, whole, tmp_path, monkeypatch):
+    way = "blocks of llama.cpp, embeddings too"
+    out, options = tmp_path / "out", dict(calibration=str(text), **WAYS[way], **TEXT)
+    stopped_behind(2, model, out, monkeypatch, **options)
+    path = Path(f"{out}.unfinished") / "model.gguf"
+    data = bytearray(path.read_bytes())
+    info = next(each for each in read_header(path).tensors if each.name == "blk.0.attn_v.weight")
+    data[info.begin] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(FormatError, match=r"v_proj\.weight is not what was written"):
+        nearplane.quantize(model, out, **options)
+    nearplane.quantize(model, out, overwrite=True, **options)
+    assert contents(out) == contents(whole(way))
+
+
+def test_another_command_does_not_delete_what_can_be_gone_on_with(model, text, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    stopped_behind(1, model, out, monkeypatch, calibration=str(text), **WAYS["grid"], **TEXT)
+    there = sorted(path.name for path in Path(f"{out}.unfinished").iterdir())
+    with pytest.raises(RecipeError, match="the command that began it goes on there"), Unfinished(out):
+        pass
+    assert sorted(path.name for path in Path(f"{out}.unfinished").iterdir()) == there
+    with Unfinished(out, overwrite=True) as place:
+        assert [path.name for path in place.folder.iterdir()] == ["INCOMPLETE"]
 
 
 def test_a_disk_that_is_full_costs_the_journal_not_the_run(model, text, whole, tmp_path, monkeypatch, caplog):

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from nearplane.budget.ledger import Ledger
 from nearplane.budget.plan import Plan
-from nearplane.errors import FormatError, RecipeError
+from nearplane.errors import FormatError, ModelError, RecipeError
 from nearplane.formats.container import Container
 from nearplane.formats.unfinished import JOURNAL, STATE
 from nearplane.jsonfile import read_object
@@ -101,7 +101,7 @@ class Journal:
 
     Raises:
         RecipeError: a run that was told something else left the folder, and it may not be replaced; names the difference.
-        FormatError: what is there cannot be read, or a shard is not what was written.
+        FormatError: what is there cannot be read, or a shard is not what was written, and it may not be replaced.
     """
 
     def __init__(self, container: Container, told: Mapping[str, Any]) -> None:
@@ -114,6 +114,17 @@ class Journal:
         self.before = self._found() if container.found else None
 
     def _found(self) -> Before | None:
+        """Return what is there; with --overwrite what cannot be gone on with is deleted, and that is said."""
+        try:
+            return self._read()
+        except (FormatError, ModelError) as error:  # of a GGUF the second
+            if not self._container.place.overwrite:
+                raise
+            log.warning("%s", error)
+            self._container.begin_anew()
+            return None
+
+    def _read(self) -> Before | None:
         state = read_object(self._folder / STATE, expected=EXPECTED)
         if differing := _differing(state, self._told):
             if not self._container.place.overwrite:
@@ -243,8 +254,12 @@ class Journal:
 
     def _save(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         path = self._folder / f"{name}.part"
-        torch.save(dict(tensors), path)
-        _put(path, self._folder / name)
+        try:
+            torch.save(dict(tensors), path)
+            _put(path, self._folder / name)
+        except BaseException:
+            path.unlink(missing_ok=True)  # of a full disk the run itself needs what is left
+            raise
 
     def _write(self, blocks: int) -> None:
         ledger = self._ledger

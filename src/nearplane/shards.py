@@ -367,6 +367,7 @@ class ShardWriter:
         for name in self.names:
             if name not in self._digests:
                 flush(self.folder / name)
+        flush(self.folder)  # which lists them
         return {
             "digests": self.digests(),
             "weight_map": self.weight_map,

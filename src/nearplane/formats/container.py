@@ -148,6 +148,7 @@ class Container(ABC):
         """Delete what a run left, and begin."""
         with disk(self.place.out):
             self._unfinished.clear()
+            self.size, self.pending, self._first = 0, {}, ""
             self.begin()
 
     def add(self, name: str, matrix: QuantizedMatrix, bias: Tensor | None = None) -> Written:

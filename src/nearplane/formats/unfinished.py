@@ -34,7 +34,7 @@ JOURNAL = "journal"  # a folder in it
 STATE = "state.json"  # in that one: what is there is enough to go on
 REPLACED = (
     "*.safetensors",
-    "*.gguf",
+    "model.gguf",
     "*.json",
     "*.jinja",
     "*.model",
@@ -110,6 +110,7 @@ class Unfinished:
             if self.whole:
                 return
             if not (self._resumes and self.goes_on):
+                self._check_given_up()
                 self.clear()
         self._mark()
 
@@ -162,6 +163,14 @@ class Unfinished:
             f"{self.folder} is where {self.out} would be written, and nearplane did not make it: no {INCOMPLETE} is in it. "
             f"Move it away, or choose another folder."
         )
+
+    def _check_given_up(self) -> None:
+        """Refuse to delete what another command could go on with."""
+        if self.goes_on and not self._overwrite:
+            raise RecipeError(
+                f"{self.folder} is of a run that was stopped, and the command that began it goes on there; this one does not. "
+                f"Give that command again, delete the folder, or choose another one."
+            )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -94,7 +94,10 @@ class GGUFFile(Container):
         self._header()  # refuses what it refuses
 
     def begin(self) -> None:
-        """Nothing: types of layers may still change, and the header has them."""
+        """Forget what another run wrote; the file is made with the first block, as types of layers may still change."""
+        if self._file is not None:
+            self._file.close()
+        self._file, self._infos, self._sums, self._size = None, {}, {}, 0
 
     def _header(self) -> Any:
         """Return a writer of the package that knows all but the tensors."""
