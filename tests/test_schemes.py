@@ -81,6 +81,8 @@ def test_defaults_follow_from_what_is_given():
         ({"solver": "round-to-nearest", "factor": "qr"}, "factor needs calibration"),
         ({"solver": "round-to-nearest", "polish": 1}, "polish needs calibration"),
         ({"solver": "round-to-nearest", "rounds": 1}, "rounds needs calibration"),
+        ({"solver": "round-to-nearest", "two_sided": True}, "two_sided needs calibration"),
+        ({"two_sided": 1}, "two_sided is 1; expected true or false"),
         ({"order": "reversed"}, "order reversed was removed: use activation"),
         ({"scale": "hessian"}, "scale hessian was removed: use mse"),
         ({"rate": 3, "coder": "zstd"}, r"coder zstd was removed: use tans.*commit f3afb2a"),

@@ -27,7 +27,7 @@ WAYS = {  # every format; grids of every kind, and every way to solve, at least 
     "compressed-tensors": ("llama", {"bits": 4, "group_size": 32}),
     "compressed-tensors, mixed widths": ("llama", {"bits": 2.5, "group_size": 16}),
     "compressed-tensors, rounded to nearest": ("llama", {"bits": 3, "group_size": None, "solver": "round-to-nearest"}),
-    "gptq, Conv1D": ("gpt2", {"bits": 4, "group_size": 32, "format": "gptq", "solver": "k-best"}),
+    "gptq, Conv1D": ("gpt2", {"bits": 4, "group_size": 32, "format": "gptq", "solver": "k-best", "two_sided": True}),
     "gptq_v2, names without a prefix": (
         "gpt2 renamed", {"bits": 2, "group_size": 16, "symmetric": False, "format": "gptq_v2", "solver": "obq"},
     ),
@@ -407,7 +407,9 @@ def test_the_recipe_is_that_of_the_files(copy_of):
 
 
 @pytest.mark.parametrize(
-    "changed", [{"damp": 0.0101}, {"sweep_damp": 0.101}, {"correct": False}, {"solver": "obq"}], ids=str
+    "changed",
+    [{"damp": 0.0101}, {"sweep_damp": 0.101}, {"correct": False}, {"solver": "obq"}, {"two_sided": True}],
+    ids=str,
 )
 def test_what_the_recipe_says_of_the_problem_is_measured_again(copy_of, changed):
     """The target, the damping, and whether a theorem holds for the codes."""

@@ -286,6 +286,7 @@ def tasks(stage: Stage, recipe: Recipe, planned: Plan, storage: torch.dtype) -> 
             storage=storage,
             sensitivity=planned.sensitivity.get(layer.name),
             max_loss=recipe.max_loss,
+            together=planned.together.get(layer.name, ()),
         )
 
 

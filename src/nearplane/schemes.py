@@ -161,6 +161,11 @@ class Scheme:
         """Whether rows whose errors the network minds more get finer steps."""
         return False
 
+    @property
+    def joins_rows(self) -> bool:
+        """Whether rows make up for each other's errors, so that none is rounded as if it were alone."""
+        return False
+
     def with_bits(self, bits: int | None) -> Self:
         """Return the scheme of a layer whose codes have so many bits; None, or where codes have no limits: the scheme itself."""
         del bits
@@ -203,6 +208,8 @@ class GridScheme(Scheme):
         polish: Sweeps of coordinate descent over the codes at the end. Default: 1.
         rounds: Passes of coordinate descent over steps, by least squares, and codes together; then codes are solved once more on
             the fitted steps, and the better ones of every row are kept. Default: 3.
+        two_sided: Whether rows make up for each other's errors too, as the network's gradients say, not only columns. Takes a
+            backward pass; no bound of a sweep holds for such codes.
     """
 
     bits: float = 4  # an int where it is whole; not `int | float`, of which command lines take the first that fits
@@ -211,6 +218,7 @@ class GridScheme(Scheme):
     scale: Scale = "mse"
     polish: int | None = None
     rounds: int | None = None
+    two_sided: bool = False
 
     FORMATS: ClassVar[tuple[Format, ...]] = ("compressed-tensors", "gptq", "gptq_v2", "gguf")
 
@@ -226,7 +234,15 @@ class GridScheme(Scheme):
         within("group_size", size, known, "a positive number, auto or none")
         true_or_false("symmetric", self.symmetric)
         one_of("scale", self.scale, Scale)
+        true_or_false("two_sided", self.two_sided)
+        if self.two_sided and not self.calibrated:
+            raise RecipeError(f"two_sided needs calibration, which solver {self.solver!r} does without.")
         _settle_refits(self)
+
+    @property
+    def joins_rows(self) -> bool:
+        """Whether rows make up for each other's errors."""
+        return self.two_sided
 
     @property
     def default_allocation(self) -> Allocation:

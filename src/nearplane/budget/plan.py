@@ -40,6 +40,7 @@ class Plan:
         types: of blocks by layer, where they were chosen by measuring.
         rates: bits per weight by layer, every byte counted; empty on fixed grids.
         sensitivity: (out,) how much the network minds errors of a layer's outputs, by layer; may be empty.
+        together: what errors of a layer's outputs cost together, by layer whose rows make up for each other's; see `Sensitivity`.
         moments: what stands for the second moments of the inputs of layers that have none: of embeddings, see `Sensitivity`.
         to_come: number of weights of the layers that are still to be quantized.
         bounds: least and highest rate that a layer may be moved to; None: `SWAY` off its own.
@@ -49,6 +50,7 @@ class Plan:
     types: dict[str, str] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
     sensitivity: dict[str, Tensor] = field(default_factory=dict)
+    together: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
     moments: dict[str, Moments] = field(default_factory=dict)
     to_come: dict[str, int] = field(default_factory=dict)
     bounds: tuple[float, float] | None = None
@@ -135,17 +137,26 @@ def plan(model: Model, recipe: Recipe, tokens: Tensor | None, device: torch.devi
     """
     match recipe.scheme:
         case RateScheme():
-            return _rates(model, recipe, recipe.scheme, tokens, device, progress)
+            planned = _rates(model, recipe, recipe.scheme, tokens, device, progress)
         case BlockScheme():
             planned = Plan()
             if tokens is not None:
                 look(planned, model, recipe.scheme, tokens, device)
                 if recipe.scheme.budget is not None:
                     planned.types = _types(model, recipe, recipe.scheme, tokens, device, progress)
-            return planned
         case GridScheme():
             slope = recipe.allocate == "slope"
-            return Plan(widths=_widths(model, recipe, recipe.scheme, tokens, device, progress) if slope else None)
+            planned = Plan(widths=_widths(model, recipe, recipe.scheme, tokens, device, progress) if slope else None)
+    if tokens is not None and (joined := joined_layers(model, recipe)):
+        dtype = torch.float32 if device.type == "cpu" else model.dtype
+        planned.together = sensitivity(model, tokens, device=device, dtype=dtype, together=joined).together
+    return planned
+
+
+def joined_layers(model: Model, recipe: Recipe) -> set[str]:
+    """Return the names of the layers whose rows make up for each other's errors."""
+    schemes = {layer.name: recipe.scheme_of(layer.name) for block in model.blocks for layer in block.layers}
+    return {name for name, scheme in schemes.items() if scheme is not None and scheme.joins_rows}
 
 
 def _rates(

@@ -31,6 +31,7 @@ class Task:
         storage: dtype in which steps of grids are stored.
         sensitivity: (out,) how much the network minds errors of every output; None: equally.
         max_loss: relative loss that entropy-coded weights may not exceed.
+        together: what errors of outputs cost together, of runs of rows; see `joined.py`. Empty: not known.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Task:
     rate: float | None = None
     sensitivity: Tensor | None = None
     max_loss: float | None = None
+    together: tuple[Tensor, ...] = ()
 
 
 def solve_layer(task: Task) -> tuple[QuantizedMatrix, LayerRecord]:
@@ -61,4 +63,6 @@ def solve_layer(task: Task) -> tuple[QuantizedMatrix, LayerRecord]:
                 name=task.name,
             )
         case GridScheme() | BlockScheme():
-            return quantize_matrix(task.W, task.inputs, task.scheme, storage=task.storage, name=task.name)
+            return quantize_matrix(
+                task.W, task.inputs, task.scheme, storage=task.storage, name=task.name, together=task.together
+            )

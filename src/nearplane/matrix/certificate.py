@@ -58,7 +58,7 @@ def measure(
     H, grid = inputs.moments.H, matrix.grid
     factor, sweep = inputs.factor_of_the_correction(scheme), inputs.factor_of_the_sweep(scheme)
     on_grid = QuantizedMatrix(codes=matrix.codes, grid=grid.scaled_to(base))  # what was swept
-    bounded = SOLVERS[scheme.solver].bounded and not tuned
+    bounded = SOLVERS[scheme.solver].bounded and not tuned and not scheme.joins_rows
     # where a sweep clips, other codes than its own do not show it
     if outside is None and bounded and isinstance(grid, Grid):
         outside = sweep_planes(target.to(torch.promote_types(W.dtype, torch.float32)), grid, sweep).outside

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from nearplane.lattice.superblock_descent import SuperFit
 from nearplane.lattice.superblock_fit import fit_blocks
 from nearplane.matrix.certificate import measure
 from nearplane.matrix.inputs import Inputs, corrected, lattice_problem
+from nearplane.matrix.joined import solve_joined
 from nearplane.record import LayerRecord
 from nearplane.schemes import BlockScheme, GridScheme, Scheme
 
@@ -40,6 +41,7 @@ def quantize_matrix(
     *,
     storage: torch.dtype = torch.float16,
     name: str = "matrix",
+    together: Sequence[Tensor] = (),
 ) -> tuple[QuantizedMatrix, LayerRecord]:
     """Quantize one matrix.
 
@@ -50,6 +52,7 @@ def quantize_matrix(
         scheme: grid, order, solver.
         storage: dtype in which steps will be stored; they are rounded to it before the solve.
         name: for the record and for errors.
+        together: of a two-sided scheme, what errors of outputs cost together, of runs of rows; see `joined.py`.
 
     Returns:
         Codes and grid, and what was lost.
@@ -78,7 +81,11 @@ def quantize_matrix(
         )
     try:
         target, rho = corrected(W, inputs, scheme)
-        found = solve(target.to(torch.promote_types(W.dtype, torch.float32)), inputs, scheme, storage)
+        wide = target.to(torch.promote_types(W.dtype, torch.float32))
+        if scheme.joins_rows and together:
+            found = solve_joined(wide, together, lambda part: solve(part, inputs, scheme, storage))
+        else:
+            found = solve(wide, inputs, scheme, storage)
         record = measure(name, W, target, found.matrix, inputs, scheme, correction=rho, outside=found.outside)
     except NumericalError as error:
         raise NumericalError(f"{name} ({inputs.moments.tokens} tokens): {error}") from error

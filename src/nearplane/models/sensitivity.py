@@ -5,8 +5,8 @@ One block is in memory at a time, forwards and then backwards; knows nothing of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from nearplane.models.layers import Layer
 from nearplane.models.model import ABSENT, Block, Model
 
 MOST_TOKENS, LEAST_TOKENS = 16384, 2048
+RUN_ROWS = 256  # outputs next to each other whose gradients are multiplied with each other, at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,21 +29,32 @@ class Sensitivity:
             how often every row is looked up. Layers that did not run, or whose outputs do not depend on hidden states, are absent.
         embeddings: (hidden, hidden), if the model has embeddings to quantize: errors `e` of a row cost `1/2 e G e^T` each time.
             If they are tied, with what they cost the head, whose outputs `outputs` then holds under their name.
+        together: by layer, of every run of up to `RUN_ROWS` outputs next to each other, (run, run) `E[g g^T]`: errors `e` in them
+            cost `1/2 e G e^T`. Only of layers in blocks, and where asked for.
     """
 
     outputs: dict[str, Tensor]
     embeddings: Tensor | None = None
+    together: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
 
 
 def sensitivity(
-    model: Model, tokens: Tensor, *, device: torch.device, dtype: torch.dtype, batch: int = 8, seed: int = 0
+    model: Model,
+    tokens: Tensor,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    batch: int = 8,
+    seed: int = 0,
+    together: Collection[str] = (),
 ) -> Sensitivity:
     """Measure the diagonal of the Fisher information of every layer's outputs: `E[g_i^2]`, g the gradient of the log-likelihood.
 
     Labels are drawn from the network's own predictions; of the head's outputs, the expectation over labels is `E[p_i (1 - p_i)]`.
 
     Takes about four forwards of a sixteenth of the tokens, at least 2048 and at most 16384 of them, of an eighth and 4096 if there
-    are embeddings to quantize; the hidden states between all blocks are kept for the way back, in the compute dtype.
+    are embeddings to quantize, of a quarter and 8192 if outputs are looked at together; the hidden states between all blocks are
+    kept for the way back, in the compute dtype.
 
     Args:
         model: on disk.
@@ -50,12 +62,14 @@ def sensitivity(
         device, dtype: where and in what to compute; gradients underflow in float16, so that stands for float32.
         batch: windows at a time.
         seed: of the labels.
+        together: layers of whose outputs more than the diagonal is measured.
 
     Raises:
         CalibrationError: a token is not in the vocabulary, or hidden states or gradients are not finite.
     """
     dtype = torch.float32 if dtype == torch.float16 else dtype
     more = 1 if model.embeddings is None else 2  # their moments are matrices, of outputs there is one number each
+    more = 4 if together else more  # matrices that are factored
     wanted = min(max(more * tokens.numel() // 16, more * LEAST_TOKENS), MOST_TOKENS)
     count = min(len(tokens), max(1, wanted // tokens.shape[1]))
     windows = tokens[torch.linspace(0, len(tokens) - 1, count).long()]
@@ -68,13 +82,15 @@ def sensitivity(
                 entering.append([finite(x, block) for x in ahead])
     behind = entering.pop()
     gradients, found = _from_predictions(model, stream, windows.split(batch), behind, seed)
+    runs: dict[str, tuple[Tensor, ...]] = {}
     for block in reversed(model.blocks):
         with block.on(device, dtype, original=False):
-            gradients, sums = _back(block, stream, entering.pop(), gradients)
+            gradients, sums, products = _back(block, stream, entering.pop(), gradients, together)
         found |= sums
+        runs |= {name: tuple((total / windows.numel()).float() for total in each) for name, each in products.items()}
     found = {name: total / windows.numel() for name, total in found.items()}
     if model.embeddings is None:
-        return Sensitivity(outputs=found)
+        return Sensitivity(outputs=found, together=runs)
     if not model.tied:
         vocabulary = model.embeddings.layers[0].shape[0]
         often = tokens.flatten().cpu().bincount(minlength=vocabulary) + 1
@@ -86,7 +102,7 @@ def sensitivity(
     if model.tied:
         finish(model, Stream(behind, {}, two_streams=False, extra=stream.extra), windows, device=device, dtype=dtype)
         G += second_moment(behind)
-    return Sensitivity(outputs=found, embeddings=G)
+    return Sensitivity(outputs=found, embeddings=G, together=runs)
 
 
 def second_moment(states: Sequence[Tensor]) -> Tensor:
@@ -151,18 +167,27 @@ def _finite(gradient: Tensor, name: str) -> Tensor:
 
 
 def _back(
-    block: Block, stream: Stream, entering: list[Tensor], gradients: list[Tensor]
-) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Take gradients from behind a block to before it; also the sum over tokens of the squares by layer outputs."""
+    block: Block, stream: Stream, entering: list[Tensor], gradients: list[Tensor], together: Collection[str] = ()
+) -> tuple[list[Tensor], dict[str, Tensor], dict[str, list[Tensor]]]:
+    """Take gradients from behind a block to before it.
+
+    Also returns the sums over tokens of their squares by layer outputs, and of their products within runs of outputs.
+    """
     module = block.quantized
     assert module is not None, ABSENT
     sums: dict[str, Tensor] = {}
+    products: dict[str, list[Tensor]] = {}
 
     def watch(layer: Layer) -> torch.utils.hooks.RemovableHandle:
         def count(gradient: Tensor) -> None:
             outputs = gradient.movedim(1, -1) if layer.convolves else gradient
-            square = outputs.reshape(-1, layer.shape[0]).double().square().sum(0)
+            rows = outputs.reshape(-1, layer.shape[0]).double()  # (tokens, out)
+            square = rows.square().sum(0)
             sums[layer.name] = sums[layer.name] + square if layer.name in sums else square
+            if layer.name in together:
+                parts = [run.T @ run for run in rows.tensor_split(-(-layer.shape[0] // RUN_ROWS), dim=1)]
+                before = products.get(layer.name)
+                products[layer.name] = parts if before is None else [a + b for a, b in zip(before, parts, strict=True)]
 
         def after(_: nn.Module, __: object, output: Tensor) -> None:
             if output.requires_grad:  # not so where it does not depend on the hidden states (projections of positions)
@@ -181,4 +206,4 @@ def _back(
     finally:
         for handle in handles:
             handle.remove()
-    return before, sums
+    return before, sums, products
