@@ -24,7 +24,7 @@ from nearplane.record import read_record
 BLOCKS = 3
 WAYS = {
     "grid": dict(bits=4, group_size=16),
-    "widths by slope": dict(bits=3, group_size=16, allocate="slope", symmetric=False, format="gptq_v2"),
+    "widths by slope": dict(bits=3, group_size=16, allocate="slope", symmetric=False, format="gptq_v2", two_sided=True),
     "rate, embeddings and head": dict(rate=3.0, include_embeddings=True, include_head=True),
     "size": dict(size="720kB"),
     "blocks of llama.cpp, embeddings too": dict(grid="q4_0"),

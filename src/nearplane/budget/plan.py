@@ -65,7 +65,8 @@ class Plan:
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors, by names for `restored`."""
         moments = {f"moments.{name}": each.H for name, each in self.moments.items()}
-        return moments | {f"sensitivity.{name}": each for name, each in self.sensitivity.items()}
+        runs = {f"together.{i}.{name}": G for name, each in self.together.items() for i, G in enumerate(each)}
+        return moments | runs | {f"sensitivity.{name}": each for name, each in self.sensitivity.items()}
 
     @classmethod
     def restored(cls, state: Mapping[str, Any], tensors: Mapping[str, Tensor], tokens: int) -> Plan:
@@ -83,6 +84,10 @@ class Plan:
                 if n.startswith("moments.")
             },
         )
+        for name, G in tensors.items():  # runs of a layer in order
+            if name.startswith("together."):
+                layer = name.split(".", 2)[2]
+                planned.together[layer] = (*planned.together.get(layer, ()), G)
         planned._left, planned._shift = state["_left"], state["_shift"]
         return planned
 
