@@ -5,7 +5,7 @@
 PYTHON is that of an environment with llama-cpp-python; without --model it is the demo's model on its own texts. Every file, of
 theirs and of ours, is decoded by the `gguf` package, and its layers are put into the original network in place of its own;
 embeddings, norms and head stay the original's. KL and perplexity are of the first windows of --text. Type and bytes of every layer
-are compared.
+are compared. With --parts instead: what ours is worth without some of its parts.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -133,11 +134,12 @@ class Measure:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--llama", type=Path, required=True)
+    parser.add_argument("--llama", type=Path, required="--parts" not in sys.argv)
     parser.add_argument("--grids", nargs="+", default=GRIDS, choices=(*GRIDS, "q4_1", "q5_0", "q5_1"))
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--calibration", type=Path, default=CALIBRATION)
     parser.add_argument("--text", type=Path, default=HELD_OUT)
+    parser.add_argument("--parts", action="store_true")
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--windows", type=int, default=96)
     options = parser.parse_args()
@@ -149,6 +151,9 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
+        if options.parts:
+            _parts(options, measure, file, folder)
+            return
         file.dense(folder / "f32.gguf")
         imatrix(network, windows_of(options.model, options.calibration, options.samples), file, folder / "imatrix.npz")
         jobs = [
@@ -175,7 +180,7 @@ def main() -> None:
             layout = [{name: layer[:2] for name, layer in each.items()} for each in (plain, weighted, ours)]
             if not layout[0] == layout[1] == layout[2]:
                 raise SystemExit(f"{grid}: layers are stored differently: {layout}")
-            kls = [measure.of({name: layer[2] for name, layer in each.items()}) for each in (plain, weighted, ours)]
+            kls = [measure.of(_values(each)) for each in (plain, weighted, ours)]
             size = sum(layer[1] for layer in ours.values())
             bits = 8 * size / sum(layer[2].numel() for layer in ours.values())
             cells = [f"{kl:.3e} ({perplexity:.3f})" for kl, perplexity in kls]
@@ -186,13 +191,37 @@ def main() -> None:
             )
 
 
-def _quantized(options: argparse.Namespace, grid: str, file: File, folder: Path) -> dict[str, tuple[str, int, Tensor]]:
+PARTS: dict[str, dict[str, Any]] = {
+    "rounded to nearest": {"solver": "round-to-nearest"},
+    "error feedback alone": {"correct": False, "rounds": 0, "polish": 0},
+    "feedback, correction": {"rounds": 0, "polish": 0},
+    "feedback, correction, polish": {"rounds": 0},
+    "feedback, refits, polish": {"correct": False},
+    "all": {},
+}
+
+
+def _parts(options: argparse.Namespace, measure: Measure, file: File, folder: Path) -> None:
+    """Print what ours is worth without some of its parts."""
+    print(f"| grid | {' | '.join(PARTS)} |\n|{'---|' * (1 + len(PARTS))}")
+    for grid in options.grids:
+        found = (measure.of(_values(_quantized(options, grid, file, folder, **own)))[0] for own in PARTS.values())
+        print(f"| {grid} | {' | '.join(f'{kl:.3e}' for kl in found)} |", flush=True)
+
+
+def _values(layers: dict[str, tuple[str, int, Tensor]]) -> dict[str, Tensor]:
+    return {name: layer[2] for name, layer in layers.items()}
+
+
+def _quantized(
+    options: argparse.Namespace, grid: str, file: File, folder: Path, **own: Any
+) -> dict[str, tuple[str, int, Tensor]]:
     """Return the layers of a file of ours."""
     recipe = Recipe(
-        scheme=BlockScheme(grid, embeddings="f32"),
+        scheme=BlockScheme(grid, embeddings="f32", **own),
         calibration=Calibration(calibration=str(options.calibration), samples=options.samples, seqlen=SEQLEN),
     )
-    quantize(str(options.model), folder / grid, recipe)
+    quantize(str(options.model), folder / grid, recipe, overwrite=True)
     return file.layers(folder / grid / "model.gguf")
 
 
