@@ -270,7 +270,7 @@ def test_layers_with_grids_of_their_own_read_back_exactly() -> None:
     grids = {"model.layers.0.a": LayerGrid(4, 32, True), "model.layers.0.b": LayerGrid(8, None, False)}
     made = config(V2, grids=grids | {"model.layers.0.c": LayerGrid(4, 32, True)}, quantized=list(grids))
     assert (made["bits"], made["group_size"], made["sym"]) == (4, 32, True)
-    for name, (bits, group_size, symmetric, _) in grids.items():
+    for name, (bits, group_size, symmetric, *_) in grids.items():
         matrix = random_matrix(32, 64, bits=bits, group_size=group_size or 64, symmetric=symmetric)
         read = unpacked(V2, name, V2.pack(name, matrix, torch.float16), made)
         assert read.same_as(matrix)

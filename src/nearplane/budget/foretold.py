@@ -30,7 +30,7 @@ from nearplane.shards import INDEX, index_text, shard_size
 HUFFMAN = 1.1  # bits per weight that a Huffman coder needs at least
 MARGIN = 0.001  # of a size asked for, by which the aim is below it
 SLACK = 64  # bytes kept free for what the record says last: seconds, bytes
-FIGURE = 14  # characters that a figure takes in the record, on average: many are null, others have 17 digits
+FIGURE = 13  # characters that a figure takes in the record, on average: many are null, others have 17 digits
 SHORT = 10  # characters of a figure that is written to six digits
 ANY: dict[Library, float] = {
     "default": 0.12345678901234567,
