@@ -102,14 +102,18 @@ def read_matrices(
         tensors = stored.tensors(name)
         if shapes is not None:
             part = next(iter(tensors))
-            _check_shape(
+            check_shape(
                 f"{stored.reader.file(part)}: {part}", f"{name}.weight", stored.layers.shape_of(name, tensors), shapes
             )
         yield name, stored.matrix(name, tensors)
 
 
-def _check_shape(called: str, name: str, found: tuple[int, int], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse a matrix that the model does not expect; of names that it does not have, what is larger than all it has."""
+def check_shape(called: str, name: str, found: tuple[int, int], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse a matrix that the model does not expect; of names that it does not have, what is larger than all it has.
+
+    Raises:
+        FormatError: it is `found`, (out, in), where the model has another.
+    """
     wanted = shapes.get(name)
     if wanted is None and math.prod(found) > (most := max(math.prod(shape) for shape in shapes.values())):
         raise FormatError(

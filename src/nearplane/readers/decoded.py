@@ -7,8 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from nearplane.errors import FormatError
-from nearplane.formats.stored import Stored
+from nearplane.formats.stored import Stored, check_shape
 from nearplane.shards import TensorReader
 
 
@@ -21,19 +20,17 @@ class DecodedReader(TensorReader):
         transposed: names of the weights that modules have as (in, out), see `stored_transposed`.
 
     Raises:
-        FormatError: the folder's format is not understood, or it holds a matrix that the network does not have.
+        FormatError: the folder's format is not understood, or it holds a matrix larger than any that the network has.
     """
 
     def __init__(self, folder: Path, shapes: Mapping[str, tuple[int, ...]], transposed: Collection[str] = ()) -> None:
         self.folder, self.checksums = folder, None
-        self._stored, self._shapes, self._transposed = Stored(folder), shapes, transposed
+        self._stored, self._shapes, self._transposed = Stored(folder), dict(shapes), transposed
         self._layers = {f"{name}.weight": name for name in self._stored.names()}
         self._rest = self._stored.rest()
-        for weight in self._layers:
-            if weight not in shapes:
-                raise FormatError(
-                    f"{folder} holds {weight} quantized; the network that config.json describes has no such weight."
-                )
+        for weight, layer in self._layers.items():
+            if weight not in shapes:  # a name that transformers changes when it loads
+                self._shapes[weight] = self._shape_of(layer, self._stored.tensors(layer))
 
     def names(self) -> list[str]:
         """Return the names of all tensors."""
@@ -72,13 +69,15 @@ class DecodedReader(TensorReader):
         found = self._stored.reader.read([name for name in wanted if name not in self._layers])
         return {name: found[name] if name in found else self._decoded(name) for name in wanted}
 
+    def _shape_of(self, layer: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+        """Return (out, in) of a layer, if the network may have it."""
+        found, weight = self._stored.layers.shape_of(layer, tensors), f"{layer}.weight"
+        check_shape(f"{self.file(weight)}: {layer}", weight, found, self._shapes)
+        return found
+
     def _decoded(self, name: str) -> Tensor:
         layer = self._layers[name]
         tensors = self._stored.tensors(layer)
-        if (has := self._stored.layers.shape_of(layer, tensors)) != self._shapes[name]:
-            raise FormatError(
-                f"{self.file(name)}: {layer} is {has[0]} x {has[1]}, config.json asks for "
-                f"{' x '.join(map(str, self._shapes[name]))}. The two do not belong together; fetch the folder again."
-            )
+        self._shape_of(layer, tensors)
         values = self._stored.matrix(layer, tensors).decode()
         return values.T.contiguous() if name in self._transposed else values
