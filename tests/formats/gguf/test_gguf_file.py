@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from families import FAMILIES, LLAMA, config_of, random_model
 from nearplane import FormatError, ModelError, Recipe, RecipeError
 from nearplane.cli import app
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
-from nearplane.formats.gguf.file import FILE, GGUFReader
+from nearplane.formats.gguf.file import FILE, GGUFReader, read_header
 from nearplane.formats.stored import read_dense
 from nearplane.readers.network import dense_network
 from nearplane.record import read_record
@@ -248,6 +249,28 @@ def test_a_config_that_leaves_out_what_is_the_default_holds(
     (source / "config.json").write_text(json.dumps(config))
     nearplane.quantize(source, out, calibration=text, solver="round-to-nearest", **(WORDS | {"samples": 1}))
     assert nearplane.verify(out, against=source).faults == ()
+
+
+def test_any_byte_of_the_header_may_be_another(out_of: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+    """It reads the same, or is refused in a sentence."""
+    out, _ = out_of("llama")
+    whole, begin = (out / FILE).read_bytes(), read_header(out / FILE).tensors[0].begin
+    (tmp_path / "config.json").write_bytes((out / "config.json").read_bytes())
+    draw = random.Random(0)
+    tokens = whole.index(b"tokenizer.ggml.tokens"), whole.index(b"nearplane.source")  # of which nothing is read
+    places = [*range(tokens[0]), *range(tokens[1], begin)]
+    refused = 0
+    for place in [*draw.sample(range(tokens[0]), 200), *draw.sample(places, 100)]:
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << draw.randrange(8)
+        (tmp_path / FILE).write_bytes(damaged)
+        try:
+            reader = GGUFReader(tmp_path)
+            reader.read(reader.names())
+        except (FormatError, ModelError) as error:
+            refused += 1
+            assert str(tmp_path / FILE) in str(error)
+    assert refused > 100
 
 
 def test_a_file_of_another_tool_is_refused(out_of: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
