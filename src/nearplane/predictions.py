@@ -88,13 +88,18 @@ class Held(Network):
 
 
 class Streamed(Network):
-    """A network on disk, of which one block is in memory at a time."""
+    """A network on disk, of which one block is in memory at a time.
+
+    Raises:
+        ModelError: it does not run block by block.
+    """
 
     def __init__(self, model: Model, device: torch.device) -> None:
         self.model, self.folder, self.device = model, model.folder, device
         embeddings = model.network.get_input_embeddings().weight
         self.vocabulary, self.width = embeddings.shape
         self.positions = model.positions
+        skeleton(model, torch.zeros(1, 2, dtype=torch.int64), device=device, dtype=torch.float32, two_streams=False)
 
     def shapes(self) -> list[tuple[int, int]]:
         """Return (out, in) of the layers of its blocks."""
