@@ -168,6 +168,7 @@ def expected(plain: Plain, W: Tensor, *, swept: bool = True, corrects: bool = Fa
         "dead": int((np.diag(plain.H) == 0).sum()),
         "out_features": W.shape[0],
         "in_features": W.shape[1],
+        "blocks": None,
     } | (elsewhere(plain, w) if corrects else NOWHERE)  # fmt: skip
 
 
