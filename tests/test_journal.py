@@ -94,6 +94,7 @@ class Killer:
             ("nearplane.shards", "save_file"),
             ("nearplane.shards", "flush"),
             ("nearplane.journal", "flush"),
+            ("os", "fsync"),
             ("torch", "save"),
             ("os", "replace"),
             ("pathlib.Path", "unlink"),
@@ -205,6 +206,12 @@ def test_a_run_that_is_killed_when_all_is_written_is_put_in_place(model, text, w
             nearplane.quantize(model, tmp_path / "out", **options)
     assert sorted(p.name for p in (tmp_path / "out.unfinished" / "journal").iterdir()) == ["state.json"]
     monkeypatch.setattr(importlib.import_module("nearplane.quantize"), "walk", None)
+    shard = tmp_path / "out.unfinished" / "model-00002-of-00004.safetensors"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1])
+    with pytest.raises(FormatError, match=shard.name):
+        nearplane.quantize(model, tmp_path / "out", **options)
+    shard.write_bytes(content)
     nearplane.quantize(model, tmp_path / "out", **options)
     assert contents(tmp_path / "out") == wanted
 

@@ -35,7 +35,7 @@ from nearplane.models.activations import Stream
 from nearplane.models.model import Model
 from nearplane.progress import duration
 from nearplane.recipe import Recipe
-from nearplane.record import RunRecord
+from nearplane.record import RunRecord, read_record
 from nearplane.shards import flush, sha256
 from nearplane.walk import unquantized
 
@@ -136,6 +136,7 @@ class Journal:
             self._container.begin_anew()
             return None
         if self._container.whole:
+            _check_whole(self._container.folder)
             log.info("a run was stopped when all was written: %s", self._container.folder)
             return None
         try:
@@ -242,7 +243,7 @@ class Journal:
         """Keep no more where the disk does not take it: the run itself may do with what is left."""
         try:
             yield
-        except (OSError, RuntimeError) as error:  # torch.save raises the second
+        except OSError as error:
             self._give_up(str(error))
             for path in self._folder.glob("*.part"):
                 with suppress(OSError):
@@ -294,6 +295,13 @@ def _states(stream: Stream) -> dict[str, Tensor]:
 def _alone(tensor: Tensor) -> Tensor:
     """Return a tensor that shares its memory with nothing more, as all of that memory is written."""
     return tensor if len(tensor.untyped_storage()) == tensor.nbytes else tensor.clone()
+
+
+def _check_whole(folder: Path) -> None:
+    """Refuse a folder that a run marked as whole and whose files did not all reach the disk."""
+    for name, wanted in read_record(folder).files.items():
+        if not (folder / name).is_file() or sha256(folder / name) != wanted:
+            raise FormatError(f"{folder / name} is not what was written. {EXPECTED}.")
 
 
 def _differing(state: Mapping[str, Any], now: Mapping[str, Any]) -> str:

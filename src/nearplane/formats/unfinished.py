@@ -240,7 +240,7 @@ class Unfinished:
     def _delete(self, old: Path) -> None:
         """Delete a checkpoint that was replaced; files that no run wrote move to its successor."""
         try:
-            ours = _written(old)
+            ours = _written(old) | {JOURNAL}  # left by a run that was killed at its very end
             for path in list(old.iterdir()):
                 if path.name not in ours and not (self._place / path.name).exists():
                     path.rename(self._place / path.name)
