@@ -1,6 +1,6 @@
 """The flags of `nearplane quantize` that make up a recipe: which of its fields are flags, in which group they are shown.
 
-The fields themselves, their types and defaults, are those of `schemes.py` and `recipe.py`; what is no flag is for Python.
+The fields themselves, their types and defaults, are those of `schemes/` and `recipe.py`; what is no flag is for Python.
 """
 
 from __future__ import annotations

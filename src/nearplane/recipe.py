@@ -1,6 +1,6 @@
 """What a run should do, as frozen data: the command's flags, the JSON in the record and the Python keywords are all this.
 
-Needs no torch. How matrices are quantized is in `schemes.py`, other tools' spellings are in `spellings.py`.
+Needs no torch. How matrices are quantized is in `schemes/`, other tools' spellings are in `spellings.py`.
 """
 
 from __future__ import annotations

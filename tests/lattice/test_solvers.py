@@ -36,7 +36,7 @@ def losses(p: Given, matrix: QuantizedMatrix[Grid]) -> Tensor:
 
 
 def test_a_recipe_takes_the_solvers_of_the_table_and_no_others() -> None:
-    """`schemes.py` writes them out, as it may not import what needs torch."""
+    """`schemes/` writes them out, as it may not import what needs torch."""
     assert set(SOLVERS) == set(Solver.__args__)
     assert all(GridScheme(solver=name).solver == name for name in SOLVERS)
 
