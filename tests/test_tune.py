@@ -282,6 +282,15 @@ def test_held_out_kl_is_measured_again(copy_of):
     assert [fault.where for fault in verify(folder, against=original).faults] == [f"{NAME}, tuning"]
 
 
+def test_an_original_that_has_changed_since_is_refused(tuned_of, tmp_path):
+    solved, _, original = tuned_of("compressed-tensors")
+    changed = shutil.copytree(original, tmp_path / "changed")
+    tensors = load_file(changed / "model.safetensors")
+    save_file({name: 1.01 * each for name, each in tensors.items()}, changed / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RecipeError, match=r"or has changed since: .* is another in it"):
+        nearplane.tune(solved, tmp_path / "new", against=changed)
+
+
 def test_what_cannot_be_tuned_is_refused_in_a_sentence(tuned_of, model_of, text, tmp_path):
     solved, tuned, original = tuned_of("compressed-tensors")
     other = tmp_path / "other.txt"

@@ -92,7 +92,7 @@ def tune(
     _check(folder, record)
     stored = Stored(folder)
     model = open_model(str(against), trust_remote_code=trust_remote_code, ignore=record.recipe.ignore)
-    _check_model(model, record)
+    _check_model(model, record, stored)
     place = Place(
         out=Path(out),
         source=model.folder,
@@ -191,11 +191,11 @@ def check_recipe(recipe: Recipe, called: str) -> None:
         )
 
 
-def _check_model(model: Model, record: RunRecord) -> None:
+def _check_model(model: Model, record: RunRecord, stored: Stored) -> None:
     """Refuse an original that is not the one that was quantized.
 
     Raises:
-        RecipeError: its layers are others.
+        RecipeError: its layers are others, or a tensor that is not quantized is another in the checkpoint.
     """
     there = {(layer.name, layer.shape) for layer in model.layers}
     if unlike := there ^ {(layer.name, (layer.out_features, layer.in_features)) for layer in record.layers}:
@@ -203,6 +203,15 @@ def _check_model(model: Model, record: RunRecord) -> None:
             f"{model.folder} is not the model that was quantized: {len(unlike)} layers are in one of the two only, as "
             f"{min(unlike)[0]}. Pass {record.source} with --against."
         )
+    for name in sorted({*stored.rest()} & {*model.reader.names()}):
+        wanted, found = stored.reader.kept(name, model.reader.read([name])[name]), stored.reader.read([name])[name]
+        if wanted is None:  # such files hold nothing of it
+            continue
+        if wanted.dtype != found.dtype or not torch.equal(wanted, found):
+            raise RecipeError(
+                f"{model.folder} is not the model that was quantized, or has changed since: {name} is another in it. Pass "
+                f"{record.source} as it was with --against."
+            )
 
 
 def _windows_of_the_run(solved: Checkpoint) -> Windows:
