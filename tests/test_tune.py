@@ -328,7 +328,7 @@ def test_entropy_coded_layers_take_no_more_than_was_asked(tuned_of, way):
     before, after = read_record(solved), read_record(tuned)
     there = sum(layer.bytes for layer in before.layers)
     asked = sum(layer.asked * layer.out_features * layer.in_features for layer in before.layers) / 8
-    assert after.tuning.most == max(there, int(asked))
+    assert after.tuning.most == max(there, int(1.003 * asked))
     assert sum(layer.bytes for layer in after.layers) <= after.tuning.most
     assert {point.bytes for point in after.tuning.curve if point.step == 0} == {there}
     assert [layer.asked for layer in after.layers] == [layer.asked for layer in before.layers]

@@ -26,6 +26,7 @@ from nearplane.lattice.grid import ProductGrid
 from nearplane.matrix.again import Known, measured_again
 from nearplane.matrix.certificate import profiles
 from nearplane.matrix.on_grid import with_tensors
+from nearplane.matrix.to_rate import TOLERANCE
 from nearplane.models.data import DEFAULT_DATASET
 from nearplane.models.given import Given
 from nearplane.models.model import Model, device_of, open_model
@@ -299,11 +300,11 @@ def _tuned(
 
 
 def _most(record: RunRecord) -> int:
-    """Return the bytes that entropy-coded layers may take: what was asked for, or what they take if that is more."""
+    """Return the bytes that entropy-coded layers may take: what was asked for, as nearly as the solve does, or what there are."""
     there = sum(layer.bytes for layer in record.layers)
     asked = [None if layer.asked is None else layer.asked * _weights(layer) / 8 for layer in record.layers]
     wanted = [each for each in asked if each is not None]
-    return there if len(wanted) < len(asked) else max(there, math.floor(sum(wanted)))
+    return there if len(wanted) < len(asked) else max(there, math.floor((1 + TOLERANCE) * sum(wanted)))
 
 
 def _fits(model: Model, cut: Split, codes: int, device: torch.device) -> bool:

@@ -68,8 +68,8 @@ class Tuning:
         curve: Held-out and training KL on the way; the first is the start.
         kept: The step whose state was kept, the best on the held-out windows; 0: nothing was better than the start.
         held_out: KL on the held-out windows, of what was read back from the files.
-        most: Bytes that entropy-coded layers were allowed: what was asked for, or what they took before if that is more; None on
-            grids.
+        most: Bytes that entropy-coded layers were allowed: what was asked for and 0.3 %, or what they took before if that is more;
+            None on grids.
         norms: SHA-256 of the norms that are not the original's, over name, dtype, shape and content, by name of tensor.
         solved: Losses before, which `nearplane verify` cannot measure again: those in the layers' certificates are of the tuned
             codes and steps.
