@@ -7,6 +7,7 @@ import pytest
 
 from nearplane import Calibration, GridScheme, RateScheme, Recipe
 from nearplane.record import LayerRecord, RunRecord
+from nearplane.schemes import BlockScheme
 from nearplane.summary import layer_table, summary
 
 GOOD = LayerRecord(
@@ -39,6 +40,21 @@ def test_a_run_that_went_as_asked_takes_four_lines():
         "relative loss on 1 extra window, to which nothing was fitted: mean 3.50e-02, worst 5.00e-02 (model.layers.1.mlp.up_proj)",
         "rounding the same targets to nearest would lose 2.0 times as much there (median layer)",
     ]
+
+
+def test_types_of_blocks_that_are_not_as_asked_are_told():
+    """Rows of 64 hold no blocks of 256."""
+    recipe = Recipe(scheme=BlockScheme(grid="q4_k"), calibration=Calibration(samples=2))
+    layers = tuple(
+        replace(layer, blocks=name, in_features=64) for layer, name in zip(RUN.layers, ("q5_0", "q8_0"), strict=True)
+    )
+    lines = list(summary(replace(RUN, recipe=recipe, layers=layers), OUT))
+    assert "--grid q4_k: q5_0 in 1 layer, q8_0 in 1 layer" in lines
+    assert any(
+        line.startswith("blocks of 256 weights do not divide the 64 inputs of model.layers.0.") for line in lines
+    )
+    right = tuple(replace(layer, blocks="q4_k") for layer in RUN.layers)
+    assert not any("--grid" in line for line in summary(replace(RUN, recipe=recipe, layers=right), OUT))
 
 
 def test_bits_that_are_not_codes_are_told():

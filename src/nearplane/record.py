@@ -19,7 +19,6 @@ from nearplane.block_types import TYPES
 from nearplane.errors import FormatError, NearplaneError
 from nearplane.older_records import translated_record
 from nearplane.recipe import Recipe
-from nearplane.schemes import FITTING
 from nearplane.tuned import Tuning
 
 NAME = "nearplane.json"
@@ -334,7 +333,7 @@ def contradictions(layer: LayerRecord, record: RunRecord) -> Iterator[str]:
             yield f"blocks is {layer.blocks!r}; known are {', '.join(TYPES)}"
             return
         scheme = scheme.with_blocks(layer.blocks)
-    scheme = scheme.grouped([layer.group_size] if layer.group_size in FITTING else [])
+    scheme = scheme.grouped(other.in_features for other in record.layers)
     asked = (
         *scheme.layer_grid[:3],
         record.removed.get("order", scheme.order),

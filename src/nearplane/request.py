@@ -65,8 +65,8 @@ def settled(model: Model, recipe: Recipe) -> Recipe:
         kind = type_of(named, role, place, len(model.blocks), columns, shared=shared)
         if columns % kind.columns:
             raise RecipeError(
-                f"{layer.name} has {columns} inputs, which blocks of {kind.columns} do not divide: llama.cpp has no type for it. "
-                f"--ignore leaves a layer out."
+                f"{layer.name} has {columns} inputs, which blocks of {kind.columns} do not divide: llama.cpp leaves such layers "
+                f"in F16. Leave it as it is with --ignore {layer.name.rpartition('.')[2]}."
             )
         if kind.name != scheme.grid:
             own[layer.name] = kind.name

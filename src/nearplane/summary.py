@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from nearplane.block_types import TYPES
 from nearplane.dead import dead_inputs
 from nearplane.enough import shortage
 from nearplane.record import LayerRecord, RunRecord
-from nearplane.schemes import FITTING
+from nearplane.schemes import FITTING, BlockScheme
 from nearplane.sizes import counted, size_text
 
 
@@ -27,6 +29,7 @@ def summary(record: RunRecord, out: Path) -> Iterator[str]:
     )
     if record.tuning is not None:
         yield record.tuning.sentence()
+    yield from _types(record)
     yield from _smaller_groups(record)
     yield from _few_tokens(record)
     if record.tokens and record.windows < record.recipe.calibration.samples:
@@ -105,6 +108,27 @@ def _few_tokens(record: RunRecord) -> Iterator[str]:
     said = shortage(record.windows, record.seqlen, record.recipe.calibration.samples, widest.name, widest.in_features)
     if said is not None:
         yield f"too few tokens to trust the losses: {said}"
+
+
+def _types(record: RunRecord) -> Iterator[str]:
+    """Yield which types of llama.cpp's blocks layers have, where they are not all as asked for."""
+    scheme = record.recipe.scheme
+    if not isinstance(scheme, BlockScheme):
+        return
+    found = Counter(str(layer.blocks) for layer in record.layers)
+    if set(found) == {scheme.grid}:
+        return
+    said = ", ".join(f"{name} in {counted(count, 'layer')}" for name, count in found.most_common())
+    yield f"--grid {scheme.grid}: {said}"
+    if (asked := TYPES.get(str(scheme.grid))) is None:
+        return
+    for layer in record.layers:
+        if layer.in_features % asked.columns:
+            yield (
+                f"blocks of {asked.columns} weights do not divide the {layer.in_features} inputs of {layer.name}: such layers "
+                f"get the type that llama.cpp takes for them"
+            )
+            return
 
 
 def _smaller_groups(record: RunRecord) -> Iterator[str]:
@@ -190,7 +214,7 @@ def _grid_rows(record: RunRecord) -> Iterator[tuple[str, ...]]:
     for layer in record.layers:
         yield (
             layer.name,
-            f"{layer.bits}-bit {'sym' if layer.symmetric else 'asym'} g{layer.group_size or '-'}",
+            layer.blocks or f"{layer.bits}-bit {'sym' if layer.symmetric else 'asym'} g{layer.group_size or '-'}",
             f"{layer.rate:.3f}",
             f"{layer.relative_loss:.3e}",
             _power(layer.extra_relative_loss),

@@ -129,7 +129,8 @@ class Tuning:
         passes = self.steps * self.batch / self.windows
         said = (
             f"{counted(self.steps, 'step')} of {counted(self.batch * self.seqlen, 'token')}, "
-            f"{counted(self.windows, 'window')} trained on {passes:.2g} times, {self.held_windows} held out"
+            f"{counted(self.windows, 'window')} trained on {'once' if round(passes, 1) == 1 else f'{passes:.2g} times'} each, "
+            f"{self.held_windows} held out"
         )
         if self.found is None:
             return said

@@ -146,12 +146,19 @@ def _verified(record: RunRecord, faults: tuple[Fault, ...], *, asked: bool, meas
 
 def _another(record: RunRecord, model: Model) -> Fault | None:
     """Return what says that the original has other layers than the record, if it has."""
-    shapes = {(layer.name, layer.shape) for layer in model.layers}
-    if unlike := shapes ^ {(layer.name, (layer.out_features, layer.in_features)) for layer in record.layers}:
-        named = ", ".join(f"{name} ({rows} x {columns})" for name, (rows, columns) in sorted(unlike)[:4])
-        what = f"another model: {len(unlike)} layers are in one of the two only, as {named}"
-        return Fault(where=str(model.folder), what=what)
-    return None
+    here = {layer.name: layer.shape for layer in model.layers}
+    there = {layer.name: (layer.out_features, layer.in_features) for layer in record.layers}
+    if here == there:
+        return None
+    unlike = [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
+    named = ", ".join(
+        f"{name} ({_size(here.get(name))}, the record says {_size(there.get(name))})" for name in unlike[:3]
+    )
+    return Fault(where=str(model.folder), what=f"another model: {len(unlike)} layers are others, as {named}")
+
+
+def _size(shape: tuple[int, int] | None) -> str:
+    return "none" if shape is None else f"{shape[0]} x {shape[1]}"
 
 
 def _untouched(stored: Stored, model: Model, tuning: Tuning | None) -> tuple[list[Fault], int]:
