@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from nearplane.printed import as_json, quiet, say, table
+from nearplane.printed import as_json, quiet, say, shown, table
 from nearplane.schemes import Device
 from nearplane.sizes import size_text
 from nearplane.terminal import bar
@@ -222,7 +222,7 @@ def generate(
             tokens=tokens,
             temperature=temperature,
             seed=seed,
-            say=lambda piece: print(piece, end="", flush=True),
+            say=lambda piece: print("".join(map(shown, piece)), end="", flush=True),
             device=device,
             trust_remote_code=trust_remote_code,
         )

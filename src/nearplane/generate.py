@@ -74,7 +74,9 @@ def generate(
         ids = torch.tensor([tokenizer(prompt)["input_ids"]], dtype=torch.int64, device=place)
         tokens = _room(ids.shape[1], positions_of(model.config), tokens)
         pieces = _Pieces(tokenizer, say)
-        drawn: dict[str, Any] = {"do_sample": temperature > 0} | ({"temperature": temperature} if temperature else {})
+        drawn: dict[str, Any] = {"do_sample": temperature > 0, "num_beams": 1, "repetition_penalty": 1.0}
+        if temperature:  # what the model's generation_config.json says counts neither here nor in llama.cpp
+            drawn |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
         with torch.random.fork_rng(), torch.inference_mode():
             torch.manual_seed(seed)
             model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, streamer=pieces, **drawn)
@@ -146,10 +148,14 @@ def _by_llama_cpp(folder: Path, prompt: str, tokens: int, temperature: float, se
         ids = model.tokenize(prompt.encode(), add_bos=True)
         built = model.metadata.get(f"{model.metadata.get('general.architecture')}.context_length")
         tokens = _room(len(ids), None if built is None else int(built), tokens)
-        text = ""
-        for part in model.create_completion(ids, max_tokens=tokens, temperature=temperature, seed=seed, stream=True):
-            piece = part["choices"][0]["text"]
-            text += piece
-            say(piece)
-        model.close()
+        text, plain = "", dict(top_k=0, top_p=1.0, min_p=0.0, repeat_penalty=1.0)
+        try:
+            for part in model.create_completion(
+                ids, max_tokens=tokens, temperature=temperature, seed=seed, stream=True, **plain
+            ):
+                piece = part["choices"][0]["text"]
+                text += piece
+                say(piece)
+        finally:
+            model.close()
     return text

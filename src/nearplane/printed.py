@@ -56,3 +56,8 @@ def quiet() -> None:
 def as_json(data: Any) -> str:
     """Return data as JSON, paths as text."""
     return json.dumps(data, indent=1, default=str)  # paths
+
+
+def shown(letter: str) -> str:
+    """Return a letter of what a model says; those that steer the terminal are escaped, but for ends of lines and tabs."""
+    return letter if letter in "\n\t" else printable(letter)
