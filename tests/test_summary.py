@@ -42,6 +42,11 @@ def test_a_run_that_went_as_asked_takes_four_lines():
     ]
 
 
+def test_layers_that_were_left_out_are_told():
+    ignoring = replace(RUN, recipe=replace(RUN.recipe, ignore=("down_proj", "lm_head")))
+    assert "left as they are: all layers that --ignore down_proj lm_head names" in list(summary(ignoring, OUT))
+
+
 def test_types_of_blocks_that_are_not_as_asked_are_told():
     """Rows of 64 hold no blocks of 256."""
     recipe = Recipe(scheme=BlockScheme(grid="q4_k"), calibration=Calibration(samples=2))

@@ -40,6 +40,8 @@ def summary(record: RunRecord, out: Path) -> Iterator[str]:
         yield "  " + ", ".join(layers[:8]) + (f" and {len(layers) - 8} more" if len(layers) > 8 else "")
     for name, reason in record.skipped:
         yield f"left as it is: {name} ({reason})"
+    if record.recipe.ignore:
+        yield f"left as they are: all layers that --ignore {' '.join(record.recipe.ignore)} names"
     yield from _exceeding(record)
     if record.recipe.format == "nearplane":
         yield (
