@@ -260,7 +260,7 @@ def quantized_layers(
     def written(stage: Stage) -> Iterator[Solved]:
         for task, layer in zip(tasks(stage, recipe, ledger.planned, storage), stage.layers, strict=True):
             matrix, measured = solve_layer(task)
-            name = model.written_name(layer.name)
+            name = model.written_name(layer)
             tensors = container.add(name, matrix)
             yield layer, matrix, with_tensors(measured, name, tensors.bytes, tensors.checksum)
 

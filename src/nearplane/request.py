@@ -158,7 +158,7 @@ def quantization_config(
         grids[layer.name] = of_layer.with_bits((widths or {}).get(layer.name)).layer_grid
     own: dict[str, LayerGrid] = {}
     if widths or len(set(grids.values())) > 1:  # by both names, where they differ
-        own = grids | {model.written_name(name): grid for name, grid in grids.items()}
+        own = grids | {model.written_name(layer): grids[layer.name] for layer in layers}
     network = Quantized(
         scheme=recipe.scheme,
         quantized=[layer.name for layer in layers],
@@ -166,9 +166,7 @@ def quantization_config(
         grids=own,
         experts=merged_experts(model),
         layers={  # what is put together from several tensors is refused later, see `readers/loadable.py`
-            model.written_name(name): grid
-            for name, grid in grids.items()
-            if model.weights.stored_alone(f"{name}.weight")
+            model.written_name(layer): grids[layer.name] for layer in layers if model.stored_alone(layer)
         },
         embeddings=recipe.scheme.dense_ends,
         pre=recipe.pre,

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from nearplane.budget.plan import SWAY, Plan
-from nearplane.models.layers import Layer
+from nearplane.models.layers import LinearLayer
 
-LAYERS = [Layer(name=str(index), kind="Linear", shape=(16, 64), module=torch.nn.Identity()) for index in range(6)]
+LAYERS = [LinearLayer(name=str(index), shape=(16, 64), module=torch.nn.Identity()) for index in range(6)]
 
 
 def planned(rate=2.0):

@@ -9,7 +9,7 @@ from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.scale import Steps
 from nearplane.models.model import open_model
 from nearplane.readers.network import dense_network
-from nearplane.tuning.network import TunedNetwork, as_stored, needed, norms_of
+from nearplane.tuning.network import TunedNetwork, needed, norms_of
 from nearplane.tuning.parameters import TunedMatrix, TunedVector
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ def case(request, tmp_path, generator):
     steps = Steps(bits=3, symmetric=True, search="mse", storage=torch.float16)
     matrices = {}
     for layer in model.layers:
-        W = layer.bound(dense.get_submodule(layer.name)).read()
+        W = layer.within(dense, "").read()
         grid = steps.grid(W, 8)
         matrices[layer.name] = TunedMatrix(
             layer.name, QuantizedMatrix(codes=grid.round(W)[0].int(), grid=grid), torch.float16, codes="q" in layer.name
@@ -38,7 +38,7 @@ def case(request, tmp_path, generator):
 
 def whole(model, dense, matrices, vectors, windows):
     """Return the mean KL by running both networks whole."""
-    given = {f"{layer.name}.weight": as_stored(layer, matrices[layer.name].values()) for layer in model.layers}
+    given = {layer.parameter: layer.arranged(matrices[layer.name].values()) for layer in model.layers}
     given |= {name: each.values() for name, each in vectors.items()}
     found = functional_call(dense, given, (windows,), {"use_cache": False}).logits[:, :-1].log_softmax(-1)
     with torch.no_grad():

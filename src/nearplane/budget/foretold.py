@@ -117,7 +117,7 @@ def foretell(model: Model, recipe: Recipe, scheme: RateScheme) -> Foretold:
     said = {name: _of_tensor(name, reader.dtype(name), reader.shape(name), size, shards) for name, size in kept.items()}
     for layer in layers:
         size = math.prod(layer.shape) // 3
-        name = f"{model.written_name(layer.name)}.{Native.KEY}"
+        name = f"{model.written_name(layer)}.{Native.KEY}"
         said[layer.name] = _of_tensor(name, "U8", (size,), size, shards) + _of_layer(layer)
     if scheme.calibrated:
         for index in {0, len(model.blocks) // 2, len(model.blocks) - 1}:

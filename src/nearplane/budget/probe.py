@@ -324,8 +324,9 @@ def _curves(model: Model, travellers: Sequence[_Traveller], losses: Sequence[flo
     if not tied:
         return list(found.values())
     joined: dict[tuple[str, ...], Curve] = {}
+    stored = {layer.name: model.copies(layer)[0] for layer in model.layers}
     for curve in found.values():
-        key = tuple(model.source_name(f"{layer}.weight") for layer in curve.layers)
+        key = tuple(stored[layer] for layer in curve.layers)
         if key in joined:
             other = joined[key]
             losses = tuple(a + b for a, b in zip(other.losses, curve.losses, strict=True))

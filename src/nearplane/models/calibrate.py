@@ -96,8 +96,8 @@ def first_look(block: Block, stream: Stream) -> FirstLook:
     def entering(layer: Layer, x: Tensor) -> None:
         entered.setdefault(layer.name, []).append(
             Entered(
-                same=_identity(layer, x),
-                rows=1.0 if layer.convolves else x.shape[:-1].numel() / hidden.shape[:-1].numel(),
+                same=layer.same_input(x),
+                rows=layer.share(x, hidden),
                 computed=results.count,
                 alive=results.bytes_alive(but=weights),
             )
@@ -257,10 +257,3 @@ def unreached(names: str) -> CalibrationError:
     return CalibrationError(
         f"No token reached {names}: the block does not run them, or not on this text. Leave them out with --ignore."
     )
-
-
-def _identity(layer: Layer, x: Tensor) -> tuple[Any, ...]:
-    """What two layers have in common if they multiply the same rows."""
-    conv = layer.module
-    unfolding = (conv.kernel_size, conv.dilation, conv.padding, conv.stride) if layer.convolves else None
-    return (x.data_ptr(), x.shape, x.stride(), x.dtype, x._version, unfolding)

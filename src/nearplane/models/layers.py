@@ -6,12 +6,14 @@ Knows modules; not where their weights come from, nor what becomes of them.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
@@ -24,24 +26,36 @@ NOT_HANDLED = "is of no type that is handled"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Layer:
+class Layer(ABC):
     """A view of one weight matrix, however its module stores it: `output rows = rows(x) @ read().T + bias`.
 
+    A subclass is a kind of layer: it says how the matrix lies in the parameter and which rows it multiplies.
+
     Args:
-        name: of the module in the whole model, "model.layers.0.self_attn.q_proj".
-        kind: how the module stores and applies it.
+        name: of the layer in the whole model, "model.layers.0.self_attn.q_proj".
         shape: (out, in).
         module: that holds it; on the meta device while the weights are on disk.
         calls: how often one forward runs the module, once calibration has looked.
         adds: whether the output is added to a residual stream as it is, once calibration has looked.
+
+    Attributes:
+        kind: how the module stores and applies it.
+        convolves: whether the module is given (images, channels, places) and returns that, not rows along the last dimension.
     """
 
     name: str
-    kind: Kind
     shape: tuple[int, int]
     module: nn.Module
     calls: int = 1
     adds: bool = False
+
+    kind: ClassVar[Kind]
+    convolves: ClassVar[bool] = False
+
+    @property
+    def parameter(self) -> str:
+        """The name of the parameter that holds the matrix, in the whole model."""
+        return f"{self.name}.weight"
 
     @property
     def weight(self) -> Tensor:
@@ -50,46 +64,116 @@ class Layer:
         assert isinstance(stored, Tensor)
         return stored
 
-    @property
-    def convolves(self) -> bool:
-        """Whether the module is given (images, channels, places) and returns that, not rows along the last dimension."""
-        return self.kind == "Conv2d"
+    @abstractmethod
+    def matrix(self) -> Tensor:
+        """Return the (out, in) matrix, in the memory of the parameter wherever that can be."""
+
+    def arranged(self, values: Tensor) -> Tensor:
+        """Return (out, in) `values` in the shape of the parameter, the inverse of `matrix`."""
+        return values.view(self.weight.shape)
 
     def read(self) -> Tensor:
         """Return the weights in memory of their own: (out, in) float32, or float64 if the module is."""
-        stored = self.weight.detach()
-        wide = torch.float64 if stored.dtype == torch.float64 else torch.float32
-        match self.kind:
-            case "Linear" | "Embedding":
-                values = stored
-            case "Conv1D":
-                values = stored.T
-            case "Conv2d":
-                values = stored.flatten(1)
+        values = self.matrix().detach()
+        wide = torch.float64 if values.dtype == torch.float64 else torch.float32
         return values.to(wide, copy=True, memory_format=torch.contiguous_format)
 
     def write(self, values: Tensor) -> None:
         """Put (out, in) `values` in the module, in its own dtype."""
-        stored = self.weight.data
-        match self.kind:
-            case "Linear" | "Embedding":
-                stored.copy_(values)
-            case "Conv1D":
-                stored.copy_(values.T)
-            case "Conv2d":
-                stored.copy_(values.view_as(stored))
+        self.weight.data.copy_(self.arranged(values))
 
     def rows(self, x: Tensor) -> Tensor:
         """Return the rows that the matrix multiplies when the module is given `x`: (tokens, in), in its order."""
-        if self.kind != "Conv2d":
-            return x.reshape(-1, x.shape[-1])
-        conv: Any = self.module
-        patches = nn.functional.unfold(x, conv.kernel_size, conv.dilation, conv.padding, conv.stride)
+        return x.reshape(-1, x.shape[-1])
+
+    def share(self, x: Tensor, hidden: Tensor) -> float:
+        """Return how often `x` holds a number for every token of the block's input; no integer: some tokens are left out."""
+        return x.shape[:-1].numel() / hidden.shape[:-1].numel()
+
+    def same_input(self, x: Tensor) -> tuple[Any, ...]:
+        """Return what this layer, given `x`, has in common with others if they multiply the same rows."""
+        return (x.data_ptr(), x.shape, x.stride(), x.dtype, x._version)
+
+    def before(self, see: Callable[[Layer, Tensor], None]) -> RemovableHandle:
+        """Call `see(layer, input)` whenever the layer is about to run, until the handle is removed."""
+        return self.module.register_forward_pre_hook(
+            lambda module, args, kwargs: see(self, args[0] if args else kwargs["input"]), with_kwargs=True
+        )
+
+    def after(self, see: Callable[[Layer, Tensor], None]) -> RemovableHandle:
+        """Call `see(layer, output)` whenever the layer has run."""
+        return self.module.register_forward_hook(lambda module, args, output: see(self, output))
+
+    def within(self, root: nn.Module, prefix: str) -> Self:
+        """Return the same view in a copy of a part of the model, whose name with a dot behind is `prefix`; "" for all of it."""
+        return replace(self, module=root.get_submodule(self.parameter.removeprefix(prefix).rpartition(".")[0]))
+
+
+class LinearLayer(Layer):
+    """Of a Linear."""
+
+    __slots__ = ()
+    kind = "Linear"
+
+    def matrix(self) -> Tensor:
+        """Return the parameter, which is (out, in)."""
+        return self.weight
+
+
+class EmbeddingLayer(Layer):
+    """Of embeddings, whose rows are looked up: (vocabulary, hidden)."""
+
+    __slots__ = ()
+    kind = "Embedding"
+
+    def matrix(self) -> Tensor:
+        """Return the parameter, which is (vocabulary, hidden)."""
+        return self.weight
+
+
+class Conv1DLayer(Layer):
+    """Of GPT-2's Conv1D, a Linear that stores (in, out)."""
+
+    __slots__ = ()
+    kind = "Conv1D"
+
+    def matrix(self) -> Tensor:
+        """Return the transpose of the parameter."""
+        return self.weight.T
+
+    def arranged(self, values: Tensor) -> Tensor:
+        """Return the transpose."""
+        return values.T
+
+
+class Conv2dLayer(Layer):
+    """Of a Conv2d in one group, zero-padded: each output place multiplies a patch of the image."""
+
+    __slots__ = ()
+    kind = "Conv2d"
+    convolves = True
+
+    def matrix(self) -> Tensor:
+        """Return (out, channels * height * width)."""
+        return self.weight.flatten(1)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Return the patches, one a row."""
+        patches = nn.functional.unfold(x, *self._unfolding)
         return patches.transpose(1, 2).reshape(-1, self.shape[1])  # patches: (images, in, places)
 
-    def bound(self, module: nn.Module) -> Layer:
-        """Return the same view of another copy of the module."""
-        return replace(self, module=module)
+    def share(self, x: Tensor, hidden: Tensor) -> float:
+        """Return 1: places are no tokens."""
+        return 1.0
+
+    def same_input(self, x: Tensor) -> tuple[Any, ...]:
+        """Return also how patches are taken."""
+        return (*Layer.same_input(self, x), self._unfolding)
+
+    @property
+    def _unfolding(self) -> tuple[Any, ...]:
+        conv: Any = self.module
+        return (conv.kernel_size, conv.dilation, conv.padding, conv.stride)
 
 
 def as_layer(name: str, module: nn.Module) -> Layer | None:
@@ -97,11 +181,11 @@ def as_layer(name: str, module: nn.Module) -> Layer | None:
     kind, conv = type(module), cast(Any, module)
     weight: Any = getattr(module, "weight", None)
     if kind is nn.Linear:
-        return Layer(name=name, kind="Linear", shape=tuple(weight.shape), module=module)
+        return LinearLayer(name=name, shape=tuple(weight.shape), module=module)
     if kind is Conv1D:
-        return Layer(name=name, kind="Conv1D", shape=tuple(weight.shape[::-1]), module=module)
+        return Conv1DLayer(name=name, shape=tuple(weight.shape[::-1]), module=module)
     if kind is nn.Conv2d and (conv.groups, conv.padding_mode, type(conv.padding)) == (1, "zeros", tuple):
-        return Layer(name=name, kind="Conv2d", shape=(weight.shape[0], weight[0].numel()), module=module)
+        return Conv2dLayer(name=name, shape=(weight.shape[0], weight[0].numel()), module=module)
     return None
 
 
@@ -155,14 +239,13 @@ def find_ends(
     left: list[tuple[str, str]] = []
     wanted = ((inputs, embeddings or (tied and head)), (outputs, head and not tied))
     for module, asked in wanted:
-        name, layer = names.get(module, ""), None
+        name = names.get(module, "")
+        layer: Layer | None = None
         called = (name, names[outputs]) if tied else (name,)
         if asked and any(re.search(pattern, each) for pattern in ignore for each in called):
             left.append((name, IGNORED))
         elif asked and isinstance(module, nn.Embedding):  # subclasses scale what was looked up
-            layer = Layer(
-                name=name, kind="Embedding", shape=(module.num_embeddings, module.embedding_dim), module=module
-            )
+            layer = EmbeddingLayer(name=name, shape=(module.num_embeddings, module.embedding_dim), module=module)
         elif asked and (module is None or (layer := as_layer(name, module)) is None):
             left.append((name or "head", f"{type(module).__name__} {NOT_HANDLED}"))
         found.append(layer)

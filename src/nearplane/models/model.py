@@ -165,13 +165,17 @@ class Model:
         """Return the name in the checkpoint of a parameter of the network; see `Weights.source_name`."""
         return self.weights.source_name(parameter)
 
-    def written_name(self, layer: str) -> str:
-        """Return the name of a layer, by its name in the network, in a checkpoint that is made of this one."""
-        return self.weights.written_name(f"{layer}.weight").removesuffix(".weight")
+    def stored_alone(self, layer: Layer) -> bool:
+        """Return whether a checkpoint that is made of this one can hold a layer by a name of its own."""
+        return self.weights.stored_alone(layer.parameter)
+
+    def written_name(self, layer: Layer) -> str:
+        """Return the name of a layer in a checkpoint that is made of this one."""
+        return self.weights.written_name(layer.parameter).removesuffix(".weight")
 
     def copies(self, layer: Layer) -> list[str]:
         """Return the names in the checkpoint of a layer's weight, several where what is tied is stored again."""
-        return self.weights.copies(f"{layer.name}.weight")
+        return self.weights.copies(layer.parameter)
 
     def block_names(self, index: int) -> list[str]:
         """Return the names in the checkpoint of what belongs to a block."""
@@ -256,8 +260,7 @@ class Block:
     def layers_of(self, module: nn.Module | None) -> list[Layer]:
         """Return the layers, bound to a copy of the block."""
         assert module is not None, ABSENT
-        start = len(self.name) + 1  # a block may be a layer itself
-        return [layer.bound(module.get_submodule(layer.name[start:])) for layer in self.layers]
+        return [layer.within(module, f"{self.name}.") for layer in self.layers]
 
     def quantized_layers(self) -> list[Layer]:
         """Return the layers, bound to the copy whose weights are being replaced."""

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nearplane.errors import CalibrationError
 from nearplane.models.activations import Stream, finish, finite, readout, skeleton
@@ -189,11 +189,11 @@ def _back(
                 before = products.get(layer.name)
                 products[layer.name] = parts if before is None else [a + b for a, b in zip(before, parts, strict=True)]
 
-        def after(_: nn.Module, __: object, output: Tensor) -> None:
+        def after(_: Layer, output: Tensor) -> None:
             if output.requires_grad:  # not so where it does not depend on the hidden states (projections of positions)
                 output.register_hook(count)
 
-        return layer.module.register_forward_hook(after)
+        return layer.after(after)
 
     handles = [watch(layer) for layer in block.layers_of(module)]
     before = []

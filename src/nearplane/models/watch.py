@@ -47,15 +47,11 @@ class Hooks:
 
     def before(self, layer: Layer, see: Callable[[Layer, Tensor], None]) -> None:
         """Call `see(layer, input)` when the layer is about to run."""
-        self._handles.append(
-            layer.module.register_forward_pre_hook(
-                lambda module, args, kwargs: see(layer, args[0] if args else kwargs["input"]), with_kwargs=True
-            )
-        )
+        self._handles.append(layer.before(see))
 
     def after(self, layer: Layer, see: Callable[[Layer, Tensor], None]) -> None:
         """Call `see(layer, output)` when the layer has run."""
-        self._handles.append(layer.module.register_forward_hook(lambda module, args, output: see(layer, output)))
+        self._handles.append(layer.after(see))
 
 
 class Results:

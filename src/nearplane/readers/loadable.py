@@ -35,7 +35,7 @@ def check_loads(model: Model, recipe: Recipe, configure: Configure) -> None:
     Raises:
         RecipeError: something would not load; names a layer and a way that works.
     """
-    if merged := [layer for layer in model.layers if not model.weights.stored_alone(f"{layer.name}.weight")]:
+    if merged := [layer for layer in model.layers if not model.stored_alone(layer)]:
         patterns = " ".join(dict.fromkeys(f"'{_pattern(model, layer)}'" for layer in merged))
         raise RecipeError(
             f"{merged[0].name} cannot be written: the checkpoint has no tensor for it alone, transformers makes its weight of "
@@ -91,7 +91,7 @@ def tensors_of(model: Model, recipe: Recipe, layers: Sequence[Layer]) -> dict[st
         scheme = recipe.scheme_of(layer.name)
         assert scheme is not None, "ignored layers are not listed"
         grid = scheme.layer_grid
-        tensors |= layout.empty(model.written_name(layer.name), layer.shape, grid, model.dtype)
+        tensors |= layout.empty(model.written_name(layer), layer.shape, grid, model.dtype)
     return tensors
 
 

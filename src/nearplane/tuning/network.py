@@ -162,7 +162,7 @@ class _Block:
         self._layers: dict[str, tuple[Layer, TunedLayer]] = {}
         for layer in block.quantized_layers():
             if layer.name in matrices:
-                self._layers[f"{layer.name}.weight"[start:]] = (layer, matrices[layer.name])
+                self._layers[layer.parameter[start:]] = (layer, matrices[layer.name])
                 matrices[layer.name].lean(layer.read())
         own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
         self.vectors = {
@@ -174,13 +174,8 @@ class _Block:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all parameters and buffers by their name in the block."""
-        made = {name: as_stored(layer, matrix.values()) for name, (layer, matrix) in self._layers.items()}
+        made = {name: layer.arranged(matrix.values()) for name, (layer, matrix) in self._layers.items()}
         return self._small | made | {name: each.values() for name, each in self._named.items()}
-
-
-def as_stored(layer: Layer, values: Tensor) -> Tensor:
-    """Return (out, in) values in the shape of the parameter that holds them."""
-    return values.T if layer.kind == "Conv1D" else values.view(layer.weight.shape)
 
 
 class _Pass:
