@@ -1,12 +1,9 @@
 """A run that is killed at any moment goes on when the same command is given again, and ends with the same bytes."""
 
-import hashlib
 import importlib
 import math
 import os
-import random
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -14,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 import nearplane
 from families import config_of, random_model
-from nearplane import FormatError, RecipeError, journal
+from killing import check_goes_on, contents
+from nearplane import FormatError, RecipeError, journal, notebook
 from nearplane.demo import CALIBRATION, MODEL
-from nearplane.formats.container import Container
 from nearplane.formats.gguf.file import read_header
 from nearplane.formats.unfinished import Unfinished
 from nearplane.record import read_record
@@ -31,8 +28,6 @@ WAYS = {
     "rounded to nearest": dict(bits=4, group_size=16, solver="round-to-nearest"),
 }
 TEXT = dict(samples=24, seqlen=40, device="cpu")
-TIMES = {"seconds", "peak_memory", "folder", "digest"}  # of the record, which no two runs share
-MOMENTS = 5  # at which a run is killed; all of them by `pytest -m nightly`
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +50,7 @@ def text(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def every_block(monkeypatch):
     """Keep every block, however quick it is."""
-    monkeypatch.setattr("nearplane.journal.SHARE", math.inf)
+    monkeypatch.setattr("nearplane.notebook.SHARE", math.inf)
 
 
 @pytest.fixture(scope="module")
@@ -72,69 +67,6 @@ def whole(model, text, tmp_path_factory):
     return folder_of
 
 
-def contents(folder: Path) -> dict[str, str]:
-    """Return every file's hash, and what the record says but for times."""
-    found = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir() if p.name != "nearplane.json"}
-    record = read_record(folder)
-    layers = [{n: v for n, v in vars_of(layer).items() if n not in TIMES} for layer in record.layers]
-    said = {n: v for n, v in vars_of(record).items() if n not in {*TIMES, "layers", "products"}}
-    return found | {"record": str(said), "layers": str(layers)}
-
-
-def vars_of(record):
-    return {name: getattr(record, name) for name in record.__dataclass_fields__}
-
-
-class Killer:
-    """Ends the process, as SIGKILL does, before the moment `last` of all at which files change or a layer is added."""
-
-    def __init__(self, patch, last: float) -> None:
-        self.moments, self._last = 0, last
-        for where, name in (
-            ("nearplane.shards", "save_file"),
-            ("nearplane.shards", "flush"),
-            ("nearplane.journal", "flush"),
-            ("os", "fsync"),
-            ("torch", "save"),
-            ("os", "replace"),
-            ("pathlib.Path", "unlink"),
-            ("pathlib.Path", "rename"),
-            ("pathlib.Path", "write_text"),
-        ):
-            owner = Path if where == "pathlib.Path" else __import__(where, fromlist=["x"])
-            patch.setattr(owner, name, self._counted(getattr(owner, name)))
-        patch.setattr(Container, "add", self._counted(Container.add))
-
-    def _counted(self, function):
-        def counted(*args, **words):
-            if self.moments >= self._last:
-                os.kill(os.getpid(), signal.SIGKILL)
-            self.moments += 1
-            return function(*args, **words)
-
-        return counted
-
-
-def killed(moment, model, out, options):
-    """Run in a process of its own that is killed at a moment."""
-    child = os.fork()
-    if not child:
-        try:
-            with pytest.MonkeyPatch.context() as patch:
-                Killer(patch, moment)
-                nearplane.quantize(model, out, **options)
-        finally:
-            os._exit(0)
-    return os.waitpid(child, 0)[1]
-
-
-def moments_of(way, model, text, place):
-    with pytest.MonkeyPatch.context() as patch:
-        killer = Killer(patch, math.inf)
-        nearplane.quantize(model, place / "counted", calibration=str(text), **WAYS[way], **TEXT)
-    return killer.moments
-
-
 @pytest.mark.parametrize(
     ("way", "many"),
     [
@@ -146,15 +78,7 @@ def moments_of(way, model, text, place):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_run_that_is_killed_goes_on_and_ends_with_the_same_bytes(model, text, whole, tmp_path, way, many):
     options = dict(calibration=str(text), **WAYS[way], **TEXT)
-    moments, wanted = moments_of(way, model, text, tmp_path), contents(whole(way))
-    choose = random.Random(way)
-    for moment in sorted(choose.sample(range(1, moments), many)):
-        out = tmp_path / f"{moment}"
-        assert os.WIFSIGNALED(killed(moment, model, out, options)), "it was killed"
-        if not out.exists():  # else it was killed when all was done but for what is deleted last
-            nearplane.quantize(model, out, **options)
-        assert contents(out) == wanted, f"killed at moment {moment} of {moments}"
-        assert not Path(f"{out}.unfinished").exists()
+    check_goes_on(lambda out: nearplane.quantize(model, out, **options), contents(whole(way)), tmp_path, many)
 
 
 class StoppedError(Exception):
@@ -285,12 +209,12 @@ def test_a_disk_that_is_full_costs_the_journal_not_the_run(model, text, whole, t
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("nearplane.journal.Journal._save", full)
+        patch.setattr("nearplane.notebook.Notebook._save", full)
         nearplane.quantize(model, tmp_path / "out", calibration=str(text), **WAYS["grid"], **TEXT)
     assert "what follows is lost" in caplog.text
     assert contents(tmp_path / "out") == contents(whole("grid"))
     caplog.clear()
-    monkeypatch.setattr("nearplane.journal.shutil.disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6, 10))
+    monkeypatch.setattr("nearplane.notebook.shutil.disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6, 10))
     nearplane.quantize(model, tmp_path / "again", calibration=str(text), **WAYS["grid"], **TEXT)
     assert "would leave too little" in caplog.text
 
@@ -314,8 +238,14 @@ def test_a_full_disk_in_the_middle_is_gone_on_with(model, text, whole, tmp_path,
 
 def test_quick_blocks_are_not_all_kept(model, text, tmp_path, monkeypatch):
     """Keeping hidden states may take a twentieth of the time: of a run of a second not more than the first is."""
-    monkeypatch.setattr("nearplane.journal.SHARE", 1e-9)
+    monkeypatch.setattr("nearplane.notebook.SHARE", 1e-9)
     kept = []
-    monkeypatch.setattr("nearplane.journal.Journal._write", lambda self, blocks: kept.append(blocks))
+    write = notebook.Notebook.write
+
+    def noted(self, state, pages, **words):
+        kept.append(state["blocks"])
+        write(self, state, pages, **words)
+
+    monkeypatch.setattr("nearplane.notebook.Notebook.write", noted)
     nearplane.quantize(model, tmp_path / "out", calibration=str(text), **WAYS["grid"], **TEXT)
     assert kept == [1]

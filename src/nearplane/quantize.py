@@ -10,7 +10,7 @@ import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,14 @@ from nearplane.errors import NearplaneError, RecipeError
 from nearplane.formats import FORMATS, open_container
 from nearplane.formats.container import Container, Place
 from nearplane.formats.unfinished import Unfinished
-from nearplane.journal import Journal, told
+from nearplane.journal import Journal
 from nearplane.matrix import Task, solve_layer
 from nearplane.matrix.certificate import profiles
 from nearplane.matrix.on_grid import with_tensors
 from nearplane.models.data import check_there
 from nearplane.models.given import Given, as_folder, called, taken
 from nearplane.models.model import Model, device_of, open_model
+from nearplane.notebook import told
 from nearplane.products import fastest, repeated
 from nearplane.progress import logged, peak_memory, silent
 from nearplane.recipe import Recipe
@@ -192,7 +193,8 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
     ):
         windows = calibration_windows(model, recipe, options.given)
         check_tokens(model, recipe, windows.fitted)
-        journal = Journal(container, told(model, asked, windows.digest(), versions(), options.device))
+        files, text = {"model": model.folder}, windows.digest()
+        journal = Journal(container, told(asdict(asked), files, text, versions(), options.device))
         if container.whole:  # but for its place
             return read_record(container.folder)
         before, shapes = journal.before, [layer.shape for layer in model.layers]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -30,6 +30,7 @@ from nearplane.matrix.to_rate import TOLERANCE
 from nearplane.models.data import DEFAULT_DATASET
 from nearplane.models.given import Given
 from nearplane.models.model import Model, device_of, open_model
+from nearplane.notebook import told
 from nearplane.products import repeated
 from nearplane.progress import logged, peak_memory, silent
 from nearplane.recipe import Recipe
@@ -46,6 +47,7 @@ from nearplane.tuning.network import TunedNetwork, free_on, needed
 from nearplane.tuning.parameters import Tuned, TunedLayer, TunedVector
 from nearplane.tuning.pressure import Pressure
 from nearplane.tuning.settings import CODE_BITS, Split, split
+from nearplane.tuning.snapshots import Snapshots
 from nearplane.walk import Stage, unquantized, walk
 
 
@@ -82,6 +84,8 @@ def tune(
         trust_remote_code: run model code that comes with the original.
         progress: wraps the iterators over steps and layers.
 
+    A run that was stopped goes on behind the last step that was kept when the same is asked again: see `tuning/snapshots.py`.
+
     Returns:
         The record of the new checkpoint; `record.tuning` says what was gained.
 
@@ -101,6 +105,7 @@ def tune(
         trust_remote_code=trust_remote_code,
         network=model.config.to_dict(),
         about={"source": record.source, "recipe": record.recipe.to_json()},
+        resumes=True,
     )
     if place.out.resolve() == folder.resolve():
         raise RecipeError(f"{out} is the checkpoint that is tuned. Choose another folder.")
@@ -114,7 +119,12 @@ def tune(
     hold = _fits(model, cut, sum(_weights(layer) for layer in record.layers if trains_codes(layer)), where)
     matrices = solved.matrices(codes=True)
     with container, repeated(record.products, where) as products:
-        tuning, layers = _tuned(solved, matrices, cut, container, hold=hold, progress=progress)
+        asked = {"recipe": asdict(record.recipe), "--samples": cut.samples, "--steps": cut.schedule.steps}
+        files, text = {"original": model.folder, "checkpoint": folder}, digest_of(cut.windows)
+        kept = Snapshots(container, told(asked, files, text, versions(), where), began)
+        if container.whole:  # but for its place
+            return read_record(container.folder)
+        tuning, layers = _tuned(solved, matrices, cut, container, hold=hold, kept=kept, progress=progress)
         tuning = replace(tuning, calibration=str(recipe.calibration.calibration or DEFAULT_DATASET))
         read = Stored(container.folder, unfinished=container.config)
         model.tuned = {
@@ -124,7 +134,7 @@ def tune(
         layers, found = _measured(made, windows, progress)
         record = replace(record, layers=layers, profiles=found, bytes=container.size, files=container.digests())
         record = replace(record, versions=versions(), device=str(where), products=products, peak_memory=peak_memory())
-        tuning = replace(tuning, seconds=time.perf_counter() - began)
+        tuning = replace(tuning, seconds=kept.seconds)
         record = replace(record, tuning=tuning, seconds=record.seconds + tuning.seconds)
         record = record.in_folder(container.size_with())
         container.record_json = record.to_json()
@@ -238,6 +248,7 @@ def _tuned(
     container: Container,
     *,
     hold: bool,
+    kept: Snapshots,
     progress: Progress,
 ) -> tuple[Tuning, tuple[LayerRecord, ...]]:
     """Train, write blocks, read them back; the layers' records say what their tensors are now."""
@@ -255,7 +266,8 @@ def _tuned(
             training=training,
             held=held,
             pressed=lambda kl: None if most is None else Pressure(coded, most, stored.layers, kl),
-            progress=lambda items, total: progress(logged(items, "tuning", total), "tuning", total),
+            kept=kept,
+            progress=lambda items, total, there: progress(logged(items, "tuning", total, there=there), "tuning", total),
         )
         layers = _write(solved, container, matrices, {norms[name]: each for name, each in vectors.items()})
         read = Stored(container.folder, unfinished=container.config)

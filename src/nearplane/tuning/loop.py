@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
 
 import torch
 
@@ -57,6 +57,26 @@ class Outcome:
     steps: int
 
 
+class Kept(Protocol):
+    """What remembers where training stands, so that the same training goes on from there."""
+
+    def before(self) -> dict[str, Any] | None:
+        """Return where training that was stopped stood; None: it begins."""
+
+    def passed(self, standing: Callable[[], dict[str, Any]], *, done: bool) -> None:
+        """Note a step; `standing` copies where training stands, `done` says that no step follows."""
+
+
+class _Nothing:
+    """Remembers nothing."""
+
+    def before(self) -> None:
+        return None
+
+    def passed(self, standing: Callable[[], dict[str, Any]], *, done: bool) -> None:
+        return
+
+
 def train(
     network: TunedNetwork,
     tuned: Sequence[Tuned],
@@ -65,7 +85,8 @@ def train(
     training: Sequence[int],
     held: Sequence[int],
     pressed: Callable[[float], Pressure | None] = lambda kl: None,
-    progress: Callable[[Iterable[Any], int], Iterable[Any]] = lambda items, total: items,
+    kept: Kept | None = None,
+    progress: Callable[[Iterable[Any], int, int], Iterable[Any]] = lambda items, total, there: items,
 ) -> Outcome:
     """Train; afterwards what is tuned is in the state that was best on the held-out batches, of those that are small enough.
 
@@ -78,64 +99,142 @@ def train(
         training: batches of the network to train on, taken in turn as often as it needs.
         held: batches to choose by.
         pressed: makes what keeps entropy-coded matrices small, from the KL at the start; None: all states are as large.
-        progress: wraps the steps: (steps, total) -> steps.
+        kept: is told of every step, and where it knows of some, training goes on behind them, to the last bit.
+        progress: wraps the steps: (steps, total, how many of them were done before) -> steps.
 
     Raises:
         CalibrationError: predictions are not finite at the start, or gradients at the first step.
     """
-    leaves: dict[str, list[torch.Tensor]] = {}
-    for each in tuned:
-        for kind, leaf in each.trained().items():
-            leaves.setdefault(kind, []).append(leaf)
-    groups = [
-        {"params": found, "lr": schedule.rates[kind], "betas": CODE_BETAS if kind == "codes" else BETAS}
-        for kind, found in leaves.items()
-    ]
-    optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
-    warm = schedule.warm * schedule.steps
-
-    def rate(step: int) -> float:
-        return min(1.0, (step + 1) / (warm + 1)) * (0.5 + 0.5 * math.cos(math.pi * step / schedule.steps))
-
-    falling = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    best = mean_kl(network, held)
-    if not math.isfinite(best):
-        raise CalibrationError("The quantized network predicts NaN or Inf on the held-out windows: it cannot be tuned.")
-    pressure = pressed(best)
-    size = None if pressure is None else pressure.measure()
-    curve, kept = [Point(step=0, training=None, held_out=best, bytes=size)], 0
-    states = [each.state() for each in tuned]
+    run, kept = _Run(network, tuned, schedule, held, pressed), kept or _Nothing()
+    if (before := kept.before()) is None:
+        run.begin()
+    else:
+        run.restore(before)
     looks = {round(schedule.steps * (look + 1) / schedule.looks) for look in range(schedule.looks)}
-    sums, tokens, done = 0.0, 0, 0
-    for step in progress(range(1, schedule.steps + 1), schedule.steps):
+    for step in progress(range(1, schedule.steps + 1), schedule.steps, run.done):
+        if step <= run.done:
+            continue
         first = (step - 1) * schedule.batches
         try:
-            found = network.backward([training[(first + i) % len(training)] for i in range(schedule.batches)])
+            run.step([training[(first + i) % len(training)] for i in range(schedule.batches)])
         except CalibrationError as error:
-            if not done:
+            if not run.done:
                 raise
-            logger.warning("%s Tuning ends after %d of %d steps.", error, done, schedule.steps)
+            logger.warning("%s Tuning ends after %d of %d steps.", error, run.done, schedule.steps)
             break
-        sums, tokens = sums + found.kl, tokens + found.tokens
-        if pressure is not None:
-            pressure.press()
-        optimizer.step()
-        optimizer.zero_grad()
-        falling.step()
-        done = step
-        if step not in looks:
-            continue
-        now, on_them = mean_kl(network, held), sums / tokens
-        sums, tokens = 0.0, 0
-        if not (math.isfinite(now) and math.isfinite(on_them)):
-            continue
-        size = None if pressure is None else pressure.measure()
-        curve.append(Point(step=step, training=on_them, held_out=now, bytes=size))
-        if now < best and (pressure is None or size is None or size <= pressure.most):
-            best, kept, states = now, step, [each.state() for each in tuned]
-    for each, state in zip(tuned, states, strict=True):
+        if step in looks:
+            run.look()
+        kept.passed(run.standing, done=step == schedule.steps)
+    for each, state in zip(tuned, run.states, strict=True):
         each.restore(state)
-    return Outcome(curve=tuple(curve), kept=kept, steps=done)
+    return Outcome(curve=tuple(run.curve), kept=run.best, steps=run.done)
+
+
+class _Run:
+    """Where training stands: what is trained, the optimizer, and the best state so far.
+
+    Attributes:
+        done: steps so far.
+        curve: of the looks so far.
+        best: the step whose state is the best.
+        states: that state, of each of what is tuned.
+    """
+
+    def __init__(
+        self,
+        network: TunedNetwork,
+        tuned: Sequence[Tuned],
+        schedule: Schedule,
+        held: Sequence[int],
+        pressed: Callable[[float], Pressure | None],
+    ) -> None:
+        self._network, self._tuned, self._held, self._pressed = network, tuned, held, pressed
+        leaves: dict[str, list[torch.Tensor]] = {}
+        for each in tuned:
+            for kind, leaf in each.trained().items():
+                leaves.setdefault(kind, []).append(leaf)
+        groups = [
+            {"params": found, "lr": schedule.rates[kind], "betas": CODE_BETAS if kind == "codes" else BETAS}
+            for kind, found in leaves.items()
+        ]
+        self._optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
+        warm, steps = schedule.warm * schedule.steps, schedule.steps
+
+        def rate(step: int) -> float:
+            return min(1.0, (step + 1) / (warm + 1)) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
+
+        self._falling = torch.optim.lr_scheduler.LambdaLR(self._optimizer, rate)
+        self._pressure: Pressure | None = None
+        self._sum, self._tokens = 0.0, 0  # of KL since the last look
+        self.done, self.best = 0, 0
+        self.curve: list[Point] = []
+        self.states: list[dict[str, torch.Tensor]] = []
+
+    def begin(self) -> None:
+        """Measure the start."""
+        start = mean_kl(self._network, self._held)
+        if not math.isfinite(start):
+            raise CalibrationError(
+                "The quantized network predicts NaN or Inf on the held-out windows: it cannot be tuned."
+            )
+        self._pressure = self._pressed(start)
+        self.curve = [Point(step=0, training=None, held_out=start, bytes=self._size())]
+        self.states = [each.state() for each in self._tuned]
+
+    def step(self, batches: Sequence[int]) -> None:
+        """Take a step on some batches."""
+        found = self._network.backward(batches)
+        self._sum, self._tokens = self._sum + found.kl, self._tokens + found.tokens
+        if self._pressure is not None:
+            self._pressure.press()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._falling.step()
+        self.done += 1
+
+    def look(self) -> None:
+        """Measure on the held-out windows, and keep the state if it is the best that is small enough."""
+        now, on_them = mean_kl(self._network, self._held), self._sum / self._tokens
+        self._sum, self._tokens = 0.0, 0
+        if not (math.isfinite(now) and math.isfinite(on_them)):
+            return
+        size, best = self._size(), next(point.held_out for point in self.curve if point.step == self.best)
+        self.curve.append(Point(step=self.done, training=on_them, held_out=now, bytes=size))
+        if now < best and (self._pressure is None or size is None or size <= self._pressure.most):
+            self.best, self.states = self.done, [each.state() for each in self._tuned]
+
+    def standing(self) -> dict[str, Any]:
+        """Return all that decides how training goes on: numbers, and tensors in dicts and lists."""
+        return {
+            "done": self.done,
+            "best": self.best,
+            "sum": self._sum,
+            "tokens": self._tokens,
+            "curve": [asdict(point) for point in self.curve],
+            "states": self.states,
+            "leaves": [dict(each.trained()) for each in self._tuned],
+            "optimizer": self._optimizer.state_dict(),
+            "falling": self._falling.state_dict(),
+            "pressure": None if self._pressure is None else self._pressure.standing(),
+        }
+
+    @torch.no_grad()
+    def restore(self, standing: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self.done, self.best = standing["done"], standing["best"]
+        self._sum, self._tokens = standing["sum"], standing["tokens"]
+        self.curve, self.states = [Point(**point) for point in standing["curve"]], standing["states"]
+        for each, leaves in zip(self._tuned, standing["leaves"], strict=True):
+            for kind, leaf in each.trained().items():
+                leaf.copy_(leaves[kind])
+        self._optimizer.load_state_dict(standing["optimizer"])
+        self._falling.load_state_dict(standing["falling"])
+        self._pressure = self._pressed(self.curve[0].held_out)
+        if self._pressure is not None:
+            self._pressure.restore(standing["pressure"])
+
+    def _size(self) -> int | None:
+        return None if self._pressure is None else self._pressure.measure()
 
 
 def mean_kl(network: TunedNetwork, batches: Sequence[int]) -> float:

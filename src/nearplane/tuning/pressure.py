@@ -50,5 +50,13 @@ class Pressure:
         self._allowed = self._foretold() + 8 * (AIM * self.most - size)
         return size
 
+    def standing(self) -> dict[str, float]:
+        """Return what decides how it goes on."""
+        return {"price": self._price, "allowed": self._allowed}
+
+    def restore(self, standing: Mapping[str, float]) -> None:
+        """Go on from there."""
+        self._price, self._allowed = standing["price"], standing["allowed"]
+
     def _foretold(self) -> float:
         return sum(each.bits() for each in self._matrices.values())

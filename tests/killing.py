@@ -1,0 +1,89 @@
+"""Killing a run at any moment, and whether it goes on to the same bytes."""
+
+import hashlib
+import math
+import os
+import random
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nearplane.formats.container import Container
+from nearplane.record import read_record
+
+TIMES = {"seconds", "peak_memory", "folder", "digest"}  # of the record, which no two runs share
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Return every file's hash, and what the record says but for times."""
+    found = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir() if p.name != "nearplane.json"}
+    record = read_record(folder)
+    layers = [{n: v for n, v in vars_of(layer).items() if n not in TIMES} for layer in record.layers]
+    if record.tuning is not None:
+        record = replace(record, tuning=replace(record.tuning, seconds=0.0))
+    said = {n: v for n, v in vars_of(record).items() if n not in {*TIMES, "layers", "products"}}
+    return found | {"record": str(said), "layers": str(layers)}
+
+
+def vars_of(record):
+    return {name: getattr(record, name) for name in record.__dataclass_fields__}
+
+
+class Killer:
+    """Ends the process, as SIGKILL does, before the moment `last` of all at which files change or a layer is added."""
+
+    def __init__(self, patch, last: float) -> None:
+        self.moments, self._last = 0, last
+        for where, name in (
+            ("nearplane.shards", "save_file"),
+            ("nearplane.shards", "flush"),
+            ("nearplane.notebook", "flush"),
+            ("os", "fsync"),
+            ("torch", "save"),
+            ("os", "replace"),
+            ("pathlib.Path", "unlink"),
+            ("pathlib.Path", "rename"),
+            ("pathlib.Path", "write_text"),
+        ):
+            owner = Path if where == "pathlib.Path" else __import__(where, fromlist=["x"])
+            patch.setattr(owner, name, self._counted(getattr(owner, name)))
+        patch.setattr(Container, "add", self._counted(Container.add))
+
+    def _counted(self, function):
+        def counted(*args, **words):
+            if self.moments >= self._last:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.moments += 1
+            return function(*args, **words)
+
+        return counted
+
+
+def killed(moment, run, out):
+    """Run in a process of its own that is killed at a moment."""
+    child = os.fork()
+    if not child:
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                Killer(patch, moment)
+                run(out)
+        finally:
+            os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+def check_goes_on(run, wanted, place, many):
+    """Kill `run(out)` at so many moments; whatever is behind it then, the same again ends with the contents `wanted`."""
+    with pytest.MonkeyPatch.context() as patch:
+        killer = Killer(patch, math.inf)
+        run(place / "counted")
+    assert contents(place / "counted") == wanted
+    for moment in sorted(random.Random(str(wanted)).sample(range(1, killer.moments), many)):
+        out = place / f"{moment}"
+        assert os.WIFSIGNALED(killed(moment, run, out)), "it was killed"
+        if not out.exists():  # else it was killed when all was done but for what is deleted last
+            run(out)
+        assert contents(out) == wanted, f"killed at moment {moment} of {killer.moments}"
+        assert not Path(f"{out}.unfinished").exists()

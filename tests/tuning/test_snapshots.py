@@ -1,0 +1,146 @@
+"""Tuning that is stopped at any moment goes on when the same is asked again, and ends with the same bytes."""
+
+import importlib
+import math
+import os
+import shutil
+
+import pytest
+
+import nearplane
+from families import config_of, random_model
+from killing import check_goes_on, contents
+from nearplane import FormatError, RecipeError
+from nearplane.demo import CALIBRATION, MODEL
+from nearplane.tuning import loop
+
+TEXT = dict(samples=12, seqlen=40)
+WAYS = {
+    "steps": dict(bits=4, group_size=16),
+    "codes": dict(bits=2, group_size=16, symmetric=False, format="gptq_v2"),
+    "entropy-coded": dict(rate=2.0, allocate="uniform"),
+    "llama.cpp": dict(grid="q4_0", embeddings="f32"),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    random_model(config_of("llama", vocab_size=2048, num_hidden_layers=2)).float().save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((MODEL / name).read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(CALIBRATION.read_text()[:20000])
+    return path
+
+
+@pytest.fixture(autouse=True)
+def every_step(monkeypatch):
+    """Keep every step, however quick it is."""
+    monkeypatch.setattr("nearplane.notebook.SHARE", math.inf)
+
+
+@pytest.fixture(scope="module")
+def made(model, text, tmp_path_factory):
+    """Return a function from a key of WAYS to what was solved, and what tuning made of it that nobody stopped."""
+    folders = {}
+
+    def folders_of(way):
+        if way not in folders:
+            place = tmp_path_factory.mktemp("made")
+            nearplane.quantize(model, place / "solved", calibration=str(text), **TEXT, **WAYS[way])
+            nearplane.tune(place / "solved", place / "tuned", against=model, calibration=text)
+            folders[way] = place / "solved", place / "tuned"
+        return folders[way]
+
+    return folders_of
+
+
+@pytest.mark.parametrize(
+    ("way", "many"),
+    [("codes", 2), ("entropy-coded", 1), *(pytest.param(way, 12, marks=pytest.mark.nightly) for way in WAYS)],
+)
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_tuning_that_is_killed_goes_on_and_ends_with_the_same_bytes(made, model, text, tmp_path, way, many):
+    solved, tuned = made(way)
+    check_goes_on(
+        lambda out: nearplane.tune(solved, out, against=model, calibration=text), contents(tuned), tmp_path, many
+    )
+
+
+class StoppedError(Exception):
+    """What ends a run in these tests."""
+
+
+def stopped_behind(steps, monkeypatch, run):
+    """Run until so many steps are done."""
+    step = loop._Run.step
+
+    def stepped(self, batches):
+        if self.done == steps:
+            raise StoppedError
+        step(self, batches)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop._Run, "step", stepped)
+        with pytest.raises(StoppedError):
+            run()
+
+
+def test_no_step_is_taken_twice(made, model, text, tmp_path, monkeypatch, caplog):
+    solved, tuned = made("entropy-coded")
+
+    def run():
+        nearplane.tune(solved, tmp_path / "out", against=model, calibration=text)
+
+    stopped_behind(5, monkeypatch, run)
+    assert [p.name for p in (tmp_path / "out.unfinished" / "journal").glob("*.pt")] == ["standing-000005.pt"]
+    taken, step = [], loop._Run.step
+
+    def noted(self, batches):
+        taken.append(self.done)
+        step(self, batches)
+
+    monkeypatch.setattr(loop._Run, "step", noted)
+    with caplog.at_level("INFO", "nearplane"):
+        run()
+    assert taken[0] == 5
+    assert "going on behind step 5 of tuning" in caplog.text
+    assert contents(tmp_path / "out") == contents(tuned)
+
+
+def test_tuning_that_is_told_something_else_does_not_go_on(made, model, text, tmp_path, monkeypatch):
+    solved, tuned = made("codes")
+    out = tmp_path / "out"
+
+    def run(**words):
+        nearplane.tune(solved, out, against=model, calibration=text, **words)
+
+    stopped_behind(3, monkeypatch, run)
+    with pytest.raises(RecipeError, match=r"steps was .*, is 2"):
+        run(steps=2)
+    page = out.with_name("out.unfinished") / "journal" / "standing-000003.pt"
+    kept = page.read_bytes()
+    page.write_bytes(kept[:-200])
+    with pytest.raises(FormatError, match=page.name):
+        run()
+    page.write_bytes(kept)
+    run(overwrite=True, steps=2)
+    shutil.rmtree(out)
+    run()
+    assert contents(out) == contents(tuned)
+
+
+def test_a_run_that_quantizes_and_tunes_goes_on_with_either(model, text, tmp_path, monkeypatch):
+    words = dict(calibration=str(text), tune="network", **TEXT, **WAYS["codes"])
+    nearplane.quantize(model, tmp_path / "whole", **words)
+    stopped_behind(4, monkeypatch, lambda: nearplane.quantize(model, tmp_path / "out", **words))
+    monkeypatch.setattr(importlib.import_module("nearplane.quantize"), "walk", None)
+    nearplane.quantize(model, tmp_path / "out", **words)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
