@@ -39,8 +39,8 @@ from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.divergence import Divergence, divergence
 from nearplane.formats.gguf.architecture import architecture_of, called, rule_of, tell
 from nearplane.formats.gguf.container import ENDS
-from nearplane.formats.gguf.file import FILE
 from nearplane.formats.gguf.tokenizer import vocabulary
+from nearplane.gguf_header import FILE
 from nearplane.schemes import BlockScheme
 from nearplane.shards import ShardReader
 

@@ -14,8 +14,8 @@ from families import config_of, random_model
 from killing import check_goes_on, contents
 from nearplane import FormatError, RecipeError, journal, notebook
 from nearplane.demo import CALIBRATION, MODEL
-from nearplane.formats.gguf.file import read_header
 from nearplane.formats.unfinished import Unfinished
+from nearplane.gguf_header import read_header
 from nearplane.record import read_record
 
 BLOCKS = 3

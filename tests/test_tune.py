@@ -16,9 +16,10 @@ import nearplane
 from families import config_of, random_model
 from nearplane import CalibrationError, NearplaneError, RecipeError, cli
 from nearplane.demo import CALIBRATION, MODEL
-from nearplane.formats.gguf.file import read_header
 from nearplane.formats.stored import Stored, read_matrices
+from nearplane.gguf_header import read_header
 from nearplane.record import NAME, RunRecord, read_record
+from nearplane.record_inside import record_inside
 from nearplane.report import render
 from nearplane.shards import INDEX
 from nearplane.tuning.network import needed
@@ -130,6 +131,7 @@ def test_readers_find_what_they_found_before(tuned_of, way):
                 [(x.name, x.type, x.size) for x in read_header(path / name).tensors] for path in (solved, tuned)
             )
             assert one == other
+            assert record_inside(tuned / name) == read_record(tuned).inside()
             continue
         one, other = load_file(solved / name), load_file(tuned / name)
         assert [(key, x.dtype) for key, x in one.items()] == [(key, x.dtype) for key, x in other.items()]

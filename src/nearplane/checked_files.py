@@ -17,9 +17,11 @@ from nearplane.formats.beside import CONFIG
 from nearplane.formats.config_file import Quantized
 from nearplane.formats.container import written
 from nearplane.formats.stored import Stored
+from nearplane.gguf_header import FILE, RECORD, read_header
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
 from nearplane.lattice.superblock import SuperGrid
 from nearplane.record import NAME, LayerRecord, RunRecord, contradictions, digest_of
+from nearplane.record_inside import record_inside
 from nearplane.shards import sha256
 
 IGNORED = ("README", "LICENSE", "LICENCE", ".")  # beginnings of files that repositories add
@@ -38,6 +40,18 @@ def files(folder: Path, record: RunRecord) -> Iterator[Fault]:
             yield Fault(where=name, what="the file is missing")
         elif (has := sha256(folder / name)) != wanted:
             yield Fault(where=name, what=f"it has the SHA-256 {has[:16]}.., the record says {wanted[:16]}..")
+
+
+def inside(folder: Path, record: RunRecord) -> Iterator[Fault]:
+    """Compare the record in a GGUF, where it has one, with that beside it."""
+    path = folder / FILE
+    if not path.is_file():
+        return
+    try:
+        if read_header(path).fields.get(RECORD, "").strip() and record_inside(path) != record.inside():
+            yield Fault(where=FILE, what=f"the record in it says something else than {NAME} beside it")
+    except (FormatError, ModelError) as error:
+        yield Fault(where=FILE, what=str(error))
 
 
 def sums(folder: Path, record: RunRecord) -> Iterator[Fault]:

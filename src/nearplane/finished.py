@@ -25,10 +25,10 @@ def inspect(out: Path, *, json: Switch = False) -> None:
         out: Its folder.
         json: Print the record as JSON.
     """
-    from nearplane.record import read_record
+    from nearplane.record_inside import found_record
     from nearplane.summary import layer_table
 
-    record = read_record(out)
+    record = found_record(out)
     if json:
         print(record.to_json())
         return

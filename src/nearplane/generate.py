@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from nearplane.errors import RecipeError
-from nearplane.formats.gguf.file import FILE
 from nearplane.formats.stored import quantization_of
+from nearplane.gguf_header import FILE
 from nearplane.models.model import device_of, positions_of
 from nearplane.pretrained import find_folder, in_a_sentence, tokenizer_of
 from nearplane.readers.hub import load

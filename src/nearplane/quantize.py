@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nearplane.budget.ledger import Ledger, Solved
 from nearplane.budget.plan import Plan, Progress, plan
+from nearplane.budget.records import longest_record
 from nearplane.errors import NearplaneError, RecipeError
 from nearplane.formats import FORMATS, open_container
 from nearplane.formats.container import Container, Place
@@ -183,7 +184,6 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
         overwrite=options.overwrite,
         trust_remote_code=trusted,
         network=model.config.to_dict(),
-        about={"source": options.name, "recipe": asked.to_json()},
         resumes=True,
     )
     config = quantization_config(model, recipe)
@@ -218,6 +218,7 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
         )
         if recipe.tune != "none":
             check_tunable(model, recipe, options.given, record, options.device)
+        container.room = longest_record(model, record)
         planned = before.plan if before else plan(model, recipe, windows.fitted, options.device, options.progress)
         recipe = with_types(recipe, planned.types)
         container.config = quantization_config(model, recipe, planned.widths)
@@ -228,7 +229,9 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
         seen = logged(solved, "quantizing", len(model.layers), blocks=_layers_of_blocks(model), there=there)
         layers = tuple(options.progress(seen, "quantizing", len(model.layers)))
         record = replace(record, layers=layers, profiles=tuple(ledger.profiles), repeated=tuple(ledger.repeated))
-        record = replace(record, bytes=container.size, files=container.digests(), peak_memory=peak_memory())
+        record = replace(record, bytes=container.size)
+        container.tell(record)
+        record = replace(record, files=container.digests(), peak_memory=peak_memory())
         record = replace(record, seconds=journal.seconds).in_folder(container.size_with())
         ledger.check(record)
         container.record_json = record.to_json()

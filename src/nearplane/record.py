@@ -129,6 +129,11 @@ class LayerRecord:
         return None if self.limit is None else self.rate - self.limit
 
 
+def one_line(text: str) -> str:
+    """Return JSON with every list of numbers on one line."""
+    return re.sub(r"\[[-+.\deE,\s]+\]", lambda found: " ".join(found[0].split()), text)
+
+
 def row_groups(out_features: int, in_features: int) -> int:
     """Return into how many groups of neighbouring rows the loss of a matrix is split: a sixteenth of the root of its weights.
 
@@ -230,8 +235,25 @@ class RunRecord:
 
     def to_json(self) -> str:
         """Return the record as JSON, a list of numbers on one line."""
-        text = json.dumps(asdict(self), indent=1)
-        return re.sub(r"\[[-+.\deE,\s]+\]", lambda found: " ".join(found[0].split()), text)
+        return one_line(json.dumps(asdict(self), indent=1))
+
+    def inside(self) -> RunRecord:
+        """Return the record as a file of weights has it inside: without hashes of files, and without what no two runs share, times.
+
+        `bytes` are then those of the file, and so is `folder`: what it is when nothing lies beside it.
+        """
+        bare = replace(
+            self,
+            layers=tuple(replace(layer, seconds=0.0) for layer in self.layers),
+            products=None if self.products is None else replace(self.products, seconds={}),
+            tuning=None if self.tuning is None else replace(self.tuning, seconds=0.0),
+            seconds=0.0,
+            peak_memory=0,
+            folder=self.bytes,
+            files={},
+            digest="",
+        )
+        return replace(bare, digest=digest_of(bare.to_json()))
 
     def in_folder(self, others: int) -> RunRecord:
         """Return the record with the bytes of its folder, in which it lies beside `others` bytes, and its digest."""

@@ -157,7 +157,8 @@ def layer_table(record: RunRecord) -> tuple[list[str], tuple[str, ...], Iterator
     """Return what `nearplane inspect` prints: lines before the table, its columns and rows, and lines after it."""
     scheme, coded = record.recipe.scheme, record.entropy is not None
     before = [
-        f"{record.source} quantized by {scheme.solver}, {record.recipe.format}, {record.device}, {record.seconds:.1f} s",
+        f"{record.source} quantized by {scheme.solver}, {record.recipe.format}, {record.device}"
+        + (f", {record.seconds:.1f} s" if record.seconds else ""),  # a record inside a file tells no times
         f"{record.windows} windows of {record.seqlen} tokens, {record.extra_windows} extra; "
         + ", ".join(f"{name} {number}" for name, number in record.versions.items()),
     ]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from nearplane.budget.plan import Progress
+from nearplane.budget.records import most_bytes
 from nearplane.errors import CalibrationError, FormatError, RecipeError
 from nearplane.formats import open_container
 from nearplane.formats.container import Container, Place, written
@@ -104,7 +105,6 @@ def tune(
         overwrite=overwrite,
         trust_remote_code=trust_remote_code,
         network=model.config.to_dict(),
-        about={"source": record.source, "recipe": record.recipe.to_json()},
         resumes=True,
     )
     if place.out.resolve() == folder.resolve():
@@ -125,15 +125,16 @@ def tune(
         if container.whole:  # but for its place
             return read_record(container.folder)
         tuning, layers = _tuned(solved, matrices, cut, container, hold=hold, kept=kept, progress=progress)
-        tuning = replace(tuning, calibration=str(recipe.calibration.calibration or DEFAULT_DATASET))
         read = Stored(container.folder, unfinished=container.config)
         model.tuned = {
             name: read.reader.read([file])[file] for name, file in norms_stored(model).items() if file in tuning.norms
         }
         made = replace(solved, record=replace(record, layers=layers), stored=read)
         layers, found = _measured(made, windows, progress)
-        record = replace(record, layers=layers, profiles=found, bytes=container.size, files=container.digests())
-        record = replace(record, versions=versions(), device=str(where), products=products, peak_memory=peak_memory())
+        record = replace(record, layers=layers, profiles=found, bytes=container.size, tuning=tuning)
+        record = replace(record, versions=versions(), device=str(where), products=products)
+        container.tell(record)
+        record = replace(record, files=container.digests(), peak_memory=peak_memory())
         tuning = replace(tuning, seconds=kept.seconds)
         record = replace(record, tuning=tuning, seconds=record.seconds + tuning.seconds)
         record = record.in_folder(container.size_with())
@@ -269,6 +270,28 @@ def _tuned(
             kept=kept,
             progress=lambda items, total, there: progress(logged(items, "tuning", total, there=there), "tuning", total),
         )
+        tuned: list[Tuned] = [*matrices.values(), *vectors.values()]
+        kinds = {kind for each in tuned for kind in each.trained()}
+        tuning = Tuning(
+            calibration=str(solved.recipe.calibration.calibration or DEFAULT_DATASET),
+            samples=cut.samples,
+            windows=cut.training,
+            held_windows=cut.held,
+            found=cut.found,
+            seqlen=cut.windows.shape[1],
+            text=digest_of(cut.windows),
+            steps=outcome.steps,
+            batch=cut.batch,
+            rates={kind: rate for kind, rate in cut.schedule.rates.items() if kind in kinds},
+            codes=0,
+            curve=outcome.curve,
+            kept=outcome.kept,
+            held_out=outcome.curve[-1].held_out,
+            most=most,
+            norms=dict.fromkeys(norms.values(), 64 * "0"),
+            solved=tuple(_solved(layer) for layer in record.layers),
+        )
+        container.room = most_bytes(replace(record, tuning=tuning))
         layers = _write(solved, container, matrices, {norms[name]: each for name, each in vectors.items()})
         read = Stored(container.folder, unfinished=container.config)
         moved = 0
@@ -287,27 +310,7 @@ def _tuned(
         tensor = vectors[name].tensor().cpu()
         if not torch.equal(tensor, stored.reader.read([file])[file]):
             changed[file] = written({file: tensor}).checksum
-    tuned: list[Tuned] = [*matrices.values(), *vectors.values()]
-    kinds = {kind for each in tuned for kind in each.trained()}
-    tuning = Tuning(
-        calibration="",
-        samples=cut.samples,
-        windows=cut.training,
-        held_windows=cut.held,
-        found=cut.found,
-        seqlen=cut.windows.shape[1],
-        text=digest_of(cut.windows),
-        steps=outcome.steps,
-        batch=cut.batch,
-        rates={kind: rate for kind, rate in cut.schedule.rates.items() if kind in kinds},
-        codes=moved,
-        curve=outcome.curve,
-        kept=outcome.kept,
-        held_out=by_files,
-        most=most,
-        norms=changed,
-        solved=tuple(_solved(layer) for layer in record.layers),
-    )
+    tuning = replace(tuning, codes=moved, held_out=by_files, norms=changed)
     return tuning, layers
 
 

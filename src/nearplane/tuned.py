@@ -119,8 +119,9 @@ class Tuning:
         size = ""
         if self.most is not None and (now := next(p.bytes for p in self.curve if p.step == self.kept)) is not None:
             size = f"; layers take {size_text(now)}, {size_text(self.curve[0].bytes or 0)} before"
+        took = f" in {self.seconds:.1f} s" if self.seconds else ""
         return (
-            f"tuned in {self.seconds:.1f} s: {on} {self.start:.5f} -> {self.held_out:.5f} (step {self.kept} of {self.steps}"
+            f"tuned{took}: {on} {self.start:.5f} -> {self.held_out:.5f} (step {self.kept} of {self.steps}"
             f"{moved}, {counted(len(self.norms), 'norm')} changed{size})"
         )
 

@@ -90,7 +90,11 @@ def verify(
             f"{folder} was made with options that nearplane no longer has ({said}), so that its losses cannot be measured again. "
             f"Leave out --against to check its files."
         )
-    faults = [*checked_files.files(folder, record), *checked_files.sums(folder, record)]
+    faults = [
+        *checked_files.files(folder, record),
+        *checked_files.inside(folder, record),
+        *checked_files.sums(folder, record),
+    ]
     stored = checked_files.opened(folder, faults)
     sound: set[str] = set()
     if stored is not None:

@@ -23,6 +23,7 @@ from nearplane.formats.layer_format import LayerFormat
 from nearplane.formats.unfinished import Unfinished
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.record import NAME as RECORD
+from nearplane.record import RunRecord
 from nearplane.shards import about
 
 Kind = tuple[str, Sequence[int], int]  # of a tensor: dtype in safetensors, shape, bytes
@@ -38,7 +39,6 @@ class Place:
         overwrite: replace a checkpoint in `out`.
         trust_remote_code: copy the model's Python files.
         network: config.json as transformers completes it, for formats that say the shape of the network themselves.
-        about: what a file may say of the run: its recipe as JSON, the model as the user named it.
         resumes: keep what a run that was stopped left, see `Container.found`.
     """
 
@@ -47,7 +47,6 @@ class Place:
     overwrite: bool = False
     trust_remote_code: bool = False
     network: Mapping[str, Any] = field(default_factory=dict)
-    about: Mapping[str, str] = field(default_factory=dict)
     resumes: bool = False
 
 
@@ -55,7 +54,8 @@ class Container(ABC):
     """Writes a checkpoint beside the place that it is for; nothing is touched before its `with` block begins.
 
     Inside the block `out` is locked; see `Unfinished`, which also says what becomes of it. Set `record_json` before the block
-    ends; `config`, the quantization_config, may be replaced before the first layer.
+    ends; `config`, the quantization_config, and `room`, the bytes that files keep free for a record of the run, may be set before
+    the first layer.
 
     Args:
         place: where.
@@ -82,6 +82,7 @@ class Container(ABC):
         check_apart(place.out, place.source)
         self.place, self.layers, self.says, self.config, self.shards = place, layers, says, dict(config), shards
         self.record_json: str | None = None
+        self.room = 0
         self.size = 0  # bytes of what `close_block` wrote so far
         self._unfinished = Unfinished(place.out, overwrite=place.overwrite, resumes=place.resumes)
         self.folder = self._unfinished.folder  # where files are written meanwhile
@@ -114,6 +115,10 @@ class Container(ABC):
     @abstractmethod
     def finish(self) -> None:
         """Write every other file but the record; what makes readers take the checkpoint for whole comes last."""
+
+    def tell(self, record: RunRecord) -> None:
+        """Write the record into the files, where they have room for it; most kinds have none."""
+        del record
 
     def state(self) -> dict[str, Any] | None:
         """Return as JSON what was written, all of it on disk, for `go_on`; None: this kind of checkpoint begins anew."""

@@ -20,7 +20,8 @@ from statistics import median
 
 from nearplane.dead import dead_inputs
 from nearplane.errors import RecipeError, printable
-from nearplane.record import LayerRecord, RunRecord, read_record
+from nearplane.record import LayerRecord, RunRecord
+from nearplane.record_inside import found_record
 from nearplane.report.drawing import NO_VALUE, TIMES, count, percent, short
 from nearplane.report.figures import figures, kinds, legend
 from nearplane.report.profiles import profiles
@@ -44,7 +45,7 @@ def write_report(out: str | Path, page: str | Path | None = None, *, overwrite: 
         RecipeError: the page would lie in the checkpoint, whose files are counted, is not named as one, or is there.
     """
     out = Path(out)
-    record = read_record(out)
+    record = found_record(out)
     folder = out.resolve()
     default = page is None
     page = folder.with_name(f"{folder.name}-report.html") if page is None else Path(page)
@@ -90,6 +91,11 @@ def _model(record: RunRecord) -> str:
     return re.split(r"[/\\]", record.source.rstrip("/\\"))[-1] if local else record.source
 
 
+def _time(record: RunRecord) -> str:
+    """Return how long the run took; nothing for a record inside a file, which tells no times."""
+    return f"{record.seconds:,.1f} s " if record.seconds else ""
+
+
 def _headline(record: RunRecord) -> str:
     """Say what was made of what, in six numbers."""
     scheme = record.recipe.scheme
@@ -104,7 +110,7 @@ def _headline(record: RunRecord) -> str:
         f"<div><dt>{escape(what)}</dt><dd>{escape(value)}</dd><dd>{breakable(more)}</dd></div>"
         for what, value, more in _cards(record)
     )
-    made = f"Weights {how} by {scheme.solver}, {seen}; {record.seconds:,.1f} s on {record.device}."
+    made = f"Weights {how} by {scheme.solver}, {seen}; {_time(record)}on {record.device}."
     return (
         f"<header><h1>{escape(_model(record))} at {record.rate:.3f} bits per weight</h1>"
         f'<p class="soft">{escape(made)}</p><dl class="cards">{cards}</dl></header>'

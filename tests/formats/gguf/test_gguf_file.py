@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import shutil
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +20,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import nearplane
 from families import FAMILIES, LLAMA, config_of, random_model
-from nearplane import FormatError, ModelError, Recipe, RecipeError
+from nearplane import FormatError, ModelError, RecipeError
 from nearplane.cli import app
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
-from nearplane.formats.gguf.file import FILE, GGUFReader, read_header
+from nearplane.formats.gguf.file import GGUFReader
 from nearplane.formats.stored import read_dense
+from nearplane.gguf_header import FILE, read_header
 from nearplane.readers.network import dense_network
-from nearplane.record import read_record
+from nearplane.record import RunRecord, read_record
+from nearplane.record_inside import record_inside
 
 PHI3 = LLAMA | dict(head_dim=8, num_key_value_heads=4)
 SHAPES: dict[str, dict[str, Any]] = {
@@ -106,6 +111,15 @@ def test_a_gguf_holds_what_its_record_says(name: str, out_of: Callable[[str], tu
     found = nearplane.verify(out, against=source, calibration=text)
     assert found.measured
     assert not found.faults
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_room_for_the_record_is_foretold(name: str, out_of: Callable[[str], tuple[Path, Path]]) -> None:
+    """Whatever its figures become, it fits; and not much of a small file is empty."""
+    out, _ = out_of(name)
+    kept = read_header(out / FILE).fields["nearplane.record"]
+    assert kept.rstrip() == read_record(out).inside().to_json()
+    assert len(kept) < 2 * len(kept.rstrip())
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt2"])
@@ -239,6 +253,63 @@ def test_metadata_that_do_not_fit_are_refused(out_of: Callable[[str], tuple[Path
             GGUFReader(tmp_path)
 
 
+def test_a_gguf_alone_tells_how_it_was_made(
+    out_of: Callable[[str], tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of the record but times and the hashes of files, whatever the file is called."""
+    out, _ = out_of("llama")
+    beside, alone = read_record(out), tmp_path / "alone.gguf"
+    alone.write_bytes((out / FILE).read_bytes())
+    app(["inspect", str(alone), "--json"], exit_on_error=False, result_action="return_value")
+    found = RunRecord.from_json(capsys.readouterr().out)
+    assert [replace(layer, seconds=0.0) for layer in beside.layers] == list(found.layers)
+    assert (found.recipe, found.profiles, found.text) == (beside.recipe, beside.profiles, beside.text)
+    assert found.folder == alone.stat().st_size
+    app(["report", str(alone), str(tmp_path / "page.html")], exit_on_error=False, result_action="return_value")
+    assert "model.layers.0.self_attn.q_proj" in (tmp_path / "page.html").read_text()
+
+
+def test_two_runs_write_the_same_file(model_of: Callable[..., Path], text: str, tmp_path: Path) -> None:
+    """The record inside tells no times."""
+    source = model_of("qwen3")
+    for out in ("one", "two"):
+        nearplane.quantize(source, tmp_path / out, calibration=text, **WORDS)
+    assert (tmp_path / "one" / FILE).read_bytes() == (tmp_path / "two" / FILE).read_bytes()
+
+
+def test_a_record_that_was_changed_inside_is_refused(
+    out_of: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """By its digest, and where that was made to fit, by the record beside it."""
+    out, _ = out_of("llama")
+    shutil.copytree(out, tmp_path / "out")
+    path = tmp_path / "out" / FILE
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b'"device": "cpu"', b'"device": "gpu"', 1))
+    with pytest.raises(FormatError, match=r"nearplane\.record has the digest .* it is damaged"):
+        record_inside(path)
+    other = replace(read_record(out), device="gpu").inside().to_json().encode()
+    begin = read_header(out / FILE).places["nearplane.record"] + 8
+    path.write_bytes(whole[:begin] + other + whole[begin + len(other) :])
+    assert any(
+        "says something else than nearplane.json" in fault.what for fault in nearplane.verify(tmp_path / "out").faults
+    )
+
+
+def test_a_file_without_room_for_the_record_has_none(
+    model_of: Callable[..., Path], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """It is said, the rest is as always, and the file alone is refused where a record is asked for."""
+    monkeypatch.setattr(sys.modules["nearplane.quantize"], "longest_record", lambda model, record: 1000)
+    out = tmp_path / "out"
+    nearplane.quantize(model_of("qwen3"), out, calibration=text, **WORDS)
+    assert "has 1,000 bytes for the record" in caplog.text
+    assert nearplane.verify(out).faults == ()
+    with pytest.raises(FormatError, match=r"has no record of how it was made"):
+        record_inside(out / FILE)
+
+
 def test_a_config_that_leaves_out_what_is_the_default_holds(
     model_of: Callable[..., Path], text: str, tmp_path: Path
 ) -> None:
@@ -257,10 +328,15 @@ def test_any_byte_of_the_header_may_be_another(out_of: Callable[[str], tuple[Pat
     whole, begin = (out / FILE).read_bytes(), read_header(out / FILE).tensors[0].begin
     (tmp_path / "config.json").write_bytes((out / "config.json").read_bytes())
     draw = random.Random(0)
-    tokens = whole.index(b"tokenizer.ggml.tokens"), whole.index(b"nearplane.source")  # of which nothing is read
-    places = [*range(tokens[0]), *range(tokens[1], begin)]
+    ours = (
+        whole.index(b"nearplane.quantization_config"),
+        whole.index(b"nearplane.record"),
+        whole.index(b"nearplane.tensors"),
+    )
+    tokens = whole.index(b"tokenizer.ggml.tokens")
+    places = [*range(tokens), *range(ours[0], ours[1]), *range(ours[2], begin)]  # of what is between, nothing is read
     said = []
-    for place in [*draw.sample(range(tokens[0]), 200), *draw.sample(places, 100)]:
+    for place in [*draw.sample(range(tokens), 200), *draw.sample(places, 100)]:
         damaged = bytearray(whole)
         damaged[place] ^= 1 << draw.randrange(8)
         (tmp_path / FILE).write_bytes(damaged)
@@ -337,9 +413,7 @@ def test_the_file_says_what_it_was_made_of(out_of: Callable[[str], tuple[Path, P
     config = json.loads(fields["nearplane.quantization_config"].contents())
     assert config == json.loads((out / "config.json").read_text())["quantization_config"]
     assert set(config["types"].values()) == {"q4_0"}
-    record = read_record(out)
-    assert Recipe.from_json(fields["nearplane.recipe"].contents()) == record.recipe
-    assert fields["nearplane.source"].contents() == record.source
+    assert RunRecord.from_json(fields["nearplane.record"].contents()) == read_record(out).inside()
     sums = {
         tensor.name: hashlib.sha256(tensor.data.tobytes()).hexdigest() for tensor in gguf.GGUFReader(out / FILE).tensors
     }

@@ -15,7 +15,7 @@ import nearplane
 from families import LLAMA, config_of, random_model
 from nearplane import RecipeError, verify
 from nearplane.demo import CALIBRATION, MODEL
-from nearplane.formats.gguf.file import FILE
+from nearplane.gguf_header import FILE
 from nearplane.readers.network import dense_network
 from nearplane.record import read_record
 

@@ -23,8 +23,8 @@ from families import FAMILIES, LLAMA, config_of, random_model
 from nearplane.block_types import MIXES, TYPES
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.evaluate import load_dense
-from nearplane.formats.gguf.file import FILE
 from nearplane.formats.gguf.tokenizer import PRE
+from nearplane.gguf_header import FILE
 from nearplane.pretrained import tokenizer_of
 from nearplane.readers.network import dense_network
 from tokenizers_of_kinds import of_pieces, over_bytes, saved

@@ -26,13 +26,25 @@ from nearplane.formats.container import Container, Kind, Place
 from nearplane.formats.folder import config_text
 from nearplane.formats.gguf.architecture import architecture_of, called, rope_factors, rule_of, tell
 from nearplane.formats.gguf.blocks import TYPES
-from nearplane.formats.gguf.file import DENSE, FILE, OURS, SUMS, TENSORS, Info, nbytes, padded, read_header
+from nearplane.formats.gguf.file import DENSE
 from nearplane.formats.gguf.tokenizer import vocabulary
 from nearplane.formats.layer_format import LayerFormat
+from nearplane.gguf_header import (
+    FILE,
+    NUMBER,
+    OURS,
+    RECORD,
+    SUMS,
+    TENSORS,
+    Info,
+    nbytes,
+    padded,
+    read_header,
+)
+from nearplane.record import NAME, RunRecord
 from nearplane.shards import INCOMPLETE, NAMES, ShardReader, sha256
 
 INSTALL = 'pip install "nearplane[gguf]"'
-NUMBER = {"F32": 0, "F16": 1, "BF16": 30}
 LONG = 64  # letters of a SHA-256
 ENDS = ("token_embd.weight", "output.weight")
 FILE_TYPES = {
@@ -91,6 +103,7 @@ class GGUFFile(Container):
         self._infos: dict[str, Info] = {}  # by the name in the checkpoint
         self._sums: dict[str, str] = {}
         self._file: BinaryIO | None = None
+        self._record = b""
         self._header()  # refuses what it refuses
 
     def begin(self) -> None:
@@ -142,9 +155,8 @@ class GGUFFile(Container):
         path, writer = self.folder / FILE, self._header()
         planned, made = self._planned(), rope_factors(self._network)
         names = [*planned, *("" for _ in made)]
-        for key, value in self.place.about.items():
-            writer.add_string(f"{OURS}{key}", value)
         writer.add_string(f"{OURS}quantization_config", json.dumps(self.config))
+        writer.add_string(RECORD, " " * self.room)  # written over in the end
         writer.add_array(TENSORS, names)
         writer.add_array(SUMS, ["0" * LONG for _ in names])
         tensors = [*planned.values(), *((name, tuple(each.shape), 0) for name, each in made.items())]
@@ -170,7 +182,7 @@ class GGUFFile(Container):
     def _known(self, path: Path) -> list[Info]:
         """Take the places of tensors from the header of the file; return those that are in no checkpoint."""
         header = read_header(path)
-        self._fields, self._sums_place, self._size = header.fields, header.places[SUMS], header.size
+        self._fields, self._places, self._size = header.fields, header.places, header.size
         named = list(zip(header.fields[TENSORS], header.tensors, strict=True))
         self._infos = {name: info for name, info in named if name}
         return [info for name, info in named if not name]
@@ -248,6 +260,17 @@ class GGUFFile(Container):
         file.write(data)
         self._sums[name] = hashlib.sha256(data).hexdigest()
 
+    def tell(self, record: RunRecord) -> None:
+        """Take the record into the file, as far as it is the same in every run, see `RunRecord.inside`."""
+        text = record.inside().to_json().encode()
+        if len(text) > self.room:
+            logger.warning(
+                f"{FILE} has {self.room:,} bytes for the record, which takes {len(text):,}: it is without one, {NAME} beside it "
+                f"tells all."
+            )
+        else:
+            self._record = text
+
     def size_with(self, *rest: Mapping[str, Kind]) -> int:
         """Return the bytes of the folder but the record: of all tensors, whatever is still to come."""
         del rest
@@ -264,7 +287,7 @@ class GGUFFile(Container):
         return dict(sorted(found.items()))
 
     def _close(self) -> None:
-        """Write the checksums into the header, and close the file."""
+        """Write the checksums and the record into the header, and close the file."""
         if self._file is None:
             return
         if missing := sorted(self._infos.keys() - self._sums.keys()):
@@ -276,8 +299,10 @@ class GGUFFile(Container):
         text = b"".join(
             struct.pack("<Q", LONG) + each.encode() for each in (*sums, *(self._sums[name] for name in made))
         )
-        self._file.seek(self._sums_place + 4 + 8)  # behind type and number of entries
+        self._file.seek(self._places[SUMS] + 4 + 8)  # behind type and number of entries
         self._file.write(text)
+        self._file.seek(self._places[RECORD] + 8)  # behind the length
+        self._file.write(self._record)
         self._file.close()
         self._file = None
 

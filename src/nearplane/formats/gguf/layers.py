@@ -16,9 +16,9 @@ from torch import Tensor
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.config_file import ConfigFile, Quantized
 from nearplane.formats.gguf.blocks import TYPES, BlockType, pack, unpack
-from nearplane.formats.gguf.file import FILE
 from nearplane.formats.integers import expect
 from nearplane.formats.layer_format import LayerFormat
+from nearplane.gguf_header import FILE
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.superblock import SuperGrid
 from nearplane.schemes import LayerGrid
