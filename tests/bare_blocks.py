@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from nearplane.models.activations import Call, Stream
-from nearplane.models.layers import find_layers
 from nearplane.models.model import Block
+from nearplane.models.structure import find_layers
 
 
 class Convolution(nn.Module):

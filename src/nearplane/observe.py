@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -12,9 +13,11 @@ from nearplane.errors import CalibrationError
 from nearplane.lattice.moments import ExtraRows, Moments, MomentSums
 from nearplane.matrix.inputs import Inputs
 from nearplane.models.activations import Stream
-from nearplane.models.calibrate import Rows, seen, unreached
+from nearplane.models.calibrate import seen, unreached
+from nearplane.models.experts import ExpertLayer
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block
+from nearplane.models.rows import RoutedRows, Rows
 from nearplane.parallel import sum_, world
 from nearplane.tokens import EXTRA_TOKENS
 
@@ -66,21 +69,21 @@ def observe(
         CalibrationError: as `summed`, or a layer sees different tokens in the two networks.
     """
     looked = seen(block, groups, stream, correct=correct, residual=residual, last=last)
-    return summed(groups, looked, stream, correct=correct, held_out=held_out, root=root, extra_rows=extra_rows)
+    return [*summed(groups, looked, stream, correct=correct, held_out=held_out, root=root, extra_rows=extra_rows)]
 
 
 @torch.no_grad()
 def summed(
     groups: Sequence[tuple[Layer, ...]],
-    looked: Iterable[list[Rows]],
+    looked: Iterable[list[Rows | RoutedRows]],
     stream: Stream,
     *,
     correct: bool,
     held_out: float = HELD_OUT,
     root: bool = False,
     extra_rows: int | None = EXTRA_TOKENS,
-) -> list[Observed]:
-    """Sum the second moments of the inputs of some groups of layers over all batches.
+) -> Iterator[Observed]:
+    """Yield some groups of layers with the second moments of their inputs, summed over all batches.
 
         H = X_hat^T X_hat / tokens        C = X^T X_hat / tokens        lost = (X W^T + r - X_hat W^T - r_hat)^T X_hat / tokens
 
@@ -88,8 +91,11 @@ def summed(
     are) batch by batch and summed in float64. A root of H is not made from them: it is the R of a QR decomposition of X_hat in
     float64, to which rows are added as they come. Extra windows enter none of this; some of their rows are given apart: `Extra`.
 
+    Of experts, which come in one group, the rows of all batches are kept, and the moments of each are summed when its turn comes:
+    as many matrices as there are experts never live at once.
+
     Args:
-        groups: of layers that share an input.
+        groups: of layers that share an input, or of all experts of a block.
         looked: of every batch, its rows of the input of each group.
         stream: that the batches are of.
         correct: whether rows of the original network are among them.
@@ -107,24 +113,71 @@ def summed(
     windows = sum(stream.sizes[: stream.fitted])
     split = correct and held_out > 0 and windows > 1
     first_held = windows - min(windows - 1, max(1, round(held_out * windows))) if split else windows
-    fitted, held = [[MomentSums(rooted=root) for _ in groups] for _ in range(2)]
-    extra = [ExtraRows() for _ in groups]
-    before = 0  # windows of earlier batches
-    for batch, (size, shown) in enumerate(zip(stream.sizes, looked, strict=True)):
+    sums = [_Sums(group, stream, first_held, root, extra_rows) for group in groups]
+    kept: list[list[RoutedRows]] = [[] for _ in groups]
+    for batch, shown in zip(range(len(stream.sizes)), looked, strict=True):
         for index, rows in enumerate(shown):
-            if batch >= stream.fitted:
-                expected = len(rows.X_hat) * sum(stream.sizes[stream.fitted :]) // size  # of all extra windows
-                some = slice(None, None, max(1, -(-expected // (extra_rows or expected or 1))))
-                extra[index].add(rows.X_hat[some], None if rows.X is None else rows.X[some])
-                continue
-            cut = len(rows.X_hat) * min(max(first_held - before, 0), size) // size
-            outputs = _lost_outputs(rows, groups[index]) if correct else {}
-            crossed = len(outputs) < len(groups[index])
-            for sums, part in ((fitted[index], slice(0, cut)), (held[index], slice(cut, None))):
-                lost = {name: difference[part] for name, difference in outputs.items()}
-                sums.add(rows.X_hat[part], None if rows.X is None else rows.X[part], lost, crossed=crossed)
-        before += size
-    return [_observed(*of, split) for of in zip(groups, fitted, held, extra, strict=True)]
+            if isinstance(rows, RoutedRows):
+                kept[index].append(rows)
+            else:
+                sums[index].add(batch, rows)
+    for group, all_rows in zip(groups, kept, strict=True):
+        whole = sums.pop(0)
+        if not all_rows:
+            yield whole.observed(split)
+        for expert, layers in by_expert(group).items() if all_rows else ():
+            own = _Sums(layers, stream, first_held, root, extra_rows)
+            for batch, routed in enumerate(all_rows):
+                own.add(batch, routed.of(expert))
+            yield own.observed(split)
+            del own
+        del whole
+
+
+def by_expert(group: Sequence[Layer]) -> dict[int, tuple[Layer, ...]]:
+    """Return the layers of each expert in a group, in the order in which they come."""
+    found: dict[int, list[Layer]] = {}
+    for layer in group:
+        assert isinstance(layer, ExpertLayer), "experts are shown apart from other layers"
+        found.setdefault(layer.expert, []).append(layer)
+    return {expert: tuple(layers) for expert, layers in found.items()}
+
+
+class _Sums:
+    """Sums over the rows of layers that share an input, batch by batch.
+
+    Args:
+        group: the layers.
+        stream: that the batches are of.
+        first_held: the first window that is held out.
+        root, extra_rows: see `summed`.
+    """
+
+    def __init__(
+        self, group: tuple[Layer, ...], stream: Stream, first_held: int, root: bool, extra_rows: int | None
+    ) -> None:
+        self.group, self._stream, self._first_held, self._most = group, stream, first_held, extra_rows
+        self._fitted, self._held, self._extra = MomentSums(rooted=root), MomentSums(rooted=root), ExtraRows()
+
+    def add(self, batch: int, rows: Rows) -> None:
+        """Add what a batch showed; batches come in order."""
+        stream, size = self._stream, self._stream.sizes[batch]
+        if batch >= stream.fitted:
+            expected = len(rows.X_hat) * sum(stream.sizes[stream.fitted :]) // size  # of all extra windows
+            some = slice(None, None, max(1, -(-expected // (self._most or expected or 1))))
+            self._extra.add(rows.X_hat[some], None if rows.X is None else rows.X[some])
+            return
+        before = sum(stream.sizes[:batch])
+        cut = rows.before(Fraction(min(max(self._first_held - before, 0), size), size))
+        outputs = _lost_outputs(rows, self.group)
+        crossed = len(outputs) < len(self.group)
+        for sums, part in ((self._fitted, slice(0, cut)), (self._held, slice(cut, None))):
+            lost = {name: difference[part] for name, difference in outputs.items()}
+            sums.add(rows.X_hat[part], None if rows.X is None else rows.X[part], lost, crossed=crossed)
+
+    def observed(self, split: bool) -> Observed:
+        """Return the layers with what was summed, which is not summed on."""
+        return _observed(self.group, self._fitted, self._held, self._extra, split)
 
 
 def _lost_outputs(rows: Rows, group: tuple[Layer, ...]) -> dict[str, Tensor]:

@@ -42,7 +42,7 @@ from nearplane.request import check_request, quantization_config, rehearse, sett
 from nearplane.schemes import Device
 from nearplane.shards import refuse_unfinished
 from nearplane.tokens import Windows, calibration_windows, check_tokens
-from nearplane.tune import check_recipe, check_tunable, tune
+from nearplane.tune import check_layers, check_recipe, check_tunable, tune
 from nearplane.walk import Stage, walk
 
 log = logging.getLogger(__name__)
@@ -178,6 +178,7 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
     check_request(model, recipe)
     if recipe.tune != "none":
         check_recipe(recipe, "This run")
+        check_layers(model, "This run")
     place = Place(
         out=out,
         source=model.folder,

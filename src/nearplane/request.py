@@ -164,7 +164,7 @@ def quantization_config(
         quantized=[layer.name for layer in layers],
         ignore=left_dense(model, layers),
         grids=own,
-        experts=merged_experts(model),
+        experts=merged_experts(model, layers),
         layers={  # what is put together from several tensors is refused later, see `readers/loadable.py`
             model.written_name(layer): grids[layer.name] for layer in layers if model.stored_alone(layer)
         },

@@ -203,12 +203,26 @@ def check_recipe(recipe: Recipe, called: str) -> None:
         )
 
 
+def check_layers(model: Model, called: str) -> None:
+    """Refuse a model with layers that cannot be tuned.
+
+    Raises:
+        RecipeError: names one of them.
+    """
+    if routed := [layer for layer in model.layers if layer.routed]:
+        raise RecipeError(
+            f"{called} quantizes experts ({routed[0].name} and {len(routed) - 1:,} more), and so far tuning trains none. "
+            f"Quantize without --tune, or leave them as they are with --ignore experts."
+        )
+
+
 def _check_model(model: Model, record: RunRecord, stored: Stored) -> None:
     """Refuse an original that is not the one that was quantized.
 
     Raises:
         RecipeError: its layers are others, or a tensor that is not quantized is another in the checkpoint.
     """
+    check_layers(model, str(stored.reader.folder))
     there = {(layer.name, layer.shape) for layer in model.layers}
     if unlike := there ^ {(layer.name, (layer.out_features, layer.in_features)) for layer in record.layers}:
         raise RecipeError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -188,9 +189,7 @@ def observations(
         for groups, shown in passage:  # q/k/v, then o, then gate/up, then down
             root = scheme.factor == "qr"
             found = summed(groups, shown, stream, correct=scheme.correct, root=root, extra_rows=extra_rows)
-            yield from (
-                replace(found.pop(0), repeated=repeated) for _ in groups
-            )  # none is held when the next is summed
+            yield from map(partial(replace, repeated=repeated), found)  # none is held when the next is summed
 
 
 def observe_head(

@@ -10,7 +10,8 @@ from transformers.pytorch_utils import Conv1D
 
 from families import FAMILIES, config_of
 from nearplane.errors import ModelError
-from nearplane.models.layers import IGNORED, as_layer, find_blocks, find_layers
+from nearplane.models.layers import as_layer
+from nearplane.models.structure import IGNORED, find_blocks, find_layers
 
 
 def modules() -> list[tuple[nn.Module, Tensor]]:

@@ -35,7 +35,7 @@ STAGES = {
     "gpt2": ["c_attn", "c_proj+", "c_fc", "c_proj+"],
     "opt": ["q_proj k_proj v_proj", "out_proj+", "fc1", "fc2+"],
     "gpt_neox": ["query_key_value", "dense+", "dense_h_to_4h", "dense_4h_to_h+"],
-    "mixtral": ["q_proj k_proj v_proj", "o_proj+"],
+    "mixtral": ["q_proj k_proj v_proj", "o_proj+", "w1 w3 w1 w3 w1 w3 w1 w3", "w2 w2 w2 w2"],
 }
 
 

@@ -45,7 +45,7 @@ class PackQuantized(GridFormat):
 
     def check(self, name: str, shape: tuple[int, int], kind: str, grid: LayerGrid) -> None:
         """Refuse what transformers does not load: anything but symmetric Linear layers of whole groups."""
-        if kind != "Linear":
+        if kind not in ("Linear", "Expert"):
             raise RecipeError(
                 f"{name} is a {kind}; compressed-tensors is loaded for Linear layers only. "
                 f"Use --format gptq for Conv1D, or leave it as it is with --ignore."

@@ -72,6 +72,11 @@ class GPTQ(GridFormat):
     def check(self, name: str, shape: tuple[int, int], kind: str, grid: LayerGrid) -> None:
         """Refuse what gptqmodel's kernels do not take, and asymmetric weights in version 1."""
         bits, group_size, symmetric = grid[:3]
+        if kind == "Expert":
+            raise RecipeError(
+                f"{name} is one of several experts in one parameter, which transformers does not read from GPTQ. Use --format "
+                f"compressed-tensors, or leave them as they are with --ignore experts."
+            )
         if kind not in ("Linear", "Conv1D"):
             raise RecipeError(
                 f"{name} is a {kind}; GPTQ holds Linear and Conv1D layers. Leave it as it is with --ignore."

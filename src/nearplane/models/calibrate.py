@@ -10,7 +10,7 @@ block (attention a third of the weights): 0 + 1/3 + 1/3 + 1 for each stream and 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,22 +20,8 @@ from nearplane.errors import CalibrationError
 from nearplane.models.activations import Call, Stream, finite
 from nearplane.models.layers import Layer
 from nearplane.models.model import ABSENT, Block
-from nearplane.models.watch import Additions, Hooks, Results, Stop, total, until_stopped, wide
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """What one batch showed of the input of layers that share it.
-
-    Args:
-        X_hat: (tokens, in) rows in the quantized network.
-        X: (tokens, in) the same rows in the original network; None without a comparison.
-        residual: (tokens, out) `r - r_hat`, by layer that adds to the residual stream.
-    """
-
-    X_hat: Tensor
-    X: Tensor | None = None
-    residual: dict[str, Tensor] = field(default_factory=dict)
+from nearplane.models.rows import RoutedRows, Rows, Seen, rows_of
+from nearplane.models.watch import Additions, Hooks, Results, Stop, total, until_stopped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +79,7 @@ def first_look(block: Block, stream: Stream) -> FirstLook:
     additions = Additions(results=results)
     weights = {x.untyped_storage().data_ptr() for x in (*module.parameters(), *module.buffers())}
 
-    def entering(layer: Layer, x: Tensor) -> None:
+    def entering(layer: Layer, x: Any) -> None:
         entered.setdefault(layer.name, []).append(
             Entered(
                 same=layer.same_input(x),
@@ -107,7 +93,8 @@ def first_look(block: Block, stream: Stream) -> FirstLook:
     with additions, Hooks() as hooks:
         for layer in layers:
             hooks.before(layer, entering)
-            hooks.after(layer, additions.watch)
+            if not layer.routed:
+                hooks.after(layer, additions.watch)
         stream.forward(block, module, 0, hidden)
         additions.finish()
     if unseen := [layer.name for layer in layers if layer.name not in entered]:
@@ -133,7 +120,7 @@ def seen(
     correct: bool,
     residual: bool = True,
     last: bool = False,
-) -> Iterator[list[Rows]]:
+) -> Iterator[list[Rows | RoutedRows]]:
     """Yield for each batch what it shows of the inputs of some groups of layers, as the block is now.
 
     Args:
@@ -165,23 +152,6 @@ def seen(
     stream.ahead = correct and last
 
 
-def rows_of(name: str, quantized: Seen, original: Seen | None) -> Rows:
-    """Put together what one batch showed in each network.
-
-    Raises:
-        CalibrationError: the layer sees different tokens in the two networks.
-    """
-    if original is None:
-        return Rows(X_hat=quantized.stacked)
-    if original.tokens != quantized.tokens:
-        raise CalibrationError(
-            f"{name} sees {original.tokens} tokens in the original network and {quantized.tokens} in the quantized one (routed "
-            f"experts do): leave it out with --ignore, or do without correction."
-        )
-    residual = {layer: original.added[layer] - r_hat for layer, r_hat in quantized.added.items()}
-    return Rows(X_hat=quantized.stacked, X=original.stacked, residual=residual)
-
-
 def before_the_head(block: Block, stream: Stream) -> tuple[Layer, ...]:
     """Prepare to look at the head's inputs; return it as a group.
 
@@ -192,25 +162,6 @@ def before_the_head(block: Block, stream: Stream) -> tuple[Layer, ...]:
     stream.calls[block.name] = [Call(args=(), kwargs={}, positional=True) for _ in stream.sizes]
     block.original = block.quantized  # only looked into; both stop before they multiply
     return tuple(block.quantized_layers())
-
-
-@dataclass(slots=True)
-class Seen:
-    """What one batch showed of one group in one network: rows of its input, and what is added to the outputs of its layers."""
-
-    rows: list[Tensor] = field(default_factory=list)  # (tokens, in) each
-    added: dict[str, Tensor] = field(default_factory=dict)  # layer name: (tokens, out)
-    inputs: int = 0
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(x) for x in self.rows)
-
-    @property
-    def stacked(self) -> Tensor:
-        if not self.rows:
-            return torch.empty(0, self.inputs)
-        return self.rows[0] if len(self.rows) == 1 else torch.cat(self.rows)
 
 
 class _Look:
@@ -235,8 +186,8 @@ class _Look:
         with additions, Hooks() as hooks:
             for group, record in zip(self.groups, seen, strict=True):
 
-                def entering(layer: Layer, x: Tensor, record: Seen = record) -> None:
-                    record.rows.append(wide(layer.rows(x)))
+                def entering(layer: Layer, x: Any, record: Seen = record) -> None:
+                    record.add(layer, x)
                     missing[layer.name] -= 1
                     done()
 

@@ -15,11 +15,22 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    dot_natural_key,
+    rename_source_key,
+)
 from transformers.initialization import guard_torch_init_functions
 
 from nearplane.errors import ModelError, NumericalError
 from nearplane.shards import TensorReader
+
+PARTS = ("gate_proj", "up_proj")  # of a parameter that holds both, where checkpoints give them no names
+STACKED = [MergeModulelist, Concatenate]  # what makes one parameter of the matrices of all experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +40,21 @@ class Load:
     targets: list[str]
     sources: list[tuple[str, str]] = field(default_factory=list)  # (name in the checkpoint, pattern that matched)
     converter: WeightConverter | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """Names of the matrices in a 3-D parameter, by part (gate, up) and expert.
+
+    Args:
+        layers: in the network, of which they are no modules.
+        stored: in a checkpoint made of this one.
+        sources: of the tensors in this one that hold them.
+    """
+
+    layers: tuple[tuple[str, ...], ...]
+    stored: tuple[tuple[str, ...], ...]
+    sources: tuple[tuple[tuple[str, ...], ...], ...]
 
 
 class Weights:
@@ -41,7 +67,8 @@ class Weights:
     def __init__(self, network: PreTrainedModel, reader: TensorReader) -> None:
         self.network, self.reader = network, reader
         self._aliases = _aliases(network)
-        self._loads, self._unused = _plan(network, reader)
+        self._conversions = get_model_conversion_mapping(network)
+        self._loads, self._unused = _plan(network, reader, self._conversions)
         self._known = {*network.state_dict()}
         names = [name for name, _ in network.named_parameters(remove_duplicate=False)]
         if missing := [name for name in names if self._find(name) is None]:
@@ -86,6 +113,51 @@ class Weights:
     def merged(self) -> dict[str, list[str]]:
         """Return the parameters that are made of several tensors, or of one that is converted, and the names of these."""
         return {name: [source for source, _ in load.sources] for name, load in self._loads.items() if load.converter}
+
+    def stacked(self, parameter: str, parts: int, experts: int) -> Names:
+        """Return the names of the matrices in a 3-D parameter, as checkpoints of its type have them.
+
+        Where transformers knows of none, that of an expert's matrix is made of that of the module: "mlp.experts.3.gate_proj".
+
+        Args:
+            parameter: (experts, ..) of the network.
+            parts: how many matrices of an expert it holds, one behind the other.
+            experts: how many there are.
+        """
+        load = self._find(parameter)
+        assert load is not None, "the checkpoint has every parameter"
+        names = [name for name, _ in load.sources]
+        module, _, last = parameter.rpartition(".")
+        patterns = self._apart(parameter)
+        if patterns is None or len(patterns) != parts:
+            words = PARTS if parts > 1 else (last,)
+            layers = tuple(tuple(f"{module}.{expert}.{word}" for expert in range(experts)) for word in words)
+            return Names(layers=layers, stored=layers, sources=((tuple(names),) * experts,) * parts)
+        layers = tuple(tuple(pattern.replace("*", str(e)) for e in range(experts)) for pattern in patterns)
+        if load.converter is None:
+            return Names(layers=layers, stored=layers, sources=((tuple(names),) * experts,) * parts)
+        own = [[name for name, pattern in load.sources if pattern == p] for p in load.converter.source_patterns]
+        if any(len(part) != experts for part in own):
+            found = " and ".join(str(len(part)) for part in own)
+            raise ModelError(
+                f"{self.reader.folder}: {parameter} is of {experts} experts, the checkpoint holds {found} tensors for it. "
+                f"The two do not belong together; fetch the checkpoint again."
+            )
+        stored = tuple(tuple(name.removesuffix(".weight") for name in part) for part in own)
+        return Names(layers=layers, stored=stored, sources=tuple(tuple((name,) for name in part) for part in own))
+
+    def _apart(self, parameter: str) -> list[str] | None:
+        """Return what a checkpoint of this type calls the matrices in a 3-D parameter: "experts.*.gate_proj" for every part."""
+        for converter in self._conversions:
+            if not isinstance(converter, WeightConverter) or len(converter.target_patterns) != 1:
+                continue
+            target, sources = converter.target_patterns[0], converter.source_patterns
+            plain = all(name.count("*") == 1 and name.endswith(".weight") for name in sources)
+            steps = [type(step) for step in converter.operations]
+            if plain and parameter.endswith(target) and steps and steps == STACKED[: len(steps)]:
+                head = parameter.removesuffix(target)
+                return [head + name.removesuffix(".weight") for name in sources]
+        return None
 
     def lacks(self, name: str) -> bool:
         """Return whether the network has a parameter or buffer of this name that no tensor is for."""
@@ -177,13 +249,14 @@ def _aliases(network: nn.Module) -> dict[str, tuple[str, ...]]:
     return {name: tuple(group) for group in names.values() if len(group) > 1 for name in group}
 
 
-def _plan(network: PreTrainedModel, reader: TensorReader) -> tuple[dict[str, Load], dict[str, str]]:
+def _plan(
+    network: PreTrainedModel, reader: TensorReader, conversions: Sequence[WeightTransform]
+) -> tuple[dict[str, Load], dict[str, str]]:
     """Work out how every parameter comes out of the checkpoint.
 
     Returns:
         {parameter or buffer: load}, and of tensors that the network does not use {name: what its name would be}.
     """
-    conversions = get_model_conversion_mapping(network)
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}

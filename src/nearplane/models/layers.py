@@ -1,28 +1,23 @@
-"""What of a network can be quantized: its blocks, by structure, and the matrices in them, by exact type.
+"""The kinds of layers: views of one weight matrix, however its module stores and applies it.
 
-Knows modules; not where their weights come from, nor what becomes of them.
+Knows modules; not what becomes of their weights. Experts, of which many lie in one parameter, are in `experts.py`.
 """
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from nearplane.errors import ModelError
+from nearplane.models.conversion import Weights
 
-Kind = Literal["Linear", "Conv1D", "Conv2d", "Embedding"]
-IGNORED = "ignored"
-NOT_HANDLED = "is of no type that is handled"
+Kind = Literal["Linear", "Conv1D", "Conv2d", "Embedding", "Expert"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,6 +36,7 @@ class Layer(ABC):
     Attributes:
         kind: how the module stores and applies it.
         convolves: whether the module is given (images, channels, places) and returns that, not rows along the last dimension.
+        routed: whether it is one of several experts, of which every token takes some; see `experts.py`.
     """
 
     name: str
@@ -51,6 +47,7 @@ class Layer(ABC):
 
     kind: ClassVar[Kind]
     convolves: ClassVar[bool] = False
+    routed: ClassVar[bool] = False
 
     @property
     def parameter(self) -> str:
@@ -63,6 +60,18 @@ class Layer(ABC):
         stored = self.module.weight
         assert isinstance(stored, Tensor)
         return stored
+
+    def written(self, weights: Weights) -> str:
+        """Return the name of the layer in a checkpoint made of this one."""
+        return weights.written_name(self.parameter).removesuffix(".weight")
+
+    def copies(self, weights: Weights) -> list[str]:
+        """Return the names in the checkpoint of what holds it, several where what is tied is stored again."""
+        return weights.copies(self.parameter)
+
+    def stored_alone(self, weights: Weights) -> bool:
+        """Return whether a checkpoint made of this one can hold it by a name of its own."""
+        return weights.stored_alone(self.parameter)
 
     @abstractmethod
     def matrix(self) -> Tensor:
@@ -85,6 +94,10 @@ class Layer(ABC):
     def rows(self, x: Tensor) -> Tensor:
         """Return the rows that the matrix multiplies when the module is given `x`: (tokens, in), in its order."""
         return x.reshape(-1, x.shape[-1])
+
+    def outputs_of(self, output: Tensor) -> Tensor:
+        """Return (tokens, out) the outputs of the matrix in what the module returned, or in a gradient by that."""
+        return output.reshape(-1, self.shape[0])
 
     def share(self, x: Tensor, hidden: Tensor) -> float:
         """Return how often `x` holds a number for every token of the block's input; no integer: some tokens are left out."""
@@ -162,6 +175,10 @@ class Conv2dLayer(Layer):
         patches = nn.functional.unfold(x, *self._unfolding)
         return patches.transpose(1, 2).reshape(-1, self.shape[1])  # patches: (images, in, places)
 
+    def outputs_of(self, output: Tensor) -> Tensor:
+        """Return the outputs of all places, one place a row."""
+        return output.movedim(1, -1).reshape(-1, self.shape[0])
+
     def share(self, x: Tensor, hidden: Tensor) -> float:
         """Return 1: places are no tokens."""
         return 1.0
@@ -187,90 +204,3 @@ def as_layer(name: str, module: nn.Module) -> Layer | None:
     if kind is nn.Conv2d and (conv.groups, conv.padding_mode, type(conv.padding)) == (1, "zeros", tuple):
         return Conv2dLayer(name=name, shape=(weight.shape[0], weight[0].numel()), module=module)
     return None
-
-
-def find_layers(block: nn.Module, prefix: str, ignore: Sequence[str] = ()) -> tuple[list[Layer], list[tuple[str, str]]]:
-    """Find the matrices of a block.
-
-    Args:
-        block: the module to look into.
-        prefix: its name in the whole model.
-        ignore: regular expressions; what one of them is found in (`re.search`, on the full name) stays as it is.
-
-    Returns:
-        The layers in module order, and (name, reason) of every other module with a floating-point weight of two or more
-        dimensions of its own: the reason is its type, or `IGNORED`.
-    """
-    layers: list[Layer] = []
-    skipped: list[tuple[str, str]] = []
-    for path, module in block.named_modules():
-        name = f"{prefix}.{path}" if path else prefix
-        own = [p for p in module.parameters(recurse=False) if p.dim() >= 2 and p.is_floating_point()]
-        if not own:
-            continue
-        layer = as_layer(name, module)
-        if any(re.search(pattern, name) for pattern in ignore):
-            skipped.append((name, IGNORED))
-        elif layer is None:
-            shapes = ", ".join("x".join(map(str, p.shape)) for p in own)
-            skipped.append((name, f"{type(module).__name__} ({shapes}) {NOT_HANDLED}"))
-        else:
-            layers.append(layer)
-    return layers, skipped
-
-
-def find_ends(
-    network: PreTrainedModel, ignore: Sequence[str] = (), *, embeddings: bool, head: bool
-) -> tuple[Layer | None, Layer | None, list[tuple[str, str]]]:
-    """Find the matrices before and behind the blocks: input embeddings, of which rows are looked up, and the head.
-
-    Args:
-        network: to look into.
-        ignore: as for `find_layers`; of tied embeddings, the name of either leaves both out.
-        embeddings, head: which are wanted. Where they are tied both are one matrix, which is found as the embeddings.
-
-    Returns:
-        Embeddings, head, and (name, reason) of what is wanted and not handled.
-    """
-    inputs, outputs = network.get_input_embeddings(), network.get_output_embeddings()
-    names = {module: name for name, module in network.named_modules()}
-    tied = outputs is not None and inputs.weight is outputs.weight
-    found: list[Layer | None] = []
-    left: list[tuple[str, str]] = []
-    wanted = ((inputs, embeddings or (tied and head)), (outputs, head and not tied))
-    for module, asked in wanted:
-        name = names.get(module, "")
-        layer: Layer | None = None
-        called = (name, names[outputs]) if tied else (name,)
-        if asked and any(re.search(pattern, each) for pattern in ignore for each in called):
-            left.append((name, IGNORED))
-        elif asked and isinstance(module, nn.Embedding):  # subclasses scale what was looked up
-            layer = EmbeddingLayer(name=name, shape=(module.num_embeddings, module.embedding_dim), module=module)
-        elif asked and (module is None or (layer := as_layer(name, module)) is None):
-            left.append((name or "head", f"{type(module).__name__} {NOT_HANDLED}"))
-        found.append(layer)
-    return found[0], found[1], left
-
-
-def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Find the list of blocks that make up the depth of a network.
-
-    It is the outermost ModuleList of transformers' GradientCheckpointingLayers, the largest one if there are several;
-    without any, the ModuleList with the most parameters among those whose every member holds a matrix.
-
-    Raises:
-        ModelError: there is no such list.
-    """
-    lists = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part)]
-    marked: list[tuple[str, nn.ModuleList]] = []
-    for name, module in lists:  # named_modules goes from the outside in
-        inside = any(name.startswith(f"{outer}.") for outer, _ in marked)
-        if not inside and all(isinstance(member, GradientCheckpointingLayer) for member in module):
-            marked.append((name, module))
-    found = marked or [(name, module) for name, module in lists if all(find_layers(member, "")[0] for member in module)]
-    if not found:
-        raise ModelError(
-            f"no blocks found in {type(model).__name__}: it has no list of modules that all hold a Linear, Conv1D or "
-            f"Conv2d. nearplane quantizes models made of a stack of blocks."
-        )
-    return max(found, key=lambda entry: sum(p.numel() for p in entry[1].parameters()))

@@ -21,8 +21,10 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from nearplane.errors import ModelError, RecipeError
 from nearplane.jsonfile import read_object
 from nearplane.models.conversion import Weights
+from nearplane.models.experts import observable
 from nearplane.models.kept import MATRICES, kept_parts, outside_parts, unbuilt_parts
-from nearplane.models.layers import IGNORED, Layer, find_blocks, find_ends, find_layers
+from nearplane.models.layers import Layer
+from nearplane.models.structure import IGNORED, find_blocks, find_ends, find_layers
 from nearplane.pretrained import empty_network, find_folder, tokenizer_of
 from nearplane.shards import ShardReader, TensorReader
 
@@ -130,7 +132,7 @@ class Model:
         self.tuned: dict[str, torch.Tensor] = {}
         for index, module in enumerate(blocks):
             name = f"{self.stack}.{index}"
-            layers, left = find_layers(module, name, ignore)
+            layers, left = find_layers(module, name, ignore, self.weights.stacked)
             self.blocks.append(Block(self, name, module, layers))
             self.skipped += [(layer, reason) for layer, reason in left if reason != IGNORED]
             self.ignored += [layer for layer, reason in left if reason == IGNORED]
@@ -167,15 +169,15 @@ class Model:
 
     def stored_alone(self, layer: Layer) -> bool:
         """Return whether a checkpoint that is made of this one can hold a layer by a name of its own."""
-        return self.weights.stored_alone(layer.parameter)
+        return layer.stored_alone(self.weights)
 
     def written_name(self, layer: Layer) -> str:
         """Return the name of a layer in a checkpoint that is made of this one."""
-        return self.weights.written_name(layer.parameter).removesuffix(".weight")
+        return layer.written(self.weights)
 
     def copies(self, layer: Layer) -> list[str]:
         """Return the names in the checkpoint of a layer's weight, several where what is tied is stored again."""
-        return self.weights.copies(layer.parameter)
+        return layer.copies(self.weights)
 
     def block_names(self, index: int) -> list[str]:
         """Return the names in the checkpoint of what belongs to a block."""
@@ -246,6 +248,7 @@ class Block:
         try:
             self.quantized = deepcopy(self.empty, dict(shared)).eval().requires_grad_(False)
             self._model.weights.fill(self.quantized, f"{self.name}.", torch.device(device), dtype)
+            observable(self.quantized)
             self.original = deepcopy(self.quantized, dict(shared)) if original else None
             for name, values in self._model.tuned.items():
                 if name.startswith(f"{self.name}."):

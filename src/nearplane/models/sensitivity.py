@@ -180,8 +180,7 @@ def _back(
 
     def watch(layer: Layer) -> torch.utils.hooks.RemovableHandle:
         def count(gradient: Tensor) -> None:
-            outputs = gradient.movedim(1, -1) if layer.convolves else gradient
-            rows = outputs.reshape(-1, layer.shape[0]).double()  # (tokens, out)
+            rows = layer.outputs_of(gradient).double()  # (tokens, out)
             square = rows.square().sum(0)
             sums[layer.name] = sums[layer.name] + square if layer.name in sums else square
             if layer.name in together:

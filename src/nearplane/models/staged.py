@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from greenlet import getcurrent, greenlet
@@ -21,9 +22,10 @@ from torch import Tensor, nn
 from nearplane.errors import CalibrationError
 from nearplane.memory import free_memory
 from nearplane.models.activations import Stream, finite
-from nearplane.models.calibrate import FirstLook, Rows, Seen, first_look, rows_of, seen
+from nearplane.models.calibrate import FirstLook, first_look, seen
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block
+from nearplane.models.rows import RoutedRows, Rows, Seen, rows_of
 from nearplane.models.watch import Additions, Hooks, Results, total, wide
 from nearplane.sizes import size_text
 
@@ -121,7 +123,7 @@ class Passage:
     def __exit__(self, *error: object) -> None:
         self._end()
 
-    def __iter__(self) -> Iterator[tuple[tuple[tuple[Layer, ...], ...], Iterator[list[Rows]]]]:
+    def __iter__(self) -> Iterator[tuple[tuple[tuple[Layer, ...], ...], Iterator[list[Rows | RoutedRows]]]]:
         groups, correct = self._look.groups, self.stream.original is not None
         if not self._sequential:
             yield groups, seen(self.block, groups, self.stream, correct=correct, last=True)
@@ -183,7 +185,8 @@ class Passage:
         group, said = self._look.groups[stage], self._go_on(forward)
         if not isinstance(said, Paused) or said.stage != stage:
             raise self._astray()
-        shown = Seen(rows=[wide(group[0].rows(said.x))], inputs=group[0].shape[1])
+        shown = Seen(inputs=group[0].shape[1])
+        shown.add(group[0], said.x, waits=True)
         for layer in (layer for layer in group if layer.adds and self._original):
             operands = [self._operand(forward, number) for number in self._look.operands[layer.name]]
             shown.added[layer.name] = total(operands).reshape(-1, layer.shape[0])
@@ -197,7 +200,7 @@ class Passage:
         return wide(operand)
 
     @torch.no_grad()
-    def _shown(self, stage: int) -> Iterator[list[Rows]]:
+    def _shown(self, stage: int) -> Iterator[list[Rows | RoutedRows]]:
         """Yield what each batch shows at a stage; behind the last the original stream goes on to the next block."""
         name, states = self._look.groups[stage][0].name, self.stream.original
         for batch, forward in enumerate(self._quantized):
@@ -242,10 +245,10 @@ class Paused:
     """Where a forward waits: before the first layer of a stage, which is given `x`."""
 
     stage: int
-    x: Tensor
+    x: Any
 
 
-def _pause(stage: int, _: Layer, x: Tensor) -> None:
+def _pause(stage: int, _: Layer, x: Any) -> None:
     """Wait until the forward is to go on; the thread goes on where it was switched to this forward."""
     parent = getcurrent().parent
     assert parent is not None, "only greenlets pause"

@@ -7,8 +7,8 @@ import re
 import transformers
 
 from nearplane.errors import RecipeError
-from nearplane.models.layers import NOT_HANDLED
 from nearplane.models.model import Model
+from nearplane.models.structure import NOT_HANDLED
 
 HEADS = re.compile(
     r"For(?!CausalLM$|ConditionalGeneration$)[A-Z]\w+$"

@@ -24,11 +24,13 @@ def left_dense(model: Model, layers: Sequence[Layer] | None = None) -> list[str]
         model: the original.
         layers: what is quantized, if that is not all that can be.
     """
-    quantized = {layer.name for layer in (model.layers if layers is None else layers)}
+    layers = model.layers if layers is None else layers
+    quantized = {layer.name for layer in layers}
     names = set(model.matrices()) - quantized
     names |= {stored for name in names if (stored := _stored(model, name)) is not None}
     parts = {*experts(model), *model.unbuilt, *(_stem(names) for names in model.weights.merged().values())}
-    holding = {name[:place] for name in quantized for place, letter in enumerate(name) if letter == "."}
+    both = quantized | {model.written_name(layer) for layer in layers if layer.routed}
+    holding = {name[:place] for name in both for place, letter in enumerate(name) if letter == "."}
     return sorted(names) + [_pattern(part) for part in sorted(parts - holding - quantized)]
 
 
@@ -38,13 +40,14 @@ def experts(model: Model) -> list[str]:
     return sorted(name for name in left if name in model.stacked())
 
 
-def merged_experts(model: Model) -> list[str]:
-    """Return those of them that transformers puts together from tensors `*.weight`, one for each expert.
+def merged_experts(model: Model, layers: Sequence[Layer] | None = None) -> list[str]:
+    """Return the names of modules left alone that transformers puts together from tensors `*.weight`, one for each expert.
 
     Its reader of compressed-tensors then decodes these tensors first, and drops those that are not packed unless the scheme of
     the experts is one of eight-bit floats: "weights that ship no scale pass through untouched".
     """
-    merged = model.weights.merged()
+    quantized = {layer.parameter for layer in (model.layers if layers is None else layers)}
+    merged = {name: parts for name, parts in model.weights.merged().items() if name not in quantized}
     weights = {name.rpartition(".")[0] for name, parts in merged.items() if all(p.endswith(".weight") for p in parts)}
     return sorted(weights)
 

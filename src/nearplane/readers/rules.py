@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from nearplane.coding.words import words_of
 from nearplane.formats import format_of
 from nearplane.formats.gptq import BLOCKS_FOUND
 from nearplane.formats.layer_format import GridFormat
@@ -69,15 +70,25 @@ class ByRule(HfQuantizer):
 
 
 class Packed(ConversionOps):
-    """What transformers' reader of compressed-tensors does to tensors that it merges: what is not packed is dropped."""
+    """What transformers' reader of compressed-tensors does to tensors that it merges, by the scheme of the experts.
+
+    Those that are packed are decoded; of the others all are dropped, but under a scheme of eight-bit floats none.
+    """
 
     def __init__(self, reader: CompressedTensorsByRule) -> None:
         self.reader = reader
 
     def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the tensors that are not dropped."""
-        del args, kwargs
-        return {name: tensors for name, tensors in input_dict.items() if self.reader.keeps_dense or "_packed" in name}
+        """Return the tensors that are not dropped, those that are packed as they are when decoded."""
+        weights = self.reader.of_experts
+        if (weights["type"], weights["num_bits"]) == FP8:
+            return input_dict
+        columns = kwargs["model"].get_parameter(kwargs["full_layer_name"]).shape[-1]
+        packed = {name: tensors for name, tensors in input_dict.items() if "weight_packed" in name}
+        for tensor in (tensor for tensors in packed.values() for tensor in tensors):
+            if tensor.shape[1] != words_of(columns, weights["num_bits"]):
+                raise ValueError(f"{weights['num_bits']} bits do not make {tensor.shape[1]} words of {columns} codes")
+        return {name: [tensor.new_empty(len(tensor), columns) for tensor in all] for name, all in packed.items()}
 
 
 class CompressedTensorsByRule(ByRule):
@@ -94,11 +105,13 @@ class CompressedTensorsByRule(ByRule):
         return []
 
     @property
-    def keeps_dense(self) -> bool:
-        """Whether the scheme of experts is one under which tensors without scales stay as they are."""
-        groups = self.quantization_config.fields["config_groups"].values()
+    def of_experts(self) -> Mapping[str, Any]:
+        """The scheme by which experts are decoded: of a pattern that names them, or of a class, or the first."""
+        groups = [*self.quantization_config.fields["config_groups"].values()]
         named = [g for g in groups if any(t.startswith("re:") and "experts" in t for t in g["targets"])]
-        return bool(named) and (named[0]["weights"]["type"], named[0]["weights"]["num_bits"]) == FP8
+        classes = [g for g in groups if any(not t.startswith("re:") for t in g["targets"])]
+        weights: Mapping[str, Any] = (named or classes or groups)[0]["weights"]
+        return weights
 
     def takes(self, network: PreTrainedModel, name: str, module: nn.Module) -> tuple[int, int | None] | None:
         """Return bits and group size of a Linear that is targeted and not ignored."""

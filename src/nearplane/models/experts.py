@@ -1,0 +1,276 @@
+"""Experts whose matrices lie in stacked parameters: every matrix of every expert as a layer, and the rows that it multiplies.
+
+transformers keeps the experts of a block in one module with 3-D parameters, and lets its forward be replaced: `ExpertsInterface`.
+The forward here computes what transformers' own does and stops twice on the way, before gate and up of all experts and before down
+of all, to show all rows with their routing. Blocks in memory run it, see `observable`; other copies of the network do not.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.utils.hooks import RemovableHandle
+from transformers.integrations.moe import ExpertsInterface
+
+from nearplane.models.conversion import Names, Weights
+from nearplane.models.layers import Layer
+
+NAME = "nearplane"  # of the forward here, among transformers' implementations of experts
+Side = Literal["up", "down"]  # of an expert: what is given hidden states (gate as well), and what gives them back
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routed:
+    """What the experts of a block are about to multiply, for one batch.
+
+    Args:
+        x: (tokens, in) what all experts choose rows of; (pairs, in) where `apart`.
+        token: (pairs,) token of every pair of a token and an expert that it is routed to; by expert, ascending within each.
+        ends: where the pairs of every expert end.
+        tokens: in the batch.
+        apart: whether every pair has a row of its own.
+    """
+
+    x: Tensor
+    token: Tensor
+    ends: tuple[int, ...]
+    tokens: int
+    apart: bool
+
+    @property
+    def pairs(self) -> int:
+        """How many there are."""
+        return self.ends[-1]
+
+    def of(self, expert: int) -> slice:
+        """Return which pairs are those of an expert."""
+        return slice(self.ends[expert - 1] if expert else 0, self.ends[expert])
+
+    def rows(self, expert: int) -> Tensor:
+        """Return (pairs of an expert, in) the rows that it multiplies."""
+        here = self.of(expert)
+        return self.x[here] if self.apart else self.x[self.token[here]]
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the memory that the rows lie in."""
+        return self.x.untyped_storage()
+
+
+@dataclass(slots=True)
+class Watched:
+    """Who is to be called as the experts of a module run: before a side with a `Routed`, after a matrix with its outputs."""
+
+    before: dict[str, OrderedDict[int, Callable[[Routed], None]]] = field(default_factory=dict)
+    after: dict[tuple[str, int], OrderedDict[int, Callable[[Tensor], None]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExpertLayer(Layer):
+    """Of one matrix of one expert: some rows or columns of a slice of a 3-D parameter.
+
+    Args:
+        stored: name of the matrix in a checkpoint made of the one it comes from.
+        sources: names in that one of what holds it: a tensor of its own, or one of all experts.
+        holder: name of the parameter.
+        expert: its number.
+        outputs: which of the outputs of the slice are those of the matrix.
+        transposed: whether the slice is (in, out).
+    """
+
+    kind = "Expert"
+    routed = True
+
+    stored: str
+    sources: tuple[str, ...]
+    holder: str
+    expert: int
+    outputs: slice
+    transposed: bool
+
+    @property
+    def parameter(self) -> str:
+        """The name of the 3-D parameter, in the whole model."""
+        return self.holder
+
+    def written(self, weights: Weights) -> str:
+        """Return the name of the matrix in a checkpoint made of this one."""
+        return self.stored
+
+    def copies(self, weights: Weights) -> list[str]:
+        """Return the names in the checkpoint of what holds it."""
+        return list(self.sources)
+
+    def stored_alone(self, weights: Weights) -> bool:
+        """Return true: it has a name, if not every format's reader knows it."""
+        return True
+
+    @property
+    def side(self) -> Side:
+        """Which of the two products of an expert it is of."""
+        return "down" if self.holder.endswith("down_proj") else "up"
+
+    @property
+    def weight(self) -> Tensor:
+        """The 3-D parameter itself."""
+        return self.module.get_parameter(self.holder.rpartition(".")[2])
+
+    def matrix(self) -> Tensor:
+        """Return the part of the parameter that is this matrix."""
+        part = self.weight[self.expert]
+        return (part.T if self.transposed else part)[self.outputs]
+
+    def write(self, values: Tensor) -> None:
+        """Put (out, in) `values` in their place in the parameter."""
+        self.matrix().detach().copy_(values)
+
+    def rows(self, x: Any) -> Tensor:
+        """Return the rows that this expert multiplies."""
+        found: Tensor = x.rows(self.expert)
+        return found
+
+    def share(self, x: Any, hidden: Tensor) -> float:
+        """Return 1: all tokens are shown, with their routing."""
+        return 1.0
+
+    def same_input(self, x: Any) -> tuple[Any, ...]:
+        """Return what all experts of a block have in common before this side: they are shown together."""
+        return ("experts", self.side, x.x.data_ptr(), id(self.module))
+
+    def before(self, see: Callable[[Layer, Any], None]) -> RemovableHandle:
+        """Call `see(layer, routed)` whenever this side of the experts is about to run."""
+        return _held(watched(self.module).before.setdefault(self.side, OrderedDict()), lambda routed: see(self, routed))
+
+    def after(self, see: Callable[[Layer, Tensor], None]) -> RemovableHandle:
+        """Call `see(layer, output)` whenever this expert has run on some rows, with all outputs of the slice."""
+        key = (self.side, self.expert)
+        return _held(watched(self.module).after.setdefault(key, OrderedDict()), lambda output: see(self, output))
+
+    def outputs_of(self, output: Tensor) -> Tensor:
+        """Return (rows, out) those of this matrix."""
+        return output[:, self.outputs]
+
+
+def _held(callbacks: OrderedDict[int, Any], call: Callable[[Any], None]) -> RemovableHandle:
+    handle = RemovableHandle(callbacks)
+    callbacks[handle.id] = call
+    return handle
+
+
+def is_stack(module: nn.Module) -> bool:
+    """Whether a module holds experts whose forward transformers lets be replaced."""
+    marks = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate", "config")
+    if not all(hasattr(module, mark) for mark in marks):
+        return False
+    parts: dict[str, nn.Parameter] = dict(module.named_parameters(recurse=False))
+    return all(name in parts and parts[name].dim() == 3 for name in (_up(module), "down_proj"))
+
+
+def _up(module: Any) -> str:
+    return "gate_up_proj" if module.has_gate else "up_proj"
+
+
+def observable(root: nn.Module) -> None:
+    """Let the experts in a part of a network run the forward here, which can be watched; changes nothing of other copies."""
+    for module in root.modules():
+        if is_stack(module) and not hasattr(module, "watched"):
+            stack: Any = module
+            stack.config = copy(stack.config)
+            stack.config._experts_implementation_internal = NAME
+            stack.watched = Watched()
+            if NAME not in ExpertsInterface._global_mapping:
+                ExpertsInterface.register(NAME, forward)
+
+
+def watched(module: nn.Module) -> Watched:
+    """Return who watches the experts of a module."""
+    found: Any = getattr(module, "watched", None)
+    assert found is not None, "only experts of blocks in memory are watched"
+    return found  # type: ignore[no-any-return]
+
+
+def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Compute (tokens, hidden) outputs of the experts, as transformers' own implementations do.
+
+    What each expert computes is hidden from modes that watch functions: how much that is depends on the tokens.
+
+    Args:
+        self: the module of the experts.
+        hidden_states: (tokens, hidden).
+        top_k_index: (tokens, k) experts that each token is routed to.
+        top_k_weights: (tokens, k) of their outputs.
+    """
+    experts, (tokens, k) = getattr(self, _up(self)).shape[0], top_k_index.shape
+    order = torch.sort(top_k_index.reshape(-1), stable=True).indices  # (pairs,)
+    counts = top_k_index.reshape(-1).bincount(minlength=experts)[:experts]
+    ends = tuple(counts.cumsum(0).tolist())
+    left = tokens * k - ends[-1]  # pairs of no expert
+    token = order[: ends[-1]] // k
+
+    def multiplied(side: Side, name: str, routed: Routed) -> list[Tensor]:
+        for see in (*self.watched.before.get(side, {}).values(),):
+            see(routed)
+        weight, bias = getattr(self, name), getattr(self, f"{name}_bias", None) if self.has_bias else None
+        outputs = []
+        with torch._C.DisableTorchFunction():
+            for expert in range(experts):
+                W, b = weight[expert], None if bias is None else bias[expert]
+                outputs.append(linear(routed.rows(expert), W.T if self.is_transposed else W, b))
+        for expert, found in enumerate(outputs):
+            for see in (*self.watched.after.get((side, expert), {}).values(),):
+                see(found)
+        return outputs
+
+    both = Routed(x=hidden_states, token=token, ends=ends, tokens=tokens, apart=False)
+    up = multiplied("up", _up(self), both)
+    with torch._C.DisableTorchFunction():
+        inner = [self._apply_gate(x) if self.has_gate else self.act_fn(x) for x in up]
+    h = torch.cat(inner)  # (pairs, intermediate)
+    del up, inner
+    y = multiplied("down", "down_proj", Routed(x=h, token=token, ends=ends, tokens=tokens, apart=True))
+    if self.has_post_expert_norm:
+        with torch._C.DisableTorchFunction():
+            y = [self.post_expert_norm(x) for x in y]
+    found = torch.cat([*y, hidden_states.new_zeros(left, hidden_states.shape[1])])
+    weighted = found * top_k_weights.reshape(-1)[order, None]
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    return weighted[place].view(tokens, k, -1).sum(1).to(hidden_states.dtype)
+
+
+def stacked_layers(name: str, module: nn.Module, names: Callable[[str, int, int], Names]) -> Iterator[ExpertLayer]:
+    """Yield every matrix of every expert of a module: gate and up of one expert after the other, then down.
+
+    Args:
+        name: of the module.
+        module: for which `is_stack`.
+        names: by parameter, the number of its parts, and that of the experts.
+    """
+    stack: Any = module
+    for attribute in (_up(module), "down_proj"):
+        weight: Tensor = getattr(stack, attribute)
+        experts, *sides = weight.shape
+        out, columns = sides[::-1] if stack.is_transposed else sides
+        parts = 2 if attribute == "gate_up_proj" else 1
+        holder = f"{name}.{attribute}"
+        called = names(holder, parts, experts)
+        for expert in range(experts):
+            for part in range(parts):
+                half = slice(part * (out // parts), (part + 1) * (out // parts))
+                yield ExpertLayer(
+                    name=called.layers[part][expert],
+                    shape=(out // parts, columns),
+                    module=module,
+                    stored=called.stored[part][expert],
+                    sources=called.sources[part][expert],
+                    holder=holder,
+                    expert=expert,
+                    outputs=half if parts == 1 or stack.is_concatenated else slice(part, None, parts),
+                    transposed=stack.is_transposed,
+                )
