@@ -14,7 +14,7 @@ from nearplane.schemes import names_of
 
 SHOWN = (  # groups in the order of the help, and their flags
     ("Everyday", ("bits", "group-size", "symmetric", "grid", "embeddings", "format")),
-    ("Entropy-coded, instead of --bits", ("rate", "size", "include-head", "include-embeddings")),
+    ("Entropy-coded, instead of --bits", ("size", "rate", "include-head", "include-embeddings")),
     ("GGUF, for llama.cpp", ("pre",)),
     ("Calibration text", ("calibration", "samples", "seqlen")),
     ("Layer by layer", ("allocate", "layer", "ignore", "max-loss")),
@@ -72,6 +72,26 @@ def fields_of(part):
 )  # fmt: skip
 def test_flags_are_a_scheme(words, scheme):
     assert scheme_from(bound(*words).get("scheme")) == scheme
+
+
+@pytest.mark.parametrize(
+    ("words", "scheme"),
+    [
+        (("--size", "3.1GB"), BlockScheme(size="3.1GB")),
+        (("--size", "3.1GB", "--embeddings", "q4_k"), BlockScheme(size="3.1GB", embeddings="q4_k")),
+        (("--bits", "4.5"), BlockScheme("4.5")),
+        (("--bits", "4", "--group-size", "32"), GridScheme(group_size=32)),
+    ],
+    ids=str,
+)
+def test_flags_of_a_gguf_are_a_scheme(words, scheme):
+    flags = bound(*words, "--format", "gguf")
+    assert scheme_from(flags["scheme"], format=flags["format"]) == scheme
+
+
+def test_layers_of_a_size_have_types():
+    (own,) = layer_schemes(("v_proj=grid:q6_k",), bound("--size", "1GB")["scheme"], format="gguf")
+    assert own.scheme == BlockScheme("q6_k", size="1GB")
 
 
 @pytest.mark.parametrize(

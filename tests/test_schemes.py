@@ -62,7 +62,7 @@ def test_defaults_follow_from_what_is_given():
         ({"grid": "q4_m"}, "grid is 'q4_m'; expected one of q4_0, q4_1"),
         ({"grid": 2.5}, "grid is '2.5'; expected 2.625 to 8.5 bits per weight, or a type"),
         ({"grid": "nan"}, "grid is 'nan'; expected 2.625 to 8.5 bits"),
-        ({"grid": 4.5, "solver": "round-to-nearest"}, "grid is 4.5, which is measured on text"),
+        ({"grid": 4.5, "solver": "round-to-nearest"}, "grid is 4.5, for which layers are measured on text"),
         ({"grid": "q4_k", "bits": 4}, "bits is 4, but --grid q4_k says all of how weights are stored"),
         ({"grid": "q4_k", "rate": 3}, "grid is 'q4_k' and rate 3, but entropy-coded weights have no fixed grid"),
         ({"grid": "q4_k", "coder": "tans"}, "coder is 'tans', but --grid q4_k says all"),
@@ -241,3 +241,56 @@ def test_a_grid_of_llama_cpp_is_a_scheme_of_its_own():
     assert own.scheme_of("mlp.down_proj") == BlockScheme("q6_k")
     with pytest.raises(RecipeError, match="--format gptq does not hold such weights"):
         Recipe(scheme=mixed, format="gptq")
+
+
+@pytest.mark.parametrize(
+    ("words", "scheme"),
+    [
+        ({"bits": 4.5}, BlockScheme("4.5")),
+        ({"bits": 4.5, "allocate": "slope", "polish": 2}, BlockScheme("4.5", polish=2)),
+        ({"bits": 4, "allocate": "slope"}, BlockScheme("4")),
+        ({"allocate": "slope"}, BlockScheme("4")),
+        ({"size": "350MB"}, BlockScheme(size="350MB")),
+        ({"size": "350MB", "embeddings": "q4_k"}, BlockScheme(size="350MB", embeddings="q4_k")),
+        ({"bits": 4, "group_size": 32}, GridScheme(group_size=32)),
+    ],
+    ids=str,
+)
+def test_sizes_and_bits_that_differ_by_layer_are_types_of_llama_cpp_in_a_gguf(words, scheme):
+    recipe = Recipe.from_spellings(format="gguf", **words)
+    assert recipe.scheme == scheme
+    assert Recipe.from_json(recipe.to_json()) == recipe
+
+
+def test_a_layer_may_have_a_type_of_its_own_beside_a_size():
+    recipe = Recipe.from_spellings(format="gguf", size="1GB", layers={"down": {"grid": "q6_k"}})
+    assert recipe.scheme_of("down") == BlockScheme("q6_k", size="1GB")
+    assert [recipe.scheme_of(name).measured for name in ("up", "down")] == [True, False]
+    assert Recipe.from_json(recipe.to_json()) == recipe
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"bits": 4.5, "group_size": 32}, r"group_size is 32, but --grid 4\.5 says all of how weights are stored"),
+        ({"size": "1GB", "symmetric": False}, "symmetric is False, but --size 1GB of a GGUF says all"),
+        ({"size": "1GB", "grid": "q4_k"}, "grid is 'q4_k' and size '1GB', for which types are chosen by measuring"),
+        ({"size": "1GB", "rate": 3.0}, "take a --rate or a --size, found both"),
+        ({"size": "1GB", "allocate": "uniform"}, "allocate is uniform with --size"),
+        ({"size": "1GB", "solver": "round-to-nearest"}, "size is 1GB, for which layers are measured on text"),
+        ({"size": "1 lot"}, "size is '1 lot'; expected a number of bytes"),
+        ({"bits": 9.5}, "grid is '9.5'; expected 2.625 to 8.5 bits per weight"),
+    ],
+    ids=str,
+)
+def test_sizes_and_bits_of_a_gguf_that_contradict_are_refused(words, said):
+    with pytest.raises(RecipeError, match=said):
+        Recipe.from_spellings(format="gguf", **words)
+
+
+def test_widths_by_slope_are_no_gguf():
+    """Whoever builds the scheme by hand is told which one it is."""
+    with pytest.raises(RecipeError, match=r"Use BlockScheme\(4\.5\)"):
+        Recipe(scheme=GridScheme(bits=4.5), format="gguf")
+    with pytest.raises(RecipeError, match="take a --grid or a --size, found neither"):
+        BlockScheme()

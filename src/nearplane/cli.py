@@ -72,7 +72,7 @@ def quantize(
         model: A local folder of safetensors, or a hub id.
         out: Folder to write.
         format: Of the checkpoint: compressed-tensors (vLLM, transformers; the default), gptq or gptq_v2 (most GPTQ readers), or
-            nearplane (entropy-coded; the default with --rate or --size), or gguf (llama.cpp).
+            nearplane (entropy-coded; the default with --rate or --size), or gguf (llama.cpp; the default with --grid).
         layer: Other options for some layers, as 'down_proj=bits:4' or 'down_proj=bits:8,group_size:32': behind the regular
             expression what differs there. May be repeated; the first that matches counts. A --rate is then that of the
             other layers.
@@ -93,8 +93,8 @@ def quantize(
 
     quiet()
     recipe = Recipe(
-        scheme=scheme_from(scheme),
-        layers=layer_schemes(layer, scheme),
+        scheme=scheme_from(scheme, format=format, allocate=allocate),
+        layers=layer_schemes(layer, scheme, format=format),
         format=format,
         allocate=allocate,
         ignore=ignore,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import MISSING, asdict, field, fields, make_dataclass
+from dataclasses import MISSING, field, fields, make_dataclass
 from itertools import combinations
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -104,18 +104,25 @@ def refuse_mixed(words: Sequence[str]) -> None:
             raise RecipeError(f"{one} is {KINDS[first]}, {other} {KINDS[second]}: leave out one of them.")
 
 
-def scheme_from(flags: Any) -> AnyScheme:
+def scheme_from(flags: Any, *, format: str | None = None, allocate: str | None = None) -> AnyScheme:
     """Return the scheme that flags stand for; None is the default."""
-    return scheme_of(**({} if flags is None else asdict(flags)))
+    return scheme_of(into=format, spread=allocate, **_given(flags))
 
 
-def layer_schemes(texts: Sequence[str], flags: Any) -> tuple[LayerScheme, ...]:
+def _given(flags: Any) -> dict[str, Any]:
+    """Return what flags say that is not the default: several kinds of scheme have the others."""
+    if flags is None:
+        return {}
+    return {each.name: value for each in fields(flags) if (value := getattr(flags, each.name)) != each.default}
+
+
+def layer_schemes(texts: Sequence[str], flags: Any, *, format: str | None = None) -> tuple[LayerScheme, ...]:
     """Return the schemes of `--layer 'PATTERN=NAME:VALUE,NAME:VALUE'`, which change what the flags say for all layers.
 
     Raises:
         RecipeError: a text is not of this form, or a name or value means nothing.
     """
-    options = {} if flags is None else asdict(flags)
+    options = _given(flags)
     found = []
     for text in texts:
         pattern, _, changes = text.rpartition("=")
@@ -123,7 +130,7 @@ def layer_schemes(texts: Sequence[str], flags: Any) -> tuple[LayerScheme, ...]:
         if not pattern or not all(len(pair) == 2 for pair in pairs):
             raise RecipeError(f"--layer {text!r} is no scheme for layers; expected for instance 'down_proj=bits:4'.")
         own = chosen({name.strip(): _value(value.strip()) for name, value in pairs})
-        found.append(LayerScheme(pattern=pattern, scheme=scheme_of(**changed(options, own))))
+        found.append(LayerScheme(pattern=pattern, scheme=scheme_of(into=format, **changed(options, own))))
     return tuple(found)
 
 

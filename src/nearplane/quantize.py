@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from nearplane.budget.blocks import free_layers
 from nearplane.budget.ledger import Ledger, Solved
 from nearplane.budget.plan import Plan, Progress, plan
 from nearplane.budget.records import longest_record
@@ -220,7 +221,11 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
         if recipe.tune != "none":
             check_tunable(model, recipe, options.given, record, options.device)
         container.room = longest_record(model, record)
-        planned = before.plan if before else plan(model, recipe, windows.fitted, options.device, options.progress)
+        if before is None:
+            free = free_layers(model, asked, recipe, container, record)
+            planned = plan(model, recipe, windows.fitted, options.device, options.progress, free=free)
+        else:
+            planned = before.plan
         recipe = with_types(recipe, planned.types)
         container.config = quantization_config(model, recipe, planned.widths)
         ledger = Ledger(model, recipe, container, record, planned)

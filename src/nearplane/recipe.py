@@ -181,10 +181,12 @@ class Recipe:
         if self.allocate is None:
             object.__setattr__(self, "allocate", self.scheme.default_allocation)
         one_of("allocate", self.allocate, Allocation)
-        if isinstance(self.scheme, BlockScheme) and self.allocate != self.scheme.default_allocation:
+        if isinstance(self.scheme, BlockScheme):
+            self._check_blocks(self.scheme)
+        elif isinstance(self.scheme, GridScheme) and self.format == "gguf" and self.allocate == "slope":
             raise RecipeError(
-                f"allocate is {self.allocate} with --grid {self.scheme.grid}: layers get types by measuring where --grid is a "
-                f"number of bits per weight, as --grid 4.5, and only there."
+                f"bits is {self.scheme.bits} with --allocate slope: in a GGUF layers get types of llama.cpp. Use "
+                f"BlockScheme({self.scheme.bits})."
             )
         if self.allocate == "uniform" and isinstance(bits := getattr(self.scheme, "bits", 4), float):
             raise RecipeError(
@@ -192,6 +194,23 @@ class Recipe:
             )
         for pattern in self.ignore:
             check_pattern("ignore", pattern)
+
+    def _check_blocks(self, scheme: BlockScheme) -> None:
+        """Refuse a grid and a size, and an allocation that is not theirs.
+
+        Raises:
+            RecipeError: with what contradicts what.
+        """
+        if scheme.grid is not None and scheme.size is not None:
+            raise RecipeError(
+                f"grid is {scheme.grid!r} and size {scheme.size!r}, for which types are chosen by measuring: leave out one of them."
+            )
+        if self.allocate != scheme.default_allocation:
+            given = "--size" if scheme.grid is None else f"--grid {scheme.grid}"
+            raise RecipeError(
+                f"allocate is {self.allocate} with {given}: layers get types by measuring for a size, or where --grid is a number "
+                f"of bits per weight, as --grid 4.5, and only there."
+            )
 
     def scheme_of(self, name: str) -> AnyScheme | None:
         """Return the scheme of the layer with this full name, or None if it is to stay as it is."""
@@ -213,11 +232,13 @@ class Recipe:
     def from_json(cls, text: str) -> Recipe:
         """Read what `to_json` wrote."""
         data = json.loads(text)
+        format = data.get("format")
         layers = tuple(
-            LayerScheme(pattern=each["pattern"], scheme=scheme_of(**each["scheme"])) for each in data.pop("layers")
+            LayerScheme(pattern=each["pattern"], scheme=scheme_of(into=format, **each["scheme"]))
+            for each in data.pop("layers")
         )
         return cls(
-            scheme=scheme_of(**data.pop("scheme")),
+            scheme=scheme_of(into=format, **data.pop("scheme")),
             calibration=Calibration(**data.pop("calibration")),
             layers=layers,
             ignore=tuple(data.pop("ignore")),
@@ -244,10 +265,11 @@ class Recipe:
         own["ignore"] = tuple(own.get("ignore") or ())
         tokens = {name: options.pop(name) for name in names_of(Calibration) & options.keys()}
         other = tuple(
-            LayerScheme(pattern=pattern, scheme=scheme_of(**changed(options, chosen(changes))))
+            LayerScheme(pattern=pattern, scheme=scheme_of(into=own.get("format"), **changed(options, chosen(changes))))
             for pattern, changes in layers.items()
         )
-        return cls(scheme=scheme_of(**options), calibration=Calibration(**tokens), layers=other, **own)
+        scheme = scheme_of(into=own.get("format"), spread=own.get("allocate"), **options)
+        return cls(scheme=scheme, calibration=Calibration(**tokens), layers=other, **own)
 
 
 def changed(options: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

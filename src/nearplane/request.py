@@ -57,7 +57,7 @@ def settled(model: Model, recipe: Recipe) -> Recipe:
             continue
         place, columns = places.get(layer.name, 0), layer.shape[1]
         role = ends.get(layer.name) or role_of(layer.name)
-        named = scheme.grid if scheme.budget is None else scheme.kind.name
+        named = scheme.kind.name if scheme.measured else str(scheme.grid)
         if layer.name in ends and scheme.embeddings != "auto":
             named = scheme.embeddings
         if named == scheme.embeddings:

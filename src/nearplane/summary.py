@@ -11,7 +11,7 @@ from nearplane.dead import dead_inputs
 from nearplane.enough import shortage
 from nearplane.record import LayerRecord, RunRecord
 from nearplane.schemes import FITTING, BlockScheme
-from nearplane.sizes import counted, size_text
+from nearplane.sizes import bytes_in, counted, size_text
 
 
 def summary(record: RunRecord, out: Path) -> Iterator[str]:
@@ -121,7 +121,11 @@ def _types(record: RunRecord) -> Iterator[str]:
     if set(found) == {scheme.grid}:
         return
     said = ", ".join(f"{name} in {counted(count, 'layer')}" for name, count in found.most_common())
-    yield f"--grid {scheme.grid}: {said}"
+    if scheme.size is None:
+        yield f"--grid {scheme.grid}: {said}"
+    else:
+        reached = 100 * record.folder / bytes_in(scheme.size)
+        yield f"--size {scheme.size}: {said}; the folder has {reached:.2f} % of that"
     if (asked := TYPES.get(str(scheme.grid))) is None:
         return
     for layer in record.layers:

@@ -163,7 +163,7 @@ def _may_move(recipe: Recipe, name: str) -> bool:
     """Whether codes of a layer may come to be trained: where widths are chosen by measuring, those of all layers."""
     scheme = recipe.scheme_of(name)
     if isinstance(scheme, BlockScheme):
-        return scheme.kind.bits <= CODE_BITS
+        return scheme.measured or scheme.kind.bits <= CODE_BITS
     return not isinstance(scheme, GridScheme) or recipe.allocate == "slope" or scheme.bits < CODE_BITS + 1
 
 
@@ -199,7 +199,8 @@ def check_recipe(recipe: Recipe, called: str) -> None:
         )
     if getattr(recipe.scheme, "size", None) is not None:
         raise RecipeError(
-            f"{called} keeps to a --size, and tuning makes the record beside the weights longer. Quantize to a --rate instead."
+            f"{called} keeps to a --size, and tuning makes the record beside the weights longer. Quantize to "
+            f"a --rate instead, a GGUF to a --grid."
         )
 
 

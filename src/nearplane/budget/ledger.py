@@ -46,9 +46,10 @@ class Ledger:
         self._model, self._container = model, container
         self._closed: set[str] = set()  # names of tensors that are not quantized and are written
         self._limit: int | None = None
+        self._asked = getattr(recipe.scheme, "size", None)
         self._most = recipe.max_loss
         if isinstance(recipe.scheme, RateScheme) and (limit := recipe.scheme.bytes()) is not None:
-            self._limit, self._least, self._asked = limit, least_rate(recipe.scheme), recipe.scheme.size
+            self._limit, self._least = limit, least_rate(recipe.scheme)
             self._record = finished(record, model, limit)
             self._told: Foretold = foretell(model, recipe, recipe.scheme)
             self.planned.bounds = (self._least, HIGHEST_RATE)
@@ -128,7 +129,8 @@ class Ledger:
         Raises:
             RecipeError: it does.
         """
-        if self._limit is not None and record.folder > self._limit:
+        asked = record.recipe.scheme.asked
+        if asked is not None and asked[1] == "bytes" and record.folder > asked[0]:
             raise RecipeError(self._missed(record.folder, "in the end"))
 
     def _size(self, more: Sequence[LayerRecord] = (), rest: Sequence[str] = (), *, end: bool = False) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nearplane.block_types import TYPES, type_of
 from nearplane.budget.allocate import allocate, allocate_choices, allocate_widths, probed_rates, probed_widths
+from nearplane.budget.blocks import Free
 from nearplane.budget.foretold import budget_of, least_rate
 from nearplane.budget.probe import probe, to_rates, to_types, to_widths
 from nearplane.errors import RecipeError
@@ -127,7 +128,15 @@ class Plan:
             self._left += self.rates[layer.name] * self.to_come.pop(layer.name) - 8 * size
 
 
-def plan(model: Model, recipe: Recipe, tokens: Tensor | None, device: torch.device, progress: Progress) -> Plan:
+def plan(
+    model: Model,
+    recipe: Recipe,
+    tokens: Tensor | None,
+    device: torch.device,
+    progress: Progress,
+    *,
+    free: Free | None = None,
+) -> Plan:
     """Decide what every layer may take, by measuring the network where the recipe asks for it.
 
     Args:
@@ -136,6 +145,7 @@ def plan(model: Model, recipe: Recipe, tokens: Tensor | None, device: torch.devi
         tokens: (windows, seqlen) for calibration; None where nothing is measured.
         device: where to compute.
         progress: wraps the iterator over blocks of the probe.
+        free: what is free where layers get types of llama.cpp.
 
     Raises:
         RecipeError: the rate or size cannot be met.
@@ -147,8 +157,8 @@ def plan(model: Model, recipe: Recipe, tokens: Tensor | None, device: torch.devi
             planned = Plan()
             if tokens is not None:
                 look(planned, model, recipe.scheme, tokens, device)
-                if recipe.scheme.budget is not None:
-                    planned.types = _types(model, recipe, recipe.scheme, tokens, device, progress)
+                if free is not None:
+                    planned.types = _types(model, recipe.scheme, free, tokens, device, progress)
         case GridScheme():
             slope = recipe.allocate == "slope"
             planned = Plan(widths=_widths(model, recipe, recipe.scheme, tokens, device, progress) if slope else None)
@@ -264,32 +274,20 @@ def _widths(
 
 
 def _types(
-    model: Model, recipe: Recipe, scheme: BlockScheme, tokens: Tensor, device: torch.device, progress: Progress
+    model: Model, scheme: BlockScheme, free: Free, tokens: Tensor, device: torch.device, progress: Progress
 ) -> dict[str, str]:
-    """Give every layer in blocks a type, of more bits where the network needs it; the budget on average.
-
-    Layers that the recipe gives a type stay out of it.
-    """
-    budget = scheme.budget
-    assert budget is not None, "types are chosen for a budget"
+    """Give every layer in blocks whose type is free one of more bits where the network needs it; the budget on average."""
     rates = {TYPES[name].rate: name for name in CHOSEN}
-    probed = probed_widths(budget, list(rates))
+    probed = probed_widths(free.budget, list(rates))
     perturb = to_types([rates[rate] for rate in probed], scheme)
     curves = probe(model, tokens, perturb, device=device, progress=progress)
     columns = {layer.name: layer.shape[1] for layer in model.layers}
-    usual = {name: type_of(scheme.kind.name, "other", 0, 1, width).name for name, width in columns.items()}
-    curves = [curve for curve in curves if all(_grid(recipe, name) == usual[name] for name in curve.layers)]
+    curves = [curve for curve in curves if free.layers.issuperset(curve.layers)]
     names = [rates[rate] for rate in rates if rate >= probed[0]]
     usable = [[type_of(name, "other", 0, 1, columns[curve.layers[0]]) for name in names] for curve in curves]
-    chosen = allocate_choices(curves, budget, [sorted({kind.rate for kind in kinds}) for kinds in usable])
-    return {
+    chosen = allocate_choices(curves, free.budget, [sorted({kind.rate for kind in kinds}) for kinds in usable])
+    return free.ends | {
         layer: next(kind.name for kind in kinds if kind.rate == rate)
         for curve, kinds, rate in zip(curves, usable, chosen, strict=True)
         for layer in curve.layers
     }
-
-
-def _grid(recipe: Recipe, name: str) -> str | None:
-    """Return the type that a recipe gives a layer."""
-    scheme = recipe.scheme_of(name)
-    return scheme.grid if isinstance(scheme, BlockScheme) else None

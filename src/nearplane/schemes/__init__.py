@@ -25,7 +25,7 @@ from nearplane.schemes.base import (
     one_of,
     within,
 )
-from nearplane.schemes.grids import CHOSEN, BlockScheme, GridScheme, fitting_group
+from nearplane.schemes.grids import BITS, CHOSEN, BlockScheme, GridScheme, fitting_group
 from nearplane.schemes.rates import RateScheme
 
 __all__ = [
@@ -55,18 +55,28 @@ __all__ = [
 AnyScheme = GridScheme | BlockScheme | RateScheme
 
 
-def scheme_of(**options: Any) -> AnyScheme:
+def scheme_of(*, into: str | None = None, spread: str | None = None, **options: Any) -> AnyScheme:
     """Return the scheme that options are of: entropy-coded with a rate or size, of llama.cpp's grids with one, else on a grid.
+
+    Args:
+        into: format of the checkpoint; in a GGUF, a size and bits that differ by layer are those of llama.cpp's grids.
+        spread: how bits are spread over layers, if that is said.
+        options: fields of a scheme.
 
     Raises:
         RecipeError: an option is one that only another kind has, or none at all.
     """
-    coded = options.get("rate") is not None or options.get("size") is not None
-    blocks = options.get("grid") is not None
-    if coded and blocks:
-        name = "rate" if options.get("rate") is not None else "size"
+    given = {name: value for name, value in options.items() if value is not None}
+    if into == "gguf" and not given.keys() & {"grid", "size", "rate"}:
+        bits = given.get("bits", BITS)
+        if spread == "slope" or (isinstance(bits, float) and not bits.is_integer()):
+            given = {name: value for name, value in given.items() if name != "bits"} | {"grid": f"{bits:g}"}
+    blocks = "grid" in given or (into == "gguf" and "size" in given)
+    coded = "rate" in given or ("size" in given and not blocks)
+    if "grid" in given and ("rate" in given or ("size" in given and into != "gguf")):
+        name = "rate" if "rate" in given else "size"
         raise RecipeError(
-            f"grid is {options['grid']!r} and {name} {options[name]!r}, but entropy-coded weights have no fixed grid: leave out "
+            f"grid is {given['grid']!r} and {name} {given[name]!r}, but entropy-coded weights have no fixed grid: leave out "
             f"one of them."
         )
     kind: type[AnyScheme] = RateScheme if coded else BlockScheme if blocks else GridScheme
@@ -76,20 +86,19 @@ def scheme_of(**options: Any) -> AnyScheme:
             f"{min(unknown)} is no option of how layers are quantized; expected one of {', '.join(sorted(names_of(kind)))}. What "
             f"holds for the whole run is given once."
         )
-    for name in sorted(options.keys() - names_of(kind)):
-        if options[name] is None:
-            continue
+    for name in sorted(given.keys() - names_of(kind)):
         if coded:
             raise RecipeError(
-                f"{name} is {options[name]!r}, but entropy-coded weights have no fixed grid; leave it out, or leave out --rate "
+                f"{name} is {given[name]!r}, but entropy-coded weights have no fixed grid; leave it out, or leave out --rate "
                 f"and --size."
             )
         if blocks:
+            said = f"--grid {given['grid']}" if "grid" in given else f"--size {given['size']} of a GGUF"
             raise RecipeError(
-                f"{name} is {options[name]!r}, but --grid {options['grid']} says all of how weights are stored: leave out one of "
-                f"them."
+                f"{name} is {given[name]!r}, but {said} says all of how weights are stored: leave out one of them."
             )
         raise RecipeError(
-            f"{name} is {options[name]!r}, but only entropy-coded weights have that; give --rate or --size, or leave it out."
+            f"{name} is {given[name]!r}, but only entropy-coded weights have that; give --rate or --size, or leave it out."
         )
-    return kind(**{name: value for name, value in options.items() if name in names_of(kind)})
+    nothing = {name: None for name, value in options.items() if value is None and name in names_of(kind)}
+    return kind(**nothing | given)

@@ -24,7 +24,9 @@ from nearplane.schemes.base import (
     whole,
     within,
 )
+from nearplane.sizes import bytes_in
 
+BITS = 4  # of a code by default
 CHOSEN = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0")  # types that layers get by measuring, by rising rate
 Dense = Literal["f32", "f16", "bf16"]
 Ends = Literal[
@@ -49,7 +51,7 @@ class GridScheme(Scheme):
             backward pass; no bound of a sweep holds for such codes.
     """
 
-    bits: float = 4  # an int where it is whole; not `int | float`, of which command lines take the first that fits
+    bits: float = BITS  # an int where it is whole; not `int | float`, of which command lines take the first that fits
     group_size: int | Literal["auto"] | None = "auto"
     symmetric: bool = True
     scale: Scale = "mse"
@@ -118,14 +120,18 @@ class BlockScheme(Scheme):
         grid: A type of blocks of llama.cpp (q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k), or one of its mixes
             (q2_k_m, q3_k_m, q4_k_m, q5_k_m), or bits per weight in blocks, steps and all (4.5): every layer gets a type of its own,
             by measuring. Rows that blocks of 256 do not divide get the type that llama.cpp takes in its place.
+        size: Of the whole checkpoint folder, tokenizer and all, instead of a rate: "3.1GB", "800MiB" or a number of bytes. A
+            limit that is not exceeded. With --format gguf, layers get types of llama.cpp that add up to it, by measuring.
         embeddings: Type of embeddings and head, which are quantized too; f32, f16 or bf16 leaves them as they are, in that type.
-            auto is as llama.cpp: q6_k for the head, also where it is the embeddings; for other embeddings the type of --grid.
+            auto is as llama.cpp: q6_k for the head, also where it is the embeddings; for other embeddings the type of --grid, or
+            where that is a number the largest within it.
         polish: Sweeps of coordinate descent over the codes at the end. Default: 1.
         rounds: Passes of coordinate descent over steps, by least squares, and codes together; then codes are solved once more on
             the fitted steps, and the better ones of every row are kept. Default: 3.
     """
 
-    grid: str = field(kw_only=False)
+    grid: str | None = field(default=None, kw_only=False)
+    size: str | None = None
     embeddings: Ends = "auto"
     polish: int | None = None
     rounds: int | None = None
@@ -134,45 +140,68 @@ class BlockScheme(Scheme):
 
     def __post_init__(self) -> None:
         Scheme.__post_init__(self)
-        object.__setattr__(self, "grid", str(self.grid).lower())
-        try:
-            bits = float(self.grid)
-        except ValueError:
-            one_of("grid", self.grid, GridName)
-        else:
-            rates = [TYPES[name].rate for name in CHOSEN]
-            within(
-                "grid",
-                self.grid,
-                rates[0] <= bits <= rates[-1],
-                f"{rates[0]} to {rates[-1]} bits per weight, or a type",
+        if self.size is not None:
+            object.__setattr__(self, "size", str(self.size))
+            bytes_in(self.size)
+        if self.grid is not None:
+            self._check_grid()
+        elif self.size is None:
+            raise RecipeError(
+                "Weights in blocks of llama.cpp take a --grid or a --size, found neither: give one of them."
             )
-            if not self.calibrated:
-                raise RecipeError(f"grid is {self.grid}, which is measured on text; solver {self.solver!r} has none.")
+        if self.measured and not self.calibrated:
+            asked = f"grid is {self.grid}" if self.grid else f"size is {self.size}"
+            raise RecipeError(f"{asked}, for which layers are measured on text; solver {self.solver!r} has none.")
         one_of("embeddings", self.embeddings, Ends)
         _settle_refits(self)
+
+    def _check_grid(self) -> None:
+        """Refuse a grid that is neither a type, nor a mix, nor a rate that types have."""
+        object.__setattr__(self, "grid", str(self.grid).lower())
+        try:
+            bits = float(str(self.grid))
+        except ValueError:
+            one_of("grid", self.grid, GridName)
+            return
+        rates = [TYPES[name].rate for name in CHOSEN]
+        expected = f"{rates[0]} to {rates[-1]} bits per weight, or a type"
+        within("grid", self.grid, rates[0] <= bits <= rates[-1], expected)
 
     @property
     def title(self) -> str:
         """How weights are stored, in words."""
-        return f"on llama.cpp's grids ({self.grid})"
+        return f"on llama.cpp's grids ({self.grid or 'types by measuring'})"
+
+    @property
+    def measured(self) -> bool:
+        """Whether layers get types by measuring, for so many bits per weight or a size."""
+        return self.grid is None or self.grid[0] != "q"
 
     @property
     def budget(self) -> float | None:
-        """Bits per weight in blocks, where types are chosen by measuring; else None."""
-        return None if self.grid[0] == "q" else float(self.grid)
+        """Bits per weight in blocks that layers get together; None where the type is given, or a size leaves them."""
+        return float(self.grid) if self.grid is not None and self.measured else None
+
+    @property
+    def asked(self) -> tuple[float, str] | None:
+        """How much the checkpoint was to take, in bytes; None where the grid says it."""
+        return None if self.size is None else (float(bytes_in(self.size)), "bytes")
 
     @property
     def default_allocation(self) -> Allocation:
-        """Types of a budget are chosen by measuring."""
-        return "uniform" if self.budget is None else "slope"
+        """Whether types are chosen by measuring."""
+        return "slope" if self.measured else "uniform"
 
     @property
     def kind(self) -> BlockType:
-        """The type of blocks; of a mix the one that most layers have, of a budget the largest that it has room for."""
-        if self.budget is not None:
-            return TYPES[[name for name in CHOSEN if TYPES[name].rate <= self.budget][-1]]
-        return TYPES[self.grid.removesuffix("_m")]
+        """The type of blocks; of a mix the one that most layers have, of a budget the largest that it has room for.
+
+        Of a size it is the smallest, until it is known what the size leaves.
+        """
+        if self.measured:
+            budget = self.budget or TYPES[CHOSEN[0]].rate
+            return TYPES[[name for name in CHOSEN if TYPES[name].rate <= budget][-1]]
+        return TYPES[str(self.grid).removesuffix("_m")]
 
     @property
     def ends(self) -> tuple[bool, bool]:

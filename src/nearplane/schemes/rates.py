@@ -28,7 +28,7 @@ class RateScheme(Scheme):
     Args:
         rate: Bits per quantized weight, 0.5 to 7, every byte of the layers' tensors counted.
         size: Of the whole checkpoint folder, tokenizer and all, instead of a rate: "3.1GB", "800MiB" or a number of bytes. A
-            limit that is not exceeded.
+            limit that is not exceeded. With --format gguf, layers get types of llama.cpp that add up to it, by measuring.
         include_head: Quantize the output embeddings too, last of all.
         include_embeddings: Quantize the input embeddings too, before the blocks, which make up for it. Where they are also the
             head (tied), it is one matrix, which either option includes. Both get the mean rate, whatever layers are allocated.

@@ -14,10 +14,12 @@ from transformers import AutoModelForCausalLM
 import nearplane
 from families import LLAMA, config_of, random_model
 from nearplane import RecipeError, verify
+from nearplane.block_types import TYPES
 from nearplane.demo import CALIBRATION, MODEL
 from nearplane.gguf_header import FILE
 from nearplane.readers.network import dense_network
 from nearplane.record import read_record
+from nearplane.summary import summary
 
 TINY = LLAMA | dict(num_hidden_layers=2, hidden_size=256, intermediate_size=288, head_dim=64, num_attention_heads=4)
 TINY |= dict(num_key_value_heads=2, attention_bias=False, vocab_size=2048)
@@ -137,6 +139,37 @@ def test_types_are_chosen_for_a_budget(model_of: Callable[..., str], text: str, 
     found = verify(out, against=model)
     assert found.measured
     assert found.faults == ()
+
+
+def test_types_are_chosen_for_a_size(model_of: Callable[..., str], text: str, tmp_path: Path) -> None:
+    """The whole folder is at most that and close to it; embeddings get the largest type within the bits that layers get."""
+    model, out = model_of(tie_word_embeddings=False), tmp_path / "out"
+    layers = {"0.*q_proj": {"grid": "q2_k"}}
+    record = nearplane.quantize(model, out, size="1.5MB", format="gguf", layers=layers, calibration=text, **TOKENS)
+    assert record.folder == sum(path.stat().st_size for path in out.iterdir())
+    assert 0.95 * 1_500_000 < record.folder <= 1_500_000
+    told = {layer.name: str(layer.blocks) for layer in record.layers}
+    assert told["model.layers.0.self_attn.q_proj"] == "q2_k"
+    free = [
+        layer for layer in record.layers if "layers." in layer.name and not layer.name.endswith("0.self_attn.q_proj")
+    ]
+    bits = sum(8 * layer.bytes for layer in free) / sum(layer.out_features * layer.in_features for layer in free)
+    assert TYPES[told["model.embed_tokens"]].rate <= bits
+    assert len({layer.blocks for layer in free}) > 1
+    assert any("--size 1.5MB: " in line and "% of that" in line for line in summary(record, out))
+    found = verify(out, against=model)
+    assert found.measured
+    assert found.faults == ()
+
+
+@pytest.mark.parametrize("size", ["300KB", "300MB"])
+def test_a_size_that_types_do_not_have_is_refused(
+    size: str, model_of: Callable[..., str], text: str, tmp_path: Path
+) -> None:
+    """It says which sizes there are; nothing is left."""
+    with pytest.raises(RecipeError, match=rf"--size {size} is .* Ask for [\d,]+ to [\d,]+ bytes \(q2_k to q8_0\)"):
+        nearplane.quantize(model_of(), tmp_path / "out", size=size, format="gguf", calibration=text, **TOKENS)
+    assert not list(tmp_path.iterdir())
 
 
 def test_widths_that_no_blocks_divide_are_refused_before_work_starts(

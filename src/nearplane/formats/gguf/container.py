@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import struct
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -148,12 +149,11 @@ class GGUFFile(Container):
             found[name] = (new, shape, kind)
         return found
 
-    def _open(self) -> BinaryIO:
-        """Write the header, and make room for the data."""
+    def _begin_file(self, path: Path) -> int:
+        """Write all that stands before the data into a file; return the bytes that it will have with them."""
         import gguf
 
-        path, writer = self.folder / FILE, self._header()
-        planned, made = self._planned(), rope_factors(self._network)
+        writer, planned, made = self._header(), self._planned(), rope_factors(self._network)
         names = [*planned, *("" for _ in made)]
         writer.add_string(f"{OURS}quantization_config", json.dumps(self.config))
         writer.add_string(RECORD, " " * self.room)  # written over in the end
@@ -167,13 +167,18 @@ class GGUFFile(Container):
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         writer.close()
-        begin = padded(path.stat().st_size)
-        size = begin + sum(padded(nbytes(path, *each)) for each in tensors)
+        return padded(path.stat().st_size) + sum(padded(nbytes(path, *each)) for each in tensors)
+
+    def _open(self) -> BinaryIO:
+        """Write the header, and make room for the data."""
+        path = self.folder / FILE
+        size = self._begin_file(path)
         file = path.open("r+b")
         try:
             os.posix_fallocate(file.fileno(), 0, size)  # a full disk is found now
         except AttributeError:  # on other systems
             file.truncate(size)
+        made = rope_factors(self._network)
         for info in self._known(path):
             self._put(file, info.name, info, made[info.name])
         path.chmod((self.folder / INCOMPLETE).stat().st_mode)
@@ -274,8 +279,12 @@ class GGUFFile(Container):
     def size_with(self, *rest: Mapping[str, Kind]) -> int:
         """Return the bytes of the folder but the record: of all tensors, whatever is still to come."""
         del rest
+        size = self._size
+        if not size:  # the file is not begun
+            with tempfile.TemporaryDirectory() as place:
+                size = self._begin_file(Path(place) / FILE)
         beside = size_copied(self.place.source, trust_remote_code=self.place.trust_remote_code)
-        return self._size + beside + sum(len(text.encode()) for text in self._texts().values())
+        return size + beside + sum(len(text.encode()) for text in self._texts().values())
 
     def digests(self) -> dict[str, str]:
         """Return the SHA-256 of every file but the record, once all blocks are written."""
