@@ -1,6 +1,7 @@
 """Whether two commits write the same weights: a fixed list of runs on the demo model, and the SHA-256 of what each writes.
 
     make fingerprint OLD=<commit>          # or: python benchmarks/fingerprint.py OLD [--only WORD]
+    python benchmarks/fingerprint.py --threads 1 2     # or whether the checkout writes the same with one thread and with two
 
 The runs are made twice on this machine, by the code of OLD in a worktree of its own and by that of the checkout, each in a process
 of its own. One line a run: its name, the first digits of both hashes, and whether they agree; the command fails where one does not.
@@ -91,9 +92,11 @@ def digest(folder: Path) -> str:
     return found.hexdigest()
 
 
-def of(tree: Path, only: str) -> dict[str, str]:
-    """Return the hashes of the code in a tree, {run: SHA-256}."""
+def of(tree: Path, only: str, threads: int | None = None) -> dict[str, str]:
+    """Return the hashes of the code in a tree, {run: SHA-256}, with so many threads or as many as torch takes."""
     environment = os.environ | {"PYTHONPATH": str(tree / "src"), "OMP_WAIT_POLICY": "PASSIVE"}
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = str(threads)
     command = [sys.executable, str(Path(__file__).resolve()), "--here", "--only", only]
     found = {}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as run:
@@ -132,15 +135,21 @@ def main() -> None:
     parser.add_argument("old", nargs="?", metavar="OLD", help="commit to compare the checkout with")
     parser.add_argument("--only", default="", metavar="WORD", help="runs whose name has this word")
     parser.add_argument("--here", action="store_true", help="print the hashes of the imported package")
+    parser.add_argument(
+        "--threads", type=int, nargs=2, metavar="N", help="compare the checkout with itself, by threads"
+    )
     arguments = parser.parse_args()
     if arguments.here:
         for row in hashes(arguments.only):
             print(json.dumps(row), flush=True)
         return
-    if arguments.old is None:
-        parser.error("give the commit to compare with")
-    old = of_commit(arguments.old, arguments.only)
-    new = of(ROOT, arguments.only)
+    if (arguments.old is None) == (arguments.threads is None):
+        parser.error("give the commit to compare with, or two numbers of threads")
+    if arguments.threads is not None:
+        old, new = (of(ROOT, arguments.only, threads) for threads in arguments.threads)
+    else:
+        old = of_commit(arguments.old, arguments.only)
+        new = of(ROOT, arguments.only)
     for name in [name for name in RUNS if name in old | new]:
         same = "same" if old.get(name) == new.get(name) else "DIFFERENT"
         print(f"| {name} | {old.get(name, '-')[:12]} | {new.get(name, '-')[:12]} | {same} |")

@@ -193,6 +193,16 @@ def test_a_gguf_that_is_damaged_is_named_and_may_be_replaced(model, text, whole,
     assert contents(out) == contents(whole(way))
 
 
+def test_another_processor_is_said(model, text, whole, tmp_path, monkeypatch, caplog):
+    out, options = tmp_path / "out", dict(calibration=str(text), **WAYS["grid"], **TEXT)
+    stopped_behind(2, model, out, monkeypatch, **options)
+    monkeypatch.setattr("nearplane.notebook._processor", lambda: "another")
+    nearplane.quantize(model, out, **options)
+    assert "ran on" in caplog.text
+    assert "this is another" in caplog.text
+    assert contents(out) == contents(whole("grid"))
+
+
 def test_another_command_does_not_delete_what_can_be_gone_on_with(model, text, tmp_path, monkeypatch):
     out = tmp_path / "out"
     stopped_behind(1, model, out, monkeypatch, calibration=str(text), **WAYS["grid"], **TEXT)

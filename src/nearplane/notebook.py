@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import platform
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +29,7 @@ from nearplane.errors import FormatError, ModelError, RecipeError
 from nearplane.formats.container import Container
 from nearplane.formats.unfinished import JOURNAL, STATE
 from nearplane.jsonfile import read_object
+from nearplane.products import slow_for_mkl
 from nearplane.record import read_record
 from nearplane.shards import flush, sha256
 
@@ -139,6 +141,13 @@ class Notebook:
         try:
             self._container.go_on(state["container"])
             found = understood(state)
+            if state["processor"] != (here := _processor()):
+                log.warning(
+                    "The run that was stopped ran on %s, this is %s: the last digits of products differ, and with them may files "
+                    "from those of a run that nobody stopped.",
+                    state["processor"],
+                    here,
+                )
             self._began -= float(state["seconds"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise FormatError(f"{self._folder / STATE} is not what was written ({error!r}). {EXPECTED}.") from error
@@ -189,6 +198,7 @@ class Notebook:
                 "version": VERSION,
                 "told": self._told,
                 "seconds": self.seconds,
+                "processor": _processor(),
                 "container": self._container.state(),
                 **state,
             }
@@ -240,6 +250,12 @@ class Notebook:
         except BaseException:
             path.unlink(missing_ok=True)  # of a full disk the run itself needs what is left
             raise
+
+
+def _processor() -> str:
+    """Return what decides the last digits of products: architecture, maker, and the widest registers that torch uses."""
+    maker = "not by Intel" if slow_for_mkl() else "by Intel or ARM"
+    return f"{platform.machine()} {maker}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _tensors(page: Any) -> Iterator[Tensor]:

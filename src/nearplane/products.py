@@ -1,20 +1,21 @@
-"""Which library multiplies float32 matrices on the CPU: measured once per run, written into the record, repeated by `verify`.
+"""Which library multiplies float32 matrices on the CPU: chosen once per run, written into the record, repeated by `verify`.
 
 torch multiplies with MKL, or with oneDNN where a switch of the process permits inputs to be rounded to bf16. Neither is
 always right. On AMD processors MKL keeps to narrow registers and takes twice as long, and oneDNN computes in float32
 all the same. On processors with matrix units for bf16 (AMX) the permission is used, and losses would be off by 1e-3. So
-both are tried on products of the shapes that the run has, and oneDNN is taken only where it is clearly faster and as
-exact. Importing this sets nothing.
+oneDNN is taken on x86 processors that are not Intel's, where its products prove as exact. No clock decides: the same
+command on the same machine multiplies the same way, and writes the same bytes. Importing this sets nothing.
 """
 
 from __future__ import annotations
 
 import logging
-import time
+import platform
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,19 +29,17 @@ PRECISION: dict[Library, str] = {
     "default": "ieee",
     "onednn": "bf16",
 }  # what torch calls the switch: how inputs may be rounded
-GAIN = 1.2  # times as fast oneDNN must be: less is within the noise of a busy machine
 ERROR = 4.0  # times the error of the default that is as exact; rounding to bf16 is ten thousand times
-WORTH = 2e9  # multiplications by weights in a forward of all tokens below which a trial costs more than it gains
+WORTH = 2e9  # multiplications by weights in a forward of all tokens below which there is nothing to gain
 ROWS = 96  # of the products that are tried
 SIDE = 3072  # at most, of their matrices
 KINDS = 2  # shapes of matrices that are tried, those with the most weights
-ROUNDS = 3  # the first compiles; the best of the others counts
 EXACT = 16  # rows of each product whose error is measured
 
 
 @contextmanager
 def fastest(shapes: Iterable[tuple[int, int]], tokens: int, device: torch.device) -> Iterator[Products | None]:
-    """Choose the library for a run by a trial, and use it inside; outside the switch is as it was.
+    """Choose the library for a run, and use it inside; outside the switch is as it was.
 
     The switch is one of the process: enter before threads start, and do not run two at a time in one process.
 
@@ -50,12 +49,13 @@ def fastest(shapes: Iterable[tuple[int, int]], tokens: int, device: torch.device
         device: on which the run computes; products on a GPU are not tried.
 
     Yields:
-        The choice and what was measured; None where nothing was tried: torch has no switch, or the run is shorter than its trial.
+        The choice and what was measured; None where there was none: torch has no switch, MKL knows the processor, or the run is
+        short.
     """
     sizes = list(shapes)
     work = tokens * sum(rows * columns for rows, columns in sizes)
-    tried = device.type == "cpu" and work >= WORTH and _switch() is not None
-    products = trial(kinds(sizes)) if tried else None
+    open_ = device.type == "cpu" and work >= WORTH and _switch() is not None and slow_for_mkl()
+    products = trial(kinds(sizes)) if open_ else None
     with _using("default" if products is None else products.library):
         yield products
 
@@ -87,32 +87,30 @@ def kinds(shapes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return [shape for shape, _ in weights.most_common(KINDS)]
 
 
+def slow_for_mkl() -> bool:
+    """Whether this is an x86 processor that is not Intel's, on which MKL keeps to narrow registers."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return False
+    with suppress(OSError):
+        return "GenuineIntel" not in Path("/proc/cpuinfo").read_text()
+    return "Intel" not in platform.processor()
+
+
 def trial(shapes: Iterable[tuple[int, int]]) -> Products:
-    """Time two products for each shape by each library, in turn: a forward `X W^T` and moments `X^T X`; compare with float64."""
+    """Take two products for each shape by each library: a forward `X W^T` and moments `X^T X`; compare with float64."""
     made = torch.Generator().manual_seed(0)
-    cases = [product for shape in shapes for product in _products(*shape, made)]
-    seconds: dict[Library, list[float]] = {library: [float("inf")] * len(cases) for library in PRECISION}
     errors: dict[Library, float] = dict.fromkeys(PRECISION, 0.0)
-    for round_ in range(ROUNDS):
-        for index, (multiply, truth) in enumerate(cases):
-            for library in PRECISION:
-                with _using(library):
-                    began = time.process_time()
-                    result = multiply()
-                    took = time.process_time() - began
-                if round_:
-                    seconds[library][index] = min(seconds[library][index], took)
-                else:
-                    apart = result[:EXACT].double().sub_(truth).norm() / truth.norm()
-                    errors[library] = max(errors[library], float(apart))
-    return choice(Products(seconds={library: sum(best) for library, best in seconds.items()}, errors=errors))
+    for multiply, truth in (product for shape in shapes for product in _products(*shape, made)):
+        for library in PRECISION:
+            with _using(library):
+                apart = multiply()[:EXACT].double().sub_(truth).norm() / truth.norm()
+            errors[library] = max(errors[library], float(apart))
+    return choice(Products(errors=errors))
 
 
 def choice(measured: Products) -> Products:
-    """Return a trial with the library that it speaks for: oneDNN where it is at least `GAIN` times as fast and as exact."""
-    seconds = measured.seconds
-    faster = seconds["default"] >= GAIN * seconds["onednn"]
-    return replace(measured, library="onednn" if faster and as_exact(measured) else "default")
+    """Return a trial with the library that it speaks for: oneDNN where it is as exact."""
+    return replace(measured, library="onednn" if as_exact(measured) else "default")
 
 
 def as_exact(measured: Products) -> bool:

@@ -168,17 +168,17 @@ Library = Literal["default", "onednn"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Products:
-    """Which library multiplied float32 matrices on the CPU, and the trial that chose it; see `products.py`.
+    """Which library multiplied float32 matrices on the CPU; see `products.py`.
 
     Args:
         library: torch's default (MKL in most builds), or oneDNN.
-        seconds: of CPU time that the trial's products took, by library.
-        errors: the largest of these products, relative to float64, by library.
+        errors: the largest of products that were tried, relative to float64, by library.
+        seconds: of CPU time that these took, in records of runs that chose by time.
     """
 
     library: Library = "default"
-    seconds: dict[Library, float]
     errors: dict[Library, float]
+    seconds: dict[Library, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 from nearplane.lattice.factor import Factor
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.moments import Extra
+from nearplane.lattice.steady import total
 
 MEASURED_ROWS = 256  # at once: what is in memory beside the matrix does not grow with it, and stays in the caches
 
@@ -179,7 +180,7 @@ def losses_beside(
 
 def _squared(x: Tensor) -> float:
     """Return the sum of squares, in float64."""
-    return float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
+    return float(total(torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).square()))
 
 
 def _bounds(steps: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
@@ -219,9 +220,10 @@ def limit(loss: float, row_energy: Tensor, eigenvalues: Tensor) -> float:
         return math.inf
     for _ in range(60):  # bisection in log2 theta
         middle = (low + high) / 2
-        distortion = float((torch.exp2(variances.clamp(max=middle)) * weights).sum()) / count
+        water = variances.clamp(max=middle).mul_(math.log(2)).exp_()  # exp2 differs by where threads share it out
+        distortion = float(total(water.mul_(weights))) / count
         low, high = (middle, high) if distortion < loss else (low, middle)
-    return float(((variances - low).clamp(min=0) * weights).sum()) / (2 * count)
+    return float(total((variances - low).clamp(min=0) * weights)) / (2 * count)
 
 
 def limit_of_all(loss: float, row_energy: Tensor, mean_log: float) -> float:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nearplane.errors import NumericalError
 from nearplane.lattice.pivot import pivoted_order
+from nearplane.lattice.steady import one_thread, triangular
 
 Order = Literal["natural", "reversed", "activation", "pivoted"]
 AUTO_DAMPS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -43,8 +44,8 @@ class Factor:
         """Return (out, in) `R (H + shift I)^-1`, by two triangular solves in the dtype of `R`."""
         U = self.U.to(R.dtype)
         X = R.T[self.order]  # (in, out)
-        X = torch.linalg.solve_triangular(U, X, upper=True, unitriangular=True).div_(self.d.to(R.dtype)[:, None])
-        X = torch.linalg.solve_triangular(U.T, X, upper=False, unitriangular=True)
+        X = triangular(U, X, upper=True, unit=True).div_(self.d.to(R.dtype)[:, None])
+        X = triangular(U.T, X, upper=False, unit=True)
         solved = torch.empty_like(X)
         solved[self.order] = X
         return solved.T
@@ -121,12 +122,13 @@ def _reverse_cholesky(H: Tensor, added: Tensor, *, block: int = 192) -> tuple[Te
         a = max(b - block, 0)
         S = torch.addmm(H[:b, a:b], R[:b, b:], R[a:b, b:].T, alpha=-1)  # (b, b - a), Schur complement of this block
         S[a:].diagonal().add_(added[a:b])
-        L, info = torch.linalg.cholesky_ex(S[a:].flip(0, 1))
+        with one_thread():
+            L, info = torch.linalg.cholesky_ex(S[a:].flip(0, 1))
         positive = L.diagonal() > 0
         if int(info) or not bool(positive.all()):
             return R, b - (int(info) or 1 + int((~positive).nonzero()[0]))
         R[a:b, a:b] = L.flip(0, 1)
-        R[:a, a:b] = torch.linalg.solve_triangular(R[a:b, a:b].T, S[:a], upper=False, left=False)
+        R[:a, a:b] = triangular(R[a:b, a:b], S[:a].T, upper=True).T
     return R, None
 
 

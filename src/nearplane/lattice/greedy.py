@@ -22,6 +22,7 @@ from torch import Tensor
 from nearplane.errors import NumericalError
 from nearplane.lattice.codebook import Table, position_of, round_code
 from nearplane.lattice.grid import Grid, QuantizedMatrix, Weights
+from nearplane.lattice.steady import one_thread
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int32]
@@ -121,13 +122,15 @@ def _inverse(H: Tensor, shift: float, live: Tensor) -> tuple[Tensor, Tensor]:
     A.diagonal().add_(shift)
     if not bool(torch.isfinite(A).all()):
         raise NumericalError("The Hessian holds NaN or Inf: the calibration inputs of this layer are not finite.")
-    L, info = torch.linalg.cholesky_ex(A)
+    with one_thread():
+        L, info = torch.linalg.cholesky_ex(A)
     if int(info):
         raise NumericalError(
             f"The Hessian is not positive definite: the pivot of column {int(live[int(info) - 1])} is not positive with "
             f"{shift:g} added to the diagonal. Use more calibration tokens, or a larger --damp or --sweep-damp."
         )
-    return torch.cholesky_inverse(L), 1 / A.diagonal()
+    with one_thread():
+        return torch.cholesky_inverse(L), 1 / A.diagonal()
 
 
 def sweep_rows_torch(weights: Weights, P: Tensor, floor: Tensor, rows: int) -> tuple[Tensor, Tensor]:

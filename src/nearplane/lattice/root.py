@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nearplane.errors import NumericalError
 from nearplane.lattice.factor import AUTO_DAMPS, Factor, Order, order_by, rounding_order
+from nearplane.lattice.steady import one_thread
 
 TALL = 2  # rows of a block over columns: R below it is a quarter of the work, and three of such blocks fit in memory
 
@@ -113,6 +114,7 @@ def _reverse_root(A: Tensor, shift: float) -> Tensor:
 def _triangle(A: Tensor) -> Tensor:
     """Return R (in, in) of `A = Q R`, upper triangular, its diagonal not negative; rows of 0 where A has fewer rows."""
     n = A.shape[1]
-    T: Tensor = torch.linalg.qr(A, mode="r").R  # (min(rows, in), in)
+    with one_thread():
+        T: Tensor = torch.linalg.qr(A, mode="r").R  # (min(rows, in), in)
     T = T * torch.where(T.diagonal() < 0, -1, 1)[:, None]
     return T if len(T) == n else torch.cat([T, T.new_zeros(n - len(T), n)])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nearplane.lattice.factor import Factor
+from nearplane.lattice.steady import total
 
 
 def mismatch(W: Tensor, H: Tensor, C: Tensor, S: Tensor | None) -> Tensor:
@@ -42,10 +43,11 @@ def trust(lost_held_out: Tensor, H_held_out: Tensor, Delta: Tensor) -> float:
         H_held_out: (in, in) of the held-out tokens.
         Delta: (out, in) correction fitted on the other tokens.
     """
-    energy = float(((Delta @ H_held_out.to(Delta.dtype)) * Delta).sum(dtype=H_held_out.dtype))
+    wide = H_held_out.dtype
+    energy = float(total((Delta @ H_held_out.to(Delta.dtype)) * Delta, wide))
     if energy <= 0:
         return 0.0
-    return min(1.0, max(0.0, float((lost_held_out * Delta).sum(dtype=H_held_out.dtype)) / energy))
+    return min(1.0, max(0.0, float(total(lost_held_out * Delta, wide)) / energy))
 
 
 def weighted_difference(whole: Tensor, tokens: int, part: Tensor, part_tokens: int) -> Tensor:

@@ -18,6 +18,7 @@ from nearplane.lattice.factor import TRUSTED, Factor, factorize
 from nearplane.lattice.moments import Moments
 from nearplane.lattice.pivot import pivoted
 from nearplane.lattice.root import factorize_root
+from nearplane.lattice.steady import one_thread
 from nearplane.lattice.target import correction, mismatch, trust, weighted_difference
 from nearplane.schemes import Order, Scheme
 
@@ -48,7 +49,8 @@ class Inputs:
         if not self._eigenvalues:
             H = self.moments.H
             diagonal = int(H.count_nonzero()) == int(H.diagonal().count_nonzero())
-            self._eigenvalues.append((H.diagonal() if diagonal else torch.linalg.eigvalsh(H)).clamp(min=0))
+            with one_thread():
+                self._eigenvalues.append((H.diagonal() if diagonal else torch.linalg.eigvalsh(H)).clamp(min=0))
         return self._eigenvalues[0]
 
     def mean_log_eigenvalue(self, level: float) -> float | None:
@@ -62,10 +64,11 @@ class Inputs:
             return None
         lower = H.to(torch.float32, copy=True)
         lower.diagonal().sub_(level)
-        if int(torch.linalg.cholesky_ex(lower).info):
-            return None
-        if not self._mean_log:
-            L, info = torch.linalg.cholesky_ex(H)
+        with one_thread():
+            if int(torch.linalg.cholesky_ex(lower).info):
+                return None
+            L, info = (None, 0) if self._mean_log else torch.linalg.cholesky_ex(H)
+        if L is not None:
             self._mean_log.append(None if int(info) else 2 * float(L.diagonal().double().log2().mean()))
         return self._mean_log[0]
 

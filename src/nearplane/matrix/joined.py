@@ -21,6 +21,7 @@ from nearplane.errors import NumericalError
 from nearplane.lattice.factor import factorize
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.solve import Solution
+from nearplane.lattice.steady import one_thread
 
 DAMP = 0.1  # of G, relative to the mean of its diagonal
 PARTS, LEAST_ROWS = 16, 16  # of a run, that are solved one after the other; rows of a part at least
@@ -68,7 +69,8 @@ def _passed_on(M: Tensor, errors: Tensor, rows: Tensor) -> Tensor:
         return errors[rows]  # all 0
     first, end = int(rows[0]), int(rows[-1]) + 1
     left = M[first:end, :first] @ errors[:first]
-    passed: Tensor = torch.linalg.solve_triangular(M[first:end, first:end], left, upper=False)
+    with one_thread():
+        passed: Tensor = torch.linalg.solve_triangular(M[first:end, first:end], left, upper=False)
     return passed
 
 
