@@ -1,9 +1,11 @@
 """Comparing methods on a model: every row is a real run, says what it is, and what could not be run says why."""
 
+import importlib
 import json
 import math
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +14,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import nearplane
 from checkpoints import save_part_of_the_demo, tiny_llama
-from nearplane import Calibration, RecipeError, cli
-from nearplane.compare import ORIGINAL, WAYS, Row, fixed_grid, recipe_for
+from nearplane import Calibration, FormatError, RecipeError, cli
+from nearplane.compare import ORIGINAL, WAYS, fixed_grid, recipe_for
+from nearplane.compared import Row
 from nearplane.compare_figure import check_plot, draw
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.formats.stored import read_matrices
@@ -176,6 +179,40 @@ def test_kept_checkpoints_never_mix_with_what_is_there(tmp_path):
     (tmp_path / "something").write_text("here")
     with pytest.raises(RecipeError, match="empty folder"):
         nearplane.compare(MODEL, [3.0], text=HELD_OUT, keep=tmp_path)
+
+
+def test_a_comparison_that_was_stopped_goes_on_behind_its_rows(rows, small, tmp_path, monkeypatch):
+    """Stopped while it measures the second method, it goes on with that checkpoint; other bits are rows beside these."""
+    words = dict(text=HELD_OUT, calibration=TOKENS, samples=8, keep=tmp_path / "kept", methods=GRIDS)
+    program = importlib.import_module("nearplane.compare")
+    evaluate, ran = program.evaluate, []
+
+    def counted(model, *args, **more):
+        ran.append(Path(model).name)
+        if len(ran) == 3:
+            raise KeyboardInterrupt
+        return evaluate(model, *args, **more)
+
+    monkeypatch.setattr(program, "evaluate", counted)
+    with pytest.raises(KeyboardInterrupt):
+        list(nearplane.compare(small, BITS[:1], **words))
+    quantized, quantize = [], program.quantize
+    monkeypatch.setattr(
+        program, "quantize", lambda model, out, *a, **w: (quantized.append(out.name), quantize(model, out, *a, **w))[1]
+    )
+    found = list(nearplane.compare(small, BITS[:1], **words))
+    assert quantized == ["nearplane-grid-3.125"]
+    assert ran == ["small", "rtn-mse-3.125", "gptq-mse-3.125", "gptq-mse-3.125", "nearplane-grid-3.125"]
+    wanted = {(r.method, r.asked): (r.rate, r.bytes, r.perplexity, r.kl) for r in rows}
+    assert all(wanted[r.method, r.asked] == (r.rate, r.bytes, r.perplexity, r.kl) for r in found)
+    again = list(nearplane.compare(small, [3.125, 2.7], **words))
+    assert again[:4] == found
+    assert len(ran) == 5
+    with pytest.raises(RecipeError, match="samples differ"):
+        nearplane.compare(small, BITS[:1], **{**words, "samples": 4})
+    (tmp_path / "kept" / "rows.json").write_text("{")
+    with pytest.raises(FormatError, match=r"rows\.json cannot be read"):
+        nearplane.compare(small, BITS[:1], **words)
 
 
 def several(rows):

@@ -199,7 +199,8 @@ def compare(
         eval_samples: Windows of the text, its first ones. Default: all.
         eval_seqlen: Tokens of a window of the text. Default: as in calibration.
         plot: Figure to draw, .svg, .png or .pdf: perplexity against bits, or against gigabytes where there are several models.
-        keep: Folder for the checkpoints. Default: each is deleted once it is measured.
+        keep: Folder for the checkpoints and the rows; the same command goes on in it where it was stopped. Default: each is deleted
+            once it is measured.
         device: Where to compute; auto is the GPU where there is one.
         trust_remote_code: Run model code that comes with the checkpoints.
         json: Print JSON.

@@ -18,58 +18,35 @@ and checkpoints in float32 have 32-bit steps: the true bits, all bytes of the la
 
 from __future__ import annotations
 
+import hashlib
 import math
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nearplane.budget.plan import Progress
+from nearplane.compared import Compared, Row
 from nearplane.errors import RecipeError
 from nearplane.evaluate import evaluate
 from nearplane.models.layers import Layer
-from nearplane.models.model import Model, open_model
+from nearplane.models.model import Model, device_of, open_model
+from nearplane.notebook import told
+from nearplane.pretrained import find_folder
 from nearplane.progress import silent
 from nearplane.quantize import quantize
 from nearplane.recipe import Calibration, Recipe, Way
+from nearplane.record import NAME as RECORD
+from nearplane.record import RunRecord, read_record, versions
 from nearplane.schemes import Device, Format, GridScheme, RateScheme, Solver, fitting_group
-from nearplane.wholefile import check_writable
+from nearplane.shards import refuse_unfinished, sha256
 
 WAYS: tuple[Way, ...] = Way.__args__  # type: ignore[attr-defined]
 ORIGINAL = "original"
 GROUPS = (32, 64, 128, 256, 512, 1024)  # powers of two, so that the largest one that fits is a greatest common divisor
 CLOSE = 0.005  # of the bits asked for: what is not worth a note
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One method at one number of bits on one model.
-
-    Args:
-        model: As the user named it.
-        method: One of `WAYS`, or "original".
-        asked: Bits per weight; None for the original.
-        rate: Bits per quantized weight in the file, every byte of the layers' tensors counted; of the original, its dtype's.
-        bytes: Of all weight files.
-        perplexity: On the text.
-        kl: KL(original || this), nats per token.
-        seconds: To quantize.
-        note: What differs from what was asked; or, where nothing was measured and the figures are None, why.
-        folder: The checkpoint, if it was kept; of the original, its own.
-    """
-
-    model: str
-    method: str
-    asked: float | None = None
-    rate: float | None = None
-    bytes: int | None = None
-    perplexity: float | None = None
-    kl: float | None = None
-    seconds: float = 0.0
-    note: str = ""
-    folder: Path | None = None
 
 
 def compare(
@@ -96,7 +73,8 @@ def compare(
         methods: of `WAYS`.
         samples: windows of the text, its first; None: all.
         seqlen: tokens of a window of the text; None: as in calibration.
-        keep: folder for the checkpoints, as MODEL/METHOD-BITS; None: they are deleted, one by one.
+        keep: folder for the checkpoints, as MODEL/METHOD-BITS, and for the rows: given again it goes on where it was stopped. None:
+            checkpoints are deleted, one by one.
         device: where to compute.
         trust_remote_code: run model code that comes with the checkpoints.
         progress: wraps iterators over layers and windows: (items, label, total) -> items.
@@ -115,12 +93,8 @@ def compare(
     if not models or not bits or not methods:
         raise RecipeError("Nothing to compare: give at least one model, one number of bits and one method.")
     names = [Path(model).name for model in models]
-    if keep is not None and (len(set(names)) < len(names) or (Path(keep).is_dir() and any(Path(keep).iterdir()))):
-        raise RecipeError(
-            f"{keep} is to take one folder a model ({', '.join(names)}): expected different names and a new or empty folder."
-        )
-    if keep is not None:
-        check_writable(Path(keep))
+    if keep is not None and len(set(names)) < len(names):
+        raise RecipeError(f"{keep} is to take one folder a model ({', '.join(names)}): expected different names.")
     calibration = calibration or Calibration()
     measure = _Measure(
         text=text,
@@ -130,7 +104,9 @@ def compare(
         trust_remote_code=trust_remote_code,
         progress=progress,
     )
-    return _rows(models, bits, methods, calibration, keep, measure)
+    told = {} if keep is None else measure.told(models, calibration)
+    known = Compared(None if keep is None else Path(keep), told)
+    return _rows(models, bits, methods, calibration, keep, measure, known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +119,16 @@ class _Measure:
     device: Device
     trust_remote_code: bool
     progress: Progress
+
+    def told(self, models: Sequence[str | Path], calibration: Calibration) -> dict[str, Any]:
+        """Return all that rows depend on beside their method and bits."""
+        asked = {"calibration": asdict(calibration), "samples": self.samples, "seqlen": self.seqlen}
+        folders = {
+            Path(model).name: find_folder(str(model), trust_remote_code=self.trust_remote_code) for model in models
+        }
+        texts = [self.text] if calibration.calibration is None else [self.text, calibration.calibration]
+        digest = " ".join(content_of(Path(text)) for text in texts)
+        return told(asked, folders, digest, versions(), device_of(self.device))
 
     def original(self, model: str | Path, opened: Model) -> Row:
         """Return the row of the model itself."""
@@ -172,7 +158,7 @@ class _Measure:
             "trust_remote_code": self.trust_remote_code,
             "progress": self.progress,
         }
-        record = quantize(model, out, recipe, **options)
+        record = _there(out, recipe) or quantize(model, out, recipe, **options)
         result = evaluate(out, self.text, samples=self.samples, seqlen=self.seqlen, against=model, **options)
         return Row(
             model=str(model),
@@ -200,14 +186,18 @@ def _rows(
     calibration: Calibration,
     keep: str | Path | None,
     measure: _Measure,
+    known: Compared,
 ) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="nearplane-") as temporary:
         for model in models:
             opened = open_model(str(model), trust_remote_code=measure.trust_remote_code)
-            yield measure.original(model, opened)
+            yield known.get(str(model), ORIGINAL, None) or known.add(measure.original(model, opened))
             layers = [layer for block in opened.blocks for layer in block.layers]
             for asked in bits:
                 for method in methods:
+                    if (before := known.get(str(model), method, asked)) is not None:
+                        yield before
+                        continue
                     out = Path(keep or temporary) / Path(model).name / f"{method}-{asked:g}"
                     try:
                         recipe, note = recipe_for(method, asked, layers, calibration)
@@ -221,7 +211,25 @@ def _rows(
                     if keep is None:
                         shutil.rmtree(out, ignore_errors=True)
                         row = replace(row, folder=None)
-                    yield row
+                    yield known.add(row)
+
+
+def _there(out: Path, recipe: Recipe) -> RunRecord | None:
+    """Return the record of a checkpoint that a comparison made and was stopped before it was measured."""
+    if not (out / RECORD).is_file():
+        return None
+    refuse_unfinished(out)
+    record = read_record(out)
+    return record if record.recipe == recipe else None
+
+
+def content_of(text: Path) -> str:
+    """Return the SHA-256 of a text file, or of all files of a folder; of what is neither, its name."""
+    if text.is_file():
+        return sha256(text)
+    if not text.is_dir():
+        return str(text)
+    return hashlib.sha256("".join(sha256(p) for p in sorted(text.rglob("*")) if p.is_file()).encode()).hexdigest()
 
 
 def recipe_for(method: Way, bits: float, layers: Iterable[Layer], calibration: Calibration) -> tuple[Recipe, str]:

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nearplane.compare import ORIGINAL, WAYS, Row
+from nearplane.compare import ORIGINAL, WAYS
+from nearplane.compared import Row
 from nearplane.errors import RecipeError
 from nearplane.recipe import Way
 from nearplane.wholefile import check_writable, write_whole
