@@ -58,7 +58,7 @@ bench-gguf: $(VENV)/.tested-with $(LLAMA)/.installed   # beside llama.cpp's own 
 $(LLAMA)/.installed:
 	$(PYTHON) -m venv $(LLAMA)
 	$(LLAMA)/bin/python -m pip --disable-pip-version-check install --quiet "$(TORCH)"
-	$(LLAMA)/bin/python -m pip --disable-pip-version-check install --quiet ".[gguf]" pytest hypothesis llama-cpp-python==0.3.36 "$(TORCH)"
+	$(LLAMA)/bin/python -m pip --disable-pip-version-check install --quiet ".[gguf]" pytest hypothesis sentencepiece protobuf llama-cpp-python==0.3.36 "$(TORCH)"
 	touch $@
 
 $(PEERS)/gptqmodel/.installed: PINS = gptqmodel==7.6.0 optimum==2.3.0 numpy==2.2.6

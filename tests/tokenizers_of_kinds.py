@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -77,3 +79,26 @@ def saved(tokenizer: Tokenizer, folder: Path) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     ).save_pretrained(folder)
+
+
+def save_sentencepiece(folder: Path, size: int = 800) -> None:
+    """Save a tokenizer as Llama 2 has it: a tokenizer.model of SentencePiece, no tokenizer.json."""
+    import sentencepiece
+
+    made = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXT.splitlines()),
+        model_writer=made,
+        model_type="bpe",
+        vocab_size=size,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
+        split_digits=True,
+        minloglevel=3,
+    )
+    (folder / "tokenizer.json").unlink(missing_ok=True)
+    (folder / "tokenizer.model").write_bytes(made.getvalue())
+    config = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))

@@ -7,8 +7,10 @@ before, and what transformers raises, which are programs of many makers, becomes
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,9 @@ from nearplane.shards import ShardReader, TensorReader, refuse_unfinished
 
 FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 LONGEST = 400  # letters of what transformers says that an error repeats
+TOKENIZER, PIECES = "tokenizer.json", "tokenizer.model"
+OTHERS = (PIECES, "tokenizer_config.json", "vocab.json", "vocab.txt")  # files that a tokenizer may be in instead
+READERS = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}  # what transformers reads PIECES with
 EXTRAS = {  # methods whose weights transformers loads with further packages only
     "compressed-tensors": 'pip install "nearplane[serve]"',
     "gptq": "pip install optimum gptqmodel",
@@ -149,10 +154,41 @@ def tokenizer_of(folder: Path, *, trust_remote_code: bool = False) -> PreTrained
     """Load the tokenizer of a folder.
 
     Raises:
-        ModelError: the folder holds none, or a damaged one.
+        ModelError: the folder holds none, or a damaged one, or one that needs packages that are not there.
     """
+    alone = (folder / PIECES).is_file() and not (folder / TOKENIZER).is_file()
+    if alone and (missing := [name for name, package in READERS.items() if not _there(package)]):
+        raise ModelError(
+            f"{folder} holds its tokenizer as {PIECES}, which transformers reads with further packages: pip install "
+            f"{' '.join(missing)}"
+        )
     with in_a_sentence(f"{folder} holds no tokenizer that transformers can load"):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+
+
+def _there(package: str) -> bool:
+    """Return whether a package can be imported."""
+    try:
+        return find_spec(package) is not None
+    except (ModuleNotFoundError, ValueError):  # what it lies in is missing, or was made unavailable
+        return False
+
+
+def has_other_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has a tokenizer in other files than tokenizer.json."""
+    return not (folder / TOKENIZER).is_file() and any((folder / name).is_file() for name in OTHERS)
+
+
+def save_tokenizer(folder: Path, place: Path, *, trust_remote_code: bool = False) -> None:
+    """Save the tokenizer of a model as transformers does, with the config, which may name special tokens, into another folder.
+
+    Raises:
+        ModelError: it cannot be loaded, or saved.
+    """
+    tokenizer = tokenizer_of(folder, trust_remote_code=trust_remote_code)
+    with in_a_sentence(f"{folder} holds a tokenizer that transformers cannot save"):
+        tokenizer.save_pretrained(place)
+    shutil.copyfile(folder / "config.json", place / "config.json")
 
 
 def _needs(folder: Path) -> str:

@@ -186,6 +186,7 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
         overwrite=options.overwrite,
         trust_remote_code=trusted,
         network=model.config.to_dict(),
+        tokenizer=model.tokenizer_folder() if recipe.format == "gguf" else None,
         resumes=True,
     )
     config = quantization_config(model, recipe)

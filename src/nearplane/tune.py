@@ -105,6 +105,7 @@ def tune(
         overwrite=overwrite,
         trust_remote_code=trust_remote_code,
         network=model.config.to_dict(),
+        tokenizer=model.tokenizer_folder() if record.recipe.format == "gguf" else None,
         resumes=True,
     )
     if place.out.resolve() == folder.resolve():

@@ -39,6 +39,7 @@ class Place:
         overwrite: replace a checkpoint in `out`.
         trust_remote_code: copy the model's Python files.
         network: config.json as transformers completes it, for formats that say the shape of the network themselves.
+        tokenizer: folder with its tokenizer as tokenizer.json, if it has one, for formats that say it themselves; None: `source`.
         resumes: keep what a run that was stopped left, see `Container.found`.
     """
 
@@ -47,6 +48,7 @@ class Place:
     overwrite: bool = False
     trust_remote_code: bool = False
     network: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer: Path | None = None
     resumes: bool = False
 
 

@@ -6,6 +6,9 @@ The network is built on the meta device. Knows files and modules; not what is co
 from __future__ import annotations
 
 import math
+import shutil
+import tempfile
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +28,7 @@ from nearplane.models.experts import observable
 from nearplane.models.kept import MATRICES, kept_parts, outside_parts, unbuilt_parts
 from nearplane.models.layers import Layer
 from nearplane.models.structure import IGNORED, find_blocks, find_ends, find_layers
-from nearplane.pretrained import empty_network, find_folder, tokenizer_of
+from nearplane.pretrained import empty_network, find_folder, has_other_tokenizer, save_tokenizer, tokenizer_of
 from nearplane.shards import ShardReader, TensorReader
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -162,6 +165,19 @@ class Model:
             ModelError: the folder holds none.
         """
         return tokenizer_of(self.folder, trust_remote_code=self.trust_remote_code)
+
+    def tokenizer_folder(self) -> Path:
+        """Return a folder whose tokenizer, if it has one, has a tokenizer.json: `folder`, or one that lasts as long as this object.
+
+        Raises:
+            ModelError: a tokenizer in other files cannot be loaded.
+        """
+        if not has_other_tokenizer(self.folder):
+            return self.folder
+        place = Path(tempfile.mkdtemp())
+        weakref.finalize(self, shutil.rmtree, place, ignore_errors=True)
+        save_tokenizer(self.folder, place, trust_remote_code=self.trust_remote_code)
+        return place
 
     def source_name(self, parameter: str) -> str:
         """Return the name in the checkpoint of a parameter of the network; see `Weights.source_name`."""

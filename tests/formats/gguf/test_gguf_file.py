@@ -16,7 +16,7 @@ import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import nearplane
 from families import FAMILIES, LLAMA, config_of, random_model
@@ -24,11 +24,13 @@ from nearplane import FormatError, ModelError, RecipeError
 from nearplane.cli import app
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.formats.gguf.file import GGUFReader
+from nearplane.formats.gguf.tokenizer import vocabulary
 from nearplane.formats.stored import read_dense
 from nearplane.gguf_header import FILE, read_header
 from nearplane.readers.network import dense_network
 from nearplane.record import RunRecord, read_record
 from nearplane.record_inside import record_inside
+from tokenizers_of_kinds import save_sentencepiece
 
 PHI3 = LLAMA | dict(head_dim=8, num_key_value_heads=4)
 SHAPES: dict[str, dict[str, Any]] = {
@@ -397,6 +399,37 @@ def test_an_unknown_tensor_is_refused(model_of: Callable[..., Path], text: str, 
     save_file(tensors | {"model.mtp.weight": torch.zeros(2)}, source / "model.safetensors", {"format": "pt"})
     with pytest.raises(RecipeError, match=r"model\.mtp\.weight: llama\.cpp knows no such tensor"):
         nearplane.quantize(source, tmp_path / "out", calibration=text, **WORDS)
+
+
+def test_a_tokenizer_model_alone_is_read_as_transformers_does(
+    model_of: Callable[..., Path], text: str, tmp_path: Path
+) -> None:
+    """Pieces, scores and what comes first are those of the tokenizer.json that it would save."""
+    source, out = model_of("llama", attention_bias=False), tmp_path / "out"
+    save_sentencepiece(source)
+    nearplane.quantize(source, out, calibration=text, **WORDS)
+    AutoTokenizer.from_pretrained(source).save_pretrained(tmp_path / "saved")
+    wanted, fields = vocabulary(tmp_path / "saved", 2048), gguf.GGUFReader(out / FILE).fields
+    assert wanted.model == fields["tokenizer.ggml.model"].contents() == "llama"
+    assert list(wanted.tokens) == fields["tokenizer.ggml.tokens"].contents()
+    assert list(wanted.scores) == fields["tokenizer.ggml.scores"].contents()
+    assert fields["tokenizer.ggml.add_bos_token"].contents()
+    assert nearplane.verify(out, against=source, calibration=text).faults == ()
+
+
+@pytest.mark.parametrize("package", ["sentencepiece", "google.protobuf"])
+def test_what_a_tokenizer_model_needs_is_one_sentence(
+    package: str, model_of: Callable[..., Path], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = model_of("llama", attention_bias=False)
+    (source / "tokenizer.json").unlink()
+    (source / "tokenizer.model").write_bytes(b"pieces")
+    with pytest.raises(ModelError, match="no tokenizer that transformers can load"):
+        nearplane.quantize(source, tmp_path / "out", calibration=text, **WORDS)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ModelError, match=rf"further packages: pip install {package.removeprefix('google.')}$"):
+        nearplane.quantize(source, tmp_path / "out", calibration=text, **WORDS)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_missing_package_is_one_sentence(

@@ -27,7 +27,7 @@ from nearplane.formats.gguf.tokenizer import PRE
 from nearplane.gguf_header import FILE
 from nearplane.pretrained import tokenizer_of
 from nearplane.readers.network import dense_network
-from tokenizers_of_kinds import of_pieces, over_bytes, saved
+from tokenizers_of_kinds import of_pieces, over_bytes, save_sentencepiece, saved
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="needs llama-cpp-python")
 pytestmark = pytest.mark.nightly
@@ -203,10 +203,13 @@ def test_trained_models_have_their_tokens(name: str, tmp_path: Path) -> None:
     assert tokens_agree(ASSETS / "models" / name, text, tmp_path, ignore=("down_proj",)) > 20_000
 
 
-@pytest.mark.parametrize("name", [*PRE.values(), "pieces", "pieces, a space before text"])
+@pytest.mark.parametrize("name", [*PRE.values(), "pieces", "pieces, a space before text", "tokenizer.model"])
 def test_tokenizers_of_every_kind_have_their_tokens(name: str, source_of: Callable[..., Path], tmp_path: Path) -> None:
     source = source_of("llama", vocab_size=1100)
-    saved(of_pieces(space="space" in name) if name.startswith("pieces") else over_bytes(name), source)
+    if name == "tokenizer.model":
+        save_sentencepiece(source)
+    else:
+        saved(of_pieces(space="space" in name) if name.startswith("pieces") else over_bytes(name), source)
     text = HELD_OUT.read_text()[:90_000] + ODD.replace("<s> </s>", "")
     assert tokens_agree(source, text, tmp_path) > 20_000
 

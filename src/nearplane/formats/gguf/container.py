@@ -123,9 +123,8 @@ class GGUFFile(Container):
         usual = max(sorted(set(types)), key=types.count) if types else "f16"
         writer.add_file_type(FILE_TYPES.get(usual, 1))
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-        vocabulary(self.place.source, self._network["vocab_size"], self.config.get("pre")).write(
-            writer, self.place.source
-        )
+        folder = self.place.tokenizer or self.place.source
+        vocabulary(folder, self._network["vocab_size"], self.config.get("pre")).write(writer, folder)
         return writer
 
     def _planned(self) -> dict[str, tuple[str, tuple[int, ...], int]]:

@@ -127,8 +127,7 @@ def vocabulary(folder: Path, size: int, pre: str | None = None) -> Vocabulary:
     if not (folder / FILE).is_file():
         if any((folder / name).is_file() for name in ("tokenizer_config.json", "tokenizer.model", "vocab.json")):
             raise RecipeError(
-                f"{folder} holds a tokenizer but no {FILE}, which a GGUF is written from. Make one: "
-                f"AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
+                f"{folder} holds a tokenizer that makes no {FILE}, which a GGUF is written from. Use another --format."
             )
         return Vocabulary(model="none")
     found = _Json(folder / FILE, size)
