@@ -41,7 +41,8 @@ def summary(record: RunRecord, out: Path) -> Iterator[str]:
     for name, reason in record.skipped:
         yield f"left as it is: {name} ({reason})"
     if record.recipe.ignore:
-        yield f"left as they are: all layers that --ignore {' '.join(record.recipe.ignore)} names"
+        how = ", those in F32 as F16, as llama.cpp has them" if record.recipe.format == "gguf" else ""
+        yield f"left as they are{how}: all layers that --ignore {' '.join(record.recipe.ignore)} names"
     yield from _exceeding(record)
     if record.recipe.format == "nearplane":
         yield (

@@ -203,6 +203,27 @@ def test_bfloat16_stays_as_it_is(model_of: Callable[..., Path], text: str, tmp_p
     assert types["output_norm.weight"] == "F32"
 
 
+def test_float32_that_is_left_out_is_float16(
+    model_of: Callable[..., Path], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As llama.cpp's quantizer leaves it; the summary says so, `verify` holds it, and what 16 bits do not hold is refused."""
+    source, out = model_of("llama", attention_bias=False), tmp_path / "out"
+    words = ["--calibration", text, "--samples", "4", "--seqlen", "32", "--ignore", "down_proj"]
+    grid = ["--format", "gguf", "--bits", "4", "--group-size", "32"]
+    app(["quantize", str(source), str(out), *grid, *words], exit_on_error=False, result_action="return_value")
+    assert "left as they are, those in F32 as F16" in " ".join(capsys.readouterr().out.split())
+    types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(out / FILE).tensors}
+    assert (types["blk.0.ffn_down.weight"], types["token_embd.weight"]) == ("F16", "F32")
+    assert nearplane.verify(out, against=source, calibration=text).faults == ()
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = 1e6
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        FormatError, match=r"down_proj\.weight has values that F16 does not hold. Take it out of --ignore"
+    ):
+        nearplane.quantize(source, tmp_path / "large", calibration=text, ignore=("down_proj",), **WORDS)
+
+
 def test_factors_of_rotary_frequencies_are_those_that_transformers_computes(
     model_of: Callable[..., Path], text: str, tmp_path: Path
 ) -> None:

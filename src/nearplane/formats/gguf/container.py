@@ -140,8 +140,10 @@ class GGUFFile(Container):
                 kind = TYPES[types[taken[name]]].number
             elif new in ENDS and self.config.get("embeddings") is not None:
                 kind = NUMBER[str(self.config["embeddings"]).upper()]
-            else:
-                kind = NUMBER.get(self._source.dtype(name), 0)
+            elif new in ENDS:
+                kind = NUMBER.get(self._source.dtype(name), NUMBER["F32"])
+            else:  # as llama.cpp's quantizer leaves what it does not quantize
+                kind = NUMBER["BF16" if self._source.dtype(name) == "BF16" else "F16"]
             architecture = {"general.architecture": architecture_of(self._network).name}
             if architecture["general.architecture"] == "gpt2" and rule_of(new, architecture, dims=dims).transposed:
                 shape = shape[::-1]
@@ -253,7 +255,8 @@ class GGUFFile(Container):
         if info.type in DENSE:
             values = tensor.to(DENSE[info.type])
             if not bool(torch.isfinite(values).all()):
-                raise FormatError(f"{name} has values that {NAMES[values.dtype]} does not hold. Use --embeddings bf16.")
+                way = "Use --embeddings bf16" if info.name in ENDS else "Take it out of --ignore"
+                raise FormatError(f"{name} has values that {NAMES[values.dtype]} does not hold. {way}.")
             tensor = values
         data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
         if len(data) != info.size:
