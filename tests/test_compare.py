@@ -16,8 +16,8 @@ import nearplane
 from checkpoints import save_part_of_the_demo, tiny_llama
 from nearplane import Calibration, FormatError, RecipeError, cli
 from nearplane.compare import ORIGINAL, WAYS, fixed_grid, recipe_for
-from nearplane.compared import Row
 from nearplane.compare_figure import check_plot, draw
+from nearplane.compared import Row
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.formats.stored import read_matrices
 from nearplane.models.model import open_model

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import nearplane
 from families import config_of, random_model
-from killing import check_goes_on, contents
+from killing import check_goes_on, check_goes_on_after_a_full_disk, check_goes_on_with_a_file_cut_short, contents
 from nearplane import FormatError, RecipeError, journal, notebook
 from nearplane.demo import CALIBRATION, MODEL
 from nearplane.formats.unfinished import Unfinished
@@ -79,6 +79,19 @@ def whole(model, text, tmp_path_factory):
 def test_a_run_that_is_killed_goes_on_and_ends_with_the_same_bytes(model, text, whole, tmp_path, way, many):
     options = dict(calibration=str(text), **WAYS[way], **TEXT)
     check_goes_on(lambda out: nearplane.quantize(model, out, **options), contents(whole(way)), tmp_path, many)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_full_disk_or_a_newest_file_cut_short_at_any_moment(model, text, whole, tmp_path, way):
+    def run(out, **more):
+        nearplane.quantize(model, out, calibration=str(text), **WAYS[way], **TEXT, **more)
+
+    (tmp_path / "full").mkdir()
+    (tmp_path / "short").mkdir()
+    check_goes_on_after_a_full_disk(run, contents(whole(way)), tmp_path / "full", 8)
+    check_goes_on_with_a_file_cut_short(run, contents(whole(way)), tmp_path / "short", 8)
 
 
 class StoppedError(Exception):

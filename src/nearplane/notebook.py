@@ -118,7 +118,9 @@ class Notebook:
             return self._read(understood)
         except (FormatError, ModelError) as error:  # of a GGUF the second
             if not self._container.place.overwrite:
-                raise
+                if isinstance(error, FormatError):
+                    raise
+                raise FormatError(f"What a run that was stopped left cannot be read: {error} {EXPECTED}.") from error
             log.warning("%s", error)
             self._container.begin_anew()
             return None
@@ -176,7 +178,7 @@ class Notebook:
             share: of the time since the last one that it may take; None: `SHARE`.
         """
         took = time.perf_counter() - self._kept
-        return self.room and (share or SHARE) * took >= self._cost and self._container.state() is not None
+        return self.room and (share or SHARE) * took >= self._cost
 
     def write(self, state: Mapping[str, Any], pages: Mapping[str, Any], *, replaced: str = "") -> None:
         """Write pages and then the state; where the disk does not take them, no more are written, and that is said.
@@ -189,7 +191,7 @@ class Notebook:
         began = time.perf_counter()
         size = sum(tensor.nbytes for tensor in _tensors(list(pages.values())))
         with self._as_room_is():
-            if not self._has_room(size):
+            if (written := self._container.state()) is None or not self._has_room(size):
                 return
             self._folder.mkdir(exist_ok=True)
             for name, page in pages.items():
@@ -199,7 +201,7 @@ class Notebook:
                 "told": self._told,
                 "seconds": self.seconds,
                 "processor": _processor(),
-                "container": self._container.state(),
+                "container": written,
                 **state,
             }
             path = self._folder / f"{STATE}.part"
