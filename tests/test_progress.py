@@ -1,10 +1,13 @@
 """How far a run is, in lines of logging: not too often, not too seldom, and always at the end."""
 
 import logging
+import subprocess
+import sys
 
+import numba
 import pytest
 
-from nearplane.progress import duration, logged
+from nearplane.progress import duration, logged, say_compiling
 
 
 def lines(caplog, seconds, **words):
@@ -62,3 +65,19 @@ def test_items_that_are_blocks_are_called_so(caplog):
 )
 def test_times_are_short(seconds, words):
     assert duration(seconds) == words
+
+
+def test_compiling_is_said_once_and_only_where_it_happens(caplog):
+    say_compiling()
+    say_compiling()
+    with caplog.at_level(logging.INFO, logger="nearplane"):
+        for add in (1, 2, 3):
+            assert numba.njit(lambda x, add=add: x + add)(1) == 1 + add
+    assert sum("compiling for this processor" in line for line in caplog.messages) <= 1
+    code = (
+        "import logging, numba; from nearplane.progress import say_compiling\n"
+        "logging.basicConfig(level=logging.INFO); say_compiling(); print(numba.njit(lambda x: x + 1)(1))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "2\n"
+    assert run.stderr.count("compiling for this processor") == 1

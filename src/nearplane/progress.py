@@ -7,6 +7,7 @@ import sys
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -73,6 +74,25 @@ def duration(seconds: float) -> str:
         return f"{rest} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+@cache
+def say_compiling() -> None:
+    """From now on log once, at level INFO, that kernels are being compiled, if they are: Numba does that without a word."""
+    from numba.core import event
+
+    class Said(event.Listener):  # type: ignore[misc]
+        def on_start(self, event: Any) -> None:
+            if not self.said:
+                log.info("compiling for this processor, which takes up to half a minute: kept for the next run")
+            self.said = True
+
+        def on_end(self, event: Any) -> None:
+            """Nothing to say."""
+
+        said = False
+
+    event.register("numba:compile", Said())  # type: ignore[no-untyped-call]
 
 
 def peak_memory() -> int:

@@ -36,7 +36,7 @@ from nearplane.models.given import Given, as_folder, called, taken
 from nearplane.models.model import Model, device_of, open_model
 from nearplane.notebook import told
 from nearplane.products import fastest, repeated
-from nearplane.progress import logged, peak_memory, silent
+from nearplane.progress import logged, peak_memory, say_compiling, silent
 from nearplane.recipe import Recipe
 from nearplane.record import LayerRecord, RunRecord, read_record, versions
 from nearplane.request import check_request, quantization_config, rehearse, settled, with_types
@@ -82,6 +82,7 @@ def quantize(
         NearplaneError: of the kind that names the cause. What was in `out` is then as it was; what was written so far lies in
             `out.unfinished`, see `formats/unfinished.py`.
     """
+    say_compiling()
     given, spellings = taken(spellings)
     if recipe is not None and spellings:
         raise RecipeError(f"Give a recipe or keywords, not both (found a recipe and {', '.join(spellings)}).")
