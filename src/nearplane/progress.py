@@ -81,7 +81,7 @@ def say_compiling() -> None:
     """From now on log once, at level INFO, that kernels are being compiled, if they are: Numba does that without a word."""
     from numba.core import event
 
-    class Said(event.Listener):  # type: ignore[misc]
+    class Said(event.Listener):
         def on_start(self, event: Any) -> None:
             if not self.said:
                 log.info("compiling for this processor, which takes up to half a minute: kept for the next run")
