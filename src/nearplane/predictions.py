@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from nearplane.errors import ModelError
+from nearplane.formats.folder import read_config
 from nearplane.formats.stored import quantization_of, reader_of
 from nearplane.memory import free_memory
 from nearplane.models.activations import finite, readout, skeleton
@@ -26,6 +27,7 @@ from nearplane.pretrained import empty_network, find_folder
 from nearplane.readers.decoded import DecodedReader
 from nearplane.readers.network import dense_network, stored_transposed, weight_shapes
 from nearplane.sizes import size_text
+from nearplane.widened import method_of
 
 BATCH_TOKENS = 2048
 SHARE = 0.4  # of the memory that is free, which one network may take in float32
@@ -152,7 +154,7 @@ def on_disk(folder: Path, *, trust_remote_code: bool = False) -> Model:
     Raises:
         ModelError, FormatError: it cannot be read, or not be taken apart.
     """
-    if quantization_of(folder) is None:
+    if quantization_of(folder) is None or method_of(read_config(folder)) is not None:
         return open_model(str(folder), trust_remote_code=trust_remote_code)
     network = empty_network(folder, trust_remote_code=trust_remote_code, reader=reader_of(folder)).eval()
     reader = DecodedReader(folder, weight_shapes(network), stored_transposed(network))

@@ -218,6 +218,7 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
             tokens=windows.count * windows.seqlen,
             extra_windows=windows.extra_count,
             text=windows.digest(),
+            stored=model.stored,
             skipped=tuple(model.skipped),
         )
         if recipe.tune != "none":

@@ -190,6 +190,7 @@ class RunRecord:
         source: The model as the user named it.
         versions: Of the packages that computed it.
         device: That it ran on.
+        stored: How the makers of the model store its weights, if in few bits: fp8, mxfp4. See `widened.py`.
         products: Which library multiplied float32 matrices, from a trial at the start of the run; None: torch's default, untried.
         windows, seqlen, tokens: Calibration windows that are fitted, their length, and their product.
         extra_windows: Windows of the same text that enter no sum, on which losses are measured besides.
@@ -220,6 +221,7 @@ class RunRecord:
     products: Products | None = None
     extra_windows: int = 0
     text: str = ""
+    stored: str = ""
     layers: tuple[LayerRecord, ...] = ()
     profiles: tuple[Profile, ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()

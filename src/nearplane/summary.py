@@ -38,6 +38,8 @@ def summary(record: RunRecord, out: Path) -> Iterator[str]:
     for sentence, layers in dead_inputs(record):
         yield f"{sentence}:"
         yield "  " + ", ".join(layers[:8]) + (f" and {len(layers) - 8} more" if len(layers) > 8 else "")
+    if record.stored:
+        yield f"the model's makers store its weights in {record.stored}: losses are against what these mean, in bfloat16"
     for name, reason in record.skipped:
         yield f"left as it is: {name} ({reason})"
     if record.recipe.ignore:

@@ -18,6 +18,7 @@ from nearplane.formats.beside import CONFIG
 from nearplane.formats.folder import read_config
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.shards import INCOMPLETE, ShardReader, TensorReader
+from nearplane.widened import method_of, source_reader
 
 
 def quantization_of(folder: Path) -> dict[str, Any] | None:
@@ -161,6 +162,8 @@ def reader_of(folder: Path) -> TensorReader:
         FormatError, ModelError: the folder is not finished, or there are no such files.
     """
     config = quantization_of(folder)
+    if method_of({"quantization_config": config}) is not None:
+        return source_reader(folder, {"quantization_config": config})
     method = None if config is None else config.get("quant_method")
     known = FORMATS.get(method) if isinstance(method, str) else None  # others are safetensors, read as they are
     return ShardReader(folder) if known is None else known.reader(folder)

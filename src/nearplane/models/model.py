@@ -29,7 +29,8 @@ from nearplane.models.kept import MATRICES, kept_parts, outside_parts, unbuilt_p
 from nearplane.models.layers import Layer
 from nearplane.models.structure import IGNORED, find_blocks, find_ends, find_layers
 from nearplane.pretrained import empty_network, find_folder, has_other_tokenizer, save_tokenizer, tokenizer_of
-from nearplane.shards import ShardReader, TensorReader
+from nearplane.shards import TensorReader
+from nearplane.widened import METHODS, WidenedReader, method_of, source_reader
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 ABSENT = "a block is in memory only within `with block.on(...)`, its original only where asked for"
@@ -56,11 +57,15 @@ def open_model(
     """
     folder = find_folder(source, trust_remote_code=trust_remote_code)
     plain = read_object(folder / "config.json", expected="Pass what save_pretrained wrote", error=ModelError)
-    if (quantized := plain.get("quantization_config")) is not None:
+    if (quantized := plain.get("quantization_config")) is not None and method_of(plain) is None:
         method = quantized.get("quant_method", "an unnamed method") if isinstance(quantized, dict) else quantized
-        raise ModelError(f"{source} is already quantized with {str(method)[:40]}; start from the original.")
-    reader = ShardReader(folder)
-    network = empty_network(folder, dtype=_dtype(reader), trust_remote_code=trust_remote_code).eval()
+        raise ModelError(
+            f"{source} is already quantized with {str(method)[:40]}; start from the original. What its makers store in "
+            f"{' or '.join(METHODS)} is read."
+        )
+    reader = source_reader(folder, plain)
+    options: dict[str, Any] = {"dtype": _dtype(reader), "trust_remote_code": trust_remote_code, "reader": reader}
+    network = empty_network(folder, **options).eval()
     return Model(folder, network, reader, ignore=ignore, ends=(embeddings, head), trust_remote_code=trust_remote_code)
 
 
@@ -94,6 +99,7 @@ class Model:
         config: of transformers.
         network: the whole model on the meta device.
         reader: of the checkpoint's tensors.
+        stored: how its makers store weights, if in few bits: "fp8"; else "".
         dtype: of the weights in the checkpoint.
         positions: that it was built for, or None.
         trust_remote_code: whether code that comes with the checkpoint may run.
@@ -127,6 +133,7 @@ class Model:
         self.folder, self.network, self.reader, self.config = folder, network, reader, network.config
         self.dtype, self.positions = _dtype(reader), positions_of(network.config)
         self.trust_remote_code = trust_remote_code
+        self.stored = reader.method if isinstance(reader, WidenedReader) else ""
         self.stack, blocks = find_blocks(network)
         self.weights = Weights(network, reader)
         self.blocks: list[Block] = []

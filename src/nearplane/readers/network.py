@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from nearplane.formats.stored import quantization_of, read_dense, reader_of
 from nearplane.pretrained import empty_network, network_of
+from nearplane.widened import WidenedReader
 
 
 def stored_transposed(model: nn.Module) -> set[str]:
@@ -44,11 +45,15 @@ def dense_network(
         FormatError: a layer is not what its format or config.json says.
         ModelError: transformers builds no such network, or a weight is missing.
     """
-    empty = empty_network(folder, trust_remote_code=trust_remote_code, reader=reader_of(folder))
+    reader = reader_of(folder)
+    empty = empty_network(folder, trust_remote_code=trust_remote_code, reader=reader)
     if quantization_of(folder) is None:
         return network_of(folder, dtype=dtype, empty=empty, trust_remote_code=trust_remote_code)
     if isinstance(dtype, str):
         dtype = empty.dtype if dtype == "auto" else getattr(torch, dtype)
+    if isinstance(reader, WidenedReader):
+        wide = {name: tensor.to(dtype) for name in reader.names() for tensor in reader.read([name]).values()}
+        return network_of(folder, dtype=dtype, weights=wide, empty=empty)
     shapes = weight_shapes(empty)
     weights = {
         name: values.to(dtype) if values.is_floating_point() else values

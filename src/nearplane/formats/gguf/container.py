@@ -24,7 +24,7 @@ from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.beside import CONFIG, copy_beside, names_copied, size_copied
 from nearplane.formats.config_file import ConfigFile
 from nearplane.formats.container import Container, Kind, Place
-from nearplane.formats.folder import config_text
+from nearplane.formats.folder import config_text, read_config
 from nearplane.formats.gguf.architecture import architecture_of, called, rope_factors, rule_of, tell
 from nearplane.formats.gguf.blocks import TYPES
 from nearplane.formats.gguf.file import DENSE
@@ -43,7 +43,8 @@ from nearplane.gguf_header import (
     read_header,
 )
 from nearplane.record import NAME, RunRecord
-from nearplane.shards import INCOMPLETE, NAMES, ShardReader, sha256
+from nearplane.shards import INCOMPLETE, NAMES, sha256
+from nearplane.widened import source_reader
 
 INSTALL = 'pip install "nearplane[gguf]"'
 LONG = 64  # letters of a SHA-256
@@ -98,7 +99,7 @@ class GGUFFile(Container):
         super().__init__(place, layers, says, config, dtype=dtype, shards=shards)
         gguf_package()
         self._network = dict(place.network)
-        self._source = ShardReader(place.source)
+        self._source = source_reader(place.source, read_config(place.source))
         self._called = called(self._source.names(), self._network)
         self._size = 0  # of the whole file
         self._infos: dict[str, Info] = {}  # by the name in the checkpoint
