@@ -31,7 +31,7 @@ def one_thread() -> Iterator[None]:
 def triangular(A: Tensor, B: Tensor, *, upper: bool, unit: bool = False) -> Tensor:
     """Return (n, m) the solution X of `A X = B`.
 
-    By blocks of `BLOCK` rows: what is solved already is a product, which all threads share; the triangle is small.
+    By halves down to `BLOCK` rows: what the half that is solved adds to the other is a product, which all threads share.
 
     Args:
         A: (n, n) triangular; what is on the other side of its diagonal is not looked at.
@@ -39,15 +39,22 @@ def triangular(A: Tensor, B: Tensor, *, upper: bool, unit: bool = False) -> Tens
         upper: whether it is upper triangular.
         unit: whether its diagonal counts as 1.
     """
-    X, n = torch.empty_like(B), len(A)
-    starts = range(0, n, BLOCK)
-    for a in reversed(starts) if upper else starts:
-        b = min(a + BLOCK, n)
-        known = slice(b, n) if upper else slice(0, a)
-        rest = torch.addmm(B[a:b], A[a:b, known], X[known], alpha=-1) if known.start < known.stop else B[a:b]
-        with one_thread():
-            X[a:b] = torch.linalg.solve_triangular(A[a:b, a:b], rest, upper=upper, unitriangular=unit)
+    X = B.clone()
+    _solve(A, X, upper, unit)
     return X
+
+
+def _solve(A: Tensor, X: Tensor, upper: bool, unit: bool) -> None:
+    n = len(A)
+    if n <= BLOCK:
+        with one_thread():
+            X.copy_(torch.linalg.solve_triangular(A, X, upper=upper, unitriangular=unit))
+        return
+    half = -(-n // 2 // BLOCK) * BLOCK
+    first, second = (slice(half, n), slice(0, half)) if upper else (slice(0, half), slice(half, n))
+    _solve(A[first, first], X[first], upper, unit)
+    X[second].addmm_(A[second, first], X[first], alpha=-1)
+    _solve(A[second, second], X[second], upper, unit)
 
 
 def total(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
