@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
 from families import FAMILIES, config_of
@@ -63,11 +64,41 @@ def test_reading_gives_memory_of_its_own() -> None:
     assert torch.equal(layer.read(), before)
 
 
-def test_only_exact_types_are_layers() -> None:
-    class Router(nn.Linear):
-        pass
+class Seeded(nn.Linear):
+    """A Linear that begins otherwise."""
 
-    refused = [Router(3, 2), nn.Embedding(3, 2), nn.Conv1d(3, 2, 1), nn.LayerNorm(3)]
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.bias.data.zero_()
+
+
+class Router(nn.Linear):
+    """A Linear that computes something else."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).softmax(-1)
+
+
+class SeededRouter(Router):
+    """Changes nothing of what is no Linear."""
+
+
+def test_subclasses_of_linear_are_layers_where_they_compute_what_it_computes() -> None:
+    """Those that override nothing but how they begin, and Falcon's, whose forward is known."""
+    for module in (Seeded(3, 2), FalconLinear(3, 2), FalconLinear(3, 2, bias=False)):
+        layer = as_layer("name", module)
+        assert layer is not None
+        assert layer.kind == "Linear"
+        x = torch.randn(5, 3)
+        bias = 0 if module.bias is None else module.bias
+        torch.testing.assert_close(module(x), layer.rows(x) @ layer.read().T + bias, rtol=1e-5, atol=1e-6)
+    parametrized = nn.utils.parametrize.register_parametrization(nn.Linear(3, 3), "weight", nn.Tanh())
+    for other in (Router(3, 2), SeededRouter(3, 2), parametrized, nn.MultiheadAttention(4, 2).out_proj):
+        assert as_layer("name", other) is None
+
+
+def test_what_computes_something_else_is_no_layer() -> None:
+    refused = [nn.Embedding(3, 2), nn.Conv1d(3, 2, 1), nn.LayerNorm(3)]
     refused += [nn.Conv2d(4, 4, 1, groups=2), nn.Conv2d(4, 4, 3, padding="same")]
     refused += [nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect")]
     assert [as_layer("name", module) for module in refused] == [None] * len(refused)

@@ -18,6 +18,14 @@ from transformers.pytorch_utils import Conv1D
 from nearplane.models.conversion import Weights
 
 Kind = Literal["Linear", "Conv1D", "Conv2d", "Embedding", "Expert"]
+HARMLESS = {"__init__", "extra_repr", "__module__", "__doc__", "__qualname__", "__annotations__", "__constants__"} | {
+    "__static_attributes__",
+    "__firstlineno__",
+}  # what a subclass may have of its own and still compute the same
+EQUAL = {
+    "transformers.models.falcon.modeling_falcon.FalconLinear"
+}  # have a forward of their own that is that of Linear
+NOT_RUN = {"torch.nn.modules.linear.NonDynamicallyQuantizableLinear"}  # torch's attention takes their weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -123,7 +131,7 @@ class Layer(ABC):
 
 
 class LinearLayer(Layer):
-    """Of a Linear."""
+    """Of a Linear, or of what computes the same; see `is_linear`."""
 
     __slots__ = ()
     kind = "Linear"
@@ -193,11 +201,24 @@ class Conv2dLayer(Layer):
         return (conv.kernel_size, conv.dilation, conv.padding, conv.stride)
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module computes what a Linear does: it is one, or of a subclass that is known to or changes no method.
+
+    Routers are of subclasses that do something else.
+    """
+    kind = type(module)
+    called = f"{kind.__module__}.{kind.__qualname__}"
+    if not issubclass(kind, nn.Linear) or called in NOT_RUN:
+        return False
+    between = kind.__mro__[: kind.__mro__.index(nn.Linear)]
+    return called in EQUAL or all(vars(each).keys() <= HARMLESS for each in between)
+
+
 def as_layer(name: str, module: nn.Module) -> Layer | None:
-    """View a module as one matrix; None if it is of no type that is handled. Subclasses (routers) are not."""
+    """View a module as one matrix; None if it is of no type that is handled."""
     kind, conv = type(module), cast(Any, module)
     weight: Any = getattr(module, "weight", None)
-    if kind is nn.Linear:
+    if is_linear(module):
         return LinearLayer(name=name, shape=tuple(weight.shape), module=module)
     if kind is Conv1D:
         return Conv1DLayer(name=name, shape=tuple(weight.shape[::-1]), module=module)

@@ -39,6 +39,7 @@ from nearplane.errors import FormatError, ModelError, RecipeError
 from nearplane.formats import FORMATS
 from nearplane.formats.native import DEFAULT, METHOD, Native, matrix_of
 from nearplane.formats.stored import quantization_of
+from nearplane.models.layers import is_linear
 from nearplane.pretrained import find_folder, network_of
 from nearplane.readers.network import dense_network
 from nearplane.runtime.packed_linear import PackedLinear
@@ -126,14 +127,14 @@ class Place:
         name: of the module in this model.
         called: what errors say: file and tensor.
         shape: (out, in) of the matrix.
-        kind: class of the module that was there.
+        module: that was there, without weights.
         tensor: of the module that transformers fills with the blob: "weight" where the module stays and is decoded.
     """
 
     name: str
     called: str
     shape: tuple[int, int]
-    kind: type[nn.Module]
+    module: nn.Module
     tensor: str
 
 
@@ -260,15 +261,10 @@ class NearplaneQuantizer(HfQuantizer):
             if not isinstance(module, PackedLinear):
                 continue
             values = module.weight if dtype is None else module.weight.to(dtype)
-            if place.kind is Conv1D:
-                with torch.device("meta"):
-                    dense: nn.Module = Conv1D(module.out_features, module.in_features)
-                values = values.T.contiguous()
-            else:
-                dense = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-            dense.register_parameter("weight", nn.Parameter(values, requires_grad=False))
-            dense.register_parameter("bias", module.bias)
-            model.set_submodule(place.name, dense.eval())
+            values = values.T.contiguous() if type(place.module) is Conv1D else values
+            place.module.register_parameter("weight", nn.Parameter(values, requires_grad=False))
+            place.module.register_parameter("bias", module.bias)
+            model.set_submodule(place.name, place.module.eval())
         return model if dtype is None else model.to(dtype)
 
 
@@ -289,12 +285,12 @@ def make_place(model: PreTrainedModel, name: str, called: str, dtype: torch.dtyp
         )
     out, columns = weight.shape[::-1] if type(module) is Conv1D else weight.shape
     tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
-    packed = type(module) in (nn.Linear, Conv1D) and f"{path}.weight" not in tied
+    packed = (is_linear(module) or type(module) is Conv1D) and f"{path}.weight" not in tied
     if packed:
         layer = PackedLinear(columns, out, bias=module.bias is not None, dtype=dtype, device="meta")
         layer.register_buffer(KEY, torch.empty(1, dtype=torch.uint8, device="meta"))
         model.set_submodule(path, layer)
-    return Place(name=path, called=called, shape=(out, columns), kind=type(module), tensor=KEY if packed else "weight")
+    return Place(name=path, called=called, shape=(out, columns), module=module, tensor=KEY if packed else "weight")
 
 
 def fill(place: Place, module: nn.Module, dtype: torch.dtype, threads: int | None) -> None:
@@ -317,5 +313,5 @@ def fill(place: Place, module: nn.Module, dtype: torch.dtype, threads: int | Non
         module.fill(decode_packed(blob, name=place.called, threads=threads), loaded.device)
         return
     values = matrix_of(decode(blob, name=place.called, threads=threads)).decode().to(dtype)
-    values = values.T.contiguous() if place.kind is Conv1D else values
+    values = values.T.contiguous() if type(place.module) is Conv1D else values
     module.weight = nn.Parameter(values.to(loaded.device))
