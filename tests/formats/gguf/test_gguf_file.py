@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import nearplane
 from families import FAMILIES, LLAMA, config_of, random_model
 from nearplane import FormatError, ModelError, RecipeError
-from nearplane.cli import app
+from nearplane.cli import app, main
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.formats.gguf.file import GGUFReader
 from nearplane.formats.gguf.tokenizer import vocabulary
@@ -384,6 +384,38 @@ def test_a_file_of_another_tool_is_refused(out_of: Callable[[str], tuple[Path, P
     writer.close()
     found = nearplane.verify(tmp_path)
     assert any("not written by nearplane" in fault.what for fault in found.faults)
+
+
+@pytest.mark.parametrize(
+    ("command", "alone", "said"),
+    [
+        ("verify", True, "is a file: expected the folder that nearplane quantize wrote"),
+        ("verify", False, "holds no nearplane.json: expected a folder that nearplane quantize wrote"),
+        ("inspect", True, "has no record of how it was made in its key nearplane.record"),
+        ("inspect", False, "has no record of how it was made in its key nearplane.record"),
+        ("report", True, "has no record of how it was made in its key nearplane.record"),
+        ("evaluate", True, "is a file; pass the folder of the model"),
+    ],
+)
+def test_a_gguf_of_another_tool_is_one_sentence(
+    command: str, alone: bool, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    writer = gguf.GGUFWriter(tmp_path / FILE, "llama")
+    writer.add_tensor("token_embd.weight", torch.zeros(4, 4).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    words = ["--text", str(HELD_OUT)] if command == "evaluate" else []
+    monkeypatch.setattr(sys, "argv", ["nearplane", command, str(tmp_path / FILE if alone else tmp_path), *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = capsys.readouterr().err
+    assert ended.value.code == 1
+    assert said in told
+    assert told.startswith("nearplane: ")
+    assert told.count("\n") == 1
 
 
 @pytest.mark.parametrize(
