@@ -240,3 +240,24 @@ def test_names_in_files_cannot_steer_the_terminal(monkeypatch, capsys, tmp_path)
         assert "all is well" not in f"{out}{err}".split("\n")
     page = (tmp_path / "out-report.html").read_text()
     assert "\x1b" not in page
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["quantize", "nowhere", "out"],
+        ["quantize", str(MODEL), "out", "--calibration", "nowhere.txt"],
+        ["evaluate", str(MODEL), "--text", "nowhere.txt"],
+        ["tune", "out", "new", "--against", "nowhere"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_what_is_not_there_is_refused_before_torch_is_imported(words, tmp_path):
+    code = (
+        "import sys; from nearplane.cli import app; from nearplane.errors import NearplaneError\n"
+        f"try: app({words!r})\n"
+        "except NearplaneError as error: print(error, 'torch' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert "does not exist" in run.stdout
+    assert run.stdout.strip().endswith("False")

@@ -27,6 +27,7 @@ from nearplane.flags import (
     refuse_mixed,
     scheme_from,
 )
+from nearplane.places import check_named
 from nearplane.printed import as_json, quiet, say, table
 from nearplane.recipe import Calibration, Recipe, Way
 from nearplane.removed import refuse_removed_words
@@ -89,6 +90,7 @@ def quantize(
         trust_remote_code: Run model code that comes with the checkpoint.
         json: Print the record as JSON instead of a summary.
     """
+    check_named(model, texts=(None if tokens is None else tokens.calibration,))
     from nearplane import quantize as run
 
     quiet()
@@ -143,6 +145,7 @@ def evaluate(
         trust_remote_code: Run model code that comes with the checkpoint.
         json: Print JSON.
     """
+    check_named(model, against, texts=(text,))
     from nearplane import evaluate as run
 
     quiet()
@@ -205,6 +208,7 @@ def compare(
         trust_remote_code: Run model code that comes with the checkpoints.
         json: Print JSON.
     """
+    check_named(*models, texts=(text, None if tokens is None else tokens.calibration))
     from nearplane.compare import WAYS
     from nearplane.compare import compare as run
     from nearplane.compare_figure import check_plot, draw

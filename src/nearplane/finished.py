@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from nearplane.places import check_named
 from nearplane.printed import as_json, quiet, say, shown, table
 from nearplane.schemes import Device
 from nearplane.sizes import size_text
@@ -61,6 +62,7 @@ def verify(
         trust_remote_code: Run model code that comes with the original.
         json: Print JSON.
     """
+    check_named(against, texts=(calibration,))
     from nearplane.verify import verify as run
 
     if against is not None:
@@ -159,6 +161,7 @@ def tune(
         trust_remote_code: Run model code that comes with the original.
         json: Print the record as JSON instead of a summary.
     """
+    check_named(against, texts=(calibration,))
     from nearplane import tune as run
     from nearplane.summary import tuned
 

@@ -6,7 +6,6 @@ before, and what transformers raises, which are programs of many makers, becomes
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from nearplane.errors import ModelError, NearplaneError, first_line
 from nearplane.jsonfile import read_object
+from nearplane.places import folder_named
 from nearplane.plausible import Limited, check_counts, check_patterns, check_sizes
 from nearplane.shards import ShardReader, TensorReader, refuse_unfinished
 
@@ -56,13 +56,8 @@ def find_folder(source: str, *, trust_remote_code: bool = False) -> Path:
     Raises:
         ModelError: one sentence: no such folder, no such model, or no connection.
     """
-    folder = Path(source).expanduser()
-    if folder.is_dir():
+    if (folder := folder_named(source)) is not None:
         return folder
-    if folder.exists():
-        raise ModelError(f"{source} is a file; pass the folder of the model.")
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
-        raise ModelError(f"The folder {source} does not exist (and it is no hub id, which reads owner/name).")
     try:
         return Path(snapshot_download(source, allow_patterns=[*FILES, *(["*.py"] if trust_remote_code else [])]))
     except GatedRepoError as error:

@@ -31,10 +31,10 @@ from nearplane.journal import Journal
 from nearplane.matrix import Task, solve_layer
 from nearplane.matrix.certificate import profiles
 from nearplane.matrix.on_grid import with_tensors
-from nearplane.models.data import check_there
 from nearplane.models.given import Given, as_folder, called, taken
 from nearplane.models.model import Model, device_of, open_model
 from nearplane.notebook import told
+from nearplane.places import check_there
 from nearplane.products import fastest, repeated
 from nearplane.progress import logged, peak_memory, say_compiling, silent
 from nearplane.recipe import Recipe

@@ -6,7 +6,6 @@ Knows tokenizers and files; nothing of networks. Files are read in their order, 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from nearplane.errors import CalibrationError, first_line
+from nearplane.places import SUFFIXES, check_there
 from nearplane.pretrained import in_a_sentence
 
 DEFAULT_DATASET = "HuggingFaceFW/fineweb-edu:sample-10BT:train"
-SUFFIXES = (".txt", ".jsonl")
 LETTERS = 6  # of a token, more than most have
 MARGIN = 10_000  # letters behind a token that may still have a say in it: no word is as long
 SHUFFLED_ROWS = 10_000  # rows of a streamed data set that are held to draw from
@@ -98,21 +97,6 @@ def check_vocabulary(tokens: Tensor, size: int) -> None:
         raise CalibrationError(
             f"The tokenizer gives the token id {largest}, the model has a vocabulary of {size} (ids 0 to {size - 1}). "
             f"The two do not belong together; check the tokenizer files in the model's folder."
-        )
-
-
-def check_there(source: str | Path) -> None:
-    """Refuse a text that is not there and whose name is not that of a data set.
-
-    Raises:
-        CalibrationError: says what is expected.
-    """
-    path = Path(source).expanduser()
-    named = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]*){0,2}", str(source)) and path.suffix not in SUFFIXES
-    if not path.exists() and not named:
-        raise CalibrationError(
-            f"{source} does not exist. Pass a {' or '.join(SUFFIXES)} file, a folder of them, "
-            f"or a data set as name:config:split."
         )
 
 
