@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +14,23 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import nearplane
+from nearplane import predictions
 from nearplane.errors import RecipeError
 from nearplane.record import RunRecord
 from readers.types import save_type
 
 WINDOWS = torch.randint(3, 96, (24, 32), generator=torch.Generator().manual_seed(1))
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
-APART = ("qwen3_moe", "mixtral", "qwen2_moe", "olmoe", "deepseek_v3")  # files hold every expert's matrices apart
+PACKED = ("qwen3_moe", "llama4_text", "mixtral", "qwen2_moe", "olmoe", "deepseek_v3")  # that transformers reads packed
+CODED = ("gpt_oss", "mixtral", "granitemoe", "llama4_text", "qwen3_moe", "qwen2_moe", "olmoe", "deepseek_v3")
+ROUNDED = dict(solver="round-to-nearest", device="cpu")
 
 
 def quantized(kind: str, place: Path, **how: Any) -> RunRecord:
     """Quantize a tiny random model of a type from `place / "model"` into `place / "out"`."""
-    save_type(place / "model", kind)
-    return nearplane.quantize(place / "model", place / "out", calibration=WINDOWS, device="cpu", **how)
+    if not (place / "model").exists():
+        save_type(place / "model", kind)
+    return nearplane.quantize(place / "model", place / "out", calibration=WINDOWS, **{"device": "cpu", **how})
 
 
 def logits(model: Any) -> Tensor:
@@ -32,35 +38,103 @@ def logits(model: Any) -> Tensor:
         return model.eval()(WINDOWS[:2, :16], use_cache=False).logits
 
 
-@pytest.mark.parametrize("kind", APART if NIGHTLY else APART[:2])
-def test_plain_transformers_computes_with_the_experts_that_were_solved(kind: str, tmp_path: Path) -> None:
-    pytest.importorskip("compressed_tensors")
-    record = quantized(kind, tmp_path, bits=4, group_size=16)
-    experts = [layer for layer in record.layers if ".experts." in layer.name]
-    assert len({layer.name for layer in experts}) == len(experts) >= 12
-    assert all(0 < layer.tokens < record.tokens for layer in experts)
-    assert any(layer.correction > 0 for layer in experts)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    nearplane.export(tmp_path / "out", tmp_path / "dense", dtype="float32")
-    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
-    torch.testing.assert_close(logits(plain), logits(dense), rtol=0, atol=1e-5)
-    again = nearplane.verify(tmp_path / "out", against=tmp_path / "model", calibration=WINDOWS, device="cpu")
+def dense(place: Path) -> Tensor:
+    """Return the logits of the decoded weights, as plain transformers computes them."""
+    nearplane.export(place / "out", place / "dense", dtype="float32")
+    return logits(AutoModelForCausalLM.from_pretrained(place / "dense", dtype=torch.float32))
+
+
+def experts(record: RunRecord) -> list[Any]:
+    return [layer for layer in record.layers if ".experts." in layer.name]
+
+
+def check(place: Path) -> None:
+    """Measure every loss again."""
+    again = nearplane.verify(place / "out", against=place / "model", calibration=WINDOWS, device="cpu")
     assert not again.faults
     assert again.measured
 
 
-def test_gptq_is_refused_with_a_format_that_works(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", PACKED if NIGHTLY else PACKED[:2])
+def test_plain_transformers_computes_with_the_experts_that_were_solved(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    record = quantized(kind, tmp_path, bits=4, group_size=16)
+    found = experts(record)
+    assert len({layer.name for layer in found}) == len(found) >= 12
+    assert all(0 < layer.tokens < record.tokens for layer in found)
+    assert all(0 < layer.alike <= 1 and layer.blended >= 0 for layer in found)
+    assert any(layer.correction > 0 for layer in found)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    torch.testing.assert_close(logits(plain), dense(tmp_path), rtol=0, atol=1e-5)
+    check(tmp_path)
+
+
+@pytest.mark.parametrize("kind", CODED if NIGHTLY else CODED[:2])
+def test_coded_experts_are_read_back_with_equal_logits(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of files that hold every expert's matrices apart, and of those that hold all in one tensor."""
+    record = quantized(kind, tmp_path, rate=3.0, allocate="uniform")
+    assert record.rate == pytest.approx(3.0, rel=0.02)
+    expected = dense(tmp_path)
+    for packed in (True, False):
+        torch.testing.assert_close(logits(nearplane.load(tmp_path / "out", packed=packed)), expected, rtol=0, atol=2e-5)
+    monkeypatch.setattr(predictions, "SHARE", 0.0)
+    network = predictions.opened(tmp_path / "out", torch.device("cpu"))
+    assert isinstance(network, predictions.Streamed)
+    with network.predicting(WINDOWS[:2, :16], 2) as predicted, torch.no_grad():
+        torch.testing.assert_close(predicted(0), expected[:, :-1].log_softmax(-1), rtol=0, atol=2e-5)
+    if kind == CODED[0] or NIGHTLY:
+        check(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "granitemoe"])
+def test_packed_experts_that_transformers_does_not_read_are_refused_with_ways_that_work(
+    kind: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("compressed_tensors")
     with pytest.raises(
-        RecipeError, match=r"experts\.0\.gate_proj is one of several experts .* --format compressed-tensors"
+        RecipeError, match=r"experts\.0\.gate_proj: transformers would not load .* use --rate 4"
+    ) as refused:
+        quantized(kind, tmp_path, bits=4, group_size=16, **ROUNDED)
+    offered = re.findall(r"'([^']+)'", str(refused.value))
+    assert len(offered) == 1
+    record = quantized(kind, tmp_path, bits=4, group_size=16, ignore=offered, **ROUNDED)
+    assert not experts(record)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    torch.testing.assert_close(logits(plain), dense(tmp_path), rtol=0, atol=1e-5)
+
+
+def test_gptq_is_refused_with_a_format_that_works(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"experts\.0\.gate_proj is one of several experts .* compressed-tensors"):
+        quantized("qwen3_moe", tmp_path, bits=4, group_size=16, format="gptq", **ROUNDED)
+    record = quantized("qwen3_moe", tmp_path, bits=4, group_size=16, format="gptq", ignore=["experts"], **ROUNDED)
+    assert not experts(record)
+
+
+def test_widths_by_slope_are_one_for_all_experts(tmp_path: Path) -> None:
+    """transformers decodes the experts of all blocks alike; they are named by a pattern."""
+    pytest.importorskip("compressed_tensors")
+    record = quantized("qwen3_moe", tmp_path, bits=3.5, group_size=16, polish=0, rounds=0)
+    assert len({layer.bits for layer in experts(record)}) == 1 < len({layer.bits for layer in record.layers})
+    groups = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"]
+    named = [target for group in groups.values() for target in group["targets"] if "experts" in target]
+    assert named == [
+        rf"re:^model\.layers\.[0-9]+\.mlp\.experts\.[0-9]+\.{part}_proj$" for part in ("gate", "up", "down")
+    ]
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    torch.testing.assert_close(logits(plain), dense(tmp_path), rtol=0, atol=1e-5)
+
+
+def test_experts_with_grids_of_their_own_are_refused(tmp_path: Path) -> None:
+    layers = {"down_proj": {"bits": 8}}
+    with pytest.raises(
+        RecipeError, match=r"experts\.0\.down_proj is to have 8 bits .*experts\.0\.gate_proj 4 in groups"
     ):
-        quantized("qwen3_moe", tmp_path, bits=4, group_size=16, format="gptq")
-    record = nearplane.quantize(
-        tmp_path / "model",
-        tmp_path / "out",
-        calibration=WINDOWS,
-        bits=4,
-        group_size=16,
-        format="gptq",
-        ignore=["experts"],
-    )
-    assert not any(".experts." in layer.name for layer in record.layers)
+        quantized("qwen3_moe", tmp_path, bits=4, group_size=16, layers=layers, **ROUNDED)
+
+
+def test_tuning_is_refused_before_work(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"quantizes experts .* so far tuning trains none"):
+        quantized("qwen3_moe", tmp_path, bits=4, group_size=16, tune="network")
+    assert not (tmp_path / "out").exists()

@@ -198,3 +198,27 @@ def test_figures_that_a_layer_does_not_have_are_a_dash(field):
     _, columns, rows, _ = layer_table(replace(RUN, layers=(replace(GOOD, **{field: None}),)))
     row = dict(zip(columns, next(rows), strict=True))
     assert row["bound/this" if field == "worst_case" else "nearest/this"] == "-"
+
+
+def test_tokens_of_experts_are_said_and_what_became_of_those_that_few_reached():
+    def expert(number, tokens, blended, alike):
+        name = f"model.layers.0.mlp.experts.{number}"
+        own = dict(tokens=tokens, alike=alike, in_features=16)
+        return (
+            replace(GOOD, name=f"{name}.up_proj", blended=blended, **own),
+            replace(GOOD, name=f"{name}.down_proj", blended=0, **own),
+        )
+
+    layers = (*expert(0, 400, 0, 0.75), *expert(1, 96, 0, 1.0), *expert(2, 16, 48, 0.5), *expert(3, 0, 64, 0.0))
+    lines = list(summary(replace(RUN, layers=layers), OUT))
+    assert (
+        "4 experts: 0 to 400 of the 512 calibration tokens reached one, 96 in the median; 78.9 % of these pairs are those of "
+        "the original network, and corrected"
+    ) in lines
+    assert (
+        "2 experts of them saw fewer than 4 tokens for each input: the mean Hessian over the experts of the block stands for "
+        "the missing ones (--rare-experts mean); about --samples 8 would be enough"
+    ) in lines
+    assert "no token reached model.layers.0.mlp.experts.3: more of such text may not help" in lines
+    enough = list(summary(replace(RUN, layers=layers[:4]), OUT))
+    assert not any("saw fewer" in line or "no token reached" in line for line in enough)

@@ -14,10 +14,10 @@ from nearplane.formats.beside import CONFIG, copy_beside
 from nearplane.formats.config_file import json_text
 from nearplane.formats.container import check_apart, disk
 from nearplane.formats.folder import read_config
-from nearplane.formats.stored import quantization_of, read_dense, reader_of
+from nearplane.formats.stored import quantization_of, reader_of
 from nearplane.formats.unfinished import Unfinished
 from nearplane.pretrained import empty_network
-from nearplane.readers.network import stored_transposed, weight_shapes
+from nearplane.readers.network import decoded_tensors
 from nearplane.shards import ShardWriter
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -61,7 +61,7 @@ def export(
     place = Unfinished(out)
     check_apart(place.folder, source)
     network = empty_network(source, trust_remote_code=trust_remote_code, reader=reader_of(source))
-    tensors = read_dense(source, transposed=stored_transposed(network), shapes=weight_shapes(network))
+    tensors = decoded_tensors(source, network)
     with disk(out), place:
         writer = ShardWriter(place.folder, None)
         for shard in _shards(tensors, DTYPES[dtype]):

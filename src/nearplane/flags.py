@@ -40,6 +40,7 @@ GROUPS = {  # of every field that is a flag
     "calibration": TEXT,
     "samples": TEXT,
     "seqlen": TEXT,
+    "rare_experts": TEXT,
     "solver": SOLVING,
     "beam": SOLVING,
     "polish": SOLVING,

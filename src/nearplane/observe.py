@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from nearplane.enough import ADVISED
 from nearplane.errors import CalibrationError
 from nearplane.lattice.moments import ExtraRows, Moments, MomentSums
 from nearplane.matrix.inputs import Inputs
@@ -17,8 +20,9 @@ from nearplane.models.calibrate import seen, unreached
 from nearplane.models.experts import ExpertLayer
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block
-from nearplane.models.rows import RoutedRows, Rows
+from nearplane.models.rows import ExpertRows, RoutedRows, Rows
 from nearplane.parallel import sum_, world
+from nearplane.recipe import Rare
 from nearplane.tokens import EXTRA_TOKENS
 
 HELD_OUT = 0.2  # of the windows
@@ -32,11 +36,13 @@ class Observed:
         layers: in module order.
         moments: by layer name; H and C are the same tensors for all, `lost` is each layer's own.
         repeated: (block, reason) if not every forward of the block is run once, see `models/staged.py`.
+        further: whether they are an expert of a block of which there was another before.
     """
 
     layers: tuple[Layer, ...]
     moments: dict[str, Moments]
     repeated: tuple[tuple[str, str], ...] = ()
+    further: bool = False
 
 
 @torch.no_grad()
@@ -82,6 +88,7 @@ def summed(
     held_out: float = HELD_OUT,
     root: bool = False,
     extra_rows: int | None = EXTRA_TOKENS,
+    rare: Rare = "mean",
 ) -> Iterator[Observed]:
     """Yield some groups of layers with the second moments of their inputs, summed over all batches.
 
@@ -102,9 +109,11 @@ def summed(
         held_out: fraction of the windows, the last ones, whose moments are also given apart; at least one window.
         root: whether to decompose the quantized network's inputs besides: about four times what summing H takes.
         extra_rows: of the extra windows that are kept at most, evenly spread; None: all.
+        rare: what becomes of experts that few tokens reach.
 
     Raises:
-        CalibrationError: an input is not finite, or roots or extra windows are asked for on several ranks.
+        CalibrationError: an input is not finite, roots or extra windows are asked for on several ranks, or too few tokens reach
+            an expert.
     """
     if root and world() > 1:
         raise CalibrationError(f"--factor qr runs on one rank, and this run has {world()}: start one, or leave it out.")
@@ -113,25 +122,72 @@ def summed(
     windows = sum(stream.sizes[: stream.fitted])
     split = correct and held_out > 0 and windows > 1
     first_held = windows - min(windows - 1, max(1, round(held_out * windows))) if split else windows
-    sums = [_Sums(group, stream, first_held, root, extra_rows) for group in groups]
-    kept: list[list[RoutedRows]] = [[] for _ in groups]
-    for batch, shown in zip(range(len(stream.sizes)), looked, strict=True):
+    made = partial(_Sums, stream=stream, first_held=first_held, root=root, most=extra_rows)
+    sums, kept = _taken_in([made(group) for group in groups], looked)
+    for group in groups:  # nothing of one is held here while the layers of another are solved
+        if kept[0]:
+            yield from _in_turn(group, kept.pop(0), made, split, rare)
+        else:
+            kept.pop(0)
+            yield sums.pop(0).observed(split)
+
+
+def _taken_in(
+    sums: list[_Sums], looked: Iterable[list[Rows | RoutedRows]]
+) -> tuple[list[_Sums], list[list[RoutedRows]]]:
+    """Add what all batches show to the sums of each group; the rows of experts are kept instead, and they have no sums."""
+    kept: list[list[RoutedRows]] = [[] for _ in sums]
+    for batch, shown in enumerate(looked):
         for index, rows in enumerate(shown):
             if isinstance(rows, RoutedRows):
                 kept[index].append(rows)
             else:
                 sums[index].add(batch, rows)
-    for group, all_rows in zip(groups, kept, strict=True):
-        whole = sums.pop(0)
-        if not all_rows:
-            yield whole.observed(split)
-        for expert, layers in by_expert(group).items() if all_rows else ():
-            own = _Sums(layers, stream, first_held, root, extra_rows)
-            for batch, routed in enumerate(all_rows):
-                own.add(batch, routed.of(expert))
-            yield own.observed(split)
-            del own
-        del whole
+    return [own for own, rows_of in zip(sums, kept, strict=True) if not rows_of], kept
+
+
+def _in_turn(
+    group: tuple[Layer, ...], shown: list[RoutedRows], made: Callable[..., _Sums], split: bool, rare: Rare
+) -> Iterator[Observed]:
+    """Yield the layers of one expert after the other, each with the moments of the tokens that reach it.
+
+    One that fewer tokens reach than `ADVISED` for every input has the mean over all experts besides, as if so many more
+    tokens were like those of the others: `H = (n H_own + m H_mean) / (n + m)`, n its tokens, n + m the number advised.
+
+    Raises:
+        CalibrationError: there is such an expert, and `rare` is "error"; or no token reached one and all others.
+    """
+    fitted, inputs, experts = shown[: made(group).fitted], group[0].shape[1], by_expert(group)
+    whole: list[_Sums] = []  # over the rows of all experts, once there is need of them
+
+    def formed(expert: int, layers: tuple[Layer, ...]) -> Observed:
+        tokens = sum(rows.quantized.count(expert) for rows in fitted)
+        wanted = max(0, ADVISED * inputs - tokens)
+        if wanted and rare == "error":
+            raise CalibrationError(too_rare(layers[0].name, tokens, inputs))
+        if wanted and not whole:
+            whole.append(made(group, crossed=True))
+            for each in experts:
+                whole[0].summed(rows.of(each) for rows in fitted)
+        own = made(layers, crossed=True if wanted else None).summed(rows.of(expert) for rows in shown)
+        return own.observed(split, blended=(wanted, whole[0]) if wanted else None)
+
+    for number, (expert, layers) in enumerate(experts.items()):
+        yield replace(formed(expert, layers), further=number > 0)
+
+
+def too_rare(name: str, tokens: int, inputs: int) -> str:
+    """Return the sentence for an expert that too few tokens reach."""
+    more = (
+        ""
+        if not tokens
+        else f" About {math.ceil(ADVISED * inputs / tokens)} times the --samples would give it as many."
+    )
+    return (
+        f"{tokens:,} calibration tokens reach {name}, fewer than {ADVISED} for each of its {inputs:,} inputs.{more} Ask for more "
+        f"--samples, pass text like what the model is for, or take --rare-experts mean, which fills up with the mean over the "
+        f"experts of the block."
+    )
 
 
 def by_expert(group: Sequence[Layer]) -> dict[int, tuple[Layer, ...]]:
@@ -150,14 +206,25 @@ class _Sums:
         group: the layers.
         stream: that the batches are of.
         first_held: the first window that is held out.
-        root, extra_rows: see `summed`.
+        root: see `summed`.
+        most: rows of extra windows that are kept at most.
+        crossed: whether C is summed whatever the layers; None: as is less work.
     """
 
     def __init__(
-        self, group: tuple[Layer, ...], stream: Stream, first_held: int, root: bool, extra_rows: int | None
+        self,
+        group: tuple[Layer, ...],
+        stream: Stream,
+        *,
+        first_held: int,
+        root: bool,
+        most: int | None,
+        crossed: bool | None = None,
     ) -> None:
-        self.group, self._stream, self._first_held, self._most = group, stream, first_held, extra_rows
+        self.group, self.fitted = group, stream.fitted
+        self._stream, self._first_held, self._most, self._crossed = stream, first_held, most, crossed
         self._fitted, self._held, self._extra = MomentSums(rooted=root), MomentSums(rooted=root), ExtraRows()
+        self._alike, self._compared = 0, False
 
     def add(self, batch: int, rows: Rows) -> None:
         """Add what a batch showed; batches come in order."""
@@ -169,15 +236,40 @@ class _Sums:
             return
         before = sum(stream.sizes[:batch])
         cut = rows.before(Fraction(min(max(self._first_held - before, 0), size), size))
-        outputs = _lost_outputs(rows, self.group)
+        outputs = {} if self._crossed else _lost_outputs(rows, self.group)
         crossed = len(outputs) < len(self.group)
         for sums, part in ((self._fitted, slice(0, cut)), (self._held, slice(cut, None))):
             lost = {name: difference[part] for name, difference in outputs.items()}
             sums.add(rows.X_hat[part], None if rows.X is None else rows.X[part], lost, crossed=crossed)
+        if isinstance(rows, ExpertRows):
+            self._alike, self._compared = self._alike + rows.alike, rows.X is not None
 
-    def observed(self, split: bool) -> Observed:
-        """Return the layers with what was summed, which is not summed on."""
-        return _observed(self.group, self._fitted, self._held, self._extra, split)
+    def summed(self, shown: Iterable[Rows]) -> _Sums:
+        """Add what all batches showed."""
+        for batch, rows in enumerate(shown):
+            self.add(batch, rows)
+        return self
+
+    def observed(self, split: bool, *, blended: tuple[int, _Sums] | None = None) -> Observed:
+        """Return the layers with what was summed, which is not summed on.
+
+        Args:
+            split: whether moments of the held-out windows are given apart.
+            blended: tokens and sums, of which as much is added as stands for so many tokens.
+        """
+        tokens, more = self._fitted.tokens + self._held.tokens, 0
+        if blended is not None:
+            wanted, whole = blended
+            share = wanted / max(1, whole._fitted.tokens + whole._held.tokens)
+            self._fitted.blend(whole._fitted, share)
+            self._held.blend(whole._held, share)
+            more = self._fitted.tokens + self._held.tokens - tokens
+        found = _observed(self.group, self._fitted, self._held, self._extra, split)
+        if not any(layer.routed for layer in self.group):
+            return found
+        alike = self._alike / max(1, tokens) if self._compared else None
+        moments = {name: replace(each, alike=alike, blended=more) for name, each in found.moments.items()}
+        return replace(found, moments=moments)
 
 
 def _lost_outputs(rows: Rows, group: tuple[Layer, ...]) -> dict[str, Tensor]:

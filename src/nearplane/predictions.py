@@ -25,7 +25,7 @@ from nearplane.models.given import called, check_model
 from nearplane.models.model import Model, open_model, positions_of
 from nearplane.pretrained import empty_network, find_folder
 from nearplane.readers.decoded import DecodedReader
-from nearplane.readers.network import dense_network, stored_transposed, weight_shapes
+from nearplane.readers.network import dense_network, stacks_of, stored_transposed, weight_shapes
 from nearplane.sizes import size_text
 from nearplane.widened import method_of
 
@@ -157,7 +157,7 @@ def on_disk(folder: Path, *, trust_remote_code: bool = False) -> Model:
     if quantization_of(folder) is None or method_of(read_config(folder)) is not None:
         return open_model(str(folder), trust_remote_code=trust_remote_code)
     network = empty_network(folder, trust_remote_code=trust_remote_code, reader=reader_of(folder)).eval()
-    reader = DecodedReader(folder, weight_shapes(network), stored_transposed(network))
+    reader = DecodedReader(folder, weight_shapes(network), stored_transposed(network), stacks_of(network))
     return Model(folder, network, reader, trust_remote_code=trust_remote_code)
 
 

@@ -29,6 +29,7 @@ from nearplane.schemes import (
 from nearplane.spellings import translated
 from nearplane.tuned import Tune
 
+Rare = Literal["mean", "error"]
 Way = Literal["rtn-mse", "gptq-mse", "rtn-huffman", "gptq-huffman", "nearplane-grid", "nearplane"]  # see compare.py
 
 
@@ -42,6 +43,8 @@ class Calibration:
         seqlen: Tokens of a window. Default: 2048, or the model's positions if fewer.
         seed: Of the shuffle of data sets.
         true_sequential: Whether each layer of a block sees the quantized ones before it.
+        rare_experts: What becomes of an expert that fewer than four tokens for each of its inputs reach: mean fills its Hessian up
+            with the mean over the experts of its block, error ends the run.
     """
 
     calibration: str | None = None
@@ -49,6 +52,7 @@ class Calibration:
     seqlen: int | None = None
     seed: int = 0
     true_sequential: bool = True
+    rare_experts: Rare = "mean"
 
     def __post_init__(self) -> None:
         if isinstance(self.calibration, os.PathLike):
@@ -58,6 +62,7 @@ class Calibration:
             raise RecipeError(
                 f"calibration is a {found}; expected a file, a folder or the name of a data set. Give texts, tokens to quantize()."
             )
+        one_of("rare_experts", self.rare_experts, Rare)
         within("samples", self.samples, isinstance(self.samples, int) and self.samples > 0, "a positive number")
         within(
             "seqlen",

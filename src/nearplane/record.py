@@ -63,7 +63,11 @@ class LayerRecord:
         dead: Inputs that were always 0.
         pruned: How many of these were not always 0 in the original network: quantizing what they come from made them so. None if
             targets are not corrected, as the original network does not run then.
-        tokens: Rows that the Hessian was averaged over.
+        tokens: Rows that the Hessian was averaged over; of an expert, those that reached it.
+        alike: Of an expert, the share of these rows whose tokens the original network sends to it as well: for the
+            others nothing is corrected. None of other layers, and where targets are not corrected.
+        blended: Of an expert that few tokens reached, for how many tokens the mean Hessian over the experts of its block
+            stands in its own; 0 where it has enough. None of other layers.
         order: In which columns were rounded.
         bits, group_size, symmetric: Of the grid; None for entropy-coded weights, whose codes have no limits.
         blocks: Name of the type of blocks in a GGUF; None for other files.
@@ -109,6 +113,8 @@ class LayerRecord:
     base: float | None = None
     entropy: float | None = None
     limit: float | None = None
+    alike: float | None = None
+    blended: int | None = None
     bytes: int = 0
     stored: str = ""
     checksum: str = ""

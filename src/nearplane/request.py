@@ -165,6 +165,7 @@ def quantization_config(
         ignore=left_dense(model, layers),
         grids=own,
         experts=merged_experts(model, layers),
+        routed={name for layer in layers if layer.routed for name in (layer.name, model.written_name(layer))},
         layers={  # what is put together from several tensors is refused later, see `readers/loadable.py`
             model.written_name(layer): grids[layer.name] for layer in layers if model.stored_alone(layer)
         },

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 from nearplane.block_types import TYPES
 from nearplane.dead import dead_inputs
-from nearplane.enough import shortage
+from nearplane.enough import ADVISED, shortage
 from nearplane.record import LayerRecord, RunRecord
 from nearplane.schemes import FITTING, BlockScheme
 from nearplane.sizes import bytes_in, counted, size_text
@@ -32,6 +33,7 @@ def summary(record: RunRecord, out: Path) -> Iterator[str]:
     yield from _types(record)
     yield from _smaller_groups(record)
     yield from _few_tokens(record)
+    yield from _experts(record)
     if record.tokens and record.windows < record.recipe.calibration.samples:
         yield f"the text holds {record.windows} windows of {record.seqlen}, {record.recipe.calibration.samples} were asked for"
     yield from _losses(record)
@@ -113,6 +115,37 @@ def _few_tokens(record: RunRecord) -> Iterator[str]:
     said = shortage(record.windows, record.seqlen, record.recipe.calibration.samples, widest.name, widest.in_features)
     if said is not None:
         yield f"too few tokens to trust the losses: {said}"
+
+
+def _experts(record: RunRecord) -> Iterator[str]:
+    """Yield how many tokens reached experts, and what became of those that few reached."""
+    matrices = [layer for layer in record.layers if layer.blended is not None]
+    if not matrices:
+        return
+    experts = {layer.name.rpartition(".")[0]: layer for layer in matrices}  # one matrix of each
+    counts = sorted(layer.tokens for layer in experts.values())
+    said = (
+        f"{counted(len(counts), 'expert')}: {counts[0]:,} to {counts[-1]:,} of the {record.tokens:,} calibration tokens"
+    )
+    said = f"{said} reached one, {counts[len(counts) // 2]:,} in the median"
+    compared = [(layer.alike, layer.tokens) for layer in matrices if layer.alike is not None]
+    if total := sum(tokens for _, tokens in compared):
+        share = sum(alike * tokens for alike, tokens in compared) / total
+        said = f"{said}; {100 * share:.1f} % of these pairs are those of the original network, and corrected"
+    yield said
+    rare = {layer.name.rpartition(".")[0] for layer in matrices if layer.blended}
+    if not rare:
+        return
+    few = [layer for layer in matrices if layer.blended and layer.tokens]
+    times = max((ADVISED * layer.in_features / layer.tokens for layer in few), default=1.0)
+    yield (
+        f"{counted(len(rare), 'expert')} of them saw fewer than {ADVISED} tokens for each input: the mean Hessian over the "
+        f"experts of the block stands for the missing ones (--rare-experts mean); about --samples "
+        f"{math.ceil(times * record.windows):,} would be enough"
+    )
+    if never := sorted(name for name in rare if not experts[name].tokens):
+        more = f" and {len(never) - 4:,} more" if len(never) > 4 else ""
+        yield f"no token reached {', '.join(never[:4])}{more}: more of such text may not help"
 
 
 def _types(record: RunRecord) -> Iterator[str]:

@@ -162,7 +162,12 @@ def _through(
         inputs = tuple(shared_inputs(observed))
         repeated = observed.repeated if first else ()
         stage = Stage(
-            layers=observed.layers, inputs=inputs, first=first, repeated=repeated, profiled=profiled, rest=rest
+            layers=observed.layers,
+            inputs=inputs,
+            first=first,
+            repeated=repeated,
+            profiled=profiled and not observed.further,
+            rest=rest,
         )
         for layer, values in zip(observed.layers, solve(stage), strict=True):
             if values is not None:
@@ -188,7 +193,8 @@ def observations(
         repeated = ((block.name, passage.repeated),) if passage.repeated else ()
         for groups, shown in passage:  # q/k/v, then o, then gate/up, then down
             root = scheme.factor == "qr"
-            found = summed(groups, shown, stream, correct=scheme.correct, root=root, extra_rows=extra_rows)
+            rare = recipe.calibration.rare_experts
+            found = summed(groups, shown, stream, correct=scheme.correct, root=root, extra_rows=extra_rows, rare=rare)
             yield from map(partial(replace, repeated=repeated), found)  # none is held when the next is summed
 
 

@@ -176,8 +176,15 @@ TOLERANCES = {"row_losses": 5e-9, "limit": 1e-6}  # 9 digits; a bisection
 
 
 def agree(record: LayerRecord, wanted: dict[str, object]) -> None:
-    """Compare all fields but those that only the run knows: `seconds`, and what the file says of its tensors."""
-    names = {field.name for field in fields(LayerRecord)} - {"seconds", "bytes", "checksum", "stored"}
+    """Compare all fields but those that only the run knows: `seconds`, what the file says of tensors, and of experts."""
+    names = {field.name for field in fields(LayerRecord)} - {
+        "seconds",
+        "bytes",
+        "checksum",
+        "stored",
+        "alike",
+        "blended",
+    }
     assert names == set(wanted)
     for name, value in wanted.items():
         found = getattr(record, name)

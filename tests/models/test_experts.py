@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from nearplane.errors import RecipeError
-from nearplane.models.activations import skeleton
-from nearplane.models.experts import ExpertLayer, Routed, observable
+from nearplane.errors import CalibrationError, RecipeError
+from nearplane.models.activations import Stream, skeleton
+from nearplane.models.experts import ExpertLayer, Routed, is_stack, observable
 from nearplane.models.model import Model, open_model
 from nearplane.models.rows import RoutedRows
-from nearplane.observe import by_expert, observe
+from nearplane.observe import Observed, by_expert, observe, summed
 from readers.types import save_type, tiny_config
 
-KINDS = ("qwen3_moe", "mixtral", "gpt_oss", "nemotron_h", "granitemoe", "deepseek_v3")
+KINDS = ("qwen3_moe", "mixtral", "gpt_oss", "nemotron_h", "granitemoe", "deepseek_v3", "llama4_text")
 TOKENS = torch.randint(3, 96, (6, 16), generator=torch.Generator().manual_seed(2))
 
 
@@ -40,7 +40,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Model:
 
 
 def stacks(module: nn.Module) -> Iterator[Any]:
-    yield from (part for part in module.modules() if hasattr(part, "has_gate"))
+    yield from (part for part in module.modules() if is_stack(part))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -144,26 +144,63 @@ def test_moments_of_an_expert_are_those_of_the_tokens_that_reach_it(model: Model
                 stream.forward(block, getattr(block, which), batch, hidden)
             stack.watched.before.clear()
         found = observe(block, groups, stream, correct=True)
-    assert [[layer.expert for layer in each.layers] for each in found] == [
-        [0, 0],
-        [1, 1],
-        [2, 2],
-        [3, 3],
-        [0],
-        [1],
-        [2],
-        [3],
+    assert [[layer.expert for layer in each.layers] for each in found] == [[e] * 2 for e in range(4)] + [
+        [e] for e in range(4)
     ]
     tokens = 0
     for each in found:
-        first = each.layers[0]
-        rows = [routed.rows(first.expert) for routed in seen["quantized", first.side]]
-        X_hat = torch.cat(rows)
-        moments = each.moments[first.name]
-        assert moments.tokens == len(X_hat)
-        torch.testing.assert_close(moments.H, X_hat.T @ X_hat / len(X_hat), rtol=1e-9, atol=1e-12)
-        assert moments.corrects
-        assert moments.held_out is None or moments.held_out.tokens < moments.tokens
-        tokens += moments.tokens
+        first, own = each.layers[0], each.moments[each.layers[0].name]
+        rows = {e: torch.cat([r.rows(e) for r in seen["quantized", first.side]]) for e in range(4)}
+        X_hat, everything = rows[first.expert], torch.cat([*rows.values()])
+        few = 4 * first.shape[1] - len(X_hat)
+        assert few > 0
+        assert own.blended == pytest.approx(few, abs=1)
+        assert own.tokens == len(X_hat) + own.blended
+        mean = everything.T @ everything / len(everything)
+        expected = (X_hat.T @ X_hat + few * mean) / (len(X_hat) + few)
+        torch.testing.assert_close(own.H, expected, rtol=1e-2, atol=1e-12)
+        assert own.C is not None
+        assert own.held_out is not None
+        assert 0 < own.alike < 1
+        tokens += len(X_hat)
     assert tokens == 2 * 2 * TOKENS.numel()
     assert by_expert(groups[1]).keys() == {0, 1, 2, 3}
+
+
+def routed(rows: Tensor, *counts: int) -> RoutedRows:
+    """Return rows of experts, so many of each, one after the other, in both networks alike."""
+    ends = tuple(torch.tensor(counts).cumsum(0).tolist())
+    one = Routed(x=rows, token=torch.arange(len(rows)), ends=ends, tokens=len(rows), apart=True)
+    return RoutedRows(quantized=one, original=one)
+
+
+def seen_by(rows: Tensor, *counts: int, inputs: int, rare: Any) -> list[Observed]:
+    """Return what is observed of experts with one matrix each, in one batch of as many windows as rows."""
+    layers = tuple(
+        ExpertLayer(
+            name=f"block.experts.{e}.down_proj", shape=(3, inputs), module=nn.Identity(), stored="", sources=(),
+            holder="block.experts.down_proj", expert=e, outputs=slice(None), transposed=False,
+        )
+        for e in range(len(counts))
+    )  # fmt: skip
+    stream = Stream([rows[:, None]], {}, two_streams=True)
+    return [*summed([layers], iter([[routed(rows, *counts)]]), stream, correct=True, rare=rare)]
+
+
+def test_an_expert_with_enough_tokens_has_its_own_moments_alone(generator: torch.Generator) -> None:
+    rows = torch.randn(40, 2, dtype=torch.float64, generator=generator)
+    found = seen_by(rows, 30, 0, 10, inputs=2, rare="mean")
+    moments = [each.moments[each.layers[0].name] for each in found]
+    assert [each.blended for each in moments] == [0, pytest.approx(8, abs=1), 0]
+    torch.testing.assert_close(moments[0].H, rows[:30].T @ rows[:30] / 30, rtol=1e-12, atol=0)
+    torch.testing.assert_close(moments[1].H, rows.T @ rows / 40, rtol=1e-12, atol=0)
+    torch.testing.assert_close(moments[2].H, rows[30:].T @ rows[30:] / 10, rtol=1e-12, atol=0)
+
+
+def test_a_rare_expert_is_an_error_where_it_is_asked_to_be(generator: torch.Generator) -> None:
+    rows = torch.randn(40, 2, dtype=torch.float64, generator=generator)
+    with pytest.raises(
+        CalibrationError, match=r"^4 calibration tokens reach block\.experts\.1\.down_proj, fewer than 4 for each of"
+    ):
+        seen_by(rows, 36, 4, inputs=2, rare="error")
+    assert len(seen_by(rows, 32, 8, inputs=2, rare="error")) == 2

@@ -194,7 +194,8 @@ def test_what_pauses_takes_what_was_foretold(folder_of: Callable[[str], Path]) -
     with model.blocks[0].on("cpu", torch.float64) as block:
         look = first_look(block, stream)
         foretold = [look.entered[group[0].name][0].alive * 8 * 2 for group in look.groups]
-        before = {x.untyped_storage().data_ptr() for x in living(Tensor)}
+        held = [x.untyped_storage() for x in living(Tensor)]  # so that nothing takes their memory
+        before = {storage.data_ptr() for storage in held}
         found = []
         with Passage(block, stream, sequential=True, room=MUCH) as passage:
             for _, shown in passage:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nearplane.block_types import TYPES, type_of
-from nearplane.budget.allocate import allocate, allocate_choices, allocate_widths, probed_rates, probed_widths
+from nearplane.budget.allocate import Curve, allocate, allocate_choices, allocate_widths, probed_rates, probed_widths
 from nearplane.budget.blocks import Free
 from nearplane.budget.foretold import budget_of, least_rate
 from nearplane.budget.probe import probe, to_rates, to_types, to_widths
@@ -269,8 +269,21 @@ def _widths(
     usable = usable_widths(model, recipe)
     probed = probed_widths(scheme.bits, usable)
     perturb = to_widths(probed, scheme, FORMATS[str(recipe.format)].layers.scale_dtype(model.dtype))
-    curves = probe(model, tokens, perturb, device=device, progress=progress)
+    curves = _experts_alike(model, probe(model, tokens, perturb, device=device, progress=progress))
     return allocate_widths(curves, scheme.bits, [bits for bits in usable if bits >= probed[0]])
+
+
+def _experts_alike(model: Model, curves: list[Curve]) -> list[Curve]:
+    """Join the curves of the experts of all blocks, whose grid is one for readers of fixed grids."""
+    routed = {layer.name for layer in model.layers if layer.routed}
+    apart = [curve for curve in curves if not routed.issuperset(curve.layers)]
+    joined = [curve for curve in curves if routed.issuperset(curve.layers)]
+    if not joined:
+        return curves
+    losses = tuple(map(sum, zip(*(curve.losses for curve in joined), strict=True)))
+    layers = tuple(name for curve in joined for name in curve.layers)
+    weights = sum(curve.weights for curve in joined)
+    return [*apart, Curve(layers=layers, weights=weights, rates=joined[0].rates, losses=losses)]
 
 
 def _types(

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -22,10 +23,11 @@ from nearplane.lattice.solve import sweep_planes
 from nearplane.matrix.inputs import Inputs
 from nearplane.matrix.on_grid import solve
 from nearplane.models.activations import Stream, readout, skeleton
-from nearplane.models.calibrate import stages
+from nearplane.models.calibrate import seen, stages
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block, Model
-from nearplane.observe import observe
+from nearplane.models.rows import RoutedRows, Rows
+from nearplane.observe import observe, summed
 from nearplane.progress import logged
 from nearplane.schemes import BlockScheme, GridScheme, Scheme
 
@@ -64,12 +66,18 @@ class Perturbations:
         of: makes them.
         points: how many of a layer are measured.
         together: layers with the same input, experts of a kind and tied weights are perturbed together and share a curve, as
-            runtimes fuse them.
+            runtimes fuse them. Experts that lie in one parameter share one in any case: gate and up of all, down of all.
+        at: makes one of them by its number; None: `of` makes those before it too.
     """
 
     of: Perturb
     points: int
     together: bool = False
+    at: Callable[[Tensor, Inputs, int], Perturbed] | None = None
+
+    def one(self, W: Tensor, inputs: Inputs, point: int) -> Perturbed:
+        """Return one of the perturbed weights."""
+        return next(islice(self.of(W, inputs), point, None)) if self.at is None else self.at(W, inputs, point)
 
 
 def to_rates(rates: Sequence[float], scheme: Scheme) -> Perturbations:
@@ -132,13 +140,15 @@ def to_widths(widths: Sequence[int], scheme: GridScheme, storage: torch.dtype) -
     """Perturb as weights on the fixed grids of a scheme, at these widths instead of its own; codes and steps are not refined."""
     plain = replace(scheme, polish=0, rounds=0)
 
-    def perturb(W: Tensor, inputs: Inputs) -> Iterator[Perturbed]:
+    def at(W: Tensor, inputs: Inputs, point: int) -> Perturbed:
         factor = inputs.factor(scheme.order, scheme.damp)
-        for width in widths:
-            found = solve(W.masked_fill(factor.dead, 0), inputs, replace(plain, bits=width), storage)
-            yield Perturbed(float(width), found.matrix.decode())
+        found = solve(W.masked_fill(factor.dead, 0), inputs, replace(plain, bits=widths[point]), storage)
+        return Perturbed(float(widths[point]), found.matrix.decode())
 
-    return Perturbations(of=perturb, points=len(widths), together=True)
+    def perturb(W: Tensor, inputs: Inputs) -> Iterator[Perturbed]:
+        return (at(W, inputs, point) for point in range(len(widths)))
+
+    return Perturbations(of=perturb, points=len(widths), together=True, at=at)
 
 
 def to_types(names: Sequence[str], scheme: BlockScheme) -> Perturbations:
@@ -233,7 +243,7 @@ def _wide(difference: Tensor | float, like: Tensor) -> Tensor | float:
 
 def _plan(model: Model, tokens: Tensor, points: int) -> tuple[Tensor, int]:
     """Return the windows for the statistics, (windows, seqlen), and how many of the first travel."""
-    blocks, layers = len(model.blocks), max(len(block.layers) for block in model.blocks)
+    blocks, layers = len(model.blocks), max(_perturbed_apart(block) for block in model.blocks)
     seqlen = min(SEQLEN, tokens.shape[1])
     windows = tokens[:, : tokens.shape[1] // seqlen * seqlen].reshape(-1, seqlen)
     hidden = model.network.get_input_embeddings().weight.shape[1]
@@ -247,9 +257,16 @@ def _plan(model: Model, tokens: Tensor, points: int) -> tuple[Tensor, int]:
     return windows[: -(-seen // seqlen)], travelling // batch * batch
 
 
+def _perturbed_apart(block: Block) -> int:
+    """Return how many sets of layers of a block are perturbed apart, at most."""
+    routed = {layer.parameter for layer in block.layers if layer.routed}
+    return len(routed) + sum(not layer.routed for layer in block.layers)
+
+
 def _perturbed(block: Block, stream: Stream, perturbations: Perturbations) -> Iterator[_Traveller]:
     """Perturb the layers of a block, one set after the other; while one is given out, its weights are in the block."""
-    groups = stages(block, stream)
+    found = stages(block, stream)
+    groups, routed = [[group for group in found if group[0].routed is kind] for kind in (False, True)]
     observations = observe(block, groups, stream, correct=False)
     inputs = {
         layer.name: shared
@@ -269,6 +286,57 @@ def _perturbed(block: Block, stream: Stream, perturbations: Perturbations) -> It
             yield _Traveller(layers=names, weights=sum(W.numel() for W in weights), rate=first.rate, shape=first.shape)
         for layer, W in zip(layers, weights, strict=True):
             layer.write(W)
+    if routed:
+        shown = [*seen(block, routed, stream, correct=False)]
+        for some in ([*range(len(routed))],) if perturbations.together else ([side] for side in range(len(routed))):
+            yield from _experts_perturbed(
+                [(routed[i], [[rows[i]] for rows in shown]) for i in some], stream, perturbations
+            )
+
+
+def _experts_perturbed(
+    sides: Sequence[tuple[tuple[Layer, ...], list[list[Rows | RoutedRows]]]],
+    stream: Stream,
+    perturbations: Perturbations,
+) -> Iterator[_Traveller]:
+    """Perturb all experts of a block together, by what is known of the inputs of one at a time.
+
+    Args:
+        sides: groups of their layers, with what every batch shows of them.
+        stream: that the batches are of.
+        perturbations: what is done to each.
+    """
+    layers = tuple(layer for group, _ in sides for layer in group)
+    holders = {layer.parameter: layer.weight for layer in layers}
+    weights = {name: holder.detach().clone() for name, holder in holders.items()}
+    sizes = [math.prod(layer.shape) for layer in layers]
+    for point in range(perturbations.points):
+        found: list[tuple[float, tuple[tuple[float, float], ...]]] = []  # rate and shape, by layer
+        for group, shown in sides:
+            for observed in summed([group], shown, stream, correct=False):
+                inputs = Inputs(observed.moments[observed.layers[0].name])
+                for layer in observed.layers:
+                    rate, values, shape = perturbations.one(layer.read(), inputs, point)
+                    layer.write(values)
+                    found.append((rate, shape))
+        rates = [(rate, size) for (rate, _), size in zip(found, sizes, strict=True)]
+        shapes = [(shape, size) for (_, shape), size in zip(found, sizes, strict=True) if shape]
+        mean = tuple(
+            (
+                _mean([(shape[i][0], size) for shape, size in shapes]),
+                _mean([(shape[i][1], size) for shape, size in shapes]),
+            )
+            for i in range(len(shapes[0][0]) if shapes else 0)
+        )
+        yield _Traveller(
+            layers=tuple(layer.name for layer in layers), weights=sum(sizes), rate=_mean(rates), shape=mean
+        )
+        for name, holder in holders.items():
+            holder.data.copy_(weights[name])
+
+
+def _mean(weighted: Sequence[tuple[float, int]]) -> float:
+    return sum(value * weight for value, weight in weighted) / sum(weight for _, weight in weighted)
 
 
 def _sets(groups: Sequence[tuple[Layer, ...]], block: str) -> list[tuple[Layer, ...]]:

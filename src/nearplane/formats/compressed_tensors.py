@@ -134,11 +134,21 @@ class Config(ConfigFile):
 
         The reader drops tensors that are not packed of modules that it puts together from `network.experts`, unless a group that
         names experts is of eight-bit floats; so a group that applies to nothing says so, since all that it names is in `ignore`.
+        Experts that are quantized are named by a pattern: it takes the first group that has one for the scheme of them all.
         """
         grids, targets = network.grids, {network.scheme.layer_grid: ["Linear"]}
         if grids:
             kinds = sorted(set(grids.values()), key=lambda grid: (grid.bits, grid.group_size or 0, grid.symmetric))
-            targets = {grid: [name for name, own in grids.items() if own == grid] for grid in kinds}
+            targets = {
+                grid: list(
+                    dict.fromkeys(
+                        _pattern_of_all(name) if name in network.routed else name
+                        for name, own in grids.items()
+                        if own == grid
+                    )
+                )
+                for grid in kinds
+            }
         groups = {
             f"group_{index}": {
                 "targets": names,
@@ -203,6 +213,12 @@ class Config(ConfigFile):
 def _module_pattern(name: str) -> str:
     """Return a pattern of a module alone; transformers looks for the word in it."""
     return rf"re:^{re.escape(name)}$" if "experts" in name else rf"re:^{re.escape(name)}$(?#experts)"
+
+
+def _pattern_of_all(name: str) -> str:
+    """Return a pattern of a layer and of those that differ from it by numbers alone; transformers looks for the word in it."""
+    pattern = rf"re:^{re.sub('[0-9]+', '[0-9]+', re.escape(name))}$"
+    return pattern if "experts" in name else f"{pattern}(?#experts)"
 
 
 def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ class Quantized:
             "re:..." of parts.
         grids: of every layer by name, where they are not the same for all.
         experts: names of modules left alone that transformers puts together from one tensor an expert.
+        routed: names of quantized layers that are experts in one parameter with others, which no reader has as modules.
         layers: the grid of every quantized layer, by its name in the checkpoint.
         embeddings: type of embeddings and head in a GGUF; None: as they are.
         pre: name of the pre-tokenizer in a GGUF; None: as the tokenizer's structure tells.
@@ -33,6 +34,7 @@ class Quantized:
     ignore: Sequence[str] = ()
     grids: Mapping[str, LayerGrid] = field(default_factory=dict)
     experts: Sequence[str] = ()
+    routed: Collection[str] = ()
     layers: Mapping[str, LayerGrid] = field(default_factory=dict)
     embeddings: str | None = None
     pre: str | None = None

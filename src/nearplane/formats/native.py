@@ -30,7 +30,7 @@ from nearplane.schemes import LayerGrid
 METHOD = "nearplane"
 VERSION = 1
 CODERS: tuple[str, ...] = get_args(Coder)
-KINDS = ("Linear", "Conv1D", "Embedding")
+KINDS = ("Linear", "Conv1D", "Embedding", "Expert")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

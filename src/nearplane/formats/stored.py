@@ -6,10 +6,12 @@ Knows names and tensors, not modules. What a layer's tensors look like is the `L
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError
@@ -37,6 +39,29 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
             f"{folder / CONFIG}: quantization_config is {str(config)[:40]!r}, expected an object. Fetch it again."
         )
     return config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """How a tensor of three dimensions is put together of the matrices that a folder holds by names of their own: experts.
+
+    Args:
+        shape: of the whole.
+        names: of the matrices.
+        places: of each: its slice, which of the outputs of the slice are its own, and whether the slice is (in, out).
+    """
+
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    places: tuple[tuple[int, slice, bool], ...]
+
+    def joined(self, values: Iterable[Tensor]) -> Tensor:
+        """Return the whole, of the (out, in) values of all matrices in their order."""
+        whole = torch.empty(self.shape)
+        for matrix, (index, outputs, transposed) in zip(values, self.places, strict=True):
+            part = whole[index].T if transposed else whole[index]
+            part[outputs] = matrix
+        return whole
 
 
 class Stored:
@@ -129,16 +154,22 @@ def check_shape(called: str, name: str, found: tuple[int, int], shapes: Mapping[
 
 
 def read_dense(
-    folder: Path, *, transposed: Collection[str] = (), shapes: Mapping[str, tuple[int, ...]] | None = None
+    folder: Path,
+    *,
+    transposed: Collection[str] = (),
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    stacks: Mapping[str, Stack] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (parameter name, tensor) of a folder as if it had never been quantized, one in memory at a time.
 
     A quantized layer is its float32 values `scale * (code - zero)` as `name.weight`: (out, in), or (in, out) where
-    that name is in `transposed`, as Conv1D modules have them. Everything else is as stored.
+    that name is in `transposed`, as Conv1D modules have them. Experts that the network has in one parameter, and that
+    transformers does not put together, are that parameter. Everything else is as stored.
 
     Args:
         transposed: see `stored_transposed`.
         shapes: as for `read_matrices`.
+        stacks: by name of the parameter, see `stacks_of`.
 
     Raises:
         FormatError: a layer is not what its format says or the model expects, or the format is not understood.
@@ -150,9 +181,23 @@ def read_dense(
     for name in reader.names():
         if name not in packed:
             yield name, reader.read([name])[name]
+    own = {name: whole for whole, stack in (stacks or {}).items() for name in stack.names}
+    waiting: dict[str, dict[str, Tensor]] = {}
     for name, matrix in read_matrices(folder, shapes=shapes):
         values = matrix.decode()
+        if name in own:
+            whole, stack = own[name], (stacks or {})[own[name]]
+            waiting.setdefault(whole, {})[name] = values
+            if len(waiting[whole]) == len(stack.names):
+                found = waiting.pop(whole)
+                yield whole, stack.joined(found[each] for each in stack.names)
+            continue
         yield f"{name}.weight", values.T.contiguous() if f"{name}.weight" in transposed else values
+    for whole, found in waiting.items():
+        absent = next(name for name in (stacks or {})[whole].names if name not in found)
+        raise FormatError(
+            f"{folder}: {absent} is missing, the other matrices of {whole} are there. Fetch the folder again."
+        )
 
 
 def reader_of(folder: Path) -> TensorReader:

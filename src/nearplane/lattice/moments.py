@@ -48,6 +48,9 @@ class Moments:
             none are held out. It cannot be had from the other: taking rows out of a root costs what squaring costs.
         extra: rows of windows that entered none of the above; None where there were none, or no row of them came here.
         alive: (in,) bool, inputs that were not 0 at some token in the original network; None where it did not run.
+        alike: of an expert, the share of its rows whose tokens the original network sends to it as well; None of others, or where
+            it did not run.
+        blended: of an expert, how many of `tokens` stand for the mean over all experts of its block; None of others.
     """
 
     H: Tensor
@@ -59,6 +62,8 @@ class Moments:
     fitting_root: Tensor | None = None
     extra: Extra | None = None
     alive: Tensor | None = None
+    alike: float | None = None
+    blended: int | None = None
 
     @property
     def corrects(self) -> bool:
@@ -133,6 +138,19 @@ class MomentSums:
         for name, lost in other.lost.items():
             self.lost[name] = self.lost[name].add_(lost) if name in self.lost else lost.clone()
         self.tokens += other.tokens
+
+    def blend(self, other: MomentSums, share: float) -> None:
+        """Add a share of other sums, which stay as they are."""
+        R, H, C = other.triangle(), other.H, other.C
+        part = MomentSums(
+            H=None if H is None else H * share,
+            alive=other.alive,
+            C=None if C is None else C * share,
+            tokens=round(other.tokens * share),
+            R=None if R is None else R * share**0.5,
+        )
+        self.dtype = self.dtype if self.tokens else other.dtype
+        self.absorb(part)
 
     @staticmethod
     def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:

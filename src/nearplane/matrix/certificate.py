@@ -97,7 +97,9 @@ def measure(
         extra_nearest_loss=extra[2],
         dead=int(factor.dead.sum()),
         pruned=pruned(inputs, factor.dead),
-        tokens=inputs.moments.tokens,
+        tokens=inputs.moments.tokens - (inputs.moments.blended or 0),
+        alike=inputs.moments.alike,
+        blended=inputs.moments.blended,
         order=scheme.order,
         seconds=0.0,
     )

@@ -7,7 +7,7 @@ buffers that no checkpoint holds. Knows nothing of blocks.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 
@@ -127,13 +127,7 @@ class Weights:
         load = self._find(parameter)
         assert load is not None, "the checkpoint has every parameter"
         names = [name for name, _ in load.sources]
-        module, _, last = parameter.rpartition(".")
-        patterns = self._apart(parameter)
-        if patterns is None or len(patterns) != parts:
-            words = PARTS if parts > 1 else (last,)
-            layers = tuple(tuple(f"{module}.{expert}.{word}" for expert in range(experts)) for word in words)
-            return Names(layers=layers, stored=layers, sources=((tuple(names),) * experts,) * parts)
-        layers = tuple(tuple(pattern.replace("*", str(e)) for e in range(experts)) for pattern in patterns)
+        layers = names_apart(self._conversions, parameter, parts, experts)
         if load.converter is None:
             return Names(layers=layers, stored=layers, sources=((tuple(names),) * experts,) * parts)
         own = [[name for name, pattern in load.sources if pattern == p] for p in load.converter.source_patterns]
@@ -145,19 +139,6 @@ class Weights:
             )
         stored = tuple(tuple(name.removesuffix(".weight") for name in part) for part in own)
         return Names(layers=layers, stored=stored, sources=tuple(tuple((name,) for name in part) for part in own))
-
-    def _apart(self, parameter: str) -> list[str] | None:
-        """Return what a checkpoint of this type calls the matrices in a 3-D parameter: "experts.*.gate_proj" for every part."""
-        for converter in self._conversions:
-            if not isinstance(converter, WeightConverter) or len(converter.target_patterns) != 1:
-                continue
-            target, sources = converter.target_patterns[0], converter.source_patterns
-            plain = all(name.count("*") == 1 and name.endswith(".weight") for name in sources)
-            steps = [type(step) for step in converter.operations]
-            if plain and parameter.endswith(target) and steps and steps == STACKED[: len(steps)]:
-                head = parameter.removesuffix(target)
-                return [head + name.removesuffix(".weight") for name in sources]
-        return None
 
     def lacks(self, name: str) -> bool:
         """Return whether the network has a parameter or buffer of this name that no tensor is for."""
@@ -239,6 +220,34 @@ class Weights:
                 module._buffers[name] = torch.zeros_like(buffer, device=device)
             with guard_torch_init_functions():
                 _owner(self.network, prefix + path)._init_weights(module)
+
+
+def patterns_apart(conversions: Iterable[WeightTransform], parameter: str) -> list[str] | None:
+    """Return what checkpoints call the matrices in a 3-D parameter, "experts.*.gate_proj" for each of its parts.
+
+    None: transformers does not put it together.
+    """
+    for converter in conversions:
+        if not isinstance(converter, WeightConverter) or len(converter.target_patterns) != 1:
+            continue
+        target, sources = converter.target_patterns[0], converter.source_patterns
+        plain = all(name.count("*") == 1 and name.endswith(".weight") for name in sources)
+        steps = [type(step) for step in converter.operations]
+        if plain and parameter.endswith(target) and steps and steps == STACKED[: len(steps)]:
+            head = parameter.removesuffix(target)
+            return [head + name.removesuffix(".weight") for name in sources]
+    return None
+
+
+def names_apart(
+    conversions: Iterable[WeightTransform], parameter: str, parts: int, experts: int
+) -> tuple[tuple[str, ...], ...]:
+    """Return the names of the matrices in a 3-D parameter, by part and expert; see `Weights.stacked`."""
+    module, _, last = parameter.rpartition(".")
+    patterns = patterns_apart(conversions, parameter)
+    if patterns is None or len(patterns) != parts:
+        patterns = [f"{module}.*.{word}" for word in (PARTS if parts > 1 else (last,))]
+    return tuple(tuple(pattern.replace("*", str(expert)) for expert in range(experts)) for pattern in patterns)
 
 
 def _aliases(network: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from copy import copy
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from types import MethodType
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,10 +45,9 @@ class Routed:
     tokens: int
     apart: bool
 
-    @property
-    def pairs(self) -> int:
-        """How many there are."""
-        return self.ends[-1]
+    def count(self, expert: int) -> int:
+        """Return how many tokens are routed to an expert."""
+        return self.ends[expert] - (self.ends[expert - 1] if expert else 0)
 
     def of(self, expert: int) -> slice:
         """Return which pairs are those of an expert."""
@@ -163,29 +163,71 @@ def _held(callbacks: OrderedDict[int, Any], call: Callable[[Any], None]) -> Remo
     return handle
 
 
-def is_stack(module: nn.Module) -> bool:
-    """Whether a module holds experts whose forward transformers lets be replaced."""
-    marks = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate", "config")
-    if not all(hasattr(module, mark) for mark in marks):
-        return False
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How a module of experts stores their matrices.
+
+    Args:
+        up: name of the parameter of what multiplies hidden states.
+        gated: whether that is gate and up.
+        biased: whether there are biases.
+        transposed: whether slices are (in, out).
+        halves: whether gate and up are one behind the other, not in turns.
+        given: how its forward is called: with hidden states and routing, or with the rows of all tokens for every expert, which
+            are 0 where a token is not routed to it.
+    """
+
+    up: str
+    gated: bool
+    biased: bool
+    transposed: bool
+    halves: bool
+    given: Literal["routing", "rows"]
+
+
+GIVEN_ROWS = "Llama4TextExperts"  # a class of transformers whose forward is not replaceable in its own way
+MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate", "config")
+
+
+def layout_of(module: nn.Module) -> Layout | None:
+    """Return how a module stores experts whose forward can be replaced; None of all others."""
+    stack: Any = module
+    if type(module).__name__ == GIVEN_ROWS:
+        found = Layout(up="gate_up_proj", gated=True, biased=False, transposed=True, halves=True, given="rows")
+    elif all(hasattr(module, mark) for mark in MARKS):
+        found = Layout(
+            up="gate_up_proj" if stack.has_gate else "up_proj",
+            gated=stack.has_gate,
+            biased=stack.has_bias,
+            transposed=stack.is_transposed,
+            halves=stack.is_concatenated,
+            given="routing",
+        )
+    else:
+        return None
     parts: dict[str, nn.Parameter] = dict(module.named_parameters(recurse=False))
-    return all(name in parts and parts[name].dim() == 3 for name in (_up(module), "down_proj"))
+    return found if all(name in parts and parts[name].dim() == 3 for name in (found.up, "down_proj")) else None
 
 
-def _up(module: Any) -> str:
-    return "gate_up_proj" if module.has_gate else "up_proj"
+def is_stack(module: nn.Module) -> bool:
+    """Whether a module holds experts whose forward can be replaced."""
+    return layout_of(module) is not None
 
 
 def observable(root: nn.Module) -> None:
     """Let the experts in a part of a network run the forward here, which can be watched; changes nothing of other copies."""
     for module in root.modules():
-        if is_stack(module) and not hasattr(module, "watched"):
-            stack: Any = module
-            stack.config = copy(stack.config)
-            stack.config._experts_implementation_internal = NAME
-            stack.watched = Watched()
-            if NAME not in ExpertsInterface._global_mapping:
-                ExpertsInterface.register(NAME, forward)
+        layout, stack = layout_of(module), cast(Any, module)
+        if layout is None or hasattr(module, "watched"):
+            continue
+        stack.watched = Watched()
+        if layout.given == "rows":
+            stack.forward = MethodType(forward_of_rows, module)
+            continue
+        stack.config = copy(stack.config)
+        stack.config._experts_implementation_internal = NAME
+        if NAME not in ExpertsInterface._global_mapping:
+            ExpertsInterface.register(NAME, forward)
 
 
 def watched(module: nn.Module) -> Watched:
@@ -198,50 +240,86 @@ def watched(module: nn.Module) -> Watched:
 def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Compute (tokens, hidden) outputs of the experts, as transformers' own implementations do.
 
-    What each expert computes is hidden from modes that watch functions: how much that is depends on the tokens.
-
     Args:
         self: the module of the experts.
         hidden_states: (tokens, hidden).
         top_k_index: (tokens, k) experts that each token is routed to.
         top_k_weights: (tokens, k) of their outputs.
     """
-    experts, (tokens, k) = getattr(self, _up(self)).shape[0], top_k_index.shape
+    tokens, k = top_k_index.shape
+    experts = len(self.down_proj)
     order = torch.sort(top_k_index.reshape(-1), stable=True).indices  # (pairs,)
     counts = top_k_index.reshape(-1).bincount(minlength=experts)[:experts]
     ends = tuple(counts.cumsum(0).tolist())
     left = tokens * k - ends[-1]  # pairs of no expert
     token = order[: ends[-1]] // k
-
-    def multiplied(side: Side, name: str, routed: Routed) -> list[Tensor]:
-        for see in (*self.watched.before.get(side, {}).values(),):
-            see(routed)
-        weight, bias = getattr(self, name), getattr(self, f"{name}_bias", None) if self.has_bias else None
-        outputs = []
-        with torch._C.DisableTorchFunction():
-            for expert in range(experts):
-                W, b = weight[expert], None if bias is None else bias[expert]
-                outputs.append(linear(routed.rows(expert), W.T if self.is_transposed else W, b))
-        for expert, found in enumerate(outputs):
-            for see in (*self.watched.after.get((side, expert), {}).values(),):
-                see(found)
-        return outputs
-
-    both = Routed(x=hidden_states, token=token, ends=ends, tokens=tokens, apart=False)
-    up = multiplied("up", _up(self), both)
-    with torch._C.DisableTorchFunction():
-        inner = [self._apply_gate(x) if self.has_gate else self.act_fn(x) for x in up]
-    h = torch.cat(inner)  # (pairs, intermediate)
-    del up, inner
-    y = multiplied("down", "down_proj", Routed(x=h, token=token, ends=ends, tokens=tokens, apart=True))
-    if self.has_post_expert_norm:
-        with torch._C.DisableTorchFunction():
-            y = [self.post_expert_norm(x) for x in y]
+    y = _computed(self, Routed(x=hidden_states, token=token, ends=ends, tokens=tokens, apart=False))
     found = torch.cat([*y, hidden_states.new_zeros(left, hidden_states.shape[1])])
     weighted = found * top_k_weights.reshape(-1)[order, None]
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
     return weighted[place].view(tokens, k, -1).sum(1).to(hidden_states.dtype)
+
+
+def forward_of_rows(self: Any, hidden_states: Tensor) -> Tensor:
+    """Compute (experts * tokens, hidden) outputs of experts that are given a row for every token.
+
+    Args:
+        self: the module of the experts.
+        hidden_states: (experts * tokens, hidden) rows by expert, 0 where a token is not routed to it.
+    """
+    rows = hidden_states.view(len(self.down_proj), -1, hidden_states.shape[-1])
+    chosen = rows.any(-1)  # (experts, tokens)
+    expert, token = chosen.nonzero(as_tuple=True)
+    ends = tuple(chosen.sum(1).cumsum(0).tolist())
+    y = _computed(self, Routed(x=rows[chosen], token=token, ends=ends, tokens=rows.shape[1], apart=True))
+    found = torch.zeros_like(rows).index_put((expert, token), torch.cat(y))
+    return found.view_as(hidden_states)
+
+
+def _computed(self: Any, both: Routed) -> list[Tensor]:
+    """Return (rows, hidden) outputs of every expert, not weighted; shows on the way what they multiply.
+
+    What each expert computes is hidden from modes that watch functions: how much that is depends on the tokens.
+    """
+    layout = layout_of(self)
+    assert layout is not None, "only stacks are made observable"
+
+    def multiplied(side: Side, name: str, routed: Routed) -> list[Tensor]:
+        for see in (*self.watched.before.get(side, {}).values(),):
+            see(routed)
+        weight, bias = getattr(self, name), getattr(self, f"{name}_bias") if layout.biased else None
+        outputs = []
+        with torch._C.DisableTorchFunction():
+            for expert in range(len(weight)):
+                W, b = weight[expert], None if bias is None else bias[expert]
+                outputs.append(linear(routed.rows(expert), W.T if layout.transposed else W, b))
+        for expert, found in enumerate(outputs):
+            for see in (*self.watched.after.get((side, expert), {}).values(),):
+                see(found)
+        return outputs
+
+    up = multiplied("up", layout.up, both)
+    with torch._C.DisableTorchFunction():
+        inner = [_activated(self, layout, x) for x in up]
+    h = torch.cat(inner)  # (pairs, intermediate)
+    del up, inner
+    y = multiplied("down", "down_proj", replace(both, x=h, apart=True))
+    if getattr(self, "has_post_expert_norm", False):
+        with torch._C.DisableTorchFunction():
+            y = [self.post_expert_norm(x) for x in y]
+    return y
+
+
+def _activated(self: Any, layout: Layout, x: Tensor) -> Tensor:
+    """Return what down multiplies, of the outputs of gate and up or of up alone."""
+    if layout.gated and layout.given == "routing":
+        gated: Tensor = self._apply_gate(x)
+        return gated
+    if layout.gated:
+        gate, up = x.chunk(2, dim=-1)
+        return up * self.act_fn(gate)  # type: ignore[no-any-return]
+    return self.act_fn(x)  # type: ignore[no-any-return]
 
 
 def stacked_layers(name: str, module: nn.Module, names: Callable[[str, int, int], Names]) -> Iterator[ExpertLayer]:
@@ -252,11 +330,12 @@ def stacked_layers(name: str, module: nn.Module, names: Callable[[str, int, int]
         module: for which `is_stack`.
         names: by parameter, the number of its parts, and that of the experts.
     """
-    stack: Any = module
-    for attribute in (_up(module), "down_proj"):
-        weight: Tensor = getattr(stack, attribute)
+    layout = layout_of(module)
+    assert layout is not None, "only stacks have such layers"
+    for attribute in (layout.up, "down_proj"):
+        weight: Tensor = getattr(module, attribute)
         experts, *sides = weight.shape
-        out, columns = sides[::-1] if stack.is_transposed else sides
+        out, columns = sides[::-1] if layout.transposed else sides
         parts = 2 if attribute == "gate_up_proj" else 1
         holder = f"{name}.{attribute}"
         called = names(holder, parts, experts)
@@ -271,6 +350,6 @@ def stacked_layers(name: str, module: nn.Module, names: Callable[[str, int, int]
                     sources=called.sources[part][expert],
                     holder=holder,
                     expert=expert,
-                    outputs=half if parts == 1 or stack.is_concatenated else slice(part, None, parts),
-                    transposed=stack.is_transposed,
+                    outputs=half if parts == 1 or layout.halves else slice(part, None, parts),
+                    transposed=layout.transposed,
                 )

@@ -47,7 +47,8 @@ def _names(model: Model) -> list[str]:
         if next(module.parameters(recurse=False), None) is not None
     ]
     stored = (name.rpartition(".")[0] or name for name in model.reader.names())
-    return list(dict.fromkeys([*modules, *stored]))
+    experts = (layer.name for layer in model.layers if layer.routed)
+    return list(dict.fromkeys([*modules, *stored, *experts, *model.ignored]))
 
 
 def pattern_of(block: str, layer: str) -> str:

@@ -79,11 +79,6 @@ class RoutedRows:
         X[both] = wide(self.original.rows(expert)[place[both]])
         return ExpertRows(X_hat=X_hat, X=X, token=token, tokens=routed.tokens, alike=int(both.sum()))
 
-    def all(self) -> Tensor:
-        """Return (rows, in) what all experts multiply in the quantized network, every row as often as they do."""
-        routed = self.quantized
-        return wide(routed.x if routed.apart else routed.x[routed.token])
-
 
 @dataclass(slots=True)
 class Seen:

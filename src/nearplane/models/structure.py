@@ -56,6 +56,7 @@ def find_layers(
             kept = [layer for layer in stacked if not any(re.search(pattern, layer.name) for pattern in ignore)]
             refuse_parts(stacked, kept)
             layers += kept
+            skipped += [(layer.name, IGNORED) for layer in stacked if layer not in kept]
             skipped += [(name, IGNORED)] if not kept else []
         elif layer is None:
             shapes = ", ".join("x".join(map(str, p.shape)) for p in own)

@@ -14,7 +14,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.core_model_loading import WeightConverter
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import (
@@ -34,14 +33,13 @@ from transformers.quantizers.auto import (
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from nearplane.coding.blob import decode, decode_packed, shape_of
 from nearplane.errors import FormatError, ModelError, RecipeError
 from nearplane.formats import FORMATS
-from nearplane.formats.native import DEFAULT, METHOD, Native, matrix_of
+from nearplane.formats.native import DEFAULT, METHOD, Native
 from nearplane.formats.stored import quantization_of
-from nearplane.models.layers import is_linear
 from nearplane.pretrained import find_folder, network_of
 from nearplane.readers.network import dense_network
+from nearplane.readers.slots import Coded, Joined, Place, StackPlace, fill, make_places
 from nearplane.runtime.packed_linear import PackedLinear
 from nearplane.shards import ShardReader
 
@@ -119,34 +117,6 @@ class NearplaneConfig(QuantizationConfigMixin):
         self.__dict__.update(fields | {"quant_method": METHOD})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where one blob goes.
-
-    Args:
-        name: of the module in this model.
-        called: what errors say: file and tensor.
-        shape: (out, in) of the matrix.
-        module: that was there, without weights.
-        tensor: of the module that transformers fills with the blob: "weight" where the module stays and is decoded.
-    """
-
-    name: str
-    called: str
-    shape: tuple[int, int]
-    module: nn.Module
-    tensor: str
-
-
-class Coded(ConversionOps):
-    """Take the blob of two tensors that transformers puts in one place: beside it may be a weight without elements."""
-
-    def convert(self, input_dict: dict[str, list[Tensor]], *args: Any, **kwargs: Any) -> dict[str, list[Tensor]]:
-        """Return the blob under the name of the weight."""
-        del args
-        return {kwargs["full_layer_name"]: max(input_dict.values(), key=lambda tensors: tensors[0].numel())}
-
-
 class NearplaneQuantizer(HfQuantizer):
     """Loads native checkpoints; never quantizes."""
 
@@ -168,13 +138,13 @@ class NearplaneQuantizer(HfQuantizer):
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
         """Return bytes per element, for device_map="auto"; what stands for coded weights counts as packed ones."""
         place = self._places.get(param_name)
-        if place is None or place.tensor == "weight":
+        if not isinstance(place, Place) or place.tensor == "weight":
             return param.element_size()
         return place.shape[0] * place.shape[1] / 2
 
     def get_weight_conversions(self) -> list[WeightConverter]:
         """Let transformers put the blobs of modules that are decoded where their weights will be."""
-        dense = [place.name for place in self._places.values() if place.tensor == "weight"]
+        dense = [place.name for place in self._places.values() if isinstance(place, Place) and place.tensor == "weight"]
         dense += [
             bare for name in dense if (bare := name.removeprefix(self._prefix)) != name
         ]  # as some files have them
@@ -182,7 +152,18 @@ class NearplaneQuantizer(HfQuantizer):
             WeightConverter([rf"^{re.escape(name)}\.{part}" for part in (KEY, STOP)], f"{name}.weight", [Coded()])
             for name in dense
         ]
+        stacks = {name: place for name, place in self._places.items() if isinstance(place, StackPlace)}
+        for parameter, place in stacks.items():
+            for start in dict.fromkeys(("", self._prefix if place.name.startswith(self._prefix) else "")):
+                head = re.escape(place.name.removeprefix(start))
+                parts = [rf"^{head}\.[0-9]+\.{word}\.{part}" for word in place.words for part in (KEY, STOP)]
+                self._conversions.append(WeightConverter(parts, parameter.removeprefix(start), [Joined()]))
         return self._conversions
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
+        """Put ours before those of the model, which has some for the dense weights of experts."""
+        del model
+        return self.get_weight_conversions() + weight_conversions
 
     def is_serializable(self) -> bool:
         """Return False; packed layers hold no longer what the file held."""
@@ -234,11 +215,8 @@ class NearplaneQuantizer(HfQuantizer):
         prefix = self._prefix = f"{model.base_model_prefix}."
         files_of = {name.removesuffix(f".{KEY}").removeprefix(prefix): reader.file(name) for name in coded}
         self._dtype = kwargs.get("dtype") or torch.get_default_dtype()
-        self._places: dict[str, Place] = {}  # by the name of what transformers loads
-        for name in modules:
-            called = f"{files_of.get(name.removeprefix(prefix), reader.folder)}: {name}.{KEY}"
-            place = make_place(model, name, called, self._dtype)
-            self._places[f"{place.name}.{place.tensor}"] = place
+        called = (f"{files_of.get(name.removeprefix(prefix), reader.folder)}: {name}.{KEY}" for name in modules)
+        self._places = make_places(model, modules, called, self._dtype)  # by the name of what transformers loads
         return model
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
@@ -250,7 +228,7 @@ class NearplaneQuantizer(HfQuantizer):
         with ThreadPoolExecutor(cores if many else 1) as pool:
             for part in [pool.submit(fill, *entry, self._dtype, 1 if many else None) for entry in work]:
                 part.result()
-        if any(place.tensor == "weight" for place, _ in work):
+        if any(isinstance(place, Place) and place.tensor == "weight" for place, _ in work):
             model.tie_weights(recompute_mapping=False)
         return model
 
@@ -258,7 +236,7 @@ class NearplaneQuantizer(HfQuantizer):
         """Put ordinary layers with decoded weights in place of packed ones."""
         for place in self._places.values():
             module = model.get_submodule(place.name)
-            if not isinstance(module, PackedLinear):
+            if not isinstance(place, Place) or not isinstance(module, PackedLinear):
                 continue
             values = module.weight if dtype is None else module.weight.to(dtype)
             values = values.T.contiguous() if type(place.module) is Conv1D else values
@@ -266,52 +244,3 @@ class NearplaneQuantizer(HfQuantizer):
             place.module.register_parameter("bias", module.bias)
             model.set_submodule(place.name, place.module.eval())
         return model if dtype is None else model.to(dtype)
-
-
-def make_place(model: PreTrainedModel, name: str, called: str, dtype: torch.dtype) -> Place:
-    """Find the module that a blob belongs to, and put a packed layer in its place if it is a linear one of its own.
-
-    Raises:
-        FormatError: the model has no such matrix.
-    """
-    known = dict(model.named_modules())
-    path = name if name in known else name.removeprefix(f"{model.base_model_prefix}.")
-    module = known.get(path)
-    weight = getattr(module, "weight", None)
-    if module is None or not isinstance(weight, Tensor) or weight.dim() != 2:
-        raise FormatError(
-            f"config.json names {name} as quantized; {type(model).__name__} has no matrix of that name. "
-            f"Fetch config.json again."
-        )
-    out, columns = weight.shape[::-1] if type(module) is Conv1D else weight.shape
-    tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
-    packed = (is_linear(module) or type(module) is Conv1D) and f"{path}.weight" not in tied
-    if packed:
-        layer = PackedLinear(columns, out, bias=module.bias is not None, dtype=dtype, device="meta")
-        layer.register_buffer(KEY, torch.empty(1, dtype=torch.uint8, device="meta"))
-        model.set_submodule(path, layer)
-    return Place(name=path, called=called, shape=(out, columns), module=module, tensor=KEY if packed else "weight")
-
-
-def fill(place: Place, module: nn.Module, dtype: torch.dtype, threads: int | None) -> None:
-    """Decode the blob of a module into it.
-
-    Raises:
-        FormatError: it was not loaded, is damaged, or of another shape.
-    """
-    loaded: Tensor = getattr(module, place.tensor)
-    if loaded.is_meta or loaded.dtype != torch.uint8 or loaded.dim() != 1 or loaded.numel() < 2:
-        raise FormatError(f"{place.called} was not loaded. Fetch the folder again, and map its layers to a device.")
-    blob = loaded.detach().cpu().numpy()
-    if (found := tuple(shape_of(blob, name=place.called))) != place.shape:
-        raise FormatError(
-            f"{place.called} holds a matrix {found[0]} x {found[1]}, config.json asks for {place.shape[0]} x "
-            f"{place.shape[1]}. The two do not belong together; fetch the folder again."
-        )
-    if isinstance(module, PackedLinear):
-        delattr(module, place.tensor)
-        module.fill(decode_packed(blob, name=place.called, threads=threads), loaded.device)
-        return
-    values = matrix_of(decode(blob, name=place.called, threads=threads)).decode().to(dtype)
-    values = values.T.contiguous() if type(place.module) is Conv1D else values
-    module.weight = nn.Parameter(values.to(loaded.device))

@@ -21,6 +21,7 @@ from nearplane.models.model import Model
 from nearplane.readers.rehearsal import Fault, faults
 from nearplane.readers.rules import GPTQMODEL_ALONE
 from nearplane.recipe import Recipe
+from nearplane.schemes import LayerGrid
 from nearplane.shards import NAMES
 
 Configure = Callable[[Recipe, Sequence[Layer]], dict[str, Any]]  # quantization_config where these layers are quantized
@@ -43,6 +44,7 @@ def check_loads(model: Model, recipe: Recipe, configure: Configure) -> None:
         )
     if not isinstance(FORMATS[str(recipe.format)].layers, GridFormat):
         return  # transformers has no reader of it
+    _refuse_unlike_experts(model, recipe)
     recipe = with_whole_bits(recipe)
     found = attempt(model, recipe, configure, model.layers)
     if found and _read_by_gptqmodel(model, recipe, found):
@@ -57,6 +59,26 @@ def check_loads(model: Model, recipe: Recipe, configure: Configure) -> None:
         f"{first.name}: transformers would not load this {model.network.config.model_type} from {recipe.format}: "
         f"{_called(found[0], first)}. {way_out(model, recipe, configure, found)}"
     )
+
+
+def _refuse_unlike_experts(model: Model, recipe: Recipe) -> None:
+    """Refuse experts with grids of their own, where those of all blocks are decoded by one scheme.
+
+    Raises:
+        RecipeError: names two of them.
+    """
+    first: dict[LayerGrid, str] = {}
+    for layer in model.layers if recipe.format == "compressed-tensors" else ():
+        scheme = recipe.scheme_of(layer.name)
+        if layer.routed and scheme is not None:
+            first.setdefault(scheme.layer_grid, layer.name)
+    if len(first) > 1:
+        (one, name), (other, second) = list(first.items())[:2]
+        raise RecipeError(
+            f"{second} is to have {other.bits} bits in groups of {other.group_size or 'a row'}, {name} {one.bits} in groups of "
+            f"{one.group_size or 'a row'}: transformers decodes the experts of all blocks alike. Give them one grid, as "
+            f"with --layer 'experts=bits:4', or use --rate {one.bits}, which nearplane.load reads."
+        )
 
 
 def with_whole_bits(recipe: Recipe) -> Recipe:
@@ -110,8 +132,11 @@ def way_out(model: Model, recipe: Recipe, configure: Configure, found: Sequence[
 
 
 def _pattern(model: Model, layer: Layer) -> str:
-    """Return a pattern for --ignore of a layer and those in its place in other blocks."""
-    return pattern_of(next((block.name for block in model.blocks if layer in block.layers), ""), layer.name)
+    """Return a pattern for --ignore of a layer and those in its place in other blocks; of experts for all of them."""
+    block = next((block.name for block in model.blocks if layer in block.layers), "")
+    if layer.routed:
+        return f"{pattern_of(block, layer.parameter.rpartition('.')[0]).removesuffix('$')}\\b"
+    return pattern_of(block, layer.name)
 
 
 def _left_out(model: Model, recipe: Recipe, configure: Configure, found: Sequence[Fault]) -> list[str]:
@@ -145,8 +170,9 @@ def _loads(model: Model, recipe: Recipe, configure: Configure) -> bool:
 
 
 def _blamed(fault: Fault, layers: Sequence[Layer]) -> Layer | None:
-    """Return the layer that a fault is about."""
-    return next((layer for layer in layers if layer.name == fault.place), None)
+    """Return the layer that a fault is about, of experts the first in the module that is."""
+    places = ((layer, layer.name if not layer.routed else layer.parameter.rpartition(".")[0]) for layer in layers)
+    return next((layer for layer, place in places if fault.place in (layer.name, place)), None)
 
 
 def _called(fault: Fault, layer: Layer) -> str:

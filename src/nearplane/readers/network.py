@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.pytorch_utils import Conv1D
 
-from nearplane.formats.stored import quantization_of, read_dense, reader_of
+from nearplane.formats.stored import Stack, quantization_of, read_dense, reader_of
+from nearplane.models.conversion import Names, names_apart, patterns_apart
+from nearplane.models.experts import ExpertLayer, is_stack, stacked_layers
 from nearplane.pretrained import empty_network, network_of
 from nearplane.widened import WidenedReader
 
@@ -22,13 +26,57 @@ def stored_transposed(model: nn.Module) -> set[str]:
 
 
 def weight_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter, with and without the base model's prefix; of matrices always (out, in)."""
+    """Return the shape of every parameter, with and without the base model's prefix; of matrices always (out, in).
+
+    Also those of the matrices of experts, by the names that they have as layers.
+    """
     transposed, prefix = stored_transposed(model), f"{getattr(model, 'base_model_prefix', '')}."
     shapes: dict[str, tuple[int, ...]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         shape = tuple(parameter.shape)
         shapes[name] = shapes[name.removeprefix(prefix)] = shape[::-1] if name in transposed else shape
+    for layers in stacked_matrices(model).values():
+        shapes |= {f"{layer.name}.weight": layer.shape for layer in layers}
     return shapes
+
+
+def stacked_matrices(model: nn.Module) -> dict[str, list[ExpertLayer]]:
+    """Return the matrices in every parameter that holds those of several experts, in order, as views of its module."""
+    conversions = get_model_conversion_mapping(model) if isinstance(model, PreTrainedModel) else []
+
+    def names(parameter: str, parts: int, experts: int) -> Names:
+        found = names_apart(conversions, parameter, parts, experts)
+        return Names(layers=found, stored=found, sources=tuple(tuple((name,) for name in part) for part in found))
+
+    stacks: dict[str, list[ExpertLayer]] = {}
+    for path, module in model.named_modules():
+        for layer in stacked_layers(path, module, names) if is_stack(module) else ():
+            stacks.setdefault(layer.parameter, []).append(layer)
+    return stacks
+
+
+def stacks_of(model: nn.Module) -> dict[str, Stack]:
+    """Return how the stacked parameters of a network are put together, of which transformers knows no matrices by name."""
+    conversions = get_model_conversion_mapping(model) if isinstance(model, PreTrainedModel) else []
+    return {
+        parameter: Stack(
+            shape=tuple(layers[0].weight.shape),
+            names=tuple(layer.name for layer in layers),
+            places=tuple((layer.expert, layer.outputs, layer.transposed) for layer in layers),
+        )
+        for parameter, layers in stacked_matrices(model).items()
+        if patterns_apart(conversions, parameter) is None
+    }
+
+
+def decoded_tensors(folder: Path, empty: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (parameter name, tensor) of a folder as if it had never been quantized; see `read_dense`.
+
+    Args:
+        folder: quantized.
+        empty: the network that its config.json describes.
+    """
+    return read_dense(folder, transposed=stored_transposed(empty), shapes=weight_shapes(empty), stacks=stacks_of(empty))
 
 
 def dense_network(
@@ -54,9 +102,8 @@ def dense_network(
     if isinstance(reader, WidenedReader):
         wide = {name: tensor.to(dtype) for name in reader.names() for tensor in reader.read([name]).values()}
         return network_of(folder, dtype=dtype, weights=wide, empty=empty)
-    shapes = weight_shapes(empty)
     weights = {
         name: values.to(dtype) if values.is_floating_point() else values
-        for name, values in read_dense(folder, transposed=stored_transposed(empty), shapes=shapes)
+        for name, values in decoded_tensors(folder, empty)
     }
     return network_of(folder, dtype=dtype, weights=weights, empty=empty)
