@@ -13,7 +13,7 @@ from families import config_of, random_model
 from nearplane import ModelError
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.record import read_record
-from nearplane.widened import WidenedReader, eight_bits, four_bits
+from nearplane.widened import FOUR_BITS, WidenedReader, eight_bits, four_bits
 
 SIZE = 48  # of a block: 64 and 128 are no multiples of it
 TEXT = dict(calibration=str(CALIBRATION), samples=12, seqlen=40)
@@ -132,3 +132,48 @@ def test_a_folder_in_four_bits_names_what_the_network_has(tmp_path):
     assert (reader.shape("a.experts.down_proj"), reader.dtype("a.experts.down_proj")) == ((2, 64, 6), "BF16")
     assert reader.nbytes("a.experts.down_proj") == reader.read(["a.experts.down_proj"])["a.experts.down_proj"].nbytes
     assert reader.nbytes("a.norm.weight") == 12
+
+
+def in_four_bits(W):
+    """Store (experts, in, out) as gpt-oss is: (codes, exponents) of the transposed."""
+    table = torch.tensor(FOUR_BITS[:8])
+    rows = W.float().transpose(1, 2)
+    groups = rows.reshape(*rows.shape[:2], -1, 32)
+    exponents = (groups.abs().amax(-1).clamp(min=1e-20) / 6).log2().ceil()
+    apart = (groups / torch.exp2(exponents)[..., None]).unsqueeze(-1)
+    codes = (apart.abs() - table).abs().argmin(-1).to(torch.uint8) + 8 * (apart[..., 0] < 0).to(torch.uint8)
+    return codes[..., 0::2] | (codes[..., 1::2] << 4), (exponents + 127).to(torch.uint8)
+
+
+def test_gpt_oss_in_four_bits_is_quantized_as_the_same_in_sixteen(tmp_path):
+    config = config_of(
+        "gpt_oss", vocab_size=2048, hidden_size=64, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    random_model(config).bfloat16().save_pretrained(tmp_path / "short")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "short" / name).write_bytes((MODEL / name).read_bytes())
+    tensors = load_file(tmp_path / "short" / "model.safetensors")
+    shutil.copytree(tmp_path / "short", tmp_path / "wide")
+    short, wide = dict(tensors), dict(tensors)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        codes, exponents = in_four_bits(tensors[name])
+        del short[name]
+        short |= {f"{name}_blocks": codes, f"{name}_scales": exponents}
+        wide[name] = four_bits(codes, exponents)
+        assert (wide[name] - tensors[name]).norm() < 0.2 * tensors[name].norm()
+    assert len(short) == len(wide) + 2
+    save_file(short, tmp_path / "short" / "model.safetensors", {"format": "pt"})
+    save_file(wide, tmp_path / "wide" / "model.safetensors", {"format": "pt"})
+    said = json.loads((tmp_path / "short" / "config.json").read_text()) | {
+        "quantization_config": {"quant_method": "mxfp4"}
+    }
+    (tmp_path / "short" / "config.json").write_text(json.dumps(said))
+    for name in ("short", "wide"):
+        nearplane.quantize(tmp_path / name, tmp_path / f"{name}-3", rate=3.0, allocate="uniform", **TEXT)
+    for path in (tmp_path / "wide-3").glob("*.safetensors"):
+        found, wanted = load_file(tmp_path / "short-3" / path.name), load_file(path)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert read_record(tmp_path / "short-3").stored == "mxfp4"
+    assert nearplane.evaluate(tmp_path / "short-3", HELD_OUT, samples=2, seqlen=40, against=tmp_path / "short").kl > 0
