@@ -130,7 +130,7 @@ def evaluate(
     trust_remote_code: Switch = False,
     json: Switch = False,
 ) -> None:
-    """Measure the perplexity of MODEL on a text.
+    """Measure the perplexity of MODEL on a text; of an encoder, how alike its embeddings are to the original's.
 
     The text is tokenized whole without special tokens and cut into windows that do not overlap; the first token of a window
     is not scored.
@@ -161,6 +161,12 @@ def evaluate(
     )
     if json:
         print(as_json(asdict(result)))
+        return
+    if result.cosine is not None:
+        print(
+            f"cosine of mean-pooled embeddings to the original's: mean {result.cosine:.5f}, least {result.worst_cosine:.5f} "
+            f"({result.windows} windows of {result.seqlen}); no vocabulary head, so no perplexity"
+        )
         return
     print(
         f"perplexity {result.perplexity:.4f} ({result.tokens:,} tokens scored in {result.windows} windows of {result.seqlen})"

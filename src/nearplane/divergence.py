@@ -1,4 +1,7 @@
-"""How far two networks' predictions are apart: KL(original || quantized) in nats per token, and top-1 agreement."""
+"""How far two networks' predictions are apart: KL(original || quantized) in nats per token, and top-1 agreement.
+
+Of networks without head, which predict nothing, how far their last hidden states are.
+"""
 
 from __future__ import annotations
 
@@ -34,3 +37,14 @@ def divergence(original: Tensor, quantized: Tensor) -> Divergence:
     kl = (original.exp() * (original - quantized)).sum(-1).double().sum()
     agreed = (original.argmax(-1) == quantized.argmax(-1)).sum()
     return Divergence(kl=float(kl), agreed=int(agreed), tokens=original[..., 0].numel())
+
+
+def distance(original: Tensor, quantized: Tensor) -> Divergence:
+    """Compare the last hidden states of two networks (..., hidden), as if each were the mean of a normal distribution.
+
+    Its standard deviation is the root mean square of the original's token, in every direction: `KL = |x - y|^2 / (2 s^2)`.
+    """
+    original, quantized = original.float(), quantized.float()
+    variance = original.square().mean(-1).clamp(min=1e-30)
+    kl = ((original - quantized).square().sum(-1) / (2 * variance)).double().sum()
+    return Divergence(kl=float(kl), tokens=original[..., 0].numel())

@@ -1,4 +1,4 @@
-"""evaluate(): perplexity of a model on a text, and its divergence from the original.
+"""evaluate(): perplexity of a model on a text, and its divergence from the original; of encoders, how alike embeddings are.
 
 Reads every format that `quantize` writes with readers of our own, and any plain transformers folder. Everything is computed in
 float32 on the decoded weights, but model objects as they are.
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nearplane.divergence import Divergence, divergence
 from nearplane.errors import CalibrationError, ModelError, RecipeError
-from nearplane.models.data import check_vocabulary, read_windows
+from nearplane.models.data import around, check_vocabulary, read_windows
 from nearplane.models.given import Given, called, refuse_tokenizer
 from nearplane.models.model import device_of
 from nearplane.predictions import Network, opened, predictions, windows_at_a_time
@@ -35,23 +35,27 @@ class Evaluation:
     """What was measured.
 
     Args:
-        perplexity: exp of the mean negative log-likelihood.
-        nll: mean negative log-likelihood, nats per scored token.
-        tokens: scored; the first token of a window is not.
+        perplexity: exp of the mean negative log-likelihood; None where there is no head (encoders).
+        nll: mean negative log-likelihood, nats per scored token; None likewise.
+        tokens: scored, without the first of a window; of encoders all.
         windows, seqlen: of the text.
         kl: mean KL(original || this) in nats per scored token; None without an original.
         agreement: fraction of scored tokens at which both hold the same token for the most likely; None likewise.
         original: perplexity of the original; None likewise.
+        cosine: of encoders, mean over windows of the cosine between both embeddings, the means of the last hidden states.
+        worst_cosine: the least of all windows.
     """
 
-    perplexity: float
-    nll: float
+    perplexity: float | None
+    nll: float | None
     tokens: int
     windows: int
     seqlen: int
     kl: float | None = None
     agreement: float | None = None
     original: float | None = None
+    cosine: float | None = None
+    worst_cosine: float | None = None
 
 
 def evaluate(
@@ -68,11 +72,13 @@ def evaluate(
 ) -> Evaluation:
     """Measure perplexity, and with `against` the divergence from the original.
 
+    Encoders predict nothing: of these `against` is needed, and the embeddings of both are compared.
+
     Args:
         model: a folder or hub id: any transformers checkpoint, or what `quantize` wrote. Or a model object, which is run as it is:
             in its dtype, on its device.
         text: .txt, .jsonl or a folder of them, tokenized whole without special tokens, cut into windows that do not overlap. Or a
-            list of texts, or token ids (windows, seqlen).
+            list of texts, or token ids (windows, seqlen). Of encoders windows begin and end with [CLS] and [SEP], or their like.
         tokenizer: of a model object; tokens need none.
         seqlen: tokens of a window; None: 2048, or the model's positions if fewer.
         samples: windows, the first ones of the text; None: all.
@@ -96,7 +102,12 @@ def evaluate(
     windows = _windows(network, tokenizer, text, given, samples, seqlen)
     seqlen = windows.shape[1]
     check_vocabulary(windows, network.vocabulary)
-    nll, unquantized, apart = 0.0, 0.0, Divergence()
+    nll, unquantized, apart, alike = 0.0, 0.0, Divergence(), list[Tensor]()
+    if network.embeds and original is None:
+        raise RecipeError(
+            f"{called(model)} has no vocabulary head and predicts no tokens. Pass its original as against (--against): the "
+            f"embeddings of both are compared."
+        )
     total = -(-len(windows) // windows_at_a_time(seqlen))
     with (
         fastest(network.shapes(), windows.numel(), network.device),
@@ -104,6 +115,9 @@ def evaluate(
     ):
         compared = predictions([network, *([] if original is None else [original])], windows)
         for batch, predicted, *others in progress(logged(compared, "evaluating", total), "evaluating", total):
+            if network.embeds:
+                alike += [_cosines(expected, predicted, called(against)) for expected in others]
+                continue
             wanted = batch[:, 1:, None].to(predicted.device)
             nll -= float(predicted.gather(-1, wanted).double().sum())
             for expected in others:
@@ -118,6 +132,17 @@ def evaluate(
         raise ModelError(
             f"{called(model)} or its original predicts NaN or Inf. Check its files, or compute in a wider dtype."
         )
+    if alike:
+        cosines = torch.cat(alike)
+        return Evaluation(
+            perplexity=None,
+            nll=None,
+            tokens=windows.numel(),
+            windows=len(windows),
+            seqlen=seqlen,
+            cosine=float(cosines.mean()),
+            worst_cosine=float(cosines.min()),
+        )
     tokens = windows[:, 1:].numel()
     return Evaluation(
         perplexity=_exp(nll / tokens),
@@ -129,6 +154,22 @@ def evaluate(
         agreement=apart.agreed / tokens if against is not None else None,
         original=_exp(unquantized / tokens) if against is not None else None,
     )
+
+
+def _cosines(original: Tensor, quantized: Tensor, called: str) -> Tensor:
+    """Return (windows,) cosines between embeddings (windows, hidden).
+
+    Raises:
+        ModelError: they are not of one size, or not finite.
+    """
+    if original.shape != quantized.shape:
+        raise ModelError(
+            f"{called} gives {tuple(original.shape[1:])} where {tuple(quantized.shape[1:])} is compared. Pass its original."
+        )
+    found = torch.nn.functional.cosine_similarity(original.double(), quantized.double(), dim=-1)
+    if not torch.isfinite(found).all():
+        raise ModelError("An embedding is NaN or Inf. Check the files, or compute in a wider dtype.")
+    return found.cpu()
 
 
 def _windows(
@@ -161,7 +202,11 @@ def _windows(
             "A model object comes without tokenizer: pass tokenizer=, or token ids (windows, seqlen) as text."
         )
     return read_windows(
-        tokenizer, text if given is None else given.texts, samples=samples or sys.maxsize, seqlen=seqlen
+        tokenizer,
+        text if given is None else given.texts,
+        samples=samples or sys.maxsize,
+        seqlen=seqlen,
+        between=around(tokenizer) if network.embeds else (),
     )
 
 

@@ -1,5 +1,7 @@
 """What networks predict of windows of text: of networks that are in memory, or on disk and pass block by block.
 
+Networks without head predict nothing: of these it is the embedding of each window, the mean of its last hidden states.
+
 Where a network in float32 would take more than its share of the memory that is free, one block of it is in memory at a time, and
 the hidden states of a chunk of the windows; the predictions are the same to the noise of float32. Several networks go side by side.
 """
@@ -19,6 +21,7 @@ from transformers import PreTrainedModel
 from nearplane.errors import ModelError
 from nearplane.formats.folder import read_config
 from nearplane.formats.stored import quantization_of, reader_of
+from nearplane.headless import has_head, read_out, words
 from nearplane.memory import free_memory
 from nearplane.models.activations import finite, readout, skeleton
 from nearplane.models.given import called, check_model
@@ -43,6 +46,7 @@ class Network(ABC):
         folder: that it is from; None: an object.
         device: that it computes on.
         vocabulary: how many tokens its input embeddings have.
+        embeds: whether it has no head.
         positions: that it was built for, or None.
         width: of its hidden states, where those of all windows are in memory; else 0.
     """
@@ -50,6 +54,7 @@ class Network(ABC):
     folder: Path | None
     device: torch.device
     vocabulary: int
+    embeds: bool
     positions: int | None
     width: int
 
@@ -59,7 +64,7 @@ class Network(ABC):
 
     @abstractmethod
     def predicting(self, windows: Tensor, batch: int) -> AbstractContextManager[Callable[[int], Tensor]]:
-        """Return a context in which a function from the number of a batch gives what `log_probabilities` would of it."""
+        """Return a context in which a function from the number of a batch gives `log_probabilities` of it, or `embedded`."""
 
 
 class Held(Network):
@@ -67,7 +72,11 @@ class Held(Network):
 
     def __init__(self, network: PreTrainedModel, folder: Path | None = None) -> None:
         self.network, self.folder, self.width = network, folder, 0
-        self.device, self.positions = network.device, positions_of(network.config)
+        self.device, self.positions, self.embeds = (
+            network.device,
+            positions_of(network.config, network),
+            not has_head(network),
+        )
         self.vocabulary = network.get_input_embeddings().weight.shape[0]
 
     def shapes(self) -> list[tuple[int, int]]:
@@ -83,7 +92,8 @@ class Held(Network):
         try:
             for module, _ in modes:
                 module.training = False
-            yield lambda index: log_probabilities(self.network, parts[index].to(self.device))
+            said = embedded if self.embeds else log_probabilities
+            yield lambda index: said(self.network, parts[index].to(self.device))
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -100,7 +110,7 @@ class Streamed(Network):
         self.model, self.folder, self.device = model, model.folder, device
         embeddings = model.network.get_input_embeddings().weight
         self.vocabulary, self.width = embeddings.shape
-        self.positions = model.positions
+        self.positions, self.embeds = model.positions, not has_head(model.network)
         skeleton(model, torch.zeros(1, 2, dtype=torch.int64), device=device, dtype=torch.float32, two_streams=False)
 
     def shapes(self) -> list[tuple[int, int]]:
@@ -119,7 +129,8 @@ class Streamed(Network):
             stream.passed(block)
         parts = windows.split(batch)
         with readout(self.model, stream, device=device, dtype=dtype) as logits:
-            yield lambda index: _next_tokens(logits(parts[index], stream.quantized[index]))
+            said = _pooled if self.embeds else _next_tokens
+            yield lambda index: said(logits(parts[index], stream.quantized[index]))
 
 
 def opened(model: str | Path | PreTrainedModel, device: torch.device, *, trust_remote_code: bool = False) -> Network:
@@ -175,7 +186,7 @@ def windows_at_a_time(seqlen: int) -> int:
 def predictions(networks: Sequence[Network], windows: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield batches of windows (windows, seqlen), and behind each what every network predicts of it.
 
-    See `log_probabilities`.
+    See `log_probabilities`, and of networks without head `embedded`.
     """
     batch = windows_at_a_time(windows.shape[1])
     for chunk in windows.split(_chunk(networks, windows.shape[1], batch)):
@@ -191,6 +202,16 @@ def predictions(networks: Sequence[Network], windows: Tensor) -> Iterator[tuple[
 def log_probabilities(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """Return (windows, seqlen - 1, vocabulary) float32 log-probabilities of every next token of `tokens` (windows, seqlen)."""
     return _next_tokens(model(tokens, use_cache=False).logits)
+
+
+@torch.no_grad()
+def embedded(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """Return (windows, hidden) float32 means of the last hidden states of `tokens` (windows, seqlen)."""
+    return _pooled(read_out(model, model(tokens, **words(model))))
+
+
+def _pooled(hidden: Tensor) -> Tensor:
+    return hidden.float().mean(1)
 
 
 def _next_tokens(logits: Tensor) -> Tensor:

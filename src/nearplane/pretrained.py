@@ -17,9 +17,17 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from nearplane.errors import ModelError, NearplaneError, first_line
+from nearplane.headless import is_headless
 from nearplane.jsonfile import read_object
 from nearplane.places import folder_named
 from nearplane.plausible import Limited, check_counts, check_patterns, check_sizes
@@ -81,7 +89,7 @@ def empty_network(
     quantized: bool = False,
     reader: TensorReader | None = None,
 ) -> PreTrainedModel:
-    """Build the language model of a folder on the meta device.
+    """Build the language model of a folder on the meta device, or the encoder, see `is_headless`.
 
     Args:
         dtype: of its weights; None: what config.json says.
@@ -104,7 +112,8 @@ def empty_network(
             del config.quantization_config
         wanted = {} if dtype is None else {"dtype": dtype}
         with torch.device("meta"), Limited(reader):
-            network = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **wanted)
+            builder = AutoModel if is_headless(config) else AutoModelForCausalLM
+            network = builder.from_config(config, trust_remote_code=trust_remote_code, **wanted)
     check_sizes(network, reader)
     return network
 
@@ -117,7 +126,7 @@ def network_of(
     empty: PreTrainedModel | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Load the language model of a folder, every weight of which must be there.
+    """Load the language model of a folder, or the encoder; every weight must be there.
 
     Args:
         folder: of the model.
@@ -133,7 +142,8 @@ def network_of(
     with in_a_sentence(f"transformers loads no language model from {folder}{_needs(folder)}"):
         if weights is None:
             own = {"trust_remote_code": trust_remote_code}
-            model, found = AutoModelForCausalLM.from_pretrained(folder, **own, **options)
+            builder = AutoModel if is_headless(empty.config) else AutoModelForCausalLM
+            model, found = builder.from_pretrained(folder, **own, **options)
         else:
             model, found = type(empty).from_pretrained(None, config=empty.config, state_dict=weights, **options)
     absent = sorted({*found["missing_keys"], *(str(name) for name, *_ in found["mismatched_keys"])})

@@ -18,6 +18,7 @@ from nearplane.errors import RecipeError
 from nearplane.formats import FORMATS
 from nearplane.formats.config_file import Quantized
 from nearplane.formats.gptq import FUSED
+from nearplane.headless import has_head
 from nearplane.lattice.solvers import SOLVERS
 from nearplane.models.ignored import refuse_unmatched
 from nearplane.models.layers import Layer
@@ -92,6 +93,11 @@ def check_request(model: Model, recipe: Recipe) -> None:
     refuse_unmatched(model, recipe.ignore)
     refuse_unmatched(model, [own.pattern for own in recipe.layers], "--layer")
     refuse_unsupported(model)
+    if not has_head(model.network) and str(recipe.format) not in ("compressed-tensors", "nearplane"):
+        raise RecipeError(
+            f"{type(model.network).__name__} is an encoder, and readers of {recipe.format} take language models alone. Use "
+            f"--format compressed-tensors, or --rate 4, which nearplane.load reads."
+        )
     layers = model.layers
     for layer in layers:
         scheme = recipe.scheme_of(layer.name)

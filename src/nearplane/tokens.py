@@ -14,8 +14,9 @@ from torch import Tensor
 
 from nearplane.enough import LEAST, shortage
 from nearplane.errors import CalibrationError
+from nearplane.headless import has_head
 from nearplane.lattice.solvers import SOLVERS
-from nearplane.models.data import read_windows
+from nearplane.models.data import around, read_windows
 from nearplane.models.given import Given, refuse_lost
 from nearplane.models.model import Model
 from nearplane.recipe import Recipe
@@ -103,7 +104,9 @@ def calibration_windows(
         texts = wanted.calibration if given is None else given.texts
         refuse_lost(texts)
         samples = wanted.samples + following
-        windows = read_windows(model.tokenizer(), texts, samples=samples, seqlen=seqlen, seed=wanted.seed)
+        tokenizer = model.tokenizer()
+        edges = () if has_head(model.network) else around(tokenizer)
+        windows = read_windows(tokenizer, texts, samples=samples, seqlen=seqlen, seed=wanted.seed, between=edges)
     if not following or len(windows) == 1:
         return Windows(seqlen=seqlen, fitted=windows)
     fitted = min(wanted.samples, len(windows) - max(1, min(following, len(windows) // (EXTRA + 1))))

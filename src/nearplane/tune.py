@@ -23,6 +23,7 @@ from nearplane.errors import CalibrationError, FormatError, RecipeError
 from nearplane.formats import open_container
 from nearplane.formats.container import Container, Place, written
 from nearplane.formats.stored import Stored
+from nearplane.headless import has_head
 from nearplane.lattice.grid import ProductGrid
 from nearplane.matrix.again import Known, measured_again
 from nearplane.matrix.certificate import profiles
@@ -211,6 +212,11 @@ def check_layers(model: Model, called: str) -> None:
     Raises:
         RecipeError: names one of them.
     """
+    if not has_head(model.network):
+        raise RecipeError(
+            f"{called} is of {type(model.network).__name__}, which predicts no tokens, and tuning trains on predictions. Quantize "
+            f"without --tune."
+        )
     if routed := [layer for layer in model.layers if layer.routed]:
         raise RecipeError(
             f"{called} quantizes experts ({routed[0].name} and {len(routed) - 1:,} more), and so far tuning trains none. "

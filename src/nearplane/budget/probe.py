@@ -14,8 +14,9 @@ from torch import Tensor
 
 from nearplane.block_types import type_of
 from nearplane.budget.allocate import Curve
-from nearplane.divergence import Divergence, divergence
+from nearplane.divergence import Divergence, distance, divergence
 from nearplane.errors import CalibrationError
+from nearplane.headless import has_head
 from nearplane.lattice.factor import Factor
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.scale import high_rate_step
@@ -357,23 +358,31 @@ def _losses(
     device: torch.device,
     dtype: torch.dtype,
 ) -> list[float]:
-    """Return the divergence of the predictions from differences behind the last block, nats per scored token."""
+    """Return the divergence of the predictions from differences behind the last block, nats per scored token.
+
+    Of a network without head that of its last hidden states, see `distance`.
+    """
     sums = [Divergence() for _ in differences]
     with readout(model, stream, device=device, dtype=dtype) as logits:
-        vocabulary = model.network.get_output_embeddings().weight.shape[0]
-        windows = max(1, HELD // (vocabulary * tokens[0].shape[1]))
+        head = has_head(model.network)
+        ends = model.network.get_output_embeddings() if head else model.network.get_input_embeddings()
+        width = ends.weight.shape[0 if head else 1]
+        windows = max(1, HELD // (width * tokens[0].shape[1]))
 
         def predicted(part: Tensor, hidden: Tensor) -> Tensor:
+            if not head:
+                return logits(part, hidden)
             scored = logits(part, hidden)[:, :-1]
             return scored.to(torch.promote_types(scored.dtype, torch.float32)).log_softmax(-1)
 
+        apart = divergence if head else distance
         for i, batch in enumerate(tokens):
             for part, x, *rest in zip(
                 *(t.split(windows) for t in (batch, stream.quantized[i], *(d[i] for d in differences))), strict=True
             ):
                 expected = predicted(part, x)
                 for index, difference in enumerate(rest):
-                    sums[index] += divergence(expected, predicted(part, x + difference.to(x)))
+                    sums[index] += apart(expected, predicted(part, x + difference.to(x)))
     losses = [one.kl / one.tokens for one in sums]
     if not all(math.isfinite(loss) for loss in losses):
         raise CalibrationError("The network's predictions are NaN or Inf. Check the checkpoint.")

@@ -60,6 +60,8 @@ class Row:
 def run(out: Path, progress: Callable[[Iterable[Any], str, int], Iterable[Any]] = silent) -> Iterator[Row]:
     """Quantize the demo model on grids and entropy-coded into folders below `out` and yield what each is worth."""
     original = _measure(MODEL, progress)
+    assert original.perplexity is not None, "a language model"
+    assert original.nll is not None, "as well"
     size = sum(path.stat().st_size for path in MODEL.glob("*.safetensors"))
     dtype = ShardReader(MODEL).dtype("model.norm.weight").lower()
     yield Row(
@@ -76,6 +78,8 @@ def run(out: Path, progress: Callable[[Iterable[Any], str, int], Iterable[Any]] 
         folder = out / f"{label} {solver}".replace(" ", "-")
         record = quantize(MODEL, folder, recipe, overwrite=True, progress=progress)
         result = _measure(folder, progress)
+        assert result.perplexity is not None, "of the same kind"
+        assert result.nll is not None, "as well"
         yield Row(
             grid=label,
             solver=solver,

@@ -18,6 +18,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from nearplane.errors import CalibrationError, ModelError
+from nearplane.headless import read_out, words
 from nearplane.models.data import check_vocabulary
 from nearplane.models.model import ABSENT, Block, Model
 from nearplane.models.watch import Stop, same, stop, until_stopped
@@ -135,7 +136,7 @@ def skeleton(
             head.register_forward_pre_hook(stop)
         with model.blocks[0].on(place, dtype, original=False) as opening:
             tape.probe = opening.quantized
-            until_stopped(lambda: network(tokens[:1].to(place), use_cache=False))
+            until_stopped(lambda: network(tokens[:1].to(place), **words(network)))
             tape.probe = None
         original = None
         if embeddings is not None and two_streams:
@@ -169,7 +170,7 @@ def finish(model: Model, stream: Stream, tokens: Tensor, *, device: torch.device
         for states in (stream.quantized, stream.original or []):
             for batch, (part, hidden) in enumerate(zip(tokens.split(stream.sizes), states, strict=False)):
                 end.given = hidden
-                until_stopped(partial(network, part.to(hidden.device), use_cache=False))
+                until_stopped(partial(network, part.to(hidden.device), **words(network)))
                 states[batch] = entered.pop()
 
 
@@ -178,6 +179,8 @@ def readout(
     model: Model, stream: Stream, *, device: torch.device | str, dtype: torch.dtype
 ) -> Iterator[Callable[..., Tensor]]:
     """Hold what follows the last block in memory: yields logits(tokens, hidden), (windows, seqlen, vocabulary).
+
+    Of a network without head it yields the last hidden states in their place.
 
     Gradients flow from the logits to the hidden states where the caller lets them, and to tensors that are
     given as a third argument, by name, in place of parameters of the network.
@@ -191,9 +194,8 @@ def readout(
 
         def logits(tokens: Tensor, hidden: Tensor, given: Mapping[str, Tensor] | None = None) -> Tensor:
             end.given = hidden
-            words = {"use_cache": False}
-            found: Tensor = functional_call(network, dict(given or {}), (tokens.to(hidden.device),), words).logits
-            return found
+            output = functional_call(network, dict(given or {}), (tokens.to(hidden.device),), words(network))
+            return read_out(network, output)
 
         yield logits
 
@@ -226,7 +228,7 @@ class _Tape:
         self.hidden, self.calls = [], {name: [] for name in self._names}
         for part in parts:
             self.begin()
-            until_stopped(partial(network, part.to(device), use_cache=False))
+            until_stopped(partial(network, part.to(device), **words(network)))
             self.check()
         return self.hidden
 

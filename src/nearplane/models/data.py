@@ -31,6 +31,7 @@ def read_windows(
     samples: int,
     seqlen: int,
     seed: int = 0,
+    between: tuple[int, ...] = (),
 ) -> Tensor:
     """Read the first `samples` windows of `seqlen` tokens; fewer if the text ends before.
 
@@ -44,6 +45,7 @@ def read_windows(
             documents themselves.
         samples, seqlen: windows, and tokens of each.
         seed: of the shuffle of a data set; files are not shuffled.
+        between: two tokens, counted in `seqlen`, that every window begins and ends with, see `around`.
 
     Returns:
         (windows, seqlen) int64.
@@ -51,12 +53,17 @@ def read_windows(
     Raises:
         CalibrationError: there is no such text, it is malformed, or it is shorter than one window.
     """
+    if seqlen <= len(between):
+        raise CalibrationError(
+            f"Windows of {seqlen} tokens hold nothing but the two that each begins and ends with. Take longer ones."
+        )
+    seqlen -= len(between)
     ids: list[int] = []
-    between = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
+    joint = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
     wanted = samples * seqlen
     for text in _documents(tokenizer, DEFAULT_DATASET if source is None else source, seed):
         if ids:
-            ids += between
+            ids += joint
         with in_a_sentence("The tokenizer of the model cannot tokenize the text; fetch its files again"):
             ids += _first_ids(tokenizer, text, wanted - len(ids))
         if len(ids) >= wanted:
@@ -68,7 +75,15 @@ def read_windows(
             f"{where} holds {len(ids)} tokens where one window needs {seqlen}. "
             f"Pass a longer text with --calibration, or shorter windows with --seqlen."
         )
-    return torch.tensor(ids[: windows * seqlen], dtype=torch.int64).view(windows, seqlen)
+    found = torch.tensor(ids[: windows * seqlen], dtype=torch.int64).view(windows, seqlen)
+    edges = [torch.full((windows, 1), edge) for edge in between]
+    return torch.cat([edges[0], found, edges[1]], 1) if edges else found
+
+
+def around(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the two tokens that encoders expect a text between ([CLS] and [SEP]); none where the tokenizer has no such."""
+    found = (tokenizer.cls_token_id, tokenizer.sep_token_id)
+    return found if all(isinstance(token, int) for token in found) else ()
 
 
 def _first_ids(tokenizer: PreTrainedTokenizerBase, text: str, wanted: int) -> list[int]:

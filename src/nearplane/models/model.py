@@ -22,6 +22,7 @@ from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from nearplane.errors import ModelError, RecipeError
+from nearplane.headless import padded_positions
 from nearplane.jsonfile import read_object
 from nearplane.models.conversion import Weights
 from nearplane.models.experts import observable
@@ -44,7 +45,7 @@ def open_model(
     embeddings: bool = False,
     head: bool = False,
 ) -> Model:
-    """Open a causal language model for quantization; no weight is read yet.
+    """Open a language model or an encoder for quantization; no weight is read yet.
 
     Args:
         source: a folder of safetensors and config.json, or a hub id.
@@ -82,12 +83,13 @@ def device_of(device: str) -> torch.device:
     return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def positions_of(config: Any) -> int | None:
-    """Return how many positions a model was built for; None if its config sets no limit."""
+def positions_of(config: Any, network: nn.Module | None = None) -> int | None:
+    """Return how many positions a model was built for, without those that its network has for padding; None: no limit is set."""
+    taken = 0 if network is None else padded_positions(network)
     for place in (config, getattr(config, "text_config", None)):
         for name in ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length"):
             if type(value := getattr(place, name, None)) is int and value > 0:
-                return value
+                return value - taken
     return None
 
 
@@ -131,7 +133,7 @@ class Model:
             ends: whether input embeddings and head are quantized too.
         """
         self.folder, self.network, self.reader, self.config = folder, network, reader, network.config
-        self.dtype, self.positions = _dtype(reader), positions_of(network.config)
+        self.dtype, self.positions = _dtype(reader), positions_of(network.config, network)
         self.trust_remote_code = trust_remote_code
         self.stored = reader.method if isinstance(reader, WidenedReader) else ""
         self.stack, blocks = find_blocks(network)

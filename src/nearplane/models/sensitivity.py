@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import CalibrationError
+from nearplane.headless import has_head
 from nearplane.models.activations import Stream, finish, finite, readout, skeleton
 from nearplane.models.layers import Layer
 from nearplane.models.model import ABSENT, Block, Model
@@ -50,7 +51,9 @@ def sensitivity(
 ) -> Sensitivity:
     """Measure the diagonal of the Fisher information of every layer's outputs: `E[g_i^2]`, g the gradient of the log-likelihood.
 
-    Labels are drawn from the network's own predictions; of the head's outputs, the expectation over labels is `E[p_i (1 - p_i)]`.
+    Labels are drawn from the network's own predictions; of a network without head, hidden states are drawn from a normal
+    distribution around its last ones, whose standard deviation is their root mean square. Of the head's outputs, the expectation
+    over labels is `E[p_i (1 - p_i)]`.
 
     Takes about four forwards of a sixteenth of the tokens, at least 2048 and at most 16384 of them, of an eighth and 4096 if there
     are embeddings to quantize, of a quarter and 8192 if outputs are looked at together; the hidden states between all blocks are
@@ -144,7 +147,13 @@ def _from_predictions(
             rows = []
             for window, state in zip(part, x, strict=True):  # one at a time: logits are large
                 leaf = state[None].detach().requires_grad_()
-                predicted = logits(window[None], leaf)[0].float().log_softmax(-1)
+                output = logits(window[None], leaf)[0].float()
+                if not has_head(model.network):
+                    drawn = torch.randn(output.shape, generator=generator).to(device)
+                    drawn /= output.detach().square().mean(-1, keepdim=True).sqrt().clamp(min=1e-15)
+                    rows.append(_finite(torch.autograd.grad((output * drawn).sum(), leaf)[0], "the end"))
+                    continue
+                predicted = output.log_softmax(-1)
                 for total in sums.values():
                     p = predicted.detach().exp()
                     total += (p * (1 - p)).sum(0)

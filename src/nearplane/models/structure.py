@@ -104,7 +104,7 @@ def find_ends(
     tied = outputs is not None and inputs.weight is outputs.weight
     found: list[Layer | None] = []
     left: list[tuple[str, str]] = []
-    wanted = ((inputs, embeddings or (tied and head)), (outputs, head and not tied))
+    wanted = ((inputs, embeddings or (tied and head)), (outputs, head and outputs is not None and not tied))
     for module, asked in wanted:
         name = names.get(module, "")
         layer: Layer | None = None

@@ -7,6 +7,7 @@ import re
 import transformers
 
 from nearplane.errors import RecipeError
+from nearplane.headless import has_head
 from nearplane.models.model import Model
 from nearplane.models.structure import NOT_HANDLED
 
@@ -22,11 +23,16 @@ def refuse_unsupported(model: Model) -> None:
         RecipeError: names the architecture, and the type of module that is not handled.
     """
     kind = type(model.network).__name__
+    if not has_head(model.network) and getattr(model.config, "is_encoder_decoder", False):
+        raise RecipeError(
+            f"The architecture {kind} is not supported: it has an encoder and a decoder, and nearplane runs one stack of blocks. "
+            f"Pass a causal language model or an encoder."
+        )
     for made in getattr(model.config, "architectures", None) or ():
         if made != kind and HEADS.search(made) and hasattr(transformers, made):
             raise RecipeError(
                 f"The architecture {made} is not supported: it does not predict the next token, as nearplane expects of a model. "
-                f"transformers would build {kind} of it. Pass a causal language model."
+                f"transformers would build {kind} of it. Pass a causal language model, or an encoder saved without a head."
             )
     if model.layers:
         return
