@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nearplane.budget.plan import Progress
+from nearplane.budget.plan import Plan, Progress, look
 from nearplane.budget.records import most_bytes
 from nearplane.errors import CalibrationError, FormatError, RecipeError
 from nearplane.formats import open_container
@@ -31,7 +31,7 @@ from nearplane.matrix.on_grid import with_tensors
 from nearplane.matrix.to_rate import TOLERANCE
 from nearplane.models.data import DEFAULT_DATASET
 from nearplane.models.given import Given
-from nearplane.models.model import Model, device_of, open_model
+from nearplane.models.model import Block, Model, device_of, open_model
 from nearplane.notebook import told
 from nearplane.products import repeated
 from nearplane.progress import logged, peak_memory, silent
@@ -98,7 +98,14 @@ def tune(
     record = read_record(folder)
     _check(folder, record)
     stored = Stored(folder)
-    model = open_model(str(against), trust_remote_code=trust_remote_code, ignore=record.recipe.ignore)
+    embeddings, head = record.recipe.scheme.ends
+    model = open_model(
+        str(against),
+        trust_remote_code=trust_remote_code,
+        ignore=record.recipe.ignore,
+        embeddings=embeddings,
+        head=head,
+    )
     _check_model(model, record, stored)
     place = Place(
         out=Path(out),
@@ -118,7 +125,7 @@ def tune(
     solved = Checkpoint(record=record, stored=stored, model=model, recipe=recipe, given=given, device=where)
     windows = _windows_of_the_run(solved)
     cut = split(solved.windows, record, samples=samples, seqlen=seqlen, steps=steps)
-    hold = _fits(model, cut, sum(_weights(layer) for layer in record.layers if trains_codes(layer)), where)
+    hold = _fits(model, cut, sum(_weights(layer) for layer in solved.of_blocks() if trains_codes(layer)), where)
     matrices = solved.matrices(codes=True)
     with container, repeated(record.products, where) as products:
         asked = {"recipe": asdict(record.recipe), "--samples": cut.samples, "--steps": cut.schedule.steps}
@@ -158,7 +165,8 @@ def check_tunable(model: Model, recipe: Recipe, given: Given | None, record: Run
         RecipeError: what has to be there does not fit in memory.
     """
     cut = split(lambda count, length: windows_of(model, recipe, given, count, length), record)
-    _fits(model, cut, sum(math.prod(layer.shape) for layer in model.layers if _may_move(recipe, layer.name)), device)
+    layers = (layer for block in model.blocks for layer in block.layers)
+    _fits(model, cut, sum(math.prod(layer.shape) for layer in layers if _may_move(recipe, layer.name)), device)
 
 
 def _may_move(recipe: Recipe, name: str) -> bool:
@@ -194,10 +202,10 @@ def check_recipe(recipe: Recipe, called: str) -> None:
     Raises:
         RecipeError: with the reason.
     """
-    if any(recipe.scheme.ends):
+    if any(recipe.scheme.ends) and recipe.scheme.coding is not None:
         raise RecipeError(
-            f"{called} quantizes the embeddings or the head; so far only blocks and norms are tuned. Quantize without "
-            f"--include-embeddings and --include-head, or of --grid with --embeddings bf16."
+            f"{called} codes the embeddings or the head; so far such checkpoints are not tuned. Quantize without "
+            f"--include-embeddings and --include-head."
         )
     if getattr(recipe.scheme, "size", None) is not None:
         raise RecipeError(
@@ -279,7 +287,9 @@ def _tuned(
     vectors, norms = solved.vectors(mean_unit(matrices.values())), norms_stored(model)
     coded = {name: each for name, each in matrices.items() if isinstance(each, TunedLadders)}
     most = _most(record) if coded else None
-    network = TunedNetwork(model, matrices, vectors, cut.windows, batch=cut.batch, device=solved.device, hold=hold)
+    network = TunedNetwork(
+        model, matrices, vectors, cut.windows, batch=cut.batch, device=solved.device, ends=solved.ends(), hold=hold
+    )
     training, held = cut.batches()
     with network.ready():
         outcome = train(
@@ -317,7 +327,7 @@ def _tuned(
         layers = _write(solved, container, matrices, {norms[name]: each for name, each in vectors.items()})
         read = Stored(container.folder, unfinished=container.config)
         moved = 0
-        for layer in record.layers:
+        for layer in solved.of_blocks():
             there = read.matrix(layer.stored, read.tensors(layer.stored))
             if trains_codes(layer):
                 before = stored.matrix(layer.stored, stored.tensors(layer.stored))
@@ -379,11 +389,19 @@ def _write(
         """Whether the files hold a tensor of the original; GGUF drop what llama.cpp has no use for."""
         return name in there or solved.stored.reader.kept(name, model.reader.read([name])[name]) is not None
 
+    def add(part: Block | None) -> None:
+        for layer in () if part is None else part.layers:
+            stored, trained = told[layer.name].stored, matrices.get(layer.name)
+            read = solved.stored
+            matrix = read.matrix(stored, read.tensors(stored)) if trained is None else trained.matrix()
+            tensors = container.add(stored, matrix)
+            layers.append(with_tensors(told[layer.name], stored, tensors.bytes, tensors.checksum))
+
+    add(model.embeddings)
     for index, block in enumerate(model.blocks):
-        for layer in block.layers:
-            tensors = container.add(told[layer.name].stored, matrices[layer.name].matrix())
-            layers.append(with_tensors(told[layer.name], told[layer.name].stored, tensors.bytes, tensors.checksum))
+        add(block)
         container.close_block(rest(unquantized(model, model.block_names(index))))
+    add(model.head)
     container.close_block(rest(unquantized(model, model.rest())))
     return tuple(layers)
 
@@ -437,7 +455,10 @@ def _measured(
         return values
 
     def passed() -> Iterator[str]:
-        for done in walk(made.model, recipe, windows, again, device=made.device):
+        planned = Plan()
+        if made.model.embeddings is not None and windows.fitted is not None:
+            look(planned, made.model, recipe.scheme, windows.fitted, made.device)
+        for done in walk(made.model, recipe, windows, again, device=made.device, moments=planned.moments):
             yield from done.layers
 
     for _ in progress(logged(passed(), "measuring", len(told)), "measuring", len(told)):

@@ -79,6 +79,6 @@ def held_out_again(there: Checkpoint, tolerance: float) -> Iterator[Fault]:
 def _kl(there: Checkpoint, windows: Tensor, batch: int) -> float:
     """Return the mean KL per token of the network that the files hold, with all of its norms."""
     matrices, vectors = there.matrices(), there.vectors(1.0)
-    network = TunedNetwork(there.model, matrices, vectors, windows, batch=batch, device=there.device)
+    network = TunedNetwork(there.model, matrices, vectors, windows, batch=batch, device=there.device, ends=there.ends())
     with network.ready():
         return mean_kl(network, range(network.batches))

@@ -19,7 +19,7 @@ WAYS = {
     "steps": dict(bits=4, group_size=16),
     "codes": dict(bits=2, group_size=16, symmetric=False, format="gptq_v2"),
     "entropy-coded": dict(rate=2.0, allocate="uniform"),
-    "llama.cpp": dict(grid="q4_0", embeddings="f32"),
+    "llama.cpp": dict(grid="q4_0"),
 }
 
 

@@ -53,7 +53,7 @@ class Checkpoint:
         return windows_of(self.model, self.recipe, self.given, count, length)
 
     def matrices(self, stored: Stored | None = None, *, codes: bool = False) -> dict[str, TunedLayer]:
-        """Return the layers, by name.
+        """Return the layers of blocks, by name.
 
         Args:
             stored: where they are; None: in the checkpoint's own files.
@@ -61,7 +61,7 @@ class Checkpoint:
         """
         stored = stored or self.stored
         found: dict[str, TunedLayer] = {}
-        for layer in self.record.layers:
+        for layer in self.of_blocks():
             matrix = stored.matrix(layer.stored, stored.tensors(layer.stored)).to(self.device)
             if isinstance(matrix.grid, ProductGrid):
                 found[layer.name] = TunedLadders(layer.name, matrix, layer.rate, codes=codes)
@@ -72,6 +72,22 @@ class Checkpoint:
             storage = stored.layers.scale_dtype(self.model.dtype)
             found[layer.name] = TunedMatrix(layer.name, matrix, storage, codes=codes and trains_codes(layer))
         return found
+
+    def of_blocks(self) -> list[LayerRecord]:
+        """Return the records of the layers that are trained: not those of embeddings and head."""
+        names = {layer.name for block in self.model.blocks for layer in block.layers}
+        return [layer for layer in self.record.layers if layer.name in names]
+
+    def ends(self) -> dict[str, Tensor]:
+        """Return the values of quantized embeddings and head, float32, by name of the parameter."""
+        parts = [part for part in (self.model.embeddings, self.model.head) if part is not None]
+        names = {layer.name for part in parts for layer in part.layers}
+        read = self.stored
+        return {
+            f"{layer.name}.weight": read.matrix(layer.stored, read.tensors(layer.stored)).decode().to(self.device)
+            for layer in self.record.layers
+            if layer.name in names
+        }
 
     def vectors(self, unit: float) -> dict[str, TunedVector]:
         """Return the norms that the files hold, by name of the parameter; `unit`: how far off the weights of layers are."""

@@ -38,6 +38,8 @@ class TunedNetwork:
         windows: (windows, seqlen) tokens, as many as `batch` divides.
         batch: windows that pass together.
         device: where to compute, in float32.
+        ends: values of embeddings and head of the quantized network, where they are not the original's, by name of the
+            parameter; they stay.
         hold: whether all blocks' weights and activations of a step are in memory at a time: a quarter of the work less.
         progress: wraps the blocks of the original as it runs.
 
@@ -54,16 +56,27 @@ class TunedNetwork:
         *,
         batch: int,
         device: torch.device,
+        ends: Mapping[str, Tensor] | None = None,
         hold: bool = False,
         progress: Callable[[Sequence[Block]], Iterable[Block]] = iter,
     ) -> None:
         self._model, self._hold, self._device = model, hold, device
         self._tokens = windows.split(batch)
         self.batches = len(self._tokens)
-        self._stream = skeleton(model, windows, device=device, dtype=torch.float32, batch=batch, two_streams=False)
+        self._ends = dict(ends or {})
+        first = None if model.embeddings is None else self._ends.get(f"{model.embeddings.name}.weight")
+        self._stream = skeleton(
+            model,
+            windows,
+            device=device,
+            dtype=torch.float32,
+            batch=batch,
+            two_streams=first is not None,
+            embeddings=first,
+        )
         self._entering = list(self._stream.quantized)
         self._blocks: list[_Block] = []
-        self._behind = list(self._entering)  # of the original
+        self._behind = list(self._stream.original or self._entering)  # of the original
         for block in progress(model.blocks):
             with torch.no_grad(), block.on(device, torch.float32, original=False):
                 module = block.quantized
@@ -136,8 +149,8 @@ class TunedNetwork:
         return self._stream.forward(block.block, module, batch, hidden)
 
     def _values_after(self) -> dict[str, Tensor]:
-        """Return the norms behind the last block."""
-        return {name: each.values() for name, each in self._after.items()}
+        """Return the norms behind the last block, and what the quantized network has of embeddings and head."""
+        return {name: each.values() for name, each in self._after.items()} | self._ends
 
     def _parts(self, batch: int) -> list[slice]:
         """Return the windows of a batch whose logits are in memory together."""
