@@ -43,7 +43,8 @@ from nearplane.request import check_request, quantization_config, rehearse, sett
 from nearplane.schemes import Device
 from nearplane.shards import refuse_unfinished
 from nearplane.tokens import Windows, calibration_windows, check_tokens
-from nearplane.tune import check_layers, check_recipe, check_tunable, tune
+from nearplane.tunable import check_layers, check_recipe, check_tunable
+from nearplane.tune import tune
 from nearplane.walk import Stage, walk
 
 log = logging.getLogger(__name__)
