@@ -8,15 +8,14 @@ import math
 import platform
 import re
 from collections.abc import Iterator
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
-from functools import cache
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Literal
 
+from nearplane.annotated import annotated
 from nearplane.block_types import TYPES
-from nearplane.errors import FormatError, NearplaneError
+from nearplane.errors import FormatError
 from nearplane.older_records import translated_record
 from nearplane.recipe import Recipe
 from nearplane.schemes import BlockScheme
@@ -286,7 +285,7 @@ class RunRecord:
             data = json.loads(text)
             if not isinstance(data, dict) or data.get("version") not in READ:
                 raise ValueError(f"not an object of version {' or '.join(map(str, READ))}")
-            record: RunRecord = _read(cls, translated_record(data), "record")
+            record: RunRecord = annotated(cls, translated_record(data), "record")
         except (ValueError, RecursionError) as error:
             raise FormatError(f"{NAME} is not a record that this version of nearplane reads ({error}).") from error
         return record
@@ -409,77 +408,3 @@ def read_record(folder: Path) -> RunRecord:
         return RunRecord.from_json(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         raise FormatError(f"{path} is not text ({error}). Fetch it again.") from error
-
-
-# ── from JSON: every field is what its annotation says ──
-
-WORDS = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false", NoneType: "null"}
-
-
-def _read(kind: Any, value: Any, where: str) -> Any:
-    """Return JSON as a value of an annotation.
-
-    Args:
-        kind: a dataclass or one of several, tuple[kind, ...], tuple of one kind, dict[str, str], or as for `_fits`.
-        value: JSON.
-        where: for messages.
-
-    Raises:
-        ValueError: it is something else; the message says what, where, and what was expected.
-    """
-    parts, origin = get_args(kind), get_origin(kind)
-    if origin in (Union, UnionType) and is_dataclass(parts[0]) and isinstance(value, dict):
-        kinds: list[Any] = [part for part in parts if is_dataclass(part)]
-        kind = max(kinds, key=lambda part: len(value.keys() & _hints(part).keys()))  # that with most of these fields
-    if is_dataclass(kind) and isinstance(value, dict):
-        return _object(kind, value, where)
-    if origin is tuple and isinstance(value, list) and (parts[-1] is ... or len(value) == len(parts)):
-        return tuple(_read(parts[0], part, f"{where}[{index}]") for index, part in enumerate(value))
-    if origin is dict and isinstance(value, dict):
-        return {key: _read(parts[1], part, f"{where}[{key!r}]") for key, part in value.items()}
-    if is_dataclass(kind) or origin in (tuple, dict) or not _fits(kind, value):
-        found = json.dumps(value)
-        raise ValueError(f"{where} is {found[:40]}{'..' if len(found) > 40 else ''}, expected {_expected(kind)}")
-    return value
-
-
-def _object(kind: Any, value: dict[str, Any], where: str) -> Any:
-    """Return a JSON object as a dataclass."""
-    called = value.get("name", value.get("layer"))
-    of = f" of {called}" if isinstance(called, str) else "" if where == "record" else f" of {where}"
-    hints = _hints(kind)
-    if unknown := value.keys() - hints.keys():
-        raise ValueError(f"{min(unknown)}{of} is no field of this version")
-    for each in fields(kind):
-        if each.name not in value and each.default is each.default_factory is MISSING:
-            raise ValueError(f"{each.name}{of} is missing")
-    read = {name: _read(hints[name], part, f"{name}{of}") for name, part in value.items()}
-    try:
-        return kind(**read)
-    except (NearplaneError, OverflowError) as error:
-        raise ValueError(f"{where}: {error}") from error
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return {each.name: get_type_hints(kind)[each.name] for each in fields(kind)}
-
-
-def _fits(kind: Any, value: Any) -> bool:
-    """Whether JSON is a number, text, a truth value, null, or one of several; numbers are finite, whole ones of 64 bits."""
-    if get_origin(kind) in (Union, UnionType):
-        return any(_fits(part, value) for part in get_args(kind))
-    if get_origin(kind) is Literal:
-        return isinstance(value, str) and value in get_args(kind)
-    if kind in (int, float) and isinstance(value, int):
-        return not isinstance(value, bool) and -(2**63) <= value < 2**63
-    return isinstance(value, kind) and (kind is not float or math.isfinite(value))
-
-
-def _expected(kind: Any) -> str:
-    """Return an annotation in words."""
-    if get_origin(kind) in (Union, UnionType):
-        return " or ".join(dict.fromkeys(_expected(part) for part in get_args(kind)))
-    if get_origin(kind) is Literal:
-        return " or ".join(repr(word) for word in get_args(kind))
-    return WORDS.get(kind, "a list" if get_origin(kind) is tuple else "an object")
