@@ -13,7 +13,7 @@ from nearplane import CalibrationError
 from nearplane.demo import CALIBRATION, MODEL
 from nearplane.models.model import open_model
 from nearplane.recipe import Calibration, Recipe
-from nearplane.tokens import check_tokens, distinct_runs
+from nearplane.tokens import Windows, check_tokens, distinct_runs
 
 WIDEST = "model.layers.0.mlp.down_proj"
 
@@ -88,7 +88,11 @@ def test_rounding_to_nearest_looks_at_no_tokens_and_needs_none(model, tmp_path):
 def test_embeddings_are_not_multiplied_by_tokens(model):
     """Else a small vocabulary would count as a layer, and its absence of rows as a shortage."""
     opened = open_model(str(model), embeddings=True, ignore=["."])
-    check_tokens(opened, Recipe(calibration=Calibration(samples=1)), torch.zeros(1, 1, dtype=torch.int64))
+    check_tokens(
+        opened,
+        Recipe(calibration=Calibration(samples=1)),
+        Windows(seqlen=1, fitted=torch.zeros(1, 1, dtype=torch.int64)),
+    )
 
 
 def test_runs_are_counted_within_windows():

@@ -38,7 +38,7 @@ class Evaluation:
         perplexity: exp of the mean negative log-likelihood; None where there is no head (encoders).
         nll: mean negative log-likelihood, nats per scored token; None likewise.
         tokens: scored, without the first of a window; of encoders all.
-        windows, seqlen: of the text.
+        windows, seqlen: of the text; images are windows of one.
         kl: mean KL(original || this) in nats per scored token; None without an original.
         agreement: fraction of scored tokens at which both hold the same token for the most likely; None likewise.
         original: perplexity of the original; None likewise.
@@ -78,7 +78,8 @@ def evaluate(
         model: a folder or hub id: any transformers checkpoint, or what `quantize` wrote. Or a model object, which is run as it is:
             in its dtype, on its device.
         text: .txt, .jsonl or a folder of them, tokenized whole without special tokens, cut into windows that do not overlap. Or a
-            list of texts, or token ids (windows, seqlen). Of encoders windows begin and end with [CLS] and [SEP], or their like.
+            list of texts, token ids (windows, seqlen), or pixel values (images, channels, height, width). Of encoders windows
+            begin and end with [CLS] and [SEP], or their like.
         tokenizer: of a model object; tokens need none.
         seqlen: tokens of a window; None: 2048, or the model's positions if fewer.
         samples: windows, the first ones of the text; None: all.
@@ -97,11 +98,16 @@ def evaluate(
     refuse_tokenizer(model, tokenizer)
     network = opened(model, place, trust_remote_code=trust_remote_code)
     original = None if against is None else opened(against, place, trust_remote_code=trust_remote_code)
+    pixels = given is not None and given.tokens is not None and given.tokens.is_floating_point()
+    if pixels == bool(network.vocabulary):
+        taken = "pixel values (images, channels, height, width) from Python" if network.vocabulary == 0 else "text"
+        raise CalibrationError(f"{called(model)} takes {taken}; something else was given as text. Pass {taken}.")
     if network.folder is not None and (given is None or given.tokens is None):
         tokenizer = tokenizer_of(network.folder, trust_remote_code=trust_remote_code)
     windows = _windows(network, tokenizer, text, given, samples, seqlen)
-    seqlen = windows.shape[1]
-    check_vocabulary(windows, network.vocabulary)
+    seqlen = windows.shape[1] if network.vocabulary else 1
+    if network.vocabulary:
+        check_vocabulary(windows, network.vocabulary)
     nll, unquantized, apart, alike = 0.0, 0.0, Divergence(), list[Tensor]()
     if network.embeds and original is None:
         raise RecipeError(
@@ -137,7 +143,7 @@ def evaluate(
         return Evaluation(
             perplexity=None,
             nll=None,
-            tokens=windows.numel(),
+            tokens=seqlen * len(windows),
             windows=len(windows),
             seqlen=seqlen,
             cosine=float(cosines.mean()),

@@ -34,6 +34,11 @@ def has_head(network: nn.Module) -> bool:
     return ends is not None or type(network).__name__ not in _plain(transformer.config.model_type)
 
 
+def takes_images(network: nn.Module) -> bool:
+    """Return whether a network is given pixel values, (images, channels, height, width), in place of tokens."""
+    return str(getattr(network, "main_input_name", "")) == "pixel_values"
+
+
 def padded_positions(network: nn.Module) -> int:
     """Return how many of the positions that a config names are taken by padding, as in RoBERTa: the first ones."""
     tables = [part for name, part in network.named_modules() if name.endswith("position_embeddings")]

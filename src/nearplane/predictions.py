@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from nearplane.errors import ModelError
 from nearplane.formats.folder import read_config
 from nearplane.formats.stored import quantization_of, reader_of
-from nearplane.headless import has_head, read_out, words
+from nearplane.headless import has_head, read_out, takes_images, words
 from nearplane.memory import free_memory
 from nearplane.models.activations import finite, readout, skeleton
 from nearplane.models.given import called, check_model
@@ -32,7 +32,7 @@ from nearplane.readers.network import dense_network, stacks_of, stored_transpose
 from nearplane.sizes import size_text
 from nearplane.widened import method_of
 
-BATCH_TOKENS = 2048
+BATCH_TOKENS, IMAGES = 2048, 8  # of a batch
 SHARE = 0.4  # of the memory that is free, which one network may take in float32
 STATES = 0.2  # of it, which the hidden states of a chunk of windows may take; a network has them twice while it passes a block
 
@@ -45,7 +45,7 @@ class Network(ABC):
     Attributes:
         folder: that it is from; None: an object.
         device: that it computes on.
-        vocabulary: how many tokens its input embeddings have.
+        vocabulary: how many tokens its input embeddings have; 0 where it takes images.
         embeds: whether it has no head.
         positions: that it was built for, or None.
         width: of its hidden states, where those of all windows are in memory; else 0.
@@ -77,7 +77,7 @@ class Held(Network):
             positions_of(network.config, network),
             not has_head(network),
         )
-        self.vocabulary = network.get_input_embeddings().weight.shape[0]
+        self.vocabulary = 0 if takes_images(network) else network.get_input_embeddings().weight.shape[0]
 
     def shapes(self) -> list[tuple[int, int]]:
         """Return (out, in) of its linear layers."""
@@ -108,6 +108,8 @@ class Streamed(Network):
 
     def __init__(self, model: Model, device: torch.device) -> None:
         self.model, self.folder, self.device = model, model.folder, device
+        if takes_images(model.network):
+            raise ModelError("images do not pass block by block")
         embeddings = model.network.get_input_embeddings().weight
         self.vocabulary, self.width = embeddings.shape
         self.positions, self.embeds = model.positions, not has_head(model.network)
@@ -188,7 +190,7 @@ def predictions(networks: Sequence[Network], windows: Tensor) -> Iterator[tuple[
 
     See `log_probabilities`, and of networks without head `embedded`.
     """
-    batch = windows_at_a_time(windows.shape[1])
+    batch = windows_at_a_time(windows.shape[1]) if all(network.vocabulary for network in networks) else IMAGES
     for chunk in windows.split(_chunk(networks, windows.shape[1], batch)):
         with ExitStack() as stack:
             functions = [stack.enter_context(network.predicting(chunk, batch)) for network in networks]

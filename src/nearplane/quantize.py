@@ -74,7 +74,8 @@ def quantize(
         trust_remote_code: run model code that comes with the checkpoint.
         progress: wraps the iterator over layers: (items, label, total) -> items. Whatever it is, how far the run is goes to
             the logger "nearplane.progress".
-        spellings: see `Recipe.from_spellings`. `calibration` may also be a list of texts, or token ids (windows, seqlen).
+        spellings: see `Recipe.from_spellings`. `calibration` may also be a list of texts, token ids (windows, seqlen), or of
+            vision models pixel values (images, channels, height, width).
 
     Returns:
         What was done and measured; also in `out/nearplane.json`.
@@ -197,7 +198,7 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
         ExitStack() as stack,
     ):
         windows = calibration_windows(model, recipe, options.given)
-        check_tokens(model, recipe, windows.fitted)
+        check_tokens(model, recipe, windows)
         files, text = {"model": model.folder}, windows.digest()
         journal = Journal(container, told(asdict(asked), files, text, versions(), options.device))
         if container.whole:  # but for its place

@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 
 from nearplane.enough import LEAST, shortage
-from nearplane.errors import CalibrationError
-from nearplane.headless import has_head
+from nearplane.errors import CalibrationError, RecipeError
+from nearplane.headless import has_head, takes_images
 from nearplane.lattice.solvers import SOLVERS
+from nearplane.models.activations import skeleton
 from nearplane.models.data import around, read_windows
 from nearplane.models.given import Given, refuse_lost
 from nearplane.models.model import Model
+from nearplane.pretrained import in_a_sentence
 from nearplane.recipe import Recipe
+from nearplane.schemes import GridScheme
 
 DEFAULT_SEQLEN = 2048
 EXTRA = 8  # windows that are fitted for every one that follows them and is not, at least
@@ -67,7 +70,9 @@ class Windows:
 
 
 def digest_of(tokens: Tensor) -> str:
-    """Return the SHA-256 of token ids as little-endian int64."""
+    """Return the SHA-256 of token ids as little-endian int64, of pixel values as float32."""
+    if tokens.is_floating_point():
+        return hashlib.sha256(tokens.contiguous().numpy().astype("<f4").tobytes()).hexdigest()
     ids = tokens.to("cpu", torch.int64).contiguous().numpy().astype("<i8")
     return hashlib.sha256(ids.tobytes()).hexdigest()
 
@@ -97,6 +102,10 @@ def calibration_windows(
     seqlen = wanted.seqlen or min(DEFAULT_SEQLEN, positions or DEFAULT_SEQLEN)
     if not SOLVERS[recipe.scheme.solver].needs_inputs and recipe.allocate != "slope":
         return Windows(seqlen=seqlen)
+    if takes_images(model.network):
+        seqlen = _places(model, recipe, given)
+    elif given is not None and given.tokens is not None and given.tokens.is_floating_point():
+        raise CalibrationError(f"{type(model.network).__name__} takes text, and pixel values were given; pass text.")
     following = extra_windows(wanted.samples, seqlen) if extra is None else extra
     if given is not None and given.tokens is not None:
         windows = given.tokens
@@ -113,27 +122,53 @@ def calibration_windows(
     return Windows(seqlen=seqlen, fitted=windows[:fitted], extra=windows[fitted:])
 
 
+def _places(model: Model, recipe: Recipe, given: Given | None) -> int:
+    """Return how many hidden states a network that takes images has of each: patches, and what stands before them.
+
+    Raises:
+        CalibrationError: no images were given, or of another size than the network's.
+        RecipeError: bits of layers are to be measured on them.
+    """
+    kind = type(model.network).__name__
+    if given is None:
+        refuse_lost(recipe.calibration.calibration)
+    if given is None or given.tokens is None or not given.tokens.is_floating_point():
+        raise CalibrationError(
+            f"{kind} takes images: quantize from Python with calibration=pixel_values (images, channels, height, width), as its "
+            f"image processor makes them."
+        )
+    if recipe.allocate == "slope" or not isinstance(recipe.scheme, GridScheme):
+        raise RecipeError(
+            f"{kind} takes images, on which bits of layers are not measured yet: use --bits with whole numbers and --allocate "
+            f"uniform."
+        )
+    with in_a_sentence(f"{kind} does not take images {tuple(given.tokens.shape[1:])}, (channels, height, width)"):
+        one = skeleton(model, given.tokens[:1], device="cpu", dtype=torch.float32, two_streams=False)
+    return one.quantized[0].shape[1]
+
+
 def extra_windows(samples: int, seqlen: int) -> int:
     """Return how many windows of `seqlen` tokens follow `samples` fitted ones: an eighth, up to what tells enough, at least one."""
     enough = max(EXTRA_WINDOWS, -(-EXTRA_TOKENS // seqlen))
     return max(1, min(samples // EXTRA, enough))
 
 
-def check_tokens(model: Model, recipe: Recipe, tokens: Tensor | None) -> None:
-    """Warn of few calibration tokens (windows, seqlen); refuse too few, and text that says the same again and again.
+def check_tokens(model: Model, recipe: Recipe, found: Windows) -> None:
+    """Warn of few calibration tokens; refuse too few, and text that says the same again and again.
 
     Raises:
         CalibrationError: there is less than one token, or less than one that is new, for each input of the widest layer.
     """
     layers = [layer for layer in model.layers if layer.kind != "Embedding"]  # which no token multiplies
+    tokens = found.fitted
     if tokens is None or not layers or not SOLVERS[recipe.scheme.solver].needs_inputs:
         return
     widest = max(layers, key=lambda layer: layer.shape[1])
-    inputs, (windows, seqlen) = widest.shape[1], tokens.shape
-    said = shortage(windows, seqlen, recipe.calibration.samples, widest.name, inputs)
-    if said is not None and tokens.numel() < LEAST * inputs:
+    inputs, seqlen = widest.shape[1], found.seqlen
+    said = shortage(found.count, seqlen, recipe.calibration.samples, widest.name, inputs)
+    if said is not None and found.count * seqlen < LEAST * inputs:
         raise CalibrationError(said)
-    different, runs = distinct_runs(tokens)
+    different, runs = (0, 0) if takes_images(model.network) else distinct_runs(tokens)
     if different < min(LEAST * inputs, VARIED * runs):
         raise CalibrationError(
             f"The calibration text says the same again and again: of {runs:,} runs of {min(RUN, seqlen)} tokens {different:,} "

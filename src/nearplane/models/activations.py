@@ -18,7 +18,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from nearplane.errors import CalibrationError, ModelError
-from nearplane.headless import read_out, words
+from nearplane.headless import read_out, takes_images, words
 from nearplane.models.data import check_vocabulary
 from nearplane.models.model import ABSENT, Block, Model
 from nearplane.models.watch import Stop, same, stop, until_stopped
@@ -112,7 +112,7 @@ def skeleton(
 
     Args:
         model: whose blocks are to be calibrated.
-        tokens: (windows, seqlen) int64.
+        tokens: (windows, seqlen) int64; of networks that take images (images, channels, height, width).
         device, dtype: where and in what to compute; hidden states stay there.
         batch: windows at a time.
         first: windows of the first batch, by which blocks are looked at before all pass through; None: as of the others.
@@ -127,7 +127,7 @@ def skeleton(
     place, alone = torch.device(device), min(first or 0, len(tokens) - 1)
     fitted = [*tokens[:alone].split(batch), *tokens[alone:].split(batch)] if alone else list(tokens.split(batch))
     batches = fitted if extra is None else [*fitted, *extra.split(batch)]
-    for part in batches:
+    for part in batches if not takes_images(model.network) else ():
         check_vocabulary(part, len(model.network.get_input_embeddings().weight))
     tape = _Tape([block.name for block in model.blocks])
     recorders = [_Recorder(block.empty, index, tape) for index, block in enumerate(model.blocks)]

@@ -1,4 +1,4 @@
-"""What Python programs hand over instead of paths: a model object, texts, tokens.
+"""What Python programs hand over instead of paths: a model object, texts, tokens, images.
 
 An object is saved to a temporary folder and streamed from there like any model; texts and tokens become windows.
 """
@@ -23,20 +23,24 @@ from nearplane.pretrained import in_a_sentence
 from nearplane.recipe import Calibration, Recipe
 from nearplane.spellings import SPELLINGS
 
-TEXTS, TOKENS = "texts given in Python", "tokens given in Python"  # in the record, where a path would be
+TEXTS, TOKENS, IMAGES = (
+    "texts given in Python",
+    "tokens given in Python",
+    "images given in Python",
+)  # in the record, where a path would be
 EXPECTED = "a path, a list of texts, or whole numbers (windows, seqlen)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """Texts, or tokens (windows, seqlen) int64; the other is None."""
+    """Texts, or tokens: (windows, seqlen) int64, or (images, channels, height, width) float32 pixel values; the other is None."""
 
     texts: tuple[str, ...] | None = None
     tokens: Tensor | None = None
 
     @classmethod
     def of(cls, value: object, what: str = "calibration") -> Given | None:
-        """Take a list of texts, or a tensor, array or list of lists of token ids; None where it is a path or nothing.
+        """Take a list of texts, or a tensor or array of token ids or pixel values; None where it is a path or nothing.
 
         Raises:
             CalibrationError: it is something else, or holds nothing.
@@ -56,6 +60,8 @@ class Given:
         wanted = recipe.calibration
         if self.tokens is None:
             return replace(recipe, calibration=replace(wanted, calibration=TEXTS))
+        if self.tokens.is_floating_point():
+            return replace(recipe, calibration=replace(wanted, calibration=IMAGES, samples=len(self.tokens)))
         windows, seqlen = self.tokens.shape
         if wanted.seqlen not in (None, seqlen) or wanted.samples not in (Calibration().samples, windows):
             raise RecipeError(
@@ -66,13 +72,15 @@ class Given:
 
 
 def _windows(value: Any, what: str) -> Tensor:
-    """Return (windows, seqlen) int64 token ids."""
+    """Return (windows, seqlen) int64 token ids, or (images, channels, height, width) float32 pixel values."""
     try:
         tokens = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
     except (TypeError, ValueError, RuntimeError) as error:  # ragged, or of objects
         raise CalibrationError(
             f"{what} is a {type(value).__name__} that makes up no tensor; expected {EXPECTED}."
         ) from error
+    if tokens.is_floating_point() and tokens.ndim == 4 and tokens.numel() and bool(torch.isfinite(tokens).all()):
+        return tokens.detach().to("cpu", torch.float32).contiguous()
     whole = not tokens.is_floating_point() and not tokens.is_complex() and tokens.dtype != torch.bool
     if not whole or tokens.ndim != 2 or tokens.numel() == 0 or tokens.shape[1] < 2:
         found = f"{str(tokens.dtype).removeprefix('torch.')} {tuple(tokens.shape)}"
@@ -102,6 +110,11 @@ def refuse_lost(calibration: object) -> None:
     Raises:
         CalibrationError: the record does not hold it; says how to pass it again.
     """
+    if calibration == IMAGES:
+        raise CalibrationError(
+            f"The calibration was {calibration}, of which the record holds the SHA-256 alone. Pass them again from Python: "
+            f"nearplane.verify(..., calibration=...)."
+        )
     if calibration in (TEXTS, TOKENS):
         way = "a .jsonl file of them" if calibration == TEXTS else "them from Python"
         raise CalibrationError(
