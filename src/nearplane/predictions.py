@@ -22,7 +22,7 @@ from nearplane.errors import ModelError
 from nearplane.formats.folder import read_config
 from nearplane.formats.stored import quantization_of, reader_of
 from nearplane.headless import has_head, read_out, takes_images, words
-from nearplane.memory import free_memory
+from nearplane.memory import free_memory, give_back_large
 from nearplane.models.activations import finite, readout, skeleton
 from nearplane.models.given import called, check_model
 from nearplane.models.model import Model, open_model, positions_of
@@ -141,6 +141,7 @@ def opened(model: str | Path | PreTrainedModel, device: torch.device, *, trust_r
     Raises:
         ModelError, FormatError: it cannot be read.
     """
+    give_back_large()
     if not isinstance(model, str | Path):
         return Held(check_model(model))
     folder = find_folder(str(model), trust_remote_code=trust_remote_code)

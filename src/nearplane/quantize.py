@@ -31,6 +31,7 @@ from nearplane.journal import Journal
 from nearplane.matrix import Task, solve_layer
 from nearplane.matrix.certificate import profiles
 from nearplane.matrix.on_grid import with_tensors
+from nearplane.memory import give_back_large
 from nearplane.models.given import Given, as_folder, called, taken
 from nearplane.models.model import Model, device_of, open_model
 from nearplane.notebook import told
@@ -174,6 +175,7 @@ class Options:
 
 def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) -> RunRecord:
     """Quantize a model that is a folder, or on the hub."""
+    give_back_large()
     trusted, (embeddings, head) = options.trust_remote_code, recipe.scheme.ends
     if options.given is None and recipe.scheme.calibrated and recipe.calibration.calibration is not None:
         check_there(recipe.calibration.calibration)

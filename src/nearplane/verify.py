@@ -26,6 +26,7 @@ from nearplane.jsonfile import unordered
 from nearplane.matrix.again import Known, measured_again
 from nearplane.matrix.certificate import profiles
 from nearplane.matrix.inputs import TRIED_ROWS, Inputs
+from nearplane.memory import give_back_large
 from nearplane.models.given import Given
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model, device_of, open_model
@@ -101,6 +102,7 @@ def verify(
         faults += [*checked_files.layers(stored, record, sound), *of_the_files(stored, record)]
     measured = False
     if against is not None and stored is not None and len(sound) == len(record.layers):
+        give_back_large()
         model = open_model(
             str(against),
             trust_remote_code=trust_remote_code,
@@ -315,7 +317,7 @@ def _layer(run: _Again, layer: Layer, inputs: Inputs, told: LayerRecord, faults:
     if run.record.version == 2:  # which did not tell
         again = replace(again, pruned=None)
     faults += _compare(layer.name, again, told, run.tolerance)
-    values, dead = matrix.decode(), inputs.factor_of_the_correction(scheme).dead
+    values, dead = matrix.decode(), inputs.damped_for_the_correction(scheme).dead
     if bool(values[:, dead].any()) and not tuned:  # which no loss shows; other text may have moved these codes
         faults.append(Fault(where=layer.name, what="weights of inputs that were always 0 are not 0"))
     return values

@@ -30,7 +30,6 @@ from nearplane.recipe import Recipe
 from nearplane.tokens import EXTRA_TOKENS, Windows
 
 BATCH_TOKENS, BATCH_WINDOWS = 2048, 8  # of a batch at most: enough rows for products at full speed
-RELEASED = 2048  # inputs of a layer from which on its matrices are worth giving memory back for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,8 +156,7 @@ def _through(
     """Ask for the values of the layers of a block, stage by stage, and write them before the next stage is looked at."""
     first = True
     for observed in stages:
-        if observed.layers[0].shape[1] >= RELEASED:
-            release()  # what forwards took: solving takes as much
+        release()  # what forwards took: solving takes as much
         inputs = tuple(shared_inputs(observed))
         repeated = observed.repeated if first else ()
         stage = Stage(

@@ -26,6 +26,7 @@ Indices = npt.NDArray[np.int64]
 Integers = npt.NDArray[np.int32]
 
 ROWS = 32  # that are swept at a time on the CPU, each a lane of its registers
+MEMORY = 256 << 20  # bytes of the targets and codes of rows that are worked on at a time, on the CPU
 
 
 class Places(NamedTuple):
@@ -81,8 +82,8 @@ def k_best(
         factor: of the layer's Hessian; see `factorize`.
         beam: candidates of every row; time and memory grow with it.
         block: columns swept before the error is propagated as one matrix product.
-        memory: bytes that the targets and codes of the rows worked on at a time may take, at least those of one; None: 1 GiB, on a
-            GPU half of what is free.
+        memory: bytes that the targets and codes of the rows worked on at a time may take, at least those of one; None: 256 MiB,
+            on a GPU half of what is free.
 
     Raises:
         NumericalError: `W` or the factor is not finite.
@@ -94,12 +95,12 @@ def k_best(
         raise RecipeError(f"A beam holds at least one candidate a row, found {beam}.")
     if not (bool(torch.isfinite(W).all()) and bool(torch.isfinite(factor.d).all())):
         raise NumericalError("A weight or the factor of the Hessian is NaN or Inf.")
-    order, U = factor.order, factor.U.to(W.dtype)
+    order = factor.order
     still = factor.dead[order]  # nothing hangs on these columns: no candidate is spent on them
     d = (factor.d / factor.d.masked_fill(still, 0).max().clamp(min=torch.finfo(factor.d.dtype).tiny)).to(W.dtype)
     d = d.masked_fill(still, 0)
     if memory is None:
-        memory = torch.cuda.mem_get_info(W.device)[0] // 2 if W.device.type == "cuda" else 1 << 30
+        memory = torch.cuda.mem_get_info(W.device)[0] // 2 if W.device.type == "cuda" else MEMORY
     group = grid.group[order]
     each = 2 * W.element_size() + 4  # a target, its copy when candidates change places, a code
     rows = max(1, memory // (each * beam * W.shape[1]))
@@ -107,7 +108,7 @@ def k_best(
     for a in range(0, len(W), rows):
         part = slice(a, a + rows)
         s, z = (x.expand(len(W), -1)[part][:, group].to(W.dtype) for x in (grid.scale, grid.zero))
-        codes[part, order] = _best(Weights(W[part][:, order], s, z, grid.codebook), U, d, beam, block)
+        codes[part, order] = _best(Weights(W[part][:, order], s, z, grid.codebook), factor.U, d, beam, block)
     return QuantizedMatrix(codes=codes, grid=grid)
 
 
@@ -125,7 +126,8 @@ def _best(weights: Weights, U: Tensor, d: Tensor, beam: int, block: int) -> Tens
         b = min(a + block, n)
         part = slice(a, b)
         here = Weights(W[:, part], weights.scale[:, part], weights.zero[:, part], codebook)
-        chosen, parent = sweep(target[:, :, : b - a], here, U[part, part], d[part], cost)
+        rows_of_U = U[part, a:].to(W.dtype)  # (b - a, columns that are left)
+        chosen, parent = sweep(target[:, :, : b - a], here, rows_of_U[:, : b - a], d[part], cost)
         codes, ancestor = _trace(chosen, parent)
         history.append((codes, ancestor))
         if b < n:
@@ -133,7 +135,7 @@ def _best(weights: Weights, U: Tensor, d: Tensor, beam: int, block: int) -> Tens
             E = here.W[:, None] - values  # (out, beam, b)
             moved = (row[:, None] * beam + ancestor).flatten()
             target = target.view(out * beam, -1)[:, b - a :].index_select(0, moved).view(out, beam, -1)
-            target.view(out * beam, -1).addmm_(E.reshape(out * beam, -1), U[part, b:])
+            target.view(out * beam, -1).addmm_(E.reshape(out * beam, -1), rows_of_U[:, b - a :])
     place = cost.argmin(1)  # (out,)
     found = []
     for codes, ancestor in reversed(history):

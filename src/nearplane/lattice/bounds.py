@@ -57,9 +57,9 @@ def quadratic(E: Tensor, H: Tensor) -> Tensor:
     return ((E @ H) * E).sum(1)
 
 
-def folded(H: Tensor) -> Tensor:
+def folded(H: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the upper triangle (in, in) with the same quadratic form as the symmetric `H`: half of the products do."""
-    triangle = H.triu()
+    triangle = H.to(dtype, copy=True).triu_()
     triangle.diagonal().mul_(0.5)
     return triangle.mul_(2)
 
@@ -97,7 +97,7 @@ def certify(
     dtype = H.dtype
     order, U = factor.order, factor.U.to(dtype)
     d = factor.d.to(dtype).masked_fill(factor.dead[order], factor.shift)  # a dead input has no length
-    rough = folded(H.to(torch.promote_types(W.dtype, torch.float32)))  # for errors not small in its strong directions
+    rough = folded(H, torch.promote_types(W.dtype, torch.float32))  # for errors not small in its strong directions
     names = ("losses", "damped", "nearest", "energy", "bounds", "gammas", "outside")
     found: dict[str, list[Tensor]] = {name: [] for name in names}  # each (rows,)
     for rows in torch.split(torch.arange(len(target), device=target.device), MEASURED_ROWS):

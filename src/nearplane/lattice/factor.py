@@ -78,10 +78,11 @@ def factorize(
             single = None
         trusted = single is not None and condition(H, single) < TRUSTED
         return single if single is not None and trusted else factorize(H, order, damp=damp, dtype=torch.float64)
-    H = H.to(dtype or H.dtype)
-    if not bool(torch.isfinite(torch.stack(H.aminmax())).all()):
+    dtype = dtype or H.dtype
+    diagonal = torch.empty(len(H), 2, dtype=dtype, device=H.device)[:, 0]
+    diagonal.copy_(H.diagonal())  # with gaps as in H: sums are taken in that order
+    if not bool(torch.isfinite(torch.stack(H.aminmax()).to(dtype)).all()):
         raise NumericalError("The Hessian holds NaN or Inf: the calibration inputs of this layer are not finite.")
-    diagonal = H.diagonal()
     dead = diagonal == 0
     mean = float(diagonal.mean())
     for candidate in AUTO_DAMPS if damp == "auto" else (float(damp),):
@@ -91,8 +92,8 @@ def factorize(
         if isinstance(order, Tensor):
             p = order.to(H.device)
         else:
-            p = rounding_order(H + added.diag() if order == "pivoted" else H, order)
-        U, failed = _reverse_cholesky(H if order == "natural" else H[p[:, None], p], added[p])
+            p = pivoted_order(_damped(H, added)) if order == "pivoted" else order_by(diagonal, order)
+        U, failed = _reverse_cholesky(permuted(H, p, dtype), added[p])
         if failed is None:
             lengths = U.diagonal().clone()
             return Factor(order=p, U=U.div_(lengths), d=lengths.square(), damp=candidate, shift=shift, dead=dead)
@@ -112,12 +113,27 @@ def condition(H: Tensor, factor: Factor) -> float:
     return float((diagonal / factor.d).max())
 
 
+def _damped(H: Tensor, added: Tensor) -> Tensor:
+    """Return (in, in) `H + diag(added)`, in the dtype of `added`."""
+    damped = H.to(added.dtype, copy=True)
+    damped.diagonal().add_(added)
+    return damped
+
+
+def permuted(H: Tensor, order: Tensor, dtype: torch.dtype, *, rows: int = 512) -> Tensor:
+    """Return (in, in) `H[order][:, order]` in a dtype; beside it some rows at a time are in memory."""
+    found = torch.empty(H.shape, dtype=dtype, device=H.device)
+    for a in range(0, len(H), rows):
+        found[a : a + rows] = H[order[a : a + rows, None], order]
+    return found
+
+
 def _reverse_cholesky(H: Tensor, added: Tensor, *, block: int = 192) -> tuple[Tensor, int | None]:
-    """Return the upper triangular R with `H + diag(added) = R R^T`, or the first pivot that is not positive.
+    """Return the upper triangular R with `H + diag(added) = R R^T`, in the memory of `H`, or the first pivot that is not positive.
 
     Blocks of columns from the last to the first: one matrix product, one small Cholesky and one triangular solve each.
     """
-    R = torch.zeros_like(H)
+    R = H  # columns to the right of a block are R's, the others H's
     for b in range(len(H), 0, -block):
         a = max(b - block, 0)
         S = torch.addmm(H[:b, a:b], R[:b, b:], R[a:b, b:].T, alpha=-1)  # (b, b - a), Schur complement of this block
@@ -128,6 +144,7 @@ def _reverse_cholesky(H: Tensor, added: Tensor, *, block: int = 192) -> tuple[Te
         if int(info) or not bool(positive.all()):
             return R, b - (int(info) or 1 + int((~positive).nonzero()[0]))
         R[a:b, a:b] = L.flip(0, 1)
+        R[b:, a:b] = 0
         R[:a, a:b] = triangular(R[a:b, a:b], S[:a].T, upper=True).T
     return R, None
 

@@ -159,7 +159,7 @@ class MomentSums:
         return b.clone() if a is None else a.add_(b)
 
     def means(self, total: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float64) -> MomentSums:
-        """Return the means over the tokens, whole, in `dtype`, of float64 in the memory of the sums.
+        """Return the means over the tokens, whole, in `dtype`, of float64 in the memory of the sums, which are gone then.
 
         `total` adds up the sums of all ranks in place.
         """
@@ -168,8 +168,9 @@ class MomentSums:
         def mean(x: Tensor) -> Tensor:
             return total(x).div_(tokens).to(dtype)
 
-        lost = {name: mean(lost) for name, lost in self.lost.items()}
-        H, C = (None if x is None else mean(x) for x in (self.H, self.C))
+        lost = {name: mean(self.lost.pop(name)) for name in [*self.lost]}
+        H, self.H = None if self.H is None else mean(self.H), None
+        C, self.C = None if self.C is None else mean(self.C), None
         alive = None if self.alive is None else total(self.alive) > 0
         _mirror(H)
         return MomentSums(H=H, alive=alive, C=C, lost=lost, tokens=tokens, R=self.triangle())

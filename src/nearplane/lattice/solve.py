@@ -76,8 +76,7 @@ def sweep_planes(W: Tensor, grid: Grid, factor: Factor, *, block: int = 128) -> 
     """Round as `nearest_plane`, and add up what the sweep saw: the loss of every row, and targets that the grid clips."""
     if not (bool(torch.isfinite(torch.stack(W.aminmax())).all()) and bool(torch.isfinite(factor.d).all())):
         raise NumericalError("A weight or the factor of the Hessian is NaN or Inf.")
-    order, U = factor.order, factor.U.to(W.dtype)
-    out = len(W)
+    order, out = factor.order, len(W)
     target = W.T.clone(memory_format=torch.contiguous_format)
     WT = target.index_select(0, order)  # (in, out), in rounding order
     target.copy_(WT)  # (in, out), with all errors so far fed forward
@@ -99,8 +98,9 @@ def sweep_planes(W: Tensor, grid: Grid, factor: Factor, *, block: int = 128) -> 
         b = min(a + block, len(WT))
         columns = Columns(scale, zero, group[a:b], grid.codebook)
         tally = Tally(d[a:b], loss, outside, moves=False)
-        sweep(target[a:b], WT[a:b], columns, U[a:b, a:b], codes[a:b], E[: b - a], tally)
-        target[b:].addmm_(U[a:b, b:].T, E[: b - a])
+        U = factor.U[a:b, a:].to(W.dtype)  # (b - a, columns that are left)
+        sweep(target[a:b], WT[a:b], columns, U[:, : b - a], codes[a:b], E[: b - a], tally)
+        target[b:].addmm_(U[:, b - a :].T, E[: b - a])
     back = WT.view(torch.int32)[:, :out].index_copy_(
         0, order, codes
     )  # again no new memory: touching it first costs most

@@ -24,7 +24,10 @@ def mismatch(W: Tensor, H: Tensor, C: Tensor, S: Tensor | None) -> Tensor:
         C: (in, in) `X^T X_hat / tokens`.
         S: (out, in) `E[(r - r_hat) x_hat^T]` of the residual stream that the output is added to, or None.
     """
-    lost = W @ (C - H).to(W.dtype)
+    apart = torch.empty(H.shape, dtype=W.dtype, device=W.device)
+    for rows in torch.arange(len(H), device=W.device).split(512):  # never all of it in the dtype of the moments
+        apart[rows] = (C[rows] - H[rows]).to(W.dtype)
+    lost = W @ apart
     return lost if S is None else lost.add_(S)
 
 
@@ -53,7 +56,7 @@ def trust(lost_held_out: Tensor, H_held_out: Tensor, Delta: Tensor) -> float:
 def weighted_difference(whole: Tensor, tokens: int, part: Tensor, part_tokens: int) -> Tensor:
     """Return the average over the tokens of `whole` that are not in `part`, both averages over their tokens."""
     rest = tokens - part_tokens
-    return torch.sub(whole * (tokens / rest), part, alpha=part_tokens / rest)
+    return (whole * (tokens / rest)).sub_(part, alpha=part_tokens / rest)
 
 
 def shrunken(T: Tensor, factor: Factor, mu: float) -> Tensor:

@@ -56,7 +56,7 @@ def measure(
         All of the record but seconds, bytes and checksum.
     """
     H, grid = inputs.moments.H, matrix.grid
-    factor, sweep = inputs.factor_of_the_correction(scheme), inputs.factor_of_the_sweep(scheme)
+    damped, sweep = inputs.damped_for_the_correction(scheme), inputs.factor_of_the_sweep(scheme)
     on_grid = QuantizedMatrix(codes=matrix.codes, grid=grid.scaled_to(base))  # what was swept
     bounded = SOLVERS[scheme.solver].bounded and not tuned and not scheme.joins_rows
     # where a sweep clips, other codes than its own do not show it
@@ -90,13 +90,13 @@ def measure(
         asked=asked,
         base=base,
         correction=correction,
-        damp=factor.damp,
+        damp=damped.damp,
         sweep_damp=sweep.damp,
         extra_loss=extra[0],
         extra_relative_loss=extra[1],
         extra_nearest_loss=extra[2],
-        dead=int(factor.dead.sum()),
-        pruned=pruned(inputs, factor.dead),
+        dead=int(damped.dead.sum()),
+        pruned=pruned(inputs, damped.dead),
         tokens=inputs.moments.tokens - (inputs.moments.blended or 0),
         alike=inputs.moments.alike,
         blended=inputs.moments.blended,

@@ -6,7 +6,7 @@ What `on_grid.py` and `to_rate.py` solve and `certificate.py` measures; it round
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -26,12 +26,24 @@ SYMMETRIC = 1e-4  # of the largest entry: what the two halves of a product in fl
 TRIED_ROWS = 256  # that tell how far a correction is to be trusted: one number for all rows
 
 
+class Damped(NamedTuple):
+    """What a factor says without its triangle: how much H was damped, and (in,) which inputs were always 0."""
+
+    damp: float
+    dead: Tensor
+
+
 class Inputs:
-    """What is known of one layer input, with its factors: each is made on first use and shared by all layers that see it."""
+    """What is known of one layer input, with its factors: each is made on first use and shared by all layers that see it.
+
+    Those of the correction are let go when the last of the layers has its target.
+    """
 
     def __init__(self, statistics: Moments | Tensor) -> None:
         self.moments = statistics if isinstance(statistics, Moments) else Moments(H=statistics, tokens=0)
+        self._last = True  # no layer behind this one sees the same
         self._factors: dict[tuple[str, float | str, bool], Factor] = {}
+        self._damped: dict[tuple[str, float | str, bool], Damped] = {}
         self._eigenvalues: list[Tensor] = []
         self._mean_log: list[float | None] = []
 
@@ -41,7 +53,7 @@ class Inputs:
             raise NumericalError("Factors are shared between layers whose inputs differ.")
         other = Inputs(statistics)
         other._factors, other._eigenvalues = self._factors, self._eigenvalues
-        other._mean_log = self._mean_log
+        other._mean_log, other._damped, self._last = self._mean_log, self._damped, False
         return other
 
     def eigenvalues(self) -> Tensor:
@@ -115,6 +127,20 @@ class Inputs:
         rough = self._rough and not own
         return self.factor(scheme.order, scheme.damp, fitting=fitting, dtype="auto" if rough else None)
 
+    def damped_for_the_correction(self, scheme: Scheme) -> Damped:
+        """Return what the factor of the correction says without its triangle, which need not be there any more."""
+        key = (scheme.order, scheme.damp, False)
+        if key not in self._damped:
+            self.factor_of_the_correction(scheme)
+        return self._damped[key]
+
+    def corrected(self, scheme: Scheme) -> None:
+        """Let go of the factors of the correction, but that of the sweep, if no other layer needs them."""
+        if self._last:
+            own = (scheme.order, scheme.damp_of_the_sweep(self.moments.corrects), False)
+            for key in {(scheme.order, scheme.damp, False), (scheme.order, scheme.damp, True)} - {own}:
+                self._factors.pop(key, None)
+
     def factor(
         self,
         order: Order,
@@ -126,7 +152,8 @@ class Inputs:
         """Factor H in an order; with `fitting`, of the tokens that are not held out; `dtype` as for `factorize`."""
         key = (order, damp, fitting)
         if key not in self._factors:
-            self._factors[key] = self._factorized(order, damp, fitting, dtype)
+            made = self._factorized(order, damp, fitting, dtype)
+            self._factors[key], self._damped[key] = made, Damped(made.damp, made.dead)
         return self._factors[key]
 
     def _factorized(
@@ -212,14 +239,15 @@ def corrected(W: Tensor, inputs: Inputs, scheme: Scheme, tried: int = TRIED_ROWS
     far as it would have helped these rows on the other windows. In the dtype of `W`: in float32 targets are off by less than a
     thousandth of a step.
     """
-    moments, factor = inputs.moments, inputs.factor_of_the_correction(scheme)
-    if not scheme.correct or not moments.corrects or moments.held_out is None or not moments.held_out.corrects:
-        return W.masked_fill(factor.dead, 0), 0.0
-    lost = _lost(W, moments)
-    rho = _trusted(W, lost, inputs, scheme, tried)
-    if rho == 0.0:
-        return W.masked_fill(factor.dead, 0), 0.0
-    return torch.add(W, correction(lost, factor), alpha=rho).masked_fill_(factor.dead, 0), rho
+    moments, dead = inputs.moments, inputs.damped_for_the_correction(scheme).dead
+    target, rho = W, 0.0
+    if scheme.correct and moments.corrects and moments.held_out is not None and moments.held_out.corrects:
+        lost = _lost(W, moments)
+        rho = _trusted(W, lost, inputs, scheme, tried)
+        if rho != 0.0:
+            target = torch.add(W, correction(lost, inputs.factor_of_the_correction(scheme)), alpha=rho)
+    inputs.corrected(scheme)
+    return W.masked_fill(dead, 0) if target is W else target.masked_fill_(dead, 0), rho
 
 
 def _lost(W: Tensor, moments: Moments) -> Tensor:
