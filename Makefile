@@ -26,7 +26,7 @@ test: $(VENV)/.tested-with
 	$(PIP) --no-deps --force-reinstall build/wheel/*.whl   # the tests see what users install, not the checkout
 	$(VENV)/bin/python -m pytest
 
-nightly: $(VENV)/.tested-with   # what `make test` leaves out; 500 problems for every theorem instead of 25, 100 types of models instead of 4
+nightly: $(VENV)/.tested-with   # what `make test` leaves out; 500 problems for every theorem instead of 25, 154 types of models instead of 4
 	$(VENV)/bin/python -m pytest -m nightly
 	HYPOTHESIS_PROFILE=nightly $(VENV)/bin/python -m pytest tests/lattice tests/study tests/matrix/test_inputs.py tests/test_edits.py tests/readers
 

@@ -204,3 +204,11 @@ def test_a_rare_expert_is_an_error_where_it_is_asked_to_be(generator: torch.Gene
     ):
         seen_by(rows, 36, 4, inputs=2, rare="error")
     assert len(seen_by(rows, 32, 8, inputs=2, rare="error")) == 2
+
+
+def test_names_of_experts_are_names_where_transformers_has_patterns(tmp_path: Path) -> None:
+    """DeepSeek V4's rule for its experts is written with escaped dots."""
+    model = open_model(str(save_type(tmp_path / "model", "deepseek_v4")))
+    experts = [layer for layer in model.layers if layer.routed]
+    assert experts[0].name == "model.layers.0.mlp.experts.0.w1"
+    assert {model.written_name(layer) + ".weight" for layer in experts} <= {*model.reader.names()}

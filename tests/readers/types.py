@@ -31,31 +31,52 @@ SMALL = {name: size for size, names in SIZES.items() for name in names.split()} 
 )
 LATENT = dict(head_dim=16, num_key_value_heads=4, first_k_dense_replace=1)
 MIXED = dict(layer_types=["linear_attention", "full_attention"])
+INDEXED = LATENT | dict(index_n_heads=4, index_head_dim=32, index_topk=8)
+SLIDING = dict(swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16)
 OWN: dict[str, dict[str, Any]] = {  # what some types need besides; None takes a field away
-    **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"), LATENT),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), INDEXED),
+    **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"), LATENT),
     **dict.fromkeys(("longcat_flash", "minicpm3", "youtu"), LATENT),
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), MIXED),
+    "bamba": dict(attn_layer_indices=[1]),
     "big_bird": dict(attention_type="original_full"),
     "mamba": dict(time_step_rank=16),
     "falcon_mamba": dict(time_step_rank=16),
+    "cpmant": dict(dim_ff=128, dim_head=16),
+    "dbrx": dict(
+        attn_config=dict(kv_n_heads=2, rope_theta=1e4, clip_qkv=8),
+        ffn_config=dict(ffn_hidden_size=64, moe_num_experts=4, moe_top_k=2),
+    ),
+    "deepseek_v4": dict(o_groups=2, o_lora_rank=32, head_dim=32, index_n_heads=4, index_head_dim=32),
     "falcon": dict(head_dim=None),
     "gpt_neo": dict(attention_types=[[["global", "local"], 1]]),
+    "granitemoehybrid": dict(layer_types=["mamba", "attention"]),
+    **dict.fromkeys(("inkling_text", "inkling2_text"), SLIDING),
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1, mamba_dt_rank=16),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"]),
     "lfm3": dict(layer_types=["conv", "full_attention"]),
     "mamba2": dict(num_heads=8, n_groups=2, state_size=16),
+    "nemotron_h": dict(moe_shared_expert_intermediate_size=64),
     "recurrent_gemma": dict(num_hidden_layers=3),
+    "xlnet": dict(max_position_embeddings=None, d_inner=128),
+    "xmod": dict(default_language="en_XX"),
+    "zamba2": dict(layer_types=["mamba", "hybrid"], hybrid_layer_ids=[1]),
     "zaya": dict(num_experts_per_tok=1),
 }  # fmt: skip
 NIGHTLY = (
-    "afmoe apertus arcee aria_text axk1 beam bert big_bird bigbird_pegasus biogpt bitnet blenderbot bloom codegen "
-    "cohere cohere2 cohere2_moe cwm data2vec-text deepseek_v2 deepseek_v3 diffllama doge dots1 electra ernie4_5 "
-    "ernie4_5_moe exaone4 exaone_moe falcon falcon_mamba flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe "
-    "glm4_moe_lite gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj granite granitemoe granitemoeshared helium "
-    "hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 internlm3 jamba jetmoe laguna lfm2 lfm2_moe llama llama4_text "
-    "longcat_flash mamba mamba2 marian mbart minicpm3 minimax_m2 ministral mistral mixtral modernbert-decoder mpt "
-    "nanochat nemotron olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 "
-    "qwen3_moe qwen3_next recurrent_gemma rwkv seed_oss smollm3 stablelm starcoder2 whisper xglm youtu zaya "
+    "afmoe apertus arcee aria_text axk1 axk2 bamba bart beam bert bert-generation big_bird bigbird_pegasus biogpt "
+    "bitnet blenderbot blenderbot-small bloom camembert codegen cohere cohere2 cohere2_moe cpmant ctrl cwm "
+    "data2vec-text dbrx deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 diffllama doge dots1 electra ernie ernie4_5 "
+    "ernie4_5_moe exaone4 exaone_moe falcon falcon_h1 falcon_mamba flex_olmo flint gemma gemma2 gemma3_text glm glm4 "
+    "glm4_moe glm4_moe_lite glm_moe_dsa gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj "
+    "granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hrm_text hunyuan_v1_dense "
+    "hunyuan_v1_moe hy_v3 hy_v4 hyperclovax inkling2_text inkling_text internlm3 iquestcoder jais2 jamba jetmoe "
+    "kolibri1 laguna lfm2 lfm2_moe lfm3 llama llama4_text longcat_flash mamba mamba2 marian mbart megatron-bert "
+    "mellum mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral "
+    "modernbert-decoder moshi mpt mvp nanochat nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe openai-gpt opt "
+    "pegasus persimmon phi phi3 phimoe plbart qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe "
+    "qwen3_next recurrent_gemma rembert roberta roberta-prelayernorm roformer rwkv seed_oss smollm3 solar_open "
+    "stablelm starcoder2 trocr vaultgemma whisper xglm xlm xlm-roberta xlm-roberta-xl xlnet xmod youtu zamba2 zaya "
 )
 TYPES = NIGHTLY.split()
 FEW = ["llama", "qwen3_moe", "gpt_bigcode", "llama4_text"]  # of every test run

@@ -235,7 +235,7 @@ def patterns_apart(conversions: Iterable[WeightTransform], parameter: str) -> li
         steps = [type(step) for step in converter.operations]
         if plain and parameter.endswith(target) and steps and steps == STACKED[: len(steps)]:
             head = parameter.removesuffix(target)
-            return [head + name.removesuffix(".weight") for name in sources]
+            return [head + name.removesuffix(".weight").replace("\\.", ".") for name in sources]  # regular expressions
     return None
 
 
