@@ -17,10 +17,10 @@ from nearplane.lattice.moments import ExtraRows, Moments, MomentSums
 from nearplane.matrix.inputs import Inputs
 from nearplane.models.activations import Stream
 from nearplane.models.calibrate import seen, unreached
-from nearplane.models.experts import ExpertLayer
+from nearplane.models.experts import by_expert
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block
-from nearplane.models.rows import ExpertRows, RoutedRows, Rows
+from nearplane.models.rows import ExpertRows, InParts, RoutedRows, Rows
 from nearplane.parallel import sum_, world
 from nearplane.recipe import Rare
 from nearplane.tokens import EXTRA_TOKENS
@@ -81,7 +81,7 @@ def observe(
 @torch.no_grad()
 def summed(
     groups: Sequence[tuple[Layer, ...]],
-    looked: Iterable[list[Rows | RoutedRows]],
+    looked: Iterable[list[Rows | RoutedRows]] | InParts,
     stream: Stream,
     *,
     correct: bool,
@@ -123,6 +123,9 @@ def summed(
     split = correct and held_out > 0 and windows > 1
     first_held = windows - min(windows - 1, max(1, round(held_out * windows))) if split else windows
     made = partial(_Sums, stream=stream, first_held=first_held, root=root, most=extra_rows)
+    if isinstance(looked, InParts):
+        yield from _in_parts(groups[0], looked, made, split, rare)
+        return
     sums, kept = _taken_in([made(group) for group in groups], looked)
     for group in groups:  # nothing of one is held here while the layers of another are solved
         if kept[0]:
@@ -146,19 +149,42 @@ def _taken_in(
     return [own for own, rows_of in zip(sums, kept, strict=True) if not rows_of], kept
 
 
+def _in_parts(
+    group: tuple[Layer, ...], looked: InParts, made: Callable[..., _Sums], split: bool, rare: Rare
+) -> Iterator[Observed]:
+    """Yield the layers of one expert after the other, of which some at a time are looked at; see `_in_turn`."""
+    whole = made(group, crossed=True).summed_over_experts(looked.all())
+    for part in looked.parts:
+        for observed in _in_turn(part, looked.of(part), made, split, rare, whole):
+            yield replace(observed, further=observed.further or part is not looked.parts[0])
+            del observed
+
+
 def _in_turn(
-    group: tuple[Layer, ...], shown: list[RoutedRows], made: Callable[..., _Sums], split: bool, rare: Rare
+    group: tuple[Layer, ...],
+    shown: list[RoutedRows],
+    made: Callable[..., _Sums],
+    split: bool,
+    rare: Rare,
+    known: _Sums | None = None,
 ) -> Iterator[Observed]:
     """Yield the layers of one expert after the other, each with the moments of the tokens that reach it.
 
     One that fewer tokens reach than `ADVISED` for every input has the mean over all experts besides, as if so many more
     tokens were like those of the others: `H = (n H_own + m H_mean) / (n + m)`, n its tokens, n + m the number advised.
 
+    Args:
+        group: layers of experts.
+        shown: what each batch shows of them.
+        made: makes sums of some layers.
+        split, rare: see `summed`.
+        known: sums over the rows of all experts; None: `group` is all of them.
+
     Raises:
-        CalibrationError: there is such an expert, and `rare` is "error"; or no token reached one and all others.
+        CalibrationError: there is such an expert, and `rare` is "error".
     """
     fitted, inputs, experts = shown[: made(group).fitted], group[0].shape[1], by_expert(group)
-    whole: list[_Sums] = []  # over the rows of all experts, once there is need of them
+    whole = [] if known is None else [known]  # once there is need of it
 
     def formed(expert: int, layers: tuple[Layer, ...]) -> Observed:
         tokens = sum(rows.quantized.count(expert) for rows in fitted)
@@ -166,9 +192,7 @@ def _in_turn(
         if wanted and rare == "error":
             raise CalibrationError(too_rare(layers[0].name, tokens, inputs))
         if wanted and not whole:
-            whole.append(made(group, crossed=True))
-            for each in experts:
-                whole[0].summed(rows.of(each) for rows in fitted)
+            whole.append(made(group, crossed=True).summed_over_experts(fitted))
         own = made(layers, crossed=True if wanted else None).summed(rows.of(expert) for rows in shown)
         return own.observed(split, blended=(wanted, whole[0]) if wanted else None)
 
@@ -188,15 +212,6 @@ def too_rare(name: str, tokens: int, inputs: int) -> str:
         f"--samples, pass text like what the model is for, or take --rare-experts mean, which fills up with the mean over the "
         f"experts of the block."
     )
-
-
-def by_expert(group: Sequence[Layer]) -> dict[int, tuple[Layer, ...]]:
-    """Return the layers of each expert in a group, in the order in which they come."""
-    found: dict[int, list[Layer]] = {}
-    for layer in group:
-        assert isinstance(layer, ExpertLayer), "experts are shown apart from other layers"
-        found.setdefault(layer.expert, []).append(layer)
-    return {expert: tuple(layers) for expert, layers in found.items()}
 
 
 class _Sums:
@@ -248,6 +263,13 @@ class _Sums:
         """Add what all batches showed."""
         for batch, rows in enumerate(shown):
             self.add(batch, rows)
+        return self
+
+    def summed_over_experts(self, shown: Iterable[RoutedRows]) -> _Sums:
+        """Add what batches showed of every expert of the group; nothing of extra windows."""
+        for batch, rows in enumerate(shown):
+            for expert in by_expert(self.group) if batch < self.fitted else ():
+                self.add(batch, rows.of(expert))
         return self
 
     def observed(self, split: bool, *, blended: tuple[int, _Sums] | None = None) -> Observed:

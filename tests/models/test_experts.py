@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nearplane.errors import CalibrationError, RecipeError
 from nearplane.models.activations import Stream, skeleton
-from nearplane.models.experts import ExpertLayer, Routed, is_stack, observable
+from nearplane.models.experts import ExpertLayer, Routed, by_expert, is_stack, observable
 from nearplane.models.model import Model, open_model
 from nearplane.models.rows import RoutedRows
-from nearplane.observe import Observed, by_expert, observe, summed
+from nearplane.observe import Observed, observe, summed
 from readers.types import save_type, tiny_config
 
 KINDS = ("qwen3_moe", "mixtral", "gpt_oss", "nemotron_h", "granitemoe", "deepseek_v3", "llama4_text")

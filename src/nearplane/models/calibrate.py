@@ -33,12 +33,15 @@ class Entered:
         rows: how often what it was given holds a number for every token; no integer: some tokens are left out.
         computed: how many results had a number, see `Results`.
         alive: bytes of all activations that were in memory.
+        routed: of experts, what they were given, without its contents: how many bytes it takes to keep it for all of them, and a
+            row for every pair of a token and an expert. None of other layers.
     """
 
     same: tuple[Any, ...]
     rows: float
     computed: int
     alive: int
+    routed: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +89,7 @@ def first_look(block: Block, stream: Stream) -> FirstLook:
                 rows=layer.share(x, hidden),
                 computed=results.count,
                 alive=results.bytes_alive(but=weights),
+                routed=(x.bytes_whole, x.bytes_apart) if layer.routed else None,
             )
         )
         held.append(x.untyped_storage())
@@ -186,8 +190,8 @@ class _Look:
         with additions, Hooks() as hooks:
             for group, record in zip(self.groups, seen, strict=True):
 
-                def entering(layer: Layer, x: Any, record: Seen = record) -> None:
-                    record.add(layer, x)
+                def entering(layer: Layer, x: Any, record: Seen = record, group: Sequence[Layer] = group) -> None:
+                    record.add(group, x)
                     missing[layer.name] -= 1
                     done()
 

@@ -8,9 +8,10 @@ of all, to show all rows with their routing. Blocks in memory run it, see `obser
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from types import MethodType
 from typing import Any, Literal, cast
 
@@ -57,6 +58,25 @@ class Routed:
         """Return (pairs of an expert, in) the rows that it multiplies."""
         here = self.of(expert)
         return self.x[here] if self.apart else self.x[self.token[here]]
+
+    def only(self, experts: Sequence[int]) -> Routed:
+        """Return what some experts multiply, in memory of its own; of the others no pairs."""
+        counts = [self.count(expert) if expert in experts else 0 for expert in range(len(self.ends))]
+        if sum(counts) == self.ends[-1]:
+            return replace(self, x=self.x.clone())
+        token = torch.cat([self.token[self.of(expert)] for expert in experts])
+        rows = torch.cat([self.rows(expert) for expert in experts])
+        return replace(self, x=rows, token=token, ends=tuple(accumulate(counts)), apart=True)
+
+    @property
+    def bytes_whole(self) -> int:
+        """How many bytes it takes to keep what all experts multiply."""
+        return self.x.nbytes
+
+    @property
+    def bytes_apart(self) -> int:
+        """How many bytes it takes to keep a row for every pair."""
+        return self.ends[-1] * self.x.shape[1] * self.x.itemsize
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the memory that the rows lie in."""
@@ -353,3 +373,12 @@ def stacked_layers(name: str, module: nn.Module, names: Callable[[str, int, int]
                     outputs=half if parts == 1 or layout.halves else slice(part, None, parts),
                     transposed=layout.transposed,
                 )
+
+
+def by_expert(group: Sequence[Layer]) -> dict[int, tuple[Layer, ...]]:
+    """Return the layers of each expert in a group, in the order in which they come."""
+    found: dict[int, list[Layer]] = {}
+    for layer in group:
+        assert isinstance(layer, ExpertLayer), "experts are shown apart from other layers"
+        found.setdefault(layer.expert, []).append(layer)
+    return {expert: tuple(layers) for expert, layers in found.items()}

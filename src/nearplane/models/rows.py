@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import CalibrationError
-from nearplane.models.experts import Routed
+from nearplane.models.experts import ExpertLayer, Routed
 from nearplane.models.layers import Layer
 from nearplane.models.watch import wide
 
@@ -80,6 +81,32 @@ class RoutedRows:
         return ExpertRows(X_hat=X_hat, X=X, token=token, tokens=routed.tokens, alike=int(both.sum()))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InParts:
+    """What all batches show of experts, some of them at a time: what all multiply is not kept at once.
+
+    Args:
+        parts: layers of the experts that are shown together.
+        run: passes all batches through the block and yields what each shows of some layers; true with the last of all passes.
+    """
+
+    parts: list[tuple[Layer, ...]]
+    run: Callable[[tuple[Layer, ...], bool], Iterator[list[Rows | RoutedRows]]]
+
+    def all(self) -> Iterator[RoutedRows]:
+        """Yield what each batch shows of all experts, none kept, in a pass of its own before those of the parts."""
+        return self._shown(tuple(layer for part in self.parts for layer in part), last=False)
+
+    def of(self, part: tuple[Layer, ...]) -> list[RoutedRows]:
+        """Return what each batch shows of a part."""
+        return list(self._shown(part, last=part is self.parts[-1]))
+
+    def _shown(self, layers: tuple[Layer, ...], *, last: bool) -> Iterator[RoutedRows]:
+        for (rows,) in self.run(layers, last):
+            assert isinstance(rows, RoutedRows), "only experts are shown in parts"
+            yield rows
+
+
 @dataclass(slots=True)
 class Seen:
     """What one batch showed of one group in one network: rows of its input, and what is added to the outputs of its layers.
@@ -92,10 +119,12 @@ class Seen:
     inputs: int = 0
     routed: Routed | None = None
 
-    def add(self, layer: Layer, x: Any, *, waits: bool = False) -> None:
-        """Take in what a layer is given, in memory of its own; what experts are given as it is where the forward waits there."""
+    def add(self, group: Sequence[Layer], x: Any, *, waits: bool = False) -> None:
+        """Take in what layers are given, in memory of its own; of experts as it is where the forward waits there."""
+        layer = group[0]
         if isinstance(x, Routed):
-            self.routed = x if waits else replace(x, x=x.x.clone())
+            experts = list(dict.fromkeys(each.expert for each in group if isinstance(each, ExpertLayer)))
+            self.routed = x if waits else x.only(experts)
         else:
             self.rows.append(wide(layer.rows(x)))
 

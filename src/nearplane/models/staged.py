@@ -23,9 +23,10 @@ from nearplane.errors import CalibrationError
 from nearplane.memory import free_memory
 from nearplane.models.activations import Stream, finite
 from nearplane.models.calibrate import FirstLook, first_look, seen
+from nearplane.models.experts import by_expert
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block
-from nearplane.models.rows import RoutedRows, Rows, Seen, rows_of
+from nearplane.models.rows import InParts, RoutedRows, Rows, Seen, rows_of
 from nearplane.models.watch import Additions, Hooks, Results, total, wide
 from nearplane.sizes import size_text
 
@@ -78,7 +79,8 @@ def pauses(look: FirstLook, stream: Stream, room: int) -> Pauses:
     batches = sum(stream.sizes) / stream.sizes[0]
     held = [look.entered[group[0].name][0].alive for group in look.groups]
     for stage, (group, now) in enumerate(zip(look.groups, held, strict=True)):
-        last = stage == len(held) - 1  # where the original network does not pause, for nothing waits for it
+        # at the last stage the original network does not pause, for nothing waits for it; what experts multiply is kept
+        last = stage == len(held) - 1 and not group[0].routed
         before = held[stage - 1] if stage else 0
         needed = int(batches * (now + (before if last else now) * correct))
         if needed > room:
@@ -106,7 +108,7 @@ class Passage:
 
     def __init__(self, block: Block, stream: Stream, *, sequential: bool, room: int) -> None:
         self.block, self.stream = block, stream
-        self._look = first_look(block, stream)
+        self._look, self._room = first_look(block, stream), room
         self._sequential = sequential
         plan = pauses(self._look, stream, room) if sequential else Pauses(stages=0)
         self._stages, self.repeated = plan.stages, plan.reason
@@ -123,7 +125,7 @@ class Passage:
     def __exit__(self, *error: object) -> None:
         self._end()
 
-    def __iter__(self) -> Iterator[tuple[tuple[tuple[Layer, ...], ...], Iterator[list[Rows | RoutedRows]]]]:
+    def __iter__(self) -> Iterator[tuple[tuple[tuple[Layer, ...], ...], Iterator[list[Rows | RoutedRows]] | InParts]]:
         groups, correct = self._look.groups, self.stream.original is not None
         if not self._sequential:
             yield groups, seen(self.block, groups, self.stream, correct=correct, last=True)
@@ -138,8 +140,32 @@ class Passage:
             return
         self._end()
         for group in groups[self._stages :]:
-            yield (group,), seen(self.block, [group], self.stream, correct=correct, last=group is groups[-1])
+            ends, parts = group is groups[-1], self._parts(group)
+            if len(parts) > 1:
+                yield (group,), InParts(parts=parts, run=partial(self._pass, ends))
+            else:
+                yield (group,), self._pass(ends, group, True)
         self.stream.advance(self.block)
+
+    def _pass(self, ends: bool, group: tuple[Layer, ...], last: bool) -> Iterator[list[Rows | RoutedRows]]:
+        """Pass both streams through the block as far as some layers, the original one to its end with the last of all."""
+        correct = self.stream.original is not None
+        return seen(self.block, [group], self.stream, correct=correct, last=ends and last)
+
+    def _parts(self, group: tuple[Layer, ...]) -> list[tuple[Layer, ...]]:
+        """Split experts so that what those of each part multiply may be kept; other layers are one part."""
+        batches = sum(self.stream.sizes) / self.stream.sizes[0]
+        networks = 1 if self.stream.original is None else 2
+        whole, apart = (
+            int(size * batches) * networks for size in self._look.entered[group[0].name][0].routed or (0, 0)
+        )
+        experts = by_expert(group) if group[0].routed else {}
+        if whole <= self._room or not experts:
+            return [group]
+        share = -(-len(experts) // min(len(experts), -(-apart // max(1, self._room))))
+        numbers = list(experts)
+        chunks = [numbers[first : first + share] for first in range(0, len(numbers), share)]
+        return [tuple(layer for number in chunk for layer in experts[number]) for chunk in chunks]
 
     def _begin(self) -> None:
         """Make a forward of every batch, not yet started, and the hooks in which they pause."""
@@ -186,7 +212,7 @@ class Passage:
         if not isinstance(said, Paused) or said.stage != stage:
             raise self._astray()
         shown = Seen(inputs=group[0].shape[1])
-        shown.add(group[0], said.x, waits=True)
+        shown.add(group, said.x, waits=True)
         for layer in (layer for layer in group if layer.adds and self._original):
             operands = [self._operand(forward, number) for number in self._look.operands[layer.name]]
             shown.added[layer.name] = total(operands).reshape(-1, layer.shape[0])
