@@ -7,7 +7,8 @@ from dataclasses import MISSING, fields, replace
 
 import pytest
 
-from nearplane import FormatError, GridScheme, RateScheme, Recipe
+from nearplane import FormatError, GridScheme, ModelError, RateScheme, Recipe
+from nearplane.places import folder_named
 from nearplane.record import LayerRecord, Products, Profile, RunRecord, digest_of, read_record, row_groups
 
 LAYER = LayerRecord(
@@ -201,3 +202,11 @@ def test_where_nothing_is_lost_no_rate_is_the_least():
 @pytest.mark.parametrize("name", [field.name for field in fields(LayerRecord)])
 def test_no_field_of_a_certificate_is_left_out_of_the_file(name):
     assert name in json.loads(RUN.to_json())["layers"][0]
+
+
+def test_a_folder_that_a_run_was_to_make_is_told_of_what_it_left(tmp_path):
+    (tmp_path / "out.unfinished").mkdir()
+    with pytest.raises(FormatError, match=r"A run that did not finish left .*out\.unfinished: give its command again"):
+        read_record(tmp_path / "out")
+    with pytest.raises(ModelError, match=r"does not exist.*left .*out\.unfinished"):
+        folder_named(tmp_path / "out")

@@ -222,3 +222,10 @@ def test_tokens_of_experts_are_said_and_what_became_of_those_that_few_reached():
     assert "no token reached model.layers.0.mlp.experts.3: more of such text may not help" in lines
     enough = list(summary(replace(RUN, layers=layers[:4]), OUT))
     assert not any("saw fewer" in line or "no token reached" in line for line in enough)
+
+
+def test_what_differs_by_numbers_alone_is_left_in_one_line():
+    skipped = (*tuple((f"model.layers.{n}.mlp.gate", "is of no type") for n in range(4)), ("lm_head", "is odd"))
+    lines = list(summary(replace(RUN, skipped=skipped), OUT))
+    assert "left as they are: model.layers.*.mlp.gate, 4 of them (is of no type)" in lines
+    assert "left as it is: lm_head (is odd)" in lines

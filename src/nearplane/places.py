@@ -8,6 +8,7 @@ from pathlib import Path
 from nearplane.errors import CalibrationError, ModelError
 
 SUFFIXES = (".txt", ".jsonl")  # of texts
+UNFINISHED = ".unfinished"  # behind the name of the folder in which a checkpoint is written until it is whole
 
 
 def folder_named(source: str | Path) -> Path | None:
@@ -21,9 +22,19 @@ def folder_named(source: str | Path) -> Path | None:
         return folder
     if folder.exists():
         raise ModelError(f"{source} is a file; pass the folder of the model.")
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", str(source)):
-        raise ModelError(f"The folder {source} does not exist (and it is no hub id, which reads owner/name).")
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", str(source)) or left_behind(folder):
+        raise ModelError(
+            f"The folder {source} does not exist (and it is no hub id, which reads owner/name).{left_behind(folder)}"
+        )
     return None
+
+
+def left_behind(folder: Path) -> str:
+    """Return a sentence where a run that did not finish left what was to become a folder; else nothing."""
+    there = folder.with_name(folder.name + UNFINISHED)
+    if not folder.name or folder.exists() or not there.is_dir():
+        return ""
+    return f" A run that did not finish left {there}: give its command again."
 
 
 def check_there(source: str | Path) -> None:

@@ -17,6 +17,7 @@ from nearplane.annotated import annotated
 from nearplane.block_types import TYPES
 from nearplane.errors import FormatError
 from nearplane.older_records import translated_record
+from nearplane.places import left_behind
 from nearplane.recipe import Recipe
 from nearplane.schemes import BlockScheme
 from nearplane.tuned import Tuning
@@ -403,7 +404,9 @@ def read_record(folder: Path) -> RunRecord:
             f"programs have none."
         )
     if not path.is_file():
-        raise FormatError(f"{folder} holds no {NAME}: expected a folder that nearplane quantize wrote and finished.")
+        raise FormatError(
+            f"{folder} holds no {NAME}: expected a folder that nearplane quantize wrote and finished.{left_behind(folder)}"
+        )
     try:
         return RunRecord.from_json(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:

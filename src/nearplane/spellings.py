@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from nearplane.errors import RecipeError
@@ -22,9 +23,10 @@ def translated(word: str, value: Any, known: Collection[str]) -> dict[str, Any]:
         return meaning(value)
     name = meaning or word
     if name not in known:
-        raise RecipeError(
-            f"{word} is not a keyword of quantize(). Expected one of {', '.join(sorted({*known, *SPELLINGS}))}."
-        )
+        words = sorted({*known, *SPELLINGS})
+        near = get_close_matches(word, words, n=3)
+        offered = f"Did you mean {' or '.join(near)}?" if near else f"Expected one of {', '.join(words)}."
+        raise RecipeError(f"{word} is not a keyword of quantize(). {offered}")
     return {name: value}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,8 +43,7 @@ def summary(record: RunRecord, out: Path) -> Iterator[str]:
         yield "  " + ", ".join(layers[:8]) + (f" and {len(layers) - 8} more" if len(layers) > 8 else "")
     if record.stored:
         yield f"the model's makers store its weights in {record.stored}: losses are against what these mean, in bfloat16"
-    for name, reason in record.skipped:
-        yield f"left as it is: {name} ({reason})"
+    yield from _left(record)
     if record.recipe.ignore:
         how = ", those in F32 as F16, as llama.cpp has them" if record.recipe.format == "gguf" else ""
         yield f"left as they are{how}: all layers that --ignore {' '.join(record.recipe.ignore)} names"
@@ -53,6 +53,18 @@ def summary(record: RunRecord, out: Path) -> Iterator[str]:
             f'load it with nearplane.load("{out}"), or in transformers after nearplane.register(): without that call transformers '
             f"stops with an error. For other programs: nearplane export"
         )
+
+
+def _left(record: RunRecord) -> Iterator[str]:
+    """Yield what was left as it is, in one line what differs by numbers alone."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, reason in record.skipped:
+        alike.setdefault((re.sub(r"\d+", "*", name), reason), []).append(name)
+    for (pattern, reason), names in alike.items():
+        if len(names) == 1:
+            yield f"left as it is: {names[0]} ({reason})"
+        else:
+            yield f"left as they are: {pattern}, {len(names):,} of them ({reason})"
 
 
 def _of_codes(record: RunRecord) -> str:

@@ -26,10 +26,11 @@ from types import TracebackType
 from filelock import FileLock, Timeout
 
 from nearplane.errors import FormatError, NearplaneError, RecipeError
+from nearplane.places import UNFINISHED
 from nearplane.record import NAME as RECORD
 from nearplane.shards import INCOMPLETE, MARK, flush
 
-SUFFIX = ".unfinished"
+SUFFIX = UNFINISHED
 JOURNAL = "journal"  # a folder in it
 STATE = "state.json"  # in that one: what is there is enough to go on
 REPLACED = (
