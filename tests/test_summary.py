@@ -209,15 +209,18 @@ def test_tokens_of_experts_are_said_and_what_became_of_those_that_few_reached():
             replace(GOOD, name=f"{name}.down_proj", blended=0, **own),
         )
 
-    layers = (*expert(0, 400, 0, 0.75), *expert(1, 96, 0, 1.0), *expert(2, 16, 48, 0.5), *expert(3, 0, 64, 0.0))
+    layers = (*expert(0, 400, 0, 0.75), *expert(1, 96, 0, 1.0), *expert(2, 16, 0, 0.5), *expert(3, 0, 16, 0.0))
     lines = list(summary(replace(RUN, layers=layers), OUT))
     assert (
         "4 experts: 0 to 400 of the 512 calibration tokens reached one, 96 in the median; 78.9 % of these pairs are those of "
         "the original network, and corrected"
     ) in lines
     assert (
-        "2 experts of them saw fewer than 4 tokens for each input: the mean Hessian over the experts of the block stands for "
-        "the missing ones (--rare-experts mean); about --samples 8 would be enough"
+        "2 experts of them saw fewer than 4 tokens for each input; about --samples 8 would reach all that any token reached"
+    ) in lines
+    assert (
+        "1 expert saw fewer than 1 for each: their Hessian is filled up with the mean over the experts of the block "
+        "(--rare-experts mean)"
     ) in lines
     assert "no token reached model.layers.0.mlp.experts.3: more of such text may not help" in lines
     enough = list(summary(replace(RUN, layers=layers[:4]), OUT))

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nearplane.enough import ADVISED
+from nearplane.enough import ADVISED, LEAST
 from nearplane.errors import CalibrationError
 from nearplane.lattice.moments import ExtraRows, Moments, MomentSums
 from nearplane.matrix.inputs import Inputs
@@ -170,8 +170,8 @@ def _in_turn(
 ) -> Iterator[Observed]:
     """Yield the layers of one expert after the other, each with the moments of the tokens that reach it.
 
-    One that fewer tokens reach than `ADVISED` for every input has the mean over all experts besides, as if so many more
-    tokens were like those of the others: `H = (n H_own + m H_mean) / (n + m)`, n its tokens, n + m the number advised.
+    One that fewer tokens reach than `LEAST` for every input has the mean over all experts besides, as if so many more
+    tokens were like those of the others: `H = (n H_own + m H_mean) / (n + m)`, n its tokens, n + m the least number.
 
     Args:
         group: layers of experts.
@@ -188,8 +188,8 @@ def _in_turn(
 
     def formed(expert: int, layers: tuple[Layer, ...]) -> Observed:
         tokens = sum(rows.quantized.count(expert) for rows in fitted)
-        wanted = max(0, ADVISED * inputs - tokens)
-        if wanted and rare == "error":
+        wanted = max(0, LEAST * inputs - tokens)
+        if tokens < ADVISED * inputs and rare == "error":
             raise CalibrationError(too_rare(layers[0].name, tokens, inputs))
         if wanted and not whole:
             whole.append(made(group, crossed=True).summed_over_experts(fitted))

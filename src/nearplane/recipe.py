@@ -43,8 +43,8 @@ class Calibration:
         seqlen: Tokens of a window. Default: 2048, or the model's positions if fewer.
         seed: Of the shuffle of data sets.
         true_sequential: Whether each layer of a block sees the quantized ones before it.
-        rare_experts: What becomes of an expert that fewer than four tokens for each of its inputs reach: mean fills its Hessian up
-            with the mean over the experts of its block, error ends the run.
+        rare_experts: What becomes of an expert that fewer than four tokens for each of its inputs reach: mean says so, and
+            fills its Hessian up to one token an input with the mean over the experts of its block; error ends the run.
     """
 
     calibration: str | None = None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from nearplane.block_types import TYPES
 from nearplane.dead import dead_inputs
-from nearplane.enough import ADVISED, shortage
+from nearplane.enough import ADVISED, LEAST, shortage
 from nearplane.record import LayerRecord, RunRecord
 from nearplane.schemes import FITTING, BlockScheme
 from nearplane.sizes import bytes_in, counted, size_text
@@ -145,16 +145,21 @@ def _experts(record: RunRecord) -> Iterator[str]:
         share = sum(alike * tokens for alike, tokens in compared) / total
         said = f"{said}; {100 * share:.1f} % of these pairs are those of the original network, and corrected"
     yield said
-    rare = {layer.name.rpartition(".")[0] for layer in matrices if layer.blended}
+    few = [layer for layer in matrices if layer.tokens < ADVISED * layer.in_features]
+    rare = {layer.name.rpartition(".")[0] for layer in few}
+    filled = {layer.name.rpartition(".")[0] for layer in few if layer.blended}
     if not rare:
         return
-    few = [layer for layer in matrices if layer.blended and layer.tokens]
-    times = max((ADVISED * layer.in_features / layer.tokens for layer in few), default=1.0)
+    times = max((ADVISED * layer.in_features / layer.tokens for layer in few if layer.tokens), default=1.0)
     yield (
-        f"{counted(len(rare), 'expert')} of them saw fewer than {ADVISED} tokens for each input: the mean Hessian over the "
-        f"experts of the block stands for the missing ones (--rare-experts mean); about --samples "
-        f"{math.ceil(times * record.windows):,} would be enough"
+        f"{counted(len(rare), 'expert')} of them saw fewer than {ADVISED} tokens for each input; about --samples "
+        f"{math.ceil(times * record.windows):,} would reach all that any token reached"
     )
+    if filled:
+        yield (
+            f"{counted(len(filled), 'expert')} saw fewer than {LEAST} for each: their Hessian is filled up with the mean over "
+            f"the experts of the block (--rare-experts mean)"
+        )
     if never := sorted(name for name in rare if not experts[name].tokens):
         more = f" and {len(never) - 4:,} more" if len(never) > 4 else ""
         yield f"no token reached {', '.join(never[:4])}{more}: more of such text may not help"

@@ -152,14 +152,13 @@ def test_moments_of_an_expert_are_those_of_the_tokens_that_reach_it(model: Model
         first, own = each.layers[0], each.moments[each.layers[0].name]
         rows = {e: torch.cat([r.rows(e) for r in seen["quantized", first.side]]) for e in range(4)}
         X_hat, everything = rows[first.expert], torch.cat([*rows.values()])
-        few = 4 * first.shape[1] - len(X_hat)
-        assert few > 0
+        few = max(0, first.shape[1] - len(X_hat))
         assert own.blended == pytest.approx(few, abs=1)
         assert own.tokens == len(X_hat) + own.blended
         mean = everything.T @ everything / len(everything)
         expected = (X_hat.T @ X_hat + few * mean) / (len(X_hat) + few)
-        torch.testing.assert_close(own.H, expected, rtol=1e-2, atol=1e-12)
-        assert own.C is not None
+        torch.testing.assert_close(own.H, expected, rtol=3e-2, atol=1e-12)
+        assert own.corrects
         assert own.held_out is not None
         assert 0 < own.alike < 1
         tokens += len(X_hat)
@@ -191,7 +190,7 @@ def test_an_expert_with_enough_tokens_has_its_own_moments_alone(generator: torch
     rows = torch.randn(40, 2, dtype=torch.float64, generator=generator)
     found = seen_by(rows, 30, 0, 10, inputs=2, rare="mean")
     moments = [each.moments[each.layers[0].name] for each in found]
-    assert [each.blended for each in moments] == [0, pytest.approx(8, abs=1), 0]
+    assert [each.blended for each in moments] == [0, pytest.approx(2, abs=1), 0]
     torch.testing.assert_close(moments[0].H, rows[:30].T @ rows[:30] / 30, rtol=1e-12, atol=0)
     torch.testing.assert_close(moments[1].H, rows.T @ rows / 40, rtol=1e-12, atol=0)
     torch.testing.assert_close(moments[2].H, rows[30:].T @ rows[30:] / 10, rtol=1e-12, atol=0)
