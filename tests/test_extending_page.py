@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 import nearplane
 from families import VOCABULARY
 from native_checkpoints import save_tiny
+from nearplane.annotated import _hints
 from nearplane.formats import FORMATS
 from nearplane.formats import Format as OneFormat
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solvers import SOLVERS
-from nearplane.record import _hints
 from nearplane.schemes import UNCALIBRATED, BlockScheme, Format, GridScheme, RateScheme, Solver
 
 PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
