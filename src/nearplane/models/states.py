@@ -1,0 +1,139 @@
+"""Hidden states kept in a file instead of memory: a list of tensors. Knows tensors and one file; not what they mean."""
+
+from __future__ import annotations
+
+import tempfile
+import weakref
+from collections.abc import Iterable, MutableSequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from nearplane.errors import FormatError
+
+
+class _Kept(NamedTuple):
+    """Where the bytes of a tensor begin, and what they are."""
+
+    place: int
+    size: int  # bytes
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+class StatesOnDisk(MutableSequence[Tensor]):
+    """A list of tensors whose contents lie in one file without a name, which is gone when the list is, however the program ends.
+
+    An item is read anew each time: dtype, shape, device and every bit are those of what was put in, its memory is contiguous and
+    the caller's own, so that changing it does not change the list. What was put in is let go. A slice is a list of items.
+    Bytes are read and written, not mapped: they do not count as memory of the process. Items that replace others of the same size
+    take their room in the file.
+
+    Args:
+        folder: where the file lies; None: the system's folder for temporary files, which must not be memory itself.
+        states: what to begin with, one after the other.
+
+    Raises:
+        FormatError: the folder cannot be written to; later, when items are put in, the disk is full.
+    """
+
+    def __init__(self, folder: Path | None = None, states: Iterable[Tensor] = ()) -> None:
+        self.folder = Path(tempfile.gettempdir() if folder is None else folder)
+        self._items: list[_Kept] = []
+        self._free: dict[int, list[int]] = {}  # {bytes: places of so many that hold nothing}
+        self._end = 0
+        try:
+            self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115 - lives as long as the list
+        except OSError as error:
+            raise self._refused(error) from error
+        self.close = weakref.finalize(self, self._file.close)
+        """Delete the file. What is put in or taken out afterwards is a ValueError."""
+        try:
+            self.extend(states)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> StatesOnDisk:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Tensor]: ...
+
+    def __getitem__(self, index: int | slice) -> Tensor | list[Tensor]:
+        if isinstance(index, slice):
+            return [self._read(kept) for kept in self._items[index]]
+        return self._read(self._items[index])
+
+    def __setitem__(self, index: Any, state: Any) -> None:
+        before = self._items[_one(index)]
+        self._release(before)
+        self._items[index] = self._written(state)
+
+    def __delitem__(self, index: Any) -> None:
+        self._release(self._items[_one(index)])
+        del self._items[index]
+
+    def insert(self, index: int, value: Tensor) -> None:
+        """Put a tensor before that of this number."""
+        self._items.insert(index, self._written(value))
+
+    def _release(self, kept: _Kept) -> None:
+        self._free.setdefault(kept.size, []).append(kept.place)
+
+    def _written(self, state: Tensor) -> _Kept:
+        left = _bytes(state.detach().cpu()).numpy().data
+        size, free = len(left), self._free.get(len(left))
+        place = free.pop() if free else self._end
+        self._end = max(self._end, place + size)
+        try:
+            self._file.seek(place)
+            while len(left):
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            raise self._refused(error) from error
+        return _Kept(place, size, state.shape, state.dtype, state.device)
+
+    def _read(self, kept: _Kept) -> Tensor:
+        state = torch.empty(kept.shape, dtype=kept.dtype)
+        left = _bytes(state).numpy().data
+        self._file.seek(kept.place)
+        while len(left):
+            if not (count := self._file.readinto(left)):
+                raise FormatError(
+                    f"The file of hidden states in {self.folder} is shorter than it was written. Run again with another folder."
+                )
+            left = left[count:]
+        return state.to(kept.device)
+
+    def _refused(self, error: OSError) -> FormatError:
+        return FormatError(
+            f"Hidden states could not be kept in {self.folder} ({error}). Free some space or choose another folder "
+            f"(TMPDIR), and run again."
+        )
+
+
+def _one(index: Any) -> int:
+    if isinstance(index, slice):
+        raise TypeError("hidden states on disk are put in and taken out one at a time")
+    return int(index)
+
+
+def _bytes(state: Tensor) -> Tensor:
+    """Return the bytes of a tensor, in its own memory where that is contiguous."""
+    return state.contiguous().reshape(-1).view(torch.uint8)

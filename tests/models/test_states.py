@@ -1,0 +1,142 @@
+"""Hidden states in a file are a list of tensors: bit for bit, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from nearplane.errors import FormatError
+from nearplane.models.states import StatesOnDisk
+
+KINDS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool]
+
+
+def bits(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_what_is_put_in_comes_out_bit_for_bit(dtype, tmp_path, generator):
+    random = torch.randint(0, 2 if dtype == torch.bool else 256, (96,), generator=generator, dtype=torch.uint8)
+    if dtype == torch.bool:
+        random = random.view(torch.bool)
+    flat = random.view(dtype)  # of floats any bits, NaN among them
+    states = [flat.reshape(2, -1, 2), flat.reshape(-1, 4).T, flat[0], flat[:0].reshape(0, 3), flat[1::2]]
+    with StatesOnDisk(tmp_path, states) as kept:
+        assert len(kept) == len(states)
+        for found, expected in zip(kept, states, strict=True):
+            assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+            assert found.is_contiguous()
+            assert torch.equal(bits(found), bits(expected))
+
+
+def test_it_changes_as_a_list_does(tmp_path, generator):
+    """The same random changes to both, with sizes that repeat, so that rooms in the file are used again."""
+    listed: list[torch.Tensor] = []
+    with StatesOnDisk(tmp_path) as kept:
+        for step in range(300):
+            drawn = [int(x) for x in torch.randint(0, 1000, (4,), generator=generator)]
+            state = torch.randn(drawn[0] % 3 + 1, 5, generator=generator)
+            index = drawn[1] % max(1, len(listed)) - (drawn[2] % 2) * len(listed)
+            for each in (listed, kept):
+                match drawn[3] % 5:
+                    case 0 if listed and step % 2:
+                        each.pop(index)
+                    case 1 if listed:
+                        each[index] = state
+                    case 2:
+                        each.insert(index, state)
+                    case _:
+                        each.append(state)
+            assert len(kept) == len(listed)
+            assert all(torch.equal(a, b) for a, b in zip(kept, listed, strict=True))
+        some = slice(1, 9, 3)
+        assert all(torch.equal(a, b) for a, b in zip(kept[some], listed[some], strict=True))
+        with pytest.raises(IndexError):
+            kept[len(listed)]
+
+
+def test_what_comes_out_is_memory_of_its_own(tmp_path):
+    state = torch.zeros(3)
+    with StatesOnDisk(tmp_path, [state]) as kept:
+        state += 1
+        kept[0].add_(2)
+        assert torch.equal(kept[0], torch.zeros(3))
+        assert not kept[0].requires_grad
+
+
+def test_replacing_items_does_not_lengthen_the_file(tmp_path):
+    with StatesOnDisk(tmp_path, [torch.zeros(1000) for _ in range(3)]) as kept:
+        size = os.fstat(kept._file.fileno()).st_size
+        for index in (0, 1, 2, 1):
+            kept[index] = kept[index] + 1
+        kept.append(kept.pop())
+        assert os.fstat(kept._file.fileno()).st_size == size == 3 * 4000
+
+
+def test_slices_are_not_put_in(tmp_path):
+    with StatesOnDisk(tmp_path, [torch.zeros(2)]) as kept:
+        with pytest.raises(TypeError, match="one at a time"):
+            kept[:1] = [torch.zeros(2)]
+        with pytest.raises(TypeError, match="one at a time"):
+            del kept[:]
+        assert len(kept) == 1
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(FormatError, match=r"could not be kept in .*missing .*Free some space"):
+        StatesOnDisk(tmp_path / "missing")
+
+
+def test_a_full_disk_is_said_with_the_folder(tmp_path):
+    """As a limit on the size of files, which the system reports as any other failing write."""
+    said = in_process(
+        f"""
+        import resource, signal
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+        with StatesOnDisk(Path({str(tmp_path)!r}), [torch.ones(2000)]) as kept:
+            try:
+                kept.append(torch.zeros(2000))
+            except FormatError as error:
+                print(error, len(kept), bool((kept[0] == 1).all()))
+        """
+    )
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.startswith(f"Hidden states could not be kept in {tmp_path} (")
+    assert said.stdout.endswith("1 True\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_left_when_the_program_is_killed(tmp_path):
+    said = in_process(
+        f"""
+        import os, signal
+        kept = StatesOnDisk(Path({str(tmp_path)!r}), [torch.ones(2000)])
+        os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    assert said.returncode == -signal.SIGKILL
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_closed_list_gives_nothing(tmp_path):
+    with StatesOnDisk(tmp_path, [torch.zeros(2)]) as kept:
+        pass
+    with pytest.raises(ValueError, match="closed"):
+        kept[0]
+
+
+def in_process(code: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a process of its own."""
+    head = "import torch\nfrom pathlib import Path\nfrom nearplane.errors import FormatError\n"
+    head += "from nearplane.models.states import StatesOnDisk\n"
+    command = [sys.executable, "-c", head + textwrap.dedent(code)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path.cwd())
