@@ -7,6 +7,8 @@ from copy import deepcopy
 import pytest
 import torch
 
+from alive import living
+from families import config_of, random_model
 from nearplane.errors import CalibrationError
 from nearplane.models.model import open_model
 from nearplane.models.sensitivity import sensitivity
@@ -68,6 +70,24 @@ def test_outputs_together_are_products_of_the_gradients_within_runs(family, save
             torch.testing.assert_close(run.diagonal().double(), found.outputs[name][part], rtol=1e-5, atol=1e-12)
             first += len(run)
         assert first == len(found.outputs[name])
+
+
+def test_memory_does_not_grow_with_the_number_of_blocks(tmp_path, tokens):
+    """Hidden states of every block are needed on the way back, and at no time more than those around one block are there."""
+    held = {}
+
+    def count(*_):
+        states = [x for x in living(torch.Tensor) if x.dtype == torch.float32 and x.shape[-2:] == (12, 32)]
+        most = sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in states}.values())
+        held[len(model.blocks)] = max(held.get(len(model.blocks), 0), most)
+
+    for blocks in (2, 5):
+        random_model(config_of("llama", num_hidden_layers=blocks)).save_pretrained(tmp_path / str(blocks))
+        model = open_model(str(tmp_path / str(blocks)))
+        for block in model.blocks:  # forwards, and on the way back
+            block.empty.mlp.down_proj.register_forward_hook(count)
+        sensitivity(model, tokens, device=CPU, dtype=torch.float32, batch=2)
+    assert held[2] == held[5] > 0
 
 
 def test_the_seed_decides(saved, tokens):

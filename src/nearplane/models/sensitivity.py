@@ -16,6 +16,7 @@ from nearplane.headless import has_head
 from nearplane.models.activations import Stream, finish, finite, readout, skeleton
 from nearplane.models.layers import Layer
 from nearplane.models.model import ABSENT, Block, Model
+from nearplane.models.states import StatesOnDisk
 
 MOST_TOKENS, LEAST_TOKENS = 16384, 2048
 RUN_ROWS = 256  # outputs next to each other whose gradients are multiplied with each other, at most
@@ -57,7 +58,7 @@ def sensitivity(
 
     Takes about four forwards of a sixteenth of the tokens, at least 2048 and at most 16384 of them, of an eighth and 4096 if there
     are embeddings to quantize, of a quarter and 8192 if outputs are looked at together; the hidden states between all blocks are
-    kept for the way back, in the compute dtype.
+    kept for the way back in a file, in the compute dtype: memory does not grow with the number of blocks.
 
     Args:
         model: on disk.
@@ -69,6 +70,7 @@ def sensitivity(
 
     Raises:
         CalibrationError: a token is not in the vocabulary, or hidden states or gradients are not finite.
+        FormatError: the folder for temporary files is full.
     """
     dtype = torch.float32 if dtype == torch.float16 else dtype
     more = 1 if model.embeddings is None else 2  # their moments are matrices, of outputs there is one number each
@@ -78,19 +80,22 @@ def sensitivity(
     windows = tokens[torch.linspace(0, len(tokens) - 1, count).long()]
     with torch.no_grad():
         stream = skeleton(model, windows, device=device, dtype=dtype, batch=batch, two_streams=False)
-        entering = [stream.quantized]  # hidden states before each block, and behind the last, by batch
-        for block in model.blocks:
-            with block.on(device, dtype, original=False):
-                ahead = [stream.forward(block, block.quantized, i, x) for i, x in enumerate(entering[-1])]
-                entering.append([finite(x, block) for x in ahead])
-    behind = entering.pop()
-    gradients, found = _from_predictions(model, stream, windows.split(batch), behind, seed)
     runs: dict[str, tuple[Tensor, ...]] = {}
-    for block in reversed(model.blocks):
-        with block.on(device, dtype, original=False):
-            gradients, sums, products = _back(block, stream, entering.pop(), gradients, together)
-        found |= sums
-        runs |= {name: tuple((total / windows.numel()).float() for total in each) for name, each in products.items()}
+    with StatesOnDisk() as entering, torch.no_grad():  # of all blocks, batch after batch
+        behind = stream.quantized
+        for block in model.blocks:
+            entering.extend(behind)
+            with block.on(device, dtype, original=False):
+                behind = [finite(stream.forward(block, block.quantized, i, x), block) for i, x in enumerate(behind)]
+        gradients, found = _from_predictions(model, stream, windows.split(batch), behind, seed)
+        for block in reversed(model.blocks):
+            states = [entering.pop() for _ in gradients][::-1]
+            with block.on(device, dtype, original=False):
+                gradients, sums, products = _back(block, stream, states, gradients, together)
+            found |= sums
+            runs |= {
+                name: tuple((total / windows.numel()).float() for total in each) for name, each in products.items()
+            }
     found = {name: total / windows.numel() for name, total in found.items()}
     if model.embeddings is None:
         return Sensitivity(outputs=found, together=runs)
