@@ -53,7 +53,7 @@ def check_layers(model: Model, called: str) -> None:
     if routed := [layer for layer in model.layers if layer.routed]:
         raise RecipeError(
             f"{called} quantizes experts ({routed[0].name} and {len(routed) - 1:,} more), and so far tuning trains none. "
-            f"Quantize without --tune, or leave them as they are with --ignore experts."
+            f"Quantize without --tune, or leave them as they are with --ignore 'experts'."
         )
 
 

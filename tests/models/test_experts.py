@@ -105,6 +105,17 @@ def test_names_are_those_of_the_file_where_it_holds_experts_apart(tmp_path: Path
     assert fused.copies(layer) == ["model.layers.0.mlp.experts.gate_up_proj"]
 
 
+def test_experts_that_are_stored_in_one_tensor_of_another_order_are_read(tmp_path: Path) -> None:
+    """Inkling 2 stores gate and up in turns, which its reader takes apart: matrices are named as where nothing is converted."""
+    model = open_model(str(save_type(tmp_path, "inkling2_text")))
+    up = next(layer for layer in model.layers if layer.name == "model.layers.0.mlp.experts.1.up_proj")
+    assert model.copies(up) == ["model.llm.layers.0.mlp.experts.w13_weight"]
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with model.blocks[0].on("cpu", torch.float32, original=False) as block:
+        (found,) = (layer.read() for layer in block.quantized_layers() if layer.name == up.name)
+    assert torch.equal(found, whole.model.layers[0].mlp.experts.gate_up_proj[1, 128:])
+
+
 def test_some_experts_of_a_block_cannot_be_left_out_alone(tmp_path: Path) -> None:
     folder = str(save_type(tmp_path, "qwen3_moe"))
     with pytest.raises(

@@ -170,6 +170,63 @@ def test_so_they_do_on_convolutions_and_lists_of_experts(module: type[nn.Module]
     assert not any(stream.calls)
 
 
+class Gains(nn.Module):
+    """A block with a parameter as large as the hidden states of one window, and what is computed of it alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(4, 4, dtype=torch.float64) for _ in range(2))
+        self.gains = nn.Parameter(torch.ones(6, 4, dtype=torch.float64), requires_grad=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden * self.gains.exp().log()
+        return self.second(self.first(hidden)) + hidden
+
+
+class Stacked(nn.Module):
+    """A block that multiplies the rows of some tokens by matrices of one parameter, as many times as the tokens ask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(4, 4, dtype=torch.float64) for _ in range(2))
+        self.experts = nn.Parameter(torch.ones(2, 4, 4, dtype=torch.float64) / 8, requires_grad=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out = torch.zeros_like(hidden)
+        for index, weight in enumerate(self.experts):
+            chosen = (hidden[..., 0] > 0) == index
+            out[chosen] = hidden[chosen] @ weight
+        hidden = hidden + out
+        return self.second(self.first(hidden)) + hidden
+
+
+def test_what_is_computed_of_parameters_alone_is_not_taken_for_hidden_states() -> None:
+    """It has as many elements as the hidden states of the first batch, a window, and not as those of the others."""
+    found, made = [], Gains()
+    for room in (MUCH, NOTHING):
+        block, stream = bare(made, 6, 4)
+        stream.quantized[0], stream.original[0] = stream.quantized[0][:1], stream.original[0][:1]
+        stream.sizes[0] = 1
+        found.append(Seen())
+        pass_through(block, stream, room, found[-1])
+    equal(*found)
+    assert found[0].repeated == [""]
+
+
+def test_blocks_whose_functions_depend_on_the_tokens_repeat_passes() -> None:
+    """All tokens of the first batch go to one expert, those of the other to both: more results there have their size."""
+    found, made = [], Stacked()
+    for room in (MUCH, NOTHING):
+        block, stream = bare(made, 6, 4)
+        for states in (stream.quantized, stream.original):
+            states[0] = states[0].clone()
+            states[0][..., 0] = 1
+        found.append(Seen())
+        pass_through(block, stream, room, found[-1])
+    equal(*found)
+    assert found[0].repeated == ["block runs the experts that its tokens reach, by itself"]
+
+
 def test_stages_that_fit_pause_and_the_others_repeat(folder_of: Callable[[str], Path], tokens: Tensor) -> None:
     """With less and less room fewer stages pause, and down is the first that does not."""
     model = open_model(str(folder_of("wide")))

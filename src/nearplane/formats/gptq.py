@@ -75,7 +75,7 @@ class GPTQ(GridFormat):
         if kind == "Expert":
             raise RecipeError(
                 f"{name} is one of several experts in one parameter, which transformers does not read from GPTQ. Use --format "
-                f"compressed-tensors, or leave them as they are with --ignore experts."
+                f"compressed-tensors, or leave them as they are with --ignore 'experts'."
             )
         if kind not in ("Linear", "Conv1D"):
             raise RecipeError(

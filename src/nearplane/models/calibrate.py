@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from nearplane.errors import CalibrationError
 from nearplane.models.activations import Call, Stream, finite
+from nearplane.models.experts import unwatched
 from nearplane.models.layers import Layer
 from nearplane.models.model import ABSENT, Block
 from nearplane.models.rows import RoutedRows, Rows, Seen, rows_of
@@ -52,11 +53,13 @@ class FirstLook:
         groups: layers by the input that they share, in the order they run.
         entered: of each layer, every time it ran.
         operands: {layer: numbers of the results whose sum its output is added to}, None where one has no number.
+        unwatched: the module that runs other functions for other tokens, so that numbers of results say nothing; or empty.
     """
 
     groups: tuple[tuple[Layer, ...], ...]
     entered: dict[str, list[Entered]]
     operands: dict[str, tuple[int | None, ...]]
+    unwatched: str
 
 
 def stages(block: Block, stream: Stream) -> list[tuple[Layer, ...]]:
@@ -78,7 +81,7 @@ def first_look(block: Block, stream: Stream) -> FirstLook:
     layers = block.quantized_layers()
     entered: dict[str, list[Entered]] = {}
     held: list[Any] = []  # while they live, no other tensor takes their memory
-    results = Results(hidden.numel())
+    results = Results(hidden)
     additions = Additions(results=results)
     weights = {x.untyped_storage().data_ptr() for x in (*module.parameters(), *module.buffers())}
 
@@ -112,7 +115,12 @@ def first_look(block: Block, stream: Stream) -> FirstLook:
     groups: dict[tuple[Any, ...], list[Layer]] = {}
     for name, times in entered.items():
         groups.setdefault(tuple(each.same for each in times), []).append(known[name])
-    return FirstLook(groups=tuple(map(tuple, groups.values())), entered=entered, operands=additions.found)
+    return FirstLook(
+        groups=tuple(map(tuple, groups.values())),
+        entered=entered,
+        operands=additions.found,
+        unwatched=unwatched(block.name, module),
+    )
 
 
 @torch.no_grad()

@@ -128,7 +128,7 @@ class Weights:
         assert load is not None, "the checkpoint has every parameter"
         names = [name for name, _ in load.sources]
         layers = names_apart(self._conversions, parameter, parts, experts)
-        if load.converter is None:
+        if load.converter is None or not any("*" in pattern for pattern in load.converter.source_patterns):
             return Names(layers=layers, stored=layers, sources=((tuple(names),) * experts,) * parts)
         own = [[name for name, pattern in load.sources if pattern == p] for p in load.converter.source_patterns]
         if any(len(part) != experts for part in own):

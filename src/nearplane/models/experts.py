@@ -18,6 +18,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 from transformers.integrations.moe import ExpertsInterface
 
@@ -232,6 +233,20 @@ def layout_of(module: nn.Module) -> Layout | None:
 def is_stack(module: nn.Module) -> bool:
     """Whether a module holds experts whose forward can be replaced."""
     return layout_of(module) is not None
+
+
+def unwatched(name: str, root: nn.Module) -> str:
+    """Return which part of a module runs the matrices of one parameter by itself, those that tokens reach; or nothing.
+
+    Args:
+        name: of the module.
+        root: the module.
+    """
+    for path, module in root.named_modules():
+        stacked = any(p.dim() >= 3 and min(p.shape) > 1 for p in module.parameters(recurse=False))
+        if stacked and not isinstance(module, _ConvNd) and not is_stack(module):
+            return f"{name}.{path}" if path else name
+    return ""
 
 
 def observable(root: nn.Module) -> None:

@@ -69,6 +69,8 @@ def pauses(look: FirstLook, stream: Stream, room: int) -> Pauses:
             return Pauses(stages=0, reason=f"{layer.name} runs {len(times)} times")
         if times[0].rows % 1:
             return Pauses(stages=0, reason=f"{layer.name} sees some of the tokens only")
+    if look.unwatched and any(layer.adds for group in look.groups for layer in group):
+        return Pauses(stages=0, reason=f"{look.unwatched} runs the experts that its tokens reach, by itself")
     for group in look.groups if correct else ():
         computed = look.entered[group[0].name][0].computed
         for layer in group:
@@ -180,7 +182,7 @@ class Passage:
                 self._hooks.before(layer, partial(_pause, firsts[layer.name]))
             if layer.name in self._adding:
                 self._hooks.after(layer, self._watch)
-        return [_Forward(partial(self._run, module, batch, states), x.numel()) for batch, x in enumerate(states)]
+        return [_Forward(partial(self._run, module, batch, states), x) for batch, x in enumerate(states)]
 
     def _run(self, module: nn.Module | None, batch: int, states: list[Tensor]) -> Tensor:
         """Run a copy of the block on a batch: what a greenlet does."""
@@ -284,8 +286,8 @@ def _pause(stage: int, _: Layer, x: Any) -> None:
 class _Forward:
     """One batch on its way through one copy of a block."""
 
-    def __init__(self, run: Callable[[], Tensor], size: int) -> None:
-        self.results = Results(size)
+    def __init__(self, run: Callable[[], Tensor], hidden: Tensor) -> None:
+        self.results = Results(hidden)
         self.additions = Additions(results=self.results)
         self.greenlet = greenlet(run)
         self.greenlet.gr_context = copy_context()

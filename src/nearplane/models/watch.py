@@ -5,12 +5,12 @@ Knows modules and tensors; not what is computed from what it sees.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from nearplane.models.layers import Layer
@@ -57,16 +57,18 @@ class Hooks:
 class Results:
     """Numbers the tensors that a block computes in the order they come: the same one of another batch has the same number.
 
-    Holds none of them in memory. Only tensors with as many elements as the hidden states are numbered; what enters the
-    block is the first of them, as it is a copy.
+    Holds none of them in memory. Only tensors with as many rows as the hidden states, as long as theirs, are numbered;
+    what enters the block is the first of them, as it is a copy. What is computed of parameters alone is not: it does not
+    grow with the batch, and has as many rows in one batch by chance.
 
     Args:
-        size: elements of the hidden states.
+        hidden: the hidden states, or others of their shape.
     """
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, hidden: Tensor) -> None:
+        self._size, self._width = hidden.numel(), hidden.shape[-1]
         self._all: list[ref[Tensor]] = []
+        self._fixed: dict[int, ref[Tensor]] = {}  # by id, what is computed of parameters alone
         self._numbered: list[tuple[ref[Tensor], int]] = []  # with the version: how often it had been written to
 
     @property
@@ -74,13 +76,20 @@ class Results:
         """How many have a number so far."""
         return len(self._numbered)
 
-    def note(self, result: Any) -> None:
-        """Number what a function returned."""
-        for x in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(x, Tensor):
-                self._all.append(ref(x))
-                if x.numel() == self._size:
-                    self._numbered.append((ref(x), x._version))
+    def note(self, result: Any, given: Iterable[Any]) -> None:
+        """Number what a function that was given some arguments returned."""
+        operands = tensors_in(given)
+        fixed = bool(operands) and all(self._is_fixed(x) for x in operands)
+        for x in tensors_in((result,)):
+            self._all.append(ref(x))
+            if fixed:
+                self._fixed[id(x)] = ref(x)
+            elif x.numel() == self._size and x.shape[-1] == self._width:
+                self._numbered.append((ref(x), x._version))
+
+    def _is_fixed(self, x: Tensor) -> bool:
+        known = self._fixed.get(id(x))
+        return isinstance(x, nn.Parameter) or (known is not None and known() is x)
 
     def number(self, x: Tensor) -> int | None:
         """Return the number of a tensor as it is now; None if it has none, or was written to since it was noted."""
@@ -141,7 +150,7 @@ class Additions(TorchFunctionMode):
         kwargs = kwargs or {}
         result = self._watched(func, args, kwargs) if self._open else func(*args, **kwargs)
         if self._results is not None:
-            self._results.note(result)
+            self._results.note(result, (*args, *kwargs.values()))
         return result
 
     def _watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -166,6 +175,12 @@ class Additions(TorchFunctionMode):
                     self.found[name] = r
                     self._done()
         return result
+
+
+def tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among some values, and in tuples and lists among them."""
+    apart = (value if isinstance(value, (tuple, list)) else (value,) for value in values)
+    return [x for part in apart for x in part if isinstance(x, Tensor)]
 
 
 def total(operands: Sequence[Tensor]) -> Tensor:
