@@ -16,7 +16,8 @@ from checkpoints import save_part_of_the_demo
 from families import config_of, random_model
 from nearplane import GridScheme, RateScheme, RecipeError
 from nearplane.budget.allocate import Curve, allocate, allocate_choices, allocate_widths, probed_rates, probed_widths
-from nearplane.budget.probe import Perturbations, Perturbed, entropy, probe, to_rates, to_widths, waterfilled
+from nearplane.budget.perturb import Perturbations, Perturbed, entropy, to_rates, to_widths, waterfilled
+from nearplane.budget.probe import probe
 from nearplane.demo import CALIBRATION
 from nearplane.divergence import divergence
 from nearplane.evaluate import load_dense

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nearplane.budget.probe import entropy
+from nearplane.budget.perturb import entropy
 from nearplane.lattice.bounds import limit, quadratic
 from nearplane.lattice.factor import Factor, factorize
 from nearplane.lattice.grid import Grid

@@ -18,7 +18,8 @@ from nearplane.block_types import TYPES, type_of
 from nearplane.budget.allocate import Curve, allocate, allocate_choices, allocate_widths, probed_rates, probed_widths
 from nearplane.budget.blocks import Free
 from nearplane.budget.foretold import budget_of, least_rate
-from nearplane.budget.probe import probe, to_rates, to_types, to_widths
+from nearplane.budget.perturb import to_rates, to_types, to_widths
+from nearplane.budget.probe import probe
 from nearplane.errors import RecipeError
 from nearplane.formats import FORMATS
 from nearplane.lattice.moments import Moments
