@@ -1,4 +1,4 @@
-"""Which models have no vocabulary head: encoders and others that turn text into hidden states alone.
+"""What is in a model: a vocabulary head or none (encoders, which give hidden states alone), and parts that see images or hear.
 
 Knows configs and networks of transformers; what becomes of the hidden states is for others to say.
 """
@@ -9,7 +9,12 @@ import inspect
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 
 
 def is_headless(config: Any) -> bool:
@@ -27,6 +32,16 @@ def is_headless(config: Any) -> bool:
     return not getattr(config, "tie_word_embeddings", False)
 
 
+def is_multimodal(config: Any) -> bool:
+    """Return whether a config describes a language model that sees images, too, which AutoModelForImageTextToText builds.
+
+    Of types that there are with and without a vision tower (Llama 4, Qwen3.5) its architecture tells.
+    """
+    kind, made = getattr(config, "model_type", ""), (getattr(config, "architectures", None) or ("",))[0]
+    seeing = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind)
+    return seeing is not None and (seeing == made or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
 def has_head(network: nn.Module) -> bool:
     """Return whether a network predicts tokens."""
     transformer: Any = network
@@ -37,6 +52,22 @@ def has_head(network: nn.Module) -> bool:
 def takes_images(network: nn.Module) -> bool:
     """Return whether a network is given pixel values, (images, channels, height, width), in place of tokens."""
     return str(getattr(network, "main_input_name", "")) == "pixel_values"
+
+
+def towers(network: PreTrainedModel) -> tuple[str, ...]:
+    """Return the names of the networks in a network that lie beside the one that looks tokens up: they see images or hear."""
+    if takes_images(network):
+        return ()
+    inputs = network.get_input_embeddings()
+    place = next(name for name, part in network.named_modules() if part is inputs)
+    whole = [name for name, part in network.named_modules() if isinstance(part, PreTrainedModel)]
+    speaks = max((name for name in whole if _within(place, name)), key=len)
+    return tuple(name for name in whole if not _within(speaks, name) and not _within(name, speaks))
+
+
+def _within(name: str, part: str) -> bool:
+    """Return whether a module lies in a part of a network, "" being all of it."""
+    return not part or f"{name}.".startswith(f"{part}.")
 
 
 def padded_positions(network: nn.Module) -> int:

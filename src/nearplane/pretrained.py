@@ -21,13 +21,14 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from nearplane.errors import ModelError, NearplaneError, first_line
-from nearplane.headless import is_headless
+from nearplane.headless import is_headless, is_multimodal
 from nearplane.jsonfile import read_object
 from nearplane.places import folder_named
 from nearplane.plausible import Limited, check_counts, check_patterns, check_sizes
@@ -112,10 +113,16 @@ def empty_network(
             del config.quantization_config
         wanted = {} if dtype is None else {"dtype": dtype}
         with torch.device("meta"), Limited(reader):
-            builder = AutoModel if is_headless(config) else AutoModelForCausalLM
-            network = builder.from_config(config, trust_remote_code=trust_remote_code, **wanted)
+            network = _builder(config).from_config(config, trust_remote_code=trust_remote_code, **wanted)
     check_sizes(network, reader)
     return network
+
+
+def _builder(config: Any) -> Any:
+    """Return the class of transformers that builds the network of a config with all its parts, as its makers saved it."""
+    if is_headless(config):
+        return AutoModel
+    return AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
 
 
 def network_of(
@@ -142,8 +149,7 @@ def network_of(
     with in_a_sentence(f"transformers loads no language model from {folder}{_needs(folder)}"):
         if weights is None:
             own = {"trust_remote_code": trust_remote_code}
-            builder = AutoModel if is_headless(empty.config) else AutoModelForCausalLM
-            model, found = builder.from_pretrained(folder, **own, **options)
+            model, found = _builder(empty.config).from_pretrained(folder, **own, **options)
         else:
             model, found = type(empty).from_pretrained(None, config=empty.config, state_dict=weights, **options)
     absent = sorted({*found["missing_keys"], *(str(name) for name, *_ in found["mismatched_keys"])})

@@ -6,6 +6,7 @@ buffers that no checkpoint holds. Knows nothing of blocks.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
@@ -155,7 +156,7 @@ class Weights:
         return [name for load in loads.values() for name, _ in load.sources] + unused
 
     def fill(
-        self, root: nn.Module, prefix: str, device: torch.device, dtype: torch.dtype, *, without: str | None = None
+        self, root: nn.Module, prefix: str, device: torch.device, dtype: torch.dtype, *, without: tuple[str, ...] = ()
     ) -> None:
         """Give a copy of a part of the network its weights from disk and its computed buffers.
 
@@ -163,7 +164,7 @@ class Weights:
             root: a copy of the submodule `prefix`, on the meta device; changed in place.
             prefix: its name in the network with a dot behind it, "" for all of it.
             device, dtype: of the weights; buffers keep their dtype.
-            without: prefix of what stays on the meta device.
+            without: prefixes of what stays on the meta device.
 
         Raises:
             ModelError: a tensor is unreadable or of the wrong shape.
@@ -172,8 +173,7 @@ class Weights:
         parameters = {prefix + name: p for name, p in root.named_parameters(remove_duplicate=False)}
         buffers = {prefix + name: b for name, b in root.named_buffers() if prefix + name in self._loads}
         wanted = parameters | buffers
-        if without is not None:
-            wanted = {name: empty for name, empty in wanted.items() if not name.startswith(without)}
+        wanted = {name: empty for name, empty in wanted.items() if not name.startswith(without)}
         done: set[str] = set()
         for name in wanted:
             if name in done:
@@ -190,6 +190,14 @@ class Weights:
                 _put(root, [place.removeprefix(prefix) for place in places], tensor)
                 done.update(places)
         self._compute_buffers(root, prefix, device)
+
+    @staticmethod
+    def leave_out(part: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        """Give a part of a network that does not run weights that take no memory: all NaN, which shows where it runs."""
+        nothing = torch.full((), math.nan, device=device, dtype=dtype)
+        for name, empty in [*part.named_parameters()]:
+            if empty.is_floating_point():
+                _put(part, [name], nothing.expand(empty.shape))
 
     def _find(self, parameter: str) -> Load | None:
         """Return how a parameter, or one tied to it, comes out of the checkpoint."""

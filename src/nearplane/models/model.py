@@ -22,7 +22,7 @@ from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from nearplane.errors import ModelError, RecipeError
-from nearplane.headless import padded_positions
+from nearplane.headless import padded_positions, towers
 from nearplane.jsonfile import read_object
 from nearplane.models.conversion import Weights
 from nearplane.models.experts import observable
@@ -237,14 +237,20 @@ class Model:
     def around(
         self, stand_ins: Sequence[nn.Module], device: torch.device, dtype: torch.dtype, *, head: bool = False
     ) -> Iterator[PreTrainedModel]:
-        """Hold a copy of the network with other modules in place of its blocks in memory, its head only if asked for."""
+        """Hold a copy of the network with other modules in place of its blocks in memory, its head only if asked for.
+
+        What sees images or hears beside a language model does not run on text, and stays on disk.
+        """
         blocks = nn.ModuleList(stand_ins)
         shared = {id(config): config for config in _configs(self.config)}
         network = deepcopy(self.network, {id(self.network.get_submodule(self.stack)): blocks, **shared})
         last = None if head else network.get_output_embeddings()
-        where = next((f"{path}." for path, module in network.named_modules() if module is last), None)
+        where = [path for path, module in network.named_modules() if last is not None and module is last]
+        apart = towers(network)
         try:
-            self.weights.fill(network, "", device, dtype, without=where)
+            self.weights.fill(network, "", device, dtype, without=tuple(f"{path}." for path in (*where, *apart)))
+            for path in apart:
+                self.weights.leave_out(network.get_submodule(path), device, dtype)
             yield network
         finally:
             network.to("meta")

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from nearplane.errors import ModelError, RecipeError
+from nearplane.headless import towers
 from nearplane.models.conversion import Names
 from nearplane.models.experts import is_stack, stacked_layers
 from nearplane.models.layers import EmbeddingLayer, Layer, as_layer
@@ -123,12 +124,15 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """Find the list of blocks that make up the depth of a network.
 
     It is the outermost ModuleList of transformers' GradientCheckpointingLayers, the largest one if there are several;
-    without any, the ModuleList with the most parameters among those whose every member holds a matrix.
+    without any, the ModuleList with the most parameters among those whose every member holds a matrix. Of a network that is
+    given text, no part that sees or hears is looked into.
 
     Raises:
         ModelError: there is no such list.
     """
+    apart = tuple(f"{tower}." for tower in towers(model)) if isinstance(model, PreTrainedModel) else ()
     lists = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part)]
+    lists = [(name, part) for name, part in lists if not name.startswith(apart)]
     marked: list[tuple[str, nn.ModuleList]] = []
     for name, module in lists:  # named_modules goes from the outside in
         inside = any(name.startswith(f"{outer}.") for outer, _ in marked)

@@ -243,4 +243,8 @@ class NearplaneQuantizer(HfQuantizer):
             place.module.register_parameter("weight", nn.Parameter(values, requires_grad=False))
             place.module.register_parameter("bias", module.bias)
             model.set_submodule(place.name, place.module.eval())
-        return model if dtype is None else model.to(dtype)
+        for parameter in (
+            model.parameters() if dtype is not None else ()
+        ):  # buffers keep their own: frequencies, complex ones
+            parameter.data = parameter.data.to(dtype) if parameter.is_floating_point() else parameter.data
+        return model
