@@ -21,13 +21,13 @@ class Change(NamedTuple):
     Args:
         block: number of the block that its layers are in.
         layers: their names within the block.
-        energy: of what it changes in the hidden states behind the block, see `relative_energy`.
+        estimate: what its loss is about proportional to, see `expected_loss` and `relative_energy`.
         loss: of the network; None where that was not measured.
     """
 
     block: int
     layers: tuple[str, ...]
-    energy: float
+    estimate: float
     loss: float | None
 
 
@@ -37,9 +37,10 @@ def within(layer: str, block: str) -> str:
 
 
 def measured_blocks(blocks: Sequence[Block], most: int) -> frozenset[int]:
-    """Return the numbers of blocks whose layers are measured: all, or about `most`, evenly spaced with the first and the last.
+    """Return the numbers of blocks whose layers are measured: all, or about `most`.
 
-    Blocks with other layers (attention here, convolution there) are spaced by themselves: of every sort at least two, or all.
+    That is the first, which is unlike all others, and from the second to the last evenly spaced ones. Blocks with other layers
+    (attention here, convolution there) are chosen by themselves: of every sort at least two, or all.
     """
     if len(blocks) <= most:
         return frozenset(range(len(blocks)))
@@ -50,8 +51,21 @@ def measured_blocks(blocks: Sequence[Block], most: int) -> frozenset[int]:
     chosen: set[int] = set()
     for numbers in sorts.values():
         count = max(min(2, len(numbers)), most * len(numbers) // len(blocks))
-        chosen.update(numbers[round(place)] for place in np.linspace(0, len(numbers) - 1, count))
+        evenly = np.linspace(min(count - 1, 1), len(numbers) - 1, count - 1) if count > 2 else (len(numbers) - 1,)
+        chosen.update((numbers[0], *(numbers[round(place)] for place in evenly)))
     return frozenset(chosen)
+
+
+def expected_loss(W: Tensor, perturbed: Tensor, H: Tensor, sensitivity: Tensor) -> float:
+    """Return `1/2 sum_i s_i (E H E^T)_ii`, what the network should lose by errors E of weights, nats per token.
+
+    Args:
+        W, perturbed: (out, in).
+        H: (in, in) second moments of the inputs.
+        sensitivity: (out,) of the network to squared errors of each output.
+    """
+    E = (W - perturbed).float()
+    return float(((E @ H.float()) * E).sum(1).double() @ sensitivity.double()) / 2
 
 
 def relative_energy(differences: Sequence[Tensor], states: Sequence[Tensor]) -> float:
@@ -63,17 +77,17 @@ def relative_energy(differences: Sequence[Tensor], states: Sequence[Tensor]) -> 
 
 
 def told_losses(changes: Sequence[Change]) -> list[float]:
-    """Return the loss of every change: its energy times the loss per energy of its layers, interpolated over depth.
+    """Return the loss of every change: its estimate times what estimates of its layers are off by, interpolated over depth.
 
-    Loss per energy is that of the layers of the same name in the blocks where it was measured; its logarithm is linear between
-    them and constant beyond. Of names whose measured changes were nothing it is the mean of all.
+    That is the loss over the estimate, of the layers of the same name in the blocks where it was measured; its logarithm is linear
+    between them and constant beyond. Of names whose measured changes were nothing it is the mean of all.
     """
     least = min((one.loss for one in changes if one.loss), default=0.0)
     known: dict[str, dict[int, float]] = {}  # logarithms by name and block
     for one in changes:
-        if one.loss is not None and one.energy > 0 and least > 0:
+        if one.loss is not None and one.estimate > 0 and least > 0:
             for name in one.layers:
-                known.setdefault(name, {})[one.block] = math.log(max(one.loss, least) / one.energy)
+                known.setdefault(name, {})[one.block] = math.log(max(one.loss, least) / one.estimate)
     if not known:
         return [0.0] * len(changes)
     mean = float(np.mean([log for logs in known.values() for log in logs.values()]))
@@ -82,4 +96,4 @@ def told_losses(changes: Sequence[Change]) -> list[float]:
         logs = known.get(name, {block: mean})
         return float(np.interp(block, sorted(logs), [logs[place] for place in sorted(logs)]))
 
-    return [one.energy * math.exp(np.mean([interpolated(name, one.block) for name in one.layers])) for one in changes]
+    return [one.estimate * math.exp(np.mean([interpolated(name, one.block) for name in one.layers])) for one in changes]

@@ -197,7 +197,8 @@ def _rates(
     if recipe.allocate == "uniform" or tokens is None or budget <= low or not probed:
         return planned
     rates = probed_rates(budget)
-    curves = probe(model, tokens, to_rates(rates, scheme), device=device, progress=progress)
+    perturb = to_rates(rates, scheme)
+    curves = probe(model, tokens, perturb, device=device, sensitivity=planned.sensitivity, progress=progress)
     curves = [curve for curve in curves if not own.keys() & set(curve.layers)]
     planned.rates |= allocate(curves, budget, low=low)  # embeddings and head, which are not probed, keep the mean
     return planned
