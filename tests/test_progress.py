@@ -52,6 +52,15 @@ def test_what_is_no_block_has_a_line_every_30_seconds(caplog):
     ]  # fmt: skip
 
 
+def test_what_is_done_soon_has_no_line_where_none_is_wanted(caplog):
+    with caplog.at_level(logging.INFO, logger="nearplane"):
+        assert [*logged(range(10), "checking", 10, short=False)] == [*range(10)]
+    assert caplog.messages == []
+    assert [line.split(",")[0] for line in lines(caplog, [16.0] * 3, short=False)] == [
+        "quantizing: 2 of 3", "quantizing: 3 of 3",
+    ]  # fmt: skip
+
+
 def test_items_that_are_blocks_are_called_so(caplog):
     assert lines(caplog, [40.0, 40.0], blocks=[1, 1]) == [
         "quantizing: block 1 of 2, 40 s, about 40 s left",

@@ -220,9 +220,13 @@ def test_a_pattern_that_is_none_is_refused():
 def test_one_format_holds_grids_and_another_rates():
     assert Recipe(scheme=RATE).format == "nearplane"
     assert Recipe().format == "compressed-tensors"
-    with pytest.raises(RecipeError, match=r"--format gptq does not hold such weights: grids .* entropy-coded weights"):
+    with pytest.raises(RecipeError, match=r"--format gptq holds fixed grids, .* For that format give --bits;"):
         Recipe(scheme=RATE, format="gptq")
-    with pytest.raises(RecipeError, match="--format nearplane does not hold such weights"):
+    with pytest.raises(
+        RecipeError, match=r"--format gguf holds fixed grids, and --rate 3 .* give --bits, --grid, or --size"
+    ):
+        Recipe(scheme=RateScheme(rate=3), format="gguf")
+    with pytest.raises(RecipeError, match=r"holds entropy-coded weights, and --bits 4 .* give --rate 4, or --size"):
         Recipe(format="nearplane")
 
 
@@ -239,7 +243,9 @@ def test_a_grid_of_llama_cpp_is_a_scheme_of_its_own():
     assert Recipe.from_json(Recipe(scheme=mixed).to_json()) == Recipe(scheme=mixed)
     own = Recipe.from_spellings(grid="q4_k", layers={"down_proj": {"grid": "q6_k"}})
     assert own.scheme_of("mlp.down_proj") == BlockScheme("q6_k")
-    with pytest.raises(RecipeError, match="--format gptq does not hold such weights"):
+    with pytest.raises(
+        RecipeError, match=r"--format gptq holds no grids of llama\.cpp, and --grid q2_k_m is for these"
+    ):
         Recipe(scheme=mixed, format="gptq")
 
 
@@ -272,7 +278,10 @@ def test_a_layer_may_have_a_type_of_its_own_beside_a_size():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ({"bits": 4.5, "group_size": 32}, r"group_size is 32, but --grid 4\.5 says all of how weights are stored"),
+        (
+            {"bits": 4.5, "group_size": 32},
+            r"group_size is 32, but --bits 4\.5 of a GGUF, for which types are .*, says all of how weights",
+        ),
         ({"size": "1GB", "symmetric": False}, "symmetric is False, but --size 1GB of a GGUF says all"),
         ({"size": "1GB", "grid": "q4_k"}, "grid is 'q4_k' and size '1GB', for which types are chosen by measuring"),
         ({"size": "1GB", "rate": 3.0}, "take a --rate or a --size, found both"),

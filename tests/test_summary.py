@@ -47,6 +47,20 @@ def test_layers_that_were_left_out_are_told():
     assert "left as they are: all layers that --ignore down_proj lm_head names" in list(summary(ignoring, OUT))
 
 
+def test_steps_of_a_model_in_float32_are_told():
+    layer = replace(GOOD, in_features=64, out_features=64, bytes=64 * 32 + 64 * 4 * 4 + 16)
+    said = [line for line in summary(replace(RUN, layers=(layer,)), OUT) if line.startswith("each step takes 32 bits")]
+    assert len(said) == 1
+    narrow = replace(layer, bytes=64 * 32 + 64 * 4 * 2 + 16)
+    assert not any("each step" in line for line in summary(replace(RUN, layers=(narrow,)), OUT))
+
+
+def test_bits_that_layers_have_on_average_are_called_so():
+    recipe = Recipe.from_spellings(bits=4.5, format="gguf", samples=2)
+    layers = tuple(replace(layer, blocks="q4_k") for layer in RUN.layers)
+    assert "4.5 bits per weight: q4_k in 2 layers" in list(summary(replace(RUN, recipe=recipe, layers=layers), OUT))
+
+
 def test_types_of_blocks_that_are_not_as_asked_are_told():
     """Rows of 64 hold no blocks of 256."""
     recipe = Recipe(scheme=BlockScheme(grid="q4_k"), calibration=Calibration(samples=2))
@@ -216,7 +230,8 @@ def test_tokens_of_experts_are_said_and_what_became_of_those_that_few_reached():
         "the original network, and corrected"
     ) in lines
     assert (
-        "2 experts of them saw fewer than 4 tokens for each input; about --samples 8 would reach all that any token reached"
+        "2 experts of them saw fewer than 4 tokens for each input; about --samples 8, 4.0 times as many, would "
+        "reach all that any token reached"
     ) in lines
     assert (
         "1 expert saw fewer than 1 for each: their Hessian is filled up with the mean over the experts of the block "

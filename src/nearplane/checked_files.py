@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,7 +28,10 @@ from nearplane.shards import sha256
 IGNORED = ("README", "LICENSE", "LICENCE", ".")  # beginnings of files that repositories add
 
 
-def files(folder: Path, record: RunRecord) -> Iterator[Fault]:
+Shown = Callable[[Sequence[Any], str], Iterable[Any]]  # passes items through and shows how far they are, with a label
+
+
+def files(folder: Path, record: RunRecord, shown: Shown) -> Iterator[Fault]:
     """Compare every file with its hash."""
     if (has := digest_of((folder / NAME).read_text(encoding="utf-8"))) != record.digest:
         yield Fault(where=NAME, what=f"it has the digest {has[:16]}.., and says {record.digest[:16]}..")
@@ -35,7 +39,7 @@ def files(folder: Path, record: RunRecord) -> Iterator[Fault]:
     for name in sorted(found - record.files.keys()):
         if not name.startswith(IGNORED):
             yield Fault(where=name, what="the record does not know this file")
-    for name, wanted in record.files.items():
+    for name, wanted in shown([*record.files.items()], "hashing files"):
         if name not in found:
             yield Fault(where=name, what="the file is missing")
         elif (has := sha256(folder / name)) != wanted:
@@ -92,7 +96,7 @@ def opened(folder: Path, faults: list[Fault]) -> Stored | None:
         return None
 
 
-def layers(stored: Stored, record: RunRecord, sound: set[str]) -> Iterator[Fault]:
+def layers(stored: Stored, record: RunRecord, sound: set[str], shown: Shown) -> Iterator[Fault]:
     """Compare the tensors of every layer with the record, one in memory at a time; `sound` gets the names of good ones."""
     recipe, known = record.recipe, {layer.stored: layer for layer in record.layers}
     format = FORMATS[str(recipe.format)]
@@ -106,7 +110,7 @@ def layers(stored: Stored, record: RunRecord, sound: set[str]) -> Iterator[Fault
     for name in stored.names():
         if name not in known:
             yield Fault(where=name, what=f"a quantized layer that {NAME} does not know")
-    for layer in record.layers:
+    for layer in shown(record.layers, "checking layers"):
         if layer.stored not in stored.names():
             yield Fault(where=layer.name, what=f"no tensors named {layer.stored} in the weight files")
             continue

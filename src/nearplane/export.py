@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError, ModelError, RecipeError
+from nearplane.formats import FORMATS
 from nearplane.formats.beside import CONFIG, copy_beside
-from nearplane.formats.config_file import json_text
+from nearplane.formats.config_file import WEIGHTS, json_text
 from nearplane.formats.container import check_apart, disk
 from nearplane.formats.folder import read_config
 from nearplane.formats.stored import quantization_of, reader_of
@@ -28,7 +29,7 @@ def export(
     source: str | Path,
     out: str | Path,
     *,
-    format: Literal["safetensors"] = "safetensors",
+    format: str = "safetensors",
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
     trust_remote_code: bool = False,
 ) -> int:
@@ -37,7 +38,7 @@ def export(
     Args:
         source: a folder that `quantize` wrote, or another one in a format that nearplane reads.
         out: a new or empty folder. It is written beside it and renamed when it is whole, see `Unfinished`.
-        format: safetensors.
+        format: safetensors; of other ones the error says how they are had.
         dtype: of the weights.
         trust_remote_code: build the model with code that comes with the checkpoint, and copy it.
 
@@ -49,8 +50,13 @@ def export(
         FormatError, ModelError: the checkpoint cannot be read, or `out` not be written.
     """
     source, out = Path(source).expanduser(), Path(out).expanduser()
-    if format != "safetensors" or dtype not in DTYPES:
-        raise RecipeError(f"format {format!r}, dtype {dtype!r}: expected safetensors and one of {', '.join(DTYPES)}.")
+    if format != "safetensors":
+        raise RecipeError(
+            f"--format {format}: export writes safetensors alone, which any program reads. Other formats are solved for: quantize "
+            f"the original with nearplane quantize --format {format if format in FORMATS else 'gguf'}."
+        )
+    if dtype not in DTYPES:
+        raise RecipeError(f"dtype is {dtype!r}; expected one of {', '.join(DTYPES)}.")
     if not source.is_dir():
         raise ModelError(f"The folder {source} does not exist. Pass one that nearplane quantize wrote.")
     if quantization_of(source) is None:
@@ -93,6 +99,8 @@ def _shards(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterat
 
 def _dense(config: dict[str, Any], dtype: str) -> dict[str, Any]:
     """Return config.json without what it says of quantization, with the dtype wherever it names one."""
-    kept = {name: value for name, value in config.items() if name not in ("quantization_config", "torch_dtype")}
+    kept = {
+        name: value for name, value in config.items() if name not in ("quantization_config", "torch_dtype", WEIGHTS)
+    }
     kept = {name: _dense(value, dtype) if isinstance(value, dict) else value for name, value in kept.items()}
     return kept | ({"dtype": dtype} if {"dtype", "torch_dtype", "architectures"} & config.keys() else {})

@@ -107,7 +107,7 @@ def export(
     out: Path,
     folder: Path,
     *,
-    format: Literal["safetensors"] = "safetensors",
+    format: str = "safetensors",
     dtype: Dense = "bfloat16",
     trust_remote_code: Switch = False,
 ) -> None:
@@ -116,7 +116,7 @@ def export(
     Args:
         out: Folder of a checkpoint that nearplane wrote.
         folder: New or empty folder.
-        format: Of the files.
+        format: Of the files: safetensors. Other formats are written by quantize.
         dtype: Of the weights.
         trust_remote_code: Run model code that comes with the checkpoint, and copy it.
     """

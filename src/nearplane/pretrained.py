@@ -109,8 +109,9 @@ def empty_network(
     check_patterns(plain, reader)
     with in_a_sentence(f"transformers builds no language model from {path}"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        if hasattr(config, "quantization_config") and not quantized:
-            del config.quantization_config
+        for said in ("quantization_config", "transformers_weights"):
+            if hasattr(config, said) and not quantized:
+                delattr(config, said)
         wanted = {} if dtype is None else {"dtype": dtype}
         with torch.device("meta"), Limited(reader):
             network = _builder(config).from_config(config, trust_remote_code=trust_remote_code, **wanted)

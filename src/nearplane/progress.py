@@ -27,13 +27,14 @@ def logged(
     *,
     blocks: Sequence[int] = (),
     there: int = 0,
+    short: bool = True,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Any]:
     """Pass items through and log how far they are: a line of level INFO for every block, or every 30 seconds.
 
         quantizing: block 3 of 32, layer 21 of 224, 1 min 35 s, about 15 min 20 s left
 
-    There is at most one line a second, and always one at the end.
+    There is at most one line a second, and one at the end.
 
     Args:
         items: as they are worked off, `total` of them.
@@ -41,6 +42,7 @@ def logged(
         total: how many they are.
         blocks: how many items there are in each block; none: a line comes every 30 seconds only.
         there: how many of them took no time, as a run that was stopped had worked them off; they come first.
+        short: whether there is a line at the end though none came before it.
         clock: seconds.
     """
     began = said = clock()
@@ -49,7 +51,8 @@ def logged(
     for done, item in enumerate(items, 1):
         yield item  # whoever takes the next one is done with this one
         now = clock()
-        if done > there and (done == total or now - said >= (OFTEN if done in last else SELDOM)):
+        ended = done == total and (short or said > began)
+        if done > there and (ended or now - said >= (OFTEN if done in last else SELDOM)):
             said = now
             log.info("%s: %s, %s", label, _place(done, total, ends), _times(now - began, done - there, total - there))
 

@@ -169,11 +169,7 @@ class Recipe:
             object.__setattr__(self, "format", self.scheme.FORMATS[0])
         one_of("format", self.format, Format)
         if self.format not in self.scheme.FORMATS:
-            raise RecipeError(
-                f"--format {self.format} does not hold such weights: grids (--bits) are written as "
-                f"{', '.join(GridScheme.FORMATS)}, llama.cpp's own (--grid) as {', '.join(BlockScheme.FORMATS)}, entropy-coded "
-                f"weights (--rate, --size) as {', '.join(RateScheme.FORMATS)}."
-            )
+            raise RecipeError(_unfit(str(self.format), self.scheme))
         for each in self.layers:
             each.check(self.scheme)
         most = self.max_loss
@@ -275,6 +271,24 @@ class Recipe:
         )
         scheme = scheme_of(into=own.get("format"), spread=own.get("allocate"), **options)
         return cls(scheme=scheme, calibration=Calibration(**tokens), layers=other, **own)
+
+
+def _unfit(format: str, scheme: AnyScheme) -> str:
+    """Return the sentence for a format that does not hold the weights of a scheme: what it holds, and the ways out."""
+    if isinstance(scheme, RateScheme):
+        given = f"--rate {scheme.rate:g}" if scheme.size is None else f"--size {scheme.size}"
+        holds, found = "fixed grids", f"{given} is for entropy-coded weights"
+        instead = "give --bits, --grid, or --size without --rate" if format == "gguf" else "give --bits"
+    elif isinstance(scheme, BlockScheme):
+        given = f"--size {scheme.size}" if scheme.grid is None else f"--grid {scheme.grid}"
+        holds, found, instead = "no grids of llama.cpp", f"{given} is for these", "give --bits"
+    else:
+        holds, found = "entropy-coded weights", f"--bits {scheme.bits} is for fixed grids"
+        instead = f"give --rate {scheme.bits}, or --size"
+    return (
+        f"--format {format} holds {holds}, and {found}. For that format {instead}; for such weights leave out --format, and they "
+        f"are written as {scheme.FORMATS[0]}."
+    )
 
 
 def changed(options: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

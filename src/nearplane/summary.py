@@ -33,6 +33,7 @@ def summary(record: RunRecord, out: Path) -> Iterator[str]:
         yield record.tuning.sentence()
     yield from _types(record)
     yield from _smaller_groups(record)
+    yield from _wide_steps(record)
     yield from _few_tokens(record)
     yield from _experts(record)
     if record.tokens and record.windows < record.recipe.calibration.samples:
@@ -153,7 +154,7 @@ def _experts(record: RunRecord) -> Iterator[str]:
     times = max((ADVISED * layer.in_features / layer.tokens for layer in few if layer.tokens), default=1.0)
     yield (
         f"{counted(len(rare), 'expert')} of them saw fewer than {ADVISED} tokens for each input; about --samples "
-        f"{math.ceil(times * record.windows):,} would reach all that any token reached"
+        f"{math.ceil(times * record.windows):,}, {times:.1f} times as many, would reach all that any token reached"
     )
     if filled:
         yield (
@@ -175,7 +176,7 @@ def _types(record: RunRecord) -> Iterator[str]:
         return
     said = ", ".join(f"{name} in {counted(count, 'layer')}" for name, count in found.most_common())
     if scheme.size is None:
-        yield f"--grid {scheme.grid}: {said}"
+        yield f"{f'{scheme.grid} bits per weight' if scheme.measured else f'--grid {scheme.grid}'}: {said}"
     else:
         reached = 100 * record.folder / bytes_in(scheme.size)
         yield f"--size {scheme.size}: {said}; the folder has {reached:.2f} % of that"
@@ -188,6 +189,20 @@ def _types(record: RunRecord) -> Iterator[str]:
                 f"get the type that llama.cpp takes for them"
             )
             return
+
+
+def _wide_steps(record: RunRecord) -> Iterator[str]:
+    """Yield a line if steps take 32 bits, which they do where the model is stored so."""
+    layer = record.layers[0]
+    if record.recipe.format != "compressed-tensors" or layer.bits is None:
+        return
+    words = -(-layer.in_features * layer.bits // 32)  # of codes, a row
+    steps = layer.out_features * (layer.in_features // (layer.group_size or layer.in_features))
+    if layer.bytes - 4 * words * layer.out_features >= 4 * steps:
+        yield (
+            "each step takes 32 bits, as the model is in float32 and readers of compressed-tensors want steps in its dtype: 16 "
+            "in --format gptq, or of the model in bfloat16"
+        )
 
 
 def _smaller_groups(record: RunRecord) -> Iterator[str]:

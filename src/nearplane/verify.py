@@ -7,8 +7,9 @@ those of the files, and its certificate is measured anew. Nothing is trusted but
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from nearplane.budget.plan import Plan, Progress, look
 from nearplane.errors import CalibrationError, FormatError, ModelError, NumericalError, RecipeError
 from nearplane.faults import Fault, Verified
 from nearplane.formats.beside import CONFIG, GPTQ_CONFIG, names_copied
+from nearplane.formats.config_file import READ_WITH, WEIGHTS
 from nearplane.formats.folder import read_config
 from nearplane.formats.stored import Stored
 from nearplane.jsonfile import unordered
@@ -72,7 +74,7 @@ def verify(
         tolerance: relative, of figures measured again; at least 1e-4 for records before version 4, which were measured otherwise.
         device: where to compute.
         trust_remote_code: run model code that comes with the original.
-        progress: wraps the iterator over layers.
+        progress: wraps the iterators over files, layers as they are read, and layers as they are measured.
 
     Raises:
         NearplaneError: there is no record, or the original or the text cannot be read.
@@ -91,15 +93,16 @@ def verify(
             f"{folder} was made with options that nearplane no longer has ({said}), so that its losses cannot be measured again. "
             f"Leave out --against to check its files."
         )
+    shown = partial(_shown, progress)
     faults = [
-        *checked_files.files(folder, record),
+        *checked_files.files(folder, record, shown),
         *checked_files.inside(folder, record),
         *checked_files.sums(folder, record),
     ]
     stored = checked_files.opened(folder, faults)
     sound: set[str] = set()
     if stored is not None:
-        faults += [*checked_files.layers(stored, record, sound), *of_the_files(stored, record)]
+        faults += [*checked_files.layers(stored, record, sound, shown), *of_the_files(stored, record)]
     measured = False
     if against is not None and stored is not None and len(sound) == len(record.layers):
         give_back_large()
@@ -219,9 +222,13 @@ def _beside(folder: Path, record: RunRecord, recipe: Recipe, model: Model) -> It
             yield Fault(where=name, what="the original has this file, the record does not")
     here, there = (read_config(where) for where in (folder, model.folder))
     if unlike := sorted(
-        key for key in here.keys() | there.keys() if here.get(key) != there.get(key) and key != "quantization_config"
+        key
+        for key in (here.keys() | there.keys()) - {"quantization_config", WEIGHTS}
+        if here.get(key) != there.get(key)
     ):
         yield Fault(where=CONFIG, what=f"{', '.join(unlike)} are not what the original's says")
+    if here.get(WEIGHTS) not in (None, READ_WITH):
+        yield Fault(where=CONFIG, what=f"{WEIGHTS} names a file, which nearplane never does")
     own = {layer.name: layer.bits for layer in record.layers if layer.bits is not None}  # by name in the network
     wanted = quantization_config(model, recipe, own if own and recipe.allocate == "slope" else None)
     if record.version == 2 and "ignore" in wanted:  # which named linear layers alone, as the network calls them
@@ -271,7 +278,13 @@ def _measured(run: _Again, progress: Progress, faults: list[Fault]) -> bool:
         faults.append(Fault(where=where, what="its tokens are not those that the record was made with"))
         return False
     total = len(record.layers)
-    return sum(progress(logged(_layers(run, windows, faults), "measuring", total), "measuring", total)) == total
+    measured = logged(_layers(run, windows, faults), "measuring", total, blocks=model.layers_by_block)
+    return sum(progress(measured, "measuring", total)) == total
+
+
+def _shown(progress: Progress, items: Sequence[Any], label: str) -> Iterable[Any]:
+    """Pass items through and show how far they are."""
+    return progress(logged(items, label, len(items), short=False), label, len(items))
 
 
 def _layers(run: _Again, windows: Windows, faults: list[Fault]) -> Iterator[bool]:

@@ -16,6 +16,7 @@ from families import FAMILIES, MOE_FAMILIES, VOCABULARY, config_of, random_model
 from nearplane.errors import CalibrationError, ModelError
 from nearplane.models.activations import Stream, readout, skeleton
 from nearplane.models.model import Model, open_model
+from readers.types import save_type
 
 Saved = Callable[[str], Path]
 Loaded = Callable[[str], PreTrainedModel]
@@ -178,3 +179,11 @@ def test_a_network_that_cannot_be_run_block_by_block_is_refused(
     monkeypatch.setattr(modeling_llama.LlamaModel, "forward", rewired(order))
     with pytest.raises(ModelError, match=message):
         started(saved("llama"), tokens)
+
+
+def test_hidden_states_with_tokens_before_windows_are_refused(tmp_path: Path, tokens: Tensor) -> None:
+    """XLNet's: windows would be taken for tokens."""
+    with pytest.raises(
+        ModelError, match=r"hidden states \(\d+, \d+, 64\) for tokens \(\d+, \d+\): .* one window behind"
+    ):
+        started(save_type(tmp_path, "xlnet"), tokens)

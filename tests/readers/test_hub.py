@@ -26,6 +26,7 @@ from native_checkpoints import product_matrix, save_tiny, write_native
 from nearplane import cli
 from nearplane.errors import FormatError, ModelError, NearplaneError, RecipeError
 from nearplane.evaluate import load_dense
+from nearplane.formats.config_file import READ_WITH
 from nearplane.formats.native import Native
 from nearplane.formats.stored import read_dense
 from nearplane.readers.network import stored_transposed
@@ -196,13 +197,26 @@ def without_stops(out: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_transformers_without_the_registration_stops(
-    folder: Callable[[str], Path], case: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    folder: Callable[[str], Path],
+    case: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It skips quantization of a kind that it does not know, and would fill what it does not find with random numbers."""
+    """It skips quantization of a kind that it does not know, and would fill what it does not find with random numbers.
+
+    Its error ends with what to do; where a config.json does not say it, as of folders of before, sizes do not match.
+    """
     monkeypatch.delitem(AUTO_QUANTIZATION_CONFIG_MAPPING, "nearplane")
+    old = shutil.copytree(folder(case), tmp_path / "old")
+    config = json.loads((old / "config.json").read_text())
+    assert config.pop("transformers_weights") == READ_WITH
+    (old / "config.json").write_text(json.dumps(config))
     for auto in (AutoModelForCausalLM, AutoModel):
-        with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        with pytest.raises(ValueError, match=r"coded by nearplane\. Load them with nearplane\.load.* before from_pre"):
             auto.from_pretrained(folder(case))
+        with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+            auto.from_pretrained(old)
     assert "Unknown quantization type, got nearplane" in caplog.text
 
 
@@ -301,7 +315,7 @@ def test_an_export_gets_in_no_ones_way(folder: Callable[[str], Path], tmp_path: 
         nearplane.export(out.parent / "source", tmp_path / "dense")
     with pytest.raises(ModelError, match="does not exist"):
         nearplane.export(tmp_path / "nowhere", tmp_path / "dense")
-    with pytest.raises(RecipeError, match="'gguf'"):
+    with pytest.raises(RecipeError, match=r"--format gguf: .* nearplane quantize --format gguf"):
         nearplane.export(out, tmp_path / "dense", format="gguf")
     assert not (tmp_path / "dense").exists()
 

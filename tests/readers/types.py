@@ -56,7 +56,9 @@ OWN: dict[str, dict[str, Any]] = {  # what some types need besides; None takes a
     "lfm2_moe": dict(layer_types=["conv", "full_attention"]),
     "lfm3": dict(layer_types=["conv", "full_attention"]),
     "mamba2": dict(num_heads=8, n_groups=2, state_size=16),
-    "nemotron_h": dict(moe_shared_expert_intermediate_size=64),
+    "nemotron_h": dict(
+        moe_shared_expert_intermediate_size=64, mamba_num_heads=8, mamba_head_dim=16, n_groups=2, ssm_state_size=16
+    ),
     "recurrent_gemma": dict(num_hidden_layers=3),
     "xlnet": dict(max_position_embeddings=None, d_inner=128),
     "xmod": dict(default_language="en_XX"),

@@ -10,6 +10,12 @@ from typing import Any
 
 from nearplane.schemes import LayerGrid, Scheme
 
+WEIGHTS = "transformers_weights"  # a field of config.json: the name of the file that transformers reads
+READ_WITH = (
+    "no such file, as these weights are coded by nearplane. Load them with nearplane.load(FOLDER), or call "
+    "nearplane.register() before from_pretrained"
+)  # stands there in our own format: transformers ends its error with it, before it reads anything
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantized:

@@ -230,6 +230,11 @@ class _Tape:
             self.begin()
             until_stopped(partial(network, part.to(device), **words(network)))
             self.check()
+            if len(found := self.hidden[-1]) != len(part):
+                raise ModelError(
+                    f"{self._names[0]} is given hidden states {tuple(found.shape)} for tokens {tuple(part.shape)}: nearplane "
+                    f"needs one window behind the other in both. Use another model."
+                )
         return self.hidden
 
     def begin(self) -> None:

@@ -167,6 +167,14 @@ class Model:
         parts = (self.embeddings, *self.blocks, self.head)
         return [layer for part in parts if part is not None for layer in part.layers]
 
+    @property
+    def layers_by_block(self) -> list[int]:
+        """How many matrices are quantized with each block, embeddings with the first and the head with the last."""
+        counts = [len(block.layers) for block in self.blocks]
+        counts[0] += self.embeddings is not None
+        counts[-1] += self.head is not None
+        return counts
+
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Load the tokenizer.
 

@@ -35,6 +35,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from nearplane.errors import FormatError, ModelError, RecipeError
 from nearplane.formats import FORMATS
+from nearplane.formats.config_file import WEIGHTS
 from nearplane.formats.native import DEFAULT, METHOD, Native
 from nearplane.formats.stored import quantization_of
 from nearplane.pretrained import find_folder, network_of
@@ -130,6 +131,12 @@ class NearplaneQuantizer(HfQuantizer):
             raise ModelError(
                 "device_map sends layers to disk; nearplane checkpoints are decoded in memory. Map them to a device."
             )
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Take from the config the sentence at which transformers stops without this class: files are found by their names."""
+        if hasattr(config, WEIGHTS):
+            delattr(config, WEIGHTS)
+        return config
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         """Return whether a tensor's size is the file's to say: transformers then takes it as it comes."""

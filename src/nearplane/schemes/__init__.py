@@ -67,10 +67,12 @@ def scheme_of(*, into: str | None = None, spread: str | None = None, **options: 
         RecipeError: an option is one that only another kind has, or none at all.
     """
     given = {name: value for name, value in options.items() if value is not None}
+    said = f"--grid {given['grid']}" if "grid" in given else f"--size {given.get('size')} of a GGUF"
     if into == "gguf" and not given.keys() & {"grid", "size", "rate"}:
         bits = given.get("bits", BITS)
         if spread == "slope" or (isinstance(bits, float) and not bits.is_integer()):
             given = {name: value for name, value in given.items() if name != "bits"} | {"grid": f"{bits:g}"}
+            said = f"--bits {bits:g} of a GGUF, for which types are chosen by measuring,"
     blocks = "grid" in given or (into == "gguf" and "size" in given)
     coded = "rate" in given or ("size" in given and not blocks)
     if "grid" in given and ("rate" in given or ("size" in given and into != "gguf")):
@@ -93,7 +95,6 @@ def scheme_of(*, into: str | None = None, spread: str | None = None, **options: 
                 f"and --size."
             )
         if blocks:
-            said = f"--grid {given['grid']}" if "grid" in given else f"--size {given['size']} of a GGUF"
             raise RecipeError(
                 f"{name} is {given[name]!r}, but {said} says all of how weights are stored: leave out one of them."
             )
