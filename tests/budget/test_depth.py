@@ -36,19 +36,19 @@ def blocks(*ends):
     ("count", "most", "expected"),
     [
         (5, 6, {0, 1, 2, 3, 4}),
-        (5, 4, {0, 1, 2, 4}),
-        (5, 3, {0, 1, 4}),
-        (80, 6, {0, 1, 20, 40, 60, 79}),
+        (5, 4, {0, 1, 3, 4}),
+        (5, 3, {0, 2, 4}),
+        (80, 6, {0, 8, 27, 52, 71, 79}),
         (9, 2, {0, 8}),
         (9, 0, {0, 8}),
     ],
 )
-def test_the_first_block_is_measured_and_evenly_spaced_ones_to_the_last(count, most, expected):
+def test_blocks_are_measured_from_the_first_to_the_last_closer_at_the_ends(count, most, expected):
     assert measured_blocks(blocks(*["q k"] * count), most) == expected
 
 
-def test_blocks_with_other_layers_are_spaced_by_themselves():
-    """Every eighth is attention, which equal steps over all blocks might never meet."""
+def test_blocks_with_other_layers_are_chosen_by_themselves():
+    """Every eighth is attention, which steps over all blocks might never meet."""
     mixed = blocks(*(["q k", *["conv"] * 7] * 4), "", "dense")
     found = measured_blocks(mixed, 12)
     assert {0, 24, 33} < found  # of attention the first and the last; the dense one

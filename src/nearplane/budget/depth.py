@@ -39,8 +39,8 @@ def within(layer: str, block: str) -> str:
 def measured_blocks(blocks: Sequence[Block], most: int) -> frozenset[int]:
     """Return the numbers of blocks whose layers are measured: all, or about `most`.
 
-    That is the first, which is unlike all others, and from the second to the last evenly spaced ones. Blocks with other layers
-    (attention here, convolution there) are chosen by themselves: of every sort at least two, or all.
+    From the first to the last, closer to each other at both ends (Chebyshev's points), where blocks differ most. Blocks with other
+    layers (attention here, convolution there) are chosen by themselves: of every sort at least two, or all.
     """
     if len(blocks) <= most:
         return frozenset(range(len(blocks)))
@@ -51,8 +51,8 @@ def measured_blocks(blocks: Sequence[Block], most: int) -> frozenset[int]:
     chosen: set[int] = set()
     for numbers in sorts.values():
         count = max(min(2, len(numbers)), most * len(numbers) // len(blocks))
-        evenly = np.linspace(min(count - 1, 1), len(numbers) - 1, count - 1) if count > 2 else (len(numbers) - 1,)
-        chosen.update((numbers[0], *(numbers[round(place)] for place in evenly)))
+        places = (1 - np.cos(np.linspace(0, np.pi, count))) / 2 * (len(numbers) - 1)  # of one it is the first
+        chosen.update(numbers[round(place)] for place in places)
     return frozenset(chosen)
 
 

@@ -81,8 +81,8 @@ def probe(
     perturbed as well, and what the network loses by that is estimated: from the sensitivities of their outputs where all are
     given, else from how much of the hidden states behind the block it changes. `told_losses` multiplies it with what estimates
     are off by where both are known. So memory does not grow with depth, and travelling takes at most half a forward of every
-    block on all tokens (or on `TRAVELLERS * TOKENS`). Three of five blocks measured so cost less than 1 % of the loss of the best
-    rates, 1 to 4 % without sensitivities.
+    block on all tokens (or on `TRAVELLERS * TOKENS`). Three of five blocks measured so changed the KL of two models at rates
+    by -5 to +2 %, without sensitivities by -2 to +1 %.
 
     Args:
         model: to be quantized.
