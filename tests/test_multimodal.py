@@ -53,7 +53,7 @@ def test_four_bits_load_in_plain_transformers(kind: str, tmp_path: Path) -> None
     loaded, expected = AutoModelForImageTextToText.from_pretrained(out, dtype=torch.float32), dense(out)
     original = AutoModelForImageTextToText.from_pretrained(source)
     assert type(loaded) is type(original)
-    stack = open_model(str(source)).stack
+    (stack,) = open_model(str(source)).stacks
     assert {layer.name.rpartition(".")[0].startswith(f"{stack}.") for layer in record.layers} == {True}
     for given in (TOKENS, *([seen(kind)] if kind in WITH_IMAGES else [])):
         assert torch.equal(logits(loaded, given), logits(expected, given))

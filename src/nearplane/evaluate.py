@@ -79,7 +79,7 @@ def evaluate(
             in its dtype, on its device.
         text: .txt, .jsonl or a folder of them, tokenized whole without special tokens, cut into windows that do not overlap. Or a
             list of texts, token ids (windows, seqlen), or pixel values (images, channels, height, width). Of encoders windows
-            begin and end with [CLS] and [SEP], or their like.
+            begin and end with [CLS] and [SEP], or their like. Decoders behind an encoder predict the window that it is given.
         tokenizer: of a model object; tokens need none.
         seqlen: tokens of a window; None: 2048, or the model's positions if fewer.
         samples: windows, the first ones of the text; None: all.
@@ -212,7 +212,7 @@ def _windows(
         text if given is None else given.texts,
         samples=samples or sys.maxsize,
         seqlen=seqlen,
-        between=around(tokenizer) if network.embeds else (),
+        between=around(tokenizer) if network.framed else (),
     )
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     MODEL_MAPPING_NAMES,
 )
 
@@ -42,6 +44,13 @@ def is_multimodal(config: Any) -> bool:
     return seeing is not None and (seeing == made or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
+def is_translator(config: Any) -> bool:
+    """Return whether a config describes an encoder and a decoder that predicts tokens, which AutoModelForSeq2SeqLM builds."""
+    kind, made = getattr(config, "model_type", ""), (getattr(config, "architectures", None) or ("",))[0]
+    whole = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    return bool(getattr(config, "is_encoder_decoder", False)) and made == whole
+
+
 def has_head(network: nn.Module) -> bool:
     """Return whether a network predicts tokens."""
     transformer: Any = network
@@ -56,7 +65,7 @@ def takes_images(network: nn.Module) -> bool:
 
 def towers(network: PreTrainedModel) -> tuple[str, ...]:
     """Return the names of the networks in a network that lie beside the one that looks tokens up: they see images or hear."""
-    if takes_images(network):
+    if takes_images(network) or has_two_stacks(network):
         return ()
     inputs = network.get_input_embeddings()
     place = next(name for name, part in network.named_modules() if part is inputs)
@@ -68,6 +77,17 @@ def towers(network: PreTrainedModel) -> tuple[str, ...]:
 def _within(name: str, part: str) -> bool:
     """Return whether a module lies in a part of a network, "" being all of it."""
     return not part or f"{name}.".startswith(f"{part}.")
+
+
+def has_two_stacks(network: nn.Module) -> bool:
+    """Return whether a network has blocks of an encoder and of a decoder, which looks at what comes out of the encoder."""
+    transformer: Any = network
+    return has_head(network) and is_translator(transformer.config)
+
+
+def is_framed(network: nn.Module) -> bool:
+    """Return whether a network was made for text between two tokens of its own, [CLS] and [SEP] or their like."""
+    return not has_head(network) or has_two_stacks(network)
 
 
 def padded_positions(network: nn.Module) -> int:
@@ -83,13 +103,28 @@ def _plain(kind: str) -> tuple[str, ...]:
     return (found,) if isinstance(found, str) else tuple(found)
 
 
-def words(network: nn.Module) -> dict[str, Any]:
-    """Return what a network is told beside its input: to keep nothing for later tokens, if it knows of that."""
+def words(network: nn.Module, tokens: Tensor) -> dict[str, Any]:
+    """Return what a network is told beside its input: to keep nothing for later tokens, if it knows of that.
+
+    The decoder behind an encoder is given the same tokens, one place on: it starts with its own token, and predicts the first.
+
+    Args:
+        network: that runs.
+        tokens: (windows, seqlen) its input, or pixel values.
+    """
     named = "use_cache" in inspect.signature(network.forward).parameters
-    return {"use_cache": False} if named or has_head(network) else {}
+    told: dict[str, Any] = {"use_cache": False} if named or has_head(network) else {}
+    if has_two_stacks(network):
+        transformer: Any = network
+        start = tokens.new_full((len(tokens), 1), int(transformer.config.decoder_start_token_id))
+        told["decoder_input_ids"] = torch.cat([start, tokens[:, :-1]], 1)
+    return told
 
 
 def read_out(network: nn.Module, output: Any) -> Tensor:
-    """Return logits (windows, seqlen, vocabulary), or of a network without head the last hidden states."""
+    """Return logits (windows, seqlen, vocabulary), or of a network without head the last hidden states.
+
+    Logits at a token are those of the next one; behind an encoder, see `words`, the last are those of the first.
+    """
     found: Tensor = output.logits if has_head(network) else output.last_hidden_state
-    return found
+    return found.roll(-1, 1) if has_two_stacks(network) else found

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from nearplane.errors import ModelError
 from nearplane.formats.folder import read_config
 from nearplane.formats.stored import quantization_of, reader_of
-from nearplane.headless import has_head, read_out, takes_images, words
+from nearplane.headless import has_head, is_framed, read_out, takes_images, words
 from nearplane.memory import free_memory, give_back_large
 from nearplane.models.activations import finite, readout, skeleton
 from nearplane.models.given import called, check_model
@@ -47,6 +47,7 @@ class Network(ABC):
         device: that it computes on.
         vocabulary: how many tokens its input embeddings have; 0 where it takes images.
         embeds: whether it has no head.
+        framed: whether windows are to begin and end with tokens of its own, see `is_framed`.
         positions: that it was built for, or None.
         width: of its hidden states, where those of all windows are in memory; else 0.
     """
@@ -55,6 +56,7 @@ class Network(ABC):
     device: torch.device
     vocabulary: int
     embeds: bool
+    framed: bool
     positions: int | None
     width: int
 
@@ -77,6 +79,7 @@ class Held(Network):
             positions_of(network.config, network),
             not has_head(network),
         )
+        self.framed = is_framed(network)
         self.vocabulary = 0 if takes_images(network) else network.get_input_embeddings().weight.shape[0]
 
     def shapes(self) -> list[tuple[int, int]]:
@@ -112,7 +115,9 @@ class Streamed(Network):
             raise ModelError("images do not pass block by block")
         embeddings = model.network.get_input_embeddings().weight
         self.vocabulary, self.width = embeddings.shape
+        self.width *= len(model.stacks)
         self.positions, self.embeds = model.positions, not has_head(model.network)
+        self.framed = is_framed(model.network)
         skeleton(model, torch.zeros(1, 2, dtype=torch.int64), device=device, dtype=torch.float32, two_streams=False)
 
     def shapes(self) -> list[tuple[int, int]]:
@@ -204,13 +209,13 @@ def predictions(networks: Sequence[Network], windows: Tensor) -> Iterator[tuple[
 @torch.no_grad()
 def log_probabilities(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """Return (windows, seqlen - 1, vocabulary) float32 log-probabilities of every next token of `tokens` (windows, seqlen)."""
-    return _next_tokens(model(tokens, use_cache=False).logits)
+    return _next_tokens(read_out(model, model(tokens, **words(model, tokens))))
 
 
 @torch.no_grad()
 def embedded(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """Return (windows, hidden) float32 means of the last hidden states of `tokens` (windows, seqlen)."""
-    return _pooled(read_out(model, model(tokens, **words(model))))
+    return _pooled(read_out(model, model(tokens, **words(model, tokens))))
 
 
 def _pooled(hidden: Tensor) -> Tensor:

@@ -22,13 +22,14 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from nearplane.errors import ModelError, NearplaneError, first_line
-from nearplane.headless import is_headless, is_multimodal
+from nearplane.headless import is_headless, is_multimodal, is_translator
 from nearplane.jsonfile import read_object
 from nearplane.places import folder_named
 from nearplane.plausible import Limited, check_counts, check_patterns, check_sizes
@@ -123,6 +124,8 @@ def _builder(config: Any) -> Any:
     """Return the class of transformers that builds the network of a config with all its parts, as its makers saved it."""
     if is_headless(config):
         return AutoModel
+    if is_translator(config):
+        return AutoModelForSeq2SeqLM
     return AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
 
 

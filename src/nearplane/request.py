@@ -18,7 +18,7 @@ from nearplane.errors import RecipeError
 from nearplane.formats import FORMATS
 from nearplane.formats.config_file import Quantized
 from nearplane.formats.gptq import FUSED
-from nearplane.headless import has_head
+from nearplane.headless import has_head, has_two_stacks
 from nearplane.lattice.solvers import SOLVERS
 from nearplane.models.ignored import refuse_unmatched
 from nearplane.models.layers import Layer
@@ -98,6 +98,8 @@ def check_request(model: Model, recipe: Recipe) -> None:
             f"{type(model.network).__name__} is an encoder, and readers of {recipe.format} take language models alone. Use "
             f"--format compressed-tensors, or --rate 4, which nearplane.load reads."
         )
+    if has_two_stacks(model.network):
+        _check_two_stacks(model, recipe)
     layers = model.layers
     for layer in layers:
         scheme = recipe.scheme_of(layer.name)
@@ -122,6 +124,24 @@ def check_request(model: Model, recipe: Recipe) -> None:
         logger.warning(
             f"{' and '.join(names)} of {path} have different grids: vLLM and SGLang, which make one layer of them, do not load "
             f"that."
+        )
+
+
+def _check_two_stacks(model: Model, recipe: Recipe) -> None:
+    """Refuse what encoders with a decoder cannot have.
+
+    Raises:
+        RecipeError: names it.
+    """
+    called = f"{type(model.network).__name__} has an encoder and a decoder"
+    if str(recipe.format) not in ("compressed-tensors", "nearplane"):
+        raise RecipeError(
+            f"{called}, and readers of {recipe.format} take one stack of blocks. Use --format compressed-tensors, or --rate 4, "
+            f"which nearplane.load reads."
+        )
+    if any(recipe.scheme.ends):
+        raise RecipeError(
+            f"{called}, of which embeddings and head stay as they are so far. Leave out --include-embeddings and --include-head."
         )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nearplane.enough import LEAST, shortage
 from nearplane.errors import CalibrationError, RecipeError
-from nearplane.headless import has_head, takes_images
+from nearplane.headless import is_framed, takes_images
 from nearplane.lattice.solvers import SOLVERS
 from nearplane.models.activations import skeleton
 from nearplane.models.data import around, read_windows
@@ -114,7 +114,7 @@ def calibration_windows(
         refuse_lost(texts)
         samples = wanted.samples + following
         tokenizer = model.tokenizer()
-        edges = () if has_head(model.network) else around(tokenizer)
+        edges = around(tokenizer) if is_framed(model.network) else ()
         windows = read_windows(tokenizer, texts, samples=samples, seqlen=seqlen, seed=wanted.seed, between=edges)
     if not following or len(windows) == 1:
         return Windows(seqlen=seqlen, fitted=windows)

@@ -50,6 +50,11 @@ def check_layers(model: Model, called: str) -> None:
             f"{called} is of {type(model.network).__name__}, which predicts no tokens, and tuning trains on predictions. Quantize "
             f"without --tune."
         )
+    if len(model.stacks) > 1:
+        raise RecipeError(
+            f"{called} is of {type(model.network).__name__}, an encoder with a decoder, and so far tuning trains one stack of "
+            f"blocks. Quantize without --tune."
+        )
     if routed := [layer for layer in model.layers if layer.routed]:
         raise RecipeError(
             f"{called} quantizes experts ({routed[0].name} and {len(routed) - 1:,} more), and so far tuning trains none. "

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from nearplane.errors import CalibrationError
-from nearplane.models.activations import Call, Stream, finite
+from nearplane.models.activations import Stream, finite
 from nearplane.models.experts import unwatched
 from nearplane.models.layers import Layer
 from nearplane.models.model import ABSENT, Block
+from nearplane.models.recorder import Call
 from nearplane.models.rows import RoutedRows, Rows, Seen, rows_of
 from nearplane.models.watch import Additions, Hooks, Results, Stop, total, until_stopped
 
@@ -76,7 +77,7 @@ def first_look(block: Block, stream: Stream) -> FirstLook:
     Raises:
         CalibrationError: layers did not run; the message names them.
     """
-    module, hidden = block.quantized, stream.quantized[0]
+    module, hidden = block.quantized, stream.own(block, 0)
     assert module is not None, ABSENT
     layers = block.quantized_layers()
     entered: dict[str, list[Entered]] = {}
@@ -102,7 +103,7 @@ def first_look(block: Block, stream: Stream) -> FirstLook:
             hooks.before(layer, entering)
             if not layer.routed:
                 hooks.after(layer, additions.watch)
-        stream.forward(block, module, 0, hidden)
+        stream.forward(block, module, 0, stream.quantized[0])
         additions.finish()
     if unseen := [layer.name for layer in layers if layer.name not in entered]:
         raise unreached(", ".join(unseen))

@@ -72,7 +72,9 @@ class Weights:
         self._loads, self._unused = _plan(network, reader, self._conversions)
         self._known = {*network.state_dict()}
         names = [name for name, _ in network.named_parameters(remove_duplicate=False)]
-        if missing := [name for name in names if self._find(name) is None]:
+        missing = [name for name in names if self._find(name) is None]
+        self._computed = {name for name in missing if name in (network._keys_to_ignore_on_save or ())}
+        if missing := [name for name in missing if name not in self._computed]:
             raise ModelError(
                 f"{reader.folder}: the checkpoint lacks {len(missing)} of the {len(names)} parameters of "
                 f"{type(network).__name__}, first {missing[0]}. Is it complete, and is config.json its own?"
@@ -176,7 +178,7 @@ class Weights:
         wanted = {name: empty for name, empty in wanted.items() if not name.startswith(without)}
         done: set[str] = set()
         for name in wanted:
-            if name in done:
+            if name in done or name in self._computed:
                 continue
             load = self._find(name)
             assert load is not None, name
@@ -189,7 +191,7 @@ class Weights:
                 tensor = _checked(tensor.to(device), empty, kept, load.sources[0][0])
                 _put(root, [place.removeprefix(prefix) for place in places], tensor)
                 done.update(places)
-        self._compute_buffers(root, prefix, device)
+        self._compute(root, prefix, device, dtype)
 
     @staticmethod
     def leave_out(part: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
@@ -216,16 +218,20 @@ class Weights:
         return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
     @torch.no_grad()
-    def _compute_buffers(self, root: nn.Module, prefix: str, device: torch.device) -> None:
-        """Compute the buffers that no checkpoint holds (rotary frequencies, masks) as from_pretrained does."""
+    def _compute(self, root: nn.Module, prefix: str, device: torch.device, dtype: torch.dtype) -> None:
+        """Compute what no checkpoint holds (rotary frequencies, masks, Marian's sine waves) as from_pretrained does."""
         for path, module in root.named_modules():
+            place = f"{prefix}{path}." if path else prefix
             empty = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
-            if not empty:
+            waves = [name for name, _ in module.named_parameters(recurse=False) if place + name in self._computed]
+            if not empty and not waves:
                 continue
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 tensor._is_hf_initialized = True  # transformers leaves these alone
             for name, buffer in empty.items():
                 module._buffers[name] = torch.zeros_like(buffer, device=device)
+            for name in waves:
+                _put(module, [name], torch.zeros_like(module.get_parameter(name), device=device, dtype=dtype))
             with guard_torch_init_functions():
                 _owner(self.network, prefix + path)._init_weights(module)
 

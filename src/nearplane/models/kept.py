@@ -31,17 +31,18 @@ def unbuilt_parts(unused: Iterable[str], used: Iterable[str]) -> Counter[str]:
     return parts
 
 
-def outside_parts(network: nn.Module, stack: str, apart: Collection[str]) -> Counter[str]:
+def outside_parts(network: nn.Module, stacks: Collection[str], apart: Collection[str]) -> Counter[str]:
     """Return the parts of a network outside its stack of blocks that hold matrices, and how many each holds.
 
     Args:
         network: the whole of it.
-        stack: name of the list of blocks.
+        stacks: names of the lists of blocks.
         apart: names of modules that are no part: input embeddings and head.
     """
     names = [name for name, module in network.named_modules() if isinstance(module, MATRICES)]
-    outside = [name for name in names if not name.startswith(f"{stack}.") and name not in apart]
-    known = [f"{stack}.", *(f"{name}." for name in apart)]
+    blocks = tuple(f"{stack}." for stack in stacks)
+    outside = [name for name in names if not name.startswith(blocks) and name not in apart]
+    known = [*blocks, *(f"{name}." for name in apart)]
     return unbuilt_parts((f"{name}." for name in outside), known)
 
 

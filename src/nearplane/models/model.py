@@ -28,7 +28,7 @@ from nearplane.models.conversion import Weights
 from nearplane.models.experts import observable
 from nearplane.models.kept import MATRICES, kept_parts, outside_parts, unbuilt_parts
 from nearplane.models.layers import Layer
-from nearplane.models.structure import IGNORED, find_blocks, find_ends, find_layers
+from nearplane.models.structure import IGNORED, find_ends, find_layers, find_stacks
 from nearplane.pretrained import empty_network, find_folder, has_other_tokenizer, save_tokenizer, tokenizer_of
 from nearplane.shards import TensorReader
 from nearplane.widened import METHODS, WidenedReader, method_of, source_reader
@@ -105,7 +105,8 @@ class Model:
         dtype: of the weights in the checkpoint.
         positions: that it was built for, or None.
         trust_remote_code: whether code that comes with the checkpoint may run.
-        blocks: in the order they run.
+        stacks: names of the lists of blocks: one, or those of an encoder and of a decoder.
+        blocks: of all of them in the order they run.
         embeddings, head: as blocks of one layer each where they are to be quantized, else None.
         tied: whether they are one matrix, which is then `embeddings`.
         unbuilt: names in the checkpoint of parts that transformers does not build, with the number of their matrices.
@@ -136,14 +137,14 @@ class Model:
         self.dtype, self.positions = _dtype(reader), positions_of(network.config, network)
         self.trust_remote_code = trust_remote_code
         self.stored = reader.method if isinstance(reader, WidenedReader) else ""
-        self.stack, blocks = find_blocks(network)
+        stacks = find_stacks(network)
+        self.stacks = tuple(name for name, _ in stacks)
         self.weights = Weights(network, reader)
         self.blocks: list[Block] = []
         self.skipped: list[tuple[str, str]] = []
         self.ignored: list[str] = []
         self.tuned: dict[str, torch.Tensor] = {}
-        for index, module in enumerate(blocks):
-            name = f"{self.stack}.{index}"
+        for name, module in ((f"{stack}.{i}", block) for stack, blocks in stacks for i, block in enumerate(blocks)):
             layers, left = find_layers(module, name, ignore, self.weights.stacked)
             self.blocks.append(Block(self, name, module, layers))
             self.skipped += [(layer, reason) for layer, reason in left if reason != IGNORED]
@@ -158,7 +159,7 @@ class Model:
         self.unbuilt = self._unbuilt()
         sides = (network.get_input_embeddings(), outputs)
         known = {name for name, module in network.named_modules() if module in sides}
-        self.skipped += kept_parts(self.unbuilt, outside_parts(network, self.stack, known))
+        self.skipped += kept_parts(self.unbuilt, outside_parts(network, self.stacks, known))
         self.ignored += [layer for layer, reason in left if reason == IGNORED]
 
     @property
@@ -249,9 +250,13 @@ class Model:
 
         What sees images or hears beside a language model does not run on text, and stays on disk.
         """
-        blocks = nn.ModuleList(stand_ins)
-        shared = {id(config): config for config in _configs(self.config)}
-        network = deepcopy(self.network, {id(self.network.get_submodule(self.stack)): blocks, **shared})
+        shared: dict[int, Any] = {id(config): config for config in _configs(self.config)}
+        left = list(stand_ins)
+        for stack in self.stacks:
+            blocks = self.network.get_submodule(stack)
+            assert isinstance(blocks, nn.ModuleList), "as it was found"
+            shared[id(blocks)] = nn.ModuleList([left.pop(0) for _ in blocks])
+        network = deepcopy(self.network, shared)
         last = None if head else network.get_output_embeddings()
         where = [path for path, module in network.named_modules() if last is not None and module is last]
         apart = towers(network)

@@ -182,7 +182,8 @@ class Passage:
                 self._hooks.before(layer, partial(_pause, firsts[layer.name]))
             if layer.name in self._adding:
                 self._hooks.after(layer, self._watch)
-        return [_Forward(partial(self._run, module, batch, states), x) for batch, x in enumerate(states)]
+        own = [self.stream.own(self.block, batch) for batch in range(len(states))]
+        return [_Forward(partial(self._run, module, batch, states), x) for batch, x in enumerate(own)]
 
     def _run(self, module: nn.Module | None, batch: int, states: list[Tensor]) -> Tensor:
         """Run a copy of the block on a batch: what a greenlet does."""

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from nearplane.errors import ModelError, RecipeError
-from nearplane.headless import towers
+from nearplane.headless import has_two_stacks, towers
 from nearplane.models.conversion import Names
 from nearplane.models.experts import is_stack, stacked_layers
 from nearplane.models.layers import EmbeddingLayer, Layer, as_layer
@@ -118,6 +118,22 @@ def find_ends(
             left.append((name or "head", f"{type(module).__name__} {NOT_HANDLED}"))
         found.append(layer)
     return found[0], found[1], left
+
+
+def find_stacks(network: PreTrainedModel) -> list[tuple[str, nn.ModuleList]]:
+    """Find the lists of blocks of a network in the order they run: one, or those of an encoder and of a decoder.
+
+    Raises:
+        ModelError: there is none, or one of two.
+    """
+    if not has_two_stacks(network):
+        return [find_blocks(network)]
+    names = {part: name for name, part in network.named_modules()}
+    found = []
+    for part in (network.get_encoder(), network.get_decoder()):
+        inner, blocks = find_blocks(part)
+        found.append((f"{names[part]}.{inner}", blocks))
+    return found
 
 
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:

@@ -25,8 +25,8 @@ def refuse_unsupported(model: Model) -> None:
     kind = type(model.network).__name__
     if not has_head(model.network) and getattr(model.config, "is_encoder_decoder", False):
         raise RecipeError(
-            f"The architecture {kind} is not supported: it has an encoder and a decoder, and nearplane runs one stack of blocks. "
-            f"Pass a causal language model or an encoder."
+            f"The architecture {kind} is not supported: it has an encoder and a decoder and no head, so it is not known what the "
+            f"decoder is given. Pass it as it was saved with its head, for conditional generation."
         )
     for made in getattr(model.config, "architectures", None) or ():
         if made != kind and HEADS.search(made) and hasattr(transformers, made):

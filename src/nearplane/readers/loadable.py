@@ -124,7 +124,7 @@ def way_out(model: Model, recipe: Recipe, configure: Configure, found: Sequence[
     if patterns := _left_out(model, recipe, configure, found):
         listed = " ".join(f"'{pattern}'" for pattern in patterns)
         ways.append(f"leave out what does not load with --ignore {listed}")
-    for other in ("gptq", "compressed-tensors") if has_head(model.network) else ():
+    for other in ("gptq", "compressed-tensors") if has_head(model.network) and len(model.stacks) == 1 else ():
         if other != recipe.format and _loads(model, replace(recipe, format=other), configure):
             ways.append(f"use --format {other}")
     ways.append(f"use --rate {recipe.scheme.layer_grid.bits}, which nearplane.load reads")

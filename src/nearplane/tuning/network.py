@@ -278,7 +278,7 @@ def needed(model: Model, windows: Tensor, *, batch: int, codes: int) -> tuple[in
         codes: how many codes are trained.
     """
     blocks = [sum(layer.shape[0] * layer.shape[1] for layer in block.layers) for block in model.blocks]
-    inside = sum(p.numel() for p in model.network.get_submodule(model.stack).parameters())
+    inside = sum(p.numel() for block in model.blocks for p in block.empty.parameters())
     ends = sum(p.numel() for p in model.network.parameters()) - inside
     width = model.network.get_input_embeddings().weight.shape[1]
     logits = min(LOGITS, batch * windows.shape[1] * model.network.get_input_embeddings().weight.shape[0])
