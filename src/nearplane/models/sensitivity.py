@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nearplane.errors import CalibrationError
 from nearplane.headless import has_head
+from nearplane.memory import release
 from nearplane.models.activations import Stream, finish, finite, readout, skeleton
 from nearplane.models.layers import Layer
 from nearplane.models.model import ABSENT, Block, Model
@@ -92,6 +93,7 @@ def sensitivity(
             states = [entering.pop() for _ in gradients][::-1]
             with block.on(device, dtype, original=False):
                 gradients, sums, products = _back(block, stream, states, gradients, together)
+            release()  # activations in pieces, of which the C library would keep some of every block
             found |= sums
             runs |= {
                 name: tuple((total / windows.numel()).float() for total in each) for name, each in products.items()
