@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, PreTrainedModel
 
 IMAGE, START, END = 90, 92, 93  # tokens
 TEXT = dict(
@@ -101,13 +101,27 @@ KINDS: dict[str, dict[str, Any]] = {
         ),
     ),
 }  # fmt: skip
+EARS = dict(intermediate_size=128, num_hidden_layers=4, num_attention_heads=2, num_mel_bins=8, max_source_positions=20)
+HEARING: dict[str, dict[str, Any]] = {
+    "qwen2_audio": dict(
+        text_config=TEXT | dict(model_type="qwen2"),
+        audio_config=dict(model_type="qwen2_audio_encoder", d_model=32, encoder_layers=4, encoder_attention_heads=2,
+                          encoder_ffn_dim=64, num_mel_bins=8, max_source_positions=20),
+        audio_token_index=IMAGE,
+    ),
+    "voxtral": dict(
+        text_config=TEXT | dict(model_type="llama"),
+        audio_config=EARS | dict(model_type="voxtral_encoder", hidden_size=32), audio_token_id=IMAGE,
+    ),
+}  # fmt: skip
 WITH_IMAGES = ("llava", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # of which `seen` knows what they are given
 
 
 def save_seeing(folder: Path, kind: str) -> Path:
     """Write a random model of a type in which every parameter matters."""
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[kind](**deepcopy(KINDS[kind]))).eval()
+    made = AutoModelForSeq2SeqLM if kind in HEARING else AutoModelForImageTextToText
+    model = made.from_config(CONFIG_MAPPING[kind](**deepcopy((KINDS | HEARING)[kind]))).eval()
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     model.save_pretrained(folder)

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 
 import nearplane
 from nearplane.errors import NearplaneError
 from nearplane.models.model import open_model
-from seeing import KINDS, WITH_IMAGES, logits, save_seeing, seen
+from seeing import HEARING, KINDS, WITH_IMAGES, logits, save_seeing, seen
 
 WINDOWS = torch.randint(3, 85, (16, 32), generator=torch.Generator().manual_seed(1))
 TOKENS = {"input_ids": WINDOWS[:2, :12]}
@@ -80,6 +80,21 @@ def test_rates_load_in_nearplane(kind: str, tmp_path: Path) -> None:
         wanted = logits(expected, given)
         assert torch.equal(logits(plain, given), wanted)
         assert (logits(packed, given) - wanted).norm() <= 1e-5 * wanted.norm()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", sorted(HEARING))
+@pytest.mark.parametrize("how", [GRID, RATE])
+def test_what_hears_is_treated_alike(kind: str, how: dict[str, Any], tmp_path: Path) -> None:
+    """transformers has such models among those from one sequence to another, without a decoder behind the encoder."""
+    source, out = save_seeing(tmp_path / "source", kind), tmp_path / "out"
+    record = nearplane.quantize(source, out, calibration=WINDOWS, device="cpu", **how)
+    nearplane.export(out, tmp_path / "dense", dtype="float32")
+    loaded = nearplane.load(out, dtype="float32", device="cpu", packed=False)
+    expected = logits(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "dense"), TOKENS)
+    assert torch.equal(logits(loaded, TOKENS), expected)
+    assert len(record.layers) == 14
+    assert any("audio_tower" in name for name, _ in record.skipped)
 
 
 @pytest.fixture(scope="module")

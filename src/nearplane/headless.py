@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
     MODEL_MAPPING_NAMES,
 )
 
@@ -25,7 +26,7 @@ def is_headless(config: Any) -> bool:
     It names the plain model of its type, "BertModel", as its architecture. Of types that continue text, one whose embeddings would
     be its head (tied) is taken for a language model that was saved without it.
     """
-    kind, made = getattr(config, "model_type", ""), (getattr(config, "architectures", None) or ("",))[0]
+    kind, made = _kind(config), _made(config)
     if made not in _plain(kind):
         return False
     decoder = getattr(config, "is_decoder", None)
@@ -39,16 +40,39 @@ def is_multimodal(config: Any) -> bool:
 
     Of types that there are with and without a vision tower (Llama 4, Qwen3.5) its architecture tells.
     """
-    kind, made = getattr(config, "model_type", ""), (getattr(config, "architectures", None) or ("",))[0]
+    kind, made = _kind(config), _made(config)
     seeing = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind)
     return seeing is not None and (seeing == made or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
+def is_seq2seq(config: Any) -> bool:
+    """Return whether AutoModelForSeq2SeqLM builds a model: an encoder with a decoder, or a language model that hears."""
+    return _made(config) is not None and _made(config) == MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.get(
+        _kind(config)
+    )
+
+
 def is_translator(config: Any) -> bool:
-    """Return whether a config describes an encoder and a decoder that predicts tokens, which AutoModelForSeq2SeqLM builds."""
-    kind, made = getattr(config, "model_type", ""), (getattr(config, "architectures", None) or ("",))[0]
-    whole = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.get(kind)
-    return bool(getattr(config, "is_encoder_decoder", False)) and made == whole
+    """Return whether a config describes an encoder that is given text, and a decoder that predicts tokens."""
+    return bool(getattr(config, "is_encoder_decoder", False)) and is_seq2seq(config)
+
+
+def sound_alone(config: Any) -> str | None:
+    """Return the architecture of an encoder that is given sound, with a decoder that writes it down (Whisper); else None."""
+    heard = _made(config) == MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES.get(_kind(config))
+    return (
+        _made(config) if heard and getattr(config, "is_encoder_decoder", False) and not is_translator(config) else None
+    )
+
+
+def _kind(config: Any) -> str:
+    return str(getattr(config, "model_type", ""))
+
+
+def _made(config: Any) -> str | None:
+    """Return the name of the class that a model was saved from."""
+    names = getattr(config, "architectures", None) or (None,)
+    return names[0] if isinstance(names[0], str) else None
 
 
 def has_head(network: nn.Module) -> bool:

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from nearplane.errors import ModelError, NearplaneError, first_line
-from nearplane.headless import is_headless, is_multimodal, is_translator
+from nearplane.headless import is_headless, is_multimodal, is_seq2seq
 from nearplane.jsonfile import read_object
 from nearplane.places import folder_named
 from nearplane.plausible import Limited, check_counts, check_patterns, check_sizes
@@ -124,7 +124,7 @@ def _builder(config: Any) -> Any:
     """Return the class of transformers that builds the network of a config with all its parts, as its makers saved it."""
     if is_headless(config):
         return AutoModel
-    if is_translator(config):
+    if is_seq2seq(config):
         return AutoModelForSeq2SeqLM
     return AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
 

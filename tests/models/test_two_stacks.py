@@ -13,6 +13,7 @@ from nearplane.models.activations import readout, skeleton
 from nearplane.models.calibrate import seen, stages
 from nearplane.models.model import open_model
 from nearplane.models.rows import Rows
+from nearplane.models.staged import Passage
 from nearplane.models.two_stacks import joined
 from translating import VOCABULARY, predicted, save_translating
 
@@ -70,6 +71,16 @@ def test_cross_attention_sees_the_encoder_of_its_own_network(kind: str, tmp_path
     for found, expected in (([rows.X for rows in shown], original), ([rows.X_hat for rows in shown], quantized)):
         torch.testing.assert_close(torch.cat(found).float(), expected, rtol=1e-4, atol=1e-5)
     assert (original - quantized).norm() > 0.01 * original.norm()
+
+
+def test_a_bias_of_positions_is_no_hidden_state_where_it_is_as_large(tmp_path: Path) -> None:
+    """Of windows as long as hidden states are wide, and as many as there are heads, T5's has the shape of theirs."""
+    model = open_model(str(save_translating(tmp_path, "t5")))
+    tokens = torch.randint(3, VOCABULARY, (5, 32), generator=torch.Generator().manual_seed(1))
+    stream = skeleton(model, tokens, batch=4, first=1, **HERE)
+    with model.blocks[0].on(**HERE) as block, Passage(block, stream, sequential=True, room=1 << 40) as passage:
+        assert [len([*rows]) for _, rows in passage] == [2, 2, 2, 2]
+        assert not passage.repeated
 
 
 def test_stacks_of_two_widths_are_refused() -> None:

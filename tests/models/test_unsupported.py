@@ -52,6 +52,21 @@ def test_a_model_that_continues_no_text_is_refused(tmp_path: Path) -> None:
         nearplane.quantize(tmp_path / "model", tmp_path / "out", bits=4, solver="round-to-nearest", device="cpu")
 
 
+def test_an_encoder_that_hears_is_refused_whatever_is_left_out(tmp_path: Path) -> None:
+    """transformers would build its decoder alone, which writes down nothing."""
+    save_type(tmp_path / "model", "whisper")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(
+        json.dumps(config | {"architectures": ["WhisperForConditionalGeneration"]})
+    )
+    said = r"^The architecture WhisperForConditionalGeneration is not supported: its encoder is given sound"
+    with pytest.raises(NearplaneError, match=said):
+        nearplane.quantize(
+            tmp_path / "model", tmp_path / "out", calibration=WINDOWS, bits=4, ignore=["encoder_attn"], device="cpu"
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 def test_a_network_that_does_not_run_on_such_windows_is_refused(tmp_path: Path) -> None:
     save_type(tmp_path / "model", "big_bird", attention_type="block_sparse")
     with pytest.raises(

@@ -236,6 +236,13 @@ class Weights:
                 _owner(self.network, prefix + path)._init_weights(module)
 
 
+def renamed(network: PreTrainedModel, names: Iterable[str]) -> set[str]:
+    """Return what transformers calls tensors of a checkpoint in the network, by its renaming rules alone."""
+    rules = [entry for entry in get_model_conversion_mapping(network) if isinstance(entry, WeightRenaming)]
+    known = network.state_dict()
+    return {rename_source_key(name, rules, [], network.base_model_prefix, known)[0] for name in names}
+
+
 def patterns_apart(conversions: Iterable[WeightTransform], parameter: str) -> list[str] | None:
     """Return what checkpoints call the matrices in a 3-D parameter, "experts.*.gate_proj" for each of its parts.
 

@@ -58,8 +58,8 @@ class Results:
     """Numbers the tensors that a block computes in the order they come: the same one of another batch has the same number.
 
     Holds none of them in memory. Only tensors with as many rows as the hidden states, as long as theirs, are numbered;
-    what enters the block is the first of them, as it is a copy. What is computed of parameters alone is not: it does not
-    grow with the batch, and has as many rows in one batch by chance.
+    what enters the block is the first of them, as it is a copy. What is computed of parameters and of integers made of
+    nothing (positions) is not: it does not grow with the batch, and has as many rows in one batch by chance.
 
     Args:
         hidden: the hidden states, or others of their shape.
@@ -68,7 +68,7 @@ class Results:
     def __init__(self, hidden: Tensor) -> None:
         self._size, self._width = hidden.numel(), hidden.shape[-1]
         self._all: list[ref[Tensor]] = []
-        self._fixed: dict[int, ref[Tensor]] = {}  # by id, what is computed of parameters alone
+        self._fixed: dict[int, ref[Tensor]] = {}  # by id, what is the same in every batch
         self._numbered: list[tuple[ref[Tensor], int]] = []  # with the version: how often it had been written to
 
     @property
@@ -79,9 +79,10 @@ class Results:
     def note(self, result: Any, given: Iterable[Any]) -> None:
         """Number what a function that was given some arguments returned."""
         operands = tensors_in(given)
-        fixed = bool(operands) and all(self._is_fixed(x) for x in operands)
+        same = all(self._is_fixed(x) for x in operands)
         for x in tensors_in((result,)):
             self._all.append(ref(x))
+            fixed = same and (bool(operands) or not x.is_floating_point())
             if fixed:
                 self._fixed[id(x)] = ref(x)
             elif x.numel() == self._size and x.shape[-1] == self._width:

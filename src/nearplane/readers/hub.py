@@ -36,8 +36,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from nearplane.errors import FormatError, ModelError, RecipeError
 from nearplane.formats import FORMATS
 from nearplane.formats.config_file import WEIGHTS
+from nearplane.formats.folder import read_config
 from nearplane.formats.native import DEFAULT, METHOD, Native
 from nearplane.formats.stored import quantization_of
+from nearplane.models.conversion import renamed
 from nearplane.pretrained import find_folder, network_of
 from nearplane.readers.network import dense_network
 from nearplane.readers.slots import Coded, Joined, Place, StackPlace, fill, make_places
@@ -47,7 +49,7 @@ from nearplane.shards import ShardReader
 KEY, STOP = Native.KEY, Native.STOP
 PACKAGES = {
     "compressed-tensors": ("compressed_tensors", "accelerate")
-}  # that keep these weights packed in transformers
+}  # that keep these weights packed in transformers until the whole network is called
 logger = logging.get_logger(__name__)
 
 
@@ -69,7 +71,8 @@ def load(
 ) -> PreTrainedModel:
     """Load a causal language model: what nearplane wrote, in any format, or any folder of safetensors that transformers loads.
 
-    Grids are decoded to `dtype`, but those of compressed-tensors stay packed where that package and accelerate are installed.
+    Grids are decoded to `dtype`, but those of compressed-tensors stay packed where that package and accelerate are installed and
+    the model is no encoder with a decoder.
 
     Args:
         source: a folder or hub id.
@@ -90,7 +93,8 @@ def load(
     folder = find_folder(str(source), trust_remote_code=trust_remote_code)
     method = (quantization_of(folder) or {}).get("quant_method")
     known = isinstance(method, str) and method in FORMATS and method != METHOD  # of a damaged config, a list
-    dense = known and not (method in PACKAGES and all(map(find_spec, PACKAGES[method])))
+    apart = read_config(folder).get("is_encoder_decoder") is True  # whose parts are called one by one, see PACKAGES
+    dense = known and (apart or not (method in PACKAGES and all(map(find_spec, PACKAGES[method]))))
     model = (dense_network if dense else network_of)(folder, dtype=dtype, trust_remote_code=trust_remote_code)
     if not packed and isinstance(getattr(model, "hf_quantizer", None), NearplaneQuantizer):
         model = model.dequantize(model.dtype)
@@ -201,7 +205,7 @@ class NearplaneQuantizer(HfQuantizer):
             raise FormatError(
                 f"{reader.file(name)}: {name} is {reader.shape(name)}, beside its codes (0,) is expected. Fetch the folder again."
             )
-        unexpected = {rf"(^|\.){re.escape(name)}$" for name in stops}
+        unexpected = {rf"(^|\.){re.escape(name)}$" for name in stops | renamed(model, stops)}
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *unexpected}
         for name in coded:
             if reader.dtype(name) != "U8" or len(reader.shape(name)) != 1:
