@@ -59,10 +59,8 @@ def is_translator(config: Any) -> bool:
 
 def sound_alone(config: Any) -> str | None:
     """Return the architecture of an encoder that is given sound, with a decoder that writes it down (Whisper); else None."""
-    heard = _made(config) == MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES.get(_kind(config))
-    return (
-        _made(config) if heard and getattr(config, "is_encoder_decoder", False) and not is_translator(config) else None
-    )
+    heard = _made(config) is not None and _made(config) == MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES.get(_kind(config))
+    return _made(config) if heard and not is_seq2seq(config) else None
 
 
 def _kind(config: Any) -> str:
