@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 import nearplane
 from nearplane import predictions
 from nearplane.errors import RecipeError
+from nearplane.formats.stored import Stored
 from nearplane.record import RunRecord
 from readers.types import save_type
 
@@ -105,11 +106,21 @@ def test_packed_experts_that_transformers_does_not_read_are_refused_with_ways_th
     torch.testing.assert_close(logits(plain), dense(tmp_path), rtol=0, atol=1e-5)
 
 
-def test_gptq_is_refused_with_a_format_that_works(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"experts\.0\.gate_proj is one of several experts .* compressed-tensors"):
-        quantized("qwen3_moe", tmp_path, bits=4, group_size=16, format="gptq", **ROUNDED)
-    record = quantized("qwen3_moe", tmp_path, bits=4, group_size=16, format="gptq", ignore=["experts"], **ROUNDED)
+def test_gptq_is_refused_with_a_format_that_works_where_its_program_does_not_read_experts(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"experts\.0\.w1 is one of several experts .* compressed-tensors"):
+        quantized("mixtral", tmp_path, bits=4, group_size=16, format="gptq", **ROUNDED)
+    record = quantized("mixtral", tmp_path, bits=4, group_size=16, format="gptq", ignore=["experts"], **ROUNDED)
     assert not experts(record)
+
+
+def test_experts_in_gptq_have_names_of_their_own_and_are_read_back(tmp_path: Path) -> None:
+    record = quantized("qwen3_moe", tmp_path, bits=4, group_size=16, format="gptq", **ROUNDED)
+    assert experts(record)
+    names = Stored(tmp_path / "out").names()
+    assert {"model.layers.1.mlp.experts.3.down_proj", "model.layers.0.mlp.experts.0.gate_proj"} <= {*names}
+    assert not nearplane.verify(tmp_path / "out").faults
+    loaded = nearplane.load(tmp_path / "out", dtype="float32", device="cpu")
+    torch.testing.assert_close(logits(loaded), dense(tmp_path), rtol=0, atol=1e-5)
 
 
 def test_widths_by_slope_are_one_for_all_experts(tmp_path: Path) -> None:

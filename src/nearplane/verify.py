@@ -21,7 +21,7 @@ from nearplane.budget.plan import Plan, Progress, look
 from nearplane.errors import CalibrationError, FormatError, ModelError, NumericalError, RecipeError
 from nearplane.faults import Fault, Verified
 from nearplane.formats.beside import CONFIG, GPTQ_CONFIG, names_copied
-from nearplane.formats.config_file import READ_WITH, WEIGHTS
+from nearplane.formats.config_file import EXPERTS_WITH, READ_WITH, WEIGHTS
 from nearplane.formats.folder import read_config
 from nearplane.formats.stored import Stored
 from nearplane.jsonfile import unordered
@@ -227,7 +227,7 @@ def _beside(folder: Path, record: RunRecord, recipe: Recipe, model: Model) -> It
         if here.get(key) != there.get(key)
     ):
         yield Fault(where=CONFIG, what=f"{', '.join(unlike)} are not what the original's says")
-    if here.get(WEIGHTS) not in (None, READ_WITH):
+    if here.get(WEIGHTS) not in (None, READ_WITH, EXPERTS_WITH):
         yield Fault(where=CONFIG, what=f"{WEIGHTS} names a file, which nearplane never does")
     own = {layer.name: layer.bits for layer in record.layers if layer.bits is not None}  # by name in the network
     wanted = quantization_config(model, recipe, own if own and recipe.allocate == "slope" else None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ import nearplane
 from checkpoints import random_matrix
 from nearplane.errors import RecipeError
 from nearplane.formats import FORMATS
+from nearplane.formats.config_file import EXPERTS_WITH, WEIGHTS
+from nearplane.formats.folder import config_text
 from nearplane.formats.layer_format import GridFormat
 from nearplane.models.model import Model, open_model
 from nearplane.readers import rehearsal
-from nearplane.readers.loadable import attempt
+from nearplane.readers.loadable import attempt, check_loads
 from nearplane.recipe import Recipe
 from nearplane.request import quantization_config
 from nearplane.schemes import LayerGrid
@@ -124,6 +127,35 @@ def test_a_refusal_names_a_layer_and_ways_that_work(source: Callable[[str], Path
     assert patterns == [r"attn\.c_proj$", r"mlp\.c_proj$"]
     assert len(rounded(source("gpt_bigcode"), tmp_path / "less", bits=4, ignore=patterns).layers) == 4
     assert len(rounded(source("gpt_bigcode"), tmp_path / "gptq", bits=4, format="gptq").layers) == 8
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("qwen3_moe", None),
+        ("qwen2_moe", r"mlp\.shared_expert_gate stays as it is .* --ignore 'mlp\\\.shared_expert_gate\$'\.$"),
+        ("mixtral", r"of mixtral GPTQModel does not either\. Use --format compressed-tensors, .* --ignore 'experts'"),
+    ],
+)
+def test_experts_in_gptq_are_for_the_types_that_gptqmodel_reads(
+    source: Callable[[str], Path], kind: str, says: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where transformers has no modules for them; it stops at what config.json says, before it reads anything."""
+    model, recipe = open_model(str(source(kind))), Recipe.from_spellings(bits=4, group_size=16, format="gptq")
+    configure = partial(quantization_config, model)
+
+    def check() -> None:
+        check_loads(model, recipe, lambda own, layers: configure(own, layers=layers))
+
+    if says is not None:
+        with pytest.raises(RecipeError, match=says):
+            check()
+        return
+    check()
+    assert "Experts in GPTQ are read by GPTQModel" in caplog.text
+    assert json.loads(config_text(model.folder, configure(recipe)))[WEIGHTS] == EXPERTS_WITH
+    plain = configure(recipe, layers=[layer for layer in model.layers if not layer.routed])
+    assert WEIGHTS not in json.loads(config_text(model.folder, plain))
 
 
 def test_where_no_layer_helps_only_other_formats_are_named(source: Callable[[str], Path], tmp_path: Path) -> None:

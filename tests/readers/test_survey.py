@@ -6,6 +6,7 @@ No third outcome. Plain transformers loads fixed grids, `nearplane.load` rates, 
 
 from __future__ import annotations
 
+import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +22,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 import nearplane
 from nearplane.errors import NearplaneError
+from nearplane.formats.stored import Stored
 from nearplane.readers.rules import GPTQMODEL_ALONE
 from readers.types import SURVEYED, VOCABULARY, save_type
 
@@ -117,25 +119,37 @@ def test_gptq_loads_by_rule_and_where_its_programs_are_installed(source: Path, t
     record = written(source, tmp_path / "out", bits=4, group_size=16, format="gptq")
     if record is None:
         return
-    done = "written"
+    done, experts = "written", any(layer.blended is not None for layer in record.layers)
+    assert ("transformers_weights" in json.loads((tmp_path / "out" / "config.json").read_text())) == experts
     if find_spec("gptqmodel") is not None and find_spec("optimum") is not None:
         done = "equal"
-        loaded = _by_gptqmodel(tmp_path / "out")
+        loaded = _by_gptqmodel(tmp_path / "out", alone=experts)
         layers = {name: part for name, part in loaded.named_modules() if hasattr(part, "dequantize_weight")}
-        assert layers.keys() == {layer.name for layer in record.layers}
-        dense = _dense(tmp_path / "out")
+        written_as = {layer.stored if experts else layer.name: layer.stored for layer in record.layers}
+        assert layers.keys() == written_as.keys()
+        stored, dense = Stored(tmp_path / "out"), _dense(tmp_path / "out")
         for name, part in layers.items():
-            found, values = part.dequantize_weight().T, dense.get_submodule(name).weight
-            values = values.T if type(dense.get_submodule(name)).__name__ == "Conv1D" else values
+            values = stored.matrix(written_as[name], stored.tensors(written_as[name])).decode()
+            found = part.dequantize_weight().T
             assert torch.equal(found, values.to(found.dtype)), name
+        if experts:
+            _stops_and_computes_the_same(tmp_path / "out", loaded, dense)
         others = {name: tensor for name, tensor in loaded.state_dict().items() if name.rpartition(".")[0] not in layers}
         assert all(torch.equal(tensor, dense.state_dict()[name].to(tensor.dtype)) for name, tensor in others.items())
     print(f"| {AutoConfig.from_pretrained(source).model_type} | gptq | {done}, {_layers(record)} |")
 
 
-def _by_gptqmodel(out: Path) -> PreTrainedModel:
+def _stops_and_computes_the_same(out: Path, loaded: PreTrainedModel, dense: PreTrainedModel) -> None:
+    """Experts are modules of their own in gptqmodel alone: transformers stops; logits are those of half precision."""
+    with pytest.raises(ValueError, match=r"Load them with GPTQModel"):
+        AutoModelForCausalLM.from_pretrained(out)
+    found, expected = logits(loaded).float(), logits(dense)
+    assert (found - expected).norm() <= 5e-3 * expected.norm()
+
+
+def _by_gptqmodel(out: Path, *, alone: bool) -> PreTrainedModel:
     """Load through transformers; and where it is known not to load, with gptqmodel itself, which wants a tokenizer."""
-    if AutoConfig.from_pretrained(out).model_type not in GPTQMODEL_ALONE:
+    if not alone and AutoConfig.from_pretrained(out).model_type not in GPTQMODEL_ALONE:
         backend = GPTQConfig(bits=4, backend="gptq_torch")
         return AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, quantization_config=backend)
     from gptqmodel import BACKEND, GPTQModel

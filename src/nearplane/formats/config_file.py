@@ -15,6 +15,10 @@ READ_WITH = (
     "no such file, as these weights are coded by nearplane. Load them with nearplane.load(FOLDER), or call "
     "nearplane.register() before from_pretrained"
 )  # stands there in our own format: transformers ends its error with it, before it reads anything
+EXPERTS_WITH = (
+    "no such file, as experts in GPTQ are modules of their own, which transformers does not make of them. Load them with "
+    "GPTQModel.load(FOLDER)"
+)  # and where a GPTQ has experts, which transformers would fill with random numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

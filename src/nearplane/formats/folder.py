@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from nearplane.formats.beside import CONFIG, copy_beside, names_copied, size_copied
-from nearplane.formats.config_file import READ_WITH, WEIGHTS, json_text
+from nearplane.formats.config_file import EXPERTS_WITH, READ_WITH, WEIGHTS, json_text
 from nearplane.formats.container import Container, Kind
 from nearplane.formats.native import METHOD
 from nearplane.jsonfile import read_object
@@ -78,11 +78,14 @@ class Folder(Container):
 def config_text(source: Path, config: Mapping[str, Any]) -> str:
     """Return the config.json of a folder with a quantization_config.
 
-    Of our own format it also says, where transformers looks for the name of a file, how the weights are read.
+    Of what transformers cannot read it also says, where transformers looks for the name of a file, how it is read.
     """
     kept = {name: value for name, value in read_config(source).items() if name != WEIGHTS}
-    read_with = {WEIGHTS: READ_WITH} if config.get("quant_method") == METHOD else {}
-    return json_text(kept | read_with | {"quantization_config": dict(config)})
+    if config.get("quant_method") == METHOD:
+        kept[WEIGHTS] = READ_WITH
+    elif config.get("meta", {}).get("experts"):
+        kept[WEIGHTS] = EXPERTS_WITH
+    return json_text(kept | {"quantization_config": dict(config)})
 
 
 def read_config(folder: Path) -> dict[str, Any]:

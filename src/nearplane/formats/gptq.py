@@ -72,12 +72,7 @@ class GPTQ(GridFormat):
     def check(self, name: str, shape: tuple[int, int], kind: str, grid: LayerGrid) -> None:
         """Refuse what gptqmodel's kernels do not take, and asymmetric weights in version 1."""
         bits, group_size, symmetric = grid[:3]
-        if kind == "Expert":
-            raise RecipeError(
-                f"{name} is one of several experts in one parameter, which transformers does not read from GPTQ. Use --format "
-                f"compressed-tensors, or leave them as they are with --ignore 'experts'."
-            )
-        if kind not in ("Linear", "Conv1D"):
+        if kind not in ("Linear", "Conv1D", "Expert"):
             raise RecipeError(
                 f"{name} is a {kind}; GPTQ holds Linear and Conv1D layers. Leave it as it is with --ignore."
             )
@@ -210,6 +205,10 @@ class Config(ConfigFile):
                 "damp": network.scheme.damp,
             },
         }
+        if network.routed:
+            config["meta"]["experts"] = (
+                True  # transformers has no modules for them, and would go on without: see config_text
+            )
         blocks = {_list_of(name) for name in network.quantized}
         skipped = [name for name in network.ignore if not name.startswith("re:") and _list_of(name) in blocks]
         parts = [name.removeprefix("re:") for name in network.ignore if name.startswith("re:")]

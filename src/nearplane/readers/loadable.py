@@ -20,7 +20,7 @@ from nearplane.models.ignored import pattern_of
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.readers.rehearsal import Fault, faults
-from nearplane.readers.rules import GPTQMODEL_ALONE
+from nearplane.readers.rules import EXPERTS_BY_GPTQMODEL, GPTQMODEL_ALONE
 from nearplane.recipe import Recipe
 from nearplane.schemes import LayerGrid
 from nearplane.shards import NAMES
@@ -46,8 +46,14 @@ def check_loads(model: Model, recipe: Recipe, configure: Configure) -> None:
     if not isinstance(FORMATS[str(recipe.format)].layers, GridFormat):
         return  # transformers has no reader of it
     _refuse_unlike_experts(model, recipe)
-    recipe = with_whole_bits(recipe)
-    found = attempt(model, recipe, configure, model.layers)
+    recipe, layers = with_whole_bits(recipe), model.layers
+    if str(recipe.format).startswith("gptq") and any(layer.routed for layer in layers):
+        _refuse_experts_of_others(model)
+        logger.warning(
+            "Experts in GPTQ are read by GPTQModel, under the names that vLLM and SGLang read; transformers alone stops."
+        )
+        layers = [layer for layer in layers if not layer.routed]
+    found = attempt(model, recipe, configure, layers) if layers else []
     if found and _read_by_gptqmodel(model, recipe, found):
         logger.warning(
             f"transformers does not load {model.config.model_type} from {recipe.format} ({found[0].why}); GPTQModel.load does."
@@ -55,11 +61,34 @@ def check_loads(model: Model, recipe: Recipe, configure: Configure) -> None:
         return
     if not found:
         return
-    first = _blamed(found[0], model.layers) or model.layers[0]
+    first = _blamed(found[0], layers) or layers[0]
     raise RecipeError(
         f"{first.name}: transformers would not load this {model.network.config.model_type} from {recipe.format}: "
         f"{_called(found[0], first)}. {way_out(model, recipe, configure, found)}"
     )
+
+
+def _refuse_experts_of_others(model: Model) -> None:
+    """Refuse experts in GPTQ where gptqmodel, which has modules for them, does not read those of a model of this type.
+
+    Raises:
+        RecipeError: names one of them, or a layer that gptqmodel leaves as it is.
+    """
+    kind = model.config.model_type
+    left = EXPERTS_BY_GPTQMODEL.get(kind)
+    if left is None:
+        first = next(layer for layer in model.layers if layer.routed)
+        raise RecipeError(
+            f"{first.name} is one of several experts in one parameter, which transformers does not read from GPTQ, and of "
+            f"{kind} GPTQModel does not either. Use --format compressed-tensors, or leave them as they are with --ignore 'experts'."
+        )
+    found = {pattern: layer.name for pattern in left for layer in model.layers if re.search(pattern, layer.name)}
+    if found:
+        patterns = " ".join(f"'{pattern}'" for pattern in found)
+        raise RecipeError(
+            f"{next(iter(found.values()))} stays as it is in GPTQModel, which reads the experts of {kind} from GPTQ. Leave out "
+            f"what does with --ignore {patterns}."
+        )
 
 
 def _refuse_unlike_experts(model: Model, recipe: Recipe) -> None:
