@@ -17,6 +17,7 @@ from nearplane.divergence import Divergence, distance, divergence
 from nearplane.errors import CalibrationError
 from nearplane.headless import has_head
 from nearplane.matrix.inputs import Inputs
+from nearplane.memory import release
 from nearplane.models.activations import Stream, readout, skeleton
 from nearplane.models.calibrate import seen, stages
 from nearplane.models.layers import Layer
@@ -136,6 +137,7 @@ def probe(
                     born.difference = difference
                 travellers.append(born)
             stream.advance(block)
+        release()  # what the C library kept of what this block took
     arrived = [one for one in travellers if one.difference]
     losses = _losses(model, stream, windows[:size].split(batch), [one.difference for one in arrived], device, dtype)
     if deep:
