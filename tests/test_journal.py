@@ -121,7 +121,7 @@ def test_no_finished_block_is_solved_again(model, text, whole, tmp_path, monkeyp
     program = importlib.import_module("nearplane.quantize")  # the name is that of the function too
     solve = program.solve_layer
     monkeypatch.setattr(program, "solve_layer", lambda task: (solved.append(task.name), solve(task))[1])
-    monkeypatch.setattr(program, "plan", None)
+    monkeypatch.setattr("nearplane.beginning.plan", None)
     with caplog.at_level("INFO", "nearplane"):
         nearplane.quantize(model, tmp_path / "out", **options)
     assert {name.split(".")[2] for name in solved} == {"2"}
@@ -178,7 +178,9 @@ def test_a_run_that_is_told_something_else_does_not_go_on(model, text, whole, tm
     assert contents(out) == contents(whole("grid"))
 
 
-@pytest.mark.parametrize("name", ["model-00002-of-00004.safetensors", "journal/behind-00002.pt", "journal/state.json"])
+@pytest.mark.parametrize(
+    "name", ["model-00002-of-00004.safetensors", "journal/behind-00002.0.pt", "journal/state.json"]
+)
 def test_a_file_that_is_cut_short_is_named_and_may_be_replaced(model, text, whole, tmp_path, monkeypatch, name):
     out, options = tmp_path / "out", dict(calibration=str(text), **WAYS["grid"], **TEXT)
     stopped_behind(2, model, out, monkeypatch, **options)

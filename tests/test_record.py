@@ -118,6 +118,7 @@ WRONG = {  # JSON that is not what an annotation says
     "tuple[float, ...]": [None, 0.5, ["a"], [None], [float("nan")], [[0.5]], {}],
     "Products | None": [3, [], "mkl", {}, {"library": "mkl"}, {"library": 1, "seconds": {}, "errors": {}},
                         {"seconds": {"onednn": "fast"}, "errors": {}}],
+    "Pace | None": [3, [], "8GB", {}, {"limit": "8GB", "foreseen": 1, "batch": 1, "room": 1}, {"limit": 1, "batch": 1}],
     "Tuning | None": [3, [], "network", {}, {"mode": "block"}, {"curve": []}],
     "dict[str, str]": [None, [], {"a": 1}, {"a": None}, "a"],
     "tuple[tuple[str, str], ...]": [None, {}, ["ab"], [["a"]], [["a", "b", "c"]], [["a", 1]]],

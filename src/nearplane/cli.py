@@ -64,6 +64,7 @@ def quantize(
     pre: Annotated[str | None, Parameter(group=LLAMA)] = None,
     device: Annotated[Device, Parameter(group=RUNNING)] = "auto",
     overwrite: Annotated[bool, Parameter(group=RUNNING, negative="")] = False,
+    memory: Annotated[str | None, Parameter(group=RUNNING)] = None,
     trust_remote_code: Annotated[bool, Parameter(group=RUNNING, negative="")] = False,
     json: Annotated[bool, Parameter(group=RUNNING, negative="")] = False,
 ) -> None:
@@ -87,6 +88,8 @@ def quantize(
         ignore: Regular expressions, one or several; layers whose full name one of them is found in stay as they are.
         device: Where to compute; auto is the GPU where there is one.
         overwrite: Replace what is in OUT, once the new checkpoint is whole; until then both need room on disk.
+        memory: The most that the run may take, as 12GB: fewer windows then pass at a time, and forwards are repeated where they
+            cannot wait; or it is refused before work begins, with the least that works. Default: as is fastest.
         trust_remote_code: Run model code that comes with the checkpoint.
         json: Print the record as JSON instead of a summary.
     """
@@ -106,7 +109,14 @@ def quantize(
         pre=pre,
     )
     record = run(
-        model, out, recipe, device=device, overwrite=overwrite, trust_remote_code=trust_remote_code, progress=bar
+        model,
+        out,
+        recipe,
+        device=device,
+        overwrite=overwrite,
+        trust_remote_code=trust_remote_code,
+        progress=bar,
+        memory=memory,
     )
     from nearplane.summary import summary
 

@@ -3,7 +3,7 @@
     OUT.unfinished/journal/
       state.json          what the run was told, how many blocks are behind it, the record of their layers, the plan, the shards
       plan.pt             what was measured for the plan before the first block
-      behind-00007.pt     hidden states of both networks behind block 7
+      behind-00007.0.pt   hidden states of both networks behind block 7: some of the batches
 
 A block counts once its shard, these hidden states and then the state are on disk, in this order; until then the block before
 counts. What goes on continues to the last bit as the run would have that was stopped. How pages get to disk: `notebook.py`.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -29,6 +30,7 @@ from nearplane.record import RunRecord
 from nearplane.walk import unquantized
 
 PLAN = "plan.pt"
+PAGE = 256 << 20  # bytes of hidden states on a page: so much more is in memory while it is written
 
 log = logging.getLogger(__name__)
 
@@ -98,12 +100,12 @@ class Journal:
         Raises:
             FormatError: they cannot be read, or are of another shape.
         """
-        page = _behind(self.blocks)
-        states = self._notebook.load(page)
-        for name, now in (("quantized", stream.quantized), ("original", stream.original)):
-            for batch, old in enumerate(now or ()):
-                new = states.get(f"{name}.{batch}")
-                if now is None or new is None or (new.shape, new.dtype) != (old.shape, old.dtype):
+        for number, batches in enumerate(_pages(stream)):
+            states = self._notebook.load(page := _behind(self.blocks, number))
+            for name, batch in batches:
+                now = getattr(stream, name)
+                old, new = now[batch], states.get(f"{name}.{batch}")
+                if new is None or (new.shape, new.dtype) != (old.shape, old.dtype):
                     raise self._notebook.refused(page)
                 now[batch] = new.to(old.device)
         for name in list(stream.calls)[: self.blocks]:
@@ -131,9 +133,10 @@ class Journal:
     def passed(self, blocks: int, stream: Stream | None) -> None:
         """Keep that so many blocks are behind the stream, unless that would take too much of the time, or of the disk."""
         if self._ledger is not None and self._notebook.wanted():
-            self._write(blocks, {} if stream is None else _states(stream))
+            pages = [] if stream is None else _pages(stream)
+            self._write(blocks, {_behind(blocks, i): partial(_on, stream, page) for i, page in enumerate(pages)})
 
-    def _write(self, blocks: int, states: Mapping[str, Tensor]) -> None:
+    def _write(self, blocks: int, pages: Mapping[str, Any]) -> None:
         ledger = self._ledger
         assert ledger is not None, "begun"
         record = replace(
@@ -143,14 +146,30 @@ class Journal:
             repeated=tuple(ledger.repeated),
         )
         state = {"blocks": blocks, "plan": ledger.planned.state(), "record": record.to_json()}
-        self._notebook.write(state, {_behind(blocks): states} if blocks else {}, replaced=_behind("*"))
+        self._notebook.write(state, pages, replaced=_behind("*", "*"))
 
 
-def _states(stream: Stream) -> dict[str, Tensor]:
-    """Return the hidden states of both networks by name."""
-    found = {f"quantized.{batch}": states for batch, states in enumerate(stream.quantized)}
-    return found | {f"original.{batch}": states for batch, states in enumerate(stream.original or ())}
+def _pages(stream: Stream) -> list[list[tuple[str, int]]]:
+    """Share out the hidden states of both networks, as (attribute of the stream, batch), to pages of about `PAGE` bytes."""
+    window, networks = (
+        stream.quantized[0].nbytes / stream.sizes[0],
+        ["quantized", "original"][: 1 + (stream.original is not None)],
+    )
+    found: list[list[tuple[str, int]]] = [[]]
+    size = 0.0
+    for name in networks:
+        for batch, windows in enumerate(stream.sizes):
+            if size >= PAGE:
+                found, size = [*found, []], 0.0
+            found[-1].append((name, batch))
+            size += window * windows
+    return found
 
 
-def _behind(blocks: int | str) -> str:
-    return f"behind-{blocks:05d}.pt" if isinstance(blocks, int) else f"behind-{blocks}.pt"
+def _on(stream: Stream | None, page: list[tuple[str, int]]) -> dict[str, Tensor]:
+    """Return the hidden states of a page by name."""
+    return {f"{name}.{batch}": getattr(stream, name)[batch] for name, batch in page}
+
+
+def _behind(blocks: int | str, page: int | str) -> str:
+    return f"behind-{blocks:05d}.{page}.pt" if isinstance(blocks, int) else f"behind-{blocks}.{page}.pt"

@@ -35,6 +35,13 @@ def free_memory(root: Path = Path("/")) -> int | None:
         return None
 
 
+def resident(root: Path = Path("/")) -> int | None:
+    """Return how many bytes of memory this process holds now; None where the system does not say."""
+    for line in _lines(root / "proc/self/statm"):
+        return int(line.split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
 def give_back_large() -> None:
     """Let memory of `LARGE` bytes or more go back to the system as soon as it is freed, in this process from now on.
 

@@ -185,17 +185,17 @@ class Notebook:
 
         Args:
             state: as JSON; what the run was told, its seconds and what the container has written are added.
-            pages: by name, tensors or dicts and lists of them.
+            pages: by name, tensors or dicts and lists of them; or functions that give them, so that one is in memory at a time.
             replaced: pattern of pages that are deleted then, but for those just written.
         """
         began = time.perf_counter()
-        size = sum(tensor.nbytes for tensor in _tensors(list(pages.values())))
+        size = sum(tensor.nbytes for page in pages.values() for tensor in _tensors(_given(page)))
         with self._as_room_is():
             if (written := self._container.state()) is None or not self._has_room(size):
                 return
             self._folder.mkdir(exist_ok=True)
             for name, page in pages.items():
-                self._save(name, page)
+                self._save(name, _given(page))
             whole = {
                 "version": VERSION,
                 "told": self._told,
@@ -258,6 +258,10 @@ def _processor() -> str:
     """Return what decides the last digits of products: architecture, maker, and the widest registers that torch uses."""
     maker = "not by Intel" if slow_for_mkl() else "by Intel or ARM"
     return f"{platform.machine()} {maker}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _given(page: Any) -> Any:
+    return page() if callable(page) else page
 
 
 def _tensors(page: Any) -> Iterator[Tensor]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from nearplane.budget.blocks import free_layers
+from nearplane.beginning import Options, beginning
 from nearplane.budget.ledger import Ledger, Solved
-from nearplane.budget.plan import Plan, Progress, plan
-from nearplane.budget.records import longest_record
+from nearplane.budget.plan import Plan, Progress
 from nearplane.errors import NearplaneError, RecipeError
 from nearplane.formats import FORMATS, open_container
 from nearplane.formats.container import Container, Place
@@ -32,23 +31,26 @@ from nearplane.matrix import Task, solve_layer
 from nearplane.matrix.certificate import profiles
 from nearplane.matrix.on_grid import with_tensors
 from nearplane.memory import give_back_large
-from nearplane.models.given import Given, as_folder, called, taken
+from nearplane.models.given import as_folder, called, taken
 from nearplane.models.model import Model, device_of, open_model
 from nearplane.notebook import told
 from nearplane.places import check_there
-from nearplane.products import fastest, repeated
 from nearplane.progress import logged, peak_memory, say_compiling, silent
 from nearplane.recipe import Recipe
 from nearplane.record import LayerRecord, RunRecord, read_record, versions
-from nearplane.request import check_request, quantization_config, rehearse, settled, with_types
+from nearplane.request import check_request, quantization_config, settled, with_types
 from nearplane.schemes import Device
 from nearplane.shards import refuse_unfinished
-from nearplane.tokens import Windows, calibration_windows, check_tokens
-from nearplane.tunable import check_layers, check_recipe, check_tunable
+from nearplane.sizes import bytes_in
+from nearplane.tokens import calibration_windows, check_tokens
+from nearplane.tunable import check_layers, check_recipe
 from nearplane.tune import tune
-from nearplane.walk import Stage, walk
+from nearplane.walk import Done, Solve, Stage, walk
 
 log = logging.getLogger(__name__)
+
+Walked = Callable[[Solve], Iterator[Done]]
+"""A walk through the network; wants what gives the values of a stage's layers."""
 
 
 def quantize(
@@ -61,6 +63,7 @@ def quantize(
     overwrite: bool = False,
     trust_remote_code: bool = False,
     progress: Progress = silent,
+    memory: str | int | None = None,
     **spellings: Any,
 ) -> RunRecord:
     """Quantize a language model into a checkpoint that other programs load.
@@ -75,6 +78,8 @@ def quantize(
         trust_remote_code: run model code that comes with the checkpoint.
         progress: wraps the iterator over layers: (items, label, total) -> items. Whatever it is, how far the run is goes to
             the logger "nearplane.progress".
+        memory: that the run may take on the CPU at the most, in bytes or as "12GB": fewer windows pass at a time then, and forwards
+            are repeated where they cannot wait; None: as is fastest.
         spellings: see `Recipe.from_spellings`. `calibration` may also be a list of texts, token ids (windows, seqlen), or of
             vision models pixel values (images, channels, height, width).
 
@@ -97,6 +102,7 @@ def quantize(
         overwrite=overwrite,
         trust_remote_code=trust_remote_code,
         progress=progress,
+        memory=None if memory is None else bytes_in(str(memory), "memory"),
     )
     texts = (given is None or given.tokens is None) and recipe.scheme.calibrated
     if texts and tokenizer is None and isinstance(model, torch.nn.Module):
@@ -156,91 +162,49 @@ def _is_of(solved: Path, recipe: Recipe, options: Options) -> bool:
     return False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What a run is told beside its recipe; see `quantize`.
-
-    Args:
-        name: what the record calls the model.
-        given: texts or tokens that came from Python.
-    """
-
-    name: str
-    given: Given | None
-    device: torch.device
-    overwrite: bool
-    trust_remote_code: bool
-    progress: Progress
-
-
 def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) -> RunRecord:
     """Quantize a model that is a folder, or on the hub."""
     give_back_large()
-    trusted, (embeddings, head) = options.trust_remote_code, recipe.scheme.ends
     if options.given is None and recipe.scheme.calibrated and recipe.calibration.calibration is not None:
         check_there(recipe.calibration.calibration)
-    model = open_model(folder, trust_remote_code=trusted, ignore=recipe.ignore, embeddings=embeddings, head=head)
-    asked, recipe = recipe, settled(model, recipe)
-    check_request(model, recipe)
-    if recipe.tune != "none":
-        check_recipe(recipe, "This run")
-        check_layers(model, "This run")
+    asked, (model, recipe) = recipe, _opened(folder, recipe, options)
     place = Place(
         out=out,
         source=model.folder,
         overwrite=options.overwrite,
-        trust_remote_code=trusted,
+        trust_remote_code=options.trust_remote_code,
         network=model.config.to_dict(),
         tokenizer=model.tokenizer_folder() if recipe.format == "gguf" else None,
         resumes=True,
     )
     config = quantization_config(model, recipe)
-    with (
-        open_container(place, config, dtype=model.dtype, shards=len(model.blocks) + 1) as container,
-        ExitStack() as stack,
-    ):
+    with open_container(place, config, dtype=model.dtype, shards=len(model.blocks) + 1) as container:
         windows = calibration_windows(model, recipe, options.given)
         check_tokens(model, recipe, windows)
         files, text = {"model": model.folder}, windows.digest()
         journal = Journal(container, told(asdict(asked), files, text, versions(), options.device))
         if container.whole:  # but for its place
             return read_record(container.folder)
-        before, shapes = journal.before, [layer.shape for layer in model.layers]
-        if before is None:
-            products = stack.enter_context(fastest(shapes, windows.count * windows.seqlen, options.device))
-            rehearse(model, recipe, windows, options.device)
-        else:
-            products = stack.enter_context(repeated(before.record.products, options.device))
-        record = RunRecord(
-            recipe=asked,
-            source=options.name,
-            versions=versions(),
-            device=str(options.device),
-            products=products,
-            windows=windows.count,
-            seqlen=windows.seqlen,
-            tokens=windows.count * windows.seqlen,
-            extra_windows=windows.extra_count,
-            text=windows.digest(),
-            stored=model.stored,
-            skipped=tuple(model.skipped),
-        )
-        if recipe.tune != "none":
-            check_tunable(model, recipe, options.given, record, options.device)
-        container.room = longest_record(model, record)
-        if before is None:
-            free = free_layers(model, asked, recipe, container, record)
-            planned = plan(model, recipe, windows.fitted, options.device, options.progress, free=free)
-        else:
-            planned = before.plan
-        recipe = with_types(recipe, planned.types)
-        container.config = quantization_config(model, recipe, planned.widths)
-        ledger = Ledger(model, recipe, container, record, planned)
-        journal.begin(ledger, model, record)
-        solved = quantized_layers(model, recipe, windows, ledger, container, options.device, journal)
-        there = len(ledger.layers)
-        seen = logged(solved, "quantizing", len(model.layers), blocks=_layers_of_blocks(model), there=there)
-        layers = tuple(options.progress(seen, "quantizing", len(model.layers)))
+        with beginning(model, asked, recipe, windows, options, container, journal.before) as (record, planned):
+            recipe = with_types(recipe, planned.types)
+            container.config = quantization_config(model, recipe, planned.widths)
+            ledger = Ledger(model, recipe, container, record, planned)
+            journal.begin(ledger, model, record)
+            walked = partial(
+                walk,
+                model,
+                recipe,
+                windows,
+                device=options.device,
+                moments=planned.moments,
+                kept=journal,
+                pace=record.pace,
+                folder=container.folder,
+            )
+            solved = quantized_layers(model, recipe, walked, ledger, container)
+            there, blocks = len(ledger.layers), _layers_of_blocks(model)
+            seen = logged(solved, "quantizing", len(model.layers), blocks=blocks, there=there)
+            layers = tuple(options.progress(seen, "quantizing", len(model.layers)))
         record = replace(record, layers=layers, profiles=tuple(ledger.profiles), repeated=tuple(ledger.repeated))
         record = replace(record, bytes=container.size)
         container.tell(record)
@@ -251,14 +215,25 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
     return record
 
 
+def _opened(folder: str, recipe: Recipe, options: Options) -> tuple[Model, Recipe]:
+    """Open a model whose weights stay on disk; return it, and the recipe as it is settled for it.
+
+    Raises:
+        NearplaneError: it cannot be quantized so.
+    """
+    embeddings, head = recipe.scheme.ends
+    trusted = options.trust_remote_code
+    model = open_model(folder, trust_remote_code=trusted, ignore=recipe.ignore, embeddings=embeddings, head=head)
+    recipe = settled(model, recipe)
+    check_request(model, recipe)
+    if recipe.tune != "none":
+        check_recipe(recipe, "This run")
+        check_layers(model, "This run")
+    return model, recipe
+
+
 def quantized_layers(
-    model: Model,
-    recipe: Recipe,
-    windows: Windows,
-    ledger: Ledger,
-    container: Container,
-    device: torch.device,
-    journal: Journal,
+    model: Model, recipe: Recipe, walked: Walked, ledger: Ledger, container: Container
 ) -> Iterator[LayerRecord]:
     """Quantize and write layer after layer, block after block; yields what was measured of each, also before it was stopped."""
     storage = FORMATS[str(recipe.format)].layers.scale_dtype(model.dtype)
@@ -283,7 +258,7 @@ def quantized_layers(
             yield layer, matrix, with_tensors(measured, name, tensors.bytes, tensors.checksum)
 
     yield from list(ledger.layers)
-    for done in walk(model, recipe, windows, solve, device=device, moments=ledger.planned.moments, kept=journal):
+    for done in walked(solve):
         yield from ledger.layers[len(ledger.layers) - len(done.layers) :]  # none at the end of a block
         if done.rest is not None:
             container.close_block(model.reader.read(done.rest))

@@ -17,6 +17,7 @@ from nearplane.annotated import annotated
 from nearplane.block_types import TYPES
 from nearplane.errors import FormatError
 from nearplane.older_records import translated_record
+from nearplane.pace import Pace
 from nearplane.places import left_behind
 from nearplane.recipe import Recipe
 from nearplane.schemes import BlockScheme
@@ -205,6 +206,7 @@ class RunRecord:
         profiles: Of some layers, in several orders.
         skipped: (name, reason) of weights that were left as they are although the recipe did not ask for it.
         repeated: (block, reason) where not every forward was run once: stages of layers had passes of their own.
+        pace: How the run kept within a limit of memory; None: there was none.
         seconds: Of the whole run, and of tuning what it made.
         peak_memory: The most bytes that the process had in memory at a time, on the CPU; 0: not known.
         bytes: Of all weight files together.
@@ -232,6 +234,7 @@ class RunRecord:
     profiles: tuple[Profile, ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
     repeated: tuple[tuple[str, str], ...] = ()
+    pace: Pace | None = None
     seconds: float = 0.0
     peak_memory: int = 0
     bytes: int = 0

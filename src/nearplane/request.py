@@ -20,6 +20,7 @@ from nearplane.formats.config_file import Quantized
 from nearplane.formats.gptq import FUSED
 from nearplane.headless import has_head, has_two_stacks
 from nearplane.lattice.solvers import SOLVERS
+from nearplane.models.calibrate import FirstLook
 from nearplane.models.ignored import refuse_unmatched
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
@@ -157,19 +158,22 @@ def _fused_apart(model: Model, recipe: Recipe) -> dict[str, list[str]]:
     return dict(apart[:1])
 
 
-def rehearse(model: Model, recipe: Recipe, windows: Windows, device: torch.device) -> None:
+def rehearse(model: Model, recipe: Recipe, windows: Windows, device: torch.device) -> dict[str, FirstLook]:
     """Refuse what would be found out late: blocks that cannot be run one by one, and files that transformers would not load.
+
+    Returns:
+        How a window ran through one block of each kind, by its name; see `try_blocks`.
 
     Raises:
         ModelError, RecipeError: names the block, or a layer and a way that works.
     """
-    if windows.fitted is not None:
-        try_blocks(model, windows.fitted, device)
+    looks = {} if windows.fitted is None else try_blocks(model, windows.fitted, device)
     if str(recipe.format).startswith("gptq") and (recipe.layers or recipe.allocate == "slope"):
         logger.warning(
             "Layers with grids of their own in GPTQ are read by GPTQModel, vLLM and SGLang, not by transformers alone."
         )
     check_loads(model, recipe, lambda recipe, layers: quantization_config(model, recipe, layers=layers))
+    return looks
 
 
 def quantization_config(

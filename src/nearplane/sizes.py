@@ -16,15 +16,15 @@ UNITS: Mapping[str, int] = {"": 1, "B": 1} | {
 PRINTED = ("bytes", "KB", "MB", "GB", "TB")  # each a thousand of the one before
 
 
-def bytes_in(text: str) -> int:
-    """Return the bytes that a text like "350KB", "2.9GiB" or "1000000" stands for.
+def bytes_in(text: str, called: str = "size") -> int:
+    """Return the bytes that a text like "350KB", "2.9GiB" or "1000000" stands for; `called` is the option, for errors.
 
     Raises:
         RecipeError: it is not a number with one of `UNITS`.
     """
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kKMGT]?i?B?)\s*", text)
     if not match or match[2] not in UNITS or float(match[1]) <= 0:
-        raise RecipeError(f"size is {text!r}; expected a number of bytes or one with a unit: 3.1GB, 800MB, 2.9GiB.")
+        raise RecipeError(f"{called} is {text!r}; expected a number of bytes or one with a unit: 3.1GB, 800MB, 2.9GiB.")
     return int(float(match[1]) * UNITS[match[2]])
 
 

@@ -339,7 +339,9 @@ def _measured(
         planned = Plan()
         if made.model.embeddings is not None and windows.fitted is not None:
             look(planned, made.model, recipe.scheme, windows.fitted, made.device)
-        for done in walk(made.model, recipe, windows, again, device=made.device, moments=planned.moments):
+        for done in walk(
+            made.model, recipe, windows, again, device=made.device, moments=planned.moments, pace=made.record.pace
+        ):
             yield from done.layers
 
     for _ in progress(logged(passed(), "measuring", len(told)), "measuring", len(told)):

@@ -308,7 +308,9 @@ def _layers(run: _Again, windows: Windows, faults: list[Fault]) -> Iterator[bool
         could.extend(each is not None for each in values)
         return values
 
-    for done in walk(run.model, run.recipe, windows, measured, device=run.device, moments=planned.moments):
+    for done in walk(
+        run.model, run.recipe, windows, measured, device=run.device, moments=planned.moments, pace=run.record.pace
+    ):
         yield from could[len(could) - len(done.layers) :]  # none at the end of a block
     for name, order in told_profiles:
         faults.append(Fault(where=f"{name}, {order} order", what="a profile that was not measured"))

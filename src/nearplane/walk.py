@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -25,11 +26,18 @@ from nearplane.models.calibrate import before_the_head
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block, Model
 from nearplane.models.staged import Passage, room_for_pauses
+from nearplane.models.states import StatesOnDisk
 from nearplane.observe import Observed, observe, shared_inputs, summed
+from nearplane.pace import Pace
 from nearplane.recipe import Recipe
 from nearplane.tokens import EXTRA_TOKENS, Windows
 
 BATCH_TOKENS, BATCH_WINDOWS = 2048, 8  # of a batch at most: enough rows for products at full speed
+
+
+def batch_of(seqlen: int) -> int:
+    """Return how many windows of so many tokens pass at a time where nothing else is said."""
+    return max(1, min(BATCH_WINDOWS, BATCH_TOKENS // seqlen))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +101,8 @@ def walk(
     device: torch.device,
     moments: Mapping[str, Moments] | None = None,
     kept: Kept | None = None,
+    pace: Pace | None = None,
+    folder: Path | None = None,
 ) -> Iterator[Done]:
     """Walk through a network from its embeddings to its head; ask for the values of its layers, stage by stage.
 
@@ -104,6 +114,8 @@ def walk(
         device: where to compute.
         moments: of the embeddings' inputs, where they are quantized; see `Plan`.
         kept: is told of every block, and where it knows of some, the walk begins behind them.
+        pace: how many windows pass at a time, and what may wait; None: as is fastest.
+        folder: for a file of hidden states, where `pace` asks for one; None: that of the system for temporary files.
 
     Raises:
         CalibrationError: an input is not finite, or not all layers run.
@@ -123,15 +135,16 @@ def walk(
             windows.fitted,
             device=device,
             dtype=dtype,
-            batch=max(1, min(BATCH_WINDOWS, BATCH_TOKENS // windows.seqlen)),
+            batch=batch_of(windows.seqlen) if pace is None else pace.batch,
             first=1,
             two_streams=correct,
             embeddings=embeddings,
             extra=windows.extra,
+            keep=partial(_in_a_file, folder) if pace is not None and pace.disk else list,
         )
         if kept is not None and behind:
             kept.restore(stream)
-    room = room_for_pauses(device)
+    room = room_for_pauses(device) if pace is None else pace.room
     profiled = {0, len(model.blocks) // 2, len(model.blocks) - 1} if stream is not None else set()
     for index, block in enumerate(model.blocks[behind:], behind):
         with block.on(device, dtype, original=correct and stream is not None):
@@ -148,6 +161,10 @@ def walk(
         with model.head.on(device, dtype, original=False) as block:
             yield from _through([observe_head(block, stream, recipe, windows.extra_rows)], solve, rest)
     yield Done(rest=rest)
+
+
+def _in_a_file(folder: Path | None, states: Iterable[Tensor]) -> StatesOnDisk:
+    return StatesOnDisk(folder, states)
 
 
 def _through(

@@ -19,17 +19,18 @@ from nearplane.budget.allocate import Curve, allocate, allocate_choices, allocat
 from nearplane.budget.blocks import Free
 from nearplane.budget.foretold import budget_of, least_rate
 from nearplane.budget.perturb import to_rates, to_types, to_widths
-from nearplane.budget.probe import probe
+from nearplane.budget.probe import Extent, extent, probe
 from nearplane.errors import RecipeError
 from nearplane.formats import FORMATS
 from nearplane.lattice.moments import Moments
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
-from nearplane.models.sensitivity import sensitivity
+from nearplane.models.sensitivity import sensitivity, windows_of_the_pass
 from nearplane.recipe import Recipe
 from nearplane.schemes import CHOSEN, AnyScheme, BlockScheme, GridScheme, RateScheme, Scheme
 
 Progress = Callable[[Iterable[Any], str, int], Iterable[Any]]
+POINTS = 3  # widths or types that are tried of a layer, about
 SWAY = 0.02  # of its rate, by which a layer takes up what the blocks before it left over or took too much
 
 
@@ -167,6 +168,27 @@ def plan(
         dtype = torch.float32 if device.type == "cpu" else model.dtype
         planned.together = sensitivity(model, tokens, device=device, dtype=dtype, together=joined).together
     return planned
+
+
+def foreseen_probe(model: Model, recipe: Recipe, tokens: Tensor) -> tuple[Extent | None, int]:
+    """Return how much `plan` is going to measure: by perturbing layers, None if not, and tokens of the pass back, 0 without one.
+
+    Args:
+        model, recipe: as for `plan`.
+        tokens: (windows, seqlen) for calibration.
+    """
+    scheme, points = recipe.scheme, 0
+    match scheme:
+        case RateScheme():
+            points = 1 if recipe.allocate != "uniform" and budget_of(model, recipe, scheme) > least_rate(scheme) else 0
+        case BlockScheme():
+            points = POINTS if scheme.mixed else 0
+        case GridScheme():
+            points = POINTS if recipe.allocate == "slope" else 0
+    joined = bool(joined_layers(model, recipe))
+    back = scheme.weighs_rows or joined or (model.embeddings is not None and scheme.calibrated)
+    passed = windows_of_the_pass(model, tokens, joined=joined) * tokens.shape[1] if back else 0
+    return extent(model, tokens, points) if points and model.layers else None, passed
 
 
 def joined_layers(model: Model, recipe: Recipe) -> set[str]:

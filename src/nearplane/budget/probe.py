@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +33,24 @@ FORWARDS = 0.36  # of every block on all tokens, that one perturbation of every 
 MEMORY = 4 << 30  # bytes that travelling hidden states may take
 TRAVELLERS, TOKENS = 48, 1024  # of one perturbation of every layer at most, where tokens are few; of each at least
 Progress = Callable[[Iterable[Block], str, int], Iterable[Block]]
+
+
+class Extent(NamedTuple):
+    """How much a probe runs.
+
+    Args:
+        seen: tokens by which layers are looked at.
+        travelling: tokens on which effects of perturbations travel.
+        travellers: perturbations whose effects travel.
+        crossings: forwards of a block on `travelling` tokens by which they do.
+        born: perturbations, each with a forward of its own block.
+    """
+
+    seen: int
+    travelling: int
+    travellers: int
+    crossings: int
+    born: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,7 +116,7 @@ def probe(
         CalibrationError: what comes out is not finite, or layers did not run.
     """
     measured = _measured(model, tokens)
-    windows, size = _plan(model, tokens, perturbations.points, len(measured))
+    windows, size = _windows(model, tokens, perturbations.points, len(measured))
     deep = len(measured) < len(model.blocks)
     layers = [layer.name for block in model.blocks for layer in block.layers]
     minded = sensitivity if deep and sensitivity and all(name in sensitivity for name in layers) else None
@@ -161,7 +180,22 @@ def _measured(model: Model, tokens: Tensor) -> frozenset[int]:
     return measured_blocks(model.blocks, max(TRAVELLERS, tokens.numel() // TOKENS) // layers)
 
 
-def _plan(model: Model, tokens: Tensor, points: int, measured: int) -> tuple[Tensor, int]:
+def extent(model: Model, tokens: Tensor, points: int) -> Extent:
+    """Return how much a probe is going to run; see `probe` for the arguments, `points` are those of the perturbations."""
+    measured, layers = _measured(model, tokens), max(_perturbed_apart(block) for block in model.blocks)
+    windows, size = _windows(model, tokens, points, len(measured))
+    behind = sum(len(model.blocks) - number - 1 for number in measured)
+    deep = len(measured) < len(model.blocks)
+    return Extent(
+        seen=windows.numel(),
+        travelling=size * windows.shape[1],
+        travellers=len(measured) * layers * (1 if deep else points),
+        crossings=behind * layers * (1 if deep else points),
+        born=len(model.blocks) * layers * points,
+    )
+
+
+def _windows(model: Model, tokens: Tensor, points: int, measured: int) -> tuple[Tensor, int]:
     """Return the windows for the statistics, (windows, seqlen), and how many of the first travel, of so many blocks."""
     blocks, layers = len(model.blocks), max(_perturbed_apart(block) for block in model.blocks)
     travelling_points = points if measured == blocks else 1

@@ -140,7 +140,8 @@ def descend(
         gained=W.new_zeros(len(W)),
         fitted=W.new_zeros(len(W)),
     )
-    state.E -= state.in_steps(0, len(H)).mul_(scale[grid.group])
+    for a in range(0, len(H), SPAN):
+        state.E[a : a + SPAN] -= state.in_steps(a, a + SPAN).mul_(scale[grid.group[a : a + SPAN]])
     spans = _spans(grid.group, fitted=fit is not None)
     for _ in range(sweeps):
         if not any([_pass(state, a, b, fit, block) for a, b in spans]):

@@ -19,6 +19,7 @@ from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.solve import sweep_planes
 from nearplane.lattice.solvers import SOLVERS
 from nearplane.matrix.inputs import Inputs
+from nearplane.memory import release
 from nearplane.record import WIDE, LayerRecord, Profile, row_groups
 from nearplane.schemes import AnyScheme, Order, Scheme
 
@@ -55,6 +56,7 @@ def measure(
     Returns:
         All of the record but seconds, bytes and checksum.
     """
+    release()  # what solving took: measuring takes as much
     H, grid = inputs.moments.H, matrix.grid
     damped, sweep = inputs.damped_for_the_correction(scheme), inputs.factor_of_the_sweep(scheme)
     on_grid = QuantizedMatrix(codes=matrix.codes, grid=grid.scaled_to(base))  # what was swept

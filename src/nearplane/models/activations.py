@@ -5,7 +5,7 @@ Knows how blocks are called; not what is measured on the way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from nearplane.headless import read_out, takes_images, words
 from nearplane.models.data import check_vocabulary
 from nearplane.models.model import ABSENT, Block, Model
 from nearplane.models.recorder import Call, End, Recorder, Tape, mapped
+from nearplane.models.states import Keep
 from nearplane.models.two_stacks import ENCODED, Between, part_of, with_part
 from nearplane.models.watch import Stop, stop, until_stopped
 
@@ -40,17 +41,18 @@ class Stream:
 
     def __init__(
         self,
-        hidden: list[Tensor],
+        hidden: MutableSequence[Tensor],
         calls: dict[str, list[Call]],
         *,
         two_streams: bool,
         extra: Sequence[tuple[Any, ...] | None] = (),
         fitted: int | None = None,
         between: Callable[[Tensor], Tensor] | None = None,
+        keep: Keep = list,
     ) -> None:
         self.quantized = hidden
         self.fitted = len(hidden) if fitted is None else fitted
-        self.original = list(hidden) if two_streams else None
+        self.original = keep(hidden) if two_streams else None
         self.calls, self.ahead, self.extra, self.between = calls, False, extra, between
         self.sizes = [len(x) for x in hidden]
 
@@ -103,6 +105,7 @@ def skeleton(
     two_streams: bool = True,
     embeddings: Tensor | None = None,
     extra: Tensor | None = None,
+    keep: Keep = list,
 ) -> Stream:
     """Run the network without its blocks: learn the inputs of the first one and the other arguments of all.
 
@@ -118,6 +121,7 @@ def skeleton(
         two_streams: keep hidden states of the original network beside those of the quantized one.
         embeddings: (vocabulary, hidden) input embeddings of the quantized network; None: those of the original.
         extra: (windows, seqlen) more tokens, in batches of their own behind the others.
+        keep: makes the lists that hold hidden states.
 
     Raises:
         ModelError: the blocks do not run one after the other, each on what the one before returned.
@@ -145,12 +149,18 @@ def skeleton(
             opening.close()
         original = None
         if embeddings is not None and two_streams:
-            original = tape.run(network, batches, place)
+            original = tape.run(network, batches, place, keep)
         if embeddings is not None:
             network.get_input_embeddings().weight.copy_(embeddings)
-        hidden = tape.run(network, batches, place)
+        hidden = tape.run(network, batches, place, keep)
     stream = Stream(
-        hidden, tape.calls, two_streams=two_streams, extra=tape.extra, fitted=len(fitted), between=tape.between
+        hidden,
+        tape.calls,
+        two_streams=two_streams,
+        extra=tape.extra,
+        fitted=len(fitted),
+        between=tape.between,
+        keep=keep,
     )
     stream.original = original or stream.original
     return stream

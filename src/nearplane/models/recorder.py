@@ -5,7 +5,7 @@ Knows how blocks are called; not what their hidden states are used for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from nearplane.errors import ModelError
 from nearplane.headless import words
+from nearplane.models.states import Keep
 from nearplane.models.two_stacks import ENCODED, Between, hands_over, joined
 from nearplane.models.watch import Stop, same, until_stopped
 
@@ -47,7 +48,7 @@ class Tape:
     """
 
     def __init__(self, names: list[str], firsts: Sequence[int]) -> None:
-        self.hidden: list[Tensor] = []
+        self.hidden: MutableSequence[Tensor] = []
         self.calls: dict[str, list[Call]] = {name: [] for name in names}
         self.opening: dict[int, nn.Module] = {}
         self.between: Between | None = None
@@ -63,9 +64,11 @@ class Tape:
         self.run(network, [part], device)
         self._probing, self._pool = False, {}
 
-    def run(self, network: nn.Module, parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    def run(
+        self, network: nn.Module, parts: Sequence[Tensor], device: torch.device, keep: Keep = list
+    ) -> MutableSequence[Tensor]:
         """Run all batches through the network without its blocks; return what enters the first, keep how all are called."""
-        self.hidden, self.calls = [], {name: [] for name in self._names}
+        self.hidden, self.calls = keep(()), {name: [] for name in self._names}
         for part in parts:
             self._begin()
             given = part.to(device)

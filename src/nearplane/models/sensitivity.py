@@ -74,10 +74,7 @@ def sensitivity(
         FormatError: the folder for temporary files is full.
     """
     dtype = torch.float32 if dtype == torch.float16 else dtype
-    more = 1 if model.embeddings is None else 2  # their moments are matrices, of outputs there is one number each
-    more = 4 if together else more  # matrices that are factored
-    wanted = min(max(more * tokens.numel() // 16, more * LEAST_TOKENS), MOST_TOKENS)
-    count = min(len(tokens), max(1, wanted // tokens.shape[1]))
+    count = windows_of_the_pass(model, tokens, joined=bool(together))
     windows = tokens[torch.linspace(0, len(tokens) - 1, count).long()]
     with torch.no_grad():
         stream = skeleton(model, windows, device=device, dtype=dtype, batch=batch, two_streams=False)
@@ -115,6 +112,14 @@ def sensitivity(
     return Sensitivity(outputs=found, embeddings=G, together=runs)
 
 
+def windows_of_the_pass(model: Model, tokens: Tensor, *, joined: bool = False) -> int:
+    """Return how many of the windows (windows, seqlen) the pass takes; `joined`: outputs are looked at together."""
+    more = 1 if model.embeddings is None else 2  # their moments are matrices, of outputs there is one number each
+    more = 4 if joined else more  # matrices that are factored
+    wanted = min(max(more * tokens.numel() // 16, more * LEAST_TOKENS), MOST_TOKENS)
+    return min(len(tokens), max(1, wanted // tokens.shape[1]))
+
+
 def second_moment(states: Sequence[Tensor]) -> Tensor:
     """Return (hidden, hidden) float64 `E[x x^T]` over all tokens of batches (windows, seqlen, hidden)."""
     rows = [x.flatten(0, 1).double() for x in states]
@@ -138,7 +143,7 @@ def _from_predictions(
     model: Model,
     stream: Stream,
     tokens: tuple[Tensor, ...],
-    hidden: list[Tensor],
+    hidden: Sequence[Tensor],
     seed: int,
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Return the gradients of the log-likelihood of drawn labels by the hidden states behind the last block.

@@ -8,7 +8,7 @@ Where a block cannot be run so, or only up to some stage, its other stages are p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableSequence
 from contextlib import ExitStack
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
 from nearplane.errors import CalibrationError
-from nearplane.memory import free_memory
+from nearplane.memory import free_memory, release
 from nearplane.models.activations import Stream, finite
 from nearplane.models.calibrate import FirstLook, first_look, seen
 from nearplane.models.experts import by_expert
@@ -63,32 +63,55 @@ def pauses(look: FirstLook, stream: Stream, room: int) -> Pauses:
         room: bytes that paused activations may take.
     """
     correct = stream.original is not None
+    if reason := never_pauses(look, correct=correct):
+        return Pauses(stages=0, reason=reason)
+    batches = sum(stream.sizes) / stream.sizes[0]
+    held = [look.entered[group[0].name][0].alive for group in look.groups]
+    for stage, (group, now) in enumerate(zip(look.groups, held, strict=True)):
+        last = stage == len(held) - 1 and not group[0].routed  # what experts multiply is kept
+        before, state = held[stage - 1] if stage else 0, stream.quantized[0].nbytes
+        needed = int(batches * waiting(now, before, state, 1 + correct, last=last))
+        if needed > room:
+            where = f"paused at {group[0].name}, forwards would hold {size_text(needed)}"
+            return Pauses(stages=stage, reason=f"{where} of the {size_text(room)} that they may")
+    return Pauses(stages=len(held))
+
+
+def never_pauses(look: FirstLook, *, correct: bool) -> str:
+    """Return why forwards cannot pause in a block, whatever memory there is; empty if they can.
+
+    Args:
+        look: how a batch ran through the block.
+        correct: whether the original network runs beside.
+    """
     for layer in (layer for group in look.groups for layer in group):
         times = look.entered[layer.name]
         if len(times) > 1:
-            return Pauses(stages=0, reason=f"{layer.name} runs {len(times)} times")
+            return f"{layer.name} runs {len(times)} times"
         if times[0].rows % 1:
-            return Pauses(stages=0, reason=f"{layer.name} sees some of the tokens only")
+            return f"{layer.name} sees some of the tokens only"
     if look.unwatched and any(layer.adds for group in look.groups for layer in group):
-        return Pauses(stages=0, reason=f"{look.unwatched} runs the experts that its tokens reach, by itself")
+        return f"{look.unwatched} runs the experts that its tokens reach, by itself"
     for group in look.groups if correct else ():
         computed = look.entered[group[0].name][0].computed
         for layer in group:
             numbers = look.operands.get(layer.name, ())
             if layer.adds and not all(number is not None and number < computed for number in numbers):
-                why = f"what the output of {layer.name} is added to is not known before it runs"
-                return Pauses(stages=0, reason=why)
-    batches = sum(stream.sizes) / stream.sizes[0]
-    held = [look.entered[group[0].name][0].alive for group in look.groups]
-    for stage, (group, now) in enumerate(zip(look.groups, held, strict=True)):
-        # at the last stage the original network does not pause, for nothing waits for it; what experts multiply is kept
-        last = stage == len(held) - 1 and not group[0].routed
-        before = held[stage - 1] if stage else 0
-        needed = int(batches * (now + (before if last else now) * correct))
-        if needed > room:
-            where = f"paused at {group[0].name}, forwards would hold {size_text(needed)}"
-            return Pauses(stages=stage, reason=f"{where} of the {size_text(room)} that they may")
-    return Pauses(stages=len(held))
+                return f"what the output of {layer.name} is added to is not known before it runs"
+    return ""
+
+
+def waiting(alive: int, before: int, state: int, streams: int, *, last: bool) -> int:
+    """Return the most bytes of activations of a window while forwards go on to wait at a stage.
+
+    Args:
+        alive: of a forward that waits there, and `before` at the stage before.
+        state: of the hidden states that come out of the block.
+        streams: networks that pass.
+        last: whether nothing waits for the original network behind this stage: it goes on to the end of the block.
+    """
+    arrived = alive + state * (streams - 1) if last else streams * alive
+    return max(streams * before, arrived)
 
 
 class Passage:
@@ -175,7 +198,7 @@ class Passage:
             self._original = self._forwards(self.block.original, self.stream.original)
         self._quantized = self._forwards(self.block.quantized, self.stream.quantized)
 
-    def _forwards(self, module: nn.Module | None, states: list[Tensor]) -> list[_Forward]:
+    def _forwards(self, module: nn.Module | None, states: MutableSequence[Tensor]) -> list[_Forward]:
         firsts = {group[0].name: stage for stage, group in enumerate(self._look.groups[: self._stages])}
         for layer in self.block.layers_of(module):
             if layer.name in firsts:
@@ -185,7 +208,7 @@ class Passage:
         own = [self.stream.own(self.block, batch) for batch in range(len(states))]
         return [_Forward(partial(self._run, module, batch, states), x) for batch, x in enumerate(own)]
 
-    def _run(self, module: nn.Module | None, batch: int, states: list[Tensor]) -> Tensor:
+    def _run(self, module: nn.Module | None, batch: int, states: MutableSequence[Tensor]) -> Tensor:
         """Run a copy of the block on a batch: what a greenlet does."""
         hidden = [states[batch]]
         if self._whole:
@@ -239,6 +262,7 @@ class Passage:
                 if self._whole and stage == self._stages - 1:
                     states[batch] = self._output(self._original[batch])
             yield [rows_of(name, self._seen(forward, stage), original)]
+            release()  # what the forwards between two stages took and freed lies among what waits
 
     def _output(self, forward: _Forward) -> Tensor:
         """Let a forward run to its end; return the hidden states that come out."""

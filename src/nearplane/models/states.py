@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import weakref
-from collections.abc import Iterable, MutableSequence
+from collections.abc import Callable, Iterable, MutableSequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, overload
@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError
+
+Keep = Callable[[Iterable[Tensor]], MutableSequence[Tensor]]
+"""Makes a list of hidden states: `list`, or one whose contents lie in a file."""
 
 
 class _Kept(NamedTuple):

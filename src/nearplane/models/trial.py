@@ -10,13 +10,16 @@ from torch import Tensor
 
 from nearplane.errors import CalibrationError, ModelError, NearplaneError, first_line
 from nearplane.models.activations import Stream, skeleton
+from nearplane.models.calibrate import FirstLook, first_look
 from nearplane.models.ignored import pattern_of
 from nearplane.models.model import Block, Model
 from nearplane.models.watch import Hooks
 
 
-def try_blocks(model: Model, tokens: Tensor, device: torch.device) -> None:
-    """Run the first window through one block of each kind, as calibration will.
+def try_blocks(model: Model, tokens: Tensor, device: torch.device) -> dict[str, FirstLook]:
+    """Run the first window through one block of each kind, as calibration will; return what was seen, by name of the block.
+
+    Where the window does not reach every expert, nothing is returned of that kind.
 
     Args:
         model: to be calibrated.
@@ -28,13 +31,17 @@ def try_blocks(model: Model, tokens: Tensor, device: torch.device) -> None:
         CalibrationError: a layer never runs, whatever the text.
     """
     dtype = torch.float32 if device.type == "cpu" else model.dtype
+    found: dict[str, FirstLook] = {}
     try:
         stream = skeleton(model, tokens[:1], device=device, dtype=dtype, two_streams=False)
         for block in one_of_each(model):
             with block.on(device, dtype, original=False):
-                never = never_run(block, stream)
-                if never:
-                    raise CalibrationError(_said(model, block, never))
+                try:
+                    found[block.name] = first_look(block, stream)
+                except CalibrationError:  # it did not run all layers
+                    if never := never_run(block, stream):
+                        raise CalibrationError(_said(model, block, never)) from None
+        return found
     except NearplaneError:
         raise
     except Exception as error:  # models are programs of their makers and raise what they like
@@ -45,11 +52,16 @@ def try_blocks(model: Model, tokens: Tensor, device: torch.device) -> None:
 
 
 def one_of_each(model: Model) -> list[Block]:
-    """Return the first block of each kind; of one kind are those whose modules have the same names and types."""
-    kinds: dict[frozenset[tuple[str, type]], Block] = {}
+    """Return the first block of each kind that has layers."""
+    return [blocks[0] for blocks in kinds(model) if blocks[0].layers]
+
+
+def kinds(model: Model) -> list[list[Block]]:
+    """Return the blocks by kind; of one kind are those whose modules have the same names and types."""
+    found: dict[frozenset[tuple[str, type]], list[Block]] = {}
     for block in model.blocks:
-        kinds.setdefault(frozenset((name, type(part)) for name, part in block.empty.named_modules()), block)
-    return [block for block in kinds.values() if block.layers]
+        found.setdefault(frozenset((name, type(part)) for name, part in block.empty.named_modules()), []).append(block)
+    return list(found.values())
 
 
 @torch.no_grad()
