@@ -28,7 +28,8 @@ BEAM = 256 << 20  # bytes of candidates that a beam holds at a time
 TRIES = 2  # of the search for a step, on all rows by the solver
 PERTURBED = 3  # times, that a layer is
 LOOKS = 3  # forwards on the tokens by which a probe looks at layers
-STARTING = 8.0  # seconds before and behind all that
+STARTING, UNCOUNTED = 10.0, 1.2  # seconds before and behind all that; times what is counted
+KEPT = 450 << 20  # bytes that libraries keep once they compute, and that lie between small tensors, at most
 LOGITS = 6  # times those of a window, that live where gradients begin
 GRADIENTS = 3  # times what lives at the fullest stage of a forward, that a pass back keeps
 
@@ -187,12 +188,17 @@ class Foreseen:
     @property
     def peak(self) -> int:
         """Bytes at the most."""
-        return self.base + self.worst.bytes
+        return self.base + self.worst.bytes + self.kept
+
+    @property
+    def kept(self) -> int:
+        """Bytes that nobody uses and the system does not get back."""
+        return min(KEPT, self.worst.bytes // 2)
 
     def sentence(self) -> str:
         """Return one line for the log."""
         parts = {
-            "the program": self.base,
+            "the program": self.base + self.kept,
             "a block": self.worst.block,
             "activations": self.worst.activations,
             "second moments": self.worst.moments,
@@ -326,7 +332,7 @@ def _solving(work: Work, group: Group) -> Iterator[tuple[str, int]]:
 def seconds(work: Work, way: Way, speed: Speed) -> float:
     """Return the seconds of one thread that a run takes."""
     solving = sum(kind.count * _block_seconds(work, kind, way, speed) for kind in work.blocks)
-    return STARTING + solving + _measuring_seconds(work, speed)
+    return STARTING + UNCOUNTED * (solving + _measuring_seconds(work, speed))
 
 
 def _forward(work: Work, kind: Blocks, speed: Speed) -> float:
