@@ -202,7 +202,7 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
                 folder=container.folder,
             )
             solved = quantized_layers(model, recipe, walked, ledger, container)
-            there, blocks = len(ledger.layers), _layers_of_blocks(model)
+            there, blocks = len(ledger.layers), model.layers_by_block
             seen = logged(solved, "quantizing", len(model.layers), blocks=blocks, there=there)
             layers = tuple(options.progress(seen, "quantizing", len(model.layers)))
         record = replace(record, layers=layers, profiles=tuple(ledger.profiles), repeated=tuple(ledger.repeated))
@@ -281,11 +281,3 @@ def tasks(stage: Stage, recipe: Recipe, planned: Plan, storage: torch.dtype) -> 
             max_loss=recipe.max_loss,
             together=planned.together.get(layer.name, ()),
         )
-
-
-def _layers_of_blocks(model: Model) -> list[int]:
-    """Return how many layers are quantized with each block, embeddings with the first and the head with the last."""
-    counts = [len(block.layers) for block in model.blocks]
-    counts[0] += model.embeddings is not None
-    counts[-1] += model.head is not None
-    return counts
