@@ -193,7 +193,7 @@ class Foreseen:
     @property
     def kept(self) -> int:
         """Bytes that nobody uses and the system does not get back."""
-        return min(KEPT, self.worst.bytes // 2)
+        return min(KEPT, self.worst.bytes)
 
     def sentence(self) -> str:
         """Return one line for the log."""
