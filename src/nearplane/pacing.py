@@ -11,6 +11,7 @@ import torch
 from nearplane.budget.plan import foreseen_probe
 from nearplane.errors import RecipeError
 from nearplane.foreseen import Blocks, Foreseen, Group, Way, Work, foresee, ways
+from nearplane.headless import takes_images
 from nearplane.memory import release, resident
 from nearplane.models.calibrate import FirstLook
 from nearplane.models.experts import by_expert
@@ -95,12 +96,15 @@ def least_limit(foreseen: Foreseen) -> str:
 
 
 def work_of(model: Model, recipe: Recipe, windows: Windows, looks: Mapping[str, FirstLook]) -> Work | None:
-    """Return what a run has to do; None where no window reached all layers of some block, so that nothing is known of it.
+    """Return what a run has to do; None where nothing is known of it: no window
+    reached all layers of some block, or it takes images.
 
     Args:
         model, recipe, windows, looks: see `paced`.
     """
     scheme, found = recipe.scheme, []
+    if takes_images(model.network):  # whose rows of hidden states nobody has counted
+        return None
     for blocks in kinds(model):
         look = looks.get(blocks[0].name)
         if look is None and blocks[0].layers:
@@ -112,7 +116,7 @@ def work_of(model: Model, recipe: Recipe, windows: Windows, looks: Mapping[str, 
         )
         found.append(Blocks(count=len(blocks), weights=weights, groups=groups, pauses=pauses))
     embeddings = model.network.get_input_embeddings().weight
-    head = model.network.get_output_embeddings()
+    head = getattr(model.network.get_output_embeddings(), "weight", None)
     assert windows.fitted is not None, "it was looked at"
     probe, backward = foreseen_probe(model, recipe, windows.fitted)
     return Work(
@@ -121,7 +125,7 @@ def work_of(model: Model, recipe: Recipe, windows: Windows, looks: Mapping[str, 
         extra=windows.extra_count,
         seqlen=windows.seqlen,
         hidden=embeddings.shape[-1],
-        vocabulary=0 if head is None else len(head.weight),
+        vocabulary=0 if head is None else len(head),
         around=embeddings.numel(),
         ends=sum(model.reader.nbytes(name) for name in model.rest()),
         streams=2 if scheme.correct else 1,
@@ -150,4 +154,7 @@ def _group(look: FirstLook, index: int) -> Group:
 def _unforeseen(device: torch.device) -> str:
     if device.type != "cpu":
         return f"it is of the memory of the CPU, and this run computes on {device}."
-    return "what this run takes cannot be foreseen, as its first window does not reach all layers, or nothing is calibrated."
+    return (
+        "what this run takes cannot be foreseen, as its first window does not reach all layers, it takes images, or nothing is "
+        "calibrated."
+    )
