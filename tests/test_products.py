@@ -107,7 +107,8 @@ def test_the_choice_stands_in_the_record_and_verify_computes_the_same_by_it(oned
 
     def looking(items, label, total):
         for item in items:
-            seen.append(switch())
+            if label in ("quantizing", "measuring"):  # while files are read nothing is multiplied
+                seen.append(switch())
             yield item
 
     small, out = tmp_path / "small", tmp_path / "out"
