@@ -15,6 +15,7 @@ from nearplane.pace import Pace
 from nearplane.record import read_record
 from nearplane.sizes import bytes_in
 from nearplane.speed import Speed
+from nearplane.walk import batch_of
 from test_journal import stopped_behind
 
 MB = 1 << 20
@@ -115,7 +116,7 @@ def test_a_limit_that_is_no_size_is_refused(memory, model, tmp_path) -> None:
 
 
 def test_what_nobody_can_foresee_has_no_limit(model, tmp_path) -> None:
-    with pytest.raises(RecipeError, match="--memory: what this run takes cannot be foreseen"):
+    with pytest.raises(RecipeError, match="--memory: what quantizing takes cannot be foreseen"):
         nearplane.quantize(model, tmp_path / "out", bits=4, group_size=16, solver="round-to-nearest", memory="8GB")
 
 
@@ -139,14 +140,43 @@ def test_the_same_bytes_come_out_however_memory_is_spared(room, disk, model, who
     nearplane.verify(tmp_path / "out", against=model, calibration=str(CALIBRATION), device="cpu")
 
 
-def test_what_was_begun_with_some_windows_at_a_time_goes_on_with_as_many(model, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("few", [Pace(limit=1 << 34, foreseen=1 << 29, batch=2, room=0), None], ids=["a limit", "none"])
+def test_what_was_begun_with_some_windows_at_a_time_goes_on_with_as_many(few, model, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("nearplane.notebook.SHARE", float("inf"))
     options = dict(calibration=str(CALIBRATION), **TEXT)
     with monkeypatch.context() as patch:
-        few = Pace(limit=1 << 34, foreseen=1 << 29, batch=2, room=0)
         patch.setattr("nearplane.beginning.paced", lambda *_: few)
         stopped_behind(1, model, tmp_path / "out", monkeypatch, **options)
+    tried = []
+
+    def all_ways(work, way, *, batches):
+        tried.extend(ways(work, way, batches=batches))
+        return tried
+
+    monkeypatch.setattr("nearplane.pacing.ways", all_ways)
     record = nearplane.quantize(model, tmp_path / "out", memory="100GB", **options)
+    batch = 2 if few is not None else batch_of(TEXT["seqlen"])
+    assert {way.batch for way in tried} == {batch}
     assert record.pace is not None
-    assert record.pace.batch == 2
+    assert record.pace.batch == batch
     assert record.pace.limit == 100_000_000_000
+
+
+def test_a_run_that_goes_on_without_a_limit_keeps_to_the_one_it_had(model, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("nearplane.notebook.SHARE", float("inf"))
+    options = dict(calibration=str(CALIBRATION), **TEXT)
+    stopped_behind(1, model, tmp_path / "out", monkeypatch, memory="90GB", **options)
+    record = nearplane.quantize(model, tmp_path / "out", **options)
+    assert record.pace is not None
+    assert record.pace.limit == 90_000_000_000
+
+
+def test_tuning_keeps_to_no_limit(model, tmp_path) -> None:
+    with pytest.raises(RecipeError, match="--memory limits what quantizing takes, and tuning takes what it needs"):
+        nearplane.quantize(model, tmp_path / "out", calibration=str(CALIBRATION), memory="8GB", tune="network", **TEXT)
+
+
+def test_a_head_alone_at_a_rate_is_foreseen(model, tmp_path) -> None:
+    options = dict(rate=3.0, samples=24, seqlen=40, device="cpu", ignore=(r"model\.layers\.",), include_head=True)
+    record = nearplane.quantize(model, tmp_path / "out", calibration=str(CALIBRATION), **options)
+    assert [layer.name for layer in record.layers] == ["lm_head"]

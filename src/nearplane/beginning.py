@@ -5,7 +5,6 @@ Measured here; of a run that was stopped, what it had decided is taken up again.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,8 +26,7 @@ from nearplane.record import RunRecord, versions
 from nearplane.request import rehearse
 from nearplane.tokens import Windows
 from nearplane.tunable import check_tunable
-
-log = logging.getLogger(__name__)
+from nearplane.walk import batch_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +76,9 @@ def beginning(
     """
     if before is not None:
         record = replace(before.record, source=options.name, layers=(), profiles=(), repeated=())
-        record = replace(record, pace=_pace(model, recipe, windows, options, record.pace))
+        if options.memory is not None:  # sums depend on how many windows pass at a time
+            batch = record.pace.batch if record.pace else batch_of(windows.seqlen)
+            record = replace(record, pace=_pace(model, recipe, windows, options, batch))
         container.room = longest_record(model, record)
         with repeated(record.products, options.device):
             yield record, before.plan
@@ -107,11 +107,11 @@ def beginning(
         yield record, plan(model, recipe, windows.fitted, options.device, options.progress, free=free)
 
 
-def _pace(model: Model, recipe: Recipe, windows: Windows, options: Options, before: Pace | None = None) -> Pace | None:
+def _pace(model: Model, recipe: Recipe, windows: Windows, options: Options, batch: int | None = None) -> Pace | None:
     """Rehearse, foresee and say what the run takes; return how it keeps within its limit, None without one.
 
     Raises:
         NearplaneError: see `beginning`.
     """
     looks = rehearse(model, recipe, windows, options.device)
-    return paced(model, recipe, windows, looks, options.device, options.memory, before)
+    return paced(model, recipe, windows, looks, options.device, options.memory, batch)

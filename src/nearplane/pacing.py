@@ -37,7 +37,7 @@ def paced(
     looks: Mapping[str, FirstLook],
     device: torch.device,
     limit: int | None,
-    before: Pace | None = None,
+    batch: int | None = None,
 ) -> Pace | None:
     """Say what a run on the CPU will take; return how it keeps within a limit, None where there is none.
 
@@ -47,7 +47,7 @@ def paced(
         looks: how one window ran through one block of each kind, by its name.
         device: where to compute.
         limit: bytes that the run may take.
-        before: how the part of it that is behind it was paced: as many windows pass at a time, as sums depend on that.
+        batch: windows that pass at a time, as sums depend on that, where it is settled already; None: it may choose.
 
     Raises:
         RecipeError: it takes more, however it goes; says what the least is. Or that cannot be foreseen.
@@ -60,12 +60,10 @@ def paced(
     speed = measured(recipe.scheme.solver, work.beam, coded=work.coded)
     release()
     base = resident() or 0
-    if before is not None and limit is None:
-        limit = before.limit
-    way = Way(batch=batch_of(windows.seqlen) if before is None else before.batch, room=room_for_pauses(device))
+    way = Way(batch=batch or batch_of(windows.seqlen), room=room_for_pauses(device))
     foreseen = foresee(work, way, speed, base)
     if limit is not None:
-        way, foreseen = _within(work, ways(work, way, batches=before is None), speed, base, limit)
+        way, foreseen = _within(work, ways(work, way, batches=batch is None), speed, base, limit)
     log.info(foreseen.sentence())
     if limit is None:
         return None
@@ -83,7 +81,7 @@ def _within(work: Work, tried: Sequence[Way], speed: Speed, base: int, limit: in
     if not fitting:
         least = min((foreseen for _, foreseen in found), key=lambda foreseen: foreseen.peak)
         raise RecipeError(
-            f"--memory {size_text(limit)} is too little: going about it with the least memory, this run takes "
+            f"--memory {size_text(limit)} is too little: going about it with the least memory, quantizing takes "
             f"{size_text(least.peak)} while {least.worst.name}. Give it --memory {least_limit(least)}, or "
             f"{'fewer tokens by --samples' if least.worst.activations > least.peak / 4 else 'a machine that has as much'}."
         )
@@ -155,6 +153,6 @@ def _unforeseen(device: torch.device) -> str:
     if device.type != "cpu":
         return f"it is of the memory of the CPU, and this run computes on {device}."
     return (
-        "what this run takes cannot be foreseen, as its first window does not reach all layers, it takes images, or nothing is "
+        "what quantizing takes cannot be foreseen, as its first window does not reach all layers, it takes images, or nothing is "
         "calibrated."
     )
