@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -52,8 +53,9 @@ class Speed:
     threads: int
 
 
+@cache
 def measured(solver: str | None, beam: int, *, coded: bool) -> Speed:
-    """Time the parts of a run whose layers a solver rounds.
+    """Time the parts of a run whose layers a solver rounds; once a process.
 
     Args:
         solver: see `lattice/solvers.py`.
