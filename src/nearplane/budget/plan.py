@@ -188,7 +188,7 @@ def foreseen_probe(model: Model, recipe: Recipe, tokens: Tensor) -> tuple[Extent
     joined = bool(joined_layers(model, recipe))
     back = scheme.weighs_rows or joined or (model.embeddings is not None and scheme.calibrated)
     passed = windows_of_the_pass(model, tokens, joined=joined) * tokens.shape[1] if back else 0
-    return extent(model, tokens, points) if points and model.layers else None, passed
+    return extent(model, tokens, points) if points and any(block.layers for block in model.blocks) else None, passed
 
 
 def joined_layers(model: Model, recipe: Recipe) -> set[str]:

@@ -69,7 +69,8 @@ def pauses(look: FirstLook, stream: Stream, room: int) -> Pauses:
     held = [look.entered[group[0].name][0].alive for group in look.groups]
     for stage, (group, now) in enumerate(zip(look.groups, held, strict=True)):
         last = stage == len(held) - 1 and not group[0].routed  # what experts multiply is kept
-        before, state = held[stage - 1] if stage else 0, stream.quantized[0].nbytes
+        state = stream.quantized[0].nbytes
+        before = held[stage - 1] if stage else state
         needed = int(batches * waiting(now, before, state, 1 + correct, last=last))
         if needed > room:
             where = f"paused at {group[0].name}, forwards would hold {size_text(needed)}"
