@@ -59,7 +59,7 @@ def stop(model, out, number, *more):
     printed, said = process.communicate()
     assert printed == ""
     return process.returncode, [
-        line for line in said.splitlines() if not line.startswith(("quantizing: ", "this run takes "))
+        line for line in said.splitlines() if not line.startswith(("quantizing: ", "quantizing takes "))
     ]
 
 

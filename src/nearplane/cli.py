@@ -88,8 +88,9 @@ def quantize(
         ignore: Regular expressions, one or several; layers whose full name one of them is found in stay as they are.
         device: Where to compute; auto is the GPU where there is one.
         overwrite: Replace what is in OUT, once the new checkpoint is whole; until then both need room on disk.
-        memory: The most that the run may take, as 12GB: fewer windows then pass at a time, and forwards are repeated where they
-            cannot wait; or it is refused before work begins, with the least that works. Default: as is fastest.
+        memory: The most that the run may take, as 12GB: fewer windows then pass at a time, forwards are repeated where they
+            cannot wait, and hidden states lie in a file; or it is refused before work begins, with the least that works.
+            Default: as is fastest.
         trust_remote_code: Run model code that comes with the checkpoint.
         json: Print the record as JSON instead of a summary.
     """

@@ -206,7 +206,7 @@ class Foreseen:
         }
         found = ", ".join(f"{name} {size_text(many)}" for name, many in parts.items() if many)
         return (
-            f"this run takes about {size_text(self.peak)} of memory at its most, while {self.worst.name} ({found}), and "
+            f"quantizing takes about {size_text(self.peak)} of memory at its most, while {self.worst.name} ({found}), and "
             f"{duration(self.seconds)} on a quiet machine, for {self.tokens:,} tokens"
         )
 

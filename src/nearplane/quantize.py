@@ -78,8 +78,8 @@ def quantize(
         trust_remote_code: run model code that comes with the checkpoint.
         progress: wraps the iterator over layers: (items, label, total) -> items. Whatever it is, how far the run is goes to
             the logger "nearplane.progress".
-        memory: that the run may take on the CPU at the most, in bytes or as "12GB": fewer windows pass at a time then, and forwards
-            are repeated where they cannot wait; None: as is fastest.
+        memory: that the run may take on the CPU at the most, in bytes or as "12GB": fewer windows pass at a time then,
+            forwards are repeated where they cannot wait, and hidden states lie in a file; None: as is fastest.
         spellings: see `Recipe.from_spellings`. `calibration` may also be a list of texts, token ids (windows, seqlen), or of
             vision models pixel values (images, channels, height, width).
 
@@ -108,6 +108,11 @@ def quantize(
     if texts and tokenizer is None and isinstance(model, torch.nn.Module):
         raise RecipeError(
             "A model object comes without tokenizer: pass tokenizer=, or token ids (windows, seqlen) as calibration."
+        )
+    if options.memory is not None and recipe.tune != "none":
+        raise RecipeError(
+            "--memory limits what quantizing takes, and tuning takes what it needs. Quantize with --memory and --tune none, "
+            "then tune what came out with nearplane tune."
         )
     with as_folder(model, tokenizer) as folder:
         recipe = recipe if given is None else given.recorded(recipe)
