@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import resource
 import subprocess
@@ -75,8 +76,10 @@ def build(folder: Path, hidden: int, intermediate: int, blocks: int) -> int:
 
 
 def measure(verb: str, keywords: str) -> None:
-    """Quantize or evaluate in this process; print seconds, peak memory and what came of it as JSON."""
+    """Quantize or evaluate in this process; print seconds, peak memory and what came of it as JSON, and log what is said."""
     import nearplane
+
+    logging.basicConfig(level=logging.INFO)
 
     began = time.perf_counter()
     result = getattr(nearplane, verb)(**json.loads(keywords))
@@ -96,12 +99,14 @@ def measure(verb: str, keywords: str) -> None:
     print(json.dumps(said))
 
 
-def child(verb: str, **keywords: object) -> dict[str, float]:
-    """Return what `measure` says in a process of its own."""
+def child(verb: str, **keywords: object) -> tuple[dict[str, float], str]:
+    """Return what `measure` says in a process of its own, nothing where memory was too little; and all that is logged."""
     command = [sys.executable, __file__, "--one", verb, json.dumps(keywords)]
     environment = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", **os.environ}  # as the command line sets it
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode and " is too little: " not in done.stderr:
+        raise RuntimeError(done.stderr)
+    return {} if done.returncode else dict(json.loads(done.stdout.splitlines()[-1])), done.stderr
 
 
 def row(name: str, blocks: int, size: int, said: dict[str, float], what: str) -> None:
@@ -134,11 +139,11 @@ def main() -> None:
             tokens = {"samples": arguments.samples, "seqlen": arguments.seqlen, "calibration": str(text)}
             for mode in arguments.modes:
                 out = f"{folder}/{mode}"
-                said = child("quantize", model=str(model), out=out, **MODES[mode], **tokens)
+                said, _ = child("quantize", model=str(model), out=out, **MODES[mode], **tokens)
                 row(mode, blocks, size, said, f"{said['bits']:.3f} bits")
                 if arguments.evaluate and mode == arguments.modes[0]:
                     beside = {"text": str(text), "samples": 4, "seqlen": arguments.seqlen, "against": str(model)}
-                    said = child("evaluate", model=out, **beside)
+                    said, _ = child("evaluate", model=out, **beside)
                     row("evaluate --against", blocks, size, said, f"KL {said['kl']:.3g}")
 
 

@@ -11,16 +11,12 @@ keeps to it, or is refused, and then runs with what the refusal asks for.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import re
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from large import MODES, build
+from large import MODES, build, child
 from stages import write_text
 
 from nearplane.sizes import bytes_in
@@ -48,23 +44,6 @@ FORECAST = re.compile(r"about ([\d.]+ [A-Z]+) of memory at its most, while (.*?)
 UNITS = {"h": 3600, "min": 60, "s": 1}
 
 
-def run(arguments: dict[str, object]) -> tuple[dict[str, float], str]:
-    """Quantize in a process of its own; return what it measured (nothing if it was refused), and all that it said."""
-    code = (
-        "import json, logging, resource, sys, time, nearplane\n"
-        "logging.basicConfig(level=logging.INFO)\n"
-        "nearplane.quantize(overwrite=True, **json.loads(sys.argv[1]))\n"
-        "peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "print(json.dumps({'peak': peak, 'cpu': time.process_time()}))\n"
-    )
-    environment = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", **os.environ}  # as the command line sets it
-    command = [sys.executable, "-c", code, json.dumps(arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode and "RecipeError" not in done.stderr:
-        raise RuntimeError(done.stderr)
-    return (json.loads(done.stdout.splitlines()[-1]) if not done.returncode else {}), done.stderr
-
-
 def seconds(text: str) -> float:
     """Return what a duration like "1 h 2 min 3 s" is in seconds."""
     return sum(float(number) * UNITS[unit] for number, unit in re.findall(r"([\d.]+) (h|min|s)", text))
@@ -72,11 +51,11 @@ def seconds(text: str) -> float:
 
 def limited(arguments: dict[str, object], limit: float) -> str:
     """Run with a limit, and if it is refused with what is asked for; say how it went."""
-    said, told = run({**arguments, "memory": int(limit)})
+    said, told = child("quantize", **{**arguments, "memory": int(limit), "overwrite": True})
     if said:
         return f"{limit / 1e9:.2f}: kept, peak {said['peak'] / 1e9:.2f}"
     asked = re.findall(r"--memory ([\d.]+ ?GB)", told)[-1]
-    said, _ = run({**arguments, "memory": asked})
+    said, _ = child("quantize", **{**arguments, "memory": asked, "overwrite": True})
     return f"{limit / 1e9:.2f}: refused, {asked} asked for, peak {said.get('peak', float('nan')) / 1e9:.2f}"
 
 
@@ -101,7 +80,7 @@ def main() -> None:
                     "model": str(model), "out": f"{folder}/{mode}", "calibration": str(text), **MODES[mode],
                     "samples": shape.samples, "seqlen": shape.seqlen,
                 }  # fmt: skip
-                said, told = run(arguments)
+                said, told = child("quantize", **arguments)
                 forecast = FORECAST.search(told)
                 assert forecast is not None, told
                 memory, time = bytes_in(forecast[1]), seconds(forecast[3])
