@@ -82,7 +82,7 @@ def test_what_is_no_image_or_of_another_size_is_refused(vit: Path, solved: Path,
         nearplane.quantize(vit, tmp_path / "out", calibration=IMAGES[:, :, :16], bits=4, device="cpu")
     with pytest.raises(RecipeError, match="bits of layers are not measured yet"):
         nearplane.quantize(vit, tmp_path / "out", calibration=IMAGES, rate=3, device="cpu")
-    with pytest.raises(CalibrationError, match="takes text, and pixel values were given"):
+    with pytest.raises(CalibrationError, match="takes text, and something else was given"):
         nearplane.quantize(MODEL, tmp_path / "out", calibration=IMAGES, bits=4, device="cpu")
     with pytest.raises(CalibrationError, match="takes pixel values"):
         nearplane.evaluate(solved, HELD_OUT, against=vit, device="cpu")

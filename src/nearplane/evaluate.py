@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nearplane.divergence import Divergence, divergence
 from nearplane.errors import CalibrationError, ModelError, RecipeError
+from nearplane.headless import Taken
 from nearplane.models.data import around, check_vocabulary, read_windows
 from nearplane.models.given import Given, called, refuse_tokenizer
 from nearplane.models.model import device_of
@@ -60,7 +61,7 @@ class Evaluation:
 
 def evaluate(
     model: str | Path | PreTrainedModel,
-    text: str | Path | Sequence[str] | Tensor,
+    text: str | Path | Sequence[str] | Tensor | tuple[Tensor, Tensor],
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     seqlen: int | None = None,
@@ -78,8 +79,9 @@ def evaluate(
         model: a folder or hub id: any transformers checkpoint, or what `quantize` wrote. Or a model object, which is run as it is:
             in its dtype, on its device.
         text: .txt, .jsonl or a folder of them, tokenized whole without special tokens, cut into windows that do not overlap. Or a
-            list of texts, token ids (windows, seqlen), or pixel values (images, channels, height, width). Of encoders windows
-            begin and end with [CLS] and [SEP], or their like. Decoders behind an encoder predict the window that it is given.
+            list of texts, token ids (windows, seqlen), pixel values (images, channels, height, width), or sound with what is said
+            in it (input_features, token_ids). Of encoders windows begin and end with [CLS] and [SEP], or their like. Decoders
+            behind an encoder predict the window that it is given, or what is said in it.
         tokenizer: of a model object; tokens need none.
         seqlen: tokens of a window; None: 2048, or the model's positions if fewer.
         samples: windows, the first ones of the text; None: all.
@@ -98,9 +100,8 @@ def evaluate(
     refuse_tokenizer(model, tokenizer)
     network = opened(model, place, trust_remote_code=trust_remote_code)
     original = None if against is None else opened(against, place, trust_remote_code=trust_remote_code)
-    pixels = given is not None and given.tokens is not None and given.tokens.is_floating_point()
-    if pixels == bool(network.vocabulary):
-        taken = "pixel values (images, channels, height, width) from Python" if network.vocabulary == 0 else "text"
+    if network.takes is not (Taken.TEXT if given is None else given.kind):
+        taken = network.takes if network.takes is Taken.TEXT else f"{network.takes} from Python"
         raise CalibrationError(f"{called(model)} takes {taken}; something else was given as text. Pass {taken}.")
     if network.folder is not None and (given is None or given.tokens is None):
         tokenizer = tokenizer_of(network.folder, trust_remote_code=trust_remote_code)
@@ -114,12 +115,13 @@ def evaluate(
             f"{called(model)} has no vocabulary head and predicts no tokens. Pass its original as against (--against): the "
             f"embeddings of both are compared."
         )
-    total = -(-len(windows) // windows_at_a_time(seqlen))
+    both = [network, *([] if original is None else [original])]
+    total = -(-len(windows) // windows_at_a_time(both, windows))
     with (
         fastest(network.shapes(), windows.numel(), network.device),
         in_a_sentence(f"{called(model)} does not run on its windows of {seqlen} tokens"),
     ):
-        compared = predictions([network, *([] if original is None else [original])], windows)
+        compared = predictions(both, windows)
         for batch, predicted, *others in progress(logged(compared, "evaluating", total), "evaluating", total):
             if network.embeds:
                 alike += [_cosines(expected, predicted, called(against)) for expected in others]

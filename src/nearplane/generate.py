@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from nearplane.errors import RecipeError
 from nearplane.formats.stored import quantization_of
 from nearplane.gguf_header import FILE
-from nearplane.headless import has_head
+from nearplane.headless import Taken, has_head, taken_by
 from nearplane.models.model import device_of, positions_of
 from nearplane.pretrained import find_folder, in_a_sentence, tokenizer_of
 from nearplane.readers.hub import load
@@ -70,10 +70,9 @@ def generate(
         return _by_llama_cpp(folder, prompt, tokens, temperature, seed, say)
     place = device_of(device)
     model = load(folder, device=place, trust_remote_code=trust_remote_code)
-    if not has_head(model):
-        raise RecipeError(
-            f"{folder} holds a {type(model).__name__}, an encoder, which predicts no tokens. Pass a language model."
-        )
+    if not has_head(model) or taken_by(model) is not Taken.TEXT:
+        why = "an encoder, which predicts no tokens" if not has_head(model) else f"which goes on from {taken_by(model)}"
+        raise RecipeError(f"{folder} holds a {type(model).__name__}, {why}. Pass a language model.")
     tokenizer = tokenizer_of(folder, trust_remote_code=trust_remote_code)
     with in_a_sentence(f"{folder} does not generate text"):
         ids = torch.tensor([tokenizer(prompt)["input_ids"]], dtype=torch.int64, device=place)

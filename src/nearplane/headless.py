@@ -6,6 +6,7 @@ Knows configs and networks of transformers; what becomes of the hidden states is
 from __future__ import annotations
 
 import inspect
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -18,6 +19,18 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
     MODEL_MAPPING_NAMES,
 )
+
+from nearplane.spoken import Spoken
+
+HEARD = "whisper", "moonshine", "speech_to_text", "speecht5"  # types of models that write down what they hear, as tried
+
+
+class Taken(StrEnum):
+    """What networks are given."""
+
+    TEXT = "text"
+    IMAGES = "pixel values (images, channels, height, width)"
+    SOUND = "sound with what is said in it (input_features, token_ids)"
 
 
 def is_headless(config: Any) -> bool:
@@ -53,14 +66,20 @@ def is_seq2seq(config: Any) -> bool:
 
 
 def is_translator(config: Any) -> bool:
-    """Return whether a config describes an encoder that is given text, and a decoder that predicts tokens."""
-    return bool(getattr(config, "is_encoder_decoder", False)) and is_seq2seq(config)
+    """Return whether a config describes an encoder that is given text or sound, and a decoder that predicts tokens."""
+    return bool(getattr(config, "is_encoder_decoder", False)) and (is_seq2seq(config) or writes_down(config))
 
 
-def sound_alone(config: Any) -> str | None:
-    """Return the architecture of an encoder that is given sound, with a decoder that writes it down (Whisper); else None."""
-    heard = _made(config) is not None and _made(config) == MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES.get(_kind(config))
-    return _made(config) if heard and not is_seq2seq(config) else None
+def writes_down(config: Any) -> bool:
+    """Return whether a config describes an encoder that is given sound, and a decoder that writes it down (Whisper)."""
+    return hears_alone(config) is not None and _kind(config) in HEARD
+
+
+def hears_alone(config: Any) -> str | None:
+    """Return the architecture that AutoModelForSpeechSeq2Seq builds, where no text can stand for sound; else None."""
+    made = _made(config)
+    heard = made is not None and made == MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES.get(_kind(config))
+    return made if heard and not is_seq2seq(config) else None
 
 
 def _kind(config: Any) -> str:
@@ -80,14 +99,17 @@ def has_head(network: nn.Module) -> bool:
     return ends is not None or type(network).__name__ not in _plain(transformer.config.model_type)
 
 
-def takes_images(network: nn.Module) -> bool:
-    """Return whether a network is given pixel values, (images, channels, height, width), in place of tokens."""
-    return str(getattr(network, "main_input_name", "")) == "pixel_values"
+def taken_by(network: nn.Module) -> Taken:
+    """Return what a network is given."""
+    if str(getattr(network, "main_input_name", "")) == "pixel_values":
+        return Taken.IMAGES
+    transformer: Any = network
+    return Taken.SOUND if has_head(network) and writes_down(transformer.config) else Taken.TEXT
 
 
 def towers(network: PreTrainedModel) -> tuple[str, ...]:
     """Return the names of the networks in a network that lie beside the one that looks tokens up: they see images or hear."""
-    if takes_images(network) or has_two_stacks(network):
+    if taken_by(network) is Taken.IMAGES or has_two_stacks(network):
         return ()
     inputs = network.get_input_embeddings()
     place = next(name for name, part in network.named_modules() if part is inputs)
@@ -125,10 +147,16 @@ def _plain(kind: str) -> tuple[str, ...]:
     return (found,) if isinstance(found, str) else tuple(found)
 
 
+def main_input(network: PreTrainedModel, windows: Tensor) -> Tensor:
+    """Return what a network is given first: windows as they are, or their sound, in its own dtype."""
+    return windows.sound.to(network.dtype) if isinstance(windows, Spoken) else windows
+
+
 def words(network: nn.Module, tokens: Tensor) -> dict[str, Any]:
     """Return what a network is told beside its input: to keep nothing for later tokens, if it knows of that.
 
-    The decoder behind an encoder is given the same tokens, one place on: it starts with its own token, and predicts the first.
+    The decoder behind an encoder is given the same tokens, or those that are said in its sound, one place on: it starts with its
+    own token, and predicts the first.
 
     Args:
         network: that runs.

@@ -11,7 +11,7 @@ import torch
 from nearplane.budget.plan import foreseen_probe
 from nearplane.errors import RecipeError
 from nearplane.foreseen import Blocks, Foreseen, Group, Way, Work, foresee, ways
-from nearplane.headless import takes_images
+from nearplane.headless import Taken, taken_by
 from nearplane.memory import release, resident
 from nearplane.models.calibrate import FirstLook
 from nearplane.models.experts import by_expert
@@ -95,13 +95,13 @@ def least_limit(foreseen: Foreseen) -> str:
 
 def work_of(model: Model, recipe: Recipe, windows: Windows, looks: Mapping[str, FirstLook]) -> Work | None:
     """Return what a run has to do; None where nothing is known of it: no window
-    reached all layers of some block, or it takes images.
+    reached all layers of some block, or it takes images or sound.
 
     Args:
         model, recipe, windows, looks: see `paced`.
     """
     scheme, found = recipe.scheme, []
-    if takes_images(model.network):  # whose rows of hidden states nobody has counted
+    if taken_by(model.network) is not Taken.TEXT:  # whose rows of hidden states nobody has counted
         return None
     for blocks in kinds(model):
         look = looks.get(blocks[0].name)
@@ -153,6 +153,6 @@ def _unforeseen(device: torch.device) -> str:
     if device.type != "cpu":
         return f"it is of the memory of the CPU, and this run computes on {device}."
     return (
-        "what quantizing takes cannot be foreseen, as its first window does not reach all layers, it takes images, or nothing is "
-        "calibrated."
+        "what quantizing takes cannot be foreseen, as its first window does not reach all layers, it takes images or sound, or "
+        "nothing is calibrated."
     )

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from nearplane.errors import ModelError
 from nearplane.formats.folder import read_config
 from nearplane.formats.stored import quantization_of, reader_of
-from nearplane.headless import has_head, is_framed, read_out, takes_images, words
+from nearplane.headless import Taken, has_head, is_framed, main_input, read_out, taken_by, words
 from nearplane.memory import free_memory, give_back_large
 from nearplane.models.activations import finite, readout, skeleton
 from nearplane.models.given import called, check_model
@@ -32,7 +32,7 @@ from nearplane.readers.network import dense_network, stacks_of, stored_transpose
 from nearplane.sizes import size_text
 from nearplane.widened import method_of
 
-BATCH_TOKENS, IMAGES = 2048, 8  # of a batch
+BATCH_TOKENS, FEW = 2048, 8  # of a batch: of text, and windows of anything else
 SHARE = 0.4  # of the memory that is free, which one network may take in float32
 STATES = 0.2  # of it, which the hidden states of a chunk of windows may take; a network has them twice while it passes a block
 
@@ -45,6 +45,7 @@ class Network(ABC):
     Attributes:
         folder: that it is from; None: an object.
         device: that it computes on.
+        takes: what it is given.
         vocabulary: how many tokens its input embeddings have; 0 where it takes images.
         embeds: whether it has no head.
         framed: whether windows are to begin and end with tokens of its own, see `is_framed`.
@@ -54,6 +55,7 @@ class Network(ABC):
 
     folder: Path | None
     device: torch.device
+    takes: Taken
     vocabulary: int
     embeds: bool
     framed: bool
@@ -80,7 +82,8 @@ class Held(Network):
             not has_head(network),
         )
         self.framed = is_framed(network)
-        self.vocabulary = 0 if takes_images(network) else network.get_input_embeddings().weight.shape[0]
+        self.takes = taken_by(network)
+        self.vocabulary = 0 if self.takes is Taken.IMAGES else network.get_input_embeddings().weight.shape[0]
 
     def shapes(self) -> list[tuple[int, int]]:
         """Return (out, in) of its linear layers."""
@@ -111,8 +114,9 @@ class Streamed(Network):
 
     def __init__(self, model: Model, device: torch.device) -> None:
         self.model, self.folder, self.device = model, model.folder, device
-        if takes_images(model.network):
-            raise ModelError("images do not pass block by block")
+        self.takes = taken_by(model.network)
+        if self.takes is not Taken.TEXT:
+            raise ModelError(f"it takes {self.takes}")
         embeddings = model.network.get_input_embeddings().weight
         self.vocabulary, self.width = embeddings.shape
         self.width *= len(model.stacks)
@@ -186,9 +190,10 @@ def _size(folder: Path, trust_remote_code: bool) -> int:
     return sum(4 * parameter.numel() for parameter in network.parameters())
 
 
-def windows_at_a_time(seqlen: int) -> int:
+def windows_at_a_time(networks: Sequence[Network], windows: Tensor) -> int:
     """Return how many windows make a batch."""
-    return max(1, BATCH_TOKENS // seqlen)
+    text = all(network.takes is Taken.TEXT for network in networks)
+    return max(1, BATCH_TOKENS // windows.shape[1]) if text else FEW
 
 
 def predictions(networks: Sequence[Network], windows: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -196,7 +201,7 @@ def predictions(networks: Sequence[Network], windows: Tensor) -> Iterator[tuple[
 
     See `log_probabilities`, and of networks without head `embedded`.
     """
-    batch = windows_at_a_time(windows.shape[1]) if all(network.vocabulary for network in networks) else IMAGES
+    batch = windows_at_a_time(networks, windows)
     for chunk in windows.split(_chunk(networks, windows.shape[1], batch)):
         with ExitStack() as stack:
             functions = [stack.enter_context(network.predicting(chunk, batch)) for network in networks]
@@ -209,7 +214,7 @@ def predictions(networks: Sequence[Network], windows: Tensor) -> Iterator[tuple[
 @torch.no_grad()
 def log_probabilities(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """Return (windows, seqlen - 1, vocabulary) float32 log-probabilities of every next token of `tokens` (windows, seqlen)."""
-    return _next_tokens(read_out(model, model(tokens, **words(model, tokens))))
+    return _next_tokens(read_out(model, model(main_input(model, tokens), **words(model, tokens))))
 
 
 @torch.no_grad()

@@ -23,13 +23,14 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from nearplane.errors import ModelError, NearplaneError, first_line
-from nearplane.headless import is_headless, is_multimodal, is_seq2seq
+from nearplane.headless import HEARD, hears_alone, is_headless, is_multimodal, is_seq2seq
 from nearplane.jsonfile import read_object
 from nearplane.places import folder_named
 from nearplane.plausible import Limited, check_counts, check_patterns, check_sizes
@@ -121,11 +122,22 @@ def empty_network(
 
 
 def _builder(config: Any) -> Any:
-    """Return the class of transformers that builds the network of a config with all its parts, as its makers saved it."""
+    """Return the class of transformers that builds the network of a config with all its parts, as its makers saved it.
+
+    Raises:
+        ModelError: it is given sound in a way that was never tried.
+    """
     if is_headless(config):
         return AutoModel
     if is_seq2seq(config):
         return AutoModelForSeq2SeqLM
+    if (made := hears_alone(config)) is not None:
+        if config.model_type not in HEARD:
+            raise ModelError(
+                f"The architecture {made} is not supported: it is given sound, and of such models nearplane knows those of the "
+                f"types {', '.join(HEARD)}. Leave this model as it is, or use another tool for it."
+            )
+        return AutoModelForSpeechSeq2Seq
     return AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
 
 

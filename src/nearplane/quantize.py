@@ -81,7 +81,9 @@ def quantize(
         memory: that the run may take on the CPU at the most, in bytes or as "12GB": fewer windows pass at a time then,
             forwards are repeated where they cannot wait, and hidden states lie in a file; None: as is fastest.
         spellings: see `Recipe.from_spellings`. `calibration` may also be a list of texts, token ids (windows, seqlen), or of
-            vision models pixel values (images, channels, height, width).
+            vision models pixel values (images, channels, height, width), or of models that write down what they hear
+            (input_features, token_ids): sound, (windows, mel bins, frames) as Whisper's feature extractor makes it, and (windows,
+            seqlen) what is said in each, as for `labels=`, with <|en|> and its like but without the token that starts the decoder.
 
     Returns:
         What was done and measured; also in `out/nearplane.json`.

@@ -201,7 +201,8 @@ class RunRecord:
         products: Which library multiplied float32 matrices, from a trial at the start of the run; None: torch's default, untried.
         windows, seqlen, tokens: Calibration windows that are fitted, their length, and their product.
         extra_windows: Windows of the same text that enter no sum, on which losses are measured besides.
-        text: SHA-256 of the token ids of all these windows, as little-endian int64; empty where there was no text.
+        text: SHA-256 of the token ids of all these windows, as little-endian int64, and behind them of their sound, as float32, if
+            they have one; of images of their pixel values, as float32. Empty where there were none.
         layers: In the order they were quantized.
         profiles: Of some layers, in several orders.
         skipped: (name, reason) of weights that were left as they are although the recipe did not ask for it.

@@ -14,21 +14,33 @@ from torch import Tensor
 
 from nearplane.enough import LEAST, shortage
 from nearplane.errors import CalibrationError, RecipeError
-from nearplane.headless import is_framed, takes_images
+from nearplane.headless import Taken, is_framed, taken_by
 from nearplane.lattice.solvers import SOLVERS
-from nearplane.models.activations import skeleton
-from nearplane.models.data import around, read_windows
+from nearplane.models.activations import places
+from nearplane.models.data import around, check_vocabulary, read_windows
 from nearplane.models.given import Given, refuse_lost
 from nearplane.models.model import Model
 from nearplane.pretrained import in_a_sentence
 from nearplane.recipe import Recipe
 from nearplane.schemes import GridScheme
+from nearplane.spoken import Spoken, joined
 
 DEFAULT_SEQLEN = 2048
 EXTRA = 8  # windows that are fitted for every one that follows them and is not, at least
 EXTRA_TOKENS, EXTRA_WINDOWS = 1024, 4  # that many in so many windows tell enough: no more are read
 RUN = 8  # tokens in a row: text that says something new repeats few runs of so many
 VARIED = 0.25  # share of runs that differ: less, and fewer than the widest layer has inputs, is no text to learn from
+WAYS = {
+    Taken.TEXT: "takes text, and something else was given; pass text.",
+    Taken.IMAGES: (
+        "takes images: quantize from Python with calibration=pixel_values (images, channels, height, width), as its image "
+        "processor makes them."
+    ),
+    Taken.SOUND: (
+        "takes sound: quantize from Python with calibration=(input_features, token_ids), sound as its feature extractor makes it "
+        "and (windows, seqlen) what is said in each, as for labels=."
+    ),
+}
 logger = logging.getLogger("nearplane")
 
 
@@ -38,7 +50,7 @@ class Windows:
 
     Args:
         seqlen: tokens of a window.
-        fitted: (windows, seqlen) what every sum is made of; None where nothing looks at the network.
+        fitted: (windows, seqlen) what every sum is made of, with its sound where the network hears; None where nothing looks at it.
         extra: (windows, seqlen) what follows them in the text and enters no sum: what the losses are measured on besides. None
             where there are none.
         extra_rows: how many of their rows count, evenly spread, where a layer sees more; None: all.
@@ -62,19 +74,19 @@ class Windows:
     def tokens(self) -> Tensor:
         """Return (windows, seqlen) all of them, extra ones last."""
         assert self.fitted is not None, "nothing looks at the network"
-        return self.fitted if self.extra is None else torch.cat([self.fitted, self.extra])
+        return self.fitted if self.extra is None else joined([self.fitted, self.extra])
 
     def digest(self) -> str:
-        """Return the SHA-256 of all token ids as little-endian int64; empty where there are none."""
+        """Return the `digest_of` all; empty where there are none."""
         return "" if self.fitted is None else digest_of(self.tokens())
 
 
 def digest_of(tokens: Tensor) -> str:
-    """Return the SHA-256 of token ids as little-endian int64, of pixel values as float32."""
-    if tokens.is_floating_point():
-        return hashlib.sha256(tokens.contiguous().numpy().astype("<f4").tobytes()).hexdigest()
-    ids = tokens.to("cpu", torch.int64).contiguous().numpy().astype("<i8")
-    return hashlib.sha256(ids.tobytes()).hexdigest()
+    """Return the SHA-256 of token ids as little-endian int64, of pixel values as float32; of token ids and then their sound."""
+    found = hashlib.sha256()
+    for part in (tokens, tokens.sound) if isinstance(tokens, Spoken) else (tokens,):
+        found.update(part.cpu().contiguous().numpy().astype("<f4" if part.is_floating_point() else "<i8").tobytes())
+    return found.hexdigest()
 
 
 def calibration_windows(
@@ -102,10 +114,15 @@ def calibration_windows(
     seqlen = wanted.seqlen or min(DEFAULT_SEQLEN, positions or DEFAULT_SEQLEN)
     if not SOLVERS[recipe.scheme.solver].needs_inputs and recipe.allocate != "slope":
         return Windows(seqlen=seqlen)
-    if takes_images(model.network):
-        seqlen = _places(model, recipe, given)
-    elif given is not None and given.tokens is not None and given.tokens.is_floating_point():
-        raise CalibrationError(f"{type(model.network).__name__} takes text, and pixel values were given; pass text.")
+    takes = taken_by(model.network)
+    if takes is not (Taken.TEXT if given is None else given.kind):
+        if given is None:
+            refuse_lost(wanted.calibration)
+        raise CalibrationError(f"{type(model.network).__name__} {WAYS[takes]}")
+    if given is not None and given.tokens is not None and takes is Taken.IMAGES:
+        seqlen = _images(model, recipe, given.tokens)
+    elif given is not None and isinstance(given.tokens, Spoken):
+        _check_spoken(model, given.tokens)
     following = extra_windows(wanted.samples, seqlen) if extra is None else extra
     if given is not None and given.tokens is not None:
         windows = given.tokens
@@ -122,29 +139,39 @@ def calibration_windows(
     return Windows(seqlen=seqlen, fitted=windows[:fitted], extra=windows[fitted:])
 
 
-def _places(model: Model, recipe: Recipe, given: Given | None) -> int:
-    """Return how many hidden states a network that takes images has of each: patches, and what stands before them.
+def _images(model: Model, recipe: Recipe, images: Tensor) -> int:
+    """Return how many hidden states a network has of each image: of patches, and of what stands before them.
 
     Raises:
-        CalibrationError: no images were given, or of another size than the network's.
+        ModelError: they are of another size than the network's.
         RecipeError: bits of layers are to be measured on them.
     """
     kind = type(model.network).__name__
-    if given is None:
-        refuse_lost(recipe.calibration.calibration)
-    if given is None or given.tokens is None or not given.tokens.is_floating_point():
-        raise CalibrationError(
-            f"{kind} takes images: quantize from Python with calibration=pixel_values (images, channels, height, width), as its "
-            f"image processor makes them."
-        )
     if recipe.allocate == "slope" or not isinstance(recipe.scheme, GridScheme):
         raise RecipeError(
             f"{kind} takes images, on which bits of layers are not measured yet: use --bits with whole numbers and --allocate "
             f"uniform."
         )
-    with in_a_sentence(f"{kind} does not take images {tuple(given.tokens.shape[1:])}, (channels, height, width)"):
-        one = skeleton(model, given.tokens[:1], device="cpu", dtype=torch.float32, two_streams=False)
-    return one.quantized[0].shape[1]
+    with in_a_sentence(f"{kind} does not take images {tuple(images.shape[1:])}, (channels, height, width)"):
+        return places(model, images)
+
+
+def _check_spoken(model: Model, windows: Spoken) -> None:
+    """Refuse sound, or what is said in it, that a network does not take.
+
+    Raises:
+        ModelError: the sound is of another size than the network's.
+        CalibrationError: token ids are not in the vocabulary, or have the start token.
+    """
+    kind, start = type(model.network).__name__, model.config.decoder_start_token_id
+    check_vocabulary(windows, len(model.network.get_input_embeddings().weight))
+    if bool((windows[:, 0] == start).all()):
+        raise CalibrationError(
+            f"All token_ids begin with {start}, with which the decoder of {kind} is started anyway. Pass them without it, as for "
+            f"labels=."
+        )
+    with in_a_sentence(f"{kind} does not take sound {tuple(windows.sound.shape[1:])} with {windows.shape[1]} tokens"):
+        places(model, windows)
 
 
 def extra_windows(samples: int, seqlen: int) -> int:
@@ -168,7 +195,7 @@ def check_tokens(model: Model, recipe: Recipe, found: Windows) -> None:
     said = shortage(found.count, seqlen, recipe.calibration.samples, widest.name, inputs)
     if said is not None and found.count * seqlen < LEAST * inputs:
         raise CalibrationError(said)
-    different, runs = (0, 0) if takes_images(model.network) else distinct_runs(tokens)
+    different, runs = (0, 0) if taken_by(model.network) is Taken.IMAGES else distinct_runs(tokens)
     if different < min(LEAST * inputs, VARIED * runs):
         raise CalibrationError(
             f"The calibration text says the same again and again: of {runs:,} runs of {min(RUN, seqlen)} tokens {different:,} "

@@ -59,7 +59,7 @@ def verify(
     out: str | Path,
     *,
     against: str | Path | None = None,
-    calibration: str | Path | Sequence[str] | Tensor | None = None,
+    calibration: str | Path | Sequence[str] | Tensor | tuple[Tensor, Tensor] | None = None,
     tolerance: float = TOLERANCE,
     device: Device = "auto",
     trust_remote_code: bool = False,

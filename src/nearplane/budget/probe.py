@@ -19,13 +19,14 @@ from nearplane.errors import CalibrationError
 from nearplane.headless import has_head
 from nearplane.matrix.inputs import Inputs
 from nearplane.memory import release
-from nearplane.models.activations import Stream, readout, skeleton
+from nearplane.models.activations import Stream, places, readout, skeleton
 from nearplane.models.calibrate import seen, stages
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block, Model
 from nearplane.models.rows import RoutedRows, Rows
 from nearplane.observe import observe, summed
 from nearplane.progress import logged
+from nearplane.spoken import cut
 
 SEQLEN = 512  # most tokens of a window: the more windows, the more even the sample
 HELD = 1 << 26  # logits that are held at a time
@@ -199,9 +200,11 @@ def _windows(model: Model, tokens: Tensor, points: int, measured: int) -> tuple[
     """Return the windows for the statistics, (windows, seqlen), and how many of the first travel, of so many blocks."""
     blocks, layers = len(model.blocks), max(_perturbed_apart(block) for block in model.blocks)
     travelling_points = points if measured == blocks else 1
-    seqlen = min(SEQLEN, tokens.shape[1])
-    windows = tokens[:, : tokens.shape[1] // seqlen * seqlen].reshape(-1, seqlen)
+    windows = cut(tokens, SEQLEN)
+    seqlen = windows.shape[1]
     hidden = model.network.get_input_embeddings().weight.shape[1]
+    if len(model.stacks) > 1:  # what the encoder makes of tokens, or of their sound, travels with them
+        hidden *= places(model, windows) / seqlen
     affordable = FORWARDS * windows.numel() * 2 / (layers * (blocks + 1)) * (blocks / measured)
     fitting = MEMORY / (2 * hidden * layers * travelling_points * measured)
     travelling = max(1, int(min(max(affordable, TOKENS), fitting, 16384)) // seqlen)

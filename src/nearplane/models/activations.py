@@ -16,7 +16,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from nearplane.errors import CalibrationError
-from nearplane.headless import read_out, takes_images, words
+from nearplane.headless import Taken, main_input, read_out, taken_by, words
 from nearplane.models.data import check_vocabulary
 from nearplane.models.model import ABSENT, Block, Model
 from nearplane.models.recorder import Call, End, Recorder, Tape, mapped
@@ -74,6 +74,11 @@ class Stream:
         """Return the hidden states in the quantized network that a block is given, without those that it lets be."""
         return part_of(self.quantized[batch], self.calls[block.name][batch].own)
 
+    def encoded(self, block: Block, batch: int) -> list[Tensor]:
+        """Return the hidden states of an encoder that a block sees, if it does."""
+        seen = self.calls[block.name][batch].seen
+        return [] if seen is None else [part_of(self.quantized[batch], seen)]
+
     @torch.no_grad()
     def advance(self, block: Block) -> None:
         """Move both streams past a block; each batch of the old hidden states is freed as the new one is there.
@@ -114,7 +119,8 @@ def skeleton(
 
     Args:
         model: whose blocks are to be calibrated.
-        tokens: (windows, seqlen) int64; of networks that take images (images, channels, height, width).
+        tokens: (windows, seqlen) int64, with their sound where the network hears; of networks that take images (images, channels,
+            height, width).
         device, dtype: where and in what to compute; hidden states stay there.
         batch: windows at a time.
         first: windows of the first batch, by which blocks are looked at before all pass through; None: as of the others.
@@ -130,7 +136,7 @@ def skeleton(
     place, alone = torch.device(device), min(first or 0, len(tokens) - 1)
     fitted = [*tokens[:alone].split(batch), *tokens[alone:].split(batch)] if alone else list(tokens.split(batch))
     batches = fitted if extra is None else [*fitted, *extra.split(batch)]
-    for part in batches if not takes_images(model.network) else ():
+    for part in batches if taken_by(model.network) is not Taken.IMAGES else ():
         check_vocabulary(part, len(model.network.get_input_embeddings().weight))
     firsts = [next(i for i, b in enumerate(model.blocks) if b.name.startswith(f"{stack}.")) for stack in model.stacks]
     tape = Tape([block.name for block in model.blocks], firsts)
@@ -164,6 +170,12 @@ def skeleton(
     )
     stream.original = original or stream.original
     return stream
+
+
+def places(model: Model, windows: Tensor) -> int:
+    """Return how many hidden states a network has of a window: of both stacks, of patches of an image and what stands before."""
+    found = skeleton(model, windows[:1], device="cpu", dtype=torch.float32, two_streams=False)
+    return found.quantized[0].shape[1]
 
 
 @torch.no_grad()
@@ -213,7 +225,7 @@ def readout(
         def logits(tokens: Tensor, hidden: Tensor, given: Mapping[str, Tensor] | None = None) -> Tensor:
             tokens = tokens.to(hidden.device)
             end.given = hidden if len(model.stacks) == 1 else hidden[:, -tokens.shape[1] :]  # what the decoder is given
-            output = functional_call(network, dict(given or {}), (tokens,), words(network, tokens))
+            output = functional_call(network, dict(given or {}), (main_input(network, tokens),), words(network, tokens))
             return read_out(network, output)
 
         yield logits

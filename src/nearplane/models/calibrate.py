@@ -32,7 +32,8 @@ class Entered:
 
     Args:
         same: what it has in common with layers that multiply the same rows.
-        rows: how often what it was given holds a number for every token; no integer: some tokens are left out.
+        rows: how often what it was given holds a number for every token, or every hidden state that the block sees of an encoder;
+            no integer: some are left out.
         computed: how many results had a number, see `Results`.
         alive: bytes of all activations that were in memory.
         routed: of experts, what they were given, without its contents: how many bytes it takes to keep it for all of them, and a
@@ -78,6 +79,7 @@ def first_look(block: Block, stream: Stream) -> FirstLook:
         CalibrationError: layers did not run; the message names them.
     """
     module, hidden = block.quantized, stream.own(block, 0)
+    given = [hidden, *stream.encoded(block, 0)]
     assert module is not None, ABSENT
     layers = block.quantized_layers()
     entered: dict[str, list[Entered]] = {}
@@ -90,7 +92,7 @@ def first_look(block: Block, stream: Stream) -> FirstLook:
         entered.setdefault(layer.name, []).append(
             Entered(
                 same=layer.same_input(x),
-                rows=layer.share(x, hidden),
+                rows=min((layer.share(x, states) for states in given), key=lambda share: share % 1),
                 computed=results.count,
                 alive=results.bytes_alive(but=weights),
                 routed=(x.bytes_whole, x.bytes_apart) if layer.routed else None,

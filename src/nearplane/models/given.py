@@ -1,4 +1,4 @@
-"""What Python programs hand over instead of paths: a model object, texts, tokens, images.
+"""What Python programs hand over instead of paths: a model object, texts, tokens, images, sound with what is said in it.
 
 An object is saved to a temporary folder and streamed from there like any model; texts and tokens become windows.
 """
@@ -19,28 +19,36 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nearplane.errors import CalibrationError, ModelError, RecipeError
+from nearplane.headless import Taken
 from nearplane.pretrained import in_a_sentence
 from nearplane.recipe import Calibration, Recipe
 from nearplane.spellings import SPELLINGS
+from nearplane.spoken import Spoken
 
-TEXTS, TOKENS, IMAGES = (
+TEXTS, TOKENS, IMAGES, SOUND = (
     "texts given in Python",
     "tokens given in Python",
     "images given in Python",
+    "sound given in Python",
 )  # in the record, where a path would be
 EXPECTED = "a path, a list of texts, or whole numbers (windows, seqlen)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """Texts, or tokens: (windows, seqlen) int64, or (images, channels, height, width) float32 pixel values; the other is None."""
+    """Texts, or tokens: (windows, seqlen) int64, which may have their sound, or (images, channels, height, width) float32.
+
+    The other is None.
+    """
 
     texts: tuple[str, ...] | None = None
     tokens: Tensor | None = None
 
     @classmethod
     def of(cls, value: object, what: str = "calibration") -> Given | None:
-        """Take a list of texts, or a tensor or array of token ids or pixel values; None where it is a path or nothing.
+        """Take a list of texts, or a tensor or array of token ids or pixel values, or a pair of features of sound and token ids.
+
+        None where it is a path or nothing.
 
         Raises:
             CalibrationError: it is something else, or holds nothing.
@@ -49,7 +57,18 @@ class Given:
             return None
         if isinstance(value, Sequence) and value and all(isinstance(text, str) for text in value):
             return cls(texts=tuple(value))
+        if isinstance(value, Sequence) and [isinstance(part, Tensor | np.ndarray) for part in value] == [True, True]:
+            sound, tokens = (torch.as_tensor(part) for part in value)
+            if sound.is_floating_point() and not tokens.is_floating_point():  # else two images
+                return cls(tokens=_spoken(sound, _windows(tokens, f"{what}[1]"), what))
         return cls(tokens=_windows(value, what))
+
+    @property
+    def kind(self) -> Taken:
+        """What it is for."""
+        if isinstance(self.tokens, Spoken):
+            return Taken.SOUND
+        return Taken.IMAGES if self.tokens is not None and self.tokens.is_floating_point() else Taken.TEXT
 
     def recorded(self, recipe: Recipe) -> Recipe:
         """Return a recipe that says what was given, and the sizes of windows of tokens.
@@ -60,7 +79,7 @@ class Given:
         wanted = recipe.calibration
         if self.tokens is None:
             return replace(recipe, calibration=replace(wanted, calibration=TEXTS))
-        if self.tokens.is_floating_point():
+        if self.kind is Taken.IMAGES:
             return replace(recipe, calibration=replace(wanted, calibration=IMAGES, samples=len(self.tokens)))
         windows, seqlen = self.tokens.shape
         if wanted.seqlen not in (None, seqlen) or wanted.samples not in (Calibration().samples, windows):
@@ -68,7 +87,8 @@ class Given:
                 f"calibration holds {windows} windows of {seqlen} tokens; samples is {wanted.samples}, seqlen {wanted.seqlen}. "
                 f"Leave both out: all windows are used as they are, the last ones, at most a ninth, to measure losses on."
             )
-        return replace(recipe, calibration=replace(wanted, calibration=TOKENS, samples=windows, seqlen=seqlen))
+        named = SOUND if self.kind is Taken.SOUND else TOKENS
+        return replace(recipe, calibration=replace(wanted, calibration=named, samples=windows, seqlen=seqlen))
 
 
 def _windows(value: Any, what: str) -> Tensor:
@@ -88,6 +108,22 @@ def _windows(value: Any, what: str) -> Tensor:
     if (least := int(tokens.min())) < 0:
         raise CalibrationError(f"{what} holds the token id {least}; expected 0 or more: leave padding out.")
     return tokens.detach().to("cpu", torch.int64).contiguous()
+
+
+def _spoken(sound: Tensor, tokens: Tensor, what: str) -> Tensor:
+    """Return token ids (windows, seqlen) with the sound (windows, ..) in which they are said.
+
+    Raises:
+        CalibrationError: the two do not belong together, or the sound is not finite.
+    """
+    if sound.ndim < 2 or len(sound) != len(tokens):
+        raise CalibrationError(
+            f"{what} is a pair of {tuple(sound.shape)} and {tuple(tokens.shape)}; expected features of sound and the token ids "
+            f"(windows, seqlen) that are said in it, of as many windows."
+        )
+    if not bool(torch.isfinite(sound).all()):
+        raise CalibrationError(f"{what} holds NaN or Inf in its sound. Make the features again.")
+    return Spoken.of(tokens, sound.detach().to("cpu", torch.float32).contiguous())
 
 
 def taken(spellings: Mapping[str, Any]) -> tuple[Given | None, dict[str, Any]]:
@@ -110,9 +146,9 @@ def refuse_lost(calibration: object) -> None:
     Raises:
         CalibrationError: the record does not hold it; says how to pass it again.
     """
-    if calibration == IMAGES:
+    if calibration in (IMAGES, SOUND):
         raise CalibrationError(
-            f"The calibration was {calibration}, of which the record holds the SHA-256 alone. Pass them again from Python: "
+            f"The calibration was {calibration}, of which the record holds the SHA-256 alone. Pass the same again from Python: "
             f"nearplane.verify(..., calibration=...)."
         )
     if calibration in (TEXTS, TOKENS):

@@ -34,6 +34,7 @@ from nearplane.shards import TensorReader
 from nearplane.widened import METHODS, WidenedReader, method_of, source_reader
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "max_target_positions")
 ABSENT = "a block is in memory only within `with block.on(...)`, its original only where asked for"
 
 
@@ -87,7 +88,7 @@ def positions_of(config: Any, network: nn.Module | None = None) -> int | None:
     """Return how many positions a model was built for, without those that its network has for padding; None: no limit is set."""
     taken = 0 if network is None else padded_positions(network)
     for place in (config, getattr(config, "text_config", None)):
-        for name in ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length"):
+        for name in POSITIONS:
             if type(value := getattr(place, name, None)) is int and value > 0:
                 return value - taken
     return None

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from nearplane.errors import ModelError
-from nearplane.headless import words
+from nearplane.headless import main_input, words
 from nearplane.models.states import Keep
 from nearplane.models.two_stacks import ENCODED, Between, hands_over, joined
 from nearplane.models.watch import Stop, same, until_stopped
@@ -58,21 +59,21 @@ class Tape:
         self._pool: dict[tuple[Any, ...], Tensor] = {}  # arguments that are equal in all batches are kept once
         self._begin()
 
-    def probe(self, network: nn.Module, part: Tensor, device: torch.device) -> None:
+    def probe(self, network: PreTrainedModel, part: Tensor, device: torch.device) -> None:
         """Run one window, and the first block of each stack for real, to know what blocks return beside hidden states."""
         self._probing = True
         self.run(network, [part], device)
         self._probing, self._pool = False, {}
 
     def run(
-        self, network: nn.Module, parts: Sequence[Tensor], device: torch.device, keep: Keep = list
+        self, network: PreTrainedModel, parts: Sequence[Tensor], device: torch.device, keep: Keep = list
     ) -> MutableSequence[Tensor]:
         """Run all batches through the network without its blocks; return what enters the first, keep how all are called."""
         self.hidden, self.calls = keep(()), {name: [] for name in self._names}
         for part in parts:
             self._begin()
             given = part.to(device)
-            until_stopped(partial(network, given, **words(network, given)))
+            until_stopped(partial(network, main_input(network, given), **words(network, given)))
             self._check()
             if len(found := self.hidden[-1]) != len(part):
                 raise ModelError(

@@ -7,7 +7,7 @@ import re
 import transformers
 
 from nearplane.errors import RecipeError
-from nearplane.headless import has_head, sound_alone
+from nearplane.headless import has_head
 from nearplane.models.model import Model
 from nearplane.models.structure import NOT_HANDLED
 
@@ -27,11 +27,6 @@ def refuse_unsupported(model: Model) -> None:
         raise RecipeError(
             f"The architecture {kind} is not supported: it has an encoder and a decoder and no head, so it is not known what the "
             f"decoder is given. Pass it as it was saved with its head, for conditional generation."
-        )
-    if (made := sound_alone(model.config)) is not None:
-        raise RecipeError(
-            f"The architecture {made} is not supported: its encoder is given sound, and nearplane calibrates encoders with a "
-            f"decoder on text (T5, BART). Leave this model as it is, or use another tool for it."
         )
     for made in getattr(model.config, "architectures", None) or ():
         if made != kind and HEADS.search(made) and hasattr(transformers, made):
