@@ -133,7 +133,8 @@ def test_a_refusal_names_a_layer_and_ways_that_work(source: Callable[[str], Path
     ("kind", "says"),
     [
         ("qwen3_moe", None),
-        ("qwen2_moe", r"mlp\.shared_expert_gate stays as it is .* --ignore 'mlp\\\.shared_expert_gate\$'\.$"),
+        ("qwen2_moe", None),
+        ("qwen3_next", r"linear_attn\.in_proj_ba stays as it is .* --ignore 'linear_attn\\\.in_proj_ba\$'\.$"),
         ("mixtral", r"of mixtral GPTQModel does not either\. Use --format compressed-tensors, .* --ignore 'experts'"),
     ],
 )

@@ -21,6 +21,7 @@ from nearplane.models.layers import EmbeddingLayer, Layer, as_layer
 
 IGNORED = "ignored"
 NOT_HANDLED = "is of no type that is handled"
+GATE = "one output: a gate"
 NamesOf = Callable[[str, int, int], Names]
 
 
@@ -37,7 +38,7 @@ def find_layers(
 
     Returns:
         The layers in module order, and (name, reason) of every other module with a floating-point weight of two or more
-        dimensions of its own: the reason is its type, or `IGNORED`.
+        dimensions of its own: the reason is its type, `GATE`, or `IGNORED`.
 
     Raises:
         RecipeError: some of the matrices in one parameter are to stay as they are.
@@ -62,6 +63,8 @@ def find_layers(
         elif layer is None:
             shapes = ", ".join("x".join(map(str, p.shape)) for p in own)
             skipped.append((name, f"{type(module).__name__} ({shapes}) {NOT_HANDLED}"))
+        elif layer.shape[0] == 1:
+            skipped.append((name, GATE))
         else:
             layers.append(layer)
     return layers, skipped

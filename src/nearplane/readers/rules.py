@@ -28,11 +28,10 @@ GPTQMODEL_ALONE = frozenset({"gpt2", "gpt_bigcode", "nanochat"})  # types that g
 
 EXPERTS_BY_GPTQMODEL: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1"), ()),
-    **dict.fromkeys(("llama4_text", "olmoe", "qwen3_moe", "solar_open"), ()),
+    **dict.fromkeys(("llama4_text", "olmoe", "qwen2_moe", "qwen3_moe", "solar_open"), ()),
     "deepseek_v32": (r"indexer\.weights_proj$",),
-    "qwen2_moe": (r"mlp\.shared_expert_gate$",),
-    "qwen3_next": (r"mlp\.shared_expert_gate$", r"linear_attn\.in_proj_ba$"),
-    "qwen3_5_moe_text": (r"mlp\.shared_expert_gate$", r"linear_attn\.in_proj_a$", r"linear_attn\.in_proj_b$"),
+    "qwen3_next": (r"linear_attn\.in_proj_ba$",),
+    "qwen3_5_moe_text": (r"linear_attn\.in_proj_a$", r"linear_attn\.in_proj_b$"),
 }  # types whose experts gptqmodel reads from GPTQ, and patterns of linear layers that it leaves as they are
 
 
