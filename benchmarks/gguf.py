@@ -37,8 +37,9 @@ from nearplane import Calibration, Recipe, quantize, tune
 from nearplane.block_types import MIXES
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.divergence import Divergence, divergence
-from nearplane.formats.gguf.architecture import architecture_of, called, rule_of, tell
+from nearplane.formats.gguf.architecture import architecture_of, tell
 from nearplane.formats.gguf.container import ENDS
+from nearplane.formats.gguf.names import called, rule_of
 from nearplane.formats.gguf.tokenizer import vocabulary
 from nearplane.gguf_header import FILE
 from nearplane.schemes import BlockScheme

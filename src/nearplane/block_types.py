@@ -91,6 +91,7 @@ TYPES: dict[str, BlockType] = {
 
 MIXES = ("q2_k_m", "q3_k_m", "q4_k_m", "q5_k_m")  # in llama.cpp Q2_K, Q3_K_M, Q4_K_M, Q5_K_M
 ROLES = {  # of layers in a block by the last part of their name, as far as mixes tell them apart; see `role_of`
+    "k_proj": "attn_k",
     "v_proj": "attn_v",
     "qkv_proj": "attn_v",  # llama.cpp takes one for the other
     "c_attn": "attn_v",
@@ -102,7 +103,7 @@ ROLES = {  # of layers in a block by the last part of their name, as far as mixe
 
 
 def role_of(name: str) -> str:
-    """Return what a layer of a block is to mixes: attn_v, attn_output, ffn_down, or another.
+    """Return what a layer of a block is to mixes: attn_k, attn_v, attn_output, ffn_down, or another.
 
     Args:
         name: of the layer as transformers names it.
@@ -110,7 +111,9 @@ def role_of(name: str) -> str:
     return next((role for end, role in ROLES.items() if f".{name}".endswith(f".{end}")), "other")
 
 
-def type_of(mix: str, role: str, index: int, count: int, columns: int, *, shared: int = 1) -> BlockType:
+def type_of(
+    mix: str, role: str, index: int, count: int, columns: int, *, shared: int = 1, experts: int = 0
+) -> BlockType:
     """Return the type of blocks that llama.cpp gives a tensor.
 
     Args:
@@ -119,19 +122,24 @@ def type_of(mix: str, role: str, index: int, count: int, columns: int, *, shared
         index, count: of its block of the network, and how many there are.
         columns: inputs, or width of embeddings; where blocks do not divide them, another type takes their place.
         shared: queries that share a key and value head.
+        experts: of a block; where there are 8, attention is small beside them, and gets more bits.
 
-    `llama_tensor_get_type` of llama.cpp, as llama-cpp-python 0.3.36 has it, for networks without experts.
+    `llama_tensor_get_type` of llama.cpp, as llama-cpp-python 0.3.36 has it.
     """
     if role in ("head", "tied"):
         kind = TYPES["q8_0" if mix == "q8_0" else "q6_k"]
     else:
-        kind = TYPES[mix if mix in TYPES else _mixed(mix, role, index, count, shared)]
+        kind = TYPES[mix if mix in TYPES else _mixed(mix, role, index, count, shared, experts)]
     return kind if columns % kind.columns == 0 or kind.fallback is None else TYPES[kind.fallback]
 
 
-def _mixed(mix: str, role: str, index: int, count: int, shared: int) -> str:
+def _mixed(mix: str, role: str, index: int, count: int, shared: int, experts: int) -> str:
     """Return the name of the type in a mix, before widths are looked at."""
     usual = mix.removesuffix("_m")
+    if experts == 8 and role in ("attn_k", "attn_v"):
+        return "q8_0"
+    if experts == 8 and role == "attn_output":
+        return "q5_k"
     more = index < count // 8 or index >= 7 * count // 8 or (index - count // 8) % 3 == 2
     match role:
         case "attn_v":

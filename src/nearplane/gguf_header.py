@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,7 +32,9 @@ RECORD = f"{OURS}record"  # of the run, as JSON, filled up with spaces
 TENSORS, SUMS = (
     f"{OURS}tensors",
     f"{OURS}sha256",
-)  # of every tensor its name in the checkpoint, and the SHA-256 of its data
+)  # of every tensor its name in the checkpoint, and the SHA-256 of its data; of experts the name with a star, and one for each
+EVERY = "*"  # stands for the number of an expert in the name of a tensor that holds a matrix of all
+LONG = 64  # letters of a SHA-256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,7 @@ class Info:
 
     Args:
         name: in llama.cpp.
-        shape: (out, in), or (in,).
+        shape: (out, in), or (in,); of experts (experts, out, in).
         type: number of it.
         begin, size: of its data in the file.
     """
@@ -128,11 +130,29 @@ def nbytes(path: Path, name: str, shape: tuple[int, ...], kind: int) -> int:
     if kind in WIDTH:
         return math.prod(shape) * WIDTH[kind]
     block = BLOCKS.get(kind)
-    if block is None or len(shape) != 2 or shape[1] % block.columns:
+    if block is None or len(shape) not in (2, 3) or shape[-1] % block.columns:
         raise ModelError(
             f"{path}: {name} has the type {kind} and sizes {shape}; nearplane reads {', '.join(TYPES)}, f32, f16 and bf16."
         )
-    return shape[0] * (shape[1] // block.columns) * block.bytes
+    return math.prod(shape) // block.columns * block.bytes
+
+
+def apart(info: Info, name: str) -> dict[str, Info]:
+    """Return the tensors of the checkpoint that lie in one of the file, by their names: itself, or of experts one each.
+
+    Args:
+        info: of the tensor in the file.
+        name: of it in the checkpoint, with `EVERY` where it holds a matrix of all experts.
+    """
+    if EVERY not in name:
+        return {name: info}
+    size = info.size // info.shape[0]
+    return {
+        name.replace(EVERY, str(expert)): replace(
+            info, shape=info.shape[1:], begin=info.begin + expert * size, size=size
+        )
+        for expert in range(info.shape[0])
+    }
 
 
 def padded(size: int, alignment: int = ALIGNMENT) -> int:

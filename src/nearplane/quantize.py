@@ -193,7 +193,7 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
         if container.whole:  # but for its place
             return read_record(container.folder)
         with beginning(model, asked, recipe, windows, options, container, journal.before) as (record, planned):
-            recipe = with_types(recipe, planned.types)
+            recipe = with_types(model, recipe, planned.types)
             container.config = quantization_config(model, recipe, planned.widths)
             ledger = Ledger(model, recipe, container, record, planned)
             journal.begin(ledger, model, record)

@@ -21,6 +21,7 @@ from nearplane.formats.gptq import FUSED
 from nearplane.headless import has_head, has_two_stacks
 from nearplane.lattice.solvers import SOLVERS
 from nearplane.models.calibrate import FirstLook
+from nearplane.models.experts import ExpertLayer
 from nearplane.models.ignored import refuse_unmatched
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
@@ -45,6 +46,7 @@ def settled(model: Model, recipe: Recipe) -> Recipe:
     recipe = recipe.grouped(layer.shape[1] for layer in model.layers)
     heads = getattr(model.config, "num_attention_heads", 1)
     shared = heads // (getattr(model.config, "num_key_value_heads", None) or heads)
+    experts = getattr(model.config, "num_experts", None) or getattr(model.config, "num_local_experts", None) or 0
     places = {layer.name: index for index, block in enumerate(model.blocks) for layer in block.layers}
     ends = {
         layer.name: role
@@ -64,7 +66,7 @@ def settled(model: Model, recipe: Recipe) -> Recipe:
             named = scheme.embeddings
         if named == scheme.embeddings:
             role = "embeddings"  # of this very type
-        kind = type_of(named, role, place, len(model.blocks), columns, shared=shared)
+        kind = type_of(named, role, place, len(model.blocks), columns, shared=shared, experts=experts)
         if columns % kind.columns:
             raise RecipeError(
                 f"{layer.name} has {columns} inputs, which blocks of {kind.columns} do not divide: llama.cpp leaves such layers "
@@ -72,16 +74,33 @@ def settled(model: Model, recipe: Recipe) -> Recipe:
             )
         if kind.name != scheme.grid:
             own[layer.name] = kind.name
-    return with_types(recipe, own)
+    return with_types(model, recipe, own)
 
 
-def with_types(recipe: Recipe, types: Mapping[str, str | None]) -> Recipe:
-    """Return the recipe with types of blocks, by layer, in place of what it says of these layers; None: as it says."""
+def with_types(model: Model, recipe: Recipe, types: Mapping[str, str | None]) -> Recipe:
+    """Return the recipe with types of blocks, by layer, in place of what it says of these layers; None: as it says.
+
+    The same matrix of all experts of a block gets one pattern where it gets one type: there are thousands.
+    """
+    sets: dict[str, list[str]] = {}
+    for layer in model.layers:
+        pattern = re.escape(layer.name)
+        if isinstance(layer, ExpertLayer):
+            head, _, tail = layer.name.rpartition(f".{layer.expert}.")
+            pattern = rf"{re.escape(head)}\.[0-9]+\.{re.escape(tail)}"
+        sets.setdefault(f"^{pattern}$", []).append(layer.name)
     own = []
-    for name, blocks in types.items():
-        scheme = recipe.scheme_of(name)
-        if scheme is not None and blocks is not None:
-            own.append(LayerScheme(pattern=f"^{re.escape(name)}$", scheme=scheme.with_blocks(blocks)))
+    for pattern, names in sets.items():
+        asked = {name: (types.get(name), recipe.scheme_of(name)) for name in names}
+        if len(set(asked.values())) == 1:
+            asked = {pattern: asked[names[0]]}
+        else:
+            asked = {f"^{re.escape(name)}$": both for name, both in asked.items()}
+        own += [
+            LayerScheme(pattern=each, scheme=scheme.with_blocks(blocks))
+            for each, (blocks, scheme) in asked.items()
+            if scheme is not None and blocks is not None
+        ]
     return replace(recipe, layers=(*own, *recipe.layers))
 
 

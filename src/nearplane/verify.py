@@ -125,7 +125,7 @@ def verify(
             return _verified(record, (*faults, other), asked=True, measured=False)
         faults += untouched
         model.tuned = tuned_norms(stored, model, record.tuning)
-        recipe = with_types(settled(model, record.recipe), {layer.name: layer.blocks for layer in record.layers})
+        recipe = with_types(model, settled(model, record.recipe), {layer.name: layer.blocks for layer in record.layers})
         faults += _beside(folder, record, recipe, model)
         if calibration is not None and given is None:
             recipe = replace(recipe, calibration=replace(recipe.calibration, calibration=str(calibration)))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import nearplane
-from families import FAMILIES, LLAMA, config_of, random_model
+from families import FAMILIES, LLAMA, MOE, config_of, random_model
 from nearplane.block_types import MIXES, TYPES
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.evaluate import load_dense
@@ -39,6 +39,7 @@ ROPES: dict[str, dict[str, Any]] = {
     "yarn": dict(factor=4.0, original_max_position_embeddings=16),
     "longrope": dict(long_factor=[4.0] * 4, short_factor=[1.5] * 4, original_max_position_embeddings=32),
 }
+EXPERTS = LLAMA | MOE | dict(moe_intermediate_size=32, tie_word_embeddings=False)
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", LLAMA),
     "llama, tied": ("llama", LLAMA | dict(tie_word_embeddings=True)),
@@ -63,6 +64,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         | dict(rope_parameters=dict(rope_type="longrope", rope_theta=1e4) | ROPES["longrope"]),
     ),
     "gpt2": ("gpt2", FAMILIES["gpt2"]),
+    "mixtral": ("mixtral", EXPERTS),
+    "qwen2_moe": ("qwen2_moe", EXPERTS | dict(shared_expert_intermediate_size=64)),
+    "qwen3_moe": ("qwen3_moe", EXPERTS | dict(norm_topk_prob=True)),
+    "olmoe": ("olmoe", EXPERTS | dict(num_key_value_heads=4)),
 }
 QUICK: dict[str, Any] = {"solver": "round-to-nearest", "samples": 1, "seqlen": 16, "calibration": str(CALIBRATION)}
 ODD = "  two  spaces\n\n\ttabs, I'VE 12345 + 3.14; été, Überß, 日本語, नमस्ते, 🙂🙂 \r\n end ▁ <s> </s>\u00a0x"
@@ -231,6 +236,22 @@ def types_of(path: Path) -> dict[str, tuple[str, int]]:
         for each in gguf.GGUFReader(path).tensors
         if len(each.shape) > 1
     }
+
+
+@pytest.mark.parametrize("experts", [4, 8])
+def test_mixes_of_experts_are_those_of_llama_cpp_own_quantizer(
+    experts: int, source_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    sizes = dict(hidden_size=256, moe_intermediate_size=256, num_hidden_layers=9)
+    source = source_of("qwen3_moe", num_experts=experts, num_local_experts=experts, **sizes)
+    nearplane.quantize(source, tmp_path / "base", grid="q8_0", embeddings="f32", **QUICK)
+    plain = converted(tmp_path / "base" / FILE, tmp_path / "plain.gguf", 0)
+    for grid in MIXES:
+        nearplane.quantize(source, tmp_path / grid, grid=grid, **QUICK)
+        theirs = converted(plain, tmp_path / "theirs.gguf", FILE_TYPES[grid])
+        ours, wanted = types_of(tmp_path / grid / FILE), types_of(theirs)
+        assert {k: v for k, v in ours.items() if v != wanted[k]} == {}, grid
+        assert ours.keys() == wanted.keys()
 
 
 @pytest.mark.parametrize("shape", ["256, tied", "256", "96"])

@@ -1,14 +1,14 @@
-"""What llama.cpp calls a network: names of tensors and numbers of its shape, for the model types that a GGUF is written of.
+"""What llama.cpp calls a network, and the numbers of its shape, for the model types that a GGUF is written of.
 
-Knows config.json as transformers completes it, names and tensors; not modules. What llama.cpp would compute otherwise than
-transformers, or not load, is refused.
+Knows config.json as transformers completes it; not modules. What llama.cpp would compute otherwise than transformers, or not
+load, is refused.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from nearplane.errors import RecipeError
 
-DROPPED = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 Config = Mapping[str, Any]
 logger = logging.getLogger("nearplane")
 
@@ -58,6 +57,44 @@ def _qwen(writer: Any, config: Config) -> None:
     if config.get("use_sliding_window") and config.get("sliding_window"):
         raise _other(config, "use_sliding_window", True, "false: llama.cpp has no window there")
     _rope(writer, config, ("default", "linear", "yarn"))
+
+
+def _mixtral(writer: Any, config: Config) -> None:
+    _llama(writer, config)
+    _experts(writer, config, config["num_local_experts"])
+
+
+def _qwen3_moe(writer: Any, config: Config) -> None:
+    _qwen(writer, config)
+    _experts(writer, config, config.get("num_experts") or config["num_local_experts"])
+    _refuse(config, {"norm_topk_prob": True})
+
+
+def _qwen2_moe(writer: Any, config: Config) -> None:
+    _qwen(writer, config)
+    _square(config)
+    _experts(writer, config, config.get("num_experts") or config["num_local_experts"])
+    _refuse(config, {"norm_topk_prob": False})
+    writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+
+
+def _olmoe(writer: Any, config: Config) -> None:
+    _sizes(writer, config)
+    heads = config["num_attention_heads"]
+    _refuse(config, {"hidden_act": "silu", "attention_bias": False, "norm_topk_prob": False, "clip_qkv": None})
+    _refuse(config, {"num_key_value_heads": heads})
+    _square(config)
+    _experts(writer, config, config.get("num_experts") or config["num_local_experts"])
+    _rope(writer, config, ("default", "linear", "yarn"))
+
+
+def _experts(writer: Any, config: Config, count: int) -> None:
+    """Add how many experts there are in every block, and how many of them take a token."""
+    _refuse(config, {"decoder_sparse_step": 1, "mlp_only_layers": []})
+    writer.add_expert_count(count)
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    if "moe_intermediate_size" in config:
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
 
 
 def _gemma2(writer: Any, config: Config) -> None:
@@ -142,6 +179,10 @@ ARCHITECTURES = {  # by model_type of config.json
     "gemma3_text": Architecture(name="gemma3", tell=_gemma3, shift=1.0),
     "phi3": Architecture(name="phi3", tell=_phi3),
     "gpt2": Architecture(name="gpt2", tell=_gpt2),
+    "mixtral": Architecture(name="llama", tell=_mixtral, permuted=True),
+    "qwen3_moe": Architecture(name="qwen3moe", tell=_qwen3_moe),
+    "qwen2_moe": Architecture(name="qwen2moe", tell=_qwen2_moe),
+    "olmoe": Architecture(name="olmoe", tell=_olmoe),
 }
 YARN = {  # what llama.cpp takes it for
     "attention_factor": None,
@@ -304,88 +345,3 @@ def _other(config: Config, name: str, found: Any, wanted: str) -> RecipeError:
         f"{name} in config.json is {found!r}, and llama.cpp computes a {config.get('model_type')} with {wanted}. Use another "
         f"--format."
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """What becomes of a tensor's values on their way into the file, and back.
-
-    Args:
-        heads: whose rows are put in turns; 0: none.
-        shift: that is added.
-        transposed: whether the checkpoint has (in, out).
-    """
-
-    heads: int = 0
-    shift: float = 0.0
-    transposed: bool = False
-
-    def into(self, tensor: Tensor) -> Tensor:
-        """Return what the file holds of a tensor of the checkpoint."""
-        if self.heads:
-            tensor = _in_turns(tensor, self.heads, 2)
-        if self.shift:
-            tensor = tensor.to(torch.float32) + self.shift
-        return tensor.T.contiguous() if self.transposed else tensor
-
-    def back(self, tensor: Tensor) -> Tensor:
-        """Return what the file holds as the checkpoint has it."""
-        tensor = tensor.T.contiguous() if self.transposed else tensor
-        if self.heads:
-            tensor = _in_turns(tensor, self.heads, len(tensor) // self.heads // 2)
-        return tensor - self.shift if self.shift else tensor
-
-
-def _in_turns(tensor: Tensor, heads: int, parts: int) -> Tensor:
-    """Return rows with those of the `parts` of every head in turns: of two halves the first of each, then the second."""
-    rest = tensor.shape[1:]
-    return tensor.reshape(heads, parts, -1, *rest).transpose(1, 2).reshape(tensor.shape)
-
-
-def rule_of(name: str, fields: Mapping[str, Any], *, dims: int) -> Rule:
-    """Return what becomes of a tensor that the checkpoint stores, by its name in the file.
-
-    Args:
-        name: "blk.0.attn_q.weight".
-        fields: metadata of the file.
-        dims: of the tensor; 1 of blocks, which are (out, in) whatever the checkpoint has.
-    """
-    architecture = fields["general.architecture"]
-    part = name.rsplit(".", 2)[-2]
-    if architecture == "llama" and part in ("attn_q", "attn_k"):
-        return Rule(heads=int(fields[f"llama.attention.head_count{'_kv' if part == 'attn_k' else ''}"]))
-    if architecture.startswith("gemma") and part.endswith("norm"):
-        return Rule(shift=1.0)
-    turned = architecture == "gpt2" and dims == 2 and part in ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
-    return Rule(transposed=turned)
-
-
-def unused(name: str, config: Config) -> bool:
-    """Return whether llama.cpp has no use for a tensor of a checkpoint: masks, frequencies, a head that is the embeddings."""
-    return name.endswith(DROPPED) or (name == "lm_head.weight" and bool(config.get("tie_word_embeddings", True)))
-
-
-def called(names: Iterable[str], config: Config) -> dict[str, str]:
-    """Return what llama.cpp calls tensors of a checkpoint, by their names there; without what it has no use for.
-
-    Raises:
-        RecipeError: it has no name for one.
-    """
-    import gguf
-
-    architecture = architecture_of(config)
-    number = {name: each for each, name in gguf.MODEL_ARCH_NAMES.items()}[architecture.name]
-    blocks = config.get("num_hidden_layers") or config["n_layer"]
-    table = gguf.get_tensor_name_map(number, blocks)
-    found = {}
-    for name in names:
-        if unused(name, config):
-            continue
-        new = table.get_name(name, try_suffixes=(".weight", ".bias"))
-        if new is None:
-            raise RecipeError(
-                f"{name}: llama.cpp knows no such tensor in a {config['model_type']}. Use another --format, or take it out of the "
-                f"checkpoint."
-            )
-        found[name] = new
-    return found

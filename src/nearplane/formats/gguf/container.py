@@ -12,6 +12,7 @@ import logging
 import os
 import struct
 import tempfile
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -25,19 +26,23 @@ from nearplane.formats.beside import CONFIG, copy_beside, names_copied, size_cop
 from nearplane.formats.config_file import ConfigFile
 from nearplane.formats.container import Container, Kind, Place
 from nearplane.formats.folder import config_text, read_config
-from nearplane.formats.gguf.architecture import architecture_of, called, rope_factors, rule_of, tell
+from nearplane.formats.gguf.architecture import architecture_of, rope_factors, tell
 from nearplane.formats.gguf.blocks import TYPES
 from nearplane.formats.gguf.file import DENSE
+from nearplane.formats.gguf.names import called, reshaping, rule_of, together
 from nearplane.formats.gguf.tokenizer import vocabulary
 from nearplane.formats.layer_format import LayerFormat
 from nearplane.gguf_header import (
+    EVERY,
     FILE,
+    LONG,
     NUMBER,
     OURS,
     RECORD,
     SUMS,
     TENSORS,
     Info,
+    apart,
     nbytes,
     padded,
     read_header,
@@ -47,7 +52,6 @@ from nearplane.shards import INCOMPLETE, NAMES, sha256
 from nearplane.widened import source_reader
 
 INSTALL = 'pip install "nearplane[gguf]"'
-LONG = 64  # letters of a SHA-256
 ENDS = ("token_embd.weight", "output.weight")
 FILE_TYPES = {
     "q4_0": 2,
@@ -99,6 +103,7 @@ class GGUFFile(Container):
         super().__init__(place, layers, says, config, dtype=dtype, shards=shards)
         gguf_package()
         self._network = dict(place.network)
+        self._header()  # refuses what it refuses
         self._source = source_reader(place.source, read_config(place.source))
         self._called = called(self._source.names(), self._network)
         self._size = 0  # of the whole file
@@ -106,7 +111,6 @@ class GGUFFile(Container):
         self._sums: dict[str, str] = {}
         self._file: BinaryIO | None = None
         self._record = b""
-        self._header()  # refuses what it refuses
 
     def begin(self) -> None:
         """Forget what another run wrote; the file is made with the first block, as types of layers may still change."""
@@ -129,13 +133,19 @@ class GGUFFile(Container):
         return writer
 
     def _planned(self) -> dict[str, tuple[str, tuple[int, ...], int]]:
-        """Return (name in the file, shape, type) of every tensor, by the name in the checkpoint, in file order."""
-        found = {}
-        types = self.config["types"]
+        """Return (name in the file, shape, type) of every tensor, by the name in the checkpoint, in file order.
+
+        Raises:
+            RecipeError: experts of a block, which are one tensor, are not of one type.
+        """
+        found: dict[str, tuple[str, tuple[int, ...], int]] = {}
+        types, experts = self.config["types"], Counter(map(together, self._called))
         taken = {f"{layer}.weight": layer for layer in types}
         for name, new in self._called.items():
-            shape, dims = self._source.shape(name), len(self._source.shape(name))
-            if new.startswith("position_embd") or dims == 1 or new.rsplit(".", 2)[-2].endswith("norm"):
+            shape, part = self._source.shape(name), new.rsplit(".", 2)[-2]
+            dims = len(shape)
+            shape = reshaping(new, architecture_of(self._network).name, dims=dims).shape_into(shape)
+            if new.startswith("position_embd") or dims == 1 or part.endswith("norm") or part.startswith("ffn_gate_inp"):
                 kind = NUMBER["F32"]
             elif name in taken:
                 kind = TYPES[types[taken[name]]].number
@@ -145,10 +155,13 @@ class GGUFFile(Container):
                 kind = NUMBER.get(self._source.dtype(name), NUMBER["F32"])
             else:  # as llama.cpp's quantizer leaves what it does not quantize
                 kind = NUMBER["BF16" if self._source.dtype(name) == "BF16" else "F16"]
-            architecture = {"general.architecture": architecture_of(self._network).name}
-            if architecture["general.architecture"] == "gpt2" and rule_of(new, architecture, dims=dims).transposed:
-                shape = shape[::-1]
-            found[name] = (new, shape, kind)
+            whole = together(name)
+            planned = (new, shape if whole == name else (experts[whole], *shape), kind)
+            if found.setdefault(whole, planned) != planned:
+                raise RecipeError(
+                    f"{name} is to be stored otherwise than the same of another expert ({whole}): in a GGUF all experts of a block "
+                    f"lie in one tensor. Give them one type, as with --layer 'experts=grid:q4_k', or leave all as they are."
+                )
         return found
 
     def _begin_file(self, path: Path) -> int:
@@ -160,7 +173,7 @@ class GGUFFile(Container):
         writer.add_string(f"{OURS}quantization_config", json.dumps(self.config))
         writer.add_string(RECORD, " " * self.room)  # written over in the end
         writer.add_array(TENSORS, names)
-        writer.add_array(SUMS, ["0" * LONG for _ in names])
+        writer.add_array(SUMS, ["0" * LONG * (planned[name][1][0] if EVERY in name else 1) for name in names])
         tensors = [*planned.values(), *((name, tuple(each.shape), 0) for name, each in made.items())]
         for name, shape, kind in tensors:
             size = nbytes(path, name, shape, kind)
@@ -191,7 +204,7 @@ class GGUFFile(Container):
         header = read_header(path)
         self._fields, self._places, self._size = header.fields, header.places, header.size
         named = list(zip(header.fields[TENSORS], header.tensors, strict=True))
-        self._infos = {name: info for name, info in named if name}
+        self._infos = {name: place for whole, info in named if whole for name, place in apart(info, whole).items()}
         return [info for name, info in named if not name]
 
     def state(self) -> dict[str, Any]:
@@ -237,7 +250,7 @@ class GGUFFile(Container):
         size = 0
         if self._file is None:
             self._file = self._open()
-            size = self._size - sum(padded(info.size) for info in self._infos.values())
+            size = self._size - sum(_taken(info) for info in self._infos.values())
         for name, tensor in tensors.items():
             stem, _, suffix = name.rpartition(".")
             name = f"{stem}.weight" if suffix in self.layers.SUFFIXES else name
@@ -247,7 +260,7 @@ class GGUFFile(Container):
             rule = rule_of(info.name, self._fields, dims=1 if info.type not in DENSE else tensor.dim())
             tensor = rule.into(tensor.detach().cpu())
             self._put(self._file, name, info, tensor)
-            size += padded(info.size)
+            size += _taken(info)
         self._file.flush()
         return size
 
@@ -306,11 +319,11 @@ class GGUFFile(Container):
             raise FormatError(
                 f"{self.folder / FILE}: {len(missing)} tensors were announced and not given, first {missing[0]}."
             )
-        sums = [self._sums[name] for name in self._infos]
-        made = [info.name for info in self._known(self.folder / FILE)]
-        text = b"".join(
-            struct.pack("<Q", LONG) + each.encode() for each in (*sums, *(self._sums[name] for name in made))
-        )
+        sums: dict[str, str] = {}  # by tensor of the file
+        for name in self._infos:
+            sums[together(name)] = sums.get(together(name), "") + self._sums[name]
+        made = [self._sums[info.name] for info in self._known(self.folder / FILE)]
+        text = b"".join(struct.pack("<Q", len(each)) + each.encode() for each in (*sums.values(), *made))
         self._file.seek(self._places[SUMS] + 4 + 8)  # behind type and number of entries
         self._file.write(text)
         self._file.seek(self._places[RECORD] + 8)  # behind the length
@@ -328,3 +341,8 @@ class GGUFFile(Container):
 
     def _texts(self) -> dict[str, str]:
         return {CONFIG: config_text(self.place.source, self.config)}
+
+
+def _taken(info: Info) -> int:
+    """Return the bytes of a tensor, with those behind it up to the next one's place."""
+    return padded(info.begin + info.size) - padded(info.begin)

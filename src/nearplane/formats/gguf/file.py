@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError, ModelError
-from nearplane.formats.gguf.architecture import Rule, rule_of, unused
-from nearplane.gguf_header import BLOCKS, FILE, SUMS, TENSORS, Info, read_header
+from nearplane.formats.gguf.names import Rule, rule_of, unused
+from nearplane.gguf_header import BLOCKS, EVERY, FILE, LONG, SUMS, TENSORS, Info, apart, read_header
 from nearplane.jsonfile import read_object
 from nearplane.shards import NAMES, TensorReader, refuse_unfinished
 
@@ -54,13 +54,14 @@ class GGUFReader(TensorReader):
         for info, name, found in zip(header.tensors, names, sums, strict=True):
             if not name:  # made of the config: factors of rotary frequencies
                 continue
-            called = name if info.type in DENSE else f"{name}_{BLOCKS[info.type].name}"
-            self._check(info)
-            if called in self._infos:
-                raise ModelError(f"{self.path}: {name} is there twice. Fetch it again.")
-            self._infos[called] = info
-            if not unfinished:
-                self._sums[called] = found
+            self._check(info, name, found)
+            for index, (one, place) in enumerate(apart(info, name).items()):
+                called = one if info.type in DENSE else f"{one}_{BLOCKS[info.type].name}"
+                if called in self._infos:
+                    raise ModelError(f"{self.path}: {one} is there twice. Fetch it again.")
+                self._infos[called] = place
+                if not unfinished:
+                    self._sums[called] = found[LONG * index : LONG * (index + 1)]
 
     def names(self) -> list[str]:
         """Return the names of all tensors, in file order."""
@@ -70,7 +71,7 @@ class GGUFReader(TensorReader):
         """Return the shape of a tensor: of blocks (out, bytes of a row)."""
         info = self._infos[name]
         if info.type in DENSE:
-            return info.shape[::-1] if self._rule(info).transposed else info.shape
+            return self._rule(info).shape_back(info.shape)
         return info.shape[0], info.size // info.shape[0]
 
     def dtype(self, name: str) -> str:
@@ -120,8 +121,8 @@ class GGUFReader(TensorReader):
         rule = self._rule(info)
         return rule.back(rule.into(tensor).to(DENSE[info.type]))
 
-    def _check(self, info: Info) -> None:
-        """Refuse a tensor that the metadata do not fit."""
+    def _check(self, info: Info, name: str, sums: str) -> None:
+        """Refuse a tensor that the metadata do not fit: the name in the checkpoint, with the SHA-256 of it or of every expert."""
         try:
             heads = self._rule(info).heads
         except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
@@ -132,6 +133,12 @@ class GGUFReader(TensorReader):
             raise ModelError(
                 f"{self.path}: {info.name} has the sizes {info.shape}, for {heads} heads. The two do not belong together; fetch "
                 f"the file again."
+            )
+        dims = len(info.shape)
+        if dims > 3 or (dims == 3) != (EVERY in name) or len(sums) != LONG * (info.shape[0] if dims == 3 else 1):
+            raise ModelError(
+                f"{self.path}: {info.name} has the sizes {info.shape} and {len(sums)} letters of SHA-256, for {name}. They do not "
+                f"belong together; fetch the file again."
             )
 
     def _rule(self, info: Info) -> Rule:

@@ -24,7 +24,7 @@ from nearplane.lattice.superblock import SuperGrid
 from nearplane.schemes import LayerGrid
 
 METHOD, FORMAT_VERSION = "gguf", 1
-KINDS = ("Linear", "Conv1D", "Embedding")
+KINDS = ("Linear", "Conv1D", "Embedding", "Expert")
 PLAIN = {(kind.bits, kind.group): kind for kind in TYPES.values() if kind.symmetric and kind.single}
 
 
