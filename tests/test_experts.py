@@ -17,7 +17,10 @@ import nearplane
 from nearplane import predictions
 from nearplane.errors import RecipeError
 from nearplane.formats.stored import Stored
-from nearplane.record import RunRecord
+from nearplane.models.experts import parameter_of
+from nearplane.models.layers import Layer
+from nearplane.models.model import open_model
+from nearplane.record import RunRecord, read_record
 from readers.types import save_type
 
 WINDOWS = torch.randint(3, 96, (24, 32), generator=torch.Generator().manual_seed(1))
@@ -145,7 +148,36 @@ def test_experts_with_grids_of_their_own_are_refused(tmp_path: Path) -> None:
         quantized("qwen3_moe", tmp_path, bits=4, group_size=16, layers=layers, **ROUNDED)
 
 
-def test_tuning_is_refused_before_work(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"quantizes experts .* so far tuning trains none"):
-        quantized("qwen3_moe", tmp_path, bits=4, group_size=16, tune="network")
-    assert not (tmp_path / "out").exists()
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "llama4_text"])
+def test_a_parameter_is_put_together_of_its_experts(kind: str, tmp_path: Path) -> None:
+    """Of slices that are (in, out), with gate and up in turns, too."""
+    save_type(tmp_path / "model", kind)
+    block = open_model(str(tmp_path / "model")).blocks[0]
+    with block.on(torch.device("cpu"), torch.float32, original=False):
+        stacks: dict[str, list[Layer]] = {}
+        for layer in block.quantized_layers():
+            stacks.setdefault(layer.parameter, []).append(layer)
+        assert sum(layers[0].routed for layers in stacks.values()) == 2
+        for layers in stacks.values():
+            assert torch.equal(parameter_of(layers, [layer.read() for layer in layers]), layers[0].weight)
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [("qwen3_moe", dict(bits=2, group_size=16)), ("gpt_oss", dict(rate=2.0, allocate="uniform"))],
+    ids=["qwen3_moe, 2 bits", "gpt_oss, rate 2"],
+)
+def test_experts_are_tuned(kind: str, how: dict[str, Any], tmp_path: Path) -> None:
+    """Steps and codes of some, and the predictions of the file are those that were trained."""
+    windows = torch.randint(3, 96, (96, 32), generator=torch.Generator().manual_seed(2))
+    save_type(tmp_path / "model", kind)
+    nearplane.quantize(tmp_path / "model", tmp_path / "solved", calibration=windows, device="cpu", **how)
+    record = nearplane.tune(
+        tmp_path / "solved", tmp_path / "out", against=tmp_path / "model", calibration=windows, device="cpu"
+    )
+    assert record.tuning is not None
+    assert record.tuning.held_out < record.tuning.curve[0].held_out
+    solved = {layer.name: layer.checksum for layer in read_record(tmp_path / "solved").layers}
+    assert any(solved[layer.name] != layer.checksum for layer in experts(record))
+    again = nearplane.verify(tmp_path / "out", against=tmp_path / "model", calibration=windows, device="cpu")
+    assert (again.faults, again.measured) == ((), True)

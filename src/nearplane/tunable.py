@@ -55,11 +55,6 @@ def check_layers(model: Model, called: str) -> None:
             f"{called} is of {type(model.network).__name__}, an encoder with a decoder, and so far tuning trains one stack of "
             f"blocks. Quantize without --tune."
         )
-    if routed := [layer for layer in model.layers if layer.routed]:
-        raise RecipeError(
-            f"{called} quantizes experts ({routed[0].name} and {len(routed) - 1:,} more), and so far tuning trains none. "
-            f"Quantize without --tune, or leave them as they are with --ignore 'experts'."
-        )
 
 
 def check_tunable(model: Model, recipe: Recipe, given: Given | None, record: RunRecord, device: torch.device) -> None:

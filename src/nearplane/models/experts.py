@@ -178,6 +178,31 @@ class ExpertLayer(Layer):
         return output[:, self.outputs]
 
 
+def parameter_of(layers: Sequence[Layer], values: Sequence[Tensor]) -> Tensor:
+    """Return the parameter in which layers lie, made of their values; differentiable by these.
+
+    Args:
+        layers: all that lie in it: one, or every matrix of every expert.
+        values: (out, in) of each.
+    """
+    experts: dict[int, list[tuple[ExpertLayer, Tensor]]] = {}
+    for layer, value in zip(layers, values, strict=True):
+        if not isinstance(layer, ExpertLayer):
+            return layer.arranged(value)
+        experts.setdefault(layer.expert, []).append((layer, value))
+    return torch.stack([_slice(experts[number]) for number in sorted(experts)])
+
+
+def _slice(parts: Sequence[tuple[ExpertLayer, Tensor]]) -> Tensor:
+    """Return one expert's slice of a parameter, made of the values of its matrices."""
+    rows = torch.cat([value for _, value in parts])
+    places = torch.arange(len(rows), device=rows.device)
+    place = torch.cat([places[layer.outputs] for layer, _ in parts])  # of every row
+    if not torch.equal(place, places):
+        rows = rows[place.argsort()]
+    return rows.T if parts[0][0].transposed else rows
+
+
 def _held(callbacks: OrderedDict[int, Any], call: Callable[[Any], None]) -> RemovableHandle:
     handle = RemovableHandle(callbacks)
     callbacks[handle.id] = call

@@ -19,6 +19,7 @@ from nearplane.divergence import Divergence, divergence
 from nearplane.errors import CalibrationError, ModelError
 from nearplane.memory import free_memory
 from nearplane.models.activations import finite, readout, skeleton
+from nearplane.models.experts import parameter_of
 from nearplane.models.layers import Layer
 from nearplane.models.model import ABSENT, Block, Model
 from nearplane.tuning.parameters import Tuned, TunedLayer, TunedVector
@@ -172,10 +173,10 @@ class _Block:
         module, start = block.quantized, len(block.name) + 1
         assert module is not None, ABSENT
         self.block = block
-        self._layers: dict[str, tuple[Layer, TunedLayer]] = {}
+        self._layers: dict[str, list[tuple[Layer, TunedLayer]]] = {}  # by parameter, of which experts share one
         for layer in block.quantized_layers():
             if layer.name in matrices:
-                self._layers[layer.parameter[start:]] = (layer, matrices[layer.name])
+                self._layers.setdefault(layer.parameter[start:], []).append((layer, matrices[layer.name]))
                 matrices[layer.name].lean(layer.read())
         own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
         self.vectors = {
@@ -187,7 +188,10 @@ class _Block:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all parameters and buffers by their name in the block."""
-        made = {name: layer.arranged(matrix.values()) for name, (layer, matrix) in self._layers.items()}
+        made = {
+            name: parameter_of([layer for layer, _ in both], [matrix.values() for _, matrix in both])
+            for name, both in self._layers.items()
+        }
         return self._small | made | {name: each.values() for name, each in self._named.items()}
 
 
