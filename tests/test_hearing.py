@@ -134,7 +134,7 @@ def test_the_record_tells_other_sound_from_that_which_was_heard(solved: Path, wh
         ((SOUND, TOKENS[:, :, None]), r"calibration\[1\] is int64 \(40, 12, 1\); expected"),
         ((SOUND / 0, TOKENS), "NaN or Inf in its sound"),
         ((SOUND, TOKENS.clone().fill_(-100)), r"calibration\[1\] holds the token id -100; .* leave padding out"),
-        ((SOUND, TOKENS + 9), "token id 104, the model has a vocabulary of 96"),
+        ((SOUND, TOKENS + 9), "token id 104, the model a vocabulary of 96"),
         ((SOUND, TOKENS.clone().index_fill_(1, torch.tensor(0), START)), "All token_ids begin with 1, with which"),
         ((SOUND, TOKENS.repeat(1, 3)), "--seqlen 36 is more than the 32 positions of the model"),
         ((SOUND[:4], TOKENS[:4]), "36 calibration tokens are 0.56 for each of the 64 inputs of model.encoder.layers.0.fc2"),

@@ -121,7 +121,7 @@ def test_embeddings_are_in_memory_only_for_the_skeleton(saved: Saved, tokens: Te
 
 
 def test_tokens_beyond_the_vocabulary_are_named(saved: Saved) -> None:
-    with pytest.raises(CalibrationError, match=f"token id 200, the model has a vocabulary of {VOCABULARY}"):
+    with pytest.raises(CalibrationError, match=f"token id 200, the model a vocabulary of {VOCABULARY}"):
         started(saved("llama"), torch.tensor([[1, 200, 3]]))
 
 

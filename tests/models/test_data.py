@@ -149,5 +149,5 @@ def test_data_sets_say_what_to_install(source: str | None, tokenizer: PreTrained
 
 def test_tokens_the_model_does_not_know_are_named() -> None:
     check_vocabulary(torch.tensor([[0, 95]]), 96)
-    with pytest.raises(CalibrationError, match="token id 96, the model has a vocabulary of 96"):
+    with pytest.raises(CalibrationError, match="token id 96, the model a vocabulary of 96"):
         check_vocabulary(torch.tensor([[0, 96]]), 96)

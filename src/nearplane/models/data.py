@@ -110,8 +110,8 @@ def check_vocabulary(tokens: Tensor, size: int) -> None:
     """
     if (largest := int(tokens.max())) >= size:
         raise CalibrationError(
-            f"The tokenizer gives the token id {largest}, the model has a vocabulary of {size} (ids 0 to {size - 1}). "
-            f"The two do not belong together; check the tokenizer files in the model's folder."
+            f"The text has the token id {largest}, the model a vocabulary of {size} (ids 0 to {size - 1}). The two do not belong "
+            f"together; check the tokenizer files in the model's folder, or the token ids that were given."
         )
 
 
