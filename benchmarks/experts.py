@@ -1,12 +1,14 @@
 """Mixtures of experts: what quantizing costs predictions, and the peak memory of blocks as wide as a large model's.
 
 python benchmarks/experts.py quality MODEL [--only WORD]    # MODEL from tools/train_moe.py; means over calibrations
+python benchmarks/experts.py peer MODEL --peers FOLDER      # the same by GPTQModel, which make bench-peers installs there
 python benchmarks/experts.py memory [--experts 128] [--blocks 2] [--samples 16]    # random, shaped like Qwen3-30B-A3B
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import resource
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import nearplane
@@ -36,9 +39,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
 OFFSETS, SEQLEN, WINDOWS = (0, 20_000, 40_000), 256, 48  # where calibrations begin; windows that are held out
 
 
+def calibration(model: str, offset: int) -> torch.Tensor:
+    """Return (64, SEQLEN) token ids of the calibration text, from an offset on."""
+    tokens = torch.tensor(AutoTokenizer.from_pretrained(model)(CALIBRATION.read_text())["input_ids"])
+    return tokens[offset : offset + 64 * SEQLEN].view(-1, SEQLEN)
+
+
 def quality(model: str, only: str) -> None:
     """Quantize a model on several calibrations by every setting, and print means."""
-    tokens = torch.tensor(AutoTokenizer.from_pretrained(model)(CALIBRATION.read_text())["input_ids"])
     whole = nearplane.evaluate(model, HELD_OUT, seqlen=SEQLEN, samples=WINDOWS)
     print(f"| original | | {whole.perplexity:.3f} | | | |")
     for name, how in SETTINGS.items():
@@ -47,9 +55,8 @@ def quality(model: str, only: str) -> None:
         found, began = [], time.process_time()
         with tempfile.TemporaryDirectory() as place:
             for offset in OFFSETS:
-                windows = tokens[offset : offset + 64 * SEQLEN].view(-1, SEQLEN)
                 out = Path(place) / str(offset)
-                record = nearplane.quantize(model, out, calibration=windows, **how)
+                record = nearplane.quantize(model, out, calibration=calibration(model, offset), **how)
                 found.append(nearplane.evaluate(out, HELD_OUT, seqlen=SEQLEN, samples=WINDOWS, against=model))
         seconds = (time.process_time() - began) / len(OFFSETS)
         kl = [each.kl or 0.0 for each in found]
@@ -58,6 +65,30 @@ def quality(model: str, only: str) -> None:
         print(
             f"| {name} | {record.rate:.3f} | {sum(each.perplexity for each in found) / len(found):.3f} | "
             f"{sum(kl) / len(kl):.5f} | {min(kl):.5f} to {max(kl):.5f} | {alike:.3f} | {seconds:.0f} s |",
+            flush=True,
+        )
+
+
+def peer(model: str, peers: Path) -> None:
+    """Let GPTQModel quantize a model on the same calibrations to 4, 3 and 2 bits, and print means."""
+    sys.path.append(str(Path(__file__).parent / "peers"))
+    from run import run_once
+
+    for bits in (4, 3, 2):
+        found, seconds = [], 0.0
+        with tempfile.TemporaryDirectory() as place:
+            for offset in OFFSETS:
+                tokens = Path(place) / "tokens.safetensors"
+                save_file({"windows": calibration(model, offset).contiguous()}, tokens)
+                task = dict(model=model, warm=model, tokens=str(tokens), bits=bits, symmetric=True, search=0.0, **GRID)
+                python = peers / "gptqmodel" / "bin" / "python"
+                seconds += run_once("gptqmodel", task, Path(place), python, core=1)["cpu"] / len(OFFSETS)
+                out = Path(place) / "gptqmodel"
+                found.append(nearplane.evaluate(out, HELD_OUT, seqlen=SEQLEN, samples=WINDOWS, against=model))
+        kl = [each.kl or 0.0 for each in found]
+        print(
+            f"| {bits} bits, GPTQModel | {sum(each.perplexity for each in found) / len(found):.3f} | "
+            f"{sum(kl) / len(kl):.5f} | {min(kl):.5f} to {max(kl):.5f} | {seconds:.0f} s |",
             flush=True,
         )
 
@@ -92,7 +123,8 @@ def build(folder: str, experts: str, blocks: str) -> None:
 
 
 def run(folder: str, out: str, samples: str) -> None:
-    """Quantize in this process and print what it took."""
+    """Quantize in this process and print what it took; what is foreseen of it is logged."""
+    logging.basicConfig(level=logging.INFO)
     began = time.process_time()
     record = nearplane.quantize(
         folder, out, bits=4, group_size=128, calibration=str(CALIBRATION), samples=int(samples), seqlen=512
@@ -108,9 +140,10 @@ def run(folder: str, out: str, samples: str) -> None:
 def main() -> None:
     """Measure one of both."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("quality", "memory"))
+    parser.add_argument("what", choices=("quality", "peer", "memory"))
     parser.add_argument("model", nargs="?")
     parser.add_argument("--only", default="", metavar="WORD")
+    parser.add_argument("--peers", type=Path, default=Path("build/peers"))
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--samples", type=int, default=16)
@@ -118,7 +151,9 @@ def main() -> None:
     if options.what == "memory":
         memory(options.experts, options.blocks, options.samples)
     elif options.model is None:
-        parser.error("quality needs the folder of a model")
+        parser.error(f"{options.what} needs the folder of a model")
+    elif options.what == "peer":
+        peer(options.model, options.peers)
     else:
         quality(options.model, options.only)
 
