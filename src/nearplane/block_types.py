@@ -5,7 +5,9 @@ Layouts: `ggml/src/ggml-common.h` of llama.cpp; `formats/gguf/blocks.py` packs t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +100,14 @@ ROLES = {  # of layers in a block by the last part of their name, as far as mixe
     "o_proj": "attn_output",
     "attn.c_proj": "attn_output",
     "down_proj": "ffn_down",
+    "w2": "ffn_down",  # of Mixtral's experts
     "mlp.c_proj": "ffn_down",
 }
+
+
+def experts_of(config: Mapping[str, Any]) -> int:
+    """Return how many experts a config.json gives every block."""
+    return config.get("num_experts") or config.get("num_local_experts") or 0
 
 
 def role_of(name: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nearplane.block_types import role_of, type_of
+from nearplane.block_types import experts_of, role_of, type_of
 from nearplane.budget.plan import check_budget
 from nearplane.errors import RecipeError
 from nearplane.formats import FORMATS
@@ -46,7 +46,7 @@ def settled(model: Model, recipe: Recipe) -> Recipe:
     recipe = recipe.grouped(layer.shape[1] for layer in model.layers)
     heads = getattr(model.config, "num_attention_heads", 1)
     shared = heads // (getattr(model.config, "num_key_value_heads", None) or heads)
-    experts = getattr(model.config, "num_experts", None) or getattr(model.config, "num_local_experts", None) or 0
+    experts = experts_of(model.config.to_dict())
     places = {layer.name: index for index, block in enumerate(model.blocks) for layer in block.layers}
     ends = {
         layer.name: role

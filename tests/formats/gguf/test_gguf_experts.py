@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -19,7 +20,7 @@ from nearplane import FormatError, ModelError, RecipeError
 from nearplane.block_types import type_of
 from nearplane.demo import CALIBRATION, MODEL
 from nearplane.formats.gguf.file import GGUFReader
-from nearplane.gguf_header import FILE
+from nearplane.gguf_header import FILE, SUMS, TENSORS
 from nearplane.readers.network import dense_network
 from test_journal import stopped_behind
 
@@ -110,7 +111,7 @@ def test_a_run_that_was_stopped_goes_on(
             "qwen3_moe",
             {},
             {"layers": {r"experts\.2\.": {"bits": 8}}},
-            r"experts\.2\.\w+_proj\.weight is to be stored otherwise than the same of another expert",
+            r"experts\.\d\.\w+_proj\.weight is to be of the type Q\d_0, the same of another expert Q\d_0",
         ),
     ],
 )
@@ -138,3 +139,19 @@ def test_a_tensor_of_experts_whose_hashes_do_not_fit_is_refused(source_of: Calla
     (out / FILE).write_bytes(whole.replace(star, star.replace(b"*", b"1")))
     with pytest.raises(ModelError, match=r"ffn_up_exps\.weight has the sizes \(4, 32, 32\) and 256 letters of SHA-256"):
         GGUFReader(out)
+
+
+@pytest.mark.parametrize("name", ["blk.0.attn_q.weight", "blk.0.ffn_gate_inp_shexp.weight"])
+def test_no_other_tensor_is_of_experts(name: str, tmp_path: Path) -> None:
+    """What is turned or reshaped on its way is never stacked: a star in its name is refused, not tripped over."""
+    writer = gguf.GGUFWriter(tmp_path / FILE, "llama")
+    writer.add_head_count(4)
+    writer.add_array(TENSORS, ["m.*.q.weight"])
+    writer.add_array(SUMS, [8 * 64 * "0"])
+    writer.add_tensor(name, np.zeros((8, 16, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=r"for m\.\*\.q\.weight\. They do not belong together"):
+        GGUFReader(tmp_path)

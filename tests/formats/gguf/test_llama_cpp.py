@@ -238,12 +238,12 @@ def types_of(path: Path) -> dict[str, tuple[str, int]]:
     }
 
 
-@pytest.mark.parametrize("experts", [4, 8])
+@pytest.mark.parametrize(("kind", "experts"), [("qwen3_moe", 4), ("qwen3_moe", 8), ("mixtral", 8)])
 def test_mixes_of_experts_are_those_of_llama_cpp_own_quantizer(
-    experts: int, source_of: Callable[..., Path], tmp_path: Path
+    kind: str, experts: int, source_of: Callable[..., Path], tmp_path: Path
 ) -> None:
-    sizes = dict(hidden_size=256, moe_intermediate_size=256, num_hidden_layers=9)
-    source = source_of("qwen3_moe", num_experts=experts, num_local_experts=experts, **sizes)
+    sizes = dict(hidden_size=256, intermediate_size=256, moe_intermediate_size=256, num_hidden_layers=9)
+    source = source_of(kind, num_experts=experts, num_local_experts=experts, **sizes)
     nearplane.quantize(source, tmp_path / "base", grid="q8_0", embeddings="f32", **QUICK)
     plain = converted(tmp_path / "base" / FILE, tmp_path / "plain.gguf", 0)
     for grid in MIXES:

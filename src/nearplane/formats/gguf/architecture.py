@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nearplane.block_types import experts_of
 from nearplane.errors import RecipeError
 
 Config = Mapping[str, Any]
@@ -28,20 +29,16 @@ class Architecture:
     Args:
         name: in llama.cpp.
         tell: adds what is particular to it to a `gguf.GGUFWriter`; raises RecipeError for what llama.cpp would not compute.
-        permuted: whether rows of q and k are stored with the two halves of every head in turns.
-        shift: what norms are stored more than in the checkpoint.
         untied: whether it may have a head of its own.
     """
 
     name: str
     tell: Callable[[Any, Config], None]
-    permuted: bool = False
-    shift: float = 0.0
     untied: bool = True
 
 
 def _llama(writer: Any, config: Config) -> None:
-    """Llama and Mistral."""
+    """Llama, Mistral, and what Mixtral has beside its experts."""
     _sizes(writer, config, window=config.get("sliding_window"))
     writer.add_rope_dimension_count(_head_size(config))
     _refuse(config, {"hidden_act": "silu", "partial_rotary_factor": 1.0})
@@ -61,19 +58,19 @@ def _qwen(writer: Any, config: Config) -> None:
 
 def _mixtral(writer: Any, config: Config) -> None:
     _llama(writer, config)
-    _experts(writer, config, config["num_local_experts"])
+    _experts(writer, config)
 
 
 def _qwen3_moe(writer: Any, config: Config) -> None:
     _qwen(writer, config)
-    _experts(writer, config, config.get("num_experts") or config["num_local_experts"])
+    _experts(writer, config)
     _refuse(config, {"norm_topk_prob": True})
 
 
 def _qwen2_moe(writer: Any, config: Config) -> None:
     _qwen(writer, config)
     _square(config)
-    _experts(writer, config, config.get("num_experts") or config["num_local_experts"])
+    _experts(writer, config)
     _refuse(config, {"norm_topk_prob": False})
     writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
 
@@ -84,14 +81,14 @@ def _olmoe(writer: Any, config: Config) -> None:
     _refuse(config, {"hidden_act": "silu", "attention_bias": False, "norm_topk_prob": False, "clip_qkv": None})
     _refuse(config, {"num_key_value_heads": heads})
     _square(config)
-    _experts(writer, config, config.get("num_experts") or config["num_local_experts"])
+    _experts(writer, config)
     _rope(writer, config, ("default", "linear", "yarn"))
 
 
-def _experts(writer: Any, config: Config, count: int) -> None:
+def _experts(writer: Any, config: Config) -> None:
     """Add how many experts there are in every block, and how many of them take a token."""
     _refuse(config, {"decoder_sparse_step": 1, "mlp_only_layers": []})
-    writer.add_expert_count(count)
+    writer.add_expert_count(experts_of(config))
     writer.add_expert_used_count(config["num_experts_per_tok"])
     if "moe_intermediate_size" in config:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
@@ -171,15 +168,15 @@ def _gpt2(writer: Any, config: Config) -> None:
 
 
 ARCHITECTURES = {  # by model_type of config.json
-    "llama": Architecture(name="llama", tell=_llama, permuted=True),
-    "mistral": Architecture(name="llama", tell=_llama, permuted=True),
+    "llama": Architecture(name="llama", tell=_llama),
+    "mistral": Architecture(name="llama", tell=_llama),
     "qwen2": Architecture(name="qwen2", tell=_qwen),
     "qwen3": Architecture(name="qwen3", tell=_qwen),
-    "gemma2": Architecture(name="gemma2", tell=_gemma2, shift=1.0, untied=False),
-    "gemma3_text": Architecture(name="gemma3", tell=_gemma3, shift=1.0),
+    "gemma2": Architecture(name="gemma2", tell=_gemma2, untied=False),
+    "gemma3_text": Architecture(name="gemma3", tell=_gemma3),
     "phi3": Architecture(name="phi3", tell=_phi3),
     "gpt2": Architecture(name="gpt2", tell=_gpt2),
-    "mixtral": Architecture(name="llama", tell=_mixtral, permuted=True),
+    "mixtral": Architecture(name="llama", tell=_mixtral),
     "qwen3_moe": Architecture(name="qwen3moe", tell=_qwen3_moe),
     "qwen2_moe": Architecture(name="qwen2moe", tell=_qwen2_moe),
     "olmoe": Architecture(name="olmoe", tell=_olmoe),

@@ -157,10 +157,10 @@ class GGUFFile(Container):
                 kind = NUMBER["BF16" if self._source.dtype(name) == "BF16" else "F16"]
             whole = together(name)
             planned = (new, shape if whole == name else (experts[whole], *shape), kind)
-            if found.setdefault(whole, planned) != planned:
+            if (first := found.setdefault(whole, planned)) != planned:
                 raise RecipeError(
-                    f"{name} is to be stored otherwise than the same of another expert ({whole}): in a GGUF all experts of a block "
-                    f"lie in one tensor. Give them one type, as with --layer 'experts=grid:q4_k', or leave all as they are."
+                    f"{name} is to be of the type {_type(kind)}, the same of another expert {_type(first[2])}: in a GGUF all "
+                    f"experts of a block lie in one tensor, of one type. Give them one, as with --layer '\\.experts\\.=grid:q4_k'."
                 )
         return found
 
@@ -341,6 +341,11 @@ class GGUFFile(Container):
 
     def _texts(self) -> dict[str, str]:
         return {CONFIG: config_text(self.place.source, self.config)}
+
+
+def _type(number: int) -> str:
+    """Return what llama.cpp calls a type of tensors."""
+    return str(gguf_package().GGMLQuantizationType(number).name)
 
 
 def _taken(info: Info) -> int:

@@ -124,7 +124,8 @@ class GGUFReader(TensorReader):
     def _check(self, info: Info, name: str, sums: str) -> None:
         """Refuse a tensor that the metadata do not fit: the name in the checkpoint, with the SHA-256 of it or of every expert."""
         try:
-            heads = self._rule(info).heads
+            rule = self._rule(info)
+            heads = rule.heads
         except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
             raise ModelError(
                 f"{self.path}: what it says of {info.name} is not complete ({error!r}). Fetch it again."
@@ -135,7 +136,8 @@ class GGUFReader(TensorReader):
                 f"the file again."
             )
         dims = len(info.shape)
-        if dims > 3 or (dims == 3) != (EVERY in name) or len(sums) != LONG * (info.shape[0] if dims == 3 else 1):
+        stacked = dims == 3 and rule == Rule()  # nothing becomes of the values of experts
+        if dims > 2 + stacked or stacked != (EVERY in name) or len(sums) != LONG * (info.shape[0] if stacked else 1):
             raise ModelError(
                 f"{self.path}: {info.name} has the sizes {info.shape} and {len(sums)} letters of SHA-256, for {name}. They do not "
                 f"belong together; fetch the file again."

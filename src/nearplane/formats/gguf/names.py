@@ -122,8 +122,13 @@ def called(names: Iterable[str], config: Config) -> dict[str, str]:
     for name in names:
         if unused(name, config):
             continue
-        whole = together(name).replace(f"experts.{EVERY}", "experts")
-        new = table.get_name(whole, try_suffixes=(".weight", ".bias"))
+        whole = together(name)
+        new = table.get_name(whole.replace(f"experts.{EVERY}", "experts"), try_suffixes=(".weight", ".bias"))
+        if new is None and ".experts." in name and EVERY not in whole:
+            raise RecipeError(
+                f"{name} holds all experts of a block in one tensor, as llama.cpp does not. Save the model by save_pretrained "
+                f"without save_original_format=False, or use another --format."
+            )
         if new is None:
             raise RecipeError(
                 f"{name}: llama.cpp knows no such tensor in a {config['model_type']}. Use another --format, or take it out of the "
