@@ -11,7 +11,7 @@ import pytest
 
 import forgery
 from nearplane import FormatError, GridScheme, RateScheme, RecipeError
-from nearplane.older_records import translated_record
+from nearplane.older_records import of_before, translated_record
 from nearplane.record import RunRecord, read_record
 from nearplane.report import write_report
 from nearplane.summary import layer_table
@@ -128,3 +128,8 @@ def test_nonsense_in_a_recipe_of_before_is_refused_by_name(part, wrong, said) ->
     data["recipe"][part] = wrong
     with pytest.raises(FormatError, match=said):
         RunRecord.from_json(json.dumps(data))
+
+
+def test_gates_of_before_are_told_from_another_model() -> None:
+    assert "as a.gate, which now stay as they are" in of_before({"b.gate": 1, "a.gate": 1})
+    assert of_before({"a.gate": 1, "a.proj": 32}) == of_before({}) == ""

@@ -1,8 +1,12 @@
-"""Records of before: JSON whose recipe has a `rule` and a `rate` is made to say the same with a `scheme`. Needs no torch."""
+"""Records of before: JSON whose recipe has a `rule` and a `rate` is made to say the same with a `scheme`. Needs no torch.
+
+And what runs of before quantized that is left as it is now.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from nearplane.removed import REMOVED
@@ -54,3 +58,17 @@ def translated_record(data: dict[str, Any]) -> dict[str, Any]:
             scheme[name] = value  # which no one knows: refused by its name
     rest = {name: value for name, value in recipe.items() if name not in ("rule", "rate")}
     return data | {"recipe": {"scheme": scheme} | rest, "removed": removed}
+
+
+def of_before(outputs: Mapping[str, int]) -> str:
+    """Return a sentence where layers that differ from a model's are what runs of before quantized, else nothing.
+
+    Args:
+        outputs: how many outputs the record says that layers have which the model has not, by name.
+    """
+    if not outputs or set(outputs.values()) != {1}:
+        return ""
+    return (
+        f"A nearplane of before quantized gates of one output, as {min(outputs)}, which now stay as they are: quantize anew to "
+        f"measure or to tune, or check the files alone, without --against."
+    )

@@ -12,6 +12,7 @@ from nearplane.formats.stored import Stored
 from nearplane.headless import has_head
 from nearplane.models.given import Given
 from nearplane.models.model import Model
+from nearplane.older_records import of_before
 from nearplane.recipe import Recipe
 from nearplane.record import RunRecord
 from nearplane.schemes import BlockScheme, GridScheme
@@ -106,6 +107,9 @@ def check_model(model: Model, record: RunRecord, stored: Stored) -> None:
     """
     check_layers(model, str(stored.reader.folder))
     there = {(layer.name, layer.shape) for layer in model.layers}
+    named = {layer.name for layer in model.layers}
+    if older := of_before({layer.name: layer.out_features for layer in record.layers if layer.name not in named}):
+        raise RecipeError(f"{stored.reader.folder}: {older}")
     if unlike := there ^ {(layer.name, (layer.out_features, layer.in_features)) for layer in record.layers}:
         raise RecipeError(
             f"{model.folder} is not the model that was quantized: {len(unlike)} layers are in one of the two only, as "

@@ -32,6 +32,7 @@ from nearplane.memory import give_back_large
 from nearplane.models.given import Given
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model, device_of, open_model
+from nearplane.older_records import of_before
 from nearplane.products import repeated
 from nearplane.progress import logged, silent
 from nearplane.recipe import Recipe
@@ -159,6 +160,8 @@ def _another(record: RunRecord, model: Model) -> Fault | None:
     there = {layer.name: (layer.out_features, layer.in_features) for layer in record.layers}
     if here == there:
         return None
+    if older := of_before({name: there[name][0] for name in there.keys() - here.keys()}):
+        return Fault(where=str(model.folder), what=older)
     unlike = [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
     named = ", ".join(
         f"{name} ({_size(here.get(name))}, the record says {_size(there.get(name))})" for name in unlike[:3]
