@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -123,7 +124,7 @@ def test_the_record_tells_other_sound_from_that_which_was_heard(solved: Path, wh
 @pytest.mark.parametrize(
     ("calibration", "match"),
     [
-        (TOKENS, r"WhisperForConditionalGeneration takes sound: quantize from Python with calibration=\(input_features"),
+        (TOKENS, r"WhisperForConditionalGeneration takes sound: from Python, pass calibration=\(input_features"),
         (str(CALIBRATION), "takes sound"),
         (["A text."], "takes sound"),
         (SOUND[:, None], "takes sound"),
@@ -133,6 +134,8 @@ def test_the_record_tells_other_sound_from_that_which_was_heard(solved: Path, wh
         ((SOUND, TOKENS.float()), "calibration is a tuple that makes up no tensor"),
         ((SOUND, TOKENS[:, :, None]), r"calibration\[1\] is int64 \(40, 12, 1\); expected"),
         ((SOUND / 0, TOKENS), "NaN or Inf in its sound"),
+        ((SOUND.double() * 1e300, TOKENS), "NaN or Inf in its sound"),
+        ((SOUND, np.array([[1, 2], [3]], dtype=object)), r"calibration\[1\] is a ndarray that makes up no tensor"),
         ((SOUND, TOKENS.clone().fill_(-100)), r"calibration\[1\] holds the token id -100; .* leave padding out"),
         ((SOUND, TOKENS + 9), "token id 104, the model a vocabulary of 96"),
         ((SOUND, TOKENS.clone().index_fill_(1, torch.tensor(0), START)), "All token_ids begin with 1, with which"),
@@ -144,6 +147,12 @@ def test_bad_input_is_refused_in_a_sentence(calibration: Any, match: str, whispe
     with pytest.raises(NearplaneError, match=match):
         nearplane.quantize(whisper, tmp_path / "out", calibration=calibration, device="cpu", **GRID)
     assert not [*tmp_path.iterdir()]
+
+
+def test_what_begins_with_the_start_token_is_not_measured_either(whisper: Path) -> None:
+    started = TOKENS.clone().index_fill_(1, torch.tensor(0), START)
+    with pytest.raises(NearplaneError, match="All token_ids begin with 1, with which"):
+        nearplane.evaluate(whisper, (SOUND, started), device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -164,9 +173,9 @@ def test_models_that_take_text_take_no_sound(whisper: Path, solved: Path, tmp_pa
     for source in (MODEL, save_translating(tmp_path / "bart", "bart")):
         with pytest.raises(NearplaneError, match="takes text, and something else was given"):
             nearplane.quantize(source, tmp_path / "out", calibration=(SOUND, TOKENS), device="cpu", **GRID)
-    with pytest.raises(NearplaneError, match=r"takes sound with what is said in it .* from Python; something else was"):
+    with pytest.raises(NearplaneError, match=r"takes sound with what is said in it .*; what was given is text"):
         nearplane.evaluate(solved, TOKENS, against=whisper, device="cpu")
-    with pytest.raises(NearplaneError, match=r"takes text; something else was given"):
+    with pytest.raises(NearplaneError, match=r"takes text; what was given is sound"):
         nearplane.evaluate(MODEL, (SOUND, TOKENS), device="cpu")
     with pytest.raises(NearplaneError, match=r"which goes on from sound with what is said in it"):
         nearplane.generate(solved, "A text.", device="cpu")
@@ -182,7 +191,7 @@ def test_two_images_in_a_list_are_no_pair() -> None:
 
 def test_the_command_line_says_how_to_do_it_from_python(whisper: Path, tmp_path: Path) -> None:
     words = ["quantize", str(whisper), str(tmp_path / "out"), "--bits", "4", "--group-size", "16"]
-    with pytest.raises(NearplaneError, match=r"quantize from Python with calibration=\(input_features, token_ids\)"):
+    with pytest.raises(NearplaneError, match=r"from Python, pass calibration=\(input_features, token_ids\)"):
         app([*words, "--calibration", str(CALIBRATION)], exit_on_error=False, result_action="return_value")
     app([*words, "--solver", "round-to-nearest"], exit_on_error=False, result_action="return_value")
     assert read_record(tmp_path / "out").windows == 0

@@ -74,9 +74,7 @@ def test_embeddings_of_images_are_compared_by_cosine(solved: Path, vit: Path) ->
 
 
 def test_what_is_no_image_or_of_another_size_is_refused(vit: Path, solved: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        CalibrationError, match="ViTModel takes images: quantize from Python with calibration=pixel_values"
-    ):
+    with pytest.raises(CalibrationError, match="ViTModel takes images: from Python, pass calibration=pixel_values"):
         nearplane.quantize(vit, tmp_path / "out", calibration=str(CALIBRATION), bits=4, device="cpu")
     with pytest.raises(nearplane.NearplaneError, match=r"ViTModel does not take images \(3, 16, 32\)"):
         nearplane.quantize(vit, tmp_path / "out", calibration=IMAGES[:, :, :16], bits=4, device="cpu")

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from nearplane.divergence import Divergence, divergence
 from nearplane.errors import CalibrationError, ModelError, RecipeError
 from nearplane.headless import Taken
-from nearplane.models.data import around, check_vocabulary, read_windows
+from nearplane.models.data import around, check_start, check_vocabulary, read_windows
 from nearplane.models.given import Given, called, refuse_tokenizer
 from nearplane.models.model import device_of
 from nearplane.predictions import Network, opened, predictions, windows_at_a_time
@@ -100,15 +100,18 @@ def evaluate(
     refuse_tokenizer(model, tokenizer)
     network = opened(model, place, trust_remote_code=trust_remote_code)
     original = None if against is None else opened(against, place, trust_remote_code=trust_remote_code)
-    if network.takes is not (Taken.TEXT if given is None else given.kind):
-        taken = network.takes if network.takes is Taken.TEXT else f"{network.takes} from Python"
-        raise CalibrationError(f"{called(model)} takes {taken}; something else was given as text. Pass {taken}.")
+    found = Taken.TEXT if given is None else given.kind
+    for one, name in ((network, called(model)), *([] if original is None else [(original, called(against))])):
+        if one.takes is not found:
+            way = "Pass text" if one.takes is Taken.TEXT else f"Pass {one.takes} from Python"
+            raise CalibrationError(f"{name} takes {one.takes}; what was given is {found}. {way}.")
     if network.folder is not None and (given is None or given.tokens is None):
         tokenizer = tokenizer_of(network.folder, trust_remote_code=trust_remote_code)
     windows = _windows(network, tokenizer, text, given, samples, seqlen)
     seqlen = windows.shape[1] if network.vocabulary else 1
     if network.vocabulary:
         check_vocabulary(windows, network.vocabulary)
+        check_start(windows, network.start, called(model))
     nll, unquantized, apart, alike = 0.0, 0.0, Divergence(), list[Tensor]()
     if network.embeds and original is None:
         raise RecipeError(

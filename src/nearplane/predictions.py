@@ -46,6 +46,7 @@ class Network(ABC):
         folder: that it is from; None: an object.
         device: that it computes on.
         takes: what it is given.
+        start: the token with which its decoder starts, where it takes sound.
         vocabulary: how many tokens its input embeddings have; 0 where it takes images.
         embeds: whether it has no head.
         framed: whether windows are to begin and end with tokens of its own, see `is_framed`.
@@ -56,6 +57,7 @@ class Network(ABC):
     folder: Path | None
     device: torch.device
     takes: Taken
+    start: int | None = None
     vocabulary: int
     embeds: bool
     framed: bool
@@ -83,6 +85,7 @@ class Held(Network):
         )
         self.framed = is_framed(network)
         self.takes = taken_by(network)
+        self.start = network.config.decoder_start_token_id if self.takes is Taken.SOUND else None
         self.vocabulary = 0 if self.takes is Taken.IMAGES else network.get_input_embeddings().weight.shape[0]
 
     def shapes(self) -> list[tuple[int, int]]:

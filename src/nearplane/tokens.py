@@ -17,7 +17,7 @@ from nearplane.errors import CalibrationError, RecipeError
 from nearplane.headless import Taken, is_framed, taken_by
 from nearplane.lattice.solvers import SOLVERS
 from nearplane.models.activations import places
-from nearplane.models.data import around, check_vocabulary, read_windows
+from nearplane.models.data import around, check_start, check_vocabulary, read_windows
 from nearplane.models.given import Given, refuse_lost
 from nearplane.models.model import Model
 from nearplane.pretrained import in_a_sentence
@@ -33,11 +33,11 @@ VARIED = 0.25  # share of runs that differ: less, and fewer than the widest laye
 WAYS = {
     Taken.TEXT: "takes text, and something else was given; pass text.",
     Taken.IMAGES: (
-        "takes images: quantize from Python with calibration=pixel_values (images, channels, height, width), as its image "
+        "takes images: from Python, pass calibration=pixel_values (images, channels, height, width), as its image "
         "processor makes them."
     ),
     Taken.SOUND: (
-        "takes sound: quantize from Python with calibration=(input_features, token_ids), sound as its feature extractor makes it "
+        "takes sound: from Python, pass calibration=(input_features, token_ids), sound as its feature extractor makes it "
         "and (windows, seqlen) what is said in each, as for labels=."
     ),
 }
@@ -163,13 +163,9 @@ def _check_spoken(model: Model, windows: Spoken) -> None:
         ModelError: the sound is of another size than the network's.
         CalibrationError: token ids are not in the vocabulary, or have the start token.
     """
-    kind, start = type(model.network).__name__, model.config.decoder_start_token_id
+    kind = type(model.network).__name__
     check_vocabulary(windows, len(model.network.get_input_embeddings().weight))
-    if bool((windows[:, 0] == start).all()):
-        raise CalibrationError(
-            f"All token_ids begin with {start}, with which the decoder of {kind} is started anyway. Pass them without it, as for "
-            f"labels=."
-        )
+    check_start(windows, model.config.decoder_start_token_id, kind)
     with in_a_sentence(f"{kind} does not take sound {tuple(windows.sound.shape[1:])} with {windows.shape[1]} tokens"):
         places(model, windows)
 

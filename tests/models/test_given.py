@@ -164,7 +164,7 @@ def test_objects_are_evaluated_as_they_are(
     ("calibration", "said"),
     [
         ([], r"calibration is float32|calibration is float64 \(0,\)"),
-        ([1, 2, 3], r"int64 \(3,\); expected a path, a list of texts, or whole numbers \(windows, seqlen\)"),
+        ([1, 2, 3], r"int64 \(3,\); expected a path, a list of texts, whole numbers \(windows, seqlen\)"),
         ([[1, 2], [3]], "a list that makes up no tensor"),
         (["a", 1], "expected a path, a list of texts"),
         ([{"input_ids": [1, 2]}], "expected a path, a list of texts"),

@@ -115,6 +115,24 @@ def check_vocabulary(tokens: Tensor, size: int) -> None:
         )
 
 
+def check_start(tokens: Tensor, start: int | None, called: str) -> None:
+    """Refuse tokens that all begin with the one with which a decoder is started anyway.
+
+    Args:
+        tokens: (windows, seqlen) what is said in sound.
+        start: that token; None where there is none.
+        called: what the model is called.
+
+    Raises:
+        CalibrationError: names the token.
+    """
+    if start is not None and bool((tokens[:, 0] == start).all()):
+        raise CalibrationError(
+            f"All token_ids begin with {start}, with which the decoder of {called} is started anyway. Pass them without it, as for "
+            f"labels=."
+        )
+
+
 def _documents(tokenizer: PreTrainedTokenizerBase, source: str | Path | Sequence[str], seed: int) -> Iterator[str]:
     """Yield the texts of a file, a folder, a data set or a list, one by one."""
     if not isinstance(source, str | Path):

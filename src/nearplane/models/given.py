@@ -31,7 +31,10 @@ TEXTS, TOKENS, IMAGES, SOUND = (
     "images given in Python",
     "sound given in Python",
 )  # in the record, where a path would be
-EXPECTED = "a path, a list of texts, or whole numbers (windows, seqlen)"
+EXPECTED = (
+    "a path, a list of texts, whole numbers (windows, seqlen), pixel values (images, channels, height, width), or a pair of "
+    "tensors or arrays (input_features, token_ids)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +61,7 @@ class Given:
         if isinstance(value, Sequence) and value and all(isinstance(text, str) for text in value):
             return cls(texts=tuple(value))
         if isinstance(value, Sequence) and [isinstance(part, Tensor | np.ndarray) for part in value] == [True, True]:
-            sound, tokens = (torch.as_tensor(part) for part in value)
+            sound, tokens = (_tensor(part, f"{what}[{place}]") for place, part in enumerate(value))
             if sound.is_floating_point() and not tokens.is_floating_point():  # else two images
                 return cls(tokens=_spoken(sound, _windows(tokens, f"{what}[1]"), what))
         return cls(tokens=_windows(value, what))
@@ -93,21 +96,31 @@ class Given:
 
 def _windows(value: Any, what: str) -> Tensor:
     """Return (windows, seqlen) int64 token ids, or (images, channels, height, width) float32 pixel values."""
-    try:
-        tokens = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
-    except (TypeError, ValueError, RuntimeError) as error:  # ragged, or of objects
-        raise CalibrationError(
-            f"{what} is a {type(value).__name__} that makes up no tensor; expected {EXPECTED}."
-        ) from error
+    tokens = _tensor(value, what)
     if tokens.is_floating_point() and tokens.ndim == 4 and tokens.numel() and bool(torch.isfinite(tokens).all()):
         return tokens.detach().to("cpu", torch.float32).contiguous()
     whole = not tokens.is_floating_point() and not tokens.is_complex() and tokens.dtype != torch.bool
     if not whole or tokens.ndim != 2 or tokens.numel() == 0 or tokens.shape[1] < 2:
         found = f"{str(tokens.dtype).removeprefix('torch.')} {tuple(tokens.shape)}"
         raise CalibrationError(f"{what} is {found}; expected {EXPECTED} with at least one window of two.")
+    tokens = tokens.to(torch.int64)
     if (least := int(tokens.min())) < 0:
         raise CalibrationError(f"{what} holds the token id {least}; expected 0 or more: leave padding out.")
-    return tokens.detach().to("cpu", torch.int64).contiguous()
+    return tokens.detach().to("cpu").contiguous()
+
+
+def _tensor(value: Any, what: str) -> Tensor:
+    """Return a tensor of a tensor, an array or nested lists, in memory of its own unless it is one already.
+
+    Raises:
+        CalibrationError: it makes up none.
+    """
+    try:
+        return value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged, or of objects
+        raise CalibrationError(
+            f"{what} is a {type(value).__name__} that makes up no tensor; expected {EXPECTED}."
+        ) from error
 
 
 def _spoken(sound: Tensor, tokens: Tensor, what: str) -> Tensor:
@@ -121,9 +134,10 @@ def _spoken(sound: Tensor, tokens: Tensor, what: str) -> Tensor:
             f"{what} is a pair of {tuple(sound.shape)} and {tuple(tokens.shape)}; expected features of sound and the token ids "
             f"(windows, seqlen) that are said in it, of as many windows."
         )
+    sound = sound.detach().to("cpu", torch.float32).contiguous()
     if not bool(torch.isfinite(sound).all()):
-        raise CalibrationError(f"{what} holds NaN or Inf in its sound. Make the features again.")
-    return Spoken.of(tokens, sound.detach().to("cpu", torch.float32).contiguous())
+        raise CalibrationError(f"{what} holds NaN or Inf in its sound, in float32. Make the features again.")
+    return Spoken.of(tokens, sound)
 
 
 def taken(spellings: Mapping[str, Any]) -> tuple[Given | None, dict[str, Any]]:
