@@ -259,6 +259,7 @@ class RunRecord:
             self,
             layers=tuple(replace(layer, seconds=0.0) for layer in self.layers),
             products=None if self.products is None else replace(self.products, seconds={}),
+            pace=None if self.pace is None else replace(self.pace, foreseen=0, room=0, disk=False),
             tuning=None if self.tuning is None else replace(self.tuning, seconds=0.0),
             seconds=0.0,
             peak_memory=0,
