@@ -54,13 +54,14 @@ class Speed:
 
 
 @cache
-def measured(solver: str | None, beam: int, *, coded: bool) -> Speed:
-    """Time the parts of a run whose layers a solver rounds; once a process.
+def measured(solver: str | None, beam: int, *, coded: bool, threads: int) -> Speed:
+    """Time the parts of a run whose layers a solver rounds; once a process and number of threads.
 
     Args:
         solver: see `lattice/solvers.py`.
         beam: its candidates of a row.
         coded: whether codes are entropy-coded.
+        threads: that torch computes with.
     """
     made = torch.Generator().manual_seed(0)
     W, X = torch.randn(ROWS, SIDE, generator=made), torch.randn(TALL, TALL, generator=made)
@@ -92,7 +93,7 @@ def measured(solver: str | None, beam: int, *, coded: bool) -> Speed:
         else 0.0,
         perturb=beside(seconds(lambda: waterfilled(W, factor, 3.0)), triangle) if coded else 0.0,
         touch=seconds(lambda: X + 1) / X.nbytes,
-        threads=torch.get_num_threads(),
+        threads=threads,
     )
 
 
