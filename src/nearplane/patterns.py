@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 UNBOUNDED = 4  # repetitions without a limit in one pattern: each may multiply the time by the length of a name
+
+
+@lru_cache(maxsize=1 << 16)
+def compiled(pattern: str) -> re.Pattern[str]:
+    """Return a regular expression; `re` itself keeps 512, and a deep model has more layers with a type of their own."""
+    return re.compile(pattern)
 
 
 def fault_of(pattern: str) -> str | None:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from nearplane.errors import RecipeError
-from nearplane.patterns import fault_of
+from nearplane.patterns import compiled, fault_of
 from nearplane.schemes import (
     Allocation,
     AnyScheme,
@@ -217,7 +217,7 @@ class Recipe:
         """Return the scheme of the layer with this full name, or None if it is to stay as it is."""
         if any(re.search(pattern, name) for pattern in self.ignore):
             return None
-        return next((each.scheme for each in self.layers if re.search(each.pattern, name)), self.scheme)
+        return next((each.scheme for each in self.layers if compiled(each.pattern).search(name)), self.scheme)
 
     def grouped(self, inputs: Iterable[int]) -> Recipe:
         """Return the recipe with the group size that auto stands for where layers have so many inputs."""
