@@ -30,6 +30,7 @@ PERTURBED = 3  # times, that a layer is
 LOOKS = 3  # forwards on the tokens by which a probe looks at layers
 STARTING, UNCOUNTED = 3.0, 1.3  # seconds before and behind all that is counted; times that, for what is not
 KEPT = 450 << 20  # bytes that libraries keep once they compute, and that lie between small tensors, at most
+BETWEEN = 5  # a part in so many of activations is what was freed between those that wait
 LOGITS = 6  # times those of a window, that live where gradients begin
 GRADIENTS = 3  # times what lives at the fullest stage of a forward, that a pass back keeps
 
@@ -168,6 +169,11 @@ class Moment:
         """Of all."""
         return self.block + self.activations + self.moments + self.solving
 
+    @property
+    def between(self) -> int:
+        """What lies between activations that wait, freed and kept."""
+        return self.activations // BETWEEN
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Foreseen:
@@ -193,7 +199,7 @@ class Foreseen:
     @property
     def kept(self) -> int:
         """Bytes that nobody uses and the system does not get back."""
-        return min(KEPT, self.worst.bytes)
+        return min(KEPT, self.worst.bytes) + self.worst.between
 
     def sentence(self) -> str:
         """Return one line for the log."""
@@ -222,7 +228,7 @@ def foresee(work: Work, way: Way, speed: Speed, base: int) -> Foreseen:
     """
     return Foreseen(
         base=base,
-        worst=max(moments(work, way), key=lambda moment: moment.bytes),
+        worst=max(moments(work, way), key=lambda moment: moment.bytes + moment.between),
         seconds=seconds(work, way, speed) / speed.threads,
         tokens=work.all_windows * work.seqlen,
     )
