@@ -101,10 +101,11 @@ def evaluate(
     network = opened(model, place, trust_remote_code=trust_remote_code)
     original = None if against is None else opened(against, place, trust_remote_code=trust_remote_code)
     found = Taken.TEXT if given is None else given.kind
-    for one, name in ((network, called(model)), *([] if original is None else [(original, called(against))])):
+    both = [network] if original is None else [network, original]
+    for one, name in zip(both, (model, against), strict=False):
         if one.takes is not found:
             way = "Pass text" if one.takes is Taken.TEXT else f"Pass {one.takes} from Python"
-            raise CalibrationError(f"{name} takes {one.takes}; what was given is {found}. {way}.")
+            raise CalibrationError(f"{called(name)} takes {one.takes}; what was given is {found}. {way}.")
     if network.folder is not None and (given is None or given.tokens is None):
         tokenizer = tokenizer_of(network.folder, trust_remote_code=trust_remote_code)
     windows = _windows(network, tokenizer, text, given, samples, seqlen)
@@ -118,7 +119,6 @@ def evaluate(
             f"{called(model)} has no vocabulary head and predicts no tokens. Pass its original as against (--against): the "
             f"embeddings of both are compared."
         )
-    both = [network, *([] if original is None else [original])]
     total = -(-len(windows) // windows_at_a_time(both, windows))
     with (
         fastest(network.shapes(), windows.numel(), network.device),
