@@ -155,3 +155,12 @@ def test_no_other_tensor_is_of_experts(name: str, tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(ModelError, match=r"for m\.\*\.q\.weight\. They do not belong together"):
         GGUFReader(tmp_path)
+
+
+def test_experts_that_a_checkpoint_holds_together_are_refused(tmp_path: Path) -> None:
+    config = config_of("qwen3_moe", **(SHAPES["qwen3_moe"] | {"vocab_size": 2048}))
+    random_model(config).float().save_pretrained(tmp_path / "model", save_original_format=False)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "model" / file).write_bytes((MODEL / file).read_bytes())
+    with pytest.raises(RecipeError, match=r"experts\.\w+ holds all experts of a block; a GGUF is made of checkpoints"):
+        nearplane.quantize(tmp_path / "model", tmp_path / "out", **WORDS)

@@ -126,8 +126,8 @@ def called(names: Iterable[str], config: Config) -> dict[str, str]:
         new = table.get_name(whole.replace(f"experts.{EVERY}", "experts"), try_suffixes=(".weight", ".bias"))
         if new is None and ".experts." in name and EVERY not in whole:
             raise RecipeError(
-                f"{name} holds all experts of a block in one tensor, as llama.cpp does not. Save the model by save_pretrained "
-                f"without save_original_format=False, or use another --format."
+                f"{name} holds all experts of a block; a GGUF is made of checkpoints that hold the matrices of each by "
+                f"themselves. Save the model by save_pretrained without save_original_format=False, or use another --format."
             )
         if new is None:
             raise RecipeError(
