@@ -9,7 +9,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from nearplane.coding.tans import load64, trailing_zeros
+from nearplane.coding.intrinsics import load64, trailing_zeros
 from nearplane.errors import FormatError
 
 MAX_RICE_ONES = 24  # ones of a Rice code; after that many, 32 plain bits follow
@@ -22,7 +22,8 @@ def zigzag(value: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 @njit(cache=True, nogil=True)
-def _rice_bits(folded: NDArray[np.int64], parameter: int) -> int:
+def rice_cost(folded: NDArray[np.int64], parameter: int) -> int:
+    """Return the bits that zig-zagged numbers take."""
     total = 0
     for value in folded:
         quotient = value >> parameter
@@ -39,15 +40,10 @@ def _least_rice(folded: NDArray[np.int64]) -> tuple[int, int]:
         guess += 1
     best, least = -1, 0
     for parameter in range(max(0, guess - 2), min(14, guess + 1) + 1):
-        bits = _rice_bits(folded, parameter)
+        bits = rice_cost(folded, parameter)
         if best < 0 or bits < least:
             best, least = parameter, bits
     return best, least
-
-
-def rice_bits(folded: NDArray[np.int64], parameter: int) -> int:
-    """Return the bits that zig-zagged numbers take."""
-    return int(_rice_bits(folded, parameter))
 
 
 def rice_parameter(folded: NDArray[np.int64]) -> int:
@@ -133,7 +129,7 @@ class BitWriter:
     def rice(self, values: NDArray[np.int64], parameter: int) -> None:
         """Append integers of either sign, each by the Rice code of its zig-zag."""
         folded = zigzag(values)
-        bits = np.zeros(rice_bits(folded, parameter), np.uint8)
+        bits = np.zeros(rice_cost(folded, parameter), np.uint8)
         _write_rice(folded, parameter, bits)
         self.extend(bits)
 

@@ -9,7 +9,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from nearplane.coding import tans
-from nearplane.coding.bit_stream import MAX_RICE_ONES, read_rice
+from nearplane.coding.bit_stream import MAX_RICE_ONES, read_rice, rice_cost
 from nearplane.coding.layout import Cells, Traversal
 from nearplane.coding.symbols import Escapes, gather, locate
 from nearplane.coding.tans import LANES, PADDING_BYTES, EncoderTables, Lanes, Segments
@@ -229,16 +229,6 @@ def _put(out: NDArray[np.uint8], end: _End, value: int, width: int) -> _End:
 
 
 @njit(cache=True, nogil=True)
-def _rice_bits(folded: NDArray[np.int64], parameter: int) -> int:
-    """Return the bits that zig-zagged numbers take; compiled `bit_stream.rice_bits`."""
-    total = 0
-    for value in folded:
-        quotient = int(value) >> parameter
-        total += quotient + 1 + parameter if quotient < MAX_RICE_ONES else MAX_RICE_ONES + 32
-    return total
-
-
-@njit(cache=True, nogil=True)
 def write_list(values: NDArray[np.int64]) -> NDArray[np.uint8]:
     """Return a list of escapes, filled up to a byte; its Rice parameter is that of `bit_stream.rice_parameter`."""
     count = len(values)
@@ -253,9 +243,9 @@ def write_list(values: NDArray[np.int64]) -> NDArray[np.uint8]:
         while guess < 14 and mean >> guess:
             guess += 1
         low = max(0, guess - 2)
-        best, parameter = _rice_bits(folded, low), low
+        best, parameter = rice_cost(folded, low), low
         for k in range(low + 1, min(14, guess + 1) + 1):
-            bits = _rice_bits(folded, k)
+            bits = rice_cost(folded, k)
             if bits < best:
                 best, parameter = bits, k
     width = 0

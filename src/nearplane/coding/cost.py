@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from nearplane.coding.bit_stream import rice_bits, zigzag
+from nearplane.coding.bit_stream import rice_cost, zigzag
 
 
 def geometric_bits(codes: NDArray[np.int32]) -> float:
@@ -63,4 +63,4 @@ def list_bits(listed: NDArray[np.float64], beyond: NDArray[np.int64]) -> float:
     folded = zigzag(np.arange(-128, 128))
     listed[0] = 0
     outer = zigzag(beyond)
-    return min(float(listed @ (1 + k + (folded >> k))) + rice_bits(outer, k) for k in range(15))
+    return min(float(listed @ (1 + k + (folded >> k))) + rice_cost(outer, k) for k in range(15))

@@ -13,8 +13,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from nearplane.coding.intrinsics import keep_apart, load64, trailing_zeros
 from nearplane.coding.layout import Cells, Groups, Orders
-from nearplane.coding.tans import keep_apart, load64, trailing_zeros
 
 _u64 = np.uint64
 

@@ -13,88 +13,18 @@ tables, and unaligned loads are preceded by a bound on how far the reads that fo
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import njit
 from numpy.typing import NDArray
+
+from nearplane.coding.intrinsics import keep_apart, load8, load16, load32, load64, store8, store64
 
 LANES = 8
 PADDING_BYTES = 64  # readable bytes after the last that belongs to a stream
 STATE_STRIDE = 2563  # between the states of a symbol; odd, so it visits all 4096
 _u64 = np.uint64
-
-
-def _load(bits: int, align: int) -> Any:
-    """Make an intrinsic that loads an unsigned number at an address, zero-extended to 64 bits."""
-
-    @intrinsic
-    def load(typingctx: Any, address: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            found = builder.load(builder.inttoptr(arguments[0], ir.IntType(bits).as_pointer()))
-            found.align = align
-            return builder.zext(found, ir.IntType(64)) if bits < 64 else found
-
-        return types.uint64(types.uint64), generate
-
-    return load
-
-
-def _store(bits: int) -> Any:
-    """Make an intrinsic that stores the low bits of a number at any address."""
-
-    @intrinsic
-    def store(typingctx: Any, address: Any, value: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            pointer = builder.inttoptr(arguments[0], ir.IntType(bits).as_pointer())
-            value = builder.trunc(arguments[1], ir.IntType(bits)) if bits < 64 else arguments[1]
-            builder.store(value, pointer).align = 1
-            return context.get_dummy_value()
-
-        return types.void(types.uint64, types.uint64), generate
-
-    return store
-
-
-def _trailing_zeros() -> Any:
-    """Make an intrinsic that counts how many of the low bits of an unsigned 64-bit number are 0; of 0, 64."""
-
-    @intrinsic
-    def count(typingctx: Any, value: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
-
-        return types.uint64(types.uint64), generate
-
-    return count
-
-
-def _keep_apart() -> Any:
-    """Make an intrinsic that keeps the function around it from being merged into its callers.
-
-    There its inner loop would run out of registers.
-    """
-
-    @intrinsic
-    def keep(typingctx: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            builder.function.attributes.add("noinline")
-            return context.get_dummy_value()
-
-        return types.void(), generate
-
-    return keep
-
-
-load64 = _load(64, 1)
-_load32 = _load(32, 4)
-_load16 = _load(16, 2)
-load8 = _load(8, 1)
-_store8, _store64 = _store(8), _store(64)
-trailing_zeros = _trailing_zeros()
-keep_apart = _keep_apart()
 
 
 class EncoderTables(NamedTuple):
@@ -205,8 +135,8 @@ def _encode_some(end: np.uint64, count: np.uint64, tables: _Addresses, lane: _Wr
         width = (x + load64(tables.widths + symbol)) >> _u64(16)
         bits = (bits << width) | (x & ((_u64(1) << width) - _u64(1)))
         held += width
-        x = _load16(tables.states + (((x >> width) + load64(tables.offsets + symbol)) << _u64(1)))
-        _store64(at - _u64(8), bits << ((_u64(64) - held) & _u64(63)))
+        x = load16(tables.states + (((x >> width) + load64(tables.offsets + symbol)) << _u64(1)))
+        store64(at - _u64(8), bits << ((_u64(64) - held) & _u64(63)))
         at -= held >> _u64(3)
         held &= _u64(7)
     return _Writer(at, bits, held, x)
@@ -269,26 +199,26 @@ def encode(
                     width = (x0 + load64(width_of + s)) >> s16
                     b0 = (b0 << width) | (x0 & ((one << width) - one))
                     h0 += width
-                    x0 = _load16(state_of + (((x0 >> width) + load64(offset_of + s)) << one))
+                    x0 = load16(state_of + (((x0 >> width) + load64(offset_of + s)) << one))
                     s = load8(read + stride) << s3
                     width = (x1 + load64(width_of + s)) >> s16
                     b1 = (b1 << width) | (x1 & ((one << width) - one))
                     h1 += width
-                    x1 = _load16(state_of + (((x1 >> width) + load64(offset_of + s)) << one))
+                    x1 = load16(state_of + (((x1 >> width) + load64(offset_of + s)) << one))
                     s = load8(read + stride + stride) << s3
                     width = (x2 + load64(width_of + s)) >> s16
                     b2 = (b2 << width) | (x2 & ((one << width) - one))
                     h2 += width
-                    x2 = _load16(state_of + (((x2 >> width) + load64(offset_of + s)) << one))
+                    x2 = load16(state_of + (((x2 >> width) + load64(offset_of + s)) << one))
                     s = load8(read + stride + stride + stride) << s3
                     width = (x3 + load64(width_of + s)) >> s16
                     b3 = (b3 << width) | (x3 & ((one << width) - one))
                     h3 += width
-                    x3 = _load16(state_of + (((x3 >> width) + load64(offset_of + s)) << one))
-                _store64(a0 - eight, b0 << ((c64 - h0) & m63))  # at most 7 + 4 * 12 bits
-                _store64(a1 - eight, b1 << ((c64 - h1) & m63))
-                _store64(a2 - eight, b2 << ((c64 - h2) & m63))
-                _store64(a3 - eight, b3 << ((c64 - h3) & m63))
+                    x3 = load16(state_of + (((x3 >> width) + load64(offset_of + s)) << one))
+                store64(a0 - eight, b0 << ((c64 - h0) & m63))  # at most 7 + 4 * 12 bits
+                store64(a1 - eight, b1 << ((c64 - h1) & m63))
+                store64(a2 - eight, b2 << ((c64 - h2) & m63))
+                store64(a3 - eight, b3 << ((c64 - h3) & m63))
                 a0, a1, a2, a3 = a0 - (h0 >> s3), a1 - (h1 >> s3), a2 - (h2 >> s3), a3 - (h3 >> s3)
                 h0, h1, h2, h3 = h0 & seven, h1 & seven, h2 & seven, h3 & seven
             at[h], at[h + 1], at[h + 2], at[h + 3] = a0, a1, a2, a3
@@ -404,27 +334,27 @@ def decode_lanes(
                     b2 = load64(base + (p2 >> s3)) >> (p2 & seven)
                     b3 = load64(base + (p3 >> s3)) >> (p3 & seven)
                     for _ in range(4):
-                        e = _load32(table + (x0 << two))
+                        e = load32(table + (x0 << two))
                         width = e & m63
-                        _store8(write, e >> s8)
+                        store8(write, e >> s8)
                         x0 = (e >> s16) + (b0 & ((one << width) - one))
                         b0 >>= width
                         p0 += width
-                        e = _load32(table + (x1 << two))
+                        e = load32(table + (x1 << two))
                         width = e & m63
-                        _store8(write + stride, e >> s8)
+                        store8(write + stride, e >> s8)
                         x1 = (e >> s16) + (b1 & ((one << width) - one))
                         b1 >>= width
                         p1 += width
-                        e = _load32(table + (x2 << two))
+                        e = load32(table + (x2 << two))
                         width = e & m63
-                        _store8(write + stride + stride, e >> s8)
+                        store8(write + stride + stride, e >> s8)
                         x2 = (e >> s16) + (b2 & ((one << width) - one))
                         b2 >>= width
                         p2 += width
-                        e = _load32(table + (x3 << two))
+                        e = load32(table + (x3 << two))
                         width = e & m63
-                        _store8(write + stride + stride + stride, e >> s8)
+                        store8(write + stride + stride + stride, e >> s8)
                         x3 = (e >> s16) + (b3 & ((one << width) - one))
                         b3 >>= width
                         p3 += width
@@ -437,7 +367,7 @@ def decode_lanes(
                 for i in range(first + lane * share + done, first + (count if lane == 7 else (lane + 1) * share)):
                     if np.int64(p) > limit:
                         return False
-                    e = _load32(table + (x << two))
+                    e = load32(table + (x << two))
                     width = e & m63
                     out[i] = np.uint8(e >> s8)
                     x = (e >> s16) + ((load64(base + (p >> s3)) >> (p & seven)) & ((one << width) - one))

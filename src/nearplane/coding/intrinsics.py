@@ -1,0 +1,82 @@
+"""Loads and stores at any address, and other instructions that Numba has no words for, for compiled functions to call.
+
+None of them checks anything: that an address can be read or written is for the caller to know.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+
+def _load(bits: int, align: int) -> Any:
+    """Make an intrinsic that loads an unsigned number at an address, zero-extended to 64 bits."""
+
+    @intrinsic
+    def load(typingctx: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            found = builder.load(builder.inttoptr(arguments[0], ir.IntType(bits).as_pointer()))
+            found.align = align
+            return builder.zext(found, ir.IntType(64)) if bits < 64 else found
+
+        return types.uint64(types.uint64), generate
+
+    return load
+
+
+def _store(bits: int) -> Any:
+    """Make an intrinsic that stores the low bits of a number at any address."""
+
+    @intrinsic
+    def store(typingctx: Any, address: Any, value: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            pointer = builder.inttoptr(arguments[0], ir.IntType(bits).as_pointer())
+            value = builder.trunc(arguments[1], ir.IntType(bits)) if bits < 64 else arguments[1]
+            builder.store(value, pointer).align = 1
+            return context.get_dummy_value()
+
+        return types.void(types.uint64, types.uint64), generate
+
+    return store
+
+
+def _trailing_zeros() -> Any:
+    """Make an intrinsic that counts how many of the low bits of an unsigned 64-bit number are 0; of 0, 64."""
+
+    @intrinsic
+    def count(typingctx: Any, value: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
+
+        return types.uint64(types.uint64), generate
+
+    return count
+
+
+def _keep_apart() -> Any:
+    """Make an intrinsic that keeps the function around it from being merged into its callers.
+
+    There its inner loop would run out of registers.
+    """
+
+    @intrinsic
+    def keep(typingctx: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            builder.function.attributes.add("noinline")
+            return context.get_dummy_value()
+
+        return types.void(), generate
+
+    return keep
+
+
+load64 = _load(64, 1)
+load32 = _load(32, 4)
+load16 = _load(16, 2)
+load8 = _load(8, 1)
+store8, store64 = _store(8), _store(64)
+trailing_zeros = _trailing_zeros()
+keep_apart = _keep_apart()
