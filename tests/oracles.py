@@ -1,8 +1,8 @@
-"""The seeds' algorithms, written out plainly in float64: what the lattice code is tested against.
+"""The papers' algorithms (Chen et al. 2025, Birnick 2025), written out plainly in float64: what the lattice code is tested against.
 
 [C25] Chen, Hoefler, Alistarh (2507.18553); [B25] Birnick (2508.01077); [F22] Frantar et al. (2210.17323).
 
-Letters are the seeds': `W` is (c, r), its columns are the rows of a layer's weight; `X` is (n, c) with damping already
+Letters are theirs: `W` is (c, r), its columns are the rows of a layer's weight; `X` is (n, c) with damping already
 appended below it, so that the Hessian is `X^T X`; indices count from 0. Every algorithm rounds by a `Rounding` and
 returns codes (c, r).
 """
@@ -21,7 +21,7 @@ Fit = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
 
 class Rounding:
-    """ROUND of the seeds: row j of `W` to its grid, clipped. Remembers what it was asked and how near to a tie it came.
+    """ROUND of the papers: row j of `W` to its grid, clipped. Remembers what it was asked and how near to a tie it came.
 
     Args:
         S, Z: (c, r) step and offset of every weight.

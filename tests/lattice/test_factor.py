@@ -156,7 +156,7 @@ def test_factoring_leaves_the_hessian_as_it_is() -> None:
 
 
 def test_the_inverse_of_the_factor_is_the_lower_factor_of_gptq() -> None:
-    """The seeds' L of `H^-1 = L D^-1 L^T` is `U^-T`: nothing that GPTQ does needs the inverse of the Hessian."""
+    """The papers' L of `H^-1 = L D^-1 L^T` is `U^-T`: nothing that GPTQ does needs the inverse of the Hessian."""
     p = problem()
     factor = p.factor("natural")
     L = inv(factor.U).T

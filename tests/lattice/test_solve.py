@@ -49,7 +49,7 @@ def test_codes_equal_those_of_every_algorithm_of_the_seeds(name: str, kind: Kind
 def test_one_more_gptq_update_after_a_step_of_babai_changes_nothing(p: Problem, order: str) -> None:
     """[C25] F.4: the update lies in the direction that the step has already settled.
 
-    Damping is large, for the targets' sake: the seeds' factors of an inverse lose digits by its condition.
+    Damping is large, for the targets' sake: the papers' factors of an inverse lose digits by its condition.
     """
     factor = p.factor(order)
     X = p.data(factor)

@@ -18,6 +18,9 @@ from nearplane.lattice.moments import Extra
 from nearplane.lattice.steady import total
 
 MEASURED_ROWS = 256  # at once: what is in memory beside the matrix does not grow with it, and stays in the caches
+BLOCK = 512  # columns of a triangle at once
+PAIRS = 1 << 19  # of rows and eigenvalues that a limit is computed from one by one
+BINS = 1 << 12  # that rows are put in where there are more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,9 +193,10 @@ def _bounds(steps: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
     return tails[:, -1] / 4, torch.where(profile > 0, tails.div_(profile), 1).amax(1).sqrt()
 
 
-def _through(E: Tensor, U: Tensor, *, block: int = 512) -> Tensor:
+def _through(E: Tensor, U: Tensor) -> Tensor:
     """Return (rows, in) `E U`, of which the zeros below the diagonal of `U` are left out block by block."""
-    return torch.cat([E[:, : a + block] @ U[: a + block, a : a + block] for a in range(0, len(U), block)], dim=1)
+    spans = [(a, a + BLOCK) for a in range(0, len(U), BLOCK)]
+    return torch.cat([E[:, :b] @ U[:b, a:b] for a, b in spans], dim=1)
 
 
 def limit(loss: float, row_energy: Tensor, eigenvalues: Tensor) -> float:
@@ -238,11 +242,11 @@ def limit_of_all(loss: float, row_energy: Tensor, mean_log: float) -> float:
     return 0.5 * (float(row_energy.double().log2().mean()) + mean_log - math.log2(loss))
 
 
-def _pairwise_sums(a: Tensor, b: Tensor, *, bins: int = 1 << 12, most: int = 1 << 19) -> tuple[Tensor, Tensor]:
-    """Return all sums `a_i + b_k` and how often each occurs; of more than `most` pairs, `a` in `bins` bins of equal count."""
-    if a.numel() * b.numel() > most:
-        keep = max(1, most // b.numel())
-        parts = a.sort().values.tensor_split(min(keep, bins, len(a)))
+def _pairwise_sums(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return all sums `a_i + b_k` and how often each occurs; of more than `PAIRS` pairs, `a` in bins of equal count."""
+    if a.numel() * b.numel() > PAIRS:
+        keep = max(1, PAIRS // b.numel())
+        parts = a.sort().values.tensor_split(min(keep, BINS, len(a)))
         a, counts = torch.stack([part.mean() for part in parts]), torch.tensor([float(len(part)) for part in parts])
     else:
         counts = torch.ones(len(a))

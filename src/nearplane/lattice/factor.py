@@ -18,6 +18,8 @@ from nearplane.lattice.steady import one_thread, triangular
 Order = Literal["natural", "reversed", "activation", "pivoted"]
 AUTO_DAMPS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 TRUSTED = 1e3  # condition up to which "auto" factors in float32
+BLOCK = 192  # columns that are factored at once
+ROWS = 512  # that are permuted at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,22 +122,22 @@ def _damped(H: Tensor, added: Tensor) -> Tensor:
     return damped
 
 
-def permuted(H: Tensor, order: Tensor, dtype: torch.dtype, *, rows: int = 512) -> Tensor:
+def permuted(H: Tensor, order: Tensor, dtype: torch.dtype) -> Tensor:
     """Return (in, in) `H[order][:, order]` in a dtype; beside it some rows at a time are in memory."""
     found = torch.empty(H.shape, dtype=dtype, device=H.device)
-    for a in range(0, len(H), rows):
-        found[a : a + rows] = H[order[a : a + rows, None], order]
+    for a in range(0, len(H), ROWS):
+        found[a : a + ROWS] = H[order[a : a + ROWS, None], order]
     return found
 
 
-def _reverse_cholesky(H: Tensor, added: Tensor, *, block: int = 192) -> tuple[Tensor, int | None]:
+def _reverse_cholesky(H: Tensor, added: Tensor) -> tuple[Tensor, int | None]:
     """Return the upper triangular R with `H + diag(added) = R R^T`, in the memory of `H`, or the first pivot that is not positive.
 
     Blocks of columns from the last to the first: one matrix product, one small Cholesky and one triangular solve each.
     """
     R = H  # columns to the right of a block are R's, the others H's
-    for b in range(len(H), 0, -block):
-        a = max(b - block, 0)
+    for b in range(len(H), 0, -BLOCK):
+        a = max(b - BLOCK, 0)
         S = torch.addmm(H[:b, a:b], R[:b, b:], R[a:b, b:].T, alpha=-1)  # (b, b - a), Schur complement of this block
         S[a:].diagonal().add_(added[a:b])
         with one_thread():

@@ -168,7 +168,7 @@ def _spans(group: Tensor, *, fitted: bool) -> list[tuple[int, int]]:
 
 
 def _pass(state: State, a: int, b: int, fit: Fit | None, block: int) -> bool:
-    """Fit the steps of the columns from `a` to `b`, if `storage` is given, and move their codes; returns whether any changed."""
+    """Fit the steps of the columns from `a` to `b`, if `fit` is given, and move their codes; return whether any changed."""
     EH = state.H[a:b] @ state.E  # (b - a, out), kept up to date for the columns still to come
     changed = fit is not None and fit.fit(state, a, b, EH)
     grid, delta = state.grid, torch.empty_like(EH[:block])

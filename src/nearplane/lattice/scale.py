@@ -121,9 +121,6 @@ def stored(scale: Tensor, storage: torch.dtype) -> Tensor:
     return torch.where(scale == 0, torch.ones_like(scale), rounded.clamp(min=tiny))
 
 
-ZERO_RATE = 6.0  # a column whose step is more than this many of its standard deviations rounds to 0
-
-
 def high_rate_step(rms: Tensor, lengths: Tensor, rate: float) -> float:
     """Return the log2 of the `c` at which steps `c / lengths_j` give about `rate` bits per weight on Gaussian weights.
 
