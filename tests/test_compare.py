@@ -215,6 +215,38 @@ def test_a_comparison_that_was_stopped_goes_on_behind_its_rows(rows, small, tmp_
         nearplane.compare(small, BITS[:1], **words)
 
 
+def test_what_was_refused_is_asked_again(small, tmp_path):
+    """Files that were in the way may be gone, another run may have ended: a refusal is not for ever."""
+    words = dict(text=HELD_OUT, calibration=TOKENS, samples=1, keep=tmp_path, methods=["rtn-mse"])
+    rows = nearplane.compare(small, [3], **words)
+    next(rows)
+    out = tmp_path / "small" / "rtn-mse-3"
+    out.mkdir(parents=True)
+    (out / "something").write_text("here")
+    (refused,) = rows
+    assert "exists and is not empty" in refused.note
+    (out / "something").unlink()
+    kept = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["method"] for row in kept["rows"]] == [ORIGINAL]
+    entry = {**kept["rows"][0], "method": "rtn-mse", "asked": 3, "note": refused.note, "perplexity": None}
+    (tmp_path / "rows.json").write_text(json.dumps({**kept, "rows": [*kept["rows"], entry]}))  # as they were kept once
+    _, row = nearplane.compare(small, [3], **words)
+    assert row.perplexity is not None, row.note
+
+
+def test_of_two_comparisons_in_one_folder_the_second_is_refused(small, tmp_path):
+    """Else it would write its rows over those of the first; one that waited sees what the first left."""
+    words = dict(text=HELD_OUT, calibration=TOKENS, samples=1, keep=tmp_path / "kept", methods=["rtn-huffman"])
+    first, second, waited = (nearplane.compare(small, [9.5], **words) for _ in range(3))
+    row = next(first)
+    with pytest.raises(RecipeError, match=r"kept is being written by another comparison\."):
+        next(second)
+    first.close()
+    assert next(waited) == row
+    waited.close()
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["rows.json"]
+
+
 def several(rows):
     """Return the rows of two models of different sizes."""
     twice = [Row(model="twice", method=r.method, asked=r.asked, rate=r.rate, bytes=2 * r.bytes, perplexity=r.perplexity - 1)

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 import nearplane
@@ -193,6 +194,51 @@ def test_a_file_that_is_cut_short_is_named_and_may_be_replaced(model, text, whol
         assert contents(out) == contents(whole("grid"))
 
 
+@pytest.mark.parametrize(("way", "page"), [("grid", "behind-00002.0.pt"), ("rate, embeddings and head", "plan.pt")])
+def test_one_bit_of_a_page_that_is_wrong_is_noticed(model, text, tmp_path, monkeypatch, way, page):
+    out, options = tmp_path / "out", dict(calibration=str(text), **WAYS[way], **TEXT)
+    stopped_behind(2, model, out, monkeypatch, **options)
+    path = Path(f"{out}.unfinished") / "journal" / page
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(FormatError, match=f"{page} is not what was written.*--overwrite"):
+        nearplane.quantize(model, out, **options)
+
+
+def test_shards_below_the_folder_count(tmp_path):
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "a.json").mkdir()  # no file
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"x": "parts/1.safetensors"}}')
+    said = []
+    for content in (b"one", b"other"):
+        (tmp_path / "parts" / "1.safetensors").write_bytes(content)
+        said.append(notebook.told({}, {"model": tmp_path}, "", {}, torch.device("cpu")))
+    names = ["config.json", "model.safetensors.index.json", "parts/1.safetensors"]
+    assert [name for name in said[0] if "the model's" in name] == [f"the model's {name}" for name in names]
+    assert {name for name in said[0] if said[0][name] != said[1][name]} == {"the model's parts/1.safetensors"}
+
+
+def test_a_disk_that_fills_while_pages_are_written_keeps_the_state_before(model, text, whole, tmp_path, monkeypatch):
+    """Pages that no state names take no room from the run."""
+    out, options, save = tmp_path / "out", dict(calibration=str(text), **WAYS["grid"], **TEXT), torch.save
+    monkeypatch.setattr("nearplane.journal.PAGE", 1)  # a batch of one network a page
+
+    def full(page, path):
+        if Path(path).name == "behind-00002.1.pt.part":
+            raise OSError(28, "No space left on device")
+        save(page, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("nearplane.notebook.torch.save", full)
+        stopped_behind(2, model, out, patch, **options)
+    there = {path.name.split(".")[0] for path in (tmp_path / "out.unfinished" / "journal").iterdir()}
+    assert there == {"state", "plan", "behind-00001"}
+    nearplane.quantize(model, out, **options)
+    assert contents(out) == contents(whole("grid"))
+
+
 def test_a_gguf_that_is_damaged_is_named_and_may_be_replaced(model, text, whole, tmp_path, monkeypatch):
     way = "blocks of llama.cpp, embeddings too"
     out, options = tmp_path / "out", dict(calibration=str(text), **WAYS[way], **TEXT)
@@ -234,7 +280,7 @@ def test_a_disk_that_is_full_costs_the_journal_not_the_run(model, text, whole, t
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("nearplane.notebook.Notebook._save", full)
+        patch.setattr("nearplane.notebook.Notebook._saved", full)
         nearplane.quantize(model, tmp_path / "out", calibration=str(text), **WAYS["grid"], **TEXT)
     assert "what follows is lost" in caplog.text
     assert contents(tmp_path / "out") == contents(whole("grid"))

@@ -312,7 +312,7 @@ def test_what_cannot_be_tuned_is_refused_in_a_sentence(tuned_of, model_of, text,
         ((solved, "new"), {"against": model_of("gpt2")}, RecipeError, "is not the model that was quantized"),
         ((solved, "new"), {"samples": 1}, RecipeError, "--samples is 1"),
         ((solved, "new"), {"seqlen": 4000}, CalibrationError, "more than the 64 positions"),
-        ((solved, solved), {"overwrite": True}, RecipeError, "is the checkpoint that is tuned"),
+        ((solved, solved), {"overwrite": True}, RecipeError, "is, holds or lies in the checkpoint that is tuned"),
         ((tmp_path, "new"), {}, NearplaneError, "holds no nearplane.json"),
     ]
     for (source, out), words, error, said in cases:
@@ -331,6 +331,19 @@ def test_what_cannot_be_tuned_is_refused_in_a_sentence(tuned_of, model_of, text,
     assert [path.name for path in tmp_path.iterdir()] == ["other.txt"]
 
 
+def test_no_checkpoint_is_written_over_the_one_that_is_tuned(tuned_of, tmp_path):
+    """Of a run that was killed when all was written, OUT.unfinished is whole, and would be deleted to begin OUT anew."""
+    solved, _, original = tuned_of("compressed-tensors")
+    whole = shutil.copytree(solved, tmp_path / "out.unfinished")
+    within = shutil.copytree(solved, tmp_path / "holds" / "within")
+    shutil.copy(solved / NAME, tmp_path / "holds" / NAME)
+    before = sorted(tmp_path.rglob("*"))
+    for source, out in ((whole, tmp_path / "out"), (whole, whole / "new"), (within, tmp_path / "holds")):
+        with pytest.raises(RecipeError, match="is, holds or lies in the checkpoint that is tuned"):
+            nearplane.tune(source, out, against=original, overwrite=True)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 @pytest.mark.parametrize("way", ["entropy-coded", "entropy-coded, Conv1D"])
 def test_entropy_coded_layers_take_no_more_than_was_asked(tuned_of, way):
     solved, tuned, _ = tuned_of(way)
@@ -345,7 +358,7 @@ def test_entropy_coded_layers_take_no_more_than_was_asked(tuned_of, way):
 
 def test_what_does_not_fit_in_memory_is_refused(tuned_of, text, tmp_path, monkeypatch):
     solved, _, original = tuned_of("compressed-tensors")
-    monkeypatch.setattr("nearplane.tuning.network.free_memory", lambda: 10**5)
+    monkeypatch.setattr("nearplane.tunable.free_on", lambda device: 10**5)
     with pytest.raises(RecipeError, match=r"Tuning takes about .* of memory on cpu, 100.* are free"):
         nearplane.tune(solved, tmp_path / "new", against=original, calibration=text, device="cpu")
 
@@ -358,7 +371,7 @@ def test_what_cannot_be_tuned_is_refused_before_the_solve(model_of, tmp_path, mo
     tokens = torch.randint(3, 2048, (2, 64), generator=generator)
     with pytest.raises(CalibrationError, match="at least 2 are needed, one of them held out"):
         nearplane.quantize(model_of("llama"), tmp_path / "out", calibration=tokens, **words)
-    monkeypatch.setattr("nearplane.tuning.network.free_memory", lambda: 10**5)
+    monkeypatch.setattr("nearplane.tunable.free_on", lambda device: 10**5)
     with pytest.raises(RecipeError, match=r"Tuning takes about .* of memory on cpu, 100.* are free"):
         nearplane.quantize(model_of("llama"), tmp_path / "out", calibration=str(text), **TEXT, **words)
     assert not list(tmp_path.iterdir())
@@ -376,7 +389,7 @@ def test_layers_whose_codes_may_come_to_be_trained_count_before_the_solve(model_
     original, words = model_of("llama"), dict(group_size=16, device="cpu", tune="network", progress=solves)
     model = nearplane.models.model.open_model(original)
     enough, _ = needed(model, torch.zeros(60, 40), batch=6, codes=0)
-    monkeypatch.setattr("nearplane.tuning.network.free_memory", lambda: enough)
+    monkeypatch.setattr("nearplane.tunable.free_on", lambda device: enough)
     for asked, error in (({"bits": 4}, BeganError), ({"bits": 3.5}, RecipeError), ({"rate": 3.0}, RecipeError)):
         own = {key: value for key, value in words.items() if key != "group_size" or "bits" in asked}
         with pytest.raises(error):
@@ -425,7 +438,7 @@ def test_a_folder_that_nobody_named_is_not_replaced(model_of, tuned_of, text, tm
     solved, _, _ = tuned_of("compressed-tensors")
     there = shutil.copytree(solved, tmp_path / "out.untuned")
     words = dict(bits=4, group_size=32, calibration=str(text), **TEXT)
-    with pytest.raises(RecipeError, match=r"out\.untuned is there, .* no run of this recipe left it"):
+    with pytest.raises(RecipeError, match=r"out\.untuned is there, .* this command did not leave it"):
         nearplane.quantize(model_of("llama"), tmp_path / "out", tune="network", overwrite=True, **words)
     for path in solved.iterdir():
         assert path.read_bytes() == (there / path.name).read_bytes()
@@ -456,7 +469,7 @@ def test_a_record_with_other_extra_windows_is_tuned_on_what_it_says(model_of, te
 
 def test_streamed_blocks_give_the_same_bytes_as_held_ones(tuned_of, text, tmp_path, monkeypatch):
     solved, tuned, original = tuned_of("gptq_v2")
-    monkeypatch.setattr("nearplane.tuning.network.free_memory", lambda: None)  # then nothing is held
+    monkeypatch.setattr("nearplane.tunable.free_on", lambda device: None)  # then nothing is held
     nearplane.tune(solved, tmp_path / "streamed", against=original, calibration=text)
     for path in tuned.glob("*.safetensors"):
         assert path.read_bytes() == (tmp_path / "streamed" / path.name).read_bytes()

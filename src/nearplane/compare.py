@@ -27,7 +27,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nearplane.budget.plan import Progress
 from nearplane.compared import Compared, Row
 from nearplane.errors import RecipeError
 from nearplane.evaluate import evaluate
@@ -35,7 +34,7 @@ from nearplane.models.layers import Layer
 from nearplane.models.model import Model, device_of, open_model
 from nearplane.notebook import told
 from nearplane.pretrained import find_folder
-from nearplane.progress import silent
+from nearplane.progress import Progress, silent
 from nearplane.quantize import quantize
 from nearplane.recipe import Calibration, Recipe, Way
 from nearplane.record import NAME as RECORD
@@ -84,7 +83,7 @@ def compare(
         why.
 
     Raises:
-        RecipeError: what is asked for makes no sense for any model; at once.
+        RecipeError: what is asked for makes no sense for any model; at once. With the first row: another comparison writes `keep`.
         NearplaneError: a model, text or calibration cannot be read, or a matrix not be quantized; rows that are known were yielded.
     """
     models = [models] if isinstance(models, str | Path) else list(models)
@@ -188,7 +187,7 @@ def _rows(
     measure: _Measure,
     known: Compared,
 ) -> Iterator[Row]:
-    with tempfile.TemporaryDirectory(prefix="nearplane-") as temporary:
+    with known, tempfile.TemporaryDirectory(prefix="nearplane-") as temporary:
         for model in models:
             opened = open_model(str(model), trust_remote_code=measure.trust_remote_code)
             yield known.get(str(model), ORIGINAL, None) or known.add(measure.original(model, opened))
@@ -206,7 +205,9 @@ def _rows(
                         if keep is None:
                             stopped.__notes__ = []  # they tell of files in the temporary folder
                         raise
-                    except RecipeError as error:  # this method does not have these bits, or not for this model
+                    except (
+                        RecipeError
+                    ) as error:  # this method does not have these bits, or not for this model, or not now
                         row = Row(model=str(model), method=method, asked=asked, note=str(error))
                     if keep is None:
                         shutil.rmtree(out, ignore_errors=True)

@@ -149,7 +149,8 @@ def tune(
     OUT was quantized with are named, and the command ends with code 2.
 
     Args:
-        out: Folder of a checkpoint that nearplane quantize wrote with --bits or --rate.
+        out: Folder of a checkpoint that nearplane quantize wrote with --bits, --grid or --rate; not with --size,
+            --include-embeddings or --include-head.
         new: Folder to write.
         against: The original: a local folder, or a hub id.
         calibration: The text that OUT was calibrated on; tuning looks at more of it. Default: where the recipe says.

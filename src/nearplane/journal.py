@@ -21,10 +21,12 @@ from torch import Tensor
 
 from nearplane.budget.ledger import Ledger
 from nearplane.budget.plan import Plan
+from nearplane.errors import FormatError
 from nearplane.formats.container import Container
 from nearplane.models.activations import Stream
 from nearplane.models.model import Model
-from nearplane.notebook import Notebook
+from nearplane.notebook import EXPECTED, Notebook
+from nearplane.products import repeatable
 from nearplane.progress import duration
 from nearplane.record import RunRecord
 from nearplane.walk import unquantized
@@ -81,6 +83,11 @@ class Journal:
 
     def _understood(self, state: Mapping[str, Any]) -> Before:
         record = RunRecord.from_json(state["record"])
+        if record.products is not None and not repeatable(record.products):
+            raise FormatError(
+                f"The run that was stopped multiplied by oneDNN, which this processor or torch cannot do as exactly: go on "
+                f"where it began. {EXPECTED}."
+            )
         plan = Plan.restored(state["plan"], self._notebook.load(PLAN), record.tokens)
         return Before(blocks=int(state["blocks"]), record=record, plan=plan, seconds=float(state["seconds"]))
 

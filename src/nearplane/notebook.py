@@ -19,7 +19,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, TypeVar
 
 import torch
@@ -31,9 +33,9 @@ from nearplane.formats.unfinished import JOURNAL, STATE
 from nearplane.jsonfile import read_object
 from nearplane.products import slow_for_mkl
 from nearplane.record import read_record
-from nearplane.shards import flush, sha256
+from nearplane.shards import INDEX, flush, read_index, sha256
 
-VERSION = 2
+VERSION = 3
 READ = {".safetensors", ".gguf", ".json", ".model", ".txt", ".jinja", ".py"}  # files of a model that count
 SHARE = 0.05  # of a run's time that may go into keeping pages: what is quick is not kept every time
 NAMED = 3  # differences that a refusal spells out
@@ -54,18 +56,29 @@ def told(
         text: digest of the tokens.
         versions: of the packages that compute.
         device: that computes.
+
+    Raises:
+        ModelError: a file cannot be read.
     """
-    read = {
-        f"the {called}'s {path.name}": path
-        for called, folder in files.items()
-        for path in sorted(folder.iterdir())
-        if path.suffix in READ
-    }
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = dict(zip(read, pool.map(sha256, read.values()), strict=True))
+    read = {f"the {called}'s {name}": path for called, folder in files.items() for name, path in _counting(folder)}
+    try:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            found = dict(zip(read, pool.map(sha256, read.values()), strict=True))
+    except OSError as error:
+        raise ModelError(f"A file of the model cannot be read ({error}). Fetch it again, or move it away.") from error
     asked = json.loads(json.dumps({"recipe": recipe}))
-    beside = {"calibration text": text, "device": str(device)}
+    name = f"{device}, {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
+    beside = {"calibration text": text, "device": name}
     return dict(_flat(asked)) | found | beside | {f"version of {name}": number for name, number in versions.items()}
+
+
+def _counting(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the files of a model that count, by name: those in the folder, and shards below it that its index names."""
+    paths = {path for path in folder.iterdir() if path.suffix in READ and path.is_file()}
+    if (folder / INDEX).is_file():
+        paths.update(folder / name for name in read_index(folder / INDEX)[0])
+    for path in sorted(paths):
+        yield path.relative_to(folder).as_posix(), path
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -92,6 +105,7 @@ class Notebook:
         self._container, self._told = container, dict(told)
         self._folder = container.folder / JOURNAL
         self._began = began or time.perf_counter()
+        self._pages: dict[str, str] = {}  # SHA-256 of those that the state on disk needs, or the first one will
         self._kept, self._cost = time.perf_counter(), 0.0  # when a page was written last, and how long that took
         self.room = True
 
@@ -141,6 +155,7 @@ class Notebook:
             log.info("a run was stopped when all was written: %s", self._container.folder)
             return None
         try:
+            self._pages = dict(state["pages"])
             self._container.go_on(state["container"])
             found = understood(state)
             if state["processor"] != (here := _processor()):
@@ -163,13 +178,15 @@ class Notebook:
         """
         path = self._folder / name
         try:
+            if sha256(path) != self._pages.get(name):
+                raise self.refused(name)
             return torch.load(path, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, ValueError, EOFError) as error:
+        except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
             raise FormatError(f"{path} cannot be read ({error}). {EXPECTED}.") from error
 
     def refused(self, name: str) -> FormatError:
         """Return what to raise of a page that holds something else than this run left."""
-        return FormatError(f"{self._folder / name} is not of this run. {EXPECTED}.")
+        return FormatError(f"{self._folder / name} is not what was written. {EXPECTED}.")
 
     def wanted(self, share: float | None = None) -> bool:
         """Whether a page is to be written now: the disk takes it, and it would not take too much of the time.
@@ -194,18 +211,27 @@ class Notebook:
             if (written := self._container.state()) is None or not self._has_room(size):
                 return
             self._folder.mkdir(exist_ok=True)
-            for name, page in pages.items():
-                self._save(name, _given(page))
-            whole = {
-                "version": VERSION,
-                "told": self._told,
-                "seconds": self.seconds,
-                "processor": _processor(),
-                "container": written,
-                **state,
-            }
-            path = self._folder / f"{STATE}.part"
-            path.write_text(json.dumps(whole))
+            flush(self._container.folder)
+            kept = {name: digest for name, digest in self._pages.items() if not (replaced and fnmatch(name, replaced))}
+            try:
+                kept |= {name: self._saved(name, _given(page)) for name, page in pages.items()}
+                whole = {
+                    "version": VERSION,
+                    "told": self._told,
+                    "seconds": self.seconds,
+                    "processor": _processor(),
+                    "pages": kept,
+                    "container": written,
+                    **state,
+                }
+                path = self._folder / f"{STATE}.part"
+                path.write_text(json.dumps(whole))
+                flush(path)
+            except BaseException:
+                for name in pages.keys() - self._pages.keys():  # no state needs them, and the run may need their room
+                    (self._folder / name).unlink(missing_ok=True)
+                raise
+            self._pages = kept
             _put(path, self._folder / STATE)
             for path in self._folder.glob(replaced) if replaced else ():
                 if path.name not in pages:
@@ -217,7 +243,8 @@ class Notebook:
         """Write a page that the first state is going to need."""
         with self._as_room_is():
             self._folder.mkdir(exist_ok=True)
-            self._save(name, page)
+            flush(self._container.folder)
+            self._pages[name] = self._saved(name, page)
 
     def _has_room(self, size: int) -> bool:
         """Return whether a page of so many bytes leaves room for the checkpoint; if not, this is said once."""
@@ -244,11 +271,14 @@ class Notebook:
         log.warning("If this run is stopped, what follows is lost: %s.", why)
         self.room = False
 
-    def _save(self, name: str, page: Any) -> None:
+    def _saved(self, name: str, page: Any) -> str:
+        """Put a page on disk; return its SHA-256."""
         path = self._folder / f"{name}.part"
         try:
             torch.save(_alone(page), path)
+            found = sha256(path)
             _put(path, self._folder / name)
+            return found
         except BaseException:
             path.unlink(missing_ok=True)  # of a full disk the run itself needs what is left
             raise

@@ -69,7 +69,7 @@ def repeated(products: Products | None, device: torch.device) -> Iterator[Produc
     """
     used = products if device.type == "cpu" else None
     library: Library = "default" if used is None else used.library
-    if library == "onednn" and (_switch() is None or not as_exact(trial([(SIDE // 8, SIDE // 8)]))):
+    if used is not None and not repeatable(used):
         logger.warning(
             "The losses of this record were computed with products by oneDNN, which this machine or torch does not have in "
             "float32. Now the default library computes them, so that they agree to about two digits: use --tolerance 0.01."
@@ -77,6 +77,11 @@ def repeated(products: Products | None, device: torch.device) -> Iterator[Produc
         used, library = None, "default"
     with _using(library):
         yield used
+
+
+def repeatable(products: Products) -> bool:
+    """Return whether this machine can compute products as a record says, as exactly."""
+    return products.library != "onednn" or (_switch() is not None and as_exact(trial([(SIDE // 8, SIDE // 8)])))
 
 
 def kinds(shapes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

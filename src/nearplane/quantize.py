@@ -6,10 +6,7 @@ quantized network) pass through the block that is in memory, and each layer is w
 
 from __future__ import annotations
 
-import logging
-import shutil
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -21,11 +18,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nearplane.beginning import Options, beginning
 from nearplane.budget.ledger import Ledger, Solved
-from nearplane.budget.plan import Plan, Progress
-from nearplane.errors import NearplaneError, RecipeError
+from nearplane.budget.plan import Plan
+from nearplane.errors import RecipeError
 from nearplane.formats import FORMATS, open_container
 from nearplane.formats.container import Container, Place
-from nearplane.formats.unfinished import Unfinished
 from nearplane.journal import Journal
 from nearplane.matrix import Task, solve_layer
 from nearplane.matrix.certificate import profiles
@@ -35,19 +31,16 @@ from nearplane.models.given import as_folder, called, taken
 from nearplane.models.model import Model, device_of, open_model
 from nearplane.notebook import told
 from nearplane.places import check_there
-from nearplane.progress import logged, peak_memory, say_compiling, silent
+from nearplane.progress import Progress, logged, say_compiling, silent
 from nearplane.recipe import Recipe
 from nearplane.record import LayerRecord, RunRecord, read_record, versions
 from nearplane.request import check_request, quantization_config, settled, with_types
 from nearplane.schemes import Device
-from nearplane.shards import refuse_unfinished
 from nearplane.sizes import bytes_in
+from nearplane.then_tuned import then_tuned
 from nearplane.tokens import calibration_windows, check_tokens
 from nearplane.tunable import check_layers, check_recipe
-from nearplane.tune import tune
 from nearplane.walk import Done, Solve, Stage, walk
-
-log = logging.getLogger(__name__)
 
 Walked = Callable[[Solve], Iterator[Done]]
 """A walk through the network; wants what gives the values of a stage's layers."""
@@ -118,55 +111,8 @@ def quantize(
         )
     with as_folder(model, tokenizer) as folder:
         recipe = recipe if given is None else given.recorded(recipe)
-        return (quantize_folder if recipe.tune == "none" else _then_tuned)(folder, Path(out), recipe, options)
-
-
-def _then_tuned(folder: str, out: Path, recipe: Recipe, options: Options) -> RunRecord:
-    """Quantize into OUT.untuned, tune that into `out`, and delete it; where tuning fails it stays, and the same command tunes it.
-
-    Raises:
-        RecipeError: OUT.untuned is something else already: nobody named it, so nothing in it is replaced.
-    """
-    Unfinished(out, overwrite=options.overwrite)  # refuses now what tuning would refuse when all is solved
-    solved, given = out.resolve().with_name(f"{out.resolve().name}.untuned"), options.given
-    if not solved.is_symlink() and not solved.exists():
-        quantize_folder(folder, solved, recipe, replace(options, overwrite=False))
-    elif _is_of(solved, recipe, options):
-        log.info("going on with tuning: a run that was stopped left %s", solved)
-    else:
-        raise RecipeError(
-            f"{solved} is there, where the run would keep what it solves until that is tuned, and no run of this recipe left it. "
-            f"Move it away or delete it, or tune it with nearplane tune."
-        )
-    left = f"What was solved is in {solved}; the same command, or nearplane tune, goes on from there."
-    try:
-        record = tune(
-            solved,
-            out,
-            against=folder,
-            calibration=None if given is None else given.tokens if given.texts is None else given.texts,
-            device="cuda" if options.device.type == "cuda" else "cpu",
-            overwrite=options.overwrite,
-            trust_remote_code=options.trust_remote_code,
-            progress=options.progress,
-        )
-    except NearplaneError as error:
-        raise type(error)(f"{error} {left}") from error
-    except BaseException as error:  # stopped from outside, or out of memory
-        error.add_note(left)
-        raise
-    shutil.rmtree(solved)
-    return record
-
-
-def _is_of(solved: Path, recipe: Recipe, options: Options) -> bool:
-    """Whether a folder holds what a run of the same recipe, model and versions solved, and nothing has tuned yet."""
-    with suppress(NearplaneError):
-        refuse_unfinished(solved)
-        record = read_record(solved)
-        found = (record.recipe, record.source, record.versions, record.device, record.tuning)
-        return found == (recipe, options.name, versions(), str(options.device), None)
-    return False
+        quantizes = quantize_folder if recipe.tune == "none" else partial(then_tuned, quantize_folder)
+        return quantizes(folder, Path(out), recipe, options)
 
 
 def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) -> RunRecord:
@@ -213,12 +159,8 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
             seen = logged(solved, "quantizing", len(model.layers), blocks=blocks, there=there)
             layers = tuple(options.progress(seen, "quantizing", len(model.layers)))
         record = replace(record, layers=layers, profiles=tuple(ledger.profiles), repeated=tuple(ledger.repeated))
-        record = replace(record, bytes=container.size)
-        container.tell(record)
-        record = replace(record, files=container.digests(), peak_memory=peak_memory())
-        record = replace(record, seconds=journal.seconds).in_folder(container.size_with())
+        record = container.seal(record, lambda told: replace(told, seconds=journal.seconds))
         ledger.check(record)
-        container.record_json = record.to_json()
     return record
 
 
@@ -276,7 +218,6 @@ def tasks(stage: Stage, recipe: Recipe, planned: Plan, storage: torch.dtype) -> 
     """Yield what is to be solved at a stage: layers that share one input, and so one factorization."""
     for layer, inputs in zip(stage.layers, stage.inputs, strict=True):
         scheme = recipe.scheme_of(layer.name)
-        assert scheme is not None, "ignored layers are not observed"
         yield Task(
             name=layer.name,
             W=layer.read(),

@@ -7,6 +7,7 @@ they mean.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -63,12 +64,25 @@ def sha256(path: Path) -> str:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or what a folder lists, is on disk."""
-    number = os.open(path, os.O_RDONLY)
+    """Wait until a file, or what a folder lists, is on disk; of folders only where the system can (some network drives cannot)."""
+    folder, windows = path.is_dir(), os.name == "nt"
+    if folder and windows:
+        return
+    number = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
     try:
         os.fsync(number)
+    except OSError as error:
+        if not folder or error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
     finally:
         os.close(number)
+
+
+def flush_all(folder: Path) -> None:
+    """Wait until all that a folder holds is on disk, and what it lists."""
+    for path in folder.rglob("*"):
+        flush(path)
+    flush(folder)
 
 
 def index_text(weight_map: Mapping[str, str], checksums: Mapping[str, str] | None, size: int) -> str:
@@ -158,7 +172,7 @@ class ShardReader(TensorReader):
         if not files:
             raise ModelError(f"{folder} holds no .safetensors file. Convert the checkpoint with save_pretrained first.")
         if (folder / INDEX).exists():
-            names, self.checksums = _read_index(folder / INDEX)
+            names, self.checksums = read_index(folder / INDEX)
             files = [folder / name for name in names]
         elif folder / SINGLE in files:
             files = [
@@ -263,7 +277,7 @@ class ShardReader(TensorReader):
         return tensors
 
 
-def _read_index(path: Path) -> tuple[list[str], dict[str, str] | None]:
+def read_index(path: Path) -> tuple[list[str], dict[str, str] | None]:
     """Return the names of the weight files and, if there are any, the checksums of tensors that an index lists.
 
     A file is refused by its name if that leads out of the folder; what lies in the folder may be a link (the hub's cache is).
@@ -416,6 +430,7 @@ class ShardWriter:
         elif self._count != self.total:
             raise FormatError(f"{self.folder}: {self._count} shards were written where {self.total} were announced.")
         (self.folder / INDEX).write_text(self.index())
+        flush_all(self.folder)  # or a power cut could leave the mark gone and files empty
         (self.folder / INCOMPLETE).unlink()
 
     def _shard(self, number: int) -> str:

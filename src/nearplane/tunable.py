@@ -12,13 +12,15 @@ from nearplane.formats.stored import Stored
 from nearplane.headless import has_head
 from nearplane.models.given import Given
 from nearplane.models.model import Model
+from nearplane.models.staged import free_on
 from nearplane.older_records import of_before
+from nearplane.places import UNFINISHED
 from nearplane.recipe import Recipe
 from nearplane.record import RunRecord
 from nearplane.schemes import BlockScheme, GridScheme
 from nearplane.sizes import size_text
 from nearplane.tuning.checkpoint import windows_of
-from nearplane.tuning.network import free_on, needed
+from nearplane.tuning.network import needed
 from nearplane.tuning.settings import CODE_BITS, Split, split
 
 
@@ -56,6 +58,24 @@ def check_layers(model: Model, called: str) -> None:
             f"{called} is of {type(model.network).__name__}, an encoder with a decoder, and so far tuning trains one stack of "
             f"blocks. Quantize without --tune."
         )
+
+
+def check_place(out: Path, source: Path) -> None:
+    """Refuse to write where the checkpoint is that is tuned: nothing would be left of it to read.
+
+    Args:
+        out: folder to write.
+        source: the checkpoint.
+
+    Raises:
+        RecipeError: `out`, or the folder beside it in which it is written, is, holds or lies in the checkpoint.
+    """
+    for written, said in ((out, "The output"), (Path(f"{out.resolve()}{UNFINISHED}"), f"{out} is first written as")):
+        here, there = written.resolve(), source.resolve()
+        if here == there or here in there.parents or there in here.parents:
+            raise RecipeError(
+                f"{said} {written}, which is, holds or lies in the checkpoint that is tuned, {source}. Choose another folder."
+            )
 
 
 def check_tunable(model: Model, recipe: Recipe, given: Given | None, record: RunRecord, device: torch.device) -> None:

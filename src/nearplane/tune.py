@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nearplane.budget.plan import Plan, Progress, look
+from nearplane.budget.plan import Plan, look
 from nearplane.budget.records import most_bytes
-from nearplane.errors import CalibrationError, FormatError, RecipeError
+from nearplane.errors import CalibrationError, FormatError
 from nearplane.formats import open_container
 from nearplane.formats.container import Container, Place, written
 from nearplane.formats.stored import Stored
@@ -33,12 +33,12 @@ from nearplane.models.given import Given
 from nearplane.models.model import Block, device_of, open_model
 from nearplane.notebook import told
 from nearplane.products import repeated
-from nearplane.progress import logged, peak_memory, silent
+from nearplane.progress import Progress, logged, silent
 from nearplane.record import LayerRecord, Profile, RunRecord, read_record, versions
 from nearplane.request import settled
 from nearplane.schemes import Device
 from nearplane.tokens import Windows, calibration_windows, digest_of
-from nearplane.tunable import check_checkpoint, check_model, fits
+from nearplane.tunable import check_checkpoint, check_model, check_place, fits
 from nearplane.tuned import APART, Solved, Tuning
 from nearplane.tuning.checkpoint import Checkpoint, mean_unit, norms_stored, trains_codes
 from nearplane.tuning.ladders import TunedLadders
@@ -71,7 +71,7 @@ def tune(
     is written, and that may be the start.
 
     Args:
-        source: a folder that `quantize` wrote, on grids.
+        source: a folder that `quantize` wrote with bits, grid or rate; not with a size, nor with coded embeddings or head.
         out: folder to write.
         against: the original.
         calibration: the text that `source` was calibrated on, or what `quantize` was given; None: where its recipe says.
@@ -114,8 +114,7 @@ def tune(
         tokenizer=model.tokenizer_folder() if record.recipe.format == "gguf" else None,
         resumes=True,
     )
-    if place.out.resolve() == folder.resolve():
-        raise RecipeError(f"{out} is the checkpoint that is tuned. Choose another folder.")
+    check_place(place.out, folder)
     container = open_container(place, stored.config, dtype=model.dtype, shards=len(model.blocks) + 1)
     recipe = settled(model, record.recipe)
     if calibration is not None and given is None:
@@ -139,15 +138,15 @@ def tune(
         }
         made = replace(solved, record=replace(record, layers=layers), stored=read)
         layers, found = _measured(made, windows, progress)
-        record = replace(record, layers=layers, profiles=found, bytes=container.size, tuning=tuning)
+        record = replace(record, layers=layers, profiles=found, tuning=tuning)
         record = replace(record, versions=versions(), device=str(where), products=products)
-        container.tell(record)
-        record = replace(record, files=container.digests(), peak_memory=peak_memory())
-        tuning = replace(tuning, seconds=kept.seconds)
-        record = replace(record, tuning=tuning, seconds=record.seconds + tuning.seconds)
-        record = record.in_folder(container.size_with())
-        container.record_json = record.to_json()
+        record = container.seal(record, lambda told: _timed(told, tuning, kept.seconds))
     return record
+
+
+def _timed(record: RunRecord, tuning: Tuning, seconds: float) -> RunRecord:
+    """Return the record of a tuned checkpoint with what tuning took, beside what the solve did."""
+    return replace(record, tuning=replace(tuning, seconds=seconds), seconds=record.seconds + seconds)
 
 
 def _windows_of_the_run(solved: Checkpoint) -> Windows:
@@ -325,11 +324,10 @@ def _measured(
         values = []
         for layer, inputs in zip(stage.layers, stage.inputs, strict=True):
             old, scheme = told[layer.name], recipe.scheme_of(layer.name)
-            assert scheme is not None, "ignored layers are not observed"
             matrix = made.stored.matrix(old.stored, made.stored.tensors(old.stored))
             if isinstance(matrix.grid, ProductGrid):
                 old = replace(old, base=matrix.grid.base)  # no sweep with another made these codes
-            new = measured_again(layer, inputs, scheme, Known(matrix=matrix, told=old, tuned=True))
+            new = measured_again(layer.name, layer.read(), inputs, scheme, Known(matrix=matrix, told=old, tuned=True))
             new = with_tensors(new, old.stored, old.bytes, old.checksum)
             layers.append(replace(new, asked=old.asked, seconds=old.seconds))
             values.append(matrix.decode())

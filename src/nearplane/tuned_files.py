@@ -50,8 +50,10 @@ def of_the_files(stored: Stored, record: RunRecord) -> Iterator[Fault]:
 
 def tuned_norms(stored: Stored, model: Model, tuning: Tuning | None) -> dict[str, Tensor]:
     """Return the norms of the files that are not the original's, by name of the parameter."""
-    named = {} if tuning is None else {name: file for name, file in norms_stored(model).items() if file in tuning.norms}
-    return {name: stored.reader.read([file])[file] for name, file in named.items() if file in stored.rest()}
+    if tuning is None:
+        return {}
+    there = tuning.norms.keys() & set(stored.rest())
+    return {name: stored.reader.read([file])[file] for name, file in norms_stored(model).items() if file in there}
 
 
 def held_out_again(there: Checkpoint, tolerance: float) -> Iterator[Fault]:

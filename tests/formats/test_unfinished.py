@@ -28,9 +28,12 @@ with Unfinished(Path(sys.argv[1])) as place:
 CRASHES = """
 import os, sys
 from pathlib import Path
+from nearplane.formats import unfinished
 from nearplane.formats.unfinished import Unfinished
 
 root = Path(sys.argv[1])
+if sys.argv[2] == "two renames":
+    unfinished.exchanged = lambda *_: False
 EVENTS = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod", "open", "shutil.rmtree")
 
 def write(folder, text):
@@ -78,6 +81,15 @@ def finish(out: Path, text: str = "new", *, overwrite: bool = False) -> None:
 
 def contents(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def again(out: Path) -> str:
+    """What another run does to what a crash left: it replaces it, or refuses to delete a whole checkpoint in out.unfinished."""
+    try:
+        finish(out, "newer", overwrite=True)
+    except RecipeError as error:
+        return "refused" if "is a whole checkpoint" in str(error) else str(error)
+    return "written"
 
 
 @pytest.fixture
@@ -168,10 +180,11 @@ def test_a_run_that_is_stopped_says_what_is_on_disk(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("how", ["exchange", "two renames"])
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="crashes children")
-def test_a_crash_at_any_moment_leaves_a_whole_checkpoint_and_what_was_not_ours(tmp_path: Path) -> None:
+def test_a_crash_at_any_moment_leaves_a_whole_checkpoint_and_what_was_not_ours(tmp_path: Path, how: str) -> None:
     """The process dies at every operation on files between the last write and the end."""
-    result = subprocess.run([sys.executable, "-c", CRASHES, tmp_path], check=True, capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "-c", CRASHES, tmp_path, how], check=True, capture_output=True, text=True)
     moments = int(result.stdout)
     assert moments > 10
     for moment in range(moments + 1):
@@ -190,6 +203,16 @@ def test_a_crash_at_any_moment_leaves_a_whole_checkpoint_and_what_was_not_ours(t
     assert found == {f"out/{name}": "new" for name in ("nearplane.json", "config.json", "model.safetensors")} | {
         "out/notes.md": "mine"
     }
+    names, kinds = ("nearplane.json", "config.json", "model.safetensors"), set()
+    for moment in range(moments):  # whatever the crash left, the next run puts in order
+        place = tmp_path / str(moment)
+        kinds.add(kind := again(place / "out"))
+        text, left = ("newer", names[::2]) if kind == "written" else ("old", names)
+        assert {name: text for name, text in contents(place).items() if name.startswith("out/")} == {
+            f"out/{name}": text for name in left
+        } | {"out/notes.md": "mine"}
+        assert not list(place.glob("out.old-*"))
+    assert kinds == {"written", "refused"}
 
 
 def test_after_a_crash_in_between_the_next_run_loses_nothing(tmp_path: Path) -> None:
@@ -226,10 +249,15 @@ def test_files_that_no_run_wrote_outlive_an_overwrite(tmp_path: Path) -> None:
     finish(out)
     (out / "nearplane.json").write_text(json.dumps({"files": {"LICENSE": "", "templates/a.jinja": ""}}))
     (out / "templates").mkdir()
-    for name in ("LICENSE", "templates/a.jinja", "notes.md", "tokenizer.json"):
+    (out / "model.safetensors").unlink()
+    for name in ("LICENSE", "templates/a.jinja", "notes.md", "eval.json"):
         (out / name).write_text("old")
     finish(out, overwrite=True)
-    assert contents(tmp_path) == {"out/nearplane.json": "new", "out/model.safetensors": "new", "out/notes.md": "old"}
+    new = {"out/nearplane.json": "new", "out/model.safetensors": "new", "out/notes.md": "old"}
+    assert contents(tmp_path) == new | {"out/eval.json": "old"}
+    (out / "nearplane.json").write_text("no record")  # then by what runs write
+    finish(out, overwrite=True)
+    assert contents(tmp_path) == new
 
 
 def test_an_empty_folder_is_replaced_and_keeps_its_mode(tmp_path: Path) -> None:

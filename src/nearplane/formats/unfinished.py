@@ -5,7 +5,9 @@
     OUT.unfinished.lock   locked by the run that writes; the lock ends with its process, however that ends
     OUT.old-...           what OUT was, from when it makes room for its successor until it is deleted
 
-Knows folders, not what is in them. At every moment a whole checkpoint that was in OUT is in OUT or in OUT.old-....
+Knows folders, not what is in them. At every moment a whole checkpoint that was in OUT is in OUT, in OUT.old-... or, for as long
+as it takes to rename it, in OUT.unfinished; where the system can exchange two folders, OUT is never missing. The next run undoes
+what one that was killed in between left, or brings it to its end.
 """
 
 from __future__ import annotations
@@ -13,26 +15,28 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import shutil
 import socket
-import tempfile
+import stat
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import datetime
 from fnmatch import fnmatch
 from pathlib import Path
 from types import TracebackType
 
-from filelock import FileLock, Timeout
-
+from nearplane.alone import alone
 from nearplane.errors import FormatError, NearplaneError, RecipeError
+from nearplane.exchange import exchanged
 from nearplane.places import UNFINISHED
 from nearplane.record import NAME as RECORD
-from nearplane.shards import INCOMPLETE, MARK, flush
+from nearplane.shards import INCOMPLETE, MARK, flush, flush_all
 
 SUFFIX = UNFINISHED
 JOURNAL = "journal"  # a folder in it
 STATE = "state.json"  # in that one: what is there is enough to go on
+OLD = "old"  # in that one: what OUT is called once its successor is in its place
 REPLACED = (
     "*.safetensors",
     "model.gguf",
@@ -43,7 +47,6 @@ REPLACED = (
     "merges.txt",
     INCOMPLETE,
 )  # by --overwrite
-PATIENCE = 0.5  # seconds in which a run that is just ending gives its lock back
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +71,7 @@ class Unfinished:
         self._place = out.resolve()
         _check_replaceable(out, self._place)
         self.folder = self._place.with_name(self._place.name + SUFFIX)
-        self._lock = FileLock(f"{self.folder}.lock", thread_local=False)
+        self._held = ExitStack()
         self._check_free()
 
     def _check_free(self) -> None:
@@ -88,20 +91,16 @@ class Unfinished:
             )
 
     def __enter__(self) -> Unfinished:
-        self._place.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self._lock.acquire(timeout=PATIENCE)
-        except Timeout:
-            raise RecipeError(
-                f"{self.out} is being written by another run{_writer(self.folder)}. Wait until it has ended, or choose "
-                f"another folder."
-            ) from None
-        try:
+        writer = _writer(self.folder)
+        refusal = (
+            f"{self.out} is being written by another run{writer}. Wait until it has ended, or choose another folder."
+        )
+        with ExitStack() as stack:
+            stack.enter_context(alone(Path(f"{self.folder}.lock"), refusal))
+            self._recover()
             self._check_free()  # again: a run may have ended since
             self._begin()
-        except BaseException:
-            self._unlock()
-            raise
+            self._held = stack.pop_all()
         return self
 
     def _begin(self) -> None:
@@ -118,6 +117,7 @@ class Unfinished:
     def _mark(self) -> None:
         """Mark the folder as not whole, and who writes it."""
         self.folder.mkdir(exist_ok=True)
+        flush(self.folder.parent)
         now = datetime.now().astimezone().isoformat(" ", "seconds")
         try:
             (self.folder / INCOMPLETE).write_text(
@@ -184,7 +184,7 @@ class Unfinished:
             if not isinstance(error, NearplaneError):  # stopped from outside, or a fault
                 error.add_note(self._left(nothing))
         finally:
-            self._unlock()
+            self._held.close()
 
     def _left(self, nothing: bool) -> str:
         """Say what a run that was stopped left on disk."""
@@ -204,32 +204,31 @@ class Unfinished:
                 return True
         return False
 
-    def _unlock(self) -> None:
-        with suppress(OSError):
-            Path(self._lock.lock_file).unlink()  # while it is held: whoever waits for this file finds that it is gone
-        self._lock.release()
-
     def _put_in_place(self) -> None:
         """Rename the folder to `out`; what was there is deleted afterwards, but for files that nearplane did not write."""
         old = None
         try:
+            self._check_free()  # others may have written there meanwhile
             for path in self.folder.glob(f"{JOURNAL}/*"):
                 if path.name != STATE:  # by which a run that is stopped here is known to be done
                     path.unlink()
-            if self._place.is_dir():
-                shutil.copymode(self._place, self.folder)
-                if any(self._place.iterdir()) and self._overwrite:
-                    _flush(self.folder)  # or a power cut could leave neither
-                    old = _unused(self._place)
-                    self._place.rename(old)
+            mode = stat.S_IMODE(self._place.stat().st_mode) if self._place.is_dir() else None
+            if mode is not None and any(self._place.iterdir()):
+                old = self._noted()
+                if exchanged(self.folder, self._place):
+                    self.folder.rename(old)
                 else:
+                    self._place.rename(old)
+                    self.folder.rename(self._place)
+            else:
+                if mode is not None:
                     self._place.rmdir()
-            self.folder.rename(self._place)
-            shutil.rmtree(self._place / JOURNAL, ignore_errors=True)
+                self.folder.rename(self._place)
+            flush(self._place.parent)
         except BaseException as error:
-            if old is not None and old.exists() and not self._place.exists():
-                old.rename(self._place)
-            if isinstance(error, OSError):
+            if old is not None:
+                self._undo(old)
+            if isinstance(error, OSError | RecipeError):
                 raise FormatError(
                     f"{self.folder} is whole but could not become {self.out} ({error}). Rename it yourself; no work is lost."
                 ) from error
@@ -237,6 +236,47 @@ class Unfinished:
             raise
         if old is not None:
             self._delete(old)
+        self._settle(mode)
+
+    def _noted(self) -> Path:
+        """Return a name for what is in `out`, after it is noted on disk."""
+        old = _unused(self._place)
+        note = self.folder / JOURNAL / OLD
+        note.parent.mkdir(exist_ok=True)
+        note.write_text(old.name)
+        flush_all(note.parent)
+        flush(self.folder)
+        return old
+
+    def _undo(self, old: Path) -> None:
+        """Undo a swap that did not come to its end: what was in `out` is there again."""
+        if old.exists() and not self._place.exists():  # between two renames
+            old.rename(self._place)
+        elif (self._place / JOURNAL / OLD).is_file() and self.folder.exists():  # behind the exchange
+            exchanged(self.folder, self._place)
+
+    def _settle(self, mode: int | None) -> None:
+        """Delete what is left of the journal; give the new folder the mode of the old one."""
+        shutil.rmtree(self._place / JOURNAL, ignore_errors=True)
+        if mode is not None:
+            with suppress(OSError):
+                self._place.chmod(mode)
+
+    def _recover(self) -> None:
+        """Undo a swap in which a run was killed, or bring it to its end where what it replaced may be half deleted already."""
+        for home in (self._place, self.folder):
+            note = home / JOURNAL / OLD
+            if not note.is_file() or (home / INCOMPLETE).exists():
+                continue
+            old = self._place.with_name(Path(note.read_text()).name)
+            if not old.name.startswith(_old(self._place)):
+                continue
+            self._undo(old)
+            if home == self._place and note.is_file():
+                if old.exists():
+                    self._delete(old)
+                self._settle(None)
+            return
 
     def _delete(self, old: Path) -> None:
         """Delete a checkpoint that was replaced; files that no run wrote move to its successor."""
@@ -278,8 +318,9 @@ def _writer(folder: Path) -> str:
 
 def _written(folder: Path) -> set[str]:
     """Return which files and folders in a checkpoint are of the run that wrote it."""
-    found = {path.name for path in folder.iterdir() if any(fnmatch(path.name, pattern) for pattern in REPLACED)}
-    return found | set(_recorded(folder))
+    if recorded := set(_recorded(folder)):
+        return recorded | {RECORD, INCOMPLETE}
+    return {path.name for path in folder.iterdir() if any(fnmatch(path.name, pattern) for pattern in REPLACED)}
 
 
 def _recorded(folder: Path) -> Iterator[str]:
@@ -291,12 +332,10 @@ def _recorded(folder: Path) -> Iterator[str]:
 
 def _unused(place: Path) -> Path:
     """Return a name beside a folder that nothing has."""
-    folder = Path(tempfile.mkdtemp(prefix=f"{place.name}.old-", dir=place.parent))
-    folder.rmdir()
+    while (folder := place.with_name(f"{_old(place)}{secrets.token_hex(4)}")).exists():
+        pass
     return folder
 
 
-def _flush(folder: Path) -> None:
-    """Wait until every file of a folder is on disk."""
-    for path in (path for path in folder.rglob("*") if path.is_file()):
-        flush(path)
+def _old(place: Path) -> str:
+    return f"{place.name}.old-"
