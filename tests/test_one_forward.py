@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,13 +42,20 @@ def weights(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gptj"])
 def test_without_free_memory_the_same_is_written(
-    family: str, folder_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    folder_of: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Then passes repeat; the record says so, and verify measures the same either way."""
+    """Then passes repeat; that is said, and verify measures the same either way. What is recorded does not depend on it."""
     model, records = folder_of(family), []
     for name, free in (("much", 1 << 40), ("none", 0)):
         monkeypatch.setattr("nearplane.models.staged.free_memory", lambda free=free: free)
-        records.append(nearplane.quantize(model, tmp_path / name, **FAST))
+        with caplog.at_level(logging.INFO):
+            records.append(nearplane.quantize(model, tmp_path / name, **FAST))
+        said = [message for message in caplog.messages if "paused at " in message]
+        assert len(said) == (2 if name == "none" and family != "gptj" else 0)
     monkeypatch.setattr("nearplane.models.staged.free_memory", lambda: 1 << 40)
     assert weights(tmp_path / "much") == weights(tmp_path / "none") != {}
     losses = [[(layer.loss, layer.row_losses, layer.extra_loss) for layer in record.layers] for record in records]
@@ -59,10 +67,9 @@ def test_without_free_memory_the_same_is_written(
             for i in (0, 1)
         ]
     else:
+        assert all("of the 0 bytes" in message for message in said)
         assert much == ()
-        assert [block for block, _ in none] == ["model.layers.0", "model.layers.1"]
-        assert all(why.startswith("paused at ") and "of the 0 bytes" in why for _, why in none)
-    assert read_record(tmp_path / "none").repeated == none
+    assert read_record(tmp_path / "none").repeated == none == much
     assert nearplane.verify(tmp_path / "none", against=model, calibration=TOKENS).faults == ()
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from nearplane.budget.probe import HELD, Extent
 from nearplane.models.staged import waiting
 from nearplane.progress import duration
-from nearplane.record import WIDE
+from nearplane.record import MAX_PROFILED_INPUTS
 from nearplane.sizes import size_text
 from nearplane.speed import Speed
 
@@ -27,7 +27,6 @@ CODED = 9  # the same of entropy-coded weights: the coder's symbols too
 BEAM = 256 << 20  # bytes of candidates that a beam holds at a time
 TRIES = 2  # of the search for a step, on all rows by the solver
 PERTURBED = 3  # times, that a layer is
-LOOKS = 3  # forwards on the tokens by which a probe looks at layers
 STARTING, UNCOUNTED = 3.0, 1.3  # seconds before and behind all that is counted; times that, for what is not
 KEPT = 450 << 20  # bytes that libraries keep once they compute, and that lie between small tensors, at most
 BETWEEN = 5  # a part in so many of activations is what was freed between those that wait
@@ -325,7 +324,7 @@ def _solving(work: Work, group: Group) -> Iterator[tuple[str, int]]:
         factors = DOUBLE * n * n + (0 if last else correction)
         descent = SINGLE * n * n if work.descents else 0
         beam = BEAM if work.beam > 1 else 0
-        limit = DOUBLE * n * n if n <= WIDE else 0
+        limit = DOUBLE * n * n if n <= MAX_PROFILED_INPUTS else 0
         yield "targets are corrected", values + correction + SINGLE * n * n + 5 * weights
         yield (
             "layers are solved",
@@ -357,9 +356,7 @@ def _measuring_seconds(work: Work, speed: Speed) -> float:
     if work.probe is None:
         return total
     probe = work.probe
-    total += (
-        LOOKS * probe.seen * forward + probe.travelling * (probe.crossings + probe.born + 2 * count) / count * forward
-    )
+    total += (probe.seen + probe.travelling * (probe.crossings + probe.born + 2 * count) / count) * forward
     total += probe.travelling * (probe.travellers + 1) * head
     for kind in work.blocks:
         for group in kind.groups:
@@ -396,7 +393,7 @@ def _solve_seconds(work: Work, group: Group, speed: Speed) -> float:
     n, split = group.inputs, work.streams - 1
     cube = n**3 / 6
     total = cube * (2 * split * speed.product + speed.double)
-    if n <= WIDE:
+    if n <= MAX_PROFILED_INPUTS:
         total += cube * speed.double
     for out, _ in group.layers:
         weights, square = out * n, out * n * n
@@ -409,7 +406,7 @@ def _solve_seconds(work: Work, group: Group, speed: Speed) -> float:
             total += weights * (speed.search + sweeps * speed.sweep + work.descents * speed.descent)
             total += square * (sweeps / 2 + work.descents) * speed.product
         total += weights * speed.certificate + square * (speed.product + speed.double / 2)
-        if n <= WIDE:
+        if n <= MAX_PROFILED_INPUTS:
             total += cube * speed.product
         total += 3 * weights * min(EXTRA, work.extra * work.seqlen) * speed.product
     return total

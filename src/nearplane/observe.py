@@ -35,7 +35,7 @@ class Observed:
     Args:
         layers: in module order.
         moments: by layer name; H and C are the same tensors for all, `lost` is each layer's own.
-        repeated: (block, reason) if not every forward of the block is run once, see `models/staged.py`.
+        repeated: (block, reason) if forwards of the block cannot be run once each, see `models/staged.py`.
         further: whether they are an expert of a block of which there was another before.
     """
 
@@ -56,11 +56,12 @@ def observe(
     root: bool = False,
     residual: bool = True,
     last: bool = False,
+    onward: bool = False,
     extra_rows: int | None = EXTRA_TOKENS,
 ) -> list[Observed]:
     """Sum the second moments of the inputs of some groups of layers, as the block is now.
 
-    This is a pass of its own; see `seen` for `last`, and `summed` for the sums.
+    This is a pass of its own; see `seen` for `last` and `onward`, and `summed` for the sums.
 
     Args:
         block: in memory, with its original if `correct`.
@@ -69,12 +70,12 @@ def observe(
         correct: whether to compare with the original network: C, `lost` and held-out moments.
         held_out, root, extra_rows: see `summed`.
         residual: whether what layers' outputs are added to counts as well.
-        last: no other groups of this block follow: the original stream moves on to the next block in the same pass.
+        last, onward: whether the streams move on in the same pass.
 
     Raises:
         CalibrationError: as `summed`, or a layer sees different tokens in the two networks.
     """
-    looked = seen(block, groups, stream, correct=correct, residual=residual, last=last)
+    looked = seen(block, groups, stream, correct=correct, residual=residual, last=last, onward=onward)
     return [*summed(groups, looked, stream, correct=correct, held_out=held_out, root=root, extra_rows=extra_rows)]
 
 

@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 log = logging.getLogger(__name__)
+Progress = Callable[[Iterable[Any], str, int], Iterable[Any]]  # (items, what is done with them, how many) -> items
 OFTEN, SELDOM = 1.0, 30.0  # seconds: no line sooner than the one, and one as soon as possible after the other
 
 

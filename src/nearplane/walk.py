@@ -7,6 +7,7 @@ layers behind see the quantized ones before them. `quantize` solves for the valu
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from nearplane.pace import Pace
 from nearplane.recipe import Recipe
 from nearplane.tokens import EXTRA_TOKENS, Windows
 
+log = logging.getLogger(__name__)
 BATCH_TOKENS, BATCH_WINDOWS = 2048, 8  # of a batch at most: enough rows for products at full speed
 
 
@@ -48,7 +50,7 @@ class Stage:
         layers: in module order.
         inputs: of each layer: factors are made once for all, the residual's mismatch is each layer's own.
         first: whether it is the first stage of a block.
-        repeated: (block, reason) at its first stage, if not every forward of the block is run once, see `models/staged.py`.
+        repeated: (block, reason) at its first stage, if its forwards cannot be run once each, see `models/staged.py`.
         profiled: whether profiles of its input go into the record.
         rest: names of the tensors that are not quantized and are written with the block.
     """
@@ -205,7 +207,9 @@ def observations(
         return
     scheme, sequential = recipe.scheme, recipe.calibration.true_sequential
     with Passage(block, stream, sequential=sequential, room=room) as passage:
-        repeated = ((block.name, passage.repeated),) if passage.repeated else ()
+        if passage.short:  # said and not recorded: what is written must not depend on how much memory was free
+            log.info("%s: %s, so that stages are passes of their own", block.name, passage.repeated)
+        repeated = ((block.name, passage.repeated),) if passage.repeated and not passage.short else ()
         for groups, shown in passage:  # q/k/v, then o, then gate/up, then down
             root = scheme.factor == "qr"
             rare = recipe.calibration.rare_experts
@@ -227,5 +231,4 @@ def observe_head(
 
 def unquantized(model: Model, names: Iterable[str]) -> tuple[str, ...]:
     """Leave out the names in the checkpoint of the weights of quantized layers."""
-    quantized = {name for layer in model.layers for name in model.copies(layer)}
-    return tuple(name for name in names if name not in quantized)
+    return tuple(name for name in names if name not in model.quantized_names)

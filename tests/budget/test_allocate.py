@@ -185,6 +185,17 @@ def test_the_entropy_is_that_of_the_columns(generator):
     assert entropy(codes) == pytest.approx((2 + 0 + 1) / 3, abs=2e-3)
 
 
+def test_the_entropy_of_many_columns_with_far_codes(generator):
+    codes = (3 * torch.randn(200, 300, generator=generator)).round().int()
+    codes[0, 299], codes[1, 0] = 2**30, -(2**20)
+    out, expected = len(codes), 0.0
+    for column in codes.T.tolist():
+        often = [column.count(code) for code in set(column)]
+        expected -= sum(n / out * math.log2(n / out) for n in often)
+        expected += (len(often) - 1) / (2 * out * math.log(2))
+    assert entropy(codes) == pytest.approx(expected / codes.shape[1], rel=1e-12)
+
+
 def test_few_rows_do_not_make_codes_look_cheaper(generator):
     """The plug-in entropy of 64 draws of 16 values is low by 15 / (128 ln 2) = 0.17 bit."""
     drawn = torch.randint(0, 16, (64, 2000), generator=generator, dtype=torch.int32)

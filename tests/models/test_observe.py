@@ -263,6 +263,23 @@ def test_the_original_streams_last_pass_is_its_way_to_the_next_block(saved: Save
     assert not torch.equal(streams[0].original[0], streams[0].quantized[0])
 
 
+def test_one_pass_may_look_and_go_on_to_the_next_block(saved: Saved, tokens: Tensor) -> None:
+    """What a probe does: it looks at a block as it stays."""
+    states, moments = [], []
+    for onward in (False, True):
+        model = open_model(str(saved("llama")))
+        stream = skeleton(model, tokens, device="cpu", dtype=torch.float64, batch=2, two_streams=False)
+        with model.blocks[0].on("cpu", torch.float64, original=False) as block:
+            found = observe(block, stages(block, stream), stream, correct=False, onward=onward)
+            moments.append([found_of.H for one in found for found_of in one.moments.values()])
+            if onward:
+                stream.passed(block)
+            else:
+                stream.advance(block)
+        states.append(stream.quantized)
+    assert all(torch.equal(a, b) for pair in (states, moments) for a, b in zip(*pair, strict=True))
+
+
 def test_a_block_costs_less_than_five_forwards(tokens: Tensor, tmp_path: Path) -> None:
     """Multiplications by weights, counted; the probe of the stages is one more batch. MLP twice the attention."""
     config = config_of("llama", num_key_value_heads=4, intermediate_size=2 * 128 // 3, num_hidden_layers=1)

@@ -23,12 +23,13 @@ from nearplane.matrix.certificate import PROFILED
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.recipe import Recipe
-from nearplane.record import WIDE, LayerRecord, Library, Profile, RunRecord, row_groups
+from nearplane.record import MAX_PROFILED_INPUTS, LayerRecord, Library, Profile, RunRecord, row_groups
 from nearplane.schemes import RateScheme
 from nearplane.shards import INDEX, index_text, shard_size
 
 HUFFMAN = 1.1  # bits per weight that a Huffman coder needs at least
 MARGIN = 0.001  # of a size asked for, by which the aim is below it
+ANY_BYTES = 10**12  # as many digits as a number of bytes of memory has
 SLACK = 64  # bytes kept free for what the record says last: seconds, bytes
 FIGURE = 13  # characters that a figure takes in the record, on average: many are null, others have 17 digits
 SHORT = 10  # characters of a figure that is written to six digits
@@ -121,7 +122,7 @@ def foretell(model: Model, recipe: Recipe, scheme: RateScheme) -> Foretold:
         said[layer.name] = _of_tensor(name, "U8", (size,), size, shards) + _of_layer(layer)
     if scheme.calibrated:
         for index in {0, len(model.blocks) // 2, len(model.blocks) - 1}:
-            for layer in [each for each in model.blocks[index].layers if each.shape[1] <= WIDE][:INPUTS]:
+            for layer in [each for each in model.blocks[index].layers if each.shape[1] <= MAX_PROFILED_INPUTS][:INPUTS]:
                 said[layer.name] += len({*PROFILED, scheme.order}) * _of_profile(layer)
     names = [layer.name for layer in layers]
     network = Quantized(scheme=scheme, quantized=names, version=version("nearplane"))
@@ -157,6 +158,7 @@ def finished(record: RunRecord, model: Model, size: int) -> RunRecord:
     return replace(
         record,
         seconds=1234.567890123456,
+        pace=None if record.pace is None else replace(record.pace, foreseen=ANY_BYTES, room=ANY_BYTES, disk=False),
         products=None if record.products is None else replace(record.products, seconds=dict(ANY), errors=dict(ANY)),
         bytes=size,
         folder=size,

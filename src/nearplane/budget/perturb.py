@@ -20,6 +20,8 @@ from nearplane.matrix.inputs import Inputs
 from nearplane.matrix.on_grid import solve
 from nearplane.schemes import BlockScheme, GridScheme, Scheme
 
+COUNTED_COLUMNS = 256  # whose codes are counted at a time
+
 
 class Perturbed(NamedTuple):
     """Other weights for a layer.
@@ -105,16 +107,25 @@ def waterfilled(W: Tensor, factor: Factor, rate: float) -> Waterfilled:
 def entropy(codes: Tensor) -> float:
     """Return the mean over columns of the entropy of `codes` (out, in) in bits, corrected for few rows (Miller-Madow)."""
     out, columns = codes.shape
-    counts = torch.diff(_runs(codes.T.sort(dim=1).values))  # how often each code of each column occurs
-    plug_in = columns * math.log2(out) - float((counts * counts.double().log2()).sum()) / out
-    return (plug_in + (len(counts) - columns) / (2 * out * math.log(2))) / columns
+    total = 0.0
+    for strip in codes.split(COUNTED_COLUMNS, dim=1):
+        counts = _counts(strip)
+        plug_in = strip.shape[1] * math.log2(out) - float((counts * counts.log2()).sum()) / out
+        total += plug_in + (len(counts) - strip.shape[1]) / (2 * out * math.log(2))
+    return total / columns
 
 
-def _runs(ascending: Tensor) -> Tensor:
-    """Return where runs of equal codes begin in the rows of (columns, out), rows one after the other, and the end."""
-    new = torch.ones_like(ascending, dtype=torch.bool)
-    new[:, 1:] = ascending[:, 1:] != ascending[:, :-1]
-    return torch.cat([new.flatten().nonzero().flatten(), torch.tensor([ascending.numel()], device=ascending.device)])
+def _counts(codes: Tensor) -> Tensor:
+    """Return how often each code of each column of (out, columns) occurs, float64: one column's after the other."""
+    low, high = codes.aminmax(dim=0)
+    spans = high.long() - low + 1
+    places = codes + (spans.cumsum(0) - spans - low)  # a column's codes lie behind those of the columns before it
+    if int(spans.sum()) > 4 * codes.numel():  # a few codes far from all others
+        _, often = places.unique(return_counts=True)
+    else:
+        often = torch.bincount(places.flatten())
+    counts: Tensor = often[often > 0].double()
+    return counts
 
 
 def to_widths(widths: Sequence[int], scheme: GridScheme, storage: torch.dtype) -> Perturbations:

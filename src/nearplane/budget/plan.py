@@ -6,8 +6,7 @@ Made once before the quantization; while it runs, bits that one block leaves ove
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,10 +25,10 @@ from nearplane.lattice.moments import Moments
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.models.sensitivity import sensitivity, windows_of_the_pass
+from nearplane.progress import Progress
 from nearplane.recipe import Recipe
 from nearplane.schemes import CHOSEN, AnyScheme, BlockScheme, GridScheme, RateScheme, Scheme
 
-Progress = Callable[[Iterable[Any], str, int], Iterable[Any]]
 POINTS = 3  # widths or types that are tried of a layer, about
 SWAY = 0.02  # of its rate, by which a layer takes up what the blocks before it left over or took too much
 
@@ -193,8 +192,8 @@ def foreseen_probe(model: Model, recipe: Recipe, tokens: Tensor) -> tuple[Extent
 
 def joined_layers(model: Model, recipe: Recipe) -> set[str]:
     """Return the names of the layers whose rows make up for each other's errors."""
-    schemes = {layer.name: recipe.scheme_of(layer.name) for block in model.blocks for layer in block.layers}
-    return {name for name, scheme in schemes.items() if scheme is not None and scheme.joins_rows}
+    names = (layer.name for block in model.blocks for layer in block.layers)
+    return {name for name in names if recipe.scheme_of(name).joins_rows}
 
 
 def _rates(
@@ -204,10 +203,8 @@ def _rates(
     budget = budget_of(model, recipe, scheme)
     own = {
         layer.name: asked[0]
-        for each in reversed(recipe.layers)
-        if (asked := each.scheme.asked) is not None and asked != scheme.asked
         for layer in model.layers
-        if re.search(each.pattern, layer.name)
+        if (asked := recipe.scheme_of(layer.name).asked) is not None and asked != scheme.asked
     }
     planned = Plan(
         rates=dict.fromkeys((layer.name for layer in model.layers), budget) | own,
@@ -264,9 +261,7 @@ def check_budget(model: Model, recipe: Recipe) -> None:
 def check_layers(model: Model, recipe: Recipe, bits: int | None = None) -> None:
     """Raise RecipeError if some layer cannot be stored by its scheme, or at a width."""
     for layer in model.layers:
-        scheme = recipe.scheme_of(layer.name)
-        assert scheme is not None, "ignored layers are not listed"
-        grid = scheme.with_bits(bits).layer_grid
+        grid = recipe.scheme_of(layer.name).with_bits(bits).layer_grid
         FORMATS[str(recipe.format)].layers.check(layer.name, layer.shape, layer.kind, grid)
 
 

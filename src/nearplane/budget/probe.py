@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ from nearplane.models.layers import Layer
 from nearplane.models.model import Block, Model
 from nearplane.models.rows import RoutedRows, Rows
 from nearplane.observe import observe, summed
-from nearplane.progress import logged
+from nearplane.progress import Progress, logged, silent
 from nearplane.spoken import cut
 
 SEQLEN = 512  # most tokens of a window: the more windows, the more even the sample
@@ -33,7 +33,6 @@ HELD = 1 << 26  # logits that are held at a time
 FORWARDS = 0.36  # of every block on all tokens, that one perturbation of every layer takes; the quantization takes two
 MEMORY = 4 << 30  # bytes that travelling hidden states may take
 TRAVELLERS, TOKENS = 48, 1024  # of one perturbation of every layer at most, where tokens are few; of each at least
-Progress = Callable[[Iterable[Block], str, int], Iterable[Block]]
 
 
 class Extent(NamedTuple):
@@ -87,7 +86,7 @@ def probe(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     sensitivity: Mapping[str, Tensor] | None = None,
-    progress: Progress = lambda blocks, label, total: blocks,
+    progress: Progress = silent,
 ) -> list[Curve]:
     """Measure what the network loses if one layer alone is quantized.
 
@@ -156,7 +155,7 @@ def probe(
                 if travels:
                     born.difference = difference
                 travellers.append(born)
-            stream.advance(block)
+            stream.passed(block)
         release()  # what the C library kept of what this block took
     arrived = [one for one in travellers if one.difference]
     losses = _losses(model, stream, windows[:size].split(batch), [one.difference for one in arrived], device, dtype)
@@ -228,13 +227,20 @@ def _perturbed(
 
     Args:
         block: in memory.
-        stream: standing before it.
+        stream: standing before it; behind the last perturbation its hidden states are those behind the block as it was.
         perturbations: what is done to each.
         minded: sensitivities of all layers' outputs, where losses are to be expected by them.
     """
     found = stages(block, stream)
     groups, routed = [[group for group in found if group[0].routed is kind] for kind in (False, True)]
-    observations = observe(block, groups, stream, correct=False)
+    if routed:
+        shown = [*seen(block, routed, stream, correct=False)]
+        for some in ([*range(len(routed))],) if perturbations.together else ([side] for side in range(len(routed))):
+            yield from _experts_perturbed(
+                [(routed[i], [[rows[i]] for rows in shown]) for i in some], stream, perturbations, minded
+            )
+        del shown
+    observations = observe(block, groups, stream, correct=False, onward=True)
     inputs = {
         layer.name: shared
         for observed in observations
@@ -264,12 +270,6 @@ def _perturbed(
             )
         for layer, W in zip(layers, weights, strict=True):
             layer.write(W)
-    if routed:
-        shown = [*seen(block, routed, stream, correct=False)]
-        for some in ([*range(len(routed))],) if perturbations.together else ([side] for side in range(len(routed))):
-            yield from _experts_perturbed(
-                [(routed[i], [[rows[i]] for rows in shown]) for i in some], stream, perturbations, minded
-            )
 
 
 def _experts_perturbed(

@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 
 from nearplane.matrix.certificate import PROFILED
 from nearplane.models.model import Model
-from nearplane.record import WIDE, LayerRecord, Profile, RunRecord, one_line, row_groups
+from nearplane.record import MAX_PROFILED_INPUTS, LayerRecord, Profile, RunRecord, one_line, row_groups
 
 DIGITS = 24  # of a figure: -1.2345678901234567e-308
 WHOLE = 13  # digits of a number of bytes or tokens
@@ -57,12 +57,13 @@ def longest_record(model: Model, record: RunRecord) -> int:
     orders = {*PROFILED, record.recipe.scheme.order} if record.recipe.scheme.calibrated else ()
     found = replace(
         record,
+        pace=None if record.pace is None else replace(record.pace, disk=False),  # the longer word
         layers=tuple(layers),
         profiles=tuple(
             Profile(layer=layer.name, order=order, lengths=(0.0,) * min(32, layer.shape[1]), trace=0.0, spread=0.0)
             for index in {0, len(model.blocks) // 2, len(model.blocks) - 1}
             for layer in model.blocks[index].layers
-            if layer.shape[1] <= WIDE
+            if layer.shape[1] <= MAX_PROFILED_INPUTS
             for order in orders
         ),
         repeated=tuple((block.name, REASON * "x") for block in model.blocks),

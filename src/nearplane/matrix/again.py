@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.matrix.certificate import measure
 from nearplane.matrix.inputs import TRIED_ROWS, Inputs, corrected
-from nearplane.models.layers import Layer
 from nearplane.record import LayerRecord
 from nearplane.schemes import AnyScheme
 
@@ -29,20 +30,20 @@ class Known:
     tried: int = TRIED_ROWS
 
 
-def measured_again(layer: Layer, inputs: Inputs, scheme: AnyScheme, known: Known) -> LayerRecord:
+def measured_again(name: str, W: Tensor, inputs: Inputs, scheme: AnyScheme, known: Known) -> LayerRecord:
     """Return what a run would record of a layer whose codes and grid are known.
 
     Args:
-        layer: bound to the block with the original weights.
-        inputs: what the walk saw of its input.
+        name: of the layer.
+        W: (out, in) its original weight.
+        inputs: what was seen of its input.
         scheme: of the layer.
         known: its codes and grid, and what is told of them.
 
     Raises:
         NumericalError: a Hessian cannot be factored.
     """
-    W, told = layer.read(), known.told
-    matrix = known.matrix.to(W.device)
+    told, matrix = known.told, known.matrix.to(W.device)
     target, rho = corrected(W, inputs, scheme, known.tried)
     own = scheme.with_bits(told.bits).with_blocks(told.blocks)
-    return measure(layer.name, W, target, matrix, inputs, own, correction=rho, base=told.base, tuned=known.tuned)
+    return measure(name, W, target, matrix, inputs, own, correction=rho, base=told.base, tuned=known.tuned)

@@ -20,7 +20,7 @@ from nearplane.lattice.solve import sweep_planes
 from nearplane.lattice.solvers import SOLVERS
 from nearplane.matrix.inputs import Inputs
 from nearplane.memory import release
-from nearplane.record import WIDE, LayerRecord, Profile, row_groups
+from nearplane.record import MAX_PROFILED_INPUTS, LayerRecord, Profile, row_groups
 from nearplane.schemes import AnyScheme, Order, Scheme
 
 
@@ -87,7 +87,7 @@ def measure(
         symmetric=symmetric,
         blocks=scheme.layer_grid.blocks,
         row_losses=tuple(float(f"{float(group.mean()):.9g}") for group in groups),
-        limit=None if len(H) > WIDE else limit_under(inputs, float((losses * weight).mean()), energy),
+        limit=None if len(H) > MAX_PROFILED_INPUTS else limit_under(inputs, float((losses * weight).mean()), energy),
         entropy=entropy(matrix, scheme),
         asked=asked,
         base=base,
@@ -151,6 +151,6 @@ def profile(name: str, inputs: Inputs, scheme: Scheme, order: Order) -> Profile:
 
 def profiles(name: str, inputs: Inputs, scheme: Scheme) -> Iterator[Profile]:
     """Yield the Gram-Schmidt profile of an input in the usual orders and that of a scheme, where it is not too wide."""
-    if len(inputs.moments.H) <= WIDE:
+    if len(inputs.moments.H) <= MAX_PROFILED_INPUTS:
         for order in dict.fromkeys((*PROFILED, scheme.order)):
             yield profile(name, inputs, scheme, order)

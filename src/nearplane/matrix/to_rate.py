@@ -1,4 +1,4 @@
-"""One matrix to a rate: unbounded codes whose entropy-coded size is what was asked for. The second screen beside `matrix.py`.
+"""One matrix to a rate: unbounded codes whose entropy-coded size is what was asked for. `on_grid.py` is for fixed grids.
 
 Step c -> sweep -> coded size -> the next c, until it is right.
 """

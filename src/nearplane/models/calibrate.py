@@ -4,7 +4,7 @@ Two streams run side by side, of the original and of the quantized network. A fi
 stages (q/k/v, o, gate/up, down). Here each stage is a pass of both streams, which stops as soon as it has seen what it is for; the
 original stream's last pass is also its way to the next block. In multiplications by weights that is 4.33 forwards of a Llama
 block (attention a third of the weights): 0 + 1/3 + 1/3 + 1 for each stream and 1 for the quantized stream's way on.
-`staged.py` does it in 2 where it can. Knows modules and activations; what is summed over them is `walk.py`'s.
+`staged.py` does it in 2 where it can. Knows modules and activations; what is summed over them is `observe.py`'s.
 """
 
 from __future__ import annotations
@@ -135,6 +135,7 @@ def seen(
     correct: bool,
     residual: bool = True,
     last: bool = False,
+    onward: bool = False,
 ) -> Iterator[list[Rows | RoutedRows]]:
     """Yield for each batch what it shows of the inputs of some groups of layers, as the block is now.
 
@@ -145,9 +146,10 @@ def seen(
         correct: whether to compare with the original network.
         residual: whether to look at what the layers' outputs are added to.
         last: no other groups of this block follow: the original stream moves on to the next block in the same pass.
+        onward: the quantized stream moves on as well, with the block as it is.
 
     Raises:
-        CalibrationError: a layer sees different tokens in the two networks.
+        CalibrationError: a layer sees different tokens in the two networks, or what comes out of the block is not finite.
     """
     states = stream.original if correct else None
     assert not correct or (states is not None and not stream.ahead), "correction needs the original stream"
@@ -159,7 +161,10 @@ def seen(
             if last:
                 assert output is not None, "runs to the end"
                 states[batch] = finite(output, block)
-        quantized, _ = look(block.quantized, batch, stream.quantized[batch])
+        quantized, output = look(block.quantized, batch, stream.quantized[batch], to_the_end=onward)
+        if onward:
+            assert output is not None, "runs to the end"
+            stream.quantized[batch] = finite(output, block)
         yield [
             rows_of(group[0].name, now, None if original is None else original[index])
             for index, (group, now) in enumerate(zip(groups, quantized, strict=True))

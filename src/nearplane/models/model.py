@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def positions_of(config: Any, network: nn.Module | None = None) -> int | None:
 
 
 class Model:
-    """A causal language model whose weights are on disk.
+    """A network whose weights are on disk: of text, images or sound, with a head or without, or an encoder with a decoder.
 
     Attributes:
         folder: that holds it.
@@ -213,6 +214,11 @@ class Model:
     def copies(self, layer: Layer) -> list[str]:
         """Return the names in the checkpoint of a layer's weight, several where what is tied is stored again."""
         return layer.copies(self.weights)
+
+    @cached_property
+    def quantized_names(self) -> frozenset[str]:
+        """The names in the checkpoint of the weights of all layers to be quantized, with those of their copies."""
+        return frozenset(name for layer in self.layers for name in self.copies(layer))
 
     def block_names(self, index: int) -> list[str]:
         """Return the names in the checkpoint of what belongs to a block."""

@@ -33,12 +33,17 @@ from nearplane.sizes import size_text
 SHARE = 2  # one part in so many of the free memory may hold what is paused: solving takes memory too
 
 
-def room_for_pauses(device: torch.device) -> int:
-    """Return how many bytes paused activations may take; ask before a run's first block."""
+def free_on(device: torch.device) -> int | None:
+    """Return how many bytes are free there; None where the system does not say."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return (torch.cuda.mem_get_info(device)[0] + unused) // SHARE
-    return (free_memory() or 0) // SHARE
+        return torch.cuda.mem_get_info(device)[0] + unused
+    return free_memory()
+
+
+def room_for_pauses(device: torch.device) -> int:
+    """Return how many bytes paused activations may take; ask before a run's first block."""
+    return (free_on(device) or 0) // SHARE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +53,12 @@ class Pauses:
     Args:
         stages: that many; the other ones are passes of their own.
         reason: why not at all; empty if they do.
+        short: whether that is for want of memory, which another run may have.
     """
 
     stages: int
     reason: str = ""
+    short: bool = False
 
 
 def pauses(look: FirstLook, stream: Stream, room: int) -> Pauses:
@@ -74,7 +81,7 @@ def pauses(look: FirstLook, stream: Stream, room: int) -> Pauses:
         needed = int(batches * waiting(now, before, state, 1 + correct, last=last))
         if needed > room:
             where = f"paused at {group[0].name}, forwards would hold {size_text(needed)}"
-            return Pauses(stages=stage, reason=f"{where} of the {size_text(room)} that they may")
+            return Pauses(stages=stage, reason=f"{where} of the {size_text(room)} that they may", short=True)
     return Pauses(stages=len(held))
 
 
@@ -130,6 +137,7 @@ class Passage:
 
     Attributes:
         repeated: why stages are passes of their own; empty if every forward of the block is run once.
+        short: whether that is for want of memory.
     """
 
     def __init__(self, block: Block, stream: Stream, *, sequential: bool, room: int) -> None:
@@ -137,7 +145,7 @@ class Passage:
         self._look, self._room = first_look(block, stream), room
         self._sequential = sequential
         plan = pauses(self._look, stream, room) if sequential else Pauses(stages=0)
-        self._stages, self.repeated = plan.stages, plan.reason
+        self._stages, self.repeated, self.short = plan.stages, plan.reason, plan.short
         self._whole = 0 < plan.stages == len(self._look.groups)
         self._adding = {layer.name for group in self._look.groups for layer in group if layer.adds}
         self._original: list[_Forward] = []
