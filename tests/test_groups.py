@@ -95,6 +95,7 @@ def test_a_group_that_auto_never_gives_is_a_contradiction(odd, tmp_path):
     record = nearplane.quantize(odd, tmp_path / "out", **FAST)
     layer = record.layers[0]
     assert isinstance(record, RunRecord)
-    assert not list(contradictions(layer, record))
+    assert not list(contradictions(record))
     for size in (48, 8, None):
-        assert list(contradictions(replace(layer, group_size=size), record))
+        told = replace(record, layers=(replace(layer, group_size=size), *record.layers[1:]))
+        assert [found for found, _ in contradictions(told)] == [told.layers[0]]

@@ -71,6 +71,16 @@ def test_rates_of_layers_are_their_own(model, tmp_path, allocate):
     assert nearplane.verify(out, against=str(model)).faults == ()
 
 
+def test_the_first_pattern_counts_for_rates_too(model, tmp_path):
+    layers = {r"layers\.0\..*v_proj": {"damp": 0.02}, "v_proj": {"rate": 6.0}}
+    record = nearplane.quantize(
+        model, tmp_path / "out", rate=3.0, layers=layers, allocate="uniform", solver="nearest-plane", **FAST
+    )
+    first, second = (layer.rate for layer in record.layers if "v_proj" in layer.name)
+    assert first == pytest.approx(3.0, rel=0.03)
+    assert second == pytest.approx(6.0, rel=0.03)
+
+
 def test_rates_at_the_ends_of_what_may_be_asked_for_are_settled_beyond_them(model, tmp_path):
     """What one block leaves over goes to the next: a layer may then take a little more than 7 bits, or less than half a bit."""
     record = nearplane.quantize(model, tmp_path / "out", rate=7, solver="nearest-plane", allocate="uniform", **FAST)

@@ -158,7 +158,8 @@ def test_layers_have_the_first_scheme_whose_pattern_they_match():
     assert recipe.scheme_of("model.layers.0.mlp.down_proj") == wide
     assert recipe.scheme_of("model.layers.0.mlp.up_proj") == narrow
     assert recipe.scheme_of("model.layers.1.mlp.up_proj") == GridScheme(bits=3)
-    assert recipe.scheme_of("model.layers.0.self_attn.v_proj") is None
+    assert recipe.ignores("model.layers.0.self_attn.v_proj")
+    assert not recipe.ignores("model.layers.0.mlp.up_proj")
     assert Recipe.from_json(recipe.to_json()) == recipe
 
 

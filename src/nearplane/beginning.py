@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from nearplane.budget.blocks import free_layers
-from nearplane.budget.plan import Plan, Progress, plan
+from nearplane.budget.plan import Plan, plan
 from nearplane.budget.records import longest_record
 from nearplane.formats.container import Container
 from nearplane.journal import Before
@@ -21,6 +21,7 @@ from nearplane.models.model import Model
 from nearplane.pace import Pace
 from nearplane.pacing import paced
 from nearplane.products import fastest, repeated
+from nearplane.progress import Progress
 from nearplane.recipe import Recipe
 from nearplane.record import RunRecord, versions
 from nearplane.request import rehearse

@@ -72,9 +72,8 @@ def sums(folder: Path, record: RunRecord) -> Iterator[Fault]:
     for name, count in Counter(layer.name for layer in record.layers).items():
         if count > 1:
             yield Fault(where=name, what=f"the record has {count} certificates of it")
-    for layer in record.layers:
-        for what in contradictions(layer, record):
-            yield Fault(where=layer.name, what=what)
+    for layer, what in contradictions(record):
+        yield Fault(where=layer.name, what=what)
 
 
 def names(folder: Path) -> set[str]:
@@ -107,11 +106,12 @@ def layers(stored: Stored, record: RunRecord, sound: set[str], shown: Shown) -> 
         again = stored.reader.folder / name
         if again.is_file() and again.read_bytes() != text.encode():
             yield Fault(where=name, what=f"it is not the quantization_config of {CONFIG}")
-    for name in stored.names():
+    there = dict.fromkeys(stored.names())
+    for name in there:
         if name not in known:
             yield Fault(where=name, what=f"a quantized layer that {NAME} does not know")
     for layer in shown(record.layers, "checking layers"):
-        if layer.stored not in stored.names():
+        if layer.stored not in there:
             yield Fault(where=layer.name, what=f"no tensors named {layer.stored} in the weight files")
             continue
         try:

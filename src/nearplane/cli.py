@@ -83,14 +83,14 @@ def quantize(
         max_loss: Relative loss that no layer may exceed. Entropy-coded layers get more bits; layers that exceed it all the same,
             or on fixed grids, are named and the command ends with code 2.
         tune: Train steps, norms and codes (at 2 and 3 bits, and entropy-coded) on the divergence of the network's predictions
-            from the original's, once all is solved (network); takes about ten times as long. See nearplane tune.
+            from the original's, once all is solved (network); takes five to ten times as long. See nearplane tune.
         pre: Of a GGUF: name of the tokenizer's pre-tokenizer in llama.cpp, where its structure is not known.
         ignore: Regular expressions, one or several; layers whose full name one of them is found in stay as they are.
         device: Where to compute; auto is the GPU where there is one.
         overwrite: Replace what is in OUT, once the new checkpoint is whole; until then both need room on disk.
         memory: The most that the run may take, as 12GB: fewer windows then pass at a time, forwards are repeated where they
             cannot wait, and hidden states lie in a file; or it is refused before work begins, with the least that works.
-            Default: as is fastest.
+            Not together with --tune network. Default: as is fastest.
         trust_remote_code: Run model code that comes with the checkpoint.
         json: Print the record as JSON instead of a summary.
     """

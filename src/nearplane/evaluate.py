@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from nearplane.models.model import device_of
 from nearplane.predictions import Network, opened, predictions, windows_at_a_time
 from nearplane.pretrained import find_folder, in_a_sentence, tokenizer_of
 from nearplane.products import fastest
-from nearplane.progress import logged
+from nearplane.progress import Progress, logged, silent
 from nearplane.readers.network import dense_network
 from nearplane.schemes import Device
 
@@ -69,7 +70,7 @@ def evaluate(
     against: str | Path | PreTrainedModel | None = None,
     device: Device = "auto",
     trust_remote_code: bool = False,
-    progress: Callable[[Iterable[Any], str, int], Iterable[Any]] = lambda items, label, total: items,
+    progress: Progress = silent,
 ) -> Evaluation:
     """Measure perplexity, and with `against` the divergence from the original.
 
@@ -91,60 +92,112 @@ def evaluate(
         CalibrationError: the text is missing, empty or shorter than one window.
         ModelError, FormatError: a model cannot be read, or the two have different vocabularies.
     """
-    place = device_of(device)
     if samples is not None and samples < 1:
         raise RecipeError(f"samples is {samples}; expected a positive number, or none for the whole text.")
     if seqlen is not None and seqlen < 2:
         raise RecipeError(f"seqlen is {seqlen}; expected at least 2: the first token of a window is not scored.")
     given = Given.of(text, "text")
     refuse_tokenizer(model, tokenizer)
-    network = opened(model, place, trust_remote_code=trust_remote_code)
-    original = None if against is None else opened(against, place, trust_remote_code=trust_remote_code)
-    found = Taken.TEXT if given is None else given.kind
-    both = [network] if original is None else [network, original]
-    for one, name in zip(both, (model, against), strict=False):
-        if one.takes is not found:
-            way = "Pass text" if one.takes is Taken.TEXT else f"Pass {one.takes} from Python"
-            raise CalibrationError(f"{called(name)} takes {one.takes}; what was given is {found}. {way}.")
+    sources = (model,) if against is None else (model, against)
+    networks = [opened(each, device_of(device), trust_remote_code=trust_remote_code) for each in sources]
+    network, names = networks[0], [called(each) for each in sources]
+    _check_taken(networks, names, Taken.TEXT if given is None else given.kind)
     if network.folder is not None and (given is None or given.tokens is None):
         tokenizer = tokenizer_of(network.folder, trust_remote_code=trust_remote_code)
     windows = _windows(network, tokenizer, text, given, samples, seqlen)
     seqlen = windows.shape[1] if network.vocabulary else 1
     if network.vocabulary:
         check_vocabulary(windows, network.vocabulary)
-        check_start(windows, network.start, called(model))
-    nll, unquantized, apart, alike = 0.0, 0.0, Divergence(), list[Tensor]()
-    if network.embeds and original is None:
-        raise RecipeError(
-            f"{called(model)} has no vocabulary head and predicts no tokens. Pass its original as against (--against): the "
-            f"embeddings of both are compared."
-        )
-    total = -(-len(windows) // windows_at_a_time(both, windows))
+        check_start(windows, network.start, names[0])
+    total = -(-len(windows) // windows_at_a_time(networks, windows))
+    sums = _Sums()
     with (
         fastest(network.shapes(), windows.numel(), network.device),
-        in_a_sentence(f"{called(model)} does not run on its windows of {seqlen} tokens"),
+        in_a_sentence(f"{names[0]} does not run on its windows of {seqlen} tokens"),
     ):
-        compared = predictions(both, windows)
-        for batch, predicted, *others in progress(logged(compared, "evaluating", total), "evaluating", total):
-            if network.embeds:
-                alike += [_cosines(expected, predicted, called(against)) for expected in others]
-                continue
-            wanted = batch[:, 1:, None].to(predicted.device)
-            nll -= float(predicted.gather(-1, wanted).double().sum())
-            for expected in others:
-                if expected.shape != predicted.shape:
-                    raise ModelError(
-                        f"{called(against)} predicts {expected.shape[-1]} tokens, {called(model)} {predicted.shape[-1]}. Pass its "
-                        f"original."
-                    )
-                apart += divergence(expected, predicted)
-                unquantized -= float(expected.gather(-1, wanted).double().sum())
-    if not math.isfinite(nll + unquantized):
-        raise ModelError(
-            f"{called(model)} or its original predicts NaN or Inf. Check its files, or compute in a wider dtype."
+        compared = predictions(networks, windows)
+        for batch, *predicted in progress(logged(compared, "evaluating", total), "evaluating", total):
+            add = sums.add_embeddings if network.embeds else partial(sums.add_predictions, batch)
+            add(predicted, names)
+    if network.embeds:
+        return sums.of_embeddings(windows, seqlen)
+    return sums.of_predictions(windows, seqlen, names)
+
+
+def _check_taken(networks: Sequence[Network], names: Sequence[str], found: Taken) -> None:
+    """Refuse networks that take something else than was given, and one alone that predicts nothing.
+
+    Raises:
+        CalibrationError: the first.
+        RecipeError: the second.
+    """
+    for network, name in zip(networks, names, strict=True):
+        if network.takes is not found:
+            way = "Pass text" if network.takes is Taken.TEXT else f"Pass {network.takes} from Python"
+            raise CalibrationError(f"{name} takes {network.takes}; what was given is {found}. {way}.")
+    if networks[0].embeds and len(networks) == 1:
+        raise RecipeError(
+            f"{names[0]} has no vocabulary head and predicts no tokens. Pass its original as against (--against): the embeddings "
+            f"of both are compared."
         )
-    if alike:
-        cosines = torch.cat(alike)
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What is summed over windows: of predictions in nats, of embeddings the cosines."""
+
+    nll: float = 0.0
+    original: float = 0.0
+    apart: Divergence = field(default_factory=Divergence)
+    cosines: list[Tensor] = field(default_factory=list)
+
+    def add_predictions(self, batch: Tensor, predicted: Sequence[Tensor], names: Sequence[str]) -> None:
+        """Add windows (windows, seqlen) and the log-probabilities (windows, seqlen - 1, vocabulary) of one or two networks.
+
+        Raises:
+            ModelError: they have different vocabularies.
+        """
+        found, *others = predicted
+        wanted = batch[:, 1:, None].to(found.device)
+        self.nll -= float(found.gather(-1, wanted).double().sum())
+        for expected in others:
+            if expected.shape != found.shape:
+                raise ModelError(
+                    f"{names[1]} predicts {expected.shape[-1]} tokens, {names[0]} {found.shape[-1]}. Pass its original."
+                )
+            self.apart += divergence(expected, found)
+            self.original -= float(expected.gather(-1, wanted).double().sum())
+
+    def add_embeddings(self, embeddings: Sequence[Tensor], names: Sequence[str]) -> None:
+        """Add the embeddings (windows, hidden) of two networks."""
+        found, expected = embeddings
+        self.cosines.append(_cosines(expected, found, names[1]))
+
+    def of_predictions(self, windows: Tensor, seqlen: int, names: Sequence[str]) -> Evaluation:
+        """Return the means.
+
+        Raises:
+            ModelError: they are not finite.
+        """
+        if not math.isfinite(self.nll + self.original):
+            raise ModelError(
+                f"{names[0]} or its original predicts NaN or Inf. Check its files, or compute in a wider dtype."
+            )
+        tokens, compared = windows[:, 1:].numel(), len(names) > 1
+        return Evaluation(
+            perplexity=_exp(self.nll / tokens),
+            nll=self.nll / tokens,
+            tokens=tokens,
+            windows=len(windows),
+            seqlen=seqlen,
+            kl=self.apart.kl / tokens if compared else None,
+            agreement=self.apart.agreed / tokens if compared else None,
+            original=_exp(self.original / tokens) if compared else None,
+        )
+
+    def of_embeddings(self, windows: Tensor, seqlen: int) -> Evaluation:
+        """Return how alike they are."""
+        cosines = torch.cat(self.cosines)
         return Evaluation(
             perplexity=None,
             nll=None,
@@ -154,20 +207,9 @@ def evaluate(
             cosine=float(cosines.mean()),
             worst_cosine=float(cosines.min()),
         )
-    tokens = windows[:, 1:].numel()
-    return Evaluation(
-        perplexity=_exp(nll / tokens),
-        nll=nll / tokens,
-        tokens=tokens,
-        windows=len(windows),
-        seqlen=seqlen,
-        kl=apart.kl / tokens if against is not None else None,
-        agreement=apart.agreed / tokens if against is not None else None,
-        original=_exp(unquantized / tokens) if against is not None else None,
-    )
 
 
-def _cosines(original: Tensor, quantized: Tensor, called: str) -> Tensor:
+def _cosines(original: Tensor, quantized: Tensor, name: str) -> Tensor:
     """Return (windows,) cosines between embeddings (windows, hidden).
 
     Raises:
@@ -175,7 +217,7 @@ def _cosines(original: Tensor, quantized: Tensor, called: str) -> Tensor:
     """
     if original.shape != quantized.shape:
         raise ModelError(
-            f"{called} gives {tuple(original.shape[1:])} where {tuple(quantized.shape[1:])} is compared. Pass its original."
+            f"{name} gives {tuple(original.shape[1:])} where {tuple(quantized.shape[1:])} is compared. Pass its original."
         )
     found = torch.nn.functional.cosine_similarity(original.double(), quantized.double(), dim=-1)
     if not torch.isfinite(found).all():

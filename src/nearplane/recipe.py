@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from nearplane.errors import RecipeError
@@ -135,7 +135,7 @@ class LayerScheme:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """All that a run is told.
 
@@ -143,7 +143,8 @@ class Recipe:
         scheme: How every matrix is quantized.
         calibration: Tokens.
         layers: Other schemes, for layers that a pattern is found in; the first that matches counts.
-        format: Of the checkpoint that is written; default: nearplane with a rate or size, else compressed-tensors.
+        format: Of the checkpoint that is written; default: nearplane with a rate or size, gguf with a grid of llama.cpp,
+            else compressed-tensors.
         ignore: Regular expressions; layers whose full name one of them is found in stay as they are.
         allocate: The same bits for every layer (uniform), or more where the network needs them (slope, measured by a pass before
             the quantization); default: slope with a fraction of bits, and with a rate unless weights are rounded to nearest.
@@ -213,11 +214,22 @@ class Recipe:
                 f"of bits per weight, as --grid 4.5, and only there."
             )
 
-    def scheme_of(self, name: str) -> AnyScheme | None:
-        """Return the scheme of the layer with this full name, or None if it is to stay as it is."""
-        if any(re.search(pattern, name) for pattern in self.ignore):
-            return None
-        return next((each.scheme for each in self.layers if compiled(each.pattern).search(name)), self.scheme)
+    @cached_property
+    def _schemes(self) -> dict[str, AnyScheme]:
+        """Schemes of layers that were asked for, by name: patterns may be as many as layers."""
+        return {}
+
+    def ignores(self, name: str) -> bool:
+        """Return whether the layer with this full name is to stay as it is."""
+        return any(compiled(pattern).search(name) for pattern in self.ignore)
+
+    def scheme_of(self, name: str) -> AnyScheme:
+        """Return the scheme of the layer with this full name, which is none of those that are to stay as they are."""
+        found = self._schemes.get(name)
+        if found is None:
+            found = next((each.scheme for each in self.layers if compiled(each.pattern).search(name)), self.scheme)
+            self._schemes[name] = found
+        return found
 
     def grouped(self, inputs: Iterable[int]) -> Recipe:
         """Return the recipe with the group size that auto stands for where layers have so many inputs."""

@@ -26,7 +26,7 @@ from nearplane.tuned import Tuning
 NAME = "nearplane.json"
 VERSION = 4  # of the record; 3 trusted corrections by all rows and measured all extra rows, 2 had no extra windows, 1 no checksums
 READ = (2, 3, 4)  # versions that are read
-WIDE = 4096  # inputs above which limits and profiles are left out: they would take longer than the solve
+MAX_PROFILED_INPUTS = 4096  # inputs above which limits and profiles are left out: they would take longer than the solve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +206,8 @@ class RunRecord:
         layers: In the order they were quantized.
         profiles: Of some layers, in several orders.
         skipped: (name, reason) of weights that were left as they are although the recipe did not ask for it.
-        repeated: (block, reason) where not every forward was run once: stages of layers had passes of their own.
+        repeated: (block, reason) where forwards could not be run once each, whatever memory there is: stages of layers had passes
+            of their own.
         pace: How the run kept within a limit of memory; None: there was none.
         seconds: Of the whole run, and of tuning what it made.
         peak_memory: The most bytes that the process had in memory at a time, on the CPU; 0: not known.
@@ -351,9 +352,15 @@ class RunRecord:
         return sum(value * size for value, size in zip(known, sizes, strict=True)) / sum(sizes)
 
 
-def contradictions(layer: LayerRecord, record: RunRecord) -> Iterator[str]:
+def contradictions(record: RunRecord) -> Iterator[tuple[LayerRecord, str]]:
     """Yield what cannot be true of a certificate in a record, whatever the data."""
-    recipe = record.recipe
+    recipe = record.recipe.grouped(layer.in_features for layer in record.layers)
+    for layer in record.layers:
+        yield from ((layer, what) for what in _contradicting(layer, record, recipe))
+
+
+def _contradicting(layer: LayerRecord, record: RunRecord, recipe: Recipe) -> Iterator[str]:
+    """Yield what cannot be true of the certificate of a layer, with group sizes settled in the recipe."""
     size, larger = divmod(layer.out_features, max(1, len(layer.row_losses)))  # rows of a group; of the first one more
     rows = (size + (index < larger) for index in range(len(layer.row_losses)))
     loss = sum(group * count for group, count in zip(layer.row_losses, rows, strict=True)) / layer.out_features
@@ -362,21 +369,17 @@ def contradictions(layer: LayerRecord, record: RunRecord) -> Iterator[str]:
     third = (layer.expected or 0.0) * 3
     if layer.worst_case is not None and not math.isclose(third, layer.worst_case, rel_tol=1e-12, abs_tol=1e-300):
         yield f"expected is {layer.expected}, a third of worst_case is {layer.worst_case / 3}"
-    own, scheme = (layer.bits, layer.group_size, layer.symmetric, layer.order), recipe.scheme_of(layer.name)
-    if scheme is None:
+    if recipe.ignores(layer.name):
         yield "the recipe ignores it"
         return
-    scheme = scheme.with_bits(layer.bits if recipe.allocate == "slope" else None)
+    own = (layer.bits, layer.group_size, layer.symmetric, layer.order)
+    scheme = recipe.scheme_of(layer.name).with_bits(layer.bits if recipe.allocate == "slope" else None)
     if layer.blocks is not None:
         if layer.blocks not in TYPES:
             yield f"blocks is {layer.blocks!r}; known are {', '.join(TYPES)}"
             return
         scheme = scheme.with_blocks(layer.blocks)
-    scheme = scheme.grouped(other.in_features for other in record.layers)
-    asked = (
-        *scheme.layer_grid[:3],
-        record.removed.get("order", scheme.order),
-    )
+    asked = (*scheme.layer_grid[:3], record.removed.get("order", scheme.order))
     if own != asked:
         yield f"bits, group size, symmetry and order are {own}, the recipe says {asked}"
     if not 0 <= layer.clipped <= layer.clipped_rows <= 1:

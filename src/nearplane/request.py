@@ -123,7 +123,6 @@ def check_request(model: Model, recipe: Recipe) -> None:
     layers = model.layers
     for layer in layers:
         scheme = recipe.scheme_of(layer.name)
-        assert scheme is not None, "ignored layers are not listed"
         group_size = scheme.layer_grid.group_size
         if isinstance(group_size, int) and layer.shape[1] % group_size:
             raise RecipeError(
@@ -170,9 +169,8 @@ def _fused_apart(model: Model, recipe: Recipe) -> dict[str, list[str]]:
     together: dict[tuple[str, str], dict[str, object]] = {}
     for layer in model.layers if recipe.layers and recipe.format != "gguf" else ():
         path, _, last = layer.name.rpartition(".")
-        scheme = recipe.scheme_of(layer.name)
-        if last in FUSED and scheme is not None:
-            together.setdefault((path, FUSED[last]), {})[last] = scheme.layer_grid
+        if last in FUSED:
+            together.setdefault((path, FUSED[last]), {})[last] = recipe.scheme_of(layer.name).layer_grid
     apart = [(path, list(own)) for (path, _), own in together.items() if len(set(own.values())) > 1]
     return dict(apart[:1])
 
@@ -202,9 +200,7 @@ def quantization_config(
     layers = model.layers if layers is None else layers
     grids: dict[str, LayerGrid] = {}
     for layer in layers:
-        of_layer = recipe.scheme_of(layer.name)
-        assert of_layer is not None, "ignored layers are not listed"
-        grids[layer.name] = of_layer.with_bits((widths or {}).get(layer.name)).layer_grid
+        grids[layer.name] = recipe.scheme_of(layer.name).with_bits((widths or {}).get(layer.name)).layer_grid
     own: dict[str, LayerGrid] = {}
     if widths or len(set(grids.values())) > 1:  # by both names, where they differ
         own = grids | {model.written_name(layer): grids[layer.name] for layer in layers}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nearplane import checked_files
-from nearplane.budget.plan import Plan, Progress, look
+from nearplane.budget.plan import Plan, look
 from nearplane.errors import CalibrationError, FormatError, ModelError, NumericalError, RecipeError
 from nearplane.faults import Fault, Verified
 from nearplane.formats.beside import CONFIG, GPTQ_CONFIG, names_copied
@@ -34,7 +34,7 @@ from nearplane.models.layers import Layer
 from nearplane.models.model import Model, device_of, open_model
 from nearplane.older_records import of_before
 from nearplane.products import repeated
-from nearplane.progress import logged, silent
+from nearplane.progress import Progress, logged, silent
 from nearplane.recipe import Recipe
 from nearplane.record import NAME, LayerRecord, RunRecord, read_record
 from nearplane.request import quantization_config, settled, with_types
@@ -107,51 +107,53 @@ def verify(
     measured = False
     if against is not None and stored is not None and len(sound) == len(record.layers):
         give_back_large()
+        embeddings, head = record.recipe.scheme.ends
         model = open_model(
             str(against),
             trust_remote_code=trust_remote_code,
             ignore=record.recipe.ignore,
-            embeddings=record.recipe.scheme.ends[0],
-            head=record.recipe.scheme.ends[1],
+            embeddings=embeddings,
+            head=head,
         )
-        other = _another(record, model)
-        if other is None:
-            untouched, compared = _untouched(stored, model, record.tuning)
-            if len(untouched) > MOST * compared and len(untouched) > NAMED:
-                other = Fault(
-                    where=str(model.folder),
-                    what=f"another model: of the {compared} tensors that are not quantized {len(untouched)} are others in {folder}",
-                )
-        if other is not None:
-            return _verified(record, (*faults, other), asked=True, measured=False)
-        faults += untouched
-        model.tuned = tuned_norms(stored, model, record.tuning)
-        recipe = with_types(model, settled(model, record.recipe), {layer.name: layer.blocks for layer in record.layers})
-        faults += _beside(folder, record, recipe, model)
-        if calibration is not None and given is None:
-            recipe = replace(recipe, calibration=replace(recipe.calibration, calibration=str(calibration)))
-        run = _Again(
-            record=record,
-            recipe=recipe,
-            given=given,
-            stored=stored,
-            model=model,
-            device=device_of(device),
-            tolerance=tolerance if record.version > 3 else max(tolerance, OLDER),
-        )
-        with repeated(record.products, run.device):
+        unlike, same = _unlike(folder, record, stored, model)
+        faults += unlike
+        if same:
+            model.tuned = tuned_norms(stored, model, record.tuning)
+            recipe = with_types(
+                model, settled(model, record.recipe), {layer.name: layer.blocks for layer in record.layers}
+            )
+            faults += _beside(folder, record, recipe, model)
+            if calibration is not None and given is None:
+                recipe = replace(recipe, calibration=replace(recipe.calibration, calibration=str(calibration)))
+            run = _Again(
+                record=record,
+                recipe=recipe,
+                given=given,
+                stored=stored,
+                model=model,
+                device=device_of(device),
+                tolerance=tolerance if record.version > 3 else max(tolerance, OLDER),
+            )
             measured = _measured(run, progress, faults)
-            if measured:
-                there = Checkpoint(
-                    record=record, stored=stored, model=model, recipe=recipe, given=given, device=run.device
-                )
-                faults += held_out_again(there, tolerance)
-    return _verified(record, tuple(faults), asked=against is not None, measured=measured)
+    return Verified(
+        record=record,
+        faults=tuple(faults),
+        files=len(record.files) + 1,
+        layers=len(record.layers),
+        asked=against is not None,
+        measured=measured,
+    )
 
 
-def _verified(record: RunRecord, faults: tuple[Fault, ...], *, asked: bool, measured: bool) -> Verified:
-    files, layers = len(record.files) + 1, len(record.layers)
-    return Verified(record=record, faults=faults, files=files, layers=layers, asked=asked, measured=measured)
+def _unlike(folder: Path, record: RunRecord, stored: Stored, model: Model) -> tuple[list[Fault], bool]:
+    """Compare the original with what is not quantized; return what differs, and whether it is the original at all."""
+    if (other := _another(record, model)) is not None:
+        return [other], False
+    untouched, compared = _untouched(stored, model, record.tuning)
+    if len(untouched) <= MOST * compared or len(untouched) <= NAMED:
+        return untouched, True
+    what = f"another model: of the {compared} tensors that are not quantized {len(untouched)} are others in {folder}"
+    return [Fault(where=str(model.folder), what=what)], False
 
 
 def _another(record: RunRecord, model: Model) -> Fault | None:
@@ -180,9 +182,8 @@ def _untouched(stored: Stored, model: Model, tuning: Tuning | None) -> tuple[lis
     tuned = said & set(norms_stored(model).values())
     for name in sorted(said - tuned):
         faults.append(Fault(where=name, what="the record says that this norm was tuned; the original has no such norm"))
-    quantized = {name for layer in model.layers for name in model.copies(layer)}
     blocks = (model.block_names(index) for index in range(len(model.blocks)))
-    wanted = {name for names in (*blocks, model.rest()) for name in names} - quantized
+    wanted = {name for names in (*blocks, model.rest()) for name in names} - model.quantized_names
     for name in sorted(wanted - set(stored.rest())):
         if stored.reader.kept(name, model.reader.read([name])[name]) is None:
             continue  # of which such files hold nothing
@@ -281,8 +282,15 @@ def _measured(run: _Again, progress: Progress, faults: list[Fault]) -> bool:
         faults.append(Fault(where=where, what="its tokens are not those that the record was made with"))
         return False
     total = len(record.layers)
-    measured = logged(_layers(run, windows, faults), "measuring", total, blocks=model.layers_by_block)
-    return sum(progress(measured, "measuring", total)) == total
+    with repeated(record.products, run.device):
+        measured = logged(_layers(run, windows, faults), "measuring", total, blocks=model.layers_by_block)
+        if sum(progress(measured, "measuring", total)) < total:
+            return False
+        there = Checkpoint(
+            record=record, stored=run.stored, model=model, recipe=run.recipe, given=run.given, device=run.device
+        )
+        faults += held_out_again(there, run.tolerance)
+    return True
 
 
 def _shown(progress: Progress, items: Sequence[Any], label: str) -> Iterable[Any]:
@@ -322,13 +330,12 @@ def _layers(run: _Again, windows: Windows, faults: list[Fault]) -> Iterator[bool
 def _layer(run: _Again, layer: Layer, inputs: Inputs, told: LayerRecord, faults: list[Fault]) -> Tensor | None:
     """Measure the codes of the file on inputs; returns their values, or None where that could not be done."""
     scheme = run.recipe.scheme_of(layer.name)
-    assert scheme is not None, "ignored layers are not observed"
     tuned = run.record.tuning is not None
     try:
         matrix = run.stored.matrix(told.stored, run.stored.tensors(told.stored)).to(layer.weight.device)
         tried = TRIED_ROWS if run.record.version > 3 else layer.shape[0]
         known = Known(matrix=matrix, told=told, tuned=tuned, tried=tried)
-        again = measured_again(layer, inputs, scheme, known)
+        again = measured_again(layer.name, layer.read(), inputs, scheme, known)
     except (FormatError, ModelError, NumericalError) as error:
         faults.append(Fault(where=layer.name, what=str(error)))
         return None

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,6 +22,7 @@ from nearplane.formats.config_file import ConfigFile
 from nearplane.formats.layer_format import LayerFormat
 from nearplane.formats.unfinished import Unfinished
 from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.progress import peak_memory
 from nearplane.record import NAME as RECORD
 from nearplane.record import RunRecord
 from nearplane.shards import about
@@ -86,7 +87,8 @@ class Container(ABC):
         self.record_json: str | None = None
         self.room = 0
         self.size = 0  # bytes of what `close_block` wrote so far
-        self._unfinished = Unfinished(place.out, overwrite=place.overwrite, resumes=place.resumes)
+        with disk(place.out):  # that may not even be looked at
+            self._unfinished = Unfinished(place.out, overwrite=place.overwrite, resumes=place.resumes)
         self.folder = self._unfinished.folder  # where files are written meanwhile
         check_apart(self.folder, place.source)
         self._scale_dtype = layers.scale_dtype(dtype)
@@ -121,6 +123,20 @@ class Container(ABC):
     def tell(self, record: RunRecord) -> None:
         """Write the record into the files, where they have room for it; most kinds have none."""
         del record
+
+    def seal(self, record: RunRecord, timed: Callable[[RunRecord], RunRecord]) -> RunRecord:
+        """Complete the record, which says last how much all is and how long it took; return it. Call it behind the last block.
+
+        Args:
+            record: but for that.
+            timed: fills in the seconds, once all other files are read.
+        """
+        record = replace(record, bytes=self.size)
+        self.tell(record)
+        record = replace(record, files=self.digests(), peak_memory=peak_memory())
+        record = timed(record).in_folder(self.size_with())
+        self.record_json = record.to_json()
+        return record
 
     def state(self) -> dict[str, Any] | None:
         """Return as JSON what was written, all of it on disk, for `go_on`; None: this kind of checkpoint begins anew."""

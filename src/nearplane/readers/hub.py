@@ -69,7 +69,7 @@ def load(
     packed: bool = True,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Load a causal language model: what nearplane wrote, in any format, or any folder of safetensors that transformers loads.
+    """Load a model: what nearplane wrote, in any format, or any folder of safetensors that transformers loads.
 
     Grids are decoded to `dtype`, but those of compressed-tensors stay packed where that package and accelerate are installed and
     the model is no encoder with a decoder.
@@ -78,7 +78,7 @@ def load(
         source: a folder or hub id.
         dtype: to compute in; auto is that of the checkpoint.
         device: auto is the GPU where there is one.
-        packed: keep native weights packed, half a byte each; else decode them to `dtype`.
+        packed: keep native weights packed, half a byte or a byte each; else decode them to `dtype`.
         trust_remote_code: run model code that comes with the checkpoint.
 
     Raises:

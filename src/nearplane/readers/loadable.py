@@ -80,7 +80,8 @@ def _refuse_experts_of_others(model: Model) -> None:
         first = next(layer for layer in model.layers if layer.routed)
         raise RecipeError(
             f"{first.name} is one of several experts in one parameter, which transformers does not read from GPTQ, and of "
-            f"{kind} GPTQModel does not either. Use --format compressed-tensors, or leave them as they are with --ignore 'experts'."
+            f"{kind} GPTQModel does not either. Use --format compressed-tensors if its reader takes them, or --rate, which "
+            f"nearplane.load reads, or leave them as they are with --ignore 'experts'."
         )
     found = {pattern: layer.name for pattern in left for layer in model.layers if re.search(pattern, layer.name)}
     if found:
@@ -99,9 +100,8 @@ def _refuse_unlike_experts(model: Model, recipe: Recipe) -> None:
     """
     first: dict[LayerGrid, str] = {}
     for layer in model.layers if recipe.format == "compressed-tensors" else ():
-        scheme = recipe.scheme_of(layer.name)
-        if layer.routed and scheme is not None:
-            first.setdefault(scheme.layer_grid, layer.name)
+        if layer.routed:
+            first.setdefault(recipe.scheme_of(layer.name).layer_grid, layer.name)
     if len(first) > 1:
         (one, name), (other, second) = list(first.items())[:2]
         raise RecipeError(
@@ -140,9 +140,7 @@ def tensors_of(model: Model, recipe: Recipe, layers: Sequence[Layer]) -> dict[st
     layout = FORMATS[str(recipe.format)].layers
     assert isinstance(layout, GridFormat), "shapes of entropy-coded layers are not known before they are solved"
     for layer in layers:
-        scheme = recipe.scheme_of(layer.name)
-        assert scheme is not None, "ignored layers are not listed"
-        grid = scheme.layer_grid
+        grid = recipe.scheme_of(layer.name).layer_grid
         tensors |= layout.empty(model.written_name(layer), layer.shape, grid, model.dtype)
     return tensors
 
@@ -189,9 +187,7 @@ def _loads(model: Model, recipe: Recipe, configure: Configure) -> bool:
     """Return whether a recipe that is allowed loads."""
     try:
         for layer in model.layers:
-            scheme = recipe.scheme_of(layer.name)
-            assert scheme is not None, "ignored layers are not listed"
-            grid = scheme.layer_grid
+            grid = recipe.scheme_of(layer.name).layer_grid
             FORMATS[str(recipe.format)].layers.check(layer.name, layer.shape, layer.kind, grid)
         found = attempt(model, recipe, configure, model.layers)
         return not found or _read_by_gptqmodel(model, recipe, found)

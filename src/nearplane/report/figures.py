@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from nearplane.record import WIDE, LayerRecord, RunRecord
+from nearplane.record import MAX_PROFILED_INPUTS, LayerRecord, RunRecord
 from nearplane.report.drawing import (
     COLOUR_COUNT,
     MINUS,
@@ -332,8 +332,8 @@ def _no_limit(record: RunRecord) -> str:
     without = [layer for layer in record.layers if layer.limit is None]
     if not without:
         return ""
-    wide = sum(layer.in_features > WIDE for layer in without)
-    some = count(wide, "layer") + f" of more than {WIDE} inputs, for which the limit is not computed"
+    wide = sum(layer.in_features > MAX_PROFILED_INPUTS for layer in without)
+    some = count(wide, "layer") + f" of more than {MAX_PROFILED_INPUTS} inputs, for which the limit is not computed"
     rest = count(len(without) - wide, "layer") + " without a limit in the record"
     return " and ".join(text for text, many in ((some, wide), (rest, len(without) - wide)) if many) + "."
 

@@ -64,7 +64,7 @@ class LayerGrid(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """What both kinds of scheme have: how targets are made and rounded.
+    """What all kinds of scheme have: how targets are made and rounded.
 
     Args:
         order: Which column is rounded first.

@@ -89,12 +89,6 @@ class GridScheme(Scheme):
         return "uniform" if isinstance(self.bits, int) else "slope"
 
     @property
-    def grid_bits(self) -> float:
-        """Bits per weight of codes, 16-bit steps and zero-points; one step a row counts as nothing."""
-        side = 16 + (0 if self.symmetric else self.bits)
-        return self.bits + (side / self.group_size if isinstance(self.group_size, int) else 0.0)
-
-    @property
     def layer_grid(self) -> LayerGrid:
         """The grid that layers get."""
         return LayerGrid(self.bits, self.group_size, self.symmetric)

@@ -20,6 +20,7 @@ logger = logging.getLogger("nearplane")
 
 BETAS = (0.9, 0.95)  # of Adam
 CODE_BETAS = (0.9, 0.999)  # codes that move at random cost, so what they are moved by is compared with more of what was
+WARM = 0.1  # share of the steps over which the rates rise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,17 +29,13 @@ class Schedule:
 
     Args:
         steps: of the optimizer.
-        batches: of the network that make up one step.
         rates: first learning rate of each kind of what is trained, see `Tuned.trained`.
-        warm: share of the steps over which the rates rise before.
         looks: how often held-out windows are measured on the way, evenly spaced, the last time at the end.
     """
 
     steps: int
-    batches: int = 1
     rates: dict[str, float] = field(default_factory=dict)
     looks: int = 2
-    warm: float = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,9 +111,8 @@ def train(
     for step in progress(range(1, schedule.steps + 1), schedule.steps, run.done):
         if step <= run.done:
             continue
-        first = (step - 1) * schedule.batches
         try:
-            run.step([training[(first + i) % len(training)] for i in range(schedule.batches)])
+            run.step(training[(step - 1) % len(training)])
         except CalibrationError as error:
             if not run.done:
                 raise
@@ -158,7 +154,7 @@ class _Run:
             for kind, found in leaves.items()
         ]
         self._optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
-        warm, steps = schedule.warm * schedule.steps, schedule.steps
+        warm, steps = WARM * schedule.steps, schedule.steps
 
         def rate(step: int) -> float:
             return min(1.0, (step + 1) / (warm + 1)) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
@@ -181,9 +177,9 @@ class _Run:
         self.curve = [Point(step=0, training=None, held_out=start, bytes=self._size())]
         self.states = [each.state() for each in self._tuned]
 
-    def step(self, batches: Sequence[int]) -> None:
-        """Take a step on some batches."""
-        found = self._network.backward(batches)
+    def step(self, batch: int) -> None:
+        """Take a step on a batch."""
+        found = self._network.backward([batch])
         self._sum, self._tokens = self._sum + found.kl, self._tokens + found.tokens
         if self._pressure is not None:
             self._pressure.press()

@@ -17,7 +17,6 @@ from torch.func import functional_call
 
 from nearplane.divergence import Divergence, divergence
 from nearplane.errors import CalibrationError, ModelError
-from nearplane.memory import free_memory
 from nearplane.models.activations import finite, readout, skeleton
 from nearplane.models.experts import parameter_of
 from nearplane.models.layers import Layer
@@ -290,14 +289,6 @@ def needed(model: Model, windows: Tensor, *, batch: int, codes: int) -> tuple[in
     common = FIXED * sum(blocks) + (MOVING - FIXED) * codes + small + 8 * windows.numel() * width + 16 * logits
     passing = 4 * batch * windows.shape[1] * width * ACTIVATIONS
     return common + 12 * max(blocks) + passing, common + 12 * sum(blocks) + passing * len(blocks)
-
-
-def free_on(device: torch.device) -> int | None:
-    """Return how many bytes are free there; None where the system does not say."""
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
-    return free_memory()
 
 
 def norms_of(network: nn.Module) -> list[str]:

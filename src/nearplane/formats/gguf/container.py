@@ -48,7 +48,7 @@ from nearplane.gguf_header import (
     read_header,
 )
 from nearplane.record import NAME, RunRecord
-from nearplane.shards import INCOMPLETE, NAMES, sha256
+from nearplane.shards import INCOMPLETE, NAMES, flush_all, sha256
 from nearplane.widened import source_reader
 
 INSTALL = 'pip install "nearplane[gguf]"'
@@ -337,6 +337,7 @@ class GGUFFile(Container):
         copy_beside(self.place.source, self.folder, trust_remote_code=self.place.trust_remote_code)
         for name, text in self._texts().items():
             (self.folder / name).write_text(text)
+        flush_all(self.folder)
         (self.folder / INCOMPLETE).unlink()
 
     def _texts(self) -> dict[str, str]:
