@@ -1,4 +1,4 @@
-# Two commands need nothing but Python 3.11+ and make: `make demo` and `make test`. Each makes .venv by itself.
+# Two commands need Python 3.11+, make and a network only: `make demo` and `make test`. Each makes .venv by itself.
 TORCH ?= torch==2.13.0
 PYTHON ?= python3
 VENV := .venv

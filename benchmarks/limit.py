@@ -18,10 +18,10 @@ from nearplane.formats.native import contents
 from nearplane.lattice.bounds import limit, quadratic
 from nearplane.lattice.factor import factorize
 from nearplane.lattice.grid import ProductGrid
-from nearplane.lattice.target import shrunken
 from nearplane.matrix.inputs import Inputs
 from nearplane.matrix.to_rate import Search, quantize_matrix_to_rate, secant
 from nearplane.schemes import Method, RateScheme
+from nearplane.study.shrunken import shrunken
 
 SPACE_FILLING = 0.5 * math.log2(2 * math.pi * math.e / 12)  # 0.2546 bit: what scalar quantization loses at high rate
 

@@ -1,4 +1,4 @@
-"""Perplexity at true bits on disk: nearplane's rate mode, what each part of it is worth, and the seed paper's methods.
+"""Perplexity at true bits on disk: nearplane's rate mode, what each part of it is worth, and the methods of Chen et al.
 
 ASSETS=... python benchmarks/rate.py [--models babyllama105 stories260K demo] [--rates 1.5 2.125 3.125 4.125] [--rows default hptq]
 """
