@@ -24,7 +24,7 @@ STRIP = 256  # rows that a certificate measures at a time
 STRIPS = 110  # bytes of a weight of these
 MATRICES = 8  # of (out, in) in float32 that live while one is solved: weights, targets, codes, what a descent has
 CODED = 9  # the same of entropy-coded weights: the coder's symbols too
-BEAM = 256 << 20  # bytes of candidates that a beam holds at a time
+BEAM = 64 << 20  # bytes of candidates that a beam holds at a time
 TRIES = 2  # of the search for a step, on all rows by the solver
 PERTURBED = 3  # times, that a layer is
 STARTING, UNCOUNTED = 3.0, 1.3  # seconds before and behind all that is counted; times that, for what is not
@@ -309,14 +309,15 @@ def _passing(work: Work, kind: Blocks, way: Way) -> Iterator[Moment]:
         product = SINGLE * max(crossed * n * n, *(split * out * columns for out, columns in group.lost), 0)
         going = states + (held[stage] if paused else 0)
         yield Moment(name="blocks run", block=block, activations=going + flight + shown, moments=sums, solving=product)
-        known = n * n * (DOUBLE + split * SINGLE + crossed * (DOUBLE + SINGLE)) + split * (DOUBLE + SINGLE) * lost
-        known += streams * SINGLE * min(EXTRA, work.extra * work.seqlen) * n
-        for name, taken in _solving(work, group):
-            yield Moment(name=name, block=block, activations=after, moments=known, solving=taken)
+        known = DOUBLE * n * n + streams * SINGLE * min(EXTRA, work.extra * work.seqlen) * n
+        aims = n * n * (split * SINGLE + crossed * (DOUBLE + SINGLE)) + split * (DOUBLE + SINGLE) * lost
+        for name, aimed, taken in _solving(work, group):
+            held_now = known + (0 if aimed else aims)
+            yield Moment(name=name, block=block, activations=after, moments=held_now, solving=taken)
 
 
-def _solving(work: Work, group: Group) -> Iterator[tuple[str, int]]:
-    """Yield what is done to solve the layers of a group, with the bytes that it takes beside moments."""
+def _solving(work: Work, group: Group) -> Iterator[tuple[str, bool, int]]:
+    """Yield what is done to solve the layers of a group, whether all targets are there, and the bytes it takes beside moments."""
     n, values = group.inputs, 0
     for index, (out, _) in enumerate(group.layers):
         last, weights = index == len(group.layers) - 1, SINGLE * out * n
@@ -325,12 +326,14 @@ def _solving(work: Work, group: Group) -> Iterator[tuple[str, int]]:
         descent = SINGLE * n * n if work.descents else 0
         beam = BEAM if work.beam > 1 else 0
         limit = DOUBLE * n * n if n <= MAX_PROFILED_INPUTS else 0
-        yield "targets are corrected", values + correction + SINGLE * n * n + 5 * weights
+        yield "targets are corrected", False, values + correction + SINGLE * n * n + 5 * weights
         yield (
             "layers are solved",
+            last,
             values + factors + max(descent, beam) + (CODED if work.coded else MATRICES) * weights,
         )
-        yield "losses are measured", values + factors + max(SINGLE * n * n + STRIP * n * STRIPS, limit) + 4 * weights
+        measuring = max(SINGLE * n * n + STRIP * n * STRIPS, limit)
+        yield "losses are measured", last, values + factors + measuring + 4 * weights
         values += weights
 
 

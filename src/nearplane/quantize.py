@@ -193,14 +193,15 @@ def quantized_layers(
             ledger.settle()
         if stage.profiled:
             ledger.profiles += profiles(stage.layers[0].name, stage.inputs[0], recipe.scheme)
-        values = []
-        for layer, matrix, measured in ledger.settled(stage.layers, partial(written, stage), stage.rest):
+        values, again = [], ledger.solves_again(stage.layers)
+        for layer, matrix, measured in ledger.settled(stage.layers, partial(written, stage, again), stage.rest):
             ledger.add(layer, measured)
             values.append(matrix.decode())
         return values
 
-    def written(stage: Stage) -> Iterator[Solved]:
-        for task, layer in zip(tasks(stage, recipe, ledger.planned, storage), stage.layers, strict=True):
+    def written(stage: Stage, again: bool) -> Iterator[Solved]:
+        todo = tasks(stage, recipe, ledger.planned, storage, again=again)
+        for task, layer in zip(todo, stage.layers, strict=True):
             matrix, measured = solve_layer(task)
             name = model.written_name(layer)
             tensors = container.add(name, matrix)
@@ -214,14 +215,14 @@ def quantized_layers(
             ledger.close(done.rest)
 
 
-def tasks(stage: Stage, recipe: Recipe, planned: Plan, storage: torch.dtype) -> Iterator[Task]:
-    """Yield what is to be solved at a stage: layers that share one input, and so one factorization."""
+def tasks(stage: Stage, recipe: Recipe, planned: Plan, storage: torch.dtype, *, again: bool) -> Iterator[Task]:
+    """Yield what is to be solved at a stage, or solved `again`: layers that share one input, and so one factorization."""
     for layer, inputs in zip(stage.layers, stage.inputs, strict=True):
         scheme = recipe.scheme_of(layer.name)
         yield Task(
             name=layer.name,
             W=layer.read(),
-            inputs=inputs,
+            inputs=inputs if again else inputs.used_once(),
             scheme=planned.scheme_of(layer, scheme),
             rate=planned.rate(layer) if layer.name in planned.rates else None,
             storage=storage,

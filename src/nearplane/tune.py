@@ -327,7 +327,8 @@ def _measured(
             matrix = made.stored.matrix(old.stored, made.stored.tensors(old.stored))
             if isinstance(matrix.grid, ProductGrid):
                 old = replace(old, base=matrix.grid.base)  # no sweep with another made these codes
-            new = measured_again(layer.name, layer.read(), inputs, scheme, Known(matrix=matrix, told=old, tuned=True))
+            known = Known(matrix=matrix, told=old, tuned=True)
+            new = measured_again(layer.name, layer.read(), inputs.used_once(), scheme, known)
             new = with_tensors(new, old.stored, old.bytes, old.checksum)
             layers.append(replace(new, asked=old.asked, seconds=old.seconds))
             values.append(matrix.decode())

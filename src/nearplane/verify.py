@@ -335,7 +335,7 @@ def _layer(run: _Again, layer: Layer, inputs: Inputs, told: LayerRecord, faults:
         matrix = run.stored.matrix(told.stored, run.stored.tensors(told.stored)).to(layer.weight.device)
         tried = TRIED_ROWS if run.record.version > 3 else layer.shape[0]
         known = Known(matrix=matrix, told=told, tuned=tuned, tried=tried)
-        again = measured_again(layer.name, layer.read(), inputs, scheme, known)
+        again = measured_again(layer.name, layer.read(), inputs.used_once(), scheme, known)
     except (FormatError, ModelError, NumericalError) as error:
         faults.append(Fault(where=layer.name, what=str(error)))
         return None

@@ -177,20 +177,21 @@ def _through(
     for observed in stages:
         release()  # what forwards took: solving takes as much
         inputs = tuple(shared_inputs(observed))
-        repeated = observed.repeated if first else ()
         stage = Stage(
             layers=observed.layers,
             inputs=inputs,
             first=first,
-            repeated=repeated,
+            repeated=observed.repeated if first else (),
             profiled=profiled and not observed.further,
             rest=rest,
         )
-        for layer, values in zip(observed.layers, solve(stage), strict=True):
+        del observed, inputs  # the stage alone holds moments and factors: they are as large as a block
+        for layer, values in zip(stage.layers, solve(stage), strict=True):
             if values is not None:
                 layer.write(values)
-        names, first = tuple(layer.name for layer in observed.layers), False
-        del observed, stage, inputs  # moments and factors are as large as a block, and the next stage makes its own
+            del values  # in the block now; the last ones would live on beside the next stage
+        names, first = tuple(layer.name for layer in stage.layers), False
+        del stage  # the next one makes its own
         yield Done(layers=names)
 
 

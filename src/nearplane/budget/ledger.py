@@ -89,6 +89,10 @@ class Ledger:
         """Note that a shard was written, with these tensors as they are."""
         self._closed.update(rest)
 
+    def solves_again(self, layers: Sequence[Layer]) -> bool:
+        """Whether layers may be solved more than once: the last ones, where the folder has a limit."""
+        return self._limit is not None and self.planned.to_come.keys() == {layer.name for layer in layers}
+
     def settled(
         self, layers: Sequence[Layer], solve: Callable[[], Iterable[Solved]], rest: Sequence[str]
     ) -> Iterable[Solved]:
@@ -102,8 +106,9 @@ class Ledger:
         Raises:
             RecipeError: the limit cannot be kept.
         """
-        if self._limit is None or self.planned.to_come.keys() != {layer.name for layer in layers}:
+        if not self.solves_again(layers):
             return solve()
+        assert self._limit is not None
         self.settle()
         limit, weights = self._limit, sum(self.planned.to_come.values())
         tried: list[tuple[int, list[Solved]]] = []

@@ -26,7 +26,7 @@ Indices = npt.NDArray[np.int64]
 Integers = npt.NDArray[np.int32]
 
 ROWS = 32  # that are swept at a time on the CPU, each a lane of its registers
-MEMORY = 256 << 20  # bytes of the targets and codes of rows that are worked on at a time, on the CPU
+MEMORY = 64 << 20  # bytes of the targets and codes of rows that are worked on at a time, on the CPU
 
 
 class Places(NamedTuple):
@@ -82,7 +82,7 @@ def k_best(
         factor: of the layer's Hessian; see `factorize`.
         beam: candidates of every row; time and memory grow with it.
         block: columns swept before the error is propagated as one matrix product.
-        memory: bytes that the targets and codes of the rows worked on at a time may take, at least those of one; None: 256 MiB,
+        memory: bytes that the targets and codes of the rows worked on at a time may take, at least those of one; None: 64 MiB,
             on a GPU half of what is free.
 
     Raises:

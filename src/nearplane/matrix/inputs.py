@@ -37,10 +37,21 @@ class Inputs:
     """What is known of one layer input, with its factors: each is made on first use and shared by all layers that see it.
 
     Those of the correction are let go when the last of the layers has its target.
+
+    Args:
+        statistics: second moments, or (in, in) H alone.
+
+    Attributes:
+        corrects: whether the moments told what the quantized inputs have lost.
     """
 
     def __init__(self, statistics: Moments | Tensor) -> None:
         self.moments = statistics if isinstance(statistics, Moments) else Moments(H=statistics, tokens=0)
+        self.corrects, self._once, self._spent = self.moments.corrects, False, False
+        held_out = self.moments.held_out
+        self._rough = (
+            held_out is not None and held_out.H.dtype == torch.float32
+        )  # float32 may do where no code hangs on it
         self._last = True  # no layer behind this one sees the same
         self._factors: dict[tuple[str, float | str, bool], Factor] = {}
         self._damped: dict[tuple[str, float | str, bool], Damped] = {}
@@ -55,6 +66,11 @@ class Inputs:
         other._factors, other._eigenvalues = self._factors, self._eigenvalues
         other._mean_log, other._damped, self._last = self._mean_log, self._damped, False
         return other
+
+    def used_once(self) -> Inputs:
+        """Let go of moments that only a target needs as soon as it is made, which is a third of them; return these inputs."""
+        self._once = True
+        return self
 
     def eigenvalues(self) -> Tensor:
         """Return (in,) the eigenvalues of H, none below 0."""
@@ -92,7 +108,7 @@ class Inputs:
 
     def factor_of_the_sweep(self, scheme: Scheme) -> Factor:
         """Factor H as the sweep of a scheme does."""
-        return self.factor(scheme.order, scheme.damp_of_the_sweep(self.moments.corrects))
+        return self.factor(scheme.order, scheme.damp_of_the_sweep(self.corrects))
 
     def lengths(self, order: Order, scheme: Scheme) -> Tensor:
         """Return (in,) squared lengths of the factor that the sweep would have in an order; only its own is kept.
@@ -109,21 +125,15 @@ class Inputs:
                 trusted = dtype == torch.float64 or bool((H.diagonal()[p] < TRUSTED * d).all())
                 if trusted and bool((d > 0).all()):
                     return d
-        damp = scheme.damp_of_the_sweep(self.moments.corrects)
+        damp = scheme.damp_of_the_sweep(self.corrects)
         return self._factorized(order, damp, dtype="auto" if self._rough else None).d
-
-    @property
-    def _rough(self) -> bool:
-        """Whether float32 may do where no code or loss hangs on the last digits: rows were no better."""
-        held_out = self.moments.held_out
-        return held_out is not None and held_out.H.dtype == torch.float32
 
     def factor_of_the_correction(self, scheme: Scheme, *, fitting: bool = False) -> Factor:
         """Factor H as the target's correction does; with `fitting`, of the tokens that are not held out.
 
         In float32 where rows were and where that is good to a thousandth, unless the sweep has the same: targets are rounded.
         """
-        own = not fitting and scheme.damp == scheme.damp_of_the_sweep(self.moments.corrects)
+        own = not fitting and scheme.damp == scheme.damp_of_the_sweep(self.corrects)
         rough = self._rough and not own
         return self.factor(scheme.order, scheme.damp, fitting=fitting, dtype="auto" if rough else None)
 
@@ -135,11 +145,21 @@ class Inputs:
         return self._damped[key]
 
     def corrected(self, scheme: Scheme) -> None:
-        """Let go of the factors of the correction, but that of the sweep, if no other layer needs them."""
+        """Let go of what only the target needed: factors if no other layer needs them, and moments that are used once."""
         if self._last:
-            own = (scheme.order, scheme.damp_of_the_sweep(self.moments.corrects), False)
+            own = (scheme.order, scheme.damp_of_the_sweep(self.corrects), False)
             for key in {(scheme.order, scheme.damp, False), (scheme.order, scheme.damp, True)} - {own}:
                 self._factors.pop(key, None)
+        if self._once:
+            self.moments = replace(self.moments, C=None, lost=None, held_out=None, fitting_root=None)
+            self._spent = True
+
+    def check_unspent(self) -> None:
+        """Refuse a second target where moments are used once."""
+        if self._spent:
+            raise NumericalError(
+                "These inputs gave a target already and let go of what it was made of. Make them anew."
+            )
 
     def factor(
         self,
@@ -239,6 +259,7 @@ def corrected(W: Tensor, inputs: Inputs, scheme: Scheme, tried: int = TRIED_ROWS
     far as it would have helped these rows on the other windows. In the dtype of `W`: in float32 targets are off by less than a
     thousandth of a step.
     """
+    inputs.check_unspent()
     moments, dead = inputs.moments, inputs.damped_for_the_correction(scheme).dead
     target, rho = W, 0.0
     if scheme.correct and moments.corrects and moments.held_out is not None and moments.held_out.corrects:
