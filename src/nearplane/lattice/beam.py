@@ -103,7 +103,8 @@ def k_best(
         memory = torch.cuda.mem_get_info(W.device)[0] // 2 if W.device.type == "cuda" else MEMORY
     group = grid.group[order]
     each = 2 * W.element_size() + 4  # a target, its copy when candidates change places, a code
-    rows = max(1, memory // (each * beam * W.shape[1]))
+    most = max(1, memory // (each * beam * W.shape[1]))
+    rows = -(-len(W) // -(-len(W) // most))  # as many every time
     codes = torch.empty_like(W, dtype=torch.int32)
     for a in range(0, len(W), rows):
         part = slice(a, a + rows)
@@ -116,7 +117,8 @@ def _best(weights: Weights, U: Tensor, d: Tensor, beam: int, block: int) -> Tens
     """Return (out, in) codes int32 of a matrix, everything in rounding order."""
     W, codebook = weights.W, weights.codebook
     out, n = W.shape
-    target = W[:, None].repeat(1, beam, 1)  # (out, beam, in) of the columns that are left
+    now, spare = W.new_empty(2, out * beam * n)  # targets change places between these two
+    target = now.view(out, beam, n).copy_(W[:, None])  # (out, beam, in) of the columns that are left
     cost = W.new_full((out, beam), torch.inf)
     cost[:, 0] = 0  # one candidate to begin with
     row = torch.arange(out, device=W.device)
@@ -134,8 +136,10 @@ def _best(weights: Weights, U: Tensor, d: Tensor, beam: int, block: int) -> Tens
             values = here.scale[:, None] * (codebook.position(codes, W.dtype) - here.zero[:, None])
             E = here.W[:, None] - values  # (out, beam, b)
             moved = (row[:, None] * beam + ancestor).flatten()
-            target = target.view(out * beam, -1)[:, b - a :].index_select(0, moved).view(out, beam, -1)
-            target.view(out * beam, -1).addmm_(E.reshape(out * beam, -1), rows_of_U[:, b - a :])
+            left = spare[: out * beam * (n - b)].view(out * beam, n - b)
+            torch.index_select(target.view(out * beam, -1)[:, b - a :], 0, moved, out=left)
+            target = left.addmm_(E.reshape(out * beam, -1), rows_of_U[:, b - a :]).view(out, beam, n - b)
+            now, spare = spare, now
     place = cost.argmin(1)  # (out,)
     found = []
     for codes, ancestor in reversed(history):

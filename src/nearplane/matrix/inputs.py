@@ -20,6 +20,7 @@ from nearplane.lattice.pivot import pivoted
 from nearplane.lattice.root import factorize_root
 from nearplane.lattice.steady import one_thread
 from nearplane.lattice.target import correction, mismatch, trust, weighted_difference
+from nearplane.memory import release
 from nearplane.schemes import Order, Scheme
 
 SYMMETRIC = 1e-4  # of the largest entry: what the two halves of a product in float32 may differ by
@@ -267,7 +268,9 @@ def corrected(W: Tensor, inputs: Inputs, scheme: Scheme, tried: int = TRIED_ROWS
         rho = _trusted(W, lost, inputs, scheme, tried)
         if rho != 0.0:
             target = torch.add(W, correction(lost, inputs.factor_of_the_correction(scheme)), alpha=rho)
+        del lost
     inputs.corrected(scheme)
+    release()  # what correcting took: solving takes as much
     return W.masked_fill(dead, 0) if target is W else target.masked_fill_(dead, 0), rho
 
 

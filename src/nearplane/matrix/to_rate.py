@@ -27,6 +27,7 @@ from nearplane.lattice.scale import high_rate_step, ladder, row_exponents, water
 from nearplane.matrix.certificate import measure
 from nearplane.matrix.inputs import Inputs, corrected, lattice_problem
 from nearplane.matrix.on_grid import rounded
+from nearplane.memory import release
 from nearplane.record import LayerRecord
 from nearplane.schemes import RateScheme, Solver
 
@@ -90,6 +91,7 @@ class Search:
 
     def attempt(self, log_step: float) -> Trial:
         """Sweep with step `2^log_step`, and say what the codes cost."""
+        release()  # what the attempt before took
         matrix = self.swept(log_step)
         return Trial(log_step=log_step, matrix=matrix, rate=coded_rate(matrix, self.scheme))
 
