@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import nearplane
 from alive import paused
 from families import VOCABULARY, config_of, random_model
+from nearplane.matrix.inputs import Inputs, corrected
 from nearplane.models.model import open_model
 from nearplane.record import NAME, RunRecord, read_record
 from nearplane.tokens import Windows
@@ -71,6 +75,35 @@ def test_without_free_memory_the_same_is_written(
         assert much == ()
     assert read_record(tmp_path / "none").repeated == none == much
     assert nearplane.verify(tmp_path / "none", against=model, calibration=TOKENS).faults == ()
+
+
+@pytest.mark.parametrize(("how", "where"), [(FAST, "on_grid"), ({"calibration": TOKENS, "rate": 3.0}, "to_rate")])
+def test_while_layers_are_solved_only_their_hessian_is_left_of_the_moments(
+    how: dict[str, Any],
+    where: str,
+    folder_of: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a target is made of is as large as the Hessian: the last layer of a stage lets go of it before it is solved."""
+    asked: list[Inputs] = []
+
+    def watched(W: Tensor, inputs: Inputs, *rest: Any) -> tuple[Tensor, float]:
+        moments = inputs.moments
+        assert moments.held_out is not None
+        parts = (moments.C, moments.lost, moments.held_out.H, moments.held_out.C, moments.held_out.lost)
+        refs = [weakref.ref(part) for part in parts if part is not None]
+        del moments, parts
+        asked.append(inputs)
+        found = corrected(W, inputs, *rest)
+        if inputs._last:
+            assert refs, "targets are corrected"
+            assert [ref() for ref in refs] == [None] * len(refs)
+        return found
+
+    monkeypatch.setattr(f"nearplane.matrix.{where}.corrected", watched)
+    nearplane.quantize(folder_of("llama"), tmp_path / "out", **how)
+    assert len(asked) == 14
 
 
 def test_records_of_before_are_read(folder_of: Callable[[str], Path], tmp_path: Path) -> None:

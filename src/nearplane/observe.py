@@ -79,7 +79,7 @@ def observe(
     return [*summed(groups, looked, stream, correct=correct, held_out=held_out, root=root, extra_rows=extra_rows)]
 
 
-@torch.no_grad()
+# not under torch.no_grad, which would hold what a generator yields until it is asked for more: all that this calls is
 def summed(
     groups: Sequence[tuple[Layer, ...]],
     looked: Iterable[list[Rows | RoutedRows]] | InParts,
@@ -136,6 +136,7 @@ def summed(
             yield sums.pop(0).observed(split)
 
 
+@torch.no_grad()
 def _taken_in(
     sums: list[_Sums], looked: Iterable[list[Rows | RoutedRows]]
 ) -> tuple[list[_Sums], list[list[RoutedRows]]]:
@@ -242,6 +243,7 @@ class _Sums:
         self._fitted, self._held, self._extra = MomentSums(rooted=root), MomentSums(rooted=root), ExtraRows()
         self._alike, self._compared = 0, False
 
+    @torch.no_grad()
     def add(self, batch: int, rows: Rows) -> None:
         """Add what a batch showed; batches come in order."""
         stream, size = self._stream, self._stream.sizes[batch]
@@ -260,12 +262,14 @@ class _Sums:
         if isinstance(rows, ExpertRows):
             self._alike, self._compared = self._alike + rows.alike, rows.X is not None
 
+    @torch.no_grad()
     def summed(self, shown: Iterable[Rows]) -> _Sums:
         """Add what all batches showed."""
         for batch, rows in enumerate(shown):
             self.add(batch, rows)
         return self
 
+    @torch.no_grad()
     def summed_over_experts(self, shown: Iterable[RoutedRows]) -> _Sums:
         """Add what batches showed of every expert of the group; nothing of extra windows."""
         for batch, rows in enumerate(shown):
@@ -273,6 +277,7 @@ class _Sums:
                 self.add(batch, rows.of(expert))
         return self
 
+    @torch.no_grad()
     def observed(self, split: bool, *, blended: tuple[int, _Sums] | None = None) -> Observed:
         """Return the layers with what was summed, which is not summed on.
 

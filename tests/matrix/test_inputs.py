@@ -262,3 +262,17 @@ def test_factors_in_float32_are_as_good_where_nothing_hangs_on_the_last_digits()
         found, lengths = (each.lengths(order, GridScheme()) for each in (one, other))
         assert found.dtype == torch.float32
         assert torch.allclose(found.double(), lengths, rtol=1e-4)
+
+
+def test_moments_that_are_used_once_are_let_go_and_a_second_target_is_refused(generator: torch.Generator) -> None:
+    scheme = GridScheme(bits=4)
+    W = torch.randn(6, COLUMNS, generator=generator, dtype=torch.float64)
+    moments = seen(*streams(generator))
+    kept, once = Inputs(moments), Inputs(moments).used_once()
+    assert same(corrected(W, kept, scheme)[0], corrected(W, once, scheme)[0])
+    assert kept.moments is moments
+    assert (once.moments.C, once.moments.lost, once.moments.held_out) == (None, None, None)
+    assert torch.equal(kept.factor_of_the_sweep(scheme).U, once.factor_of_the_sweep(scheme).U)
+    assert torch.equal(kept.lengths("pivoted", scheme), once.lengths("pivoted", scheme))
+    with pytest.raises(NumericalError, match="Make them anew"):
+        corrected(W, once, scheme)
