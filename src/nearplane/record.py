@@ -29,6 +29,11 @@ READ = (2, 3, 4)  # versions that are read
 MAX_PROFILED_INPUTS = 4096  # inputs above which limits and profiles are left out: they would take longer than the solve
 
 
+def profiled_blocks(count: int) -> frozenset[int]:
+    """Return the numbers of the blocks, of so many, whose inputs have profiles: the first, the middle and the last."""
+    return frozenset({0, count // 2, count - 1})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRecord:
     """One quantized layer and its certificate. Losses are means over out * in, see `lattice/bounds.py`; they refer to the

@@ -31,6 +31,7 @@ from nearplane.models.states import StatesOnDisk
 from nearplane.observe import Observed, observe, shared_inputs, summed
 from nearplane.pace import Pace
 from nearplane.recipe import Recipe
+from nearplane.record import profiled_blocks
 from nearplane.tokens import EXTRA_TOKENS, Windows
 
 log = logging.getLogger(__name__)
@@ -147,7 +148,7 @@ def walk(
         if kept is not None and behind:
             kept.restore(stream)
     room = room_for_pauses(device) if pace is None else pace.room
-    profiled = {0, len(model.blocks) // 2, len(model.blocks) - 1} if stream is not None else set()
+    profiled = profiled_blocks(len(model.blocks)) if stream is not None else frozenset()
     for index, block in enumerate(model.blocks[behind:], behind):
         with block.on(device, dtype, original=correct and stream is not None):
             rest = unquantized(model, model.block_names(index))

@@ -23,7 +23,7 @@ from nearplane.matrix.certificate import PROFILED
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.recipe import Recipe
-from nearplane.record import MAX_PROFILED_INPUTS, LayerRecord, Library, Profile, RunRecord, row_groups
+from nearplane.record import MAX_PROFILED_INPUTS, LayerRecord, Library, Profile, RunRecord, profiled_blocks, row_groups
 from nearplane.schemes import RateScheme
 from nearplane.shards import INDEX, index_text, shard_size
 
@@ -121,7 +121,7 @@ def foretell(model: Model, recipe: Recipe, scheme: RateScheme) -> Foretold:
         name = f"{model.written_name(layer)}.{Native.KEY}"
         said[layer.name] = _of_tensor(name, "U8", (size,), size, shards) + _of_layer(layer)
     if scheme.calibrated:
-        for index in {0, len(model.blocks) // 2, len(model.blocks) - 1}:
+        for index in profiled_blocks(len(model.blocks)):
             for layer in [each for each in model.blocks[index].layers if each.shape[1] <= MAX_PROFILED_INPUTS][:INPUTS]:
                 said[layer.name] += len({*PROFILED, scheme.order}) * _of_profile(layer)
     names = [layer.name for layer in layers]

@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 
 from nearplane.matrix.certificate import PROFILED
 from nearplane.models.model import Model
-from nearplane.record import MAX_PROFILED_INPUTS, LayerRecord, Profile, RunRecord, one_line, row_groups
+from nearplane.record import MAX_PROFILED_INPUTS, LayerRecord, Profile, RunRecord, one_line, profiled_blocks, row_groups
 
 DIGITS = 24  # of a figure: -1.2345678901234567e-308
 WHOLE = 13  # digits of a number of bytes or tokens
@@ -61,7 +61,7 @@ def longest_record(model: Model, record: RunRecord) -> int:
         layers=tuple(layers),
         profiles=tuple(
             Profile(layer=layer.name, order=order, lengths=(0.0,) * min(32, layer.shape[1]), trace=0.0, spread=0.0)
-            for index in {0, len(model.blocks) // 2, len(model.blocks) - 1}
+            for index in profiled_blocks(len(model.blocks))
             for layer in model.blocks[index].layers
             if layer.shape[1] <= MAX_PROFILED_INPUTS
             for order in orders

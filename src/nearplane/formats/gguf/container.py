@@ -54,6 +54,7 @@ from nearplane.widened import source_reader
 INSTALL = 'pip install "nearplane[gguf]"'
 ENDS = ("token_embd.weight", "output.weight")
 FILE_TYPES = {
+    "f16": 1,
     "q4_0": 2,
     "q4_1": 3,
     "q8_0": 7,
@@ -126,7 +127,7 @@ class GGUFFile(Container):
         tell(writer, self._network)
         types = list(self.config["types"].values())
         usual = max(sorted(set(types)), key=types.count) if types else "f16"
-        writer.add_file_type(FILE_TYPES.get(usual, 1))
+        writer.add_file_type(FILE_TYPES[usual])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         folder = self.place.tokenizer or self.place.source
         vocabulary(folder, self._network["vocab_size"], self.config.get("pre")).write(writer, folder)
