@@ -24,7 +24,7 @@ STRIP = 256  # rows that a certificate measures at a time
 STRIPS = 110  # bytes of a weight of these
 MATRICES = 8  # of (out, in) in float32 that live while one is solved: weights, targets, codes, what a descent has
 CODED = 9  # the same of entropy-coded weights: the coder's symbols too
-BEAM = 64 << 20  # bytes of candidates that a beam holds at a time
+BEAM = 128 << 20  # bytes of candidates that a beam holds at a time
 TRIES = 2  # of the search for a step, on all rows by the solver
 PERTURBED = 3  # times, that a layer is
 STARTING, UNCOUNTED = 3.0, 1.3  # seconds before and behind all that is counted; times that, for what is not
@@ -105,6 +105,7 @@ class Work:
         coded: whether codes are entropy-coded.
         probe: what is measured before the first layer is solved; None: nothing.
         backward: tokens of a pass back through the network; 0: there is none.
+        again: whether layers may be solved more than once, so that what their targets are made of stays.
     """
 
     blocks: tuple[Blocks, ...]
@@ -121,6 +122,7 @@ class Work:
     coded: bool = False
     probe: Extent | None = None
     backward: int = 0
+    again: bool = False
 
     @property
     def all_windows(self) -> int:
@@ -312,7 +314,7 @@ def _passing(work: Work, kind: Blocks, way: Way) -> Iterator[Moment]:
         known = DOUBLE * n * n + streams * SINGLE * min(EXTRA, work.extra * work.seqlen) * n
         aims = n * n * (split * SINGLE + crossed * (DOUBLE + SINGLE)) + split * (DOUBLE + SINGLE) * lost
         for name, aimed, taken in _solving(work, group):
-            held_now = known + (0 if aimed else aims)
+            held_now = known + (0 if aimed and not work.again else aims)
             yield Moment(name=name, block=block, activations=after, moments=held_now, solving=taken)
 
 

@@ -79,7 +79,7 @@ def observe(
     return [*summed(groups, looked, stream, correct=correct, held_out=held_out, root=root, extra_rows=extra_rows)]
 
 
-# not under torch.no_grad, which would hold what a generator yields until it is asked for more: all that this calls is
+# not under torch.no_grad, which would hold what a generator yields until it is asked for more; what it calls is under it
 def summed(
     groups: Sequence[tuple[Layer, ...]],
     looked: Iterable[list[Rows | RoutedRows]] | InParts,
@@ -157,9 +157,13 @@ def _in_parts(
     """Yield the layers of one expert after the other, of which some at a time are looked at; see `_in_turn`."""
     whole = made(group, crossed=True).summed_over_experts(looked.all())
     for part in looked.parts:
-        for observed in _in_turn(part, looked.of(part), made, split, rare, whole):
-            yield replace(observed, further=observed.further or part is not looked.parts[0])
-            del observed
+        later = part is not looked.parts[0]
+        found = _in_turn(part, looked.of(part), made, split, rare, whole)
+        yield from map(partial(_marked, later=later), found)  # none is held here while its layers are solved
+
+
+def _marked(observed: Observed, *, later: bool) -> Observed:
+    return replace(observed, further=observed.further or later)
 
 
 def _in_turn(

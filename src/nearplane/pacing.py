@@ -132,6 +132,7 @@ def work_of(model: Model, recipe: Recipe, windows: Windows, looks: Mapping[str, 
         coded=scheme.coding is not None,
         probe=probe,
         backward=backward,
+        again=scheme.asked is not None and scheme.asked[1] == "bytes",
     )
 
 

@@ -162,7 +162,7 @@ def walk(
         if stream is not None:
             finish(model, stream, windows.tokens(), device=device, dtype=dtype)
         with model.head.on(device, dtype, original=False) as block:
-            yield from _through([observe_head(block, stream, recipe, windows.extra_rows)], solve, rest)
+            yield from _through(observations_of_the_head(block, stream, recipe, windows.extra_rows), solve, rest)
     yield Done(rest=rest)
 
 
@@ -219,16 +219,17 @@ def observations(
             yield from map(partial(replace, repeated=repeated), found)  # none is held when the next is summed
 
 
-def observe_head(
+def observations_of_the_head(
     block: Block, stream: Stream | None, recipe: Recipe, extra_rows: int | None = EXTRA_TOKENS
-) -> Observed:
-    """Sum the second moments of the head's inputs; see `observe`. Without a stream nothing is measured."""
+) -> Iterator[Observed]:
+    """Yield the head with the second moments of its inputs; see `observe`. Without a stream nothing is measured."""
     if stream is None:
-        return Observed(layers=tuple(block.quantized_layers()), moments={})
+        yield Observed(layers=tuple(block.quantized_layers()), moments={})
+        return
     head = before_the_head(block, stream)
     scheme, root = recipe.scheme, recipe.scheme.factor == "qr"
     found = observe(block, [head], stream, correct=scheme.correct, root=root, residual=False, extra_rows=extra_rows)
-    return found[0]
+    yield found.pop()
 
 
 def unquantized(model: Model, names: Iterable[str]) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ Indices = npt.NDArray[np.int64]
 Integers = npt.NDArray[np.int32]
 
 ROWS = 32  # that are swept at a time on the CPU, each a lane of its registers
-MEMORY = 64 << 20  # bytes of the targets and codes of rows that are worked on at a time, on the CPU
+MEMORY = 128 << 20  # bytes of the targets and codes of rows that are worked on at a time, on the CPU
 
 
 class Places(NamedTuple):
@@ -82,7 +82,7 @@ def k_best(
         factor: of the layer's Hessian; see `factorize`.
         beam: candidates of every row; time and memory grow with it.
         block: columns swept before the error is propagated as one matrix product.
-        memory: bytes that the targets and codes of the rows worked on at a time may take, at least those of one; None: 64 MiB,
+        memory: bytes that the targets and codes of the rows worked on at a time may take, at least those of one; None: 128 MiB,
             on a GPU half of what is free.
 
     Raises:
@@ -104,10 +104,12 @@ def k_best(
     group = grid.group[order]
     each = 2 * W.element_size() + 4  # a target, its copy when candidates change places, a code
     most = max(1, memory // (each * beam * W.shape[1]))
-    rows = -(-len(W) // -(-len(W) // most))  # as many every time
+    if ROWS < most < len(W):  # whole runs of lanes, about as many rows every time
+        strips = -(-len(W) // (most // ROWS * ROWS))
+        most = -(-len(W) // (strips * ROWS)) * ROWS
     codes = torch.empty_like(W, dtype=torch.int32)
-    for a in range(0, len(W), rows):
-        part = slice(a, a + rows)
+    for a in range(0, len(W), most):
+        part = slice(a, a + most)
         s, z = (x.expand(len(W), -1)[part][:, group].to(W.dtype) for x in (grid.scale, grid.zero))
         codes[part, order] = _best(Weights(W[part][:, order], s, z, grid.codebook), factor.U, d, beam, block)
     return QuantizedMatrix(codes=codes, grid=grid)
@@ -268,7 +270,7 @@ def sweep_block(
     work = Block(t, W, s, z, table, U.contiguous().numpy(), d.numpy(), cost.numpy(), chosen.numpy(), parent.numpy())
     kernel: Any = _sweep_rows
     threads = threads or torch.get_num_threads()
-    share = -(-out // threads)
+    share = -(-out // (threads * ROWS)) * ROWS  # whole runs of lanes
     with ThreadPoolExecutor(threads) as pool:
         for part in [pool.submit(kernel, a, min(a + share, out), work) for a in range(0, out, share)]:
             part.result()

@@ -25,7 +25,7 @@ class Task:
     Args:
         name: of the layer, for the record and for errors.
         W: (out, in) weights.
-        inputs: what calibration saw, shared by layers with the same input.
+        inputs: what calibration saw, shared by layers with the same input; if `used_once`, the task can be solved once.
         scheme: the layer's own; bits are a whole number.
         rate: bits per weight that entropy-coded weights are to take; None: that of the scheme.
         storage: dtype in which steps of grids are stored.

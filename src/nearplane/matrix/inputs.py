@@ -43,6 +43,7 @@ class Inputs:
         statistics: second moments, or (in, in) H alone.
 
     Attributes:
+        moments: the second moments, as far as they are not let go.
         corrects: whether the moments told what the quantized inputs have lost.
     """
 
@@ -50,9 +51,8 @@ class Inputs:
         self.moments = statistics if isinstance(statistics, Moments) else Moments(H=statistics, tokens=0)
         self.corrects, self._once, self._spent = self.moments.corrects, False, False
         held_out = self.moments.held_out
-        self._rough = (
-            held_out is not None and held_out.H.dtype == torch.float32
-        )  # float32 may do where no code hangs on it
+        # whether float32 may do where no code or loss hangs on the last digits: rows were no better
+        self._rough = held_out is not None and held_out.H.dtype == torch.float32
         self._last = True  # no layer behind this one sees the same
         self._factors: dict[tuple[str, float | str, bool], Factor] = {}
         self._damped: dict[tuple[str, float | str, bool], Damped] = {}
@@ -69,7 +69,7 @@ class Inputs:
         return other
 
     def used_once(self) -> Inputs:
-        """Let go of moments that only a target needs as soon as it is made, which is a third of them; return these inputs."""
+        """Let go of moments that only a target needs as soon as it is made: half of them or more; return these inputs."""
         self._once = True
         return self
 
@@ -269,6 +269,7 @@ def corrected(W: Tensor, inputs: Inputs, scheme: Scheme, tried: int = TRIED_ROWS
         if rho != 0.0:
             target = torch.add(W, correction(lost, inputs.factor_of_the_correction(scheme)), alpha=rho)
         del lost
+    del moments
     inputs.corrected(scheme)
     release()  # what correcting took: solving takes as much
     return W.masked_fill(dead, 0) if target is W else target.masked_fill_(dead, 0), rho
