@@ -3,7 +3,7 @@
 python benchmarks/alterations.py [--model FOLDER --text FILE] [--count 1000] [--first 0] [--every-code]
 
 Half are crude: a byte, a file, a number of the record, the hashes as they were; they are to be found from the files alone. Half
-are forged: a code by one, a step by 1 %, a bit of another tensor, a field of a certificate or a profile by 1 %, and every hash made
+are forged: a code by one, a step by 1 %, a bit of another tensor, a field of a certificate by 1 %, and every hash made
 to fit; they are to be found with the original and its text. `tests/forgery.py` makes
 both. The default model is the one in the package.
 """
@@ -27,16 +27,17 @@ from torch import Tensor
 
 import nearplane
 from nearplane import NearplaneError, demo
-from nearplane.budget.plan import Plan, look
+from nearplane.calibration.walk import walk
+from nearplane.calibration.windows import calibration_windows
 from nearplane.formats.stored import read_matrices
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.matrix.inputs import Inputs, corrected
-from nearplane.models.model import device_of, open_model
-from nearplane.record import read_record, row_groups
-from nearplane.schemes import Scheme
-from nearplane.tokens import calibration_windows
-from nearplane.verify import TOLERANCE, Fault, verify
-from nearplane.walk import Stage, walk
+from nearplane.models.model import open_model
+from nearplane.planning.plan import moments_of_embeddings
+from nearplane.recipe.scheme import Scheme
+from nearplane.record.record import read_record, row_groups
+from nearplane.system.device import Device
+from nearplane.verbs.verify import TOLERANCE, Fault, verify
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from forgery import CRUDE, FORGED, move_one
@@ -48,7 +49,6 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "gptq_v2, 2 bits": {"bits": 2, "group_size": 32, "format": "gptq_v2", "symmetric": False},
     "nearplane, 2.125 bits": {"rate": 2.125},
     "nearplane, 3 bits, ends": {"rate": 3.0, "include_embeddings": True, "include_head": True},
-    "nearplane, 3 bits, HPTQ": {"rate": 3.0, "method": "hptq", "coder": "huffman"},
 }
 
 
@@ -111,28 +111,22 @@ class Moves:
 
 def every_code(folder: Path, source: str) -> Moves:
     """Compute what every move of one code by one within its grid would do to the row_losses of the record."""
-    record, place = read_record(folder), device_of("auto")
+    record, place = read_record(folder), Device.named("auto")
     scheme, (embeddings, head) = record.recipe.scheme, record.recipe.scheme.ends
     model = open_model(source, ignore=record.recipe.ignore, embeddings=embeddings, head=head)
     windows = calibration_windows(model, record.recipe)
     assert windows.fitted is not None
-    planned = Plan()
-    if model.embeddings is not None:
-        look(planned, model, scheme, windows.fitted, place)
+    moments = moments_of_embeddings(model, scheme, windows.fitted, place)
     matrices = dict(read_matrices(folder))
     stored = {layer.name: layer.stored for layer in record.layers}
     found: list[Moves] = []
 
-    def values(stage: Stage) -> list[Tensor]:
-        pairs = list(zip(stage.layers, stage.inputs, strict=True))
-        found.extend(
-            moves(stored[layer.name], layer.read(), inputs, matrices[stored[layer.name]], scheme)
-            for layer, inputs in pairs
-        )
-        return [matrices[stored[layer.name]].decode() for layer, _ in pairs]
-
-    for _ in walk(model, record.recipe, windows, values, device=place, moments=planned.moments):
-        pass
+    with walk(model, record.recipe, windows, device=place, moments=moments) as stages:
+        for stage in stages:
+            for layer, inputs in zip(stage.layers, stage.inputs, strict=True):
+                name = stored[layer.name]
+                found.append(moves(name, layer.read(), inputs, matrices[name], scheme))
+            stage.write(matrices[stored[layer.name]].decode() for layer in stage.layers)
     return Moves(
         changes=torch.cat([each.changes for each in found]), hidden=[code for each in found for code in each.hidden],
         dead=sum(each.dead for each in found),

@@ -24,7 +24,8 @@ from nearplane.coding import blob as blob_file
 from nearplane.coding import chunk, header_bits, layout, payload, tans
 from nearplane.coding.bit_stream import read_rice
 from nearplane.coding.blob import Contents, decode, decode_packed, encode, size, stored_base
-from nearplane.coding.header import Header
+from nearplane.coding.blob_header import Header
+from nearplane.theory.huffman import coded_bytes, foretold_size
 
 
 def main() -> None:
@@ -54,10 +55,10 @@ def main() -> None:
         contents = matrix(spreads(side), freedom)
         classes = entropy_of_classes(contents)
         corrected = mean_entropy(contents.codes.T) + miller_madow(contents.codes)
-        for coder in ("tans", "huffman"):
-            count = len(encode(contents, coder=coder, threads=1))
+        for coder in ("tans", "one huffman code"):
+            count = len(encode(contents, threads=1)) if coder == "tans" else coded_bytes(contents.codes)
             bits = 8 * count / contents.codes.size
-            foretold = size(contents, coder=coder).bytes / count - 1
+            foretold = (size(contents) if coder == "tans" else foretold_size(contents.codes)).bytes / count - 1
             print(
                 f"| {name} | {coder} | {bits:.4f} | {classes:.4f} | {bits / classes - 1:+.2%} "
                 f"| {corrected:.4f} | {bits - corrected:+.4f} | {foretold:+.3%} |",
@@ -113,7 +114,7 @@ def miller_madow(codes: NDArray[np.int32]) -> float:
 def speeds(contents: Contents, repeats: int) -> str:
     """Return the cells of a row of the first table."""
     blob = encode(contents, threads=1)
-    choices = blob_file._choices(contents, "tans", True)
+    choices = blob_file._choices(contents)
     source = np.random.default_rng(2).integers(0, 256, 1 << 26, dtype=np.uint8)
     target = np.empty_like(source)
     parts: dict[str, Callable[[], object]] = {
@@ -146,7 +147,7 @@ def decoder(blob: NDArray[np.uint8]) -> Callable[[], object]:
     header, arrangement, bits = header_bits.read_header(blob, "matrix")
     edges = layout.chunk_edges(arrangement.total)
     starts, _ = payload._directory(bits, len(edges) - 1)
-    entries = tans.build(layout.frequencies(header, arrangement), False)[0]
+    entries = tans.build(layout.frequencies(header, arrangement))[0]
     symbols = np.empty(arrangement.total, np.uint8)
     chunks = []
     for n, (begin, end) in enumerate(itertools.pairwise(edges)):
@@ -168,7 +169,7 @@ def decoder(blob: NDArray[np.uint8]) -> Callable[[], object]:
 def encoder(contents: Contents, header: Header, arrangement: layout.Layout) -> Callable[[], object]:
     """Return what codes all chunks from codes, once the encoder has chosen."""
     tables = layout.frequencies(header, arrangement)
-    return lambda: payload.encode_chunks(header, arrangement, tables, contents.codes, 1)
+    return lambda: payload.encode_chunks(arrangement, tables, contents.codes, 1)
 
 
 if __name__ == "__main__":

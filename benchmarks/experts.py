@@ -133,7 +133,7 @@ def run(folder: str, out: str, samples: str) -> None:
     print(
         f"{len(record.layers):,} layers of {sum(x.out_features * x.in_features for x in record.layers) / 1e9:.2f} G weights, "
         f"{record.tokens:,} tokens, {min(counts):,} to {max(counts):,} an expert; CPU {time.process_time() - began:.0f} s, "
-        f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB, {record.repeated or 'each forward once'}"
+        f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB"
     )
 
 

@@ -14,7 +14,7 @@ from statistics import fmean, median
 
 import nearplane
 from nearplane.errors import CalibrationError
-from nearplane.record import RunRecord
+from nearplane.record.record import RunRecord
 
 ASSETS = Path(os.environ.get("ASSETS", "../shared/assets"))
 HEAD = (

@@ -16,9 +16,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nearplane import Recipe
-from nearplane.models.activations import skeleton
+from nearplane.calibration.activations import skeleton
+from nearplane.calibration.walk import observations
 from nearplane.models.model import Model, open_model
-from nearplane.walk import observations
 
 WAYS = {"a pass for every stage": 0, "one forward": 1 << 50}  # bytes that paused activations may take
 SEQLEN, VOCABULARY = 512, 512

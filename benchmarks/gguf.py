@@ -34,16 +34,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from nearplane import Calibration, Recipe, quantize, tune
-from nearplane.block_types import MIXES
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
-from nearplane.divergence import Divergence, divergence
 from nearplane.formats.gguf.architecture import architecture_of, tell
-from nearplane.formats.gguf.container import ENDS
+from nearplane.formats.gguf.gguf_container import ENDS
+from nearplane.formats.gguf.gguf_header import FILE
+from nearplane.formats.gguf.mixes import MIXES
 from nearplane.formats.gguf.names import called, rule_of
 from nearplane.formats.gguf.tokenizer import vocabulary
-from nearplane.gguf_header import FILE
-from nearplane.schemes import BlockScheme
-from nearplane.shards import ShardReader
+from nearplane.models.divergence import Divergence, divergence
+from nearplane.recipe.grids import BlockScheme
+from nearplane.system.safetensors_files import ShardReader
 
 SEQLEN, BATCH = 256, 8
 GRIDS = ("q4_0", "q4_k", "q3_k", "q2_k", "q5_k", "q6_k", "q8_0", *MIXES)

@@ -104,7 +104,7 @@ def child(verb: str, **keywords: object) -> tuple[dict[str, float], str]:
     command = [sys.executable, __file__, "--one", verb, json.dumps(keywords)]
     environment = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", **os.environ}  # as the command line sets it
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode and " is too little: " not in done.stderr:
+    if done.returncode and " is too small: " not in done.stderr:
         raise RuntimeError(done.stderr)
     return {} if done.returncode else dict(json.loads(done.stdout.splitlines()[-1])), done.stderr
 

@@ -13,15 +13,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from nearplane.coding.blob import encode
-from nearplane.formats.native import contents
+from nearplane.coding.blob import Contents, encode
 from nearplane.lattice.bounds import limit, quadratic
 from nearplane.lattice.factor import factorize
-from nearplane.lattice.grid import ProductGrid
 from nearplane.matrix.inputs import Inputs
-from nearplane.matrix.to_rate import Search, quantize_matrix_to_rate, secant
-from nearplane.schemes import Method, RateScheme
-from nearplane.study.shrunken import shrunken
+from nearplane.matrix.to_rate import Search, coded_rate, quantize_matrix_to_rate, secant, waterfilled_steps
+from nearplane.recipe.rates import RateScheme
+from nearplane.theory.hptq import hptq
+from nearplane.theory.shrunken import shrunken
 
 SPACE_FILLING = 0.5 * math.log2(2 * math.pi * math.e / 12)  # 0.2546 bit: what scalar quantization loses at high rate
 
@@ -32,13 +31,21 @@ def rotated(n: int, exponent: float, generator: torch.Generator) -> Tensor:
     return Q * torch.arange(1, n + 1, dtype=torch.float64).pow(-exponent) @ Q.T
 
 
-def excess(W: Tensor, H: Tensor, method: Method, rate: float) -> tuple[float, float]:
+def excess(W: Tensor, H: Tensor, rate: float) -> tuple[float, float]:
     """Quantize to a rate; return bits per weight in the file, and how many of them are above the limit."""
-    scheme = RateScheme(rate=rate, method=method, damp=0.0, solver="nearest-plane")
+    scheme = RateScheme(rate=rate, damp=0.0, solver="nearest-plane")
     matrix, record = quantize_matrix_to_rate(W, H, scheme)
-    coded = 8 * len(encode(contents(matrix))) / W.numel()
+    coded = 8 * len(encode(Contents.of(matrix.codes, matrix.grid))) / W.numel()
     assert record.limit is not None
     return coded, coded - record.limit
+
+
+def excess_of_hptq(W: Tensor, H: Tensor, rate: float) -> tuple[float, float]:
+    """Quantize with one step and a Huffman code; the same figures as `excess`."""
+    coded = hptq(W, H, RateScheme(rate=rate, damp=0.0, solver="nearest-plane"))
+    T, found = W.double(), 8 * coded.bytes / W.numel()
+    loss = float(quadratic(T - coded.matrix.decode().double(), H).mean() / W.shape[1])
+    return found, found - limit(loss, T.square().mean(1), Inputs(H).eigenvalues())
 
 
 def excess_of_shrunken(W: Tensor, H: Tensor, rate: float) -> tuple[float, float]:
@@ -46,23 +53,26 @@ def excess_of_shrunken(W: Tensor, H: Tensor, rate: float) -> tuple[float, float]
 
     Step and noise determine each other: `mu = c^2 / (12 mean(W^2))` is what damps the factor.
     """
-    inputs, (out, n) = Inputs(H), W.shape
-    flat = ProductGrid(
-        base=1.0, columns=torch.zeros(n, dtype=torch.int32), column_resolution=1,
-        rows=torch.zeros(out, dtype=torch.int32), row_resolution=1,
-    )  # fmt: skip
+    inputs = Inputs(H)
     plain = RateScheme(rate=rate, damp=0.0, solver="nearest-plane")
-    log_step = Search.of(W, inputs, plain, flat).first_step(rate)
+
+    def searched(aim: Tensor, scheme: RateScheme) -> Search:
+        factor = inputs.factor_of_the_sweep(scheme)
+        return Search(
+            T=aim, H=H, factor=factor, grid=waterfilled_steps(aim, factor, None), scheme=scheme, sized=coded_rate
+        )
+
+    log_step = searched(W, plain).first_step(rate)
     for _ in range(3):
         mu = 4.0**log_step / 12 / float(W.square().mean())
         scheme = replace(plain, damp=mu / float(H.diagonal().mean()))
         aim = shrunken(W, inputs.factor_of_the_sweep(scheme), mu)
-        trial, _ = secant(Search.of(aim, inputs, scheme, flat).attempt, log_step, rate)
+        trial, _ = secant(searched(aim, scheme).attempt, log_step, rate)
         log_step = trial.log_step
     T, V = W.double(), trial.matrix.decode().double()
     V *= float((V @ H * T).sum() / (V @ H * V).sum())  # the scale of least loss, which costs nothing
-    coded = 8 * len(encode(contents(trial.matrix))) / W.numel()
-    least = limit(float(quadratic(T - V, H).mean() / n), T.square().mean(1), inputs.eigenvalues())
+    coded = 8 * len(encode(Contents.of(trial.matrix.codes, trial.matrix.grid))) / W.numel()
+    least = limit(float(quadratic(T - V, H).mean() / W.shape[1]), T.square().mean(1), inputs.eigenvalues())
     return coded, coded - least
 
 
@@ -121,7 +131,7 @@ def main() -> None:
 
     n = 1024 if quick else 4096
     began = time.perf_counter()
-    found = excess(torch.randn(n, n, generator=g), torch.eye(n, dtype=torch.float64), "waterfill", 3.0)
+    found = excess(torch.randn(n, n, generator=g), torch.eye(n, dtype=torch.float64), 3.0)
     line(f"iid Gaussian {n} x {n}, identity", "waterfill", 3.0, found, SPACE_FILLING, began)
     n = 512
     H, W = rotated(n, 1.6, g), torch.randn(8 * n, n, generator=g)
@@ -137,7 +147,7 @@ def main() -> None:
         if method == "waterfill, shrunken":
             found = excess_of_shrunken(W, H, rate)
         else:
-            found = excess(W, H, "hptq" if method == "hptq" else "waterfill", rate)
+            found = excess_of_hptq(W, H, rate) if method == "hptq" else excess(W, H, rate)
         line(case, method, rate, found, theory, began)
     began = time.perf_counter()
     line(case, "in-loop gains, entropy", 1.0, in_loop_gains(W, H, 1.0), math.nan, began)

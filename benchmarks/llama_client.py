@@ -36,10 +36,11 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import nearplane  # noqa: E402
-from nearplane.block_types import MIXES, TYPES  # noqa: E402
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL  # noqa: E402
-from nearplane.evaluate import load_dense  # noqa: E402
-from nearplane.gguf_header import FILE  # noqa: E402
+from nearplane.formats.gguf.gguf_header import FILE  # noqa: E402
+from nearplane.formats.gguf.mixes import MIXES  # noqa: E402
+from nearplane.lattice.number_formats import TYPES  # noqa: E402
+from nearplane.verbs.evaluate import load_dense  # noqa: E402
 
 FILE_TYPES = {
     "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q6_k": 18, "q2_k_m": 10, "q3_k_m": 12, "q4_k_m": 15, "q5_k_m": 17,

@@ -25,11 +25,11 @@ from transformers.utils import logging
 
 import nearplane
 from nearplane.coding.blob import stored_base
-from nearplane.formats import FORMATS, open_container
 from nearplane.formats.config_file import Quantized
 from nearplane.formats.container import Place
+from nearplane.formats.table import FORMATS, open_container
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
-from nearplane.schemes import RateScheme
+from nearplane.recipe.rates import RateScheme
 
 OCTAVES = 0.8  # standard deviation of the columns' spread
 

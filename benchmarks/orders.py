@@ -23,12 +23,12 @@ from typing import get_args
 import torch
 
 from nearplane import demo
+from nearplane.calibration.activations import skeleton
+from nearplane.calibration.second_moments import Observed, observe
+from nearplane.calibration.stages import stages
+from nearplane.calibration.texts import read_windows
 from nearplane.lattice.factor import Order, factorize
-from nearplane.models.activations import skeleton
-from nearplane.models.calibrate import stages
-from nearplane.models.data import read_windows
 from nearplane.models.model import open_model
-from nearplane.observe import Observed, observe
 
 ASSETS = Path(os.environ.get("ASSETS", "../shared/assets"))
 MODELS = ("demo", "babyllama105", "stories260K")

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 import nearplane
-from nearplane.evaluate import load_dense
-from nearplane.models.data import read_windows
-from nearplane.predictions import log_probabilities
+from nearplane.calibration.texts import read_windows
+from nearplane.verbs.evaluate import load_dense
+from nearplane.verbs.evaluate_networks import log_probabilities
 
 ASSETS = Path(os.environ.get("ASSETS", "../shared/assets"))
 ROWS = (

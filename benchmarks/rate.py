@@ -1,6 +1,6 @@
-"""Perplexity at true bits on disk: nearplane's rate mode, what each part of it is worth, and the methods of Chen et al.
+"""Perplexity at true bits on disk: nearplane's rate mode, what each part of it is worth, and rounding to nearest.
 
-ASSETS=... python benchmarks/rate.py [--models babyllama105 stories260K demo] [--rates 1.5 2.125 3.125 4.125] [--rows default hptq]
+ASSETS=... python benchmarks/rate.py [--models babyllama105 stories260K demo] [--rates 1.5 2.125 3.125 4.125] [--rows default]
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import nearplane
 from nearplane import demo
-from nearplane.evaluate import evaluate
+from nearplane.verbs.evaluate import evaluate
 
 ASSETS = Path(os.environ.get("ASSETS", "../shared/assets"))
 ROWS: Mapping[str, Mapping[str, Any]] = {
@@ -25,11 +25,7 @@ ROWS: Mapping[str, Mapping[str, Any]] = {
     "equal rows": {"rows": "equal"},
     "damp 0.01": {"sweep_damp": 0.01},
     "not corrected": {"correct": False},
-    "hptq": {"method": "hptq"},
-    "hptq uniform": {"method": "hptq", "allocate": "uniform"},
-    "hptq uniform, not corrected": {"method": "hptq", "allocate": "uniform", "correct": False},
-    "round to nearest": {"method": "hptq", "allocate": "uniform", "solver": "round-to-nearest"},
-    "huffman": {"coder": "huffman"},
+    "round to nearest": {"allocate": "uniform", "solver": "round-to-nearest"},
 }
 
 

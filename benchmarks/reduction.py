@@ -24,16 +24,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nearplane.calibration.activations import skeleton
+from nearplane.calibration.second_moments import observe
+from nearplane.calibration.stages import stages
+from nearplane.calibration.texts import read_windows
 from nearplane.lattice.bounds import limit, quadratic
 from nearplane.lattice.factor import factorize
 from nearplane.lattice.grid import Grid
 from nearplane.lattice.solve import nearest_plane
-from nearplane.models.activations import skeleton
-from nearplane.models.calibrate import stages
-from nearplane.models.data import read_windows
 from nearplane.models.model import open_model
-from nearplane.observe import observe
-from nearplane.study.reduction import nearest_plane_reduced, reduce
+from nearplane.theory.reduction import nearest_plane_reduced, reduce
 
 Solve = Callable[[Tensor, Grid], Tensor]  # weights and grid to codes
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nearplane.lattice.factor import factorize
 from nearplane.lattice.grid import Grid
+from nearplane.lattice.number_formats import integers
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solve import nearest_plane
 
@@ -46,8 +47,8 @@ def main() -> None:
     for rows in arguments.rows:
         W = torch.randn(rows, len(H), generator=generator) / len(H) ** 0.5
         for name, (symmetric, size) in GRIDS.items():
-            steps = Steps(bits=4, symmetric=symmetric, search="minmax", storage=torch.float16)
-            cells = compare_solves(W, H, steps.grid(W, size), factors, arguments.repeats)
+            steps = Steps(format=integers(4, size, symmetric=symmetric), search="minmax", storage=torch.float16)
+            cells = compare_solves(W, H, steps.grid(W), factors, arguments.repeats)
             print(f"| {rows} | {name} | {cells} |", flush=True)
 
 

@@ -34,17 +34,17 @@ from orders import MODELS, SEQLEN, Case, case, observations
 from torch import Tensor
 
 import nearplane
-from nearplane.divergence import Divergence, divergence
-from nearplane.evaluate import load_dense
+from nearplane.calibration.second_moments import shared_inputs
+from nearplane.calibration.texts import read_windows
 from nearplane.lattice.bounds import quadratic
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solve import nearest_plane
 from nearplane.matrix.inputs import Inputs, corrected
 from nearplane.matrix.on_grid import quantize_matrix, solve
-from nearplane.models.data import read_windows
-from nearplane.observe import shared_inputs
-from nearplane.predictions import log_probabilities
-from nearplane.schemes import GridScheme
+from nearplane.models.divergence import Divergence, divergence
+from nearplane.recipe.grids import GridScheme
+from nearplane.verbs.evaluate import load_dense
+from nearplane.verbs.evaluate_networks import log_probabilities
 
 PLAIN: dict[str, Any] = {"polish": 0, "rounds": 0}
 REFERENCE = "nearest plane"  # in activation order
@@ -67,8 +67,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "k-best 4": PLAIN | {"solver": "k-best", "beam": 4},
     "k-best 16": PLAIN | {"solver": "k-best", "beam": 16},
     "k-best 8 + polish 2, rounds 2": {"solver": "k-best", "beam": 8, "polish": 2, "rounds": 2},
-    "obq": PLAIN | {"solver": "obq"},
-    "obq + polish 2, rounds 2": {"solver": "obq", "polish": 2, "rounds": 2},
 }
 LARGE = (REFERENCE, *(name for name in VARIANTS if name.startswith("+")), "k-best 4")
 REPEATS, LONG = 3, 3.0  # a solve of more seconds is not timed again
@@ -209,8 +207,8 @@ def large(n: int, bits: int, names: list[str]) -> None:
     parts = {order: _once(lambda: inputs.factor(order, 0.01)) for order in ("activation", "pivoted")}  # noqa: B023
     factor, plain = parts["activation"], schemes[names[0]]
     parts["eigenvalues for the certificate"] = _once(inputs.eigenvalues)
-    steps = Steps(bits=bits, symmetric=False, search=plain.scale, storage=torch.float16)
-    parts["steps"], grid = timed(lambda: steps.grid(W, plain.group_size))
+    steps = Steps(format=plain.number_format, search=plain.scale, storage=torch.float16)
+    parts["steps"], grid = timed(lambda: steps.grid(W))
     parts["sweep"], _ = timed(lambda: nearest_plane(W, grid, inputs.factor("activation", 0.01)))
     print(", ".join(f"{name} {seconds:.2f} s" for name, seconds in parts.items()) + "\n")
     print(f"| solver, {n} x {n}, {bits} bits | loss, bits | solve | ratio | with factor | quantize_matrix | ratio |")

@@ -27,7 +27,6 @@ SHAPES = 2 * [(1024, 1024), (512, 1024), (512, 1024), (1024, 1024), (3072, 1024)
 STAGES = {  # name: (file, functions), whichever of them a commit has
     "moments": ("lattice/moments.py", ["add"]),
     "factors": ("matrix/inputs.py", ["_factorized"]),
-    "profiles": ("matrix/certificate.py", ["profiles"]),
     "layers": ("matrix/__init__.py", ["solve_layer"]),
     "correction": ("matrix/inputs.py", ["corrected"]),
     "steps": ("lattice/scale.py", ["grid"]),
@@ -81,7 +80,7 @@ def unit() -> float:
     found: dict[tuple[int, int], float] = {}
     for out, columns in set(SHAPES):
         W, H, times = torch.randn(out, columns), torch.randn(columns, columns), []
-        for precision in 6 * ("ieee", "bf16"):  # by MKL, and by oneDNN: see src/nearplane/products.py
+        for precision in 6 * ("ieee", "bf16"):  # by MKL, and by oneDNN: see src/nearplane/system/matmul_library.py
             torch.backends.mkldnn.matmul.fp32_precision = precision
             began = time.process_time()
             W @ H

@@ -7,9 +7,9 @@ from copy import deepcopy
 import torch
 from torch import Tensor, nn
 
-from nearplane.models.activations import Stream
+from nearplane.calibration.activations import Stream
+from nearplane.calibration.recorder import Call
 from nearplane.models.model import Block
-from nearplane.models.recorder import Call
 from nearplane.models.structure import find_layers
 
 

@@ -11,11 +11,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from nearplane.demo import MODEL
-from nearplane.formats import FORMATS, open_container
 from nearplane.formats.config_file import Quantized
 from nearplane.formats.container import Place
+from nearplane.formats.table import FORMATS, open_container
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.schemes import GridScheme, LayerGrid
+from nearplane.lattice.number_formats import NumberFormat, integers
+from nearplane.recipe.grids import GridScheme
 
 
 def config_of_grids(
@@ -23,7 +24,7 @@ def config_of_grids(
     quantized: Sequence[str],
     *,
     ignore: Sequence[str] = (),
-    grids: Mapping[str, LayerGrid] | None = None,
+    grids: Mapping[str, NumberFormat] | None = None,
     **scheme: Any,
 ) -> dict[str, Any]:
     """Return the quantization_config of layers on grids of a scheme."""
@@ -145,7 +146,7 @@ def write_folder(
         format,
         tuple(linear),
         ignore=ignore,
-        grids={n: LayerGrid(b, group_size, symmetric) for n, b in widths.items()} if width else None,
+        grids={n: integers(b, group_size, symmetric=symmetric) for n, b in widths.items()} if width else None,
         bits=bits,
         group_size=group_size,
         symmetric=symmetric,
@@ -159,7 +160,7 @@ def write_folder(
             rest = {f"{prefix}.{name}": tensor for name, tensor in block.state_dict().items()}
             for name, module in block.named_modules(prefix=prefix):
                 if name in linear:
-                    grid = LayerGrid(widths[name], group_size, symmetric)
+                    grid = integers(widths[name], group_size, symmetric=symmetric)
                     layers.check(name, tuple(module.weight.shape), type(module).__name__, grid)
                     dtype = layers.scale_dtype(model.dtype)
                     matrices[name] = rounded(

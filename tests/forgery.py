@@ -23,9 +23,11 @@ from nearplane.formats.beside import names_copied
 from nearplane.formats.container import written
 from nearplane.formats.stored import Stored
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
-from nearplane.record import NAME, LayerRecord, Profile, RunRecord, read_record
-from nearplane.schemes import Order
-from nearplane.shards import INDEX, checksum, index_text, sha256
+from nearplane.lattice.number_formats import find_format
+from nearplane.recipe.scheme import Order
+from nearplane.record.record import LayerRecord, RunRecord, read_record
+from nearplane.system.paths import RECORD
+from nearplane.system.safetensors_files import INDEX, checksum, index_text, sha256
 
 CIRCUMSTANCES = {
     "name",
@@ -104,12 +106,12 @@ def swap_shards(folder: Path, rng: random.Random) -> Alteration:
 
 def change_number(folder: Path, rng: random.Random) -> Alteration:
     """Change one number in the text of the record by 1 %."""
-    path = folder / NAME
+    path = folder / RECORD
     text = path.read_text()
     found = rng.choice(list(NUMBER.finditer(text)))
     before = json.loads(found[0])
     path.write_text(text[: found.start()] + json.dumps(other(before, rng)) + text[found.end() :])
-    return Alteration(kind="number", where=NAME, what=f"character {found.start()}: {before} by 1 %")
+    return Alteration(kind="number", where=RECORD, what=f"character {found.start()}: {before} by 1 %")
 
 
 CRUDE: Mapping[str, Alter] = {
@@ -202,16 +204,6 @@ def change_certificate(folder: Path, rng: random.Random) -> Alteration:
     return Alteration(kind="certificate", where=layer.name, what=name)
 
 
-def change_profile(folder: Path, rng: random.Random) -> Alteration:
-    """Change one number of one profile by 1 %."""
-    record = read_record(folder)
-    index, name = rng.randrange(len(record.profiles)), rng.choice([field.name for field in fields(Profile)][2:])
-    profile = record.profiles[index]
-    changed = replace(profile, **{name: other(getattr(profile, name), rng)})
-    sign(folder, replace(record, profiles=(*record.profiles[:index], changed, *record.profiles[index + 1 :])))
-    return Alteration(kind="profile", where=profile.layer, what=name)
-
-
 def remove_file(folder: Path, rng: random.Random) -> Alteration:
     """Delete a file that was copied from the original, and its entry in the record."""
     name = rng.choice(names_copied(folder, trust_remote_code=False))
@@ -221,7 +213,7 @@ def remove_file(folder: Path, rng: random.Random) -> Alteration:
 
 
 FORGED: Mapping[str, Alter] = {
-    "code": move_code, "scale": move_scale, "tensor": change_tensor, "certificate": change_certificate, "profile": change_profile,
+    "code": move_code, "scale": move_scale, "tensor": change_tensor, "certificate": change_certificate,
     "removed": remove_file,
 }  # fmt: skip
 
@@ -258,6 +250,8 @@ def other(value: Any, rng: random.Random) -> Any:
     if isinstance(value, tuple):
         index = rng.randrange(len(value))
         return (*value[:index], other(value[index], rng), *value[index + 1 :])
+    if isinstance(value, str) and find_format(value) is not None:
+        return "int3-row" if value != "int3-row" else "coded"
     if value in get_args(Order):
         return rng.choice([order for order in get_args(Order) if order != value])
     return f"{'1' if value[:1] == '0' else '0'}{value[1:]}"  # of a hash
@@ -312,11 +306,13 @@ def rehash(folder: Path) -> None:
 
 def sign(folder: Path, record: RunRecord) -> None:
     """Write the record of a folder with the hashes and sizes of its files as they are now, and its digest."""
-    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file() and path.name != NAME]
+    names = [
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file() and path.name != RECORD
+    ]
     others = sum((folder / name).stat().st_size for name in names)
     record = replace(
         record,
         files={name: sha256(folder / name) for name in sorted(names)},
         bytes=sum(path.stat().st_size for path in folder.glob("*.safetensors")),
     )
-    (folder / NAME).write_text(record.in_folder(others).to_json())
+    (folder / RECORD).write_text(record.in_folder(others).to_json())

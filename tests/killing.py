@@ -13,7 +13,7 @@ import pytest
 
 from nearplane import FormatError
 from nearplane.formats.container import Container
-from nearplane.record import read_record
+from nearplane.record.record import read_record
 
 TIMES = {"seconds", "peak_memory", "folder", "digest"}  # of the record, which no two runs share
 
@@ -37,9 +37,9 @@ class Killer:
     """Ends the process, as SIGKILL does, before the moment `last` of all at which files change or a layer is added."""
 
     PLACES = (
-        ("nearplane.shards", "save_file"),
-        ("nearplane.shards", "flush"),
-        ("nearplane.notebook", "flush"),
+        ("nearplane.system.safetensors_files", "save_file"),
+        ("nearplane.system.safetensors_files", "flush"),
+        ("nearplane.system.journal_pages", "flush"),
         ("os", "fsync"),
         ("torch", "save"),
         ("os", "replace"),

@@ -13,11 +13,11 @@ from transformers.pytorch_utils import Conv1D
 
 from families import config_of, random_model
 from nearplane.coding.blob import stored_base
-from nearplane.formats import FORMATS, open_container
 from nearplane.formats.config_file import Quantized
 from nearplane.formats.container import Place
+from nearplane.formats.table import FORMATS, open_container
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
-from nearplane.schemes import RateScheme
+from nearplane.recipe.rates import RateScheme
 
 
 def product_matrix(W: Tensor, *, step: float = 0.05, resolution: int = 4, seed: int = 0) -> QuantizedMatrix:

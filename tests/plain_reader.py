@@ -130,7 +130,7 @@ def read_chunks(blob: bytes, bits: Bits, cells: list, symbols: np.ndarray) -> li
 
 def read(blob: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     bits = Bits(blob)
-    assert (bits.take(4), bits.take(4)) == (0, 1), "coder tans, version 1"
+    assert (bits.take(4), bits.take(4)) == (0, 2), "coder tans, version 2"
     out, width, base = bits.varint(), bits.varint(), bits.take(16)
     column_steps, row_steps, columns = 1 << bits.take(3), 1 << bits.take(3), bits.array(width)
     rows = bits.array(out) if bits.take(1) else [0] * out
@@ -159,12 +159,7 @@ def read(blob: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
             single[key] = [found.get(s, 0) for s in range(256)]
     tables = {c[:2]: machine(paired(single[c[0]]) if c[1] else single[c[0]]) for c in cells}
     cells, symbols = [(tables[c[:2]], *c[1:]) for c in cells], np.zeros(total, np.int64)
-    if out * width < 1 << 17:
-        assert zlib.crc32(blob[:-4]) == int.from_bytes(blob[-4:], "little"), "checksum"
-        escapes = bits.escapes()
-        run(bits, bits.take(12), [(size, table, first) for table, *_, first, size in cells], symbols)
-    else:
-        escapes = read_chunks(blob, bits, cells, symbols)
+    escapes = read_chunks(blob, bits, cells, symbols)
     codes = np.zeros((out, width), np.int64)
     for _, pair, group, members, first, size in cells:
         part = symbols[first : first + size].reshape(len(members), -1)

@@ -14,14 +14,15 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import nearplane
 from checkpoints import save_part_of_the_demo, tiny_llama
-from nearplane import Calibration, FormatError, RecipeError, cli
-from nearplane.compare import ORIGINAL, WAYS, fixed_grid, recipe_for
-from nearplane.compare_figure import check_plot, draw
-from nearplane.compared import Row
+from nearplane import Calibration, FormatError, RecipeError
+from nearplane.cli import app as cli
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.formats.stored import read_matrices
 from nearplane.models.model import open_model
-from nearplane.record import read_record
+from nearplane.record.record import read_record
+from nearplane.verbs.compare import ORIGINAL, WAYS, fixed_grid, recipe_for
+from nearplane.verbs.compare_figure import check_plot, draw
+from nearplane.verbs.compare_rows import Row
 
 TOKENS = Calibration(calibration=str(CALIBRATION), samples=16, seqlen=64)
 BITS = (3.125, 2.7)
@@ -87,19 +88,23 @@ def test_at_equal_bits_codes_without_limits_beat_grids_and_water_filling_beats_b
     assert max(huffman) < min(kl[method] for method in GRIDS)
 
 
-@pytest.mark.parametrize("method", ["rtn-mse", "rtn-huffman"])
-def test_rounding_to_nearest_rounds_the_original_weights(rows, small, method):
+def test_rounding_to_nearest_rounds_the_original_weights(rows, small):
     weights = load_file(small / "model.safetensors")
-    folder = next(row.folder for row in rows if row.method == method)
+    folder = next(row.folder for row in rows if row.method == "rtn-mse")
     for name, matrix in read_matrices(folder):
         W = weights[f"{name}.weight"].float()
-        if method == "rtn-mse":
-            codes = (W / matrix.grid.scale.repeat_interleave(128, dim=1)).round().clamp(-4, 3)
-            assert torch.equal(codes.to(torch.int32), matrix.codes)
-        else:  # one step for all weights, scaled after rounding by an amount that is not stored
-            assert not matrix.grid.columns.any()
-            assert not matrix.grid.rows.any()
-            assert bool((matrix.codes.flatten()[W.flatten().argsort()].diff() >= 0).all())
+        codes = (W / matrix.grid.scale.repeat_interleave(128, dim=1)).round().clamp(-4, 3)
+        assert torch.equal(codes.to(torch.int32), matrix.codes)
+
+
+def test_rows_with_huffman_codes_are_measured_in_memory_and_leave_no_checkpoint(rows, small):
+    weights = load_file(small / "model.safetensors")
+    layers = sum(2 * w.numel() for name, w in weights.items() if "proj" in name)
+    dense = sum(w.nbytes for w in weights.values()) - layers
+    for row in (row for row in rows if row.method.endswith("huffman")):
+        assert row.folder is None
+        assert row.bytes == round(row.rate * layers / 16) + dense
+        assert row.seconds > 0
 
 
 def test_the_paper_s_rows_are_without_what_this_package_adds(rows):
@@ -107,10 +112,7 @@ def test_the_paper_s_rows_are_without_what_this_package_adds(rows):
         recipe = read_record(row.folder).recipe
         assert (recipe.scheme.correct, recipe.scheme.order, recipe.allocate) == (False, "natural", "uniform")
         assert recipe.scheme.solver == ("round-to-nearest" if row.method.startswith("rtn") else "nearest-plane")
-        if row.method in GRIDS:
-            assert (recipe.scheme.bits, recipe.scheme.group_size, recipe.scheme.scale) == (3, 128, "mse")
-        else:
-            assert (recipe.scheme.method, recipe.scheme.coder) == ("hptq", "huffman")
+        assert (recipe.scheme.bits, recipe.scheme.group_size, recipe.scheme.scale) == (3, 128, "mse")
 
 
 def test_checkpoints_are_deleted_as_soon_as_they_are_measured(small, tmp_path, monkeypatch):
@@ -184,7 +186,7 @@ def test_kept_checkpoints_never_mix_with_what_is_there(tmp_path):
 def test_a_comparison_that_was_stopped_goes_on_behind_its_rows(rows, small, tmp_path, monkeypatch):
     """Stopped while it measures the second method, it goes on with that checkpoint; other bits are rows beside these."""
     words = dict(text=HELD_OUT, calibration=TOKENS, samples=8, keep=tmp_path / "kept", methods=GRIDS)
-    program = importlib.import_module("nearplane.compare")
+    program = importlib.import_module("nearplane.verbs.compare")
     evaluate, ran = program.evaluate, []
 
     def counted(model, *args, **more):
@@ -267,14 +269,14 @@ def test_the_figure_names_every_method(rows, tmp_path, form):
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_values_beyond_the_figure_are_written_at_its_edge(tmp_path):
+def test_values_beyond_the_figure_are_written_in_its_legend(tmp_path):
     pytest.importorskip("matplotlib")
     rows = [Row(model="m", method=ORIGINAL, rate=16.0, perplexity=10.0, bytes=10)]
     rows += [
         Row(model="m", method="rtn-mse", asked=b, rate=b, perplexity=p, bytes=5) for b, p in ((2, 2e10), (3, 12.0))
     ]
     draw(rows, tmp_path / "figure.svg")
-    assert "<!-- rtn-mse 2e+10 -->" in (tmp_path / "figure.svg").read_text()
+    assert "<!-- rtn-mse (above: 2e+10) -->" in (tmp_path / "figure.svg").read_text()
 
 
 def test_a_figure_of_the_original_alone_is_refused(tmp_path):

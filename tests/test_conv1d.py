@@ -5,8 +5,8 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import nearplane
 from nearplane.demo import CALIBRATION, MODEL
-from nearplane.evaluate import load_dense
 from nearplane.formats.stored import read_matrices
+from nearplane.verbs.evaluate import load_dense
 
 
 def test_gpt2_with_ignored_layers_is_evaluated_as_it_was_written(tmp_path):

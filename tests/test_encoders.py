@@ -22,10 +22,10 @@ from transformers import (
 )
 
 import nearplane
-from nearplane import cli
+from nearplane.calibration.texts import around, read_windows
+from nearplane.cli import app as cli
 from nearplane.demo import CALIBRATION, HELD_OUT
 from nearplane.errors import RecipeError
-from nearplane.models.data import around, read_windows
 from nearplane.models.model import open_model
 
 TOKENS = torch.arange(3, 43).view(2, 20)
@@ -77,7 +77,6 @@ def decoded(folder: Path, place: Path) -> Tensor:
 
 
 def test_four_bits_are_read_back_by_transformers_bit_by_bit(solved: Any, minilm: Path, tmp_path: Path) -> None:
-    pytest.importorskip("compressed_tensors")
     loaded = AutoModel.from_pretrained(solved("grid"), dtype=torch.float32)
     assert type(loaded) is BertModel
     expected = decoded(solved("grid"), tmp_path / "dense")
@@ -128,7 +127,7 @@ def test_the_cosine_is_printed_as_such(solved: Any, minilm: Path, capsys: pytest
 
 def test_block_by_block_the_embeddings_are_the_same(solved: Any, minilm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = nearplane.evaluate(solved("grid"), TOKENS, against=minilm, device="cpu")
-    monkeypatch.setattr("nearplane.predictions.SHARE", 0.0)
+    monkeypatch.setattr("nearplane.verbs.evaluate_networks.SHARE", 0.0)
     streamed = nearplane.evaluate(solved("grid"), TOKENS, against=minilm, device="cpu")
     assert streamed.cosine == pytest.approx(whole.cosine, abs=1e-7)
 

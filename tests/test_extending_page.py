@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -15,12 +14,15 @@ from transformers import PreTrainedModel
 import nearplane
 from families import VOCABULARY
 from native_checkpoints import save_tiny
-from nearplane.annotated import _hints
-from nearplane.formats import FORMATS
-from nearplane.formats import Format as OneFormat
-from nearplane.lattice.scale import Steps
+from nearplane.formats.table import FORMATS
+from nearplane.formats.table import Format as OneFormat
+from nearplane.lattice.number_formats import NAMED
 from nearplane.lattice.solvers import SOLVERS
-from nearplane.schemes import UNCALIBRATED, BlockScheme, Format, GridScheme, RateScheme, Solver
+from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat
+from nearplane.recipe.grids import BlockScheme, GridScheme
+from nearplane.recipe.rates import RateScheme
+from nearplane.recipe.scheme import UNCALIBRATED, Format, Solver
+from nearplane.record.from_json import _hints
 
 PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
 
@@ -31,7 +33,7 @@ def page() -> dict[str, Any]:
     text = PAGE.read_text(encoding="utf-8")
     namespace: dict[str, Any] = {}
     blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.M | re.S))
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     for block in blocks:
         exec(compile("\n" * text[: block.start(1)].count("\n") + block[1], str(PAGE), "exec"), namespace)
     return namespace
@@ -45,7 +47,7 @@ def test_tables_and_names_are_the_same() -> None:
     assert set(SOLVERS) == set(get_args(Solver))
     assert {name for name, solver in SOLVERS.items() if not solver.needs_inputs} == set(UNCALIBRATED)
     formats = {*GridScheme.FORMATS, *BlockScheme.FORMATS, *RateScheme.FORMATS}
-    assert {*FORMATS, "gguf"} == set(get_args(Format)) == formats
+    assert {*FORMATS, "gguf"} == set(get_args(Format)) == formats == {*FILE_FORMATS} - {None}
 
 
 @pytest.fixture
@@ -62,13 +64,14 @@ def test_the_format_of_the_page_goes_through_the_program(
     """Registered as the page says, and nothing else: written, verified, evaluated, exported and loaded."""
     added = OneFormat(page["PackedFP4"](), page["SaysFP4"](), page["OneFile"])
     monkeypatch.setitem(FORMATS, "fp4", added)
-    monkeypatch.setattr("nearplane.recipe.Format", Literal["fp4"])
+    monkeypatch.setattr("nearplane.recipe.recipe.Format", Literal["fp4"])
     monkeypatch.setattr(GridScheme, "FORMATS", ("fp4",))
-    monkeypatch.setattr("nearplane.matrix.on_grid.Steps", partial(Steps, levels=page["E2M1"]))
+    monkeypatch.setitem(FILE_FORMATS, "fp4", FileFormat())
+    monkeypatch.setitem(NAMED, "fp4-g32", page["FP4"])
     model, out, dense = tmp_path / "model", tmp_path / "out", tmp_path / "dense"
     save_tiny(model, "llama")
     tokens = torch.randint(VOCABULARY, (8, 40), generator=torch.Generator().manual_seed(0))
-    nearplane.quantize(model, out, bits=4, group_size=32, format="fp4", calibration=tokens)
+    nearplane.quantize(model, out, grid="fp4-g32", format="fp4", calibration=tokens)
     assert not nearplane.verify(out, against=model, calibration=tokens).faults
     nearplane.export(out, dense, dtype="float32")
     measured = [nearplane.evaluate(each, tokens, against=model) for each in (out, dense)]

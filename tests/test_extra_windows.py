@@ -11,15 +11,15 @@ from transformers import AutoTokenizer
 
 import nearplane
 from families import config_of, random_model
+from nearplane.calibration.texts import read_windows
+from nearplane.calibration.windows import calibration_windows
 from nearplane.demo import CALIBRATION, MODEL
-from nearplane.evaluate import load_dense
-from nearplane.models.data import read_windows
 from nearplane.models.model import open_model
-from nearplane.recipe import Calibration, Recipe
-from nearplane.record import LayerRecord, RunRecord
-from nearplane.summary import summary
-from nearplane.tokens import calibration_windows
-from nearplane.verify import verify
+from nearplane.recipe.recipe import Calibration, Recipe
+from nearplane.record.record import LayerRecord, RunRecord
+from nearplane.record.summary import summary
+from nearplane.verbs.evaluate import load_dense
+from nearplane.verbs.verify import verify
 
 DOWN = "model.layers.0.mlp.down_proj"
 FAST = {"calibration": str(CALIBRATION), "samples": 12, "seqlen": 32, "group_size": 16, "bits": 3}
@@ -172,12 +172,12 @@ def test_pruned_neurons_are_told_from_inputs_that_the_original_never_uses(model,
     down = next(layer for layer in record.layers if layer.name == DOWN)
     assert (down.dead, down.pruned) == (7, 5)
     said = list(summary(record, tmp_path))
-    pruned = said.index(
-        "5 neurons were pruned: quantization made these inputs 0 for every calibration token, and their weights are 0 now:"
-    )
-    original = said.index(
-        "2 inputs were 0 for every calibration token, in the original network too; their weights are 0 now:"
-    )
-    assert said[pruned + 1] == f"  {DOWN} (5 of 96)"
-    assert said[original + 1] == f"  {DOWN} (2 of 96)"
+    assert (
+        "5 neurons were pruned: quantization made these inputs 0 for every calibration token, and their weights are 0 now: "
+        f"{DOWN} (5 of 96)"
+    ) in said
+    assert (
+        "2 inputs were 0 for every calibration token, in the original network too; their weights are 0 now: "
+        f"{DOWN} (2 of 96)"
+    ) in said
     assert verify(tmp_path / "out", against=str(folder)).faults == ()

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from nearplane import BlockScheme, GridScheme, RateScheme, RecipeError, cli
-from nearplane.flags import GROUPS, BlockFlags, GridFlags, RateFlags, layer_schemes, refuse_mixed, scheme_from
-from nearplane.recipe import Calibration
-from nearplane.removed import refuse_removed_words
-from nearplane.schemes import names_of
+from nearplane import BlockScheme, GridScheme, RateScheme, RecipeError
+from nearplane.cli import app as cli
+from nearplane.cli.flags import GROUPS, BlockFlags, GridFlags, RateFlags, layer_schemes, refuse_mixed, scheme_from
+from nearplane.recipe.recipe import Calibration
+from nearplane.recipe.scheme import names_of
 
 SHOWN = (  # groups in the order of the help, and their flags
     ("Everyday", ("bits", "group-size", "symmetric", "grid", "embeddings", "format")),
@@ -151,9 +151,8 @@ def test_layers_of_a_rate_have_rates():
         ("down_proj=", "is no scheme for layers"),
         ("down_proj=bitz:4", "bitz is not a keyword"),
         ("down_proj=bits:four", "bits is 'four'"),
-        ("down_proj=coder:tans", "coder is 'tans', but only entropy-coded weights have that"),
+        ("down_proj=rows:equal", "rows is 'equal', but only entropy-coded weights have that"),
         ("(=bits:4", "not a regular expression"),
-        ("down_proj=gains:rows", "gains was removed"),
         ("down_proj=samples:9", "samples is no option of how layers"),
     ],
 )
@@ -165,39 +164,3 @@ def test_what_is_no_scheme_for_layers_is_refused(text, said):
 def test_layer_may_be_given_several_times():
     words = ("--layer", "a=bits:3", "--layer", "b=bits:2")
     assert bound(*words)["layer"] == ("a=bits:3", "b=bits:2")
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--gains both", "gains was removed: leave it out"),
-        ("--shrink", "shrink was removed: leave it out"),
-        ("--no-shrink", "shrink was removed: leave it out"),
-        ("--groups=current", r"groups was removed: leave it out.*--rounds"),
-        ("--coder zstd", "coder zstd was removed: use tans"),
-        ("--scale hessian", "scale hessian was removed: use mse"),
-        ("--order reversed", "order reversed was removed: use activation"),
-        ("--coder huffman", "--coder huffman is for studies and no flag any more. Give coder to nearplane.quantize"),
-        ("--method hptq", "--method hptq is for studies"),
-        ("--factor=qr", "--factor qr is for studies"),
-        ("--scale minmax", "--scale minmax is for studies"),
-        ("--solver obq", "--solver obq is for studies"),
-        ("--sweep-damp 0.2", r"--sweep-damp 0.2 is for studies.*Give sweep_damp"),
-        ("--rows equal", "--rows equal is for studies"),
-        ("--no-true-sequential --bits 3", r"^--no-true-sequential is for studies.*Give true_sequential"),
-        ("--seed 3", "--seed 3 is for studies"),
-        ("--seed", "^--seed is for studies"),
-    ],
-)
-def test_flags_that_left_are_refused_with_what_to_use(words, said):
-    with pytest.raises(RecipeError, match=said):
-        refuse_removed_words(["quantize", "model", "out", *words.split()])
-
-
-@pytest.mark.parametrize("words", ["--solver k-best", "--order pivoted", "--bits 4", "--layer q=bits:4"])
-def test_flags_that_stayed_are_not(words):
-    refuse_removed_words(["quantize", "model", "out", *words.split()])
-
-
-def test_other_commands_keep_theirs():
-    refuse_removed_words(["compare", "model", "--seed", "3", "--no-true-sequential"])

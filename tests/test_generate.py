@@ -10,10 +10,10 @@ import torch
 import nearplane
 from families import config_of, random_model
 from nearplane import RecipeError
-from nearplane.cli import app
+from nearplane.cli.app import app
 from nearplane.demo import CALIBRATION, MODEL
-from nearplane.evaluate import load_dense
-from nearplane.generate import UNFINISHED
+from nearplane.verbs.evaluate import load_dense
+from nearplane.verbs.generate import UNFINISHED
 from tokenizers_of_kinds import of_pieces, saved
 
 PROMPT = "Return the number of"

@@ -13,9 +13,10 @@ import nearplane
 from families import config_of, random_model
 from nearplane import GridScheme, Recipe, RecipeError
 from nearplane.demo import CALIBRATION, MODEL
-from nearplane.record import RunRecord, contradictions, read_record
-from nearplane.schemes import fitting_group
-from nearplane.summary import summary
+from nearplane.lattice.number_formats import integers
+from nearplane.recipe.grids import fitting_group
+from nearplane.record.record import RunRecord, contradictions, read_record
+from nearplane.record.summary import summary
 
 FAST = {"calibration": str(CALIBRATION), "samples": 4, "seqlen": 40}
 
@@ -30,7 +31,7 @@ def test_the_group_is_the_largest_power_of_two_that_divides_all_inputs(inputs, m
 def test_inputs_that_no_group_divides_get_one_step_a_row_and_a_group_that_is_asked_for_is_refused():
     assert fitting_group([64, 40]) == 16
     assert GridScheme().grouped([64, 40]).group_size is None
-    assert nearplane.quantize_matrix(torch.eye(40), torch.eye(40), GridScheme())[1].group_size is None
+    assert nearplane.quantize_matrix(torch.eye(40), torch.eye(40), GridScheme())[1].format == "int4-row"
     with pytest.raises(
         RecipeError, match=r"matrix: 40 inputs are not a multiple of --group-size 16\. .*none for one step"
     ):
@@ -43,7 +44,7 @@ def test_one_step_a_row_by_default_is_said(tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(MODEL / name, tmp_path / "model" / name)
     record = nearplane.quantize(tmp_path / "model", tmp_path / "out", **FAST)
-    assert {layer.group_size for layer in record.layers} == {None}
+    assert {layer.number_format.group for layer in record.layers} == {None}
     said = "one step a row: no group of 16 or more divides the 44 inputs of model.layers.0.mlp.down_proj"
     assert any(line.startswith(said) for line in summary(record, Path("out")))
     assert nearplane.verify(tmp_path / "out").faults == ()
@@ -63,7 +64,7 @@ def odd(tmp_path_factory):
 @pytest.mark.parametrize("format", ["compressed-tensors", "gptq"])
 def test_where_the_default_does_not_divide_the_largest_that_does_is_used_and_said(odd, tmp_path, format):
     record = nearplane.quantize(odd, tmp_path / "out", format=format, **FAST)
-    assert {layer.group_size for layer in record.layers} == {32}
+    assert {layer.number_format.group for layer in record.layers} == {32}
     line = "groups of 32: the default, 128, does not divide the 96 inputs of model.layers.0.self_attn.q_proj"
     assert line in list(summary(record, Path("out")))
     assert read_record(tmp_path / "out").recipe.scheme.group_size == "auto"
@@ -97,5 +98,5 @@ def test_a_group_that_auto_never_gives_is_a_contradiction(odd, tmp_path):
     assert isinstance(record, RunRecord)
     assert not list(contradictions(record))
     for size in (48, 8, None):
-        told = replace(record, layers=(replace(layer, group_size=size), *record.layers[1:]))
+        told = replace(record, layers=(replace(layer, format=integers(4, size).name), *record.layers[1:]))
         assert [found for found, _ in contradictions(told)] == [told.layers[0]]

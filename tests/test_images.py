@@ -48,7 +48,6 @@ def states(model: ViTModel) -> Tensor:
 
 
 def test_four_bits_are_read_back_by_transformers_bit_by_bit(solved: Path, tmp_path: Path) -> None:
-    pytest.importorskip("compressed_tensors")
     nearplane.export(solved, tmp_path / "dense", dtype="float32")
     expected = states(AutoModel.from_pretrained(tmp_path / "dense", dtype=torch.float32))
     assert torch.equal(states(AutoModel.from_pretrained(solved, dtype=torch.float32)), expected)

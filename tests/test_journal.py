@@ -1,6 +1,7 @@
 """A run that is killed at any moment goes on when the same command is given again, and ends with the same bytes."""
 
 import importlib
+import json
 import math
 import os
 import shutil
@@ -13,18 +14,21 @@ from safetensors.torch import load_file, save_file
 import nearplane
 from families import config_of, random_model
 from killing import check_goes_on, check_goes_on_after_a_full_disk, check_goes_on_with_a_file_cut_short, contents
-from nearplane import FormatError, RecipeError, journal, notebook
+from nearplane import FormatError, RecipeError
 from nearplane.demo import CALIBRATION, MODEL
-from nearplane.formats.unfinished import Unfinished
-from nearplane.gguf_header import read_header
-from nearplane.record import read_record
+from nearplane.formats.gguf.gguf_header import read_header
+from nearplane.record.record import read_record
+from nearplane.system import journal_pages as notebook
+from nearplane.system.device import Device
+from nearplane.system.output_folder import Unfinished
+from nearplane.verbs import quantize_journal as journal
 
 BLOCKS = 3
 WAYS = {
     "grid": dict(bits=4, group_size=16),
     "widths by slope": dict(bits=3, group_size=16, allocate="slope", symmetric=False, format="gptq_v2", two_sided=True),
     "rate, embeddings and head": dict(rate=3.0, include_embeddings=True, include_head=True),
-    "size": dict(size="720kB"),
+    "size": dict(size="700kB"),
     "blocks of llama.cpp, embeddings too": dict(grid="q4_0"),
     "rounded to nearest": dict(bits=4, group_size=16, solver="round-to-nearest"),
 }
@@ -51,7 +55,7 @@ def text(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def every_block(monkeypatch):
     """Keep every block, however quick it is."""
-    monkeypatch.setattr("nearplane.notebook.SHARE", math.inf)
+    monkeypatch.setattr("nearplane.system.journal_pages.SHARE", math.inf)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +113,7 @@ def stopped_behind(blocks, model, out, monkeypatch, **options):
             raise StoppedError
 
     with monkeypatch.context() as patch:
-        patch.setattr("nearplane.journal.Journal.passed", passed)
+        patch.setattr("nearplane.verbs.quantize_journal.Journal.passed", passed)
         with pytest.raises(StoppedError):
             nearplane.quantize(model, out, **options)
 
@@ -119,10 +123,10 @@ def test_no_finished_block_is_solved_again(model, text, whole, tmp_path, monkeyp
     options, wanted = dict(calibration=str(text), **WAYS[way], **TEXT), contents(whole(way))
     stopped_behind(2, model, tmp_path / "out", monkeypatch, **options)
     solved = []
-    program = importlib.import_module("nearplane.quantize")  # the name is that of the function too
+    program = importlib.import_module("nearplane.verbs.quantize")
     solve = program.solve_layer
     monkeypatch.setattr(program, "solve_layer", lambda task: (solved.append(task.name), solve(task))[1])
-    monkeypatch.setattr("nearplane.beginning.plan", None)
+    monkeypatch.setattr("nearplane.planning.start.plan", None)
     with caplog.at_level("INFO", "nearplane"):
         nearplane.quantize(model, tmp_path / "out", **options)
     assert {name.split(".")[2] for name in solved} == {"2"}
@@ -142,8 +146,8 @@ def test_a_run_that_is_killed_when_all_is_written_is_put_in_place(model, text, w
         patch.setattr(Path, "rename", stopped)
         with pytest.raises(StoppedError):
             nearplane.quantize(model, tmp_path / "out", **options)
-    assert sorted(p.name for p in (tmp_path / "out.unfinished" / "journal").iterdir()) == ["state.json"]
-    monkeypatch.setattr(importlib.import_module("nearplane.quantize"), "walk", None)
+    assert (tmp_path / "out.unfinished" / "journal" / "state.json").is_file()
+    monkeypatch.setattr(importlib.import_module("nearplane.verbs.quantize"), "walk", None)
     shard = tmp_path / "out.unfinished" / "model-00002-of-00004.safetensors"
     content = shard.read_bytes()
     shard.write_bytes(content[:-1])
@@ -194,6 +198,21 @@ def test_a_file_that_is_cut_short_is_named_and_may_be_replaced(model, text, whol
         assert contents(out) == contents(whole("grid"))
 
 
+def test_what_a_run_of_another_version_left_is_refused_by_name_and_may_be_replaced(
+    model, text, whole, tmp_path, monkeypatch
+):
+    out, options = tmp_path / "out", dict(calibration=str(text), **WAYS["grid"], **TEXT)
+    stopped_behind(1, model, out, monkeypatch, **options)
+    path = Path(f"{out}.unfinished") / "journal" / "state.json"
+    state = json.loads(path.read_text())
+    path.write_text(json.dumps(state | {"version": 3, "told": state["told"] | {"version of nearplane": "0.1.0"}}))
+    said = r"out\.unfinished was left by a run of nearplane 0\.1\.0, .*found journal version 3.*--overwrite, or finish it with"
+    with pytest.raises(FormatError, match=said):
+        nearplane.quantize(model, out, **options)
+    nearplane.quantize(model, out, overwrite=True, **options)
+    assert contents(out) == contents(whole("grid"))
+
+
 @pytest.mark.parametrize(("way", "page"), [("grid", "behind-00002.0.pt"), ("rate, embeddings and head", "plan.pt")])
 def test_one_bit_of_a_page_that_is_wrong_is_noticed(model, text, tmp_path, monkeypatch, way, page):
     out, options = tmp_path / "out", dict(calibration=str(text), **WAYS[way], **TEXT)
@@ -214,7 +233,7 @@ def test_shards_below_the_folder_count(tmp_path):
     said = []
     for content in (b"one", b"other"):
         (tmp_path / "parts" / "1.safetensors").write_bytes(content)
-        said.append(notebook.told({}, {"model": tmp_path}, "", {}, torch.device("cpu")))
+        said.append(notebook.told({}, {"model": tmp_path}, "", {}, Device(torch.device("cpu"))))
     names = ["config.json", "model.safetensors.index.json", "parts/1.safetensors"]
     assert [name for name in said[0] if "the model's" in name] == [f"the model's {name}" for name in names]
     assert {name for name in said[0] if said[0][name] != said[1][name]} == {"the model's parts/1.safetensors"}
@@ -223,7 +242,7 @@ def test_shards_below_the_folder_count(tmp_path):
 def test_a_disk_that_fills_while_pages_are_written_keeps_the_state_before(model, text, whole, tmp_path, monkeypatch):
     """Pages that no state names take no room from the run."""
     out, options, save = tmp_path / "out", dict(calibration=str(text), **WAYS["grid"], **TEXT), torch.save
-    monkeypatch.setattr("nearplane.journal.PAGE", 1)  # a batch of one network a page
+    monkeypatch.setattr("nearplane.verbs.quantize_journal.PAGE", 1)  # a batch of one network a page
 
     def full(page, path):
         if Path(path).name == "behind-00002.1.pt.part":
@@ -231,7 +250,7 @@ def test_a_disk_that_fills_while_pages_are_written_keeps_the_state_before(model,
         save(page, path)
 
     with monkeypatch.context() as patch:
-        patch.setattr("nearplane.notebook.torch.save", full)
+        patch.setattr("nearplane.system.journal_pages.torch.save", full)
         stopped_behind(2, model, out, patch, **options)
     there = {path.name.split(".")[0] for path in (tmp_path / "out.unfinished" / "journal").iterdir()}
     assert there == {"state", "plan", "behind-00001"}
@@ -257,7 +276,7 @@ def test_a_gguf_that_is_damaged_is_named_and_may_be_replaced(model, text, whole,
 def test_another_processor_is_said(model, text, whole, tmp_path, monkeypatch, caplog):
     out, options = tmp_path / "out", dict(calibration=str(text), **WAYS["grid"], **TEXT)
     stopped_behind(2, model, out, monkeypatch, **options)
-    monkeypatch.setattr("nearplane.notebook._processor", lambda: "another")
+    monkeypatch.setattr("nearplane.system.journal_pages._processor", lambda: "another")
     nearplane.quantize(model, out, **options)
     assert "ran on" in caplog.text
     assert "this is another" in caplog.text
@@ -280,18 +299,24 @@ def test_a_disk_that_is_full_costs_the_journal_not_the_run(model, text, whole, t
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("nearplane.notebook.Notebook._saved", full)
+        patch.setattr("nearplane.system.journal_pages.Notebook._saved", full)
         nearplane.quantize(model, tmp_path / "out", calibration=str(text), **WAYS["grid"], **TEXT)
     assert "what follows is lost" in caplog.text
     assert contents(tmp_path / "out") == contents(whole("grid"))
     caplog.clear()
-    monkeypatch.setattr("nearplane.notebook.shutil.disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6, 10))
+    monkeypatch.setattr(
+        "nearplane.system.journal_pages.shutil.disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6, 10)
+    )
     nearplane.quantize(model, tmp_path / "again", calibration=str(text), **WAYS["grid"], **TEXT)
     assert "would leave too little" in caplog.text
 
 
 def test_a_full_disk_in_the_middle_is_gone_on_with(model, text, whole, tmp_path, monkeypatch):
-    options, save, written = dict(calibration=str(text), **WAYS["grid"], **TEXT), nearplane.shards.save_file, []
+    options, save, written = (
+        dict(calibration=str(text), **WAYS["grid"], **TEXT),
+        nearplane.system.safetensors_files.save_file,
+        [],
+    )
 
     def full(tensors, path, *more):
         written.append(path)
@@ -300,7 +325,7 @@ def test_a_full_disk_in_the_middle_is_gone_on_with(model, text, whole, tmp_path,
         save(tensors, path, *more)
 
     with monkeypatch.context() as patch:
-        patch.setattr("nearplane.shards.save_file", full)
+        patch.setattr("nearplane.system.safetensors_files.save_file", full)
         with pytest.raises(FormatError, match="No space left"):
             nearplane.quantize(model, tmp_path / "out", **options)
     nearplane.quantize(model, tmp_path / "out", **options)
@@ -309,7 +334,7 @@ def test_a_full_disk_in_the_middle_is_gone_on_with(model, text, whole, tmp_path,
 
 def test_quick_blocks_are_not_all_kept(model, text, tmp_path, monkeypatch):
     """Keeping hidden states may take a twentieth of the time: of a run of a second not more than the first is."""
-    monkeypatch.setattr("nearplane.notebook.SHARE", 1e-9)
+    monkeypatch.setattr("nearplane.system.journal_pages.SHARE", 1e-9)
     kept = []
     write = notebook.Notebook.write
 
@@ -317,6 +342,6 @@ def test_quick_blocks_are_not_all_kept(model, text, tmp_path, monkeypatch):
         kept.append(state["blocks"])
         write(self, state, pages, **words)
 
-    monkeypatch.setattr("nearplane.notebook.Notebook.write", noted)
+    monkeypatch.setattr("nearplane.system.journal_pages.Notebook.write", noted)
     nearplane.quantize(model, tmp_path / "out", calibration=str(text), **WAYS["grid"], **TEXT)
     assert kept == [1]

@@ -10,8 +10,8 @@ import nearplane
 from families import config_of, random_model
 from nearplane import RecipeError
 from nearplane.demo import CALIBRATION, MODEL
-from nearplane.evaluate import load_dense
 from nearplane.formats.stored import read_matrices
+from nearplane.verbs.evaluate import load_dense
 
 FAST = {"calibration": str(CALIBRATION), "samples": 8, "seqlen": 64}
 CPU = torch.device("cpu")
@@ -34,7 +34,9 @@ def test_grids_of_layers_are_their_own_and_hold(model, tmp_path):
     record = nearplane.quantize(model, out, bits=4, group_size=16, layers=OWN, **FAST)
     for layer in record.layers:
         down, wide = "down_proj" in layer.name, "layers.0" in layer.name and "v_proj" in layer.name
-        assert (layer.bits, layer.group_size) == (8 if down else 4, None if wide else 16), layer.name
+        assert (layer.number_format.bits, layer.number_format.group) == (8 if down else 4, None if wide else 16), (
+            layer.name
+        )
     assert all(layer.loss < layer.nearest_loss for layer in record.layers)
     found = nearplane.verify(out, against=str(model))
     assert found.faults == ()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nearplane.memory import _c_library, free_memory, release
+from nearplane.system.memory import _c_library, free_memory, release
 
 MEMINFO = "MemTotal:       24000000 kB\nMemFree:         1000000 kB\nMemAvailable:   20000000 kB\n"
 

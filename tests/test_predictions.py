@@ -8,9 +8,9 @@ import torch
 
 import nearplane
 from families import config_of, random_model
-from nearplane import predictions
 from nearplane.demo import HELD_OUT, MODEL
-from nearplane.readers.decoded import DecodedReader
+from nearplane.formats.decoded import DecodedReader
+from nearplane.verbs import evaluate_networks as predictions
 
 WAYS = {
     "llama": {"bits": 4},

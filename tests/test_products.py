@@ -1,7 +1,6 @@
 """Float32 products on the CPU: the library is chosen by processor and exactness, used for the run alone, repeated by `verify`."""
 
 import importlib
-import json
 import logging
 import shutil
 from contextlib import suppress
@@ -12,12 +11,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import nearplane
-from nearplane import products
 from nearplane.demo import CALIBRATION, MODEL
-from nearplane.products import choice, fastest, kinds, repeated, trial
-from nearplane.record import NAME, Products, RunRecord, read_record
+from nearplane.record.record import read_record
+from nearplane.system import matmul_library as products
+from nearplane.system.device import Device
+from nearplane.system.matmul_choice import Products
+from nearplane.system.matmul_library import choice, fastest, kinds, repeated, trial
 
-CPU = torch.device("cpu")
+CPU = Device(torch.device("cpu"))
 pytestmark = pytest.mark.skipif(products._switch() is None, reason="this torch has no oneDNN, or no switch for it")
 
 
@@ -135,9 +136,3 @@ def test_where_the_machine_rounds_a_record_is_measured_again_by_the_default_and_
         assert switch() == before
         assert used is None
     assert "--tolerance" in caplog.text
-
-
-def test_records_of_before_say_nothing_of_products():
-    path = next((Path(__file__).parent / "data" / "version2").rglob(NAME))
-    assert RunRecord.from_json(path.read_text()).products is None
-    assert "products" not in json.loads(path.read_text())

@@ -7,7 +7,7 @@ import sys
 import numba
 import pytest
 
-from nearplane.progress import duration, logged, say_compiling
+from nearplane.system.progress import duration, logged, say_compiling
 
 
 def lines(caplog, seconds, **words):
@@ -23,7 +23,7 @@ def lines(caplog, seconds, **words):
 
     with caplog.at_level(logging.INFO, logger="nearplane"):
         assert len(list(logged(items(), "quantizing", len(seconds), clock=lambda: now, **words))) == len(seconds)
-    assert {(record.name, record.levelname) for record in caplog.records} == {("nearplane.progress", "INFO")}
+    assert {(record.name, record.levelname) for record in caplog.records} == {("nearplane.system.progress", "INFO")}
     return [record.getMessage() for record in caplog.records]
 
 
@@ -84,7 +84,7 @@ def test_compiling_is_said_once_and_only_where_it_happens(caplog):
             assert numba.njit(lambda x, add=add: x + add)(1) == 1 + add
     assert sum("compiling for this processor" in line for line in caplog.messages) <= 1
     code = (
-        "import logging, numba; from nearplane.progress import say_compiling\n"
+        "import logging, numba; from nearplane.system.progress import say_compiling\n"
         "logging.basicConfig(level=logging.INFO); say_compiling(); print(numba.njit(lambda x: x + 1)(1))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

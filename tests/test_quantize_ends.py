@@ -11,11 +11,11 @@ import nearplane
 from checkpoints import add_tokenizer, save_part_of_the_demo
 from families import config_of, random_model
 from nearplane import NearplaneError
+from nearplane.calibration.texts import read_windows
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
-from nearplane.evaluate import load_dense
 from nearplane.formats.stored import read_dense, read_matrices
-from nearplane.models.data import read_windows
-from nearplane.shards import ShardReader
+from nearplane.system.safetensors_files import ShardReader
+from nearplane.verbs.evaluate import load_dense
 
 FAST = {
     "calibration": str(CALIBRATION), "samples": 8, "seqlen": 64, "allocate": "uniform", "solver": "nearest-plane",
@@ -152,7 +152,7 @@ def test_ignored_ones_stay(small, tmp_path):
 @pytest.mark.parametrize(
     ("small", "words"),
     [
-        ("tied", {"solver": "round-to-nearest", "method": "hptq"}),
+        ("tied", {"solver": "round-to-nearest"}),
         ("untied", {"rows": "equal"}),
         ("untied", {"true_sequential": False}),
     ],

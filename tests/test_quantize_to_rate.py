@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import shutil
 import subprocess
 import sys
@@ -15,16 +14,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import nearplane
 from checkpoints import save_part_of_the_demo
 from nearplane import NearplaneError, Recipe, RecipeError
-from nearplane.budget.foretold import foretell
-from nearplane.cli import app
+from nearplane.calibration.texts import read_windows
+from nearplane.cli.app import app
 from nearplane.coding.blob import shape_of
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.formats.container import Container
 from nearplane.formats.stored import read_dense, read_matrices
-from nearplane.models.data import read_windows
 from nearplane.models.model import open_model
-from nearplane.record import digest_of, read_record
-from nearplane.shards import ShardReader
+from nearplane.planning.folder_size import foretell
+from nearplane.record.record import digest_of, read_record
+from nearplane.system.safetensors_files import ShardReader
 
 FAST = {"calibration": str(CALIBRATION), "samples": 12, "seqlen": 64}
 
@@ -60,10 +59,8 @@ def coded(solved):
     "options",
     [
         {"rate": 0.8, "solver": "nearest-plane"},
-        {"rate": 1.5, "method": "hptq", "solver": "nearest-plane", "allocate": "uniform"},
-        {"rate": 2.0, "coder": "huffman", "allocate": "uniform", "solver": "nearest-plane"},
         {"rate": 3.3, "allocate": "uniform"},
-        {"rate": 5.5, "solver": "round-to-nearest", "method": "hptq", "allocate": "uniform"},
+        {"rate": 5.5, "solver": "round-to-nearest", "allocate": "uniform"},
     ],
     ids=lambda options: " ".join(map(str, options.values())),
 )
@@ -171,7 +168,7 @@ def test_the_record_says_what_each_layer_took(coded):
         assert shape_of(reader.read([name])[name].numpy()) == (layer.out_features, layer.in_features)
         assert 0 < layer.entropy < layer.rate
         assert layer.limit < layer.rate
-        assert layer.bits is None
+        assert layer.format == "coded"
     assert record.overhead == record.bytes - sum(layer.bytes for layer in record.layers)
 
 
@@ -203,8 +200,7 @@ def test_the_reader_of_a_table_may_stop_reading(coded):
         ({"size": "3GB"}, "0.5 to 7 bits"),
         ({"rate": 2, "format": "gptq"}, "--format gptq holds fixed grids, and --rate 2 is for entropy-coded weights"),
         ({"bits": 4, "format": "nearplane"}, "--format nearplane holds entropy-coded weights, and --bits 4"),
-        ({"rate": 2, "coder": "zip"}, "tans, huffman"),
-        ({"rate": 2, "method": "trellis"}, "waterfill, hptq"),
+        ({"rate": 2, "coder": "zip"}, "coder"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -340,27 +336,3 @@ def test_the_record_says_which_tokens_it_saw(coded, small):
     tokens = read_windows(AutoTokenizer.from_pretrained(small), CALIBRATION, samples=13, seqlen=64)
     assert (record.windows, record.extra_windows, record.seqlen, record.tokens) == (12, 1, 64, 768)
     assert record.text == hashlib.sha256(tokens.numpy().astype("<i8").tobytes()).hexdigest()
-
-
-def test_profiles_are_of_the_first_the_middle_and_the_last_block(coded):
-    """Of every input in them, in the three usual orders; longest first where that is the order."""
-    _, record = coded
-    blocks = {profile.layer.split(".")[2] for profile in record.profiles}
-    assert blocks == {"0", "1"}
-    assert len(record.profiles) == 2 * 4 * 3
-    assert {profile.order for profile in record.profiles} == {"natural", "activation", "pivoted"}
-    for profile in record.profiles:
-        assert len(profile.lengths) == 32
-        assert profile.trace > 0
-        assert profile.spread >= 0
-    spread = {(profile.layer, profile.order): profile.spread for profile in record.profiles}
-    for layer, order in spread:
-        assert spread[layer, order] == pytest.approx(
-            spread[layer, "natural"]
-            + 0.5 * math.log2(trace_of(record, layer, order) / trace_of(record, layer, "natural")),
-            abs=1e-4,
-        )  # the product of all lengths is the determinant, whatever the order
-
-
-def trace_of(record, layer, order):
-    return next(profile.trace for profile in record.profiles if (profile.layer, profile.order) == (layer, order))

@@ -8,21 +8,21 @@ from dataclasses import MISSING, fields, replace
 import pytest
 
 from nearplane import FormatError, GridScheme, ModelError, RateScheme, Recipe
-from nearplane.places import folder_named
-from nearplane.record import LayerRecord, Products, Profile, RunRecord, digest_of, read_record, row_groups
+from nearplane.record.record import LayerRecord, RunRecord, digest_of, read_record, row_groups
+from nearplane.system.matmul_choice import Products
+from nearplane.system.paths import RECORD, folder_named
 
 LAYER = LayerRecord(
     name="model.layers.0.mlp.up_proj", out_features=8, in_features=16, loss=0.5, row_losses=(0.5, 1e-07), sweep_damp=0.1,
     relative_loss=0.01, nearest_loss=0.9,
     damped_loss=0.6, worst_case=2.0, expected=2 / 3, gamma=3.5, clipped=0.0, clipped_rows=0.0, correction=0.7, damp=0.01, dead=0,
-    tokens=512, order="activation", bits=3, group_size=None, symmetric=True, seconds=0.1, bytes=64, checksum=64 * "a",
+    tokens=512, order="activation", format="int3-row", seconds=0.1, bytes=64, checksum=64 * "a",
 )  # fmt: skip
-PROFILE = Profile(layer=LAYER.name, order="pivoted", lengths=(4.0, 2.5e-07), trace=4.5, spread=0.5)
 RUN = RunRecord(
     recipe=Recipe(scheme=GridScheme(bits=3), ignore=("head",)), source="somewhere", versions={"torch": "2"},
     device="cpu", windows=2,
-    products=Products(library="onednn", seconds={"default": 0.2, "onednn": 0.1}, errors={"default": 3e-7, "onednn": 5e-7}),
-    seqlen=256, tokens=512, text=64 * "b", layers=(LAYER, LAYER), profiles=(PROFILE,), files={"config.json": 64 * "c"},
+    products=Products(library="onednn", errors={"default": 3e-7, "onednn": 5e-7}),
+    seqlen=256, tokens=512, text=64 * "b", layers=(LAYER, LAYER), files={"config.json": 64 * "c"},
     skipped=(("router", "Router"),), seconds=1.5, bytes=4096,
 )  # fmt: skip
 
@@ -58,8 +58,7 @@ def test_what_is_no_record_is_refused(text, tmp_path):
 def test_a_list_of_numbers_takes_one_line():
     text = RUN.to_json()
     assert '"row_losses": [ 0.5, 1e-07 ]' in text
-    assert '"lengths": [ 4.0, 2.5e-07 ]' in text
-    assert RunRecord.from_json(text).profiles[0].lengths == PROFILE.lengths
+    assert RunRecord.from_json(text).layers[0].row_losses == LAYER.row_losses
 
 
 @pytest.mark.parametrize("others", [0, 10**6])
@@ -118,12 +117,10 @@ WRONG = {  # JSON that is not what an annotation says
     "tuple[float, ...]": [None, 0.5, ["a"], [None], [float("nan")], [[0.5]], {}],
     "Products | None": [3, [], "mkl", {}, {"library": "mkl"}, {"library": 1, "seconds": {}, "errors": {}},
                         {"seconds": {"onednn": "fast"}, "errors": {}}],
-    "Pace | None": [3, [], "8GB", {}, {"limit": "8GB", "foreseen": 1, "batch": 1, "room": 1}, {"limit": 1, "batch": 1}],
     "Tuning | None": [3, [], "network", {}, {"mode": "block"}, {"curve": []}],
     "dict[str, str]": [None, [], {"a": 1}, {"a": None}, "a"],
     "tuple[tuple[str, str], ...]": [None, {}, ["ab"], [["a"]], [["a", "b", "c"]], [["a", 1]]],
     "tuple[LayerRecord, ...]": [None, {}, [None], [[]], [{}], ["a"]],
-    "tuple[Profile, ...]": [None, {}, [None], [[]], [{}], ["a"]],
     "Recipe": [None, [], "a", {"scheme": None}, {"ignore": "ab"}, {"ignore": [1]}, {"scheme": {"bits": "3"}},
                {"scheme": {"damp": "much"}}, {"scheme": {"order": "any"}}, {"calibration": {"seed": "a"}}, {"polish": 1},
                {"scheme": {"size": f"{10**400}"}}, {"scheme": {"rate": 3, "bits": 3}}, {"scheme": {}, "layers": {}},
@@ -135,7 +132,7 @@ WRONG = {  # JSON that is not what an annotation says
     ("kind", "field", "wrong"),
     [
         pytest.param(kind, field.name, wrong, id=f"{kind.__name__}.{field.name}={wrong!r}"[:60])
-        for kind in (RunRecord, LayerRecord, Profile)
+        for kind in (RunRecord, LayerRecord)
         for field in fields(kind)
         for wrong in WRONG[field.type]
     ],
@@ -143,7 +140,7 @@ WRONG = {  # JSON that is not what an annotation says
 def test_every_field_is_of_its_type_or_the_record_is_refused_by_name(kind, field, wrong):
     """Else what reads it ends in a traceback, or takes text for a number."""
     data = json.loads(RUN.to_json())
-    place = {RunRecord: data, LayerRecord: data["layers"][1], Profile: data["profiles"][0]}[kind]
+    place = {RunRecord: data, LayerRecord: data["layers"][1]}[kind]
     assert field in place
     place[field] = wrong
     with pytest.raises(FormatError, match=r"nearplane\.json") as caught:
@@ -151,15 +148,15 @@ def test_every_field_is_of_its_type_or_the_record_is_refused_by_name(kind, field
     if field != "version":  # of another version nothing is read
         assert field in str(caught.value)
     if kind is not RunRecord:
-        named = LAYER.name if field not in ("name", "layer") else "s["
+        named = LAYER.name if field != "name" else "s["
         assert named in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", [RunRecord, LayerRecord, Profile])
+@pytest.mark.parametrize("kind", [RunRecord, LayerRecord])
 def test_fields_that_are_unknown_or_missing_are_named(kind):
     for field in fields(kind):
         data = json.loads(RUN.to_json())
-        place = {RunRecord: data, LayerRecord: data["layers"][1], Profile: data["profiles"][0]}[kind]
+        place = {RunRecord: data, LayerRecord: data["layers"][1]}[kind]
         value = place.pop(field.name)
         if field.default is field.default_factory is MISSING:
             with pytest.raises(FormatError, match=rf"\b{field.name}\b.*missing"):
@@ -187,10 +184,31 @@ def test_the_message_says_what_was_found_and_expected():
         RunRecord.from_json(text)
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"version": 2, "tokens": ' + "9" * 5000 + "}", '{"version": 2.0}'])
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"version": 5, "tokens": ' + "9" * 5000 + "}", '{"version": 5.5}'])
 def test_json_that_no_record_has_is_refused(text):
     with pytest.raises(FormatError):
         RunRecord.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"version": 4, "versions": {"nearplane": "0.1.0"}},
+            r"was written by nearplane 0\.1\.0, .*found record version 4",
+        ),
+        ({"version": None}, "was written by another version of nearplane.*found record version null"),
+        ({"version": 99, "versions": []}, "found record version 99"),
+        ({"version": [[1] * 99]}, "found record version "),
+    ],
+)
+def test_records_of_other_versions_are_refused_by_name(tmp_path, changes, said):
+    """Fields are not looked at: which version wrote it is what helps."""
+    (tmp_path / RECORD).write_text(json.dumps(json.loads(RUN.to_json()) | changes))
+    with pytest.raises(FormatError, match=said) as caught:
+        read_record(tmp_path)
+    assert str(caught.value).startswith(str(tmp_path / RECORD))
+    assert "Quantize again, or read it with" in str(caught.value)
 
 
 def test_where_nothing_is_lost_no_rate_is_the_least():

@@ -7,7 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nearplane import BlockScheme, GridScheme, LayerScheme, RateScheme, Recipe, RecipeError
-from nearplane.schemes import SWEEP_DAMP, names_of, scheme_of
+from nearplane.cli.flags import layer_schemes
+from nearplane.lattice.number_formats import TYPES, number_format
+from nearplane.recipe.scheme import SWEEP_DAMP, names_of
+from nearplane.recipe.scheme_of import scheme_of
 
 RATE = RateScheme(rate=3.0)
 
@@ -23,27 +26,25 @@ def test_defaults_are_those_that_measured_best():
     grid, coded = GridScheme(), RATE
     assert (grid.bits, grid.group_size, grid.symmetric, grid.scale) == (4, "auto", True, "mse")
     assert (grid.solver, grid.beam, grid.polish, grid.rounds) == ("nearest-plane", None, 1, 3)
-    assert (coded.solver, coded.beam, coded.method, coded.coder, coded.rows) == (
-        "k-best", 8, "waterfill", "tans", "sensitivity"
-    )  # fmt: skip
+    assert (coded.solver, coded.beam, coded.rows) == ("k-best", 8, "sensitivity")
     for scheme in (grid, coded):
-        assert (scheme.order, scheme.damp, scheme.correct, scheme.factor) == ("activation", 0.01, True, "cholesky")
+        assert (scheme.order, scheme.damp, scheme.correct) == ("activation", 0.01, True)
 
 
 def test_defaults_follow_from_what_is_given():
     nearest = GridScheme(solver="round-to-nearest")
     assert (nearest.polish, nearest.rounds) == (0, 0)
     assert GridScheme(solver="k-best").beam == 8
-    assert RateScheme(rate=3, method="hptq").solver == "nearest-plane"
-    assert RateScheme(rate=3, solver="obq").beam is None
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"coder": "huffman"}, "coder is 'huffman', but only entropy-coded weights have that; give --rate or --size"),
-        ({"include_head": True}, "include_head is True, but only entropy-coded weights have that"),
-        ({"bits": 3, "method": "hptq"}, "method is 'hptq', but only entropy-coded weights have that"),
+        (
+            {"include_head": True},
+            "include_head is True, but only entropy-coded weights have that; give --rate or --size",
+        ),
+        ({"bits": 3, "rows": "equal"}, "rows is 'equal', but only entropy-coded weights have that"),
         (
             {"rate": 3, "bits": 3},
             "bits is 3, but entropy-coded weights have no fixed grid; leave it out, or leave out --rate",
@@ -55,7 +56,6 @@ def test_defaults_follow_from_what_is_given():
         ({"rate": 3, "polish": 2}, "polish is 2, but entropy-coded"),
         ({"rate": 3, "rounds": 1}, "rounds is 1, but entropy-coded"),
         ({"rate": 3, "size": "1MB"}, "take a --rate or a --size, found both: give one of them"),
-        ({"rate": 3, "method": "hptq", "sweep_damp": 0.1}, "hptq has one step a matrix and nothing else"),
         ({"rate": 7.5}, "rate is 7.5; expected 0.5 to 7 bits"),
         ({"rate": True}, "rate is True; expected 0.5 to 7 bits"),
         ({"size": "3 apples"}, "3 apples"),
@@ -65,11 +65,11 @@ def test_defaults_follow_from_what_is_given():
         ({"grid": 4.5, "solver": "round-to-nearest"}, "grid is 4.5, for which layers are measured on text"),
         ({"grid": "q4_k", "bits": 4}, "bits is 4, but --grid q4_k says all of how weights are stored"),
         ({"grid": "q4_k", "rate": 3}, "grid is 'q4_k' and rate 3, but entropy-coded weights have no fixed grid"),
-        ({"grid": "q4_k", "coder": "tans"}, "coder is 'tans', but --grid q4_k says all"),
+        ({"grid": "q4_k", "rows": "equal"}, "rows is 'equal', but --grid q4_k says all"),
         ({"grid": "q4_k", "solver": "round-to-nearest", "rounds": 1}, "rounds needs calibration"),
         ({"rate": 3, "include_head": "yes"}, "include_head is 'yes'; expected true or false"),
-        ({"rate": 3, "coder": "zip"}, "coder is 'zip'; expected one of tans, huffman"),
-        ({"rate": 3, "method": "trellis"}, "expected one of waterfill, hptq"),
+        ({"rate": 3, "coder": "tans"}, "coder is no option of how layers are quantized"),
+        ({"rate": 3, "rows": "some"}, "expected one of sensitivity, equal"),
         ({"solver": "beam"}, "solver is 'beam'; expected one of nearest-plane"),
         ({"beam": 4}, "beam is 4, but only solver 'k-best' has one, not 'nearest-plane'"),
         ({"solver": "k-best", "beam": 0}, "beam is 0; expected a whole number from 1 to 1000"),
@@ -78,14 +78,11 @@ def test_defaults_follow_from_what_is_given():
         ({"damp": "much"}, "damp is 'much'; expected auto or a number from 0 to 10"),
         ({"sweep_damp": 11}, "sweep_damp is 11; expected 0 to 10"),
         ({"solver": "round-to-nearest", "sweep_damp": 0.1}, "sweep_damp needs calibration"),
-        ({"solver": "round-to-nearest", "factor": "qr"}, "factor needs calibration"),
         ({"solver": "round-to-nearest", "polish": 1}, "polish needs calibration"),
         ({"solver": "round-to-nearest", "rounds": 1}, "rounds needs calibration"),
         ({"solver": "round-to-nearest", "two_sided": True}, "two_sided needs calibration"),
         ({"two_sided": 1}, "two_sided is 1; expected true or false"),
-        ({"order": "reversed"}, "order reversed was removed: use activation"),
-        ({"scale": "hessian"}, "scale hessian was removed: use mse"),
-        ({"rate": 3, "coder": "zstd"}, r"coder zstd was removed: use tans.*commit f3afb2a"),
+        ({"order": "reversed"}, "order is 'reversed'; expected one of"),
     ],
     ids=str,
 )
@@ -100,13 +97,7 @@ def test_entropy_coded_weights_need_a_rate_or_a_size():
         RateScheme()
 
 
-@pytest.mark.parametrize("option", ["gains", "shrink", "groups"])
-def test_options_that_are_no_more_are_refused_with_what_to_do(option):
-    with pytest.raises(RecipeError, match=f"{option} was removed: leave it out"):
-        Recipe.from_spellings(**{option: "none"})
-
-
-@given(st.sampled_from([GridScheme(), GridScheme(solver="k-best"), RATE, RateScheme(size="2MB", method="hptq")]))
+@given(st.sampled_from([GridScheme(), GridScheme(solver="k-best"), RATE, RateScheme(size="2MB", rows="equal")]))
 def test_a_scheme_is_that_of_its_own_options(scheme):
     options = {name: getattr(scheme, name) for name in names_of(type(scheme))}
     assert scheme_of(**options) == scheme
@@ -127,7 +118,6 @@ def test_a_scheme_is_that_of_its_own_options(scheme):
         (GridScheme(damp=0.02, solver="k-best"), True, SWEEP_DAMP),
         (RateScheme(rate=3, damp=0.02), True, SWEEP_DAMP),
         (RateScheme(rate=3, damp=0.02, sweep_damp=0.3), True, 0.3),
-        (RateScheme(rate=3, damp=0.02, method="hptq"), True, 0.02),
     ],
 )
 def test_the_sweep_is_damped_as_asked_else_more_where_targets_are_corrected(scheme, corrected, expected):
@@ -135,10 +125,12 @@ def test_the_sweep_is_damped_as_asked_else_more_where_targets_are_corrected(sche
     assert scheme.damp_of_the_sweep(corrected) == expected
 
 
-def test_the_record_of_a_layer_shows_its_own_width_only_where_widths_differ():
-    assert GridScheme(bits=3, group_size=32).layer_grid == (3, 32, True, False, None)
-    assert GridScheme(bits=3.5, symmetric=False).with_bits(4).layer_grid == (4, "auto", False, False, None)
-    assert RATE.layer_grid == (None, None, None, False, None)
+def test_a_scheme_names_the_number_format_of_its_layers():
+    assert GridScheme(bits=3, group_size=32).number_format.name == "int3-g32"
+    mixed = GridScheme(bits=3.5, group_size=None, symmetric=False)
+    assert mixed.number_format.name == mixed.with_bits(4).number_format.name == "int4-row-asym"
+    assert mixed.storing(number_format("int2-row-asym")).number_format.name == "int2-row-asym"
+    assert RATE.number_format.name == "coded"
     assert RATE.with_bits(3) is RATE
 
 
@@ -186,12 +178,11 @@ def test_groups_of_layers_are_settled_with_those_of_all():
     [
         ({}, {"rate": 3}, r"have a rate \(3\), the others bits: no format holds both"),
         ({"size": "1MB"}, {"rate": 5}, "have a rate of their own, and a size is spread over all layers"),
-        ({"rate": 3}, {"coder": "huffman"}, "have another coder, which is one for a whole run"),
+        ({"rate": 3}, {"rows": "equal"}, "have another rows, which is one for a whole run"),
         ({"bits": 3.5}, {"damp": 0.1}, "a fraction of bits gives every layer a width of its own"),
         ({"rate": 3}, {"bits": 3}, "bits is 3, but entropy-coded weights have no fixed grid"),
         ({}, {"order": "pivoted"}, "have another order, which is one for a whole run"),
         ({}, {"correct": False}, "have another correct"),
-        ({}, {"factor": "qr"}, "have another factor"),
         ({"rate": 3}, {"include_head": True}, "have another include_head"),
         ({"solver": "round-to-nearest"}, {"solver": "k-best"}, "solved by k-best, which needs calibration"),
         ({}, {"bits": 3.5}, r"layers 'down' have 3.5 bits, which no layer can have\. Give them a whole number"),
@@ -199,7 +190,6 @@ def test_groups_of_layers_are_settled_with_those_of_all():
         ({}, {"bitz": 3}, "bitz is not a keyword"),
         ({}, {"samples": 3}, "samples is no option of how layers are quantized"),
         ({}, {"format": "gptq"}, "format is no option of how layers"),
-        ({}, {"gains": "rows"}, "gains was removed"),
     ],
     ids=str,
 )
@@ -235,11 +225,11 @@ def test_a_grid_of_llama_cpp_is_a_scheme_of_its_own():
     scheme = scheme_of(grid="Q4_K", order="natural")
     assert scheme == BlockScheme("q4_k", order="natural")
     assert (scheme.polish, scheme.rounds, scheme.correct, scheme.mixed) == (1, 3, True, False)
-    assert scheme.layer_grid == (4, 32, False, False, "q4_k")
+    assert scheme.number_format is TYPES["q4_k"]
     mixed = BlockScheme("q2_k_m")
     assert mixed.mixed
-    assert mixed.layer_grid.blocks == "q2_k"
-    assert mixed.with_blocks("q3_k") == BlockScheme("q3_k")
+    assert mixed.number_format.name == "q2_k"
+    assert mixed.storing(TYPES["q3_k"]) == BlockScheme("q3_k")
     assert Recipe(scheme=mixed).format == "gguf"
     assert Recipe.from_json(Recipe(scheme=mixed).to_json()) == Recipe(scheme=mixed)
     own = Recipe.from_spellings(grid="q4_k", layers={"down_proj": {"grid": "q6_k"}})
@@ -304,3 +294,39 @@ def test_widths_by_slope_are_no_gguf():
         Recipe(scheme=GridScheme(bits=4.5), format="gguf")
     with pytest.raises(RecipeError, match="take a --grid or a --size, found neither"):
         BlockScheme()
+
+
+# ── names of number formats ──
+
+
+@pytest.mark.parametrize("name", ["int4-g128", "int8-row", "int2-g64-asym", "int3-row-asym"])
+def test_a_number_format_is_asked_for_by_its_name(name):
+    scheme = scheme_of(grid=name, order="natural")
+    assert scheme.number_format == number_format(name)
+    assert scheme.number_format.name == name
+    own = Recipe.from_spellings(bits=4, group_size=64, layers={"down_proj": {"grid": name}})
+    assert own.scheme_of("mlp.down_proj").number_format.name == name
+    other = Recipe.from_spellings(grid=name, layers={"down_proj": {"bits": 5}})
+    assert other.scheme_of("mlp.down_proj").number_format.name == f"int5{name[4:]}"
+    assert Recipe.from_json(other.to_json()) == other
+    both = Recipe.from_spellings(grid="int5-g32", layers={"down_proj": {"grid": name}})
+    assert both.scheme_of("mlp.down_proj").number_format.name == name
+    assert layer_schemes([f"down_proj=grid:{name}"], None)[0].scheme == replace(scheme, order="activation")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"grid": "int4-g128", "bits": 3}, "bits is 3, but --grid int4-g128 says all of how weights are stored"),
+        ({"grid": "int4-g128", "group_size": 64}, "group_size is 64, but --grid int4-g128 says all"),
+        ({"grid": "int9-g128"}, "grid is 'int9-g128'; expected one of q4_0, .* or integers as int4-g128, int8-row"),
+        ({"grid": "int4-g0"}, "grid is 'int4-g0'; expected one of"),
+        (
+            {"grid": "int4-g128", "rate": 3},
+            "grid is 'int4-g128' and rate 3, but entropy-coded weights have no fixed grid",
+        ),
+    ],
+)
+def test_a_name_and_options_that_contradict_it_are_refused(options, message):
+    with pytest.raises(RecipeError, match=message):
+        scheme_of(**options)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from nearplane.errors import FormatError, ModelError
-from nearplane.shards import INCOMPLETE, INDEX, ShardReader, ShardWriter, about, checksum, shard_size
+from nearplane.system.paths import INCOMPLETE
+from nearplane.system.safetensors_files import INDEX, ShardReader, ShardWriter, about, checksum, shard_size
 
 SHARDS = [{"a": torch.arange(6).view(2, 3), "b.c": torch.randn(4)}, {"d": torch.randn(3).to(torch.bfloat16)}]
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nearplane import RecipeError
-from nearplane.sizes import bytes_in, size_text
+from nearplane.recipe.sizes import bytes_in, size_text
 
 
 @pytest.mark.parametrize(

@@ -6,21 +6,19 @@ from pathlib import Path
 import pytest
 
 from nearplane import Calibration, GridScheme, RateScheme, Recipe
-from nearplane.record import LayerRecord, RunRecord
-from nearplane.schemes import BlockScheme
-from nearplane.summary import layer_table, summary
+from nearplane.recipe.grids import BlockScheme
+from nearplane.record.record import LayerRecord, RunRecord
+from nearplane.record.summary import layer_table, summary
 
 GOOD = LayerRecord(
     name="model.layers.0.mlp.up_proj", stored="model.layers.0.mlp.up_proj", out_features=8, in_features=16, loss=0.25,
     row_losses=(0.25,), relative_loss=0.01, nearest_loss=0.75, damped_loss=0.5, worst_case=2.0, expected=2 / 3, gamma=3.5,
-    clipped=0.125, clipped_rows=0.5, correction=0.7, damp=0.01, sweep_damp=0.1, dead=0, tokens=512, order="activation", bits=4,
-    group_size=16, symmetric=True, seconds=0.1, bytes=80, extra_loss=0.5, extra_relative_loss=0.02, extra_nearest_loss=1.0,
+    clipped=0.125, clipped_rows=0.5, correction=0.7, damp=0.01, sweep_damp=0.1, dead=0, tokens=512, order="activation",
+    format="int4-g16", seconds=0.1, bytes=80, extra_loss=0.5, extra_relative_loss=0.02, extra_nearest_loss=1.0,
     pruned=0,
 )  # fmt: skip
 WORSE = replace(GOOD, name="model.layers.1.mlp.up_proj", relative_loss=0.03, extra_relative_loss=0.05, bytes=48)
-CODED = replace(
-    GOOD, bits=None, group_size=None, symmetric=None, asked=3.1, entropy=2.5, limit=2.25, base=0.1, bytes=48
-)
+CODED = replace(GOOD, format="coded", asked=3.1, entropy=2.5, limit=2.25, base=0.1, bytes=48)
 RUN = RunRecord(
     recipe=Recipe(scheme=GridScheme(group_size=16), calibration=Calibration(samples=2)), source="somewhere",
     versions={"torch": "2"},
@@ -36,7 +34,7 @@ OUT = Path("out")
 def test_a_run_that_went_as_asked_takes_four_lines():
     assert list(summary(RUN, OUT)) == [
         "2 layers quantized to 4.000 bits per weight in 1.5 s: out",
-        "weight files 1.25 MB, the whole folder 1.50 MB, calibrated on 512 tokens",
+        "weight files 1.25 MB, the whole folder 1.50 MB, calibrated on 512 tokens (2 windows of 256), measured on 1 window more",
         "relative loss on 1 extra window, to which nothing was fitted: mean 3.50e-02, worst 5.00e-02 (model.layers.1.mlp.up_proj)",
         "rounding the same targets to nearest would lose 2.0 times as much there (median layer)",
     ]
@@ -57,7 +55,7 @@ def test_steps_of_a_model_in_float32_are_told():
 
 def test_bits_that_layers_have_on_average_are_called_so():
     recipe = Recipe.from_spellings(bits=4.5, format="gguf", samples=2)
-    layers = tuple(replace(layer, blocks="q4_k") for layer in RUN.layers)
+    layers = tuple(replace(layer, format="q4_k") for layer in RUN.layers)
     assert "4.5 bits per weight: q4_k in 2 layers" in list(summary(replace(RUN, recipe=recipe, layers=layers), OUT))
 
 
@@ -65,14 +63,14 @@ def test_types_of_blocks_that_are_not_as_asked_are_told():
     """Rows of 64 hold no blocks of 256."""
     recipe = Recipe(scheme=BlockScheme(grid="q4_k"), calibration=Calibration(samples=2))
     layers = tuple(
-        replace(layer, blocks=name, in_features=64) for layer, name in zip(RUN.layers, ("q5_0", "q8_0"), strict=True)
+        replace(layer, format=name, in_features=64) for layer, name in zip(RUN.layers, ("q5_0", "q8_0"), strict=True)
     )
     lines = list(summary(replace(RUN, recipe=recipe, layers=layers), OUT))
     assert "--grid q4_k: q5_0 in 1 layer, q8_0 in 1 layer" in lines
     assert any(
         line.startswith("blocks of 256 weights do not divide the 64 inputs of model.layers.0.") for line in lines
     )
-    right = tuple(replace(layer, blocks="q4_k") for layer in RUN.layers)
+    right = tuple(replace(layer, format="q4_k") for layer in RUN.layers)
     assert not any("--grid" in line for line in summary(replace(RUN, recipe=recipe, layers=right), OUT))
 
 
@@ -108,9 +106,10 @@ def test_layers_that_no_extra_window_reaches_do_not_hide_the_others():
     [
         (
             {"peak_memory": 2_040_000_000},
-            "weight files 1.25 MB, the whole folder 1.50 MB, calibrated on 512 tokens, peak memory 2.04 GB",
+            "weight files 1.25 MB, the whole folder 1.50 MB, calibrated on 512 tokens (2 windows of 256), "
+            "measured on 1 window more, peak memory 2.04 GB",
         ),
-        ({"windows": 1}, "the text holds 1 windows of 256, 2 were asked for"),
+        ({"windows": 1}, "the calibration text holds 1 window of 256 tokens, 2 were asked for"),
         (
             {"windows": 2, "seqlen": 20, "tokens": 40},
             "too few tokens to trust the losses: 40 calibration tokens are 2.5 for each of the 16 inputs of "
@@ -120,27 +119,27 @@ def test_layers_that_no_extra_window_reaches_do_not_hide_the_others():
         ({"skipped": (("router", "Router"),)}, "left as it is: router (Router)"),
         (
             {"layers": (replace(GOOD, dead=3), WORSE)},
-            "3 inputs were 0 for every calibration token, in the original network too; their weights are 0 now:",
+            "3 inputs were 0 for every calibration token, in the original network too; their weights are 0 now: "
+            "model.layers.0.mlp.up_proj (3 of 16)",
         ),
         (
             {"layers": (replace(GOOD, dead=3, pruned=2), replace(WORSE, dead=4, pruned=4))},
-            "6 neurons were pruned: quantization made these inputs 0 for every calibration token, and their weights are 0 now:",
+            "6 neurons were pruned: quantization made these inputs 0 for every calibration token, and their weights are 0 now: "
+            "model.layers.0.mlp.up_proj (2 of 16), model.layers.1.mlp.up_proj (4 of 16)",
         ),
         (
             {"layers": (replace(GOOD, dead=3, pruned=2), replace(WORSE, dead=4, pruned=4))},
-            "  model.layers.0.mlp.up_proj (2 of 16), model.layers.1.mlp.up_proj (4 of 16)",
-        ),
-        (
-            {"layers": (replace(GOOD, dead=3, pruned=2), replace(WORSE, dead=4, pruned=4))},
-            "1 inputs were 0 for every calibration token, in the original network too; their weights are 0 now:",
+            "1 inputs were 0 for every calibration token, in the original network too; their weights are 0 now: "
+            "model.layers.0.mlp.up_proj (1 of 16)",
         ),
         (
             {"layers": (replace(GOOD, dead=3, pruned=None), WORSE)},
-            "3 inputs were 0 for every calibration token; their weights are 0 now:",
+            "3 inputs were 0 for every calibration token; their weights are 0 now: model.layers.0.mlp.up_proj (3 of 16)",
         ),
-        ({"layers": (replace(GOOD, dead=3), WORSE)}, "  model.layers.0.mlp.up_proj (3 of 16)"),
-        ({"recipe": Recipe(max_loss=0.02)}, "1 layers lose more than --max-loss 0.02:"),
-        ({"recipe": Recipe(max_loss=0.02)}, "  model.layers.1.mlp.up_proj: 3.000e-02 at 3.000 bits per weight"),
+        (
+            {"recipe": Recipe(max_loss=0.02)},
+            "more is lost than --max-loss 0.02 in 1 layer: model.layers.1.mlp.up_proj (3.000e-02 at 3.000 bits per weight)",
+        ),
         (
             {"recipe": Recipe(scheme=RateScheme(rate=4.1))},
             "4.1 bits per weight asked for, 4 found: some layers cannot have the rate that they were given, see "
@@ -176,7 +175,7 @@ def test_the_table_of_grids_has_a_row_for_every_layer():
     assert "somewhere quantized by nearest-plane, compressed-tensors, cpu, 1.5 s" in before
     first, second = (dict(zip(columns, row, strict=True)) for row in rows)
     assert first.items() >= {
-        "layer": "model.layers.0.mlp.up_proj", "shape": "8 x 16", "grid": "4-bit sym g16", "bits/weight": "5.000",
+        "layer": "model.layers.0.mlp.up_proj", "shape": "8 x 16", "grid": "int4-g16", "bits/weight": "5.000",
         "relative loss": "1.000e-02", "on extra": "2.000e-02", "nearest/this": "3.00", "nearest/extra": "2.00",
         "bound/this": "4.00*", "clipped %": "12.50", "correction": "0.70",
     }.items()  # fmt: skip

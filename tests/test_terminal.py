@@ -13,11 +13,11 @@ import pytest
 
 import nearplane
 from families import config_of, random_model
-from nearplane import cli
+from nearplane.cli import app as cli
+from nearplane.cli.printing import table
+from nearplane.cli.terminal import Terminated, attended
 from nearplane.demo import CALIBRATION, MODEL
-from nearplane.printed import table
-from nearplane.record import read_record
-from nearplane.terminal import Terminated, attended
+from nearplane.record.record import read_record
 
 
 @pytest.fixture(scope="module")

@@ -1,19 +1,17 @@
-"""Quantizing and tuning in one run: what is solved is tuned by the run that solved it, and gone when that is done."""
+"""Quantizing and tuning in one run: the two verbs one after the other, and OUT.untuned between them an ordinary checkpoint."""
 
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 import forgery
 import nearplane
 from families import config_of, random_model
-from nearplane import RecipeError, then_tuned
-from nearplane.alone import alone
+from nearplane import RecipeError
 from nearplane.demo import CALIBRATION, MODEL
-from nearplane.record import read_record
+from nearplane.record.record import read_record
+from nearplane.system.output_folder import Unfinished
 
 WORDS = dict(bits=4, group_size=16, samples=12, seqlen=40, device="cpu", tune="network")
 
@@ -47,11 +45,17 @@ def ended(model, text, tmp_path_factory):
     """Return the folder in which a run that wrote `out` was stopped before it deleted what it had solved."""
     place = tmp_path_factory.mktemp("ended")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nearplane.then_tuned._delete", stopped)
+        patch.setattr("nearplane.verbs.quantize_then_tune.shutil.rmtree", only_outside(place / "out.untuned"))
         with pytest.raises(StoppedError):
             nearplane.quantize(model, place / "out", calibration=str(text), **WORDS)
-    assert names(place) == ["out", "out.untuned", "out.untuned.json"]
+    assert names(place) == ["out", "out.untuned"]
     return place
+
+
+def only_outside(folder):
+    """Return a function that deletes all folders but one, at which it stops."""
+    delete = shutil.rmtree
+    return lambda path, *args, **words: stopped() if path == folder else delete(path, *args, **words)
 
 
 @pytest.fixture
@@ -62,7 +66,7 @@ def place(ended, tmp_path):
 
 @pytest.fixture
 def solved(place):
-    """Return what was solved, beside it what it was solved for, as a run leaves it that is stopped while it tunes."""
+    """Return what was solved, as a run leaves it that is stopped while it tunes."""
     shutil.rmtree(place / "out")
     return place / "out.untuned"
 
@@ -81,23 +85,16 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_codes_are_not_tuned_against_weights_that_they_were_not_solved_for(solved, again, model, tmp_path, monkeypatch):
-    """A fine-tuned model takes the place of the one that was solved, under its name."""
-    same = shutil.copytree(model, tmp_path / "same" / "llama")
-    monkeypatch.chdir(same.parent)
-    forgery.sign(solved, replace(read_record(solved), source="llama"))
-    monkeypatch.setattr("nearplane.then_tuned.tune", stopped)
-    with pytest.raises(StoppedError):
-        again("llama")
-    tensors = load_file(same / "model.safetensors")
-    tensors["model.layers.0.mlp.up_proj.weight"] *= 1.01
-    save_file(tensors, same / "model.safetensors", {"format": "pt"})
-    for overwrite in (False, True):
-        with pytest.raises(
-            RecipeError, match=r"did not leave it: .* another value of the model's model\.safetensors\."
-        ):
-            again("llama", overwrite=overwrite)
-    assert names(solved.parent) == ["out.untuned", "out.untuned.json"]
+def weights(folder):
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
+def test_the_same_command_tunes_what_it_had_solved(ended, solved, again, monkeypatch):
+    """And writes what it would have written, had nobody stopped it."""
+    monkeypatch.setattr("nearplane.verbs.quantize.solve_layer", stopped)
+    again()
+    assert weights(solved.parent / "out") == weights(ended / "out")
+    assert names(solved.parent) == ["out"]
 
 
 @pytest.mark.parametrize(
@@ -106,30 +103,29 @@ def test_codes_are_not_tuned_against_weights_that_they_were_not_solved_for(solve
         (lambda solved: (solved / "INCOMPLETE").touch(), r"out\.untuned is incomplete"),
         (lambda solved: (solved / "nearplane.json").unlink(), r"holds no nearplane\.json"),
         (lambda solved: (solved / "nearplane.json").write_text("{"), r"nearplane\.json is not a record"),
-        (lambda solved: Path(f"{solved}.json").unlink(), r"untuned\.json cannot be read \(there is none\)"),
-        (
-            lambda solved: forgery.sign(solved, replace(read_record(solved), versions={"torch": "0.1"})),
-            "another value of version of torch",
-        ),
-        (lambda solved: forgery.sign(solved, replace(read_record(solved), device="cuda")), "another value of device"),
-        (lambda solved: forgery.sign(solved, replace(read_record(solved), source="x")), "the name of the model"),
+        (lambda solved: forgery.sign(solved, replace(read_record(solved), source="x")), "its model or its options are"),
+        (lambda solved: shutil.copy(solved.parent / "tuned.json", solved / "nearplane.json"), "it is tuned already"),
     ],
 )
-def test_why_what_was_solved_is_not_tuned_is_said(solved, again, change, said):
+def test_why_what_was_solved_is_not_tuned_is_said(ended, solved, again, change, said):
+    shutil.copy(ended / "out" / "nearplane.json", solved.parent / "tuned.json")
     change(solved)
-    with pytest.raises(RecipeError, match=rf"out\.untuned is there, .* this command did not leave it: .*{said}"):
-        again()
+    before = names(solved)
+    for overwrite in (False, True):
+        with pytest.raises(RecipeError, match=rf"out\.untuned is where .* this command did not write it: .*{said}"):
+            again(overwrite=overwrite)
+    assert names(solved) == before
 
 
-def test_another_recipe_is_named(solved, again):
-    with pytest.raises(RecipeError, match=r"another value of bits, group_size\. Move it away"):
+def test_another_recipe_is_refused(solved, again):
+    with pytest.raises(RecipeError, match=r"its model or its options are others\. Move it away"):
         again(bits=3, group_size=32)
 
 
 def test_overwrite_begins_a_solve_anew_that_was_stopped(place, solved, again, monkeypatch):
     """The sentence that refuses it names --overwrite."""
     shutil.rmtree(solved)
-    monkeypatch.setattr("nearplane.notebook.SHARE", float("inf"))
+    monkeypatch.setattr("nearplane.system.journal_pages.SHARE", float("inf"))
 
     def until_the_second_block(items, label, total):
         for number, item in enumerate(items):
@@ -139,10 +135,10 @@ def test_overwrite_begins_a_solve_anew_that_was_stopped(place, solved, again, mo
 
     with pytest.raises(StoppedError):
         again(bits=3, progress=until_the_second_block)
-    assert names(place) == ["out.untuned.json", "out.untuned.unfinished"]
+    assert names(place) == ["out.untuned.unfinished"]
     with pytest.raises(RecipeError, match="--overwrite to begin anew"):
         again()
-    monkeypatch.setattr("nearplane.then_tuned.tune", stopped)
+    monkeypatch.setattr("nearplane.verbs.quantize_then_tune.tune", stopped)
     with pytest.raises(StoppedError):
         again(overwrite=True)
     assert read_record(solved).recipe.scheme.bits == 4
@@ -150,50 +146,20 @@ def test_overwrite_begins_a_solve_anew_that_was_stopped(place, solved, again, mo
         again()
 
 
-def test_what_was_solved_is_deleted_by_the_next_run_where_one_was_stopped_before_it_could(place, again):
+def test_an_output_that_is_there_is_refused_and_nothing_is_deleted(place, again):
+    before = weights(place / "out.untuned")
     with pytest.raises(RecipeError, match="out exists and is not empty"):
         again()
-    assert names(place) == ["out"]
+    assert weights(place / "out.untuned") == before
 
 
-@pytest.mark.parametrize("many", range(7))
-def test_what_is_half_deleted_is_deleted_by_the_next_run(place, again, monkeypatch, many):
-    moments, unlink = [], Path.unlink
-
-    def until(path, missing_ok=False):
-        moments.append(path)
-        if len(moments) > many:
-            raise StoppedError
-        unlink(path, missing_ok)
-
-    (place / "out" / "nearplane.json").unlink()  # it does not tell by this
-    shutil.copy(place / "out.untuned" / "nearplane.json", place / "kept.json")
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", until)
-        with pytest.raises(StoppedError):
-            then_tuned._delete(place / "out.untuned")
-    assert (place / "out.untuned").exists()
-    with pytest.raises(RecipeError, match="out exists and is not empty"):
-        again()
-    assert names(place) == ["kept.json", "out"]
-
-
-def test_what_another_run_solved_is_not_deleted(place, again):
-    """The same command with --overwrite solves the same to the byte: it is told by the time that it took."""
-    before = read_record(place / "out.untuned")
-    forgery.sign(place / "out.untuned", replace(before, seconds=before.seconds + 1))
-    with pytest.raises(RecipeError, match="out exists and is not empty"):
-        again()
-    assert names(place) == ["out", "out.untuned", "out.untuned.json"]
-
-
-def test_one_run_alone_solves_and_tunes(place, solved, again):
+def test_one_run_alone_tunes(place, solved, again):
     with (
-        alone(Path(f"{solved}.lock"), "no"),
-        pytest.raises(RecipeError, match=r"out is being written by another run\. Wait"),
+        Unfinished(place / "out"),
+        pytest.raises(RecipeError, match=r"out is being written by another run: process .* Wait"),
     ):
         again()
-    assert names(place) == ["out.untuned", "out.untuned.json"]
+    assert solved.exists()
 
 
 @pytest.mark.parametrize("tune", ["none", "network"])

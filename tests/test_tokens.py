@@ -10,10 +10,10 @@ import torch
 import nearplane
 from families import config_of, random_model
 from nearplane import CalibrationError
+from nearplane.calibration.windows import Windows, check_tokens, distinct_runs
 from nearplane.demo import CALIBRATION, MODEL
 from nearplane.models.model import open_model
-from nearplane.recipe import Calibration, Recipe
-from nearplane.tokens import Windows, check_tokens, distinct_runs
+from nearplane.recipe.recipe import Calibration, Recipe
 
 WIDEST = "model.layers.0.mlp.down_proj"
 

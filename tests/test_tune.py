@@ -15,16 +15,19 @@ from safetensors.torch import load_file, save_file
 import forgery
 import nearplane
 from families import config_of, random_model
-from nearplane import CalibrationError, NearplaneError, RecipeError, cli
+from nearplane import CalibrationError, NearplaneError, RecipeError
+from nearplane.cli import app as cli
 from nearplane.demo import CALIBRATION, MODEL
+from nearplane.formats.find_record import record_inside
+from nearplane.formats.gguf.gguf_header import read_header
 from nearplane.formats.stored import Stored, read_matrices
-from nearplane.gguf_header import read_header
-from nearplane.record import NAME, RunRecord, read_record
-from nearplane.record_inside import record_inside
-from nearplane.report import render
-from nearplane.shards import INDEX
+from nearplane.record.record import RunRecord, read_record
+from nearplane.record.report.page import render
+from nearplane.system.device import Device
+from nearplane.system.paths import RECORD
+from nearplane.system.safetensors_files import INDEX
 from nearplane.tuning.network import needed
-from nearplane.verify import verify
+from nearplane.verbs.verify import verify
 
 WAYS = {
     "compressed-tensors": ("llama", {"bits": 4, "group_size": 32}),
@@ -91,7 +94,9 @@ def test_held_out_kl_ends_at_most_at_the_start_and_is_that_of_the_files(tuned_of
     assert tuning.held_out < tuning.start
     assert tuning.kept
     model = nearplane.models.model.open_model(original)
-    tokens = nearplane.models.data.read_windows(model.tokenizer(), text, samples=tuning.samples, seqlen=tuning.seqlen)
+    tokens = nearplane.calibration.texts.read_windows(
+        model.tokenizer(), text, samples=tuning.samples, seqlen=tuning.seqlen
+    )
     held = tokens[len(tokens) - tuning.held_windows :]
     before, after = (nearplane.evaluate(folder, held, against=original).kl for folder in (solved, tuned))
     assert before == pytest.approx(tuning.start, rel=1e-4)
@@ -125,7 +130,7 @@ def test_readers_find_what_they_found_before(tuned_of, way):
     solved, tuned, _ = tuned_of(way)
     names, coded = {path.name for path in solved.iterdir()}, "rate" in WAYS[way][1]
     assert {path.name for path in tuned.iterdir()} == names
-    for name in names - ({NAME, INDEX} if coded else {NAME}):  # the index of these holds checksums
+    for name in names - ({RECORD, INDEX} if coded else {RECORD}):  # the index of these holds checksums
         if not name.endswith((".safetensors", ".gguf")):
             assert (solved / name).read_bytes() == (tuned / name).read_bytes()
             continue
@@ -145,10 +150,10 @@ def test_readers_find_what_they_found_before(tuned_of, way):
     for layer in read_record(tuned).layers:
         one, other = before[layer.stored], after[layer.stored]
         moved += int((one.codes != other.codes).sum())
-        assert (layer.bits or 2) <= 3 or torch.equal(one.codes, other.codes)
+        assert (layer.number_format.bits or 2) <= 3 or torch.equal(one.codes, other.codes)
         in_a_block = re.search(r"\.\d+\.", layer.name) is not None  # embeddings and head stay
         assert coded or one.grid.same_as(other.grid) is not in_a_block
-        if layer.bits is not None:
+        if layer.number_format.bits:
             assert torch.equal(one.grid.zero, other.grid.zero)
     assert moved == tuning.codes
     assert moved < 0.2 * sum(layer.out_features * layer.in_features for layer in read_record(tuned).layers)
@@ -193,7 +198,7 @@ def test_the_record_says_who_tuned_and_for_how_long(tuned_of, text, tmp_path, mo
     folder, now = shutil.copytree(solved, tmp_path / "solved"), read_record(solved)
     recipe = replace(now.recipe, calibration=replace(now.recipe.calibration, calibration=None))
     forgery.sign(folder, replace(now, recipe=recipe, device="cuda", versions={"torch": "0.1"}))
-    monkeypatch.setattr("nearplane.models.data.DEFAULT_DATASET", str(text))
+    monkeypatch.setattr("nearplane.calibration.texts.DEFAULT_DATASET", str(text))
     at = []
 
     def looking(items, label, total):
@@ -285,7 +290,7 @@ def test_held_out_kl_is_measured_again(copy_of):
     kept = replace(record.tuning, curve=curve, held_out=better, kept=curve[-1].step)
     forgery.sign(folder, replace(record, tuning=kept))
     assert verify(folder).faults == ()
-    assert [fault.where for fault in verify(folder, against=original).faults] == [f"{NAME}, tuning"]
+    assert [fault.where for fault in verify(folder, against=original).faults] == [f"{RECORD}, tuning"]
 
 
 def test_an_original_that_has_changed_since_is_refused(tuned_of, tmp_path):
@@ -336,7 +341,7 @@ def test_no_checkpoint_is_written_over_the_one_that_is_tuned(tuned_of, tmp_path)
     solved, _, original = tuned_of("compressed-tensors")
     whole = shutil.copytree(solved, tmp_path / "out.unfinished")
     within = shutil.copytree(solved, tmp_path / "holds" / "within")
-    shutil.copy(solved / NAME, tmp_path / "holds" / NAME)
+    shutil.copy(solved / RECORD, tmp_path / "holds" / RECORD)
     before = sorted(tmp_path.rglob("*"))
     for source, out in ((whole, tmp_path / "out"), (whole, whole / "new"), (within, tmp_path / "holds")):
         with pytest.raises(RecipeError, match="is, holds or lies in the checkpoint that is tuned"):
@@ -358,7 +363,7 @@ def test_entropy_coded_layers_take_no_more_than_was_asked(tuned_of, way):
 
 def test_what_does_not_fit_in_memory_is_refused(tuned_of, text, tmp_path, monkeypatch):
     solved, _, original = tuned_of("compressed-tensors")
-    monkeypatch.setattr("nearplane.tunable.free_on", lambda device: 10**5)
+    monkeypatch.setattr(Device, "free", lambda device: 10**5)
     with pytest.raises(RecipeError, match=r"Tuning takes about .* of memory on cpu, 100.* are free"):
         nearplane.tune(solved, tmp_path / "new", against=original, calibration=text, device="cpu")
 
@@ -371,7 +376,7 @@ def test_what_cannot_be_tuned_is_refused_before_the_solve(model_of, tmp_path, mo
     tokens = torch.randint(3, 2048, (2, 64), generator=generator)
     with pytest.raises(CalibrationError, match="at least 2 are needed, one of them held out"):
         nearplane.quantize(model_of("llama"), tmp_path / "out", calibration=tokens, **words)
-    monkeypatch.setattr("nearplane.tunable.free_on", lambda device: 10**5)
+    monkeypatch.setattr(Device, "free", lambda device: 10**5)
     with pytest.raises(RecipeError, match=r"Tuning takes about .* of memory on cpu, 100.* are free"):
         nearplane.quantize(model_of("llama"), tmp_path / "out", calibration=str(text), **TEXT, **words)
     assert not list(tmp_path.iterdir())
@@ -389,7 +394,7 @@ def test_layers_whose_codes_may_come_to_be_trained_count_before_the_solve(model_
     original, words = model_of("llama"), dict(group_size=16, device="cpu", tune="network", progress=solves)
     model = nearplane.models.model.open_model(original)
     enough, _ = needed(model, torch.zeros(60, 40), batch=6, codes=0)
-    monkeypatch.setattr("nearplane.tunable.free_on", lambda device: enough)
+    monkeypatch.setattr(Device, "free", lambda device: enough)
     for asked, error in (({"bits": 4}, BeganError), ({"bits": 3.5}, RecipeError), ({"rate": 3.0}, RecipeError)):
         own = {key: value for key, value in words.items() if key != "group_size" or "bits" in asked}
         with pytest.raises(error):
@@ -427,7 +432,7 @@ def test_what_was_solved_is_not_lost_where_tuning_fails(model_of, text, tmp_path
     monkeypatch.undo()
     nearplane.tune(tmp_path / "out.untuned", tmp_path / "by hand", against=model_of("llama"))
     assert not verify(tmp_path / "by hand").faults
-    monkeypatch.setattr(importlib.import_module("nearplane.quantize"), "solve_layer", fails)
+    monkeypatch.setattr(importlib.import_module("nearplane.verbs.quantize"), "solve_layer", fails)
     nearplane.quantize(model_of("llama"), tmp_path / "out", tune="network", **words)
     for path in (tmp_path / "by hand").glob("*.safetensors"):
         assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
@@ -438,7 +443,7 @@ def test_a_folder_that_nobody_named_is_not_replaced(model_of, tuned_of, text, tm
     solved, _, _ = tuned_of("compressed-tensors")
     there = shutil.copytree(solved, tmp_path / "out.untuned")
     words = dict(bits=4, group_size=32, calibration=str(text), **TEXT)
-    with pytest.raises(RecipeError, match=r"out\.untuned is there, .* this command did not leave it"):
+    with pytest.raises(RecipeError, match=r"out\.untuned is where .* this command did not write it"):
         nearplane.quantize(model_of("llama"), tmp_path / "out", tune="network", overwrite=True, **words)
     for path in solved.iterdir():
         assert path.read_bytes() == (there / path.name).read_bytes()
@@ -458,18 +463,9 @@ def test_who_stops_tuning_is_told_what_is_left(model_of, text, tmp_path, monkeyp
     assert read_record(tmp_path / "out.untuned").tuning is None
 
 
-def test_a_record_with_other_extra_windows_is_tuned_on_what_it_says(model_of, text, tmp_path, monkeypatch):
-    monkeypatch.setattr("nearplane.tokens.extra_windows", lambda samples, seqlen: 3)
-    nearplane.quantize(model_of("llama"), tmp_path / "out", calibration=str(text), bits=4, group_size=16, **TEXT)
-    monkeypatch.undo()
-    record = nearplane.tune(tmp_path / "out", tmp_path / "new", against=model_of("llama"))
-    assert record.extra_windows == 3
-    assert not verify(tmp_path / "new", against=model_of("llama")).faults
-
-
 def test_streamed_blocks_give_the_same_bytes_as_held_ones(tuned_of, text, tmp_path, monkeypatch):
     solved, tuned, original = tuned_of("gptq_v2")
-    monkeypatch.setattr("nearplane.tunable.free_on", lambda device: None)  # then nothing is held
+    monkeypatch.setattr(Device, "free", lambda device: None)  # then nothing is held
     nearplane.tune(solved, tmp_path / "streamed", against=original, calibration=text)
     for path in tuned.glob("*.safetensors"):
         assert path.read_bytes() == (tmp_path / "streamed" / path.name).read_bytes()
@@ -508,5 +504,5 @@ def test_layers_above_max_loss_are_named_and_the_command_ends_with_2(tuned_of, t
         cli.main()
     assert ended.value.code == 2
     said = capsys.readouterr().out
-    assert f"{len(record.layers)} layers lose more than --max-loss 1e-06" in said
-    assert all(f"  {layer.name}: " in said for layer in record.layers)
+    assert f"more is lost than --max-loss 1e-06 in {len(record.layers)} layers" in said
+    assert read_record(folder).exceeding[0].name in said

@@ -12,8 +12,8 @@ import nearplane
 from families import config_of, random_model
 from nearplane import ModelError
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
-from nearplane.record import read_record
-from nearplane.widened import FOUR_BITS, WidenedReader, eight_bits, four_bits
+from nearplane.record.record import read_record
+from nearplane.system.fp8_mxfp4 import FOUR_BITS, WidenedReader, eight_bits, four_bits
 
 SIZE = 48  # of a block: 64 and 128 are no multiples of it
 TEXT = dict(calibration=str(CALIBRATION), samples=12, seqlen=40)
@@ -80,7 +80,7 @@ def test_a_model_in_eight_bits_is_quantized_as_the_same_in_sixteen(folders, tmp_
 def test_it_is_evaluated_as_the_same_in_sixteen_bits(folders, monkeypatch):
     short, wide = (nearplane.evaluate(folder, HELD_OUT, samples=4, seqlen=40) for folder in folders)
     assert short == wide
-    monkeypatch.setattr("nearplane.predictions.free_memory", lambda: 10**6)  # block by block
+    monkeypatch.setattr("nearplane.system.device.free_memory", lambda: 10**6)  # block by block
     assert nearplane.evaluate(folders[0], HELD_OUT, samples=4, seqlen=40, against=folders[1]).kl == 0
 
 

@@ -1,83 +1,91 @@
-"""Count what makes the code harder to change: one line a smell, for this checkout or the one in another folder.
+"""Count what makes the code harder to change: one line a figure, for this checkout or for the one in another folder.
 
-python tools/counts.py [FOLDER] [--list WORD]      # --list prints the places of the smells whose name has the word
+    python tools/counts.py [FOLDER]          # figures of the checkout in FOLDER (default: this one)
+        --list WORD                          # also the places behind the figures whose name has the word
+        --explain                            # also what each figure counts
+        --compare OTHER                      # a markdown table and nothing else: FOLDER beside OTHER
+        --traced                             # also the files that a 4-bit run of the demo enters (20 seconds); needs
+                                             # torch: in this Python, or in the .venv of FOLDER or of this checkout
+
+Definitions stand in measures.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
-import re
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 
-LONG = 120  # characters of a line
-MANY = 6  # parameters of a function
-PATTERNS = {  # smell: (what a line of it holds, files that are allowed to)
+import measures
+from measures import LONG_LINE, MAX_BODY, MAX_PARAMETERS, Checkout, Figure
+
+SMELLS = {  # name: (what a line of the package holds, files that are allowed to)
     "places that ask which mode": (
-        r"\.wanted\b|isinstance\(.*(GridScheme|RateScheme)|case RateScheme\(\)", ()
+        r"\.wanted\b|isinstance\(.*(GridScheme|RateScheme)|case RateScheme\(\)",
+        (),
     ),
     "isinstance on grids outside lattice/grid.py": (
-        r"isinstance\(.*\b(Product)?Grid\b|case .*\b(Product)?Grid\(\)", ("lattice/grid.py",)
+        r"isinstance\(.*\b(Product)?Grid\b|case .*\b(Product)?Grid\(\)",
+        ("lattice/grid.py",),
     ),
     "copies of the rounding formula": (
         r"np\.rint\(position|np\.rint\(.*\+|position\.round\(|"
-        r"/ \w*s\w*(\[.*\])? \+ z\w*(\[.*\])?\)\.round|add_\(zero.*\)\.round", ()
+        r"/ \w*s\w*(\[.*\])? \+ z\w*(\[.*\])?\)\.round|add_\(zero.*\)\.round",
+        (),
     ),
     "fmt: skip": (r"#\s*fmt: skip", ()),
-}  # fmt: skip
-
-
-def sources(root: Path) -> Iterator[Path]:
-    """Yield the Python files of the package."""
-    yield from sorted((root / "src" / "nearplane").rglob("*.py"))
-
-
-def matching(root: Path, pattern: str, allowed: tuple[str, ...]) -> Iterator[str]:
-    """Yield FILE:LINE of lines of the package that hold a pattern."""
-    for path in sources(root):
-        name = path.relative_to(root / "src" / "nearplane").as_posix()
-        for number, line in enumerate(path.read_text().splitlines(), 1):
-            if name not in allowed and re.search(pattern, line):
-                yield f"{name}:{number}: {line.strip()}"
-
-
-def many_parameters(root: Path) -> Iterator[str]:
-    """Yield functions of the package with more than `MANY` parameters, self and cls not counted."""
-    for path in sources(root):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef):
-                names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-                own = [name for name in names if name not in ("self", "cls")]
-                if len(own) > MANY:
-                    yield f"{path.relative_to(root)}:{node.lineno}: {node.name} has {len(own)}"
-
-
-def long_lines(root: Path) -> Iterator[str]:
-    """Yield lines of README and docs over `LONG` characters, outside tables and code."""
-    for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
-        code = False
-        for number, line in enumerate(path.read_text().splitlines(), 1):
-            if line.lstrip().startswith("```"):
-                code = not code
-            elif not code and len(line) > LONG and not line.lstrip().startswith(("|", "    ", "![")):
-                yield f"{path.relative_to(root)}:{number}: {len(line)} characters"
+}
+FIGURES: dict[str, Callable[[Checkout], Figure]] = {
+    "names at the top level of the package": measures.top_names,
+    "floors of the top level": measures.floors,
+    "arrows of the top level": measures.arrows,
+    "import cycles between siblings": measures.sibling_cycles,
+    "module imports across the top level": measures.cross_imports,
+    "modules reachable from the main path": measures.reached,
+    "imports of the main path's file": measures.main_path_imports,
+    "lines of the layers contract": measures.contract_lines,
+    "lines of code": measures.code_lines,
+    "median file, lines": measures.median_file,
+    "largest file, lines": measures.largest_file,
+    "files that a reader of a run opens": measures.reader_files,
+    "lines of the files that a reader opens": measures.reader_lines,
+    "comparisons with a format's name outside formats/": measures.format_comparisons,
+    "type tests of grids": measures.grid_tests,
+    "type tests of grids outside lattice/": measures.grid_tests_outside,
+    f"functions with more than {MAX_PARAMETERS} parameters": measures.all_many_parameters,
+    f"functions with more than {MAX_PARAMETERS}, no cli, verb or kernel": measures.many_parameters,
+    f"function bodies over {MAX_BODY} lines, no kernel": measures.long_bodies,
+    "file names that occur twice": measures.same_names,
+    **{name: measures.smell(*what) for name, what in SMELLS.items()},
+    f"lines over {LONG_LINE} characters in README and docs": measures.long_lines,
+}
+TRACED = {"files that a traced run enters": measures.entered_files}
 
 
 def main() -> None:
-    """Print the counts."""
+    """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).resolve().parent.parent)
-    parser.add_argument("--list", metavar="WORD", help="print the places of the smells whose name has this word")
+    parser.add_argument("folder", nargs="?", type=Path, default=measures.HERE.parent)
+    parser.add_argument("--list", metavar="WORD", help="print the places of the figures whose name has this word")
+    parser.add_argument("--explain", action="store_true", help="print what each figure counts")
+    parser.add_argument("--compare", metavar="OTHER", type=Path, help="print a table of both checkouts' figures")
+    parser.add_argument("--traced", action="store_true", help="also quantize the demo and count the files entered")
     arguments = parser.parse_args()
-    root = arguments.folder
-    found = {name: list(matching(root, *what)) for name, what in PATTERNS.items()}
-    found[f"functions with more than {MANY} parameters"] = list(many_parameters(root))
-    found[f"lines over {LONG} characters in README and docs"] = list(long_lines(root))
-    for name, places in found.items():
-        print(f"{len(places):4}  {name}")
+    checkouts = [Checkout(root) for root in (arguments.folder, arguments.compare) if root is not None]
+    if len(checkouts) > 1:
+        print(f"| figure | {arguments.folder} | {arguments.compare} |\n|---|---|---|")
+    for name, figure in (FIGURES | (TRACED if arguments.traced else {})).items():
+        found = [figure(checkout) for checkout in checkouts]
+        if len(found) > 1:
+            print(f"| {name} | {' | '.join(f'{each.value:,}' for each in found)} |")
+            continue
+        print(f"{found[0].value:7,}  {name}")
+        if arguments.explain:
+            print("\n".join(f"           {line}" for line in (inspect.getdoc(figure) or "").splitlines() if line))
         if arguments.list is not None and arguments.list in name:
-            print("\n".join(f"        {place}" for place in places))
+            for place in found[0].places:
+                print(f"         {place}")
 
 
 if __name__ == "__main__":

@@ -23,11 +23,11 @@ def make(
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from nearplane.formats import FORMATS, open_container
     from nearplane.formats.config_file import Quantized
     from nearplane.formats.container import Place
+    from nearplane.formats.table import FORMATS, open_container
     from nearplane.lattice.grid import Grid, QuantizedMatrix
-    from nearplane.schemes import GridScheme
+    from nearplane.recipe.grids import GridScheme
 
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -27,10 +27,10 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nearplane import evaluate
+from nearplane.calibration.texts import read_windows
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
-from nearplane.evaluate import Evaluation
-from nearplane.models.data import read_windows
-from nearplane.pretrained import tokenizer_of
+from nearplane.models.pretrained import tokenizer_of
+from nearplane.verbs.evaluate import Evaluation
 
 HERE = Path(__file__).parent
 TOOLS = ("nearplane", "gptqmodel", "llmcompressor", "auto-round")

@@ -9,29 +9,27 @@ Importing does nothing: torch and transformers are imported when something is ca
 
 from __future__ import annotations
 
-import sys
-from importlib import import_module
-from types import ModuleType
+from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 from nearplane.errors import CalibrationError, FormatError, ModelError, NearplaneError, NumericalError, RecipeError
-from nearplane.recipe import Calibration, LayerScheme, Recipe
-from nearplane.schemes import BlockScheme, GridScheme, RateScheme
+from nearplane.recipe.grids import BlockScheme, GridScheme
+from nearplane.recipe.rates import RateScheme
+from nearplane.recipe.recipe import Calibration, LayerScheme, Recipe
 
 if TYPE_CHECKING:
-    from nearplane.compare import compare
-    from nearplane.evaluate import evaluate
-    from nearplane.export import export
-    from nearplane.generate import generate
+    from nearplane.loading.from_pretrained import load, register
     from nearplane.matrix.on_grid import quantize_matrix
     from nearplane.matrix.to_rate import quantize_matrix_to_rate
-    from nearplane.quantize import quantize
-    from nearplane.readers.hub import load, register
-    from nearplane.report import write_report
-    from nearplane.tune import tune
-    from nearplane.verify import verify
+    from nearplane.verbs.compare import compare
+    from nearplane.verbs.evaluate import evaluate
+    from nearplane.verbs.export import export
+    from nearplane.verbs.generate import generate
+    from nearplane.verbs.quantize import quantize
+    from nearplane.verbs.report import write_report
+    from nearplane.verbs.tune import tune
+    from nearplane.verbs.verify import verify
 
-__version__ = "0.1.0"
 __all__ = [
     "BlockScheme",
     "Calibration",
@@ -61,38 +59,28 @@ __all__ = [
 
 
 HOMES = {
-    "quantize": "nearplane.quantize",
-    "compare": "nearplane.compare",
-    "evaluate": "nearplane.evaluate",
-    "export": "nearplane.export",
-    "generate": "nearplane.generate",
-    "load": "nearplane.readers.hub",
+    "quantize": "nearplane.verbs.quantize",
+    "compare": "nearplane.verbs.compare",
+    "evaluate": "nearplane.verbs.evaluate",
+    "export": "nearplane.verbs.export",
+    "generate": "nearplane.verbs.generate",
+    "load": "nearplane.loading.from_pretrained",
     "quantize_matrix": "nearplane.matrix.on_grid",
     "quantize_matrix_to_rate": "nearplane.matrix.to_rate",
-    "register": "nearplane.readers.hub",
-    "tune": "nearplane.tune",
-    "verify": "nearplane.verify",
-    "write_report": "nearplane.report",
+    "register": "nearplane.loading.from_pretrained",
+    "tune": "nearplane.verbs.tune",
+    "verify": "nearplane.verbs.verify",
+    "write_report": "nearplane.verbs.report",
 }
 
 
-class _Package(ModuleType):
-    """The package itself: `nearplane.quantize` is the function, whoever imported the module of that name first."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in HOMES:
-            raise AttributeError(f"module 'nearplane' has no attribute {name!r}")
-        return getattr(import_module(HOMES[name]), name)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*__all__, *globals()})
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, ModuleType) and HOMES.get(name) == value.__name__:
-            value = getattr(
-                value, name
-            )  # the import system binds a submodule to its package: bind what it is named for
-        super().__setattr__(name, value)
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return metadata.version("nearplane")
+    if name not in HOMES:
+        raise AttributeError(f"module 'nearplane' has no attribute {name!r}")
+    return getattr(import_module(HOMES[name]), name)
 
 
-sys.modules[__name__].__class__ = _Package
+def __dir__() -> list[str]:
+    return sorted({*__all__, *globals()})

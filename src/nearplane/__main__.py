@@ -1,6 +1,6 @@
 """`python -m nearplane`."""
 
-from nearplane.cli import main
+from nearplane.cli.app import main
 
 if __name__ == "__main__":
     main()

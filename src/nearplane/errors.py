@@ -1,5 +1,7 @@
 """What can go wrong, by cause. Every message says what was found, what was expected and what to do."""
 
+from collections.abc import Sequence
+
 LONGEST = 1600  # letters of a message
 
 
@@ -11,6 +13,12 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode("ascii") for sign in text)
+
+
+def first_few(texts: Sequence[str], most: int = 4, between: str = ", ") -> str:
+    """Return the first texts in a row, and how many more there are: "a, b and 3 more"."""
+    more = f" and {len(texts) - most:,} more" if len(texts) > most else ""
+    return between.join(texts[:most]) + more
 
 
 class NearplaneError(Exception):

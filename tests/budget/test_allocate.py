@@ -15,15 +15,15 @@ import nearplane
 from checkpoints import save_part_of_the_demo
 from families import config_of, random_model
 from nearplane import GridScheme, RateScheme, RecipeError
-from nearplane.budget.allocate import Curve, allocate, allocate_choices, allocate_widths, probed_rates, probed_widths
-from nearplane.budget.perturb import Perturbations, Perturbed, entropy, to_rates, to_widths, waterfilled
-from nearplane.budget.probe import probe
+from nearplane.calibration.texts import read_windows
 from nearplane.demo import CALIBRATION
-from nearplane.divergence import divergence
-from nearplane.evaluate import load_dense
 from nearplane.lattice.factor import factorize
-from nearplane.models.data import read_windows
+from nearplane.models.divergence import divergence
 from nearplane.models.model import open_model
+from nearplane.planning.allocate import Curve, allocate, allocate_choices, allocate_widths, probed_rates, probed_widths
+from nearplane.planning.perturb import Perturbations, Perturbed, entropy, to_rates, to_widths, waterfilled
+from nearplane.planning.probe import probe
+from nearplane.verbs.evaluate import load_dense
 
 CPU = torch.device("cpu")
 WIDTHS = (2, 3, 4, 8)
@@ -344,14 +344,14 @@ def test_a_checkpoint_with_widths_of_their_own_keeps_the_budget_and_reads_back(s
     out = tmp_path / "out"
     record = nearplane.quantize(small, out, **FAST, **words)
     sizes = {layer.name: layer.out_features * layer.in_features for layer in record.layers}
-    spent = sum(layer.bits * sizes[layer.name] for layer in record.layers) / sum(sizes.values())
+    spent = sum(layer.number_format.bits * sizes[layer.name] for layer in record.layers) / sum(sizes.values())
     assert words["bits"] - unspent < spent <= words["bits"]
-    assert {layer.bits for layer in record.layers} <= widths
-    assert len({layer.bits for layer in record.layers}) > 1
+    assert {layer.number_format.bits for layer in record.layers} <= widths
+    assert len({layer.number_format.bits for layer in record.layers}) > 1
     by_set = {}
     for layer in record.layers:
         part = layer.name.replace("k_proj", "q_proj").replace("v_proj", "q_proj").replace("up_proj", "gate_proj")
-        by_set.setdefault(part, set()).add(layer.bits)
+        by_set.setdefault(part, set()).add(layer.number_format.bits)
     assert all(len(bits) == 1 for bits in by_set.values())
     network, _ = load_dense(out, CPU)
     if words["format"] == "compressed-tensors":

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from families import config_of, random_model
-from nearplane.budget.depth import Change, expected_loss, measured_blocks, relative_energy, told_losses
-from nearplane.budget.perturb import Perturbations, Perturbed
-from nearplane.budget.probe import probe
+from nearplane.calibration.sensitivity import sensitivity
 from nearplane.models.layers import LinearLayer
 from nearplane.models.model import open_model
-from nearplane.models.sensitivity import sensitivity
+from nearplane.planning.depth import Change, expected_loss, measured_blocks, relative_energy, told_losses
+from nearplane.planning.perturb import Perturbations, Perturbed
+from nearplane.planning.probe import probe
 
 CPU = torch.device("cpu")
 
@@ -112,7 +112,7 @@ def test_what_is_told_of_a_deep_network_is_near_what_all_travellers_tell(togethe
     perturbations = Perturbations(of=shaken, points=3, together=together)
     known = sensitivity(model, tokens, device=CPU, dtype=torch.float64).outputs if minded else None
     full = probe(model, tokens, perturbations, device=CPU, dtype=torch.float64, sensitivity=known)
-    monkeypatch.setattr("nearplane.budget.probe.TRAVELLERS", 4 * 7)
+    monkeypatch.setattr("nearplane.planning.probe.TRAVELLERS", 4 * 7)
     told = probe(model, tokens, perturbations, device=CPU, dtype=torch.float64, sensitivity=known)
     assert [(c.layers, c.weights, c.rates) for c in told] == [(c.layers, c.weights, c.rates) for c in full]
     measured = measured_blocks(model.blocks, 4)
@@ -136,7 +136,7 @@ def test_no_more_travel_than_agreed(most, measured, deep, monkeypatch):
     calls = []
     last = model.blocks[-1]
     handle = last.empty.register_forward_hook(lambda *_: calls.append(1))
-    monkeypatch.setattr("nearplane.budget.probe.TRAVELLERS", most)
+    monkeypatch.setattr("nearplane.planning.probe.TRAVELLERS", most)
     try:
         probe(model, tokens, Perturbations(of=shaken, points=3), device=CPU)
     finally:

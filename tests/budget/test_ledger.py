@@ -10,10 +10,10 @@ import torch
 import nearplane
 from families import config_of, random_model
 from nearplane import Recipe, RecipeError
-from nearplane.budget.foretold import foretell
 from nearplane.demo import CALIBRATION, MODEL
-from nearplane.matrix import solve_layer
+from nearplane.matrix.solve_layer import solve_layer
 from nearplane.models.model import open_model
+from nearplane.planning.folder_size import foretell
 
 FAST = {"calibration": str(CALIBRATION), "samples": 8, "seqlen": 64, "solver": "nearest-plane", "allocate": "uniform"}
 
@@ -39,7 +39,7 @@ def tiny(tmp_path_factory):
         ("330KB", {}),
         pytest.param("350KB", {}, marks=pytest.mark.nightly),
         ("340000", {"allocate": "slope", "solver": "k-best"}),
-        ("345KB", {"method": "hptq", "coder": "huffman"}),
+        ("345KB", {"rows": "equal", "solver": "nearest-plane"}),
         pytest.param("360KB", {"solver": "round-to-nearest"}, marks=pytest.mark.nightly),
         ("230KB", {"include_embeddings": True}),
     ],
@@ -100,7 +100,7 @@ def test_what_comes_last_is_solved_again_until_the_limit_is_kept(tiny, tmp_path,
         told.append(task.rate)
         return solve_layer(replace(task, rate=task.rate * wrong))
 
-    monkeypatch.setattr(sys.modules["nearplane.quantize"], "solve_layer", biased)
+    monkeypatch.setattr(sys.modules["nearplane.verbs.quantize"], "solve_layer", biased)
     nearplane.quantize(tiny, tmp_path / "out", size="345KB", **FAST)
     assert (len(told) == 1) == (wrong == 1.0)
     assert 0.995 * 345_000 <= bytes_of(tmp_path / "out") <= 345_000

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nearplane.budget.plan import SWAY, Plan
 from nearplane.models.layers import LinearLayer
+from nearplane.planning.plan import SWAY, Plan
 
 LAYERS = [LinearLayer(name=str(index), shape=(16, 64), module=torch.nn.Identity()) for index in range(6)]
 

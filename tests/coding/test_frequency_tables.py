@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nearplane.coding import frequency_tables, huffman
+from nearplane.coding import frequency_tables
 
 TIE = 1e-5  # of the constants from a half: an error of a thousand units in the last place would change none
 
@@ -56,28 +56,3 @@ def test_normalised_weights_sum_to_4096_and_none_is_lost(weights: list[int]) -> 
     table = frequency_tables.normalise(weight).astype(np.int64)
     assert table.sum() == frequency_tables.FREQUENCY_SUM
     assert np.array_equal(table > 0, weight > 0)
-
-
-@given(st.lists(st.integers(0, 500), min_size=2, max_size=256))
-def test_huffman_codes_are_complete_and_as_short_as_the_limit_allows(weights: list[int]) -> None:
-    """Complete: Kraft's sum is one. Short: no two lengths could be exchanged, and without the limit the cost is Huffman's."""
-    weight = np.zeros(256, np.int64)
-    weight[: len(weights)] = weights
-    if (weight > 0).sum() < 2:
-        return
-    frequency = frequency_tables.normalise(weight)
-    lengths = huffman.lengths(frequency)
-    used = frequency > 0
-    assert np.array_equal(lengths > 0, used)
-    assert lengths.max() <= 12
-    assert sum(4096 >> int(n) for n in lengths[used]) == 4096
-    heap = sorted(int(f) for f in frequency[used])
-    cost = 0
-    while len(heap) > 1:  # the cost of Huffman's algorithm is the sum of its merges
-        merged = heap.pop(0) + heap.pop(0)
-        cost += merged
-        heap = sorted([*heap, merged])
-    found = int(lengths @ frequency.astype(np.int64))
-    assert found >= cost
-    if lengths.max() < 12:
-        assert found == cost

@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, LlamaFor
 from checkpoints import config_of_grids, random_matrix, write_folder
 from nearplane.coding.words import pack
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.compressed_tensors import LAYERS as layout  # noqa: N811
 from nearplane.formats.compressed_tensors import Config, PackQuantized
 from nearplane.formats.integers import Integers
 from nearplane.formats.stored import read_dense
+from nearplane.formats.table import COMPRESSED as layout  # noqa: N811
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.schemes import LayerGrid
+from nearplane.lattice.number_formats import integers
 
 IDS = torch.arange(48)[None] % 64
 
@@ -36,12 +36,12 @@ def config(bits: int = 4, group_size: int | None = 32, symmetric: bool = True, *
 
 def check(**changes: Any) -> None:
     case = {"bits": 4, "group_size": 32, "symmetric": True, "shape": (64, 352), "kind": "Linear"} | changes
-    grid = LayerGrid(*(case.pop(part) for part in ("bits", "group_size", "symmetric")))
-    layout.check("model.layers.3.mlp.up_proj", grid=grid, **case)
+    format = integers(case.pop("bits"), case.pop("group_size"), symmetric=case.pop("symmetric"))
+    layout.check("model.layers.3.mlp.up_proj", format=format, **case)
 
 
 def unpacked(name: str, tensors: dict[str, torch.Tensor], made: dict[str, Any]) -> QuantizedMatrix:
-    return layout.unpack(name, tensors, Config().grid_of(made, name))
+    return layout.unpack(name, tensors, Config(layout).grid_of(made, name))
 
 
 @given(st.data())
@@ -260,7 +260,7 @@ def test_damaged_tensors_are_named(damage: dict[str, torch.Tensor | None]) -> No
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("format", "mixed-precision"),
+        ("format", "float-quantized"),
         ("quantization_status", "frozen"),
         ("kv_cache_scheme", {"num_bits": 8}),
         ("input_activations", {"num_bits": 8}),

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from checkpoints import config_of_grids, random_matrix, write_folder
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats import open_container
 from nearplane.formats.container import Container, Place
 from nearplane.formats.stored import quantization_of, read_dense, read_matrices
+from nearplane.formats.table import open_container
 
 FORMAT_NAMES = ("compressed-tensors", "gptq", "gptq_v2")
 GRID = {"bits": 4, "group_size": 32, "symmetric": True}

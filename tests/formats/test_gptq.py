@@ -16,7 +16,7 @@ from checkpoints import config_of_grids, random_matrix
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.gptq import GPTQ, V1, V2, Config
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.schemes import LayerGrid
+from nearplane.lattice.number_formats import integers
 
 BLOCK = "model.layers.3.mlp"
 
@@ -33,7 +33,7 @@ def config(layout: GPTQ, bits: int = 4, group_size: int | None = 32, **changes: 
 
 
 def unpacked(layout: GPTQ, name: str, tensors: dict[str, torch.Tensor], made: dict[str, Any]) -> QuantizedMatrix:
-    return layout.unpack(name, tensors, Config("gptq").grid_of(made, name))
+    return layout.configured(made).unpack(name, tensors, Config("gptq").grid_of(made, name))
 
 
 def field(words: torch.Tensor, bits: int, i: int) -> int:
@@ -128,8 +128,8 @@ def test_ignored_layers_of_the_blocks_are_named_to_every_reader() -> None:
 
 def check(layout: GPTQ, **changes: Any) -> None:
     case = {"bits": 4, "group_size": 32, "symmetric": True, "shape": (64, 352), "kind": "Linear"} | changes
-    grid = LayerGrid(*(case.pop(part) for part in ("bits", "group_size", "symmetric")))
-    layout.check(f"{BLOCK}.up_proj", grid=grid, **case)
+    format = integers(case.pop("bits"), case.pop("group_size"), symmetric=case.pop("symmetric"))
+    layout.check(f"{BLOCK}.up_proj", format=format, **case)
 
 
 @pytest.mark.parametrize(
@@ -262,16 +262,16 @@ SETS = {
     "model.layers.3.self_attn.q_proj": 4,
     f"{BLOCK}.c": 4,
 }
-GRIDS = {name: LayerGrid(bits, 32, True) for name, bits in SETS.items()}
+GRIDS = {name: integers(bits, 32) for name, bits in SETS.items()}
 
 
 def test_layers_with_grids_of_their_own_read_back_exactly() -> None:
     """Bits, groups and zero-points may differ; what is most frequent is that of the file."""
-    grids = {"model.layers.0.a": LayerGrid(4, 32, True), "model.layers.0.b": LayerGrid(8, None, False)}
-    made = config(V2, grids=grids | {"model.layers.0.c": LayerGrid(4, 32, True)}, quantized=list(grids))
+    grids = {"model.layers.0.a": integers(4, 32), "model.layers.0.b": integers(8, None, symmetric=False)}
+    made = config(V2, grids=grids | {"model.layers.0.c": integers(4, 32)}, quantized=list(grids))
     assert (made["bits"], made["group_size"], made["sym"]) == (4, 32, True)
-    for name, (bits, group_size, symmetric, *_) in grids.items():
-        matrix = random_matrix(32, 64, bits=bits, group_size=group_size or 64, symmetric=symmetric)
+    for name, own in grids.items():
+        matrix = random_matrix(32, 64, bits=own.bits, group_size=own.group or 64, symmetric=own.symmetric)
         read = unpacked(V2, name, V2.pack(name, matrix, torch.float16), made)
         assert read.same_as(matrix)
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.unfinished import Unfinished
+from nearplane.system.output_folder import Unfinished
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from nearplane.formats.unfinished import Unfinished
+from nearplane.system.output_folder import Unfinished
 with Unfinished(Path(sys.argv[1])) as place:
     (place.folder / "part").write_text("of a run that is killed")
     print("held", flush=True)
@@ -28,12 +28,12 @@ with Unfinished(Path(sys.argv[1])) as place:
 CRASHES = """
 import os, sys
 from pathlib import Path
-from nearplane.formats import unfinished
-from nearplane.formats.unfinished import Unfinished
+from nearplane.system import output_folder
+from nearplane.system.output_folder import Unfinished
 
 root = Path(sys.argv[1])
 if sys.argv[2] == "two renames":
-    unfinished.exchanged = lambda *_: False
+    output_folder.swap = lambda *_: False
 EVENTS = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod", "open", "shutil.rmtree")
 
 def write(folder, text):
@@ -198,7 +198,9 @@ def test_a_crash_at_any_moment_leaves_a_whole_checkpoint_and_what_was_not_ours(t
                 found.get(f"{place}/{name}") == text for name in ("nearplane.json", "config.json", "model.safetensors")
             )
         }
-        assert whole.get("out") == "new" or "old" in {whole.get(p) for p in places if p == "out" or ".old-" in p}
+        assert whole.get("out") == "new" or "old" in {
+            whole.get(p) for p in places if p in ("out", "out.unfinished/journal/old")
+        }
         assert [text for name, text in found.items() if name.endswith("notes.md")] == ["mine"]
     assert found == {f"out/{name}": "new" for name in ("nearplane.json", "config.json", "model.safetensors")} | {
         "out/notes.md": "mine"
@@ -211,7 +213,7 @@ def test_a_crash_at_any_moment_leaves_a_whole_checkpoint_and_what_was_not_ours(t
         assert {name: text for name, text in contents(place).items() if name.startswith("out/")} == {
             f"out/{name}": text for name in left
         } | {"out/notes.md": "mine"}
-        assert not list(place.glob("out.old-*"))
+        assert not (place / "out" / "journal").exists()
     assert kinds == {"written", "refused"}
 
 

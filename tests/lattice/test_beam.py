@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nearplane.errors import NumericalError, RecipeError
-from nearplane.lattice.beam import _trace, k_best, sweep_block, sweep_block_torch
+from nearplane.lattice import kernels_torch
+from nearplane.lattice.beam import k_best
+from nearplane.lattice.beam_cpu import beam_block, trace
 from nearplane.lattice.factor import Factor, factorize
 from nearplane.lattice.grid import Grid, QuantizedMatrix, Weights
 from nearplane.lattice.solve import nearest_plane, round_to_nearest
@@ -40,7 +42,7 @@ def near_a_tie(p: Problem, factor: Factor) -> bool:
     return run("C25 1 relative error", p.W, p.data(factor), p.grid, factor.order)[1].margin <= TIE
 
 
-def swept(p: Problem, factor: Factor, beam: int, sweep=sweep_block, **options) -> tuple[Tensor, Tensor, Tensor]:
+def swept(p: Problem, factor: Factor, beam: int, sweep=beam_block, **options) -> tuple[Tensor, Tensor, Tensor]:
     """Sweep all columns as one block: chosen codes, parents and costs of the places."""
     W = p.W[:, factor.order]
     scale, zero = (part.expand(len(W), -1) for part in p.grid.columns(factor.order))
@@ -81,7 +83,7 @@ def test_the_loss_of_no_row_rises_on_wide_matrices_and_most_fall() -> None:
     assert float((wide < narrow * (1 - 1e-6)).double().mean()) > 0.9
 
 
-@pytest.mark.parametrize("sweep", [sweep_block, sweep_block_torch])
+@pytest.mark.parametrize("sweep", [beam_block, kernels_torch.beam_block])
 def test_a_wider_beam_holds_every_narrower_one(sweep) -> None:
     """Why the loss cannot rise: candidates 1 to i are the same whatever follows them, bit for bit."""
 
@@ -146,7 +148,7 @@ def test_a_wide_beam_finds_the_closest_vector(p: Problem, order: str) -> None:
 @given(problems(), st.sampled_from(ORDERS), st.integers(1, 9), st.integers(1, 3))
 def test_both_forms_of_the_block_are_one_algorithm(p: Problem, order: str, beam: int, threads: int) -> None:
     factor = p.factor(order)
-    plain = swept(p, factor, beam, sweep_block_torch)
+    plain = swept(p, factor, beam, kernels_torch.beam_block)
     for one, other in zip(swept(p, factor, beam, threads=threads), plain, strict=True):
         assert torch.equal(one, other)
 
@@ -157,7 +159,7 @@ def test_candidates_are_distinct_and_cost_what_they_lose(p: Problem, order: str,
     factor = p.factor(order)
     chosen, parent, cost = swept(p, factor, beam)
     codes = torch.empty(len(p.W), beam, len(p.H), dtype=torch.int64)
-    codes[:, :, factor.order] = _trace(chosen, parent)[0].long()
+    codes[:, :, factor.order] = trace(chosen, parent)[0].long()
     for place in range(beam):
         matrix = QuantizedMatrix(codes=codes[:, place], grid=p.grid)
         loss, scale = losses(p, factor, matrix)
@@ -216,7 +218,7 @@ def test_of_equal_costs_the_lowest_candidate_goes_first() -> None:
     grid = Grid(scale=one, zero=0 * one, group=torch.zeros(3, dtype=torch.int64))
     W = torch.full((1, 3), 0.5, dtype=torch.float64)
     p = replace(problem(columns=3), W=W, grid=grid)
-    for sweep in (sweep_block, sweep_block_torch):
+    for sweep in (beam_block, kernels_torch.beam_block):
         chosen, parent, _ = swept(p, factorize(torch.eye(3).double(), damp=0.0), 4, sweep)
         assert chosen.flatten(1).tolist() == [[0, 1, -1, 2], [0, 1, 0, 1], [0, 1, 0, 1]]
         assert parent.flatten(1).tolist() == [[0, 0, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]

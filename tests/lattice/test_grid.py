@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import FrozenInstanceError
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given
 
 from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
+from nearplane.lattice.superblock import SuperGrid
 from strategies import KINDS, Problem, problem, problems
 
 CLIPPED = tuple(kind for kind in KINDS if kind not in ("one-sided", "unclipped", "unclipped rows"))
@@ -108,3 +110,30 @@ def test_a_product_grid_is_rows_times_codes_times_columns() -> None:
     expected = torch.tensor([[1.0], [0.5]]) * codes * columns
     torch.testing.assert_close(QuantizedMatrix(codes=codes, grid=grid).decode(), expected)
     assert grid.row_weight().tolist() == [1.0, 4.0]
+
+
+SUPER = dict(d=torch.ones(2, 1), sc=torch.full((2, 2), 3.0), group=torch.arange(8) // 4, low=0, high=15)
+STEPS = dict(scale=torch.ones(2, 2), zero=torch.zeros(2, 2), group=torch.arange(8) // 4)
+GRIDS = {
+    "integers": Grid(**STEPS, low=-8, high=7),
+    "unbounded": Grid(**STEPS),
+    "levels": Grid(**STEPS, low=0, high=3, levels=torch.tensor([-1.0, -0.25, 0.25, 1.0])),
+    "ladders": ProductGrid(
+        base=0.1, columns=torch.arange(8).int(), column_resolution=4, rows=torch.tensor([0, 1]).int(), row_resolution=2
+    ),
+    "two levels": SuperGrid(**SUPER),
+    "two levels with minima": SuperGrid(**SUPER, dmin=torch.full((2, 1), 0.5), m=torch.ones(2, 2)),
+}
+
+
+@pytest.mark.parametrize("kind", GRIDS)
+def test_a_matrix_is_sent_as_tensors_and_little_else(kind: str) -> None:
+    matrix = QuantizedMatrix(codes=torch.arange(16).view(2, 8).int() % 4, grid=GRIDS[kind])
+    tensors, plain = matrix.tensors()
+    assert all(isinstance(part, torch.Tensor) for part in tensors.values())
+    sent = {name: part.clone() for name, part in tensors.items()}
+    found = QuantizedMatrix.of_tensors(sent, pickle.loads(pickle.dumps(plain)))
+    assert type(found.grid) is type(matrix.grid)
+    assert found.same_as(matrix)
+    assert torch.equal(found.decode(), matrix.decode())
+    assert len(pickle.dumps(plain)) < 300

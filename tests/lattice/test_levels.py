@@ -13,20 +13,22 @@ from nearplane.lattice.beam import k_best
 from nearplane.lattice.bounds import certify
 from nearplane.lattice.codebook import Codebook
 from nearplane.lattice.factor import factorize
-from nearplane.lattice.greedy import greedy
 from nearplane.lattice.grid import Grid, QuantizedMatrix
+from nearplane.lattice.number_formats import NumberFormat
 from nearplane.lattice.polish import polish
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solve import nearest_plane, round_to_nearest
+from nearplane.theory.obq import greedy
 from strategies import ORDERS, Problem, problems
 
 E2M1 = torch.tensor([-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+FP4 = NumberFormat(name="fp4", bits=4, levels=tuple(E2M1.tolist()))
 
 
 def on_levels(p: Problem) -> Problem:
     """The same problem on a grid of levels."""
-    steps = Steps(bits=4, symmetric=True, search="minmax", storage=torch.float64, levels=E2M1)
-    return replace(p, grid=steps.grid(p.W / 2, None))  # half the range: some weights clip
+    steps = Steps(format=FP4, search="minmax", storage=torch.float64)
+    return replace(p, grid=steps.grid(p.W / 2))  # half the range: some weights clip
 
 
 def damped_loss(p: Problem, shift: float, matrix: QuantizedMatrix) -> Tensor:
@@ -73,7 +75,7 @@ def test_the_sweep_in_float32_is_the_loop_in_float64_away_from_ties(block: int, 
     X = torch.randn(200, n, generator=generator, dtype=torch.float64)
     W = torch.randn(out, n, generator=generator)
     grid = replace(
-        Steps(bits=4, symmetric=True, search="minmax", storage=torch.float32, levels=E2M1.float()).grid(W, None),
+        Steps(format=FP4, search="minmax", storage=torch.float32).grid(W),
         high=len(E2M1) - 1,
     )
     factor = factorize(X.T @ X, "natural", damp=0.01)

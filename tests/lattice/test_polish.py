@@ -10,6 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nearplane.lattice import kernels
 from nearplane.lattice import polish as module
 from nearplane.lattice.beam import k_best
 from nearplane.lattice.bounds import quadratic
@@ -17,7 +18,7 @@ from nearplane.lattice.descent import PlainFit
 from nearplane.lattice.factor import Factor
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.polish import descend, merge, polish, refine
-from nearplane.lattice.solve import Solution, nearest_plane, round_to_nearest, sweep_block_torch, sweep_planes
+from nearplane.lattice.solve import Solution, nearest_plane, round_to_nearest, sweep_planes
 from oracles import closest_vector
 from strategies import KINDS, ORDERS, UNCLIPPED, Problem, problem, problems
 
@@ -146,7 +147,7 @@ def test_the_compiled_kernel_finds_what_the_torch_form_finds(kind: str, monkeypa
     W, H = p.W.float(), p.damped_hessian(p.factor("natural")).float()
     matrix = round_to_nearest(W, p.grid.to(torch.float32))
     compiled = polish(W, matrix, H, sweeps=3, block=32)
-    monkeypatch.setattr(module, "sweep_of", lambda _: sweep_block_torch)
+    monkeypatch.setattr(module, "kernels_of", lambda _: kernels._torch())
     reference = polish(W, matrix, H, sweeps=3, block=32)
     assert compiled.codes.dtype == reference.codes.dtype == torch.int32
     assert float((compiled.codes != reference.codes).any(1).double().mean()) < 0.02

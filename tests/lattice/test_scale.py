@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nearplane.errors import NumericalError
+from nearplane.lattice.kernels_torch import NORM
+from nearplane.lattice.number_formats import integers
 from nearplane.lattice.scale import (
-    NORM,
     Search,
     Steps,
     high_rate_step,
@@ -30,19 +32,19 @@ BITS = st.integers(2, 8)
 
 
 def fitted(bits: int, symmetric: bool, search: Search = "minmax", storage: torch.dtype = torch.float64) -> Steps:
-    return Steps(bits=bits, symmetric=symmetric, search=search, storage=storage)
+    return Steps(format=integers(bits, None, symmetric=symmetric), search=search, storage=storage)
 
 
 def rounded(weights: Tensor, scale: Tensor, zero: Tensor, steps: Steps) -> Tensor:
     """Return the values that weights (..., g) are rounded to."""
     s, z = scale[..., None], zero[..., None]
-    return s * ((weights / s + z).round().clamp(steps.low, steps.high) - z)
+    return s * ((weights / s + z).round().clamp(steps.format.low, steps.format.high) - z)
 
 
 @pytest.mark.parametrize(("symmetric", "low", "high"), [(True, -4, 3), (False, 0, 7)])
 def test_codes_of_three_bits(symmetric: bool, low: int, high: int) -> None:
     steps = fitted(3, symmetric)
-    assert (steps.low, steps.high) == (low, high)
+    assert (steps.format.low, steps.format.high) == (low, high)
 
 
 @given(groups(), BITS)
@@ -54,7 +56,7 @@ def test_the_symmetric_step_is_the_smallest_that_reaches_both_ends(weights: Tens
     some = (weights != 0).any(-1)
 
     def reaches(s: Tensor) -> Tensor:
-        return (steps.low * s <= minimum) & (maximum <= steps.high * s)
+        return (steps.format.low * s <= minimum) & (maximum <= steps.format.high * s)
 
     assert bool(reaches(scale * (1 + 1e-12)).all())
     assert not bool(reaches(scale * (1 - 1e-12))[some].any())
@@ -67,9 +69,9 @@ def test_the_asymmetric_grid_spans_the_range_of_the_weights_and_0(weights: Tenso
     scale, zero = steps.fit(weights)
     extent = weights.amax(-1).clamp(min=0) - weights.amin(-1).clamp(max=0)
     some = (weights != 0).any(-1)
-    assert same((scale * steps.high)[some], extent[some])
+    assert same((scale * steps.format.high)[some], extent[some])
     assert torch.equal(zero, zero.round())
-    assert bool(((zero >= steps.low) & (zero <= steps.high)).all())
+    assert bool(((zero >= steps.format.low) & (zero <= steps.format.high)).all())
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -83,7 +85,7 @@ def test_a_group_of_one_sign_does_not_clip(
     steps = fitted(bits, symmetric, storage=storage)
     scale, zero = steps.fit(weights)
     error = (weights - rounded(weights, scale, zero, steps)).abs().amax(-1)
-    taken = max(-steps.low, steps.high) * (fitted(bits, symmetric).fit(weights)[0] - scale)
+    taken = max(-steps.format.low, steps.format.high) * (fitted(bits, symmetric).fit(weights)[0] - scale)
     assert bool((error <= torch.maximum(scale / 2, taken) * (1 + 1e-12)).all())
 
 
@@ -151,10 +153,10 @@ def test_the_error_search_is_never_worse_than_the_range(
 @given(groups(), BITS, st.booleans(), st.sampled_from(SEARCHES))
 def test_groups_are_fitted_one_by_one(weights: Tensor, bits: int, symmetric: bool, search: Search) -> None:
     """The grid of a matrix holds for every group what fitting it alone gives."""
-    steps = fitted(bits, symmetric, search, torch.float16)
     out, number, size = weights.shape
-    grid = steps.grid(weights.reshape(out, -1), size)
-    assert (grid.low, grid.high) == (steps.low, steps.high)
+    steps = replace(fitted(bits, symmetric, search, torch.float16), format=integers(bits, size, symmetric=symmetric))
+    grid = steps.grid(weights.reshape(out, -1))
+    assert (grid.low, grid.high) == (steps.format.low, steps.format.high)
     assert grid.group.tolist() == [g for g in range(number) for _ in range(size)]
     for g in range(number):
         scale, zero = steps.fit(weights[:, g])
@@ -164,9 +166,9 @@ def test_groups_are_fitted_one_by_one(weights: Tensor, bits: int, symmetric: boo
 
 def test_without_a_group_size_there_is_one_step_a_row(generator: torch.Generator) -> None:
     W = torch.randn(3, 8, generator=generator)
-    grid = fitted(4, True).grid(W, None)
+    grid = fitted(4, True).grid(W)
     assert grid.scale.shape == (3, 1)
-    assert torch.equal(grid.scale, fitted(4, True).grid(W, 8).scale)
+    assert torch.equal(grid.scale, replace(fitted(4, True), format=integers(4, 8)).grid(W).scale)
 
 
 @given(groups(), BITS, st.sampled_from((-20, 20)), st.booleans())

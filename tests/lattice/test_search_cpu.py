@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nearplane.lattice.codebook import Codebook
+from nearplane.lattice.number_formats import integers
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.search_cpu import best_candidate
 
@@ -46,6 +47,6 @@ def test_threads_change_nothing():
 def test_float32_finds_the_steps_of_float64(symmetric):
     """The torch form, which runs in float64, is the oracle; near-ties may fall differently in one group of a hundred."""
     W = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
-    steps = Steps(bits=3, symmetric=symmetric, search="mse", storage=torch.float16)
-    fast, plain = steps.grid(W, 32), steps.grid(W.double(), 32)
+    steps = Steps(format=integers(3, 32, symmetric=symmetric), search="mse", storage=torch.float16)
+    fast, plain = steps.grid(W), steps.grid(W.double())
     assert float((fast.scale != plain.scale.float()).double().mean()) < 0.01

@@ -16,7 +16,8 @@ from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.solve import nearest_plane
 from nearplane.lattice.solvers import SOLVERS
 from nearplane.lattice.solvers import Problem as Given
-from nearplane.schemes import GridScheme, Solver
+from nearplane.recipe.grids import GridScheme
+from nearplane.recipe.scheme import Solver
 from strategies import KINDS, ORDERS, UNCLIPPED, Problem, problem, problems
 
 CLIPPED = tuple(kind for kind in KINDS if kind not in UNCLIPPED)
@@ -97,14 +98,3 @@ def test_only_solvers_that_need_no_inputs_do_without(name: str) -> None:
         assert torch.equal(
             SOLVERS[name].round(unknown_inputs(asked)).matrix.codes, SOLVERS[name].round(asked).matrix.codes
         )
-
-
-@pytest.mark.parametrize("name", [name for name, solver in SOLVERS.items() if solver.max_inputs])
-def test_more_inputs_than_a_solver_takes_are_refused_by_it(name: str) -> None:
-    n = (SOLVERS[name].max_inputs or 0) + 1
-    one = torch.ones(1, 1)
-    grid = Grid(scale=one, zero=0 * one, group=torch.zeros(n, dtype=torch.int64))
-    factor = replace(problem().factor("natural"), dead=torch.zeros(n, dtype=torch.bool))
-    asked = Given(W=torch.zeros(1, n), grid=grid, factor=factor, H=one.expand(n, n), shift=1.0)
-    with pytest.raises(NumericalError, match=f"at most {n - 1} inputs"):
-        SOLVERS[name].round(asked)

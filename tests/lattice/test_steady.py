@@ -8,8 +8,8 @@ from families import config_of, random_model
 from killing import contents
 from nearplane.demo import CALIBRATION, MODEL
 from nearplane.lattice.factor import factorize
-from nearplane.lattice.root import factorize_root
 from nearplane.lattice.steady import total
+from nearplane.theory.qr_factor import factorize_root
 
 THREADS = (1, 2, 3)
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nearplane.block_types import TYPES, BlockType
 from nearplane.errors import NumericalError
-from nearplane.formats.gguf.blocks import pack, unpack
+from nearplane.formats.gguf.block_bytes import pack, unpack
 from nearplane.lattice.descent import State
 from nearplane.lattice.grid import Grid, QuantizedMatrix
+from nearplane.lattice.number_formats import TYPES, BlockType
 from nearplane.lattice.polish import descend
 from nearplane.lattice.solve import round_to_nearest
 from nearplane.lattice.superblock import SuperGrid

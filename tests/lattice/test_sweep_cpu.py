@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nearplane.lattice.codebook import Codebook
-from nearplane.lattice.solve import sweep_block_torch
-from nearplane.lattice.sweep_cpu import STRIP_ROWS, Columns, Tally, sweep_block
+from nearplane.lattice.kernels_torch import Columns, Tally
+from nearplane.lattice.kernels_torch import sweep_block as sweep_block_torch
+from nearplane.lattice.sweep_cpu import STRIP_ROWS, sweep_block
 
 SHAPES = [
     (1, 1),

@@ -69,11 +69,11 @@ ELSEWHERE = {
         "volume": "test_the_determinant_does_not_depend_on_the_order",
         "[C25] Algorithm 4": "test_the_pivoted_order_is_algorithm_4_of_chen_et_al_reversed",
     },
-    "test_greedy.py": {
+    "../unit/theory/test_obq.py": {
         "[C25] Theorem 3, Corollary 4": "test_the_next_column_is_that_of_the_nearest_hyperplane",
         "OBQ is nearest plane in its own order": "test_codes_are_those_of_nearest_plane_in_the_order_of_each_row",
     },
-    "test_root.py": {
+    "../unit/theory/test_qr_factor.py": {
         "QL of the data is the factor": "test_undamped_it_is_the_ql_decomposition_of_the_data",
         "QR of the data keeps the digits that squaring loses": (
             "test_qr_loses_digits_with_the_condition_and_cholesky_with_its_square"
@@ -98,14 +98,17 @@ ELSEWHERE = {
         "so the loss of no row rises": "test_the_loss_of_no_row_rises_with_the_beam",
         "all candidates are brute force": "test_a_beam_of_all_code_vectors_finds_the_best",
     },
-    "../study/test_reduction.py": {
+    "../unit/theory/test_reduction.py": {
         "LLL (1982)": "test_is_a_reduced_basis_of_the_same_lattice",
         "[C25] Algorithm 2": "test_loss_is_within_the_reduced_profile",
     },
-    "../study/test_vectors.py": {
+    "../unit/theory/test_vectors.py": {
         "lecture: absmax, zero point": "test_absmax_and_zero_point_are_those_of_the_slides",
     },
-    "../study/test_shrunken.py": {
+    "../unit/theory/test_hptq.py": {
+        "AM / GM": "test_one_step_costs_what_the_unevenness_of_the_profile_says",
+    },
+    "../unit/theory/test_shrunken.py": {
         "minimum-mean-square-error targets": "test_shrunken_targets_are_worth_a_tenth_of_a_bit_at_one_bit",
     },
     "test_target.py": {
@@ -116,7 +119,7 @@ ELSEWHERE = {
         "0.2546 bit, the box against the ball": (
             "test_iid_gaussian_weights_at_three_bits_are_a_quarter_of_a_bit_above_the_limit"
         ),
-        "AM / GM": "test_waterfilling_does_not_mind_a_rotation_and_one_step_follows_the_formula",
+        "a rotation": "test_waterfilling_does_not_mind_a_rotation",
     },
 }
 

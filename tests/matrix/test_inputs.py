@@ -1,4 +1,4 @@
-"""One layer input: factors made once, of the moments or of their roots, and what they are factors of."""
+"""One layer input: factors made once, of the moments, and what they are factors of."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from torch import Tensor
 from nearplane.errors import NumericalError
 from nearplane.lattice.factor import Factor, factorize
 from nearplane.lattice.moments import Moments
-from nearplane.lattice.root import append
 from nearplane.matrix.inputs import Inputs, corrected
-from nearplane.schemes import GridScheme, RateScheme, Scheme
+from nearplane.recipe.grids import GridScheme
+from nearplane.recipe.rates import RateScheme
+from nearplane.recipe.scheme import Scheme
 from oracles import same
 from strategies import Problem, problems
 
@@ -31,15 +32,14 @@ def streams(generator: torch.Generator, *, drift: float = 0.3) -> tuple[Tensor, 
     return X, X + drift * X @ shift
 
 
-def seen(X: Tensor, X_hat: Tensor, *, roots: bool = False) -> Moments:
-    """Return what calibration knows of them, the last fifth held out, with roots or without."""
+def seen(X: Tensor, X_hat: Tensor) -> Moments:
+    """Return what calibration knows of them, the last fifth held out."""
 
     def moments(tokens: slice) -> Moments:
         x, n = X_hat[tokens], len(X_hat[tokens])
         return Moments(H=x.T @ x / n, C=X[tokens].T @ x / n, tokens=n)
 
-    whole = replace(moments(slice(None)), held_out=moments(slice(FITTING.stop, None)))
-    return replace(whole, root=append(None, X_hat), fitting_root=append(None, X_hat[FITTING])) if roots else whole
+    return replace(moments(slice(None)), held_out=moments(slice(FITTING.stop, None)))
 
 
 def product(factor: Factor) -> Tensor:
@@ -80,10 +80,9 @@ def test_each_factor_is_made_once(generator: torch.Generator) -> None:
     assert inputs.eigenvalues() is inputs.eigenvalues()
 
 
-@pytest.mark.parametrize("roots", [False, True])
-def test_the_fitting_factor_is_that_of_the_tokens_not_held_out(roots: bool, generator: torch.Generator) -> None:
+def test_the_fitting_factor_is_that_of_the_tokens_not_held_out(generator: torch.Generator) -> None:
     X, X_hat = streams(generator)
-    inputs = Inputs(seen(X, X_hat, roots=roots))
+    inputs = Inputs(seen(X, X_hat))
     rest = X_hat[FITTING].T @ X_hat[FITTING] / FITTING.stop
     for order in NAMED:
         for fitting, H in ((True, rest), (False, X_hat.T @ X_hat / TOKENS)):
@@ -96,30 +95,6 @@ def test_without_tokens_held_out_the_fitting_factor_is_that_of_all(generator: to
     inputs = Inputs(replace(seen(*streams(generator)), held_out=None))
     one, other = (inputs.factor("activation", 0.01, fitting=fitting) for fitting in (False, True))
     assert torch.equal(one.U, other.U)
-
-
-def test_with_roots_the_factor_never_sees_the_hessian(generator: torch.Generator) -> None:
-    """Here it is not even finite."""
-    X, X_hat = streams(generator)
-    inputs = Inputs(replace(seen(X, X_hat, roots=True), H=torch.full((COLUMNS, COLUMNS), torch.nan)))
-    for fitting, part in ((False, X_hat), (True, X_hat[FITTING])):
-        factor = inputs.factor("pivoted", 0.01, fitting=fitting)
-        assert same(product(factor), product(factorize(part.T @ part / len(part), factor.order)))
-
-
-def test_roots_keep_digits_that_the_hessian_has_lost(generator: torch.Generator) -> None:
-    """Two inputs that differ by 1e-9: in H the difference is below the last digit of float64, undamped."""
-    X, _ = streams(generator)
-    X[:, 1] = X[:, 0] + 1e-9 * X[:, 1]
-    H = X.T @ X / TOKENS
-    lengths = torch.linalg.qr(X.flip(1)).R.diagonal().flip(0).square() / TOKENS
-    kept = Inputs(Moments(H=H, tokens=TOKENS, root=append(None, X))).factor("natural", 0.0).d
-    assert torch.allclose(kept, lengths, rtol=1e-5, atol=0)
-    try:
-        lost = Inputs(H).factor("natural", 0.0).d
-    except NumericalError:
-        return
-    assert not torch.allclose(lost, lengths, rtol=0.1, atol=0)
 
 
 def test_eigenvalues_are_those_of_the_hessian_none_below_zero(generator: torch.Generator) -> None:
@@ -164,7 +139,7 @@ def test_layers_share_factors_but_not_their_own_residual(generator: torch.Genera
     assert one.factor("natural", 0.01) is later
 
 
-@pytest.mark.parametrize("scheme", [GridScheme(damp=0.02), RateScheme(rate=3, damp=0.02, method="hptq")])
+@pytest.mark.parametrize("scheme", [GridScheme(damp=0.02), RateScheme(rate=3, damp=0.02)])
 @pytest.mark.parametrize("corrects", [True, False])
 def test_the_factor_of_the_sweep_is_damped_as_the_scheme_says(
     scheme: Scheme, corrects: bool, generator: torch.Generator
@@ -193,8 +168,7 @@ def test_without_a_correction_the_target_is_the_weights_with_dead_inputs_at_0(
     assert torch.equal(W, before)
 
 
-@pytest.mark.parametrize("roots", [False, True])
-def test_a_drift_that_is_linear_is_undone(roots: bool, generator: torch.Generator) -> None:
+def test_a_drift_that_is_linear_is_undone(generator: torch.Generator) -> None:
     """`X_hat = X (I + D)`: with hardly any damping the target gives the outputs of the original network, dead inputs staying 0."""
     X, _ = streams(generator)
     X[:, 4] = 0
@@ -202,24 +176,10 @@ def test_a_drift_that_is_linear_is_undone(roots: bool, generator: torch.Generato
     D[4] = D[:, 4] = 0
     X_hat = X @ (torch.eye(COLUMNS, dtype=torch.float64) + D)
     W = torch.randn(5, COLUMNS, generator=generator, dtype=torch.float64)
-    target, rho = corrected(W, Inputs(seen(X, X_hat, roots=roots)), GridScheme(damp=1e-9))
+    target, rho = corrected(W, Inputs(seen(X, X_hat)), GridScheme(damp=1e-9))
     assert rho == pytest.approx(1.0, abs=1e-6)
     assert not target[:, 4].any()
     assert torch.allclose(X_hat @ target.T, X @ W.T, rtol=0, atol=1e-5 * float((X @ W.T).abs().max()))
-
-
-def test_the_correction_by_roots_is_that_by_hessians(generator: torch.Generator) -> None:
-    X, X_hat = streams(generator)
-    X_hat = X_hat + 0.3 * torch.randn(
-        X_hat.shape, generator=generator, dtype=torch.float64
-    )  # which is not to be trusted
-    W = torch.randn(5, COLUMNS, generator=generator, dtype=torch.float64)
-    (one, rho), (other, rooted) = (
-        corrected(W, Inputs(seen(X, X_hat, roots=roots)), GridScheme(damp=0.01)) for roots in (False, True)
-    )
-    assert 0 < rho < 1
-    assert rooted == pytest.approx(rho, rel=1e-9)
-    assert bool(((one - other).abs() <= 1e-9 * W.abs().max()).all())
 
 
 def wide_problem(rows: int, tokens: int = 4000) -> tuple[Tensor, Moments, Moments]:
@@ -240,9 +200,11 @@ def wide_problem(rows: int, tokens: int = 4000) -> tuple[Tensor, Moments, Moment
     return torch.randn(rows, 48, generator=g), moments(torch.float32), moments(torch.float64)
 
 
-def test_some_rows_tell_how_far_a_correction_is_to_be_trusted() -> None:
+def test_some_rows_tell_how_far_a_correction_is_to_be_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     W, single, _ = wide_problem(1000, tokens=200)
-    (some, told), (every, rho) = (corrected(W, Inputs(single), GridScheme(), *tried) for tried in ((), (len(W),)))
+    some, told = corrected(W, Inputs(single), GridScheme())
+    monkeypatch.setattr("nearplane.matrix.inputs.TRIED_ROWS", len(W))
+    every, rho = corrected(W, Inputs(single), GridScheme())
     assert 0 < rho < 1
     assert told != rho
     assert told == pytest.approx(rho, abs=0.02)
@@ -258,10 +220,6 @@ def test_factors_in_float32_are_as_good_where_nothing_hangs_on_the_last_digits()
     assert one.factor_of_the_correction(GridScheme()).U.dtype == torch.float32
     assert one.factor_of_the_sweep(GridScheme()).U.dtype == torch.float64
     assert other.factor_of_the_correction(GridScheme()).U.dtype == torch.float64
-    for order in ("natural", "pivoted"):
-        found, lengths = (each.lengths(order, GridScheme()) for each in (one, other))
-        assert found.dtype == torch.float32
-        assert torch.allclose(found.double(), lengths, rtol=1e-4)
 
 
 def test_moments_that_are_used_once_are_let_go_and_a_second_target_is_refused(generator: torch.Generator) -> None:
@@ -273,6 +231,5 @@ def test_moments_that_are_used_once_are_let_go_and_a_second_target_is_refused(ge
     assert kept.moments is moments
     assert (once.moments.C, once.moments.lost, once.moments.held_out) == (None, None, None)
     assert torch.equal(kept.factor_of_the_sweep(scheme).U, once.factor_of_the_sweep(scheme).U)
-    assert torch.equal(kept.lengths("pivoted", scheme), once.lengths("pivoted", scheme))
     with pytest.raises(NumericalError, match="Make them anew"):
         corrected(W, once, scheme)

@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from nearplane.errors import NumericalError
+from nearplane.lattice.number_formats import integers
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solve import Solution, round_to_nearest
-from nearplane.matrix.joined import DAMP, LEAST_ROWS, solve_joined
+from nearplane.matrix.joined_rows import DAMP, LEAST_ROWS, solve_joined
 from nearplane.matrix.on_grid import quantize_matrix
-from nearplane.schemes import GridScheme
+from nearplane.recipe.grids import GridScheme
 
 IN, TOKENS = 24, 96
-STEPS = Steps(bits=2, symmetric=False, search="minmax", storage=torch.float32)
+STEPS = Steps(format=integers(2, 8, symmetric=False), search="minmax", storage=torch.float32)
 
 
 def correlated(size, generator, rank=3):
@@ -25,7 +26,7 @@ def correlated(size, generator, rank=3):
 
 def plain(part):
     """Round every weight on a grid of its row."""
-    return Solution(matrix=round_to_nearest(part, STEPS.grid(part, 8)))
+    return Solution(matrix=round_to_nearest(part, STEPS.grid(part)))
 
 
 def damped(G):

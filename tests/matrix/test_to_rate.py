@@ -7,14 +7,12 @@ import math
 import pytest
 import torch
 
-from nearplane.coding.blob import decode, encode
+from nearplane.coding.blob import Contents, decode, encode
 from nearplane.errors import RecipeError
-from nearplane.formats.native import contents
 from nearplane.lattice.bounds import limit
-from nearplane.lattice.factor import factorize
 from nearplane.matrix.inputs import Inputs
 from nearplane.matrix.to_rate import quantize_matrix_to_rate
-from nearplane.schemes import RateScheme
+from nearplane.recipe.rates import RateScheme
 
 SPACE_FILLING = 0.5 * math.log2(2 * math.pi * math.e / 12)
 
@@ -38,14 +36,13 @@ def gaussian(out: int, n: int, seed: int = 1) -> torch.Tensor:
 def measured(W, H, scheme):
     """Bits per weight of the bytes, and how many of them lie above the limit."""
     matrix, record = quantize_matrix_to_rate(W, H, scheme)
-    coded = 8 * len(encode(contents(matrix), coder=scheme.coder, classes=scheme.classes)) / W.numel()
+    coded = 8 * len(encode(Contents.of(matrix.codes, matrix.grid))) / W.numel()
     return coded, coded - record.limit, record, matrix
 
 
 @pytest.mark.parametrize("rate", [0.7, 1.5, 2.125, 3.125, 4.125, 6.5])
-@pytest.mark.parametrize("method", ["waterfill", "hptq"])
-def test_bytes_are_what_was_asked_for(rate, method):
-    coded, *_ = measured(gaussian(192, 128), power_law(128, 1.0), undamped(rate, method=method))
+def test_bytes_are_what_was_asked_for(rate):
+    coded, *_ = measured(gaussian(192, 128), power_law(128, 1.0), undamped(rate))
     assert coded == pytest.approx(rate, rel=0.005)
 
 
@@ -53,7 +50,7 @@ def test_bytes_are_what_was_asked_for(rate, method):
 def test_any_shape_is_coded_and_decodes_to_what_was_solved(shape):
     W = gaussian(*shape)
     *_, record, matrix = measured(W, power_law(shape[1], 1.0), undamped(3.0))
-    back = decode(encode(contents(matrix)))
+    back = decode(encode(Contents.of(matrix.codes, matrix.grid)))
     assert (torch.from_numpy(back.codes.copy()) == matrix.codes).all()
     assert math.isfinite(record.loss)
 
@@ -69,16 +66,13 @@ def test_iid_gaussian_weights_at_three_bits_are_a_quarter_of_a_bit_above_the_lim
     assert above == pytest.approx(SPACE_FILLING, abs=0.02)
 
 
-def test_waterfilling_does_not_mind_a_rotation_and_one_step_follows_the_formula():
+def test_waterfilling_does_not_mind_a_rotation():
     H = power_law(384, 1.6)
     W = gaussian(1536, 384)
     diagonal = torch.arange(1, 385, dtype=torch.float64).pow(-1.6).diag()
     above = [measured(W, K, undamped(5))[1] for K in (H, diagonal)]
     assert above[0] == pytest.approx(above[1], abs=0.02)
     assert above[0] == pytest.approx(SPACE_FILLING, abs=0.03)
-    d = factorize(H, "activation", damp=0.0).d
-    theory = SPACE_FILLING + 0.5 * float(d.mean().log2() - d.log2().mean())
-    assert measured(W, H, undamped(5, method="hptq"))[1] == pytest.approx(theory, abs=0.03)
 
 
 def test_rows_that_matter_more_get_finer_steps_and_lose_less():
@@ -151,18 +145,10 @@ def test_a_matrix_on_a_gpu_is_quantized_there_wherever_its_sensitivity_lies(out,
     )
     assert matrix.codes.device.type == matrix.grid.rows.device.type == matrix.grid.columns.device.type == "cuda"
     assert matrix.grid.rows.any()
-    assert 8 * len(encode(contents(matrix))) / matrix.codes.numel() == pytest.approx(3.0, rel=0.005)
-    assert math.isfinite(record.loss)
-
-
-def test_rounding_to_nearest_at_a_rate_rounds_to_nearest() -> None:
-    g = torch.Generator().manual_seed(0)
-    W = torch.randn(64, 48, generator=g)
-    matrix, record = quantize_matrix_to_rate(
-        W, power_law(48, 1.0), RateScheme(rate=3, method="hptq", solver="round-to-nearest")
+    assert 8 * len(encode(Contents.of(matrix.codes, matrix.grid))) / matrix.codes.numel() == pytest.approx(
+        3.0, rel=0.005
     )
-    assert torch.equal(matrix.codes.double(), (W.double() / matrix.grid.base).round())
-    assert record.nearest_loss == pytest.approx(record.loss, rel=1e-6)  # summed in float32
+    assert math.isfinite(record.loss)
 
 
 def test_the_rate_of_one_matrix_may_be_another_than_the_scheme_s() -> None:

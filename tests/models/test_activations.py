@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama import modeling_llama
 
 from families import FAMILIES, MOE_FAMILIES, VOCABULARY, config_of, random_model
+from nearplane.calibration.activations import Stream, readout, skeleton
 from nearplane.errors import CalibrationError, ModelError
-from nearplane.models.activations import Stream, readout, skeleton
 from nearplane.models.model import Model, open_model
 from readers.types import save_type
 

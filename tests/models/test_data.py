@@ -11,9 +11,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from nearplane.calibration.texts import check_vocabulary, read_windows
 from nearplane.demo import CALIBRATION
 from nearplane.errors import CalibrationError
-from nearplane.models.data import check_vocabulary, read_windows
 
 TEXT = "The quick brown fox jumps over the lazy dog.\n" * 3
 
@@ -43,8 +43,8 @@ def test_the_first_tokens_of_a_long_text_are_those_of_the_whole(
     known, asked = PreTrainedTokenizerFast(tokenizer_object=model), []
     encode = PreTrainedTokenizerFast.__call__
     monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", lambda *a, **k: asked.append(len(a[1])) or encode(*a, **k))
-    monkeypatch.setattr("nearplane.models.data.LETTERS", letters)
-    monkeypatch.setattr("nearplane.models.data.MARGIN", 1000)
+    monkeypatch.setattr("nearplane.calibration.texts.LETTERS", letters)
+    monkeypatch.setattr("nearplane.calibration.texts.MARGIN", 1000)
     (tmp_path / "a.txt").write_text(text)
     windows = read_windows(known, tmp_path / "a.txt", samples=40, seqlen=50)
     assert windows.flatten().tolist() == ids(known, text)[:2000]

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from nearplane.models.activations import finish, skeleton
+from nearplane.calibration.activations import finish, skeleton
+from nearplane.calibration.sensitivity import sensitivity
 from nearplane.models.model import open_model
-from nearplane.models.sensitivity import sensitivity
 
 CPU = torch.device("cpu")
 FAMILIES = ["llama", "qwen3", "gpt2", "gemma2", "opt"]

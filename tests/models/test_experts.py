@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from nearplane.calibration.activations import Stream, skeleton
+from nearplane.calibration.rows import RoutedRows
+from nearplane.calibration.second_moments import Observed, observe, summed
 from nearplane.errors import CalibrationError, RecipeError
-from nearplane.models.activations import Stream, skeleton
 from nearplane.models.experts import ExpertLayer, Routed, by_expert, is_stack, observable
 from nearplane.models.model import Model, open_model
-from nearplane.models.rows import RoutedRows
-from nearplane.observe import Observed, observe, summed
 from readers.types import save_type, tiny_config
 
 KINDS = ("qwen3_moe", "mixtral", "gpt_oss", "nemotron_h", "granitemoe", "deepseek_v3", "llama4_text")

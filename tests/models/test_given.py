@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 import nearplane
 from native_checkpoints import save_tiny
 from nearplane import Calibration, CalibrationError, GridScheme, ModelError, Recipe, RecipeError
+from nearplane.calibration.given import TEXTS, TOKENS
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
-from nearplane.models.given import TEXTS, TOKENS
 
 GRID: dict[str, Any] = {"bits": 4, "group_size": 16, "samples": 4, "seqlen": 32, "order": "natural"}
 

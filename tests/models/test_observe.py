@@ -14,16 +14,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bare_blocks import Convolution, Routed, bare
 from families import config_of, random_model
-from nearplane.errors import CalibrationError, NumericalError
-from nearplane.lattice.factor import factorize
+from nearplane.calibration.activations import Stream, skeleton
+from nearplane.calibration.second_moments import Observed, observe
+from nearplane.calibration.stages import stages
+from nearplane.errors import CalibrationError
 from nearplane.lattice.moments import Moments
-from nearplane.lattice.root import factorize_root
-from nearplane.lattice.target import weighted_difference
-from nearplane.models.activations import Stream, skeleton
-from nearplane.models.calibrate import before_the_head, stages
 from nearplane.models.layers import as_layer
 from nearplane.models.model import Block, Model, open_model
-from nearplane.observe import Observed, observe
 
 Saved = Callable[[str], Path]
 Loaded = Callable[[str], PreTrainedModel]
@@ -329,10 +326,7 @@ def test_in_half_precision_moments_are_float64_sums_of_float32_products(saved: S
 
 
 @pytest.mark.parametrize("which", ["original", "quantized"])
-@pytest.mark.parametrize("root", [False, True])
-def test_an_input_that_is_not_finite_names_the_layer_and_the_network(
-    root: bool, which: str, saved: Saved, tokens: Tensor
-) -> None:
+def test_an_input_that_is_not_finite_names_the_layer_and_the_network(which: str, saved: Saved, tokens: Tensor) -> None:
     model = open_model(str(saved("llama")))
     stream = at(model, tokens)
     with model.blocks[0].on("cpu", torch.float64) as block:
@@ -340,78 +334,7 @@ def test_an_input_that_is_not_finite_names_the_layer_and_the_network(
         getattr(block, which).self_attn.v_proj.weight[0, 0] = float("nan")
         observe(block, groups[:1], stream, correct=True)
         with pytest.raises(CalibrationError, match=rf"layers\.0\.self_attn\.o_proj holds NaN .*in the {which} network"):
-            observe(block, groups[1:2], stream, correct=True, root=root)
-
-
-def test_roots_square_to_the_hessians_of_all_tokens_and_of_those_not_held_out(saved: Saved, tokens: Tensor) -> None:
-    """Layers of a group share them, and they change nothing else to the bit."""
-    plain, rooted = observed_llama(saved, tokens), observed_llama(saved, tokens, root=True)
-    for name, observed in rooted.items():
-        first, *others = (observed.moments[layer.name] for layer in observed.layers)
-        held, before = first.held_out, plain[name].moments[observed.layers[0].name]
-        for R in (first.root, first.fitting_root):
-            assert R.dtype == torch.float64
-            assert torch.equal(R, R.triu())
-        close(first.root.T @ first.root, first.tokens * first.H)
-        H = weighted_difference(first.H, first.tokens, held.H, held.tokens)
-        close(first.fitting_root.T @ first.fitting_root, (first.tokens - held.tokens) * H)
-        assert all(other.root is first.root and other.fitting_root is first.fitting_root for other in others)
-        assert (held.root, held.fitting_root, before.root, before.fitting_root) == (None, None, None, None)
-        assert torch.equal(first.H, before.H)
-        assert torch.equal(against_the_original(first), against_the_original(before))
-
-
-def test_where_nothing_is_held_out_there_is_one_root(saved: Saved, tokens: Tensor) -> None:
-    for options in ({"correct": False}, {"held_out": 0.0}):
-        statistics = next(iter(observed_llama(saved, tokens, root=True, **options)["q_proj"].moments.values()))
-        close(statistics.root.T @ statistics.root, statistics.tokens * statistics.H)
-        assert statistics.fitting_root is None
-
-
-def test_the_inputs_of_the_head_have_a_root_as_well() -> None:
-    block, stream = bare(nn.Sequential(nn.Linear(4, 4, dtype=torch.float64)), 6, 4)
-    X = torch.cat(stream.quantized).reshape(-1, 4)
-    statistics = observe(block, [before_the_head(block, stream)], stream, correct=True, root=True, residual=False)[
-        0
-    ].moments["block.0"]
-    close(statistics.root.T @ statistics.root, X.T @ X)
-    close(statistics.fitting_root.T @ statistics.fitting_root, X[:18].T @ X[:18])
-
-
-def test_an_expert_that_only_held_out_windows_reach_has_their_root_for_all() -> None:
-    block, stream = bare(Routed(), 6, 4)
-    for batch in range(2):
-        stream.quantized[batch][..., 0] = stream.original[batch][..., 0] = -1.0
-    stream.quantized[1][..., 0] = stream.original[1][..., 0] = 1.0
-    X = stream.quantized[1].reshape(-1, 4)
-    groups = [tuple(block.quantized_layers()[1:])]
-    statistics = observe(block, groups, stream, correct=True, held_out=0.5, root=True)[0].moments["block.expert"]
-    assert (statistics.tokens, statistics.held_out, statistics.fitting_root) == (12, None, None)
-    close(statistics.root.T @ statistics.root, X.T @ X)
-
-
-def test_a_root_keeps_the_digits_that_float32_products_lose() -> None:
-    """Singular values from 1 to 1e-5 in float32 rows, in four windows: H has no factor, the root has eleven digits of d."""
-    block, stream = bare(nn.Sequential(nn.Linear(16, 4)), 16, 16)
-    X = torch.cat(stream.quantized).reshape(64, 16)
-    Q, V = torch.linalg.qr(X)[0], torch.linalg.qr(X[:16])[0]
-    X = (Q * 1e5 ** -torch.linspace(0, 1, 16, dtype=torch.float64) @ V.T).float()
-    stream.quantized[:] = stream.original[:] = X.reshape(2, 2, 16, 16)
-    seen = observe(block, stages(block, stream), stream, correct=True, held_out=0.25, root=True)[0]
-    statistics = seen.moments["block.0"]
-    with pytest.raises(NumericalError, match="not positive definite"):
-        factorize(statistics.H, damp=0.0)
-    for R, rows in ((statistics.root, X), (statistics.fitting_root, X[:48])):
-        expected = torch.linalg.qr(rows.double().flip(1)).R.flip(0, 1).diagonal().square() / len(rows)
-        found = factorize_root(R, len(rows), damp=0.0).d
-        assert float((found / expected - 1).abs().max()) < 3e-11
-
-
-def test_roots_are_refused_on_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    block, stream = bare(Routed(), 6, 4)
-    monkeypatch.setattr("nearplane.observe.world", lambda: 2)
-    with pytest.raises(CalibrationError, match=r"--factor qr runs on one rank, and this run has 2"):
-        observe(block, stages(block, stream), stream, correct=True, root=True)
+            observe(block, groups[1:2], stream, correct=True)
 
 
 def test_convolutions_are_observed_by_the_rows_of_their_patches() -> None:

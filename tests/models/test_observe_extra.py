@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from families import VOCABULARY
+from nearplane.calibration.activations import skeleton
+from nearplane.calibration.second_moments import observe
+from nearplane.calibration.stages import stages
 from nearplane.lattice.moments import Extra, Moments
-from nearplane.models.activations import skeleton
-from nearplane.models.calibrate import stages
 from nearplane.models.model import Block, open_model
-from nearplane.observe import observe
 
 LOUDER = 1.05  # what the weights of the quantized network are multiplied by
 
@@ -32,7 +32,7 @@ def louder(block: Block) -> None:
 
 
 def observed(
-    folder: Path, tokens: Tensor, extra: Tensor | None, *, correct: bool = True, last: bool = False, rows: int = 1024
+    folder: Path, tokens: Tensor, extra: Tensor | None, *, correct: bool = True, last: bool = False
 ) -> dict[str, Moments]:
     """Observe the second block of a network whose first is louder."""
     model = open_model(str(folder))
@@ -43,7 +43,7 @@ def observed(
         stream.advance(first)
     with second.on("cpu", torch.float64):
         groups = stages(second, stream)
-        seen = observe(second, groups, stream, correct=correct, last=last, extra_rows=rows)
+        seen = observe(second, groups, stream, correct=correct, last=last)
     return {name: statistics for one in seen for name, statistics in one.moments.items()}
 
 
@@ -99,10 +99,13 @@ def close(found: Extra, X: Tensor, X_hat: Tensor) -> None:
         torch.testing.assert_close(rows, expected, rtol=1e-9, atol=1e-9 * float(expected.abs().max()))
 
 
-def test_of_many_rows_some_are_kept_evenly_spread(saved: Callable[[str], Path], tokens: Tensor, extra: Tensor) -> None:
+def test_of_many_rows_some_are_kept_evenly_spread(
+    saved: Callable[[str], Path], tokens: Tensor, extra: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every fourth of each batch: two windows of 12 tokens, and one."""
     every = observed(saved("llama"), tokens, extra)
-    for name, some in observed(saved("llama"), tokens, extra, rows=9).items():
+    monkeypatch.setattr("nearplane.calibration.second_moments.EXTRA_TOKENS", 9)
+    for name, some in observed(saved("llama"), tokens, extra).items():
         rows = every[name].extra.X_hat
         assert torch.equal(some.extra.X_hat, torch.cat([rows[:24:4], rows[24::4]]))
         assert len(some.extra.X) == len(some.extra.X_hat) == 9

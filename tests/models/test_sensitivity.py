@@ -9,9 +9,9 @@ import torch
 
 from alive import living
 from families import config_of, random_model
+from nearplane.calibration.sensitivity import sensitivity
 from nearplane.errors import CalibrationError
 from nearplane.models.model import open_model
-from nearplane.models.sensitivity import sensitivity
 
 CPU = torch.device("cpu")
 
@@ -52,7 +52,7 @@ def test_block_by_block_equals_all_at_once(family, saved, loaded, tokens):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_outputs_together_are_products_of_the_gradients_within_runs(family, saved, loaded, tokens, monkeypatch):
-    monkeypatch.setattr("nearplane.models.sensitivity.RUN_ROWS", 24)
+    monkeypatch.setattr("nearplane.calibration.sensitivity.RUN_ROWS", 24)
     model = open_model(str(saved(family)))
     names = [layer.name for layer in model.blocks[-1].layers]
     found = sensitivity(model, tokens, device=CPU, dtype=torch.float64, batch=2, seed=5, together=names)

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from alive import living, paused
 from bare_blocks import Convolution, Experts, bare
 from families import LLAMA, VOCABULARY, config_of, random_model
+from nearplane.calibration.activations import Stream, skeleton
+from nearplane.calibration.one_forward import Passage, pauses
+from nearplane.calibration.second_moments import summed
+from nearplane.calibration.stages import first_look
 from nearplane.errors import CalibrationError
 from nearplane.lattice.moments import Moments
-from nearplane.models.activations import Stream, skeleton
-from nearplane.models.calibrate import first_look
 from nearplane.models.model import Block, open_model
-from nearplane.models.staged import Passage, pauses
-from nearplane.observe import summed
 
 MUCH, NOTHING = 1 << 40, 0  # bytes that paused activations may take
 REPEATED = {  # why some families repeat passes

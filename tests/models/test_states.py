@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from nearplane.calibration.states_on_disk import StatesOnDisk
 from nearplane.errors import FormatError
-from nearplane.models.states import StatesOnDisk
 
 KINDS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool]
 
@@ -137,6 +137,6 @@ def test_a_closed_list_gives_nothing(tmp_path):
 def in_process(code: str) -> subprocess.CompletedProcess[str]:
     """Run code in a process of its own."""
     head = "import torch\nfrom pathlib import Path\nfrom nearplane.errors import FormatError\n"
-    head += "from nearplane.models.states import StatesOnDisk\n"
+    head += "from nearplane.calibration.states_on_disk import StatesOnDisk\n"
     command = [sys.executable, "-c", head + textwrap.dedent(code)]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path.cwd())

@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM
 
+from nearplane.calibration.activations import readout, skeleton
+from nearplane.calibration.encoder_decoder import joined
+from nearplane.calibration.one_forward import Passage
+from nearplane.calibration.rows import Rows
+from nearplane.calibration.stages import seen, stages
 from nearplane.errors import ModelError
-from nearplane.models.activations import readout, skeleton
-from nearplane.models.calibrate import seen, stages
 from nearplane.models.model import open_model
-from nearplane.models.rows import Rows
-from nearplane.models.staged import Passage
-from nearplane.models.two_stacks import joined
 from translating import VOCABULARY, predicted, save_translating
 
 TOKENS = torch.randint(3, VOCABULARY, (5, 12), generator=torch.Generator().manual_seed(1))

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from nearplane.calibration.watch import Additions, Hooks, Stop, total, until_stopped
 from nearplane.models.layers import as_layer
-from nearplane.models.watch import Additions, Hooks, Stop, total, until_stopped
 
 
 def in_place(out: Tensor, r: Tensor) -> Tensor:

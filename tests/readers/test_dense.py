@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 import nearplane
 from families import config_of, random_model
 from nearplane.models.kept import unbuilt_parts
+from nearplane.models.left_dense import experts, left_dense, merged_experts
 from nearplane.models.model import open_model
-from nearplane.readers.dense import experts, left_dense, merged_experts
-from nearplane.shards import ShardReader
-from nearplane.summary import summary
+from nearplane.record.summary import summary
+from nearplane.system.safetensors_files import ShardReader
 
 MTP = "model.layers.3"  # one more than the network has
 
@@ -43,7 +43,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return folder_of
 
 
-def quantized(source: Path, out: Path, **how: Any) -> tuple[dict[str, Any], nearplane.record.RunRecord]:
+def quantized(source: Path, out: Path, **how: Any) -> tuple[dict[str, Any], nearplane.record.record.RunRecord]:
     """Round a model to nearest; return what config.json says of it, and the record."""
     record = nearplane.quantize(source, out, solver="round-to-nearest", device="cpu", **how)
     return json.loads((out / "config.json").read_text())["quantization_config"], record

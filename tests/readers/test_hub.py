@@ -23,15 +23,15 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 import nearplane
 from native_checkpoints import product_matrix, save_tiny, write_native
-from nearplane import cli
+from nearplane.cli import app as cli
 from nearplane.errors import FormatError, ModelError, NearplaneError, RecipeError
-from nearplane.evaluate import load_dense
 from nearplane.formats.config_file import READ_WITH
 from nearplane.formats.native import Native
 from nearplane.formats.stored import read_dense
-from nearplane.readers.network import stored_transposed
-from nearplane.runtime.packed_linear import PackedLinear
-from nearplane.shards import INDEX, checksum
+from nearplane.loading.dense_network import stored_transposed
+from nearplane.loading.packed_linear import PackedLinear
+from nearplane.system.safetensors_files import INDEX, checksum
+from nearplane.verbs.evaluate import load_dense
 
 CASES = {  # family, its changes, whether embeddings are quantized
     "llama": ("llama", {}, False),
@@ -275,7 +275,7 @@ def test_a_packed_model_does_not_save_and_a_dequantized_one_does(
 def test_an_export_is_a_plain_checkpoint(
     folder: Callable[[str], Path], tmp_path: Path, case: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(import_module("nearplane.export"), "SHARD", 50_000)
+    monkeypatch.setattr(import_module("nearplane.verbs.export"), "SHARD", 50_000)
     size = nearplane.export(folder(case), tmp_path / "dense", dtype=dtype)
     shards = sorted(path.name for path in (tmp_path / "dense").glob("*.safetensors"))
     assert len(shards) > 1
@@ -322,7 +322,7 @@ def test_an_export_gets_in_no_ones_way(folder: Callable[[str], Path], tmp_path: 
 
 def test_an_export_that_fails_does_not_load(copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rewrite(copied, lambda tensors: tensors.update({n: t[:-3] for n, t in tensors.items() if "layers.2.mlp.down" in n}))
-    monkeypatch.setattr(import_module("nearplane.export"), "SHARD", 50_000)
+    monkeypatch.setattr(import_module("nearplane.verbs.export"), "SHARD", 50_000)
     with pytest.raises(FormatError, match=r"layers\.2\.mlp\.down_proj\.weight_coded"):
         nearplane.export(copied, tmp_path / "dense")
     assert not (tmp_path / "dense").exists()

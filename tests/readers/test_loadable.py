@@ -1,4 +1,4 @@
-"""What would not load is refused before a run begins, by transformers' own loader or by rule, with a way that works."""
+"""What would not load is refused before a run begins, by transformers' own loader or by rule, with what to do."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from torch import Tensor
 import nearplane
 from checkpoints import random_matrix
 from nearplane.errors import RecipeError
-from nearplane.formats import FORMATS
 from nearplane.formats.config_file import EXPERTS_WITH, WEIGHTS
 from nearplane.formats.folder import config_text
 from nearplane.formats.layer_format import GridFormat
+from nearplane.formats.table import FORMATS
+from nearplane.lattice.number_formats import integers
+from nearplane.loading.rehearsal_check import attempt, check_loads
 from nearplane.models.model import Model, open_model
-from nearplane.readers import rehearsal
-from nearplane.readers.loadable import attempt, check_loads
-from nearplane.recipe import Recipe
-from nearplane.request import quantization_config
-from nearplane.schemes import LayerGrid
+from nearplane.planning.request import quantization_config
+from nearplane.recipe.recipe import Recipe
 from readers.types import save_type
 
 WINDOWS = torch.randint(3, 96, (8, 32), generator=torch.Generator().manual_seed(1))
@@ -44,7 +43,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return folder_of
 
 
-def rounded(source: Path, out: Path, **how: Any) -> nearplane.record.RunRecord:
+def rounded(source: Path, out: Path, **how: Any) -> nearplane.record.record.RunRecord:
     return nearplane.quantize(source, out, solver="round-to-nearest", group_size=16, device="cpu", **how)
 
 
@@ -62,7 +61,7 @@ def test_tensors_without_contents_are_those_that_are_written(format: str, bits: 
     assert isinstance(layout, GridFormat)
     matrix = random_matrix(32, 64, bits=bits, group_size=group_size, symmetric=True)
     real: dict[str, Tensor] = layout.pack("a", matrix, torch.float16)
-    empty: dict[str, Tensor] = layout.empty("a", (32, 64), LayerGrid(bits, group_size, True), torch.float16)
+    empty: dict[str, Tensor] = layout.empty("a", (32, 64), integers(bits, group_size), torch.float16)
     assert [(n, t.shape, t.dtype) for n, t in empty.items()] == [(n, t.shape, t.dtype) for n, t in real.items()]
 
 
@@ -77,20 +76,17 @@ def test_tensors_without_contents_are_those_that_are_written(format: str, bits: 
                          for part in ("gate", "up", "down")}),
     ],
 )  # fmt: skip
-def test_the_rule_blames_what_the_reader_does(
-    source: Callable[[str], Path], kind: str, places: set[str], monkeypatch: pytest.MonkeyPatch
+def test_what_compressed_tensors_does_not_load_is_blamed(
+    source: Callable[[str], Path], kind: str, places: set[str]
 ) -> None:
     """Experts of llama4 become layers in the reader, and where they stay as they are the file holds them in one tensor."""
-    pytest.importorskip("compressed_tensors")
     model = open_model(str(source(kind)), ignore=["experts"] if kind == "llama4_text" else [])
-    assert blamed(model, "compressed-tensors") - {p.rpartition(".")[0] for p in places} == places
-    monkeypatch.setattr(rehearsal, "find_spec", lambda name: None)
     assert blamed(model, "compressed-tensors") - {p.rpartition(".")[0] for p in places} == places
 
 
 @pytest.mark.parametrize("way", ["targets", "ignore", "experts"])
 def test_a_config_that_says_something_else_is_found_out(source: Callable[[str], Path], way: str) -> None:
-    """By the reader and by the rule: what is not named, what is named too much, dense experts without their group."""
+    """What is not named, what is named too much, dense experts without their group."""
     ignore = ["experts"] if way == "experts" else []
     model = open_model(str(source("qwen3_moe")), ignore=ignore)
     recipe = Recipe.from_spellings(bits=4, group_size=16, ignore=ignore)
@@ -114,14 +110,14 @@ def test_a_config_that_says_something_else_is_found_out(source: Callable[[str], 
     assert expected[way] in places
 
 
-def test_a_refusal_names_a_layer_and_ways_that_work(source: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_refusal_names_a_layer_and_what_to_do(source: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as refused:
         rounded(source("gpt_bigcode"), tmp_path / "out", bits=4)
     said = str(refused.value)
     assert said.startswith(
         "transformer.h.0.attn.c_proj: transformers would not load this gpt_bigcode from compressed-tensors"
     )
-    assert said.endswith("or use --format gptq, or use --rate 4, which nearplane.load reads.")
+    assert said.endswith(", try another --format, or use --rate 4, which nearplane.load reads.")
     assert not any(tmp_path.iterdir())
     patterns = re.findall("'([^']*)'", said)
     assert patterns == [r"attn\.c_proj$", r"mlp\.c_proj$"]
@@ -162,10 +158,10 @@ def test_experts_in_gptq_are_for_the_types_that_gptqmodel_reads(
     assert WEIGHTS not in json.loads(config_text(model.folder, plain))
 
 
-def test_where_no_layer_helps_only_other_formats_are_named(source: Callable[[str], Path], tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"looks for .*experts.*\. Use --format gptq, or use --rate 4, which"):
+def test_where_no_layer_is_to_blame_none_is_to_be_left_out(source: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"looks for .*experts.*\. Try another --format, or use --rate 4, which"):
         rounded(source("llama4_text"), tmp_path / "out", bits=4, ignore=["experts"])
-    with pytest.raises(RecipeError, match=r"packed\. Use --rate 4, which nearplane\.load reads\.$"):
+    with pytest.raises(RecipeError, match=r"packed\. .* or use --rate 4, which nearplane\.load reads\.$"):
         rounded(source("rwkv"), tmp_path / "out", bits=4)
 
 
@@ -178,7 +174,7 @@ def test_a_weight_that_is_put_together_has_no_name_to_be_written_under(
     ) as refused:
         rounded(source("hrm_text"), tmp_path / "out", bits=4, format="gptq")
     patterns = re.findall("'([^']*)'", str(refused.value))
-    with pytest.raises(RecipeError, match=r"source keys=.*Use --format gptq, or use --rate 4"):
+    with pytest.raises(RecipeError, match=r"source keys=.*or use --rate 4"):
         rounded(source("hrm_text"), tmp_path / "out", bits=4, ignore=patterns)
     assert not any(tmp_path.iterdir())
     assert len(rounded(source("hrm_text"), tmp_path / "out", bits=4, format="gptq", ignore=patterns).layers) == 4

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from families import config_of
-from nearplane.readers.network import stored_transposed, weight_shapes
+from nearplane.loading.dense_network import stored_transposed, weight_shapes
 
 
 def test_transposed_weights_are_named_with_and_without_the_base_prefix() -> None:

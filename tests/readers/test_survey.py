@@ -23,7 +23,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 import nearplane
 from nearplane.errors import NearplaneError
 from nearplane.formats.stored import Stored
-from nearplane.readers.rules import GPTQMODEL_ALONE
+from nearplane.loading.gptq_rules import GPTQMODEL_ALONE
 from readers.types import SURVEYED, VOCABULARY, save_type
 
 WINDOWS = torch.randint(3, VOCABULARY, (16, 32), generator=torch.Generator().manual_seed(1))
@@ -38,7 +38,7 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return save_type(tmp_path / "source", request.param)
 
 
-def written(source: Path, out: Path, **how: Any) -> nearplane.record.RunRecord | None:
+def written(source: Path, out: Path, **how: Any) -> nearplane.record.record.RunRecord | None:
     """Quantize; None where that is refused, and nothing that the refusal offers with --ignore is left to try.
 
     A refusal names a part of the model, and comes before anything is there; what it offers is taken up.
@@ -84,7 +84,6 @@ def _dense(out: Path) -> PreTrainedModel:
 @pytest.mark.parametrize("source", SURVEYED, indirect=True)
 def test_four_bits_load_in_plain_transformers_or_are_refused(source: Path, tmp_path: Path) -> None:
     """Bit by bit: in float32 the reader multiplies scale and code as we do, and the same modules compute."""
-    pytest.importorskip("compressed_tensors")
     record = written(source, tmp_path / "out", bits=4, group_size=16)
     if record is not None:
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
@@ -159,7 +158,7 @@ def _by_gptqmodel(out: Path, *, alone: bool) -> PreTrainedModel:
     return GPTQModel.load(str(out), device="cpu", backend=BACKEND.GPTQ_TORCH, dtype=torch.float16).model
 
 
-def _layers(record: nearplane.record.RunRecord) -> str:
+def _layers(record: nearplane.record.record.RunRecord) -> str:
     left = f" with --ignore {' '.join(record.recipe.ignore)}" if record.recipe.ignore else ""
     return f"{len(record.layers)} layers{left}"
 

@@ -9,8 +9,8 @@ import torch
 from nearplane.coding.blob import Contents, decode_packed, encode, stored_base
 from nearplane.errors import FormatError
 from nearplane.formats.native import matrix_of
-from nearplane.runtime.packed_linear import MAX_PACKED_PRODUCT_ROWS, PackedLinear
-from nearplane.runtime.product_cpu import products
+from nearplane.loading.packed_linear import MAX_PACKED_PRODUCT_ROWS, PackedLinear
+from nearplane.loading.packed_product import products
 
 
 def contents(out: int, columns: int, *, spread: float = 1.5, outliers: int = 0, seed: int = 0) -> Contents:
@@ -60,7 +60,7 @@ def test_strips_do_not_change_the_product(monkeypatch: pytest.MonkeyPatch, gener
     layer = PackedLinear.of(decode_packed(encode(CASES[4])))
     x = torch.randn(9, 96, generator=generator)
     whole = layer(x)
-    monkeypatch.setattr("nearplane.runtime.packed_linear.MAX_STRIP_WEIGHTS", 5 * 96)
+    monkeypatch.setattr("nearplane.loading.packed_linear.MAX_STRIP_WEIGHTS", 5 * 96)
     assert torch.equal(layer.weight, matrix_of(CASES[4]).decode())
     torch.testing.assert_close(layer(x), whole, rtol=1e-5, atol=1e-5 * float(whole.abs().max()))
 
@@ -109,7 +109,7 @@ def test_threads_share_rows_without_changing_them(monkeypatch: pytest.MonkeyPatc
     layer = PackedLinear.of(decode_packed(encode(CASES[5])))
     x = torch.randn(2, 512, generator=generator).numpy()
     one = products(x, layer.packed_codes(), threads=1)
-    monkeypatch.setattr("nearplane.runtime.product_cpu.MIN_THREADED_BYTES", 0)
+    monkeypatch.setattr("nearplane.loading.packed_product.MIN_THREADED_BYTES", 0)
     assert np.array_equal(products(x, layer.packed_codes(), threads=7), one)
 
 

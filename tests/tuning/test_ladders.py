@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from nearplane.coding.blob import decode, encode, stored_base
-from nearplane.errors import FormatError
-from nearplane.formats.native import DEFAULT, contents, matrix_of
-from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
+from nearplane.coding.blob import Contents, decode, encode, stored_base
+from nearplane.formats.native import DEFAULT, matrix_of
+from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
 from nearplane.tuning.ladders import TunedLadders
 from nearplane.tuning.pressure import Pressure
 
@@ -26,20 +25,20 @@ def shake(tuned, generator, size):
 
 def test_values_are_those_that_the_bytes_decode_to(generator):
     _, start = matrix_of_rate(generator)
-    tuned = TunedLadders("it", start, 2.0, codes=True)
+    tuned = TunedLadders(start, 2.0, codes=True)
     assert tuned.matrix().same_as(start)
     shake(tuned, generator, 2.0)
     found = tuned.matrix()
     assert not torch.equal(found.codes, start.codes)
     assert found.grid.base != start.grid.base
-    read = matrix_of(decode(encode(contents(found))))
+    read = matrix_of(decode(encode(Contents.of(found.codes, found.grid))))
     assert read.same_as(found)
     assert torch.equal(tuned.values(), read.decode())
 
 
 def test_gradients_are_those_without_rounding(generator):
     W, start = matrix_of_rate(generator)
-    tuned = TunedLadders("it", start, 2.0, codes=True)
+    tuned = TunedLadders(start, 2.0, codes=True)
     tuned.lean(W)
     assert tuned.matrix().same_as(start)
     G = torch.randn(W.shape, generator=generator)
@@ -52,7 +51,7 @@ def test_gradients_are_those_without_rounding(generator):
 
 def test_a_state_comes_back(generator):
     _, start = matrix_of_rate(generator)
-    tuned = TunedLadders("it", start, 2.0, codes=True)
+    tuned = TunedLadders(start, 2.0, codes=True)
     before = tuned.state()
     shake(tuned, generator, 2.0)
     after = tuned.matrix()
@@ -65,22 +64,16 @@ def test_a_state_comes_back(generator):
 def test_codes_that_do_not_fit_two_bytes_stay_what_they_are(generator):
     _, start = matrix_of_rate(generator)
     start.codes[0, 0] = 70000
-    assert TunedLadders("it", start, 2.0).matrix().same_as(start)
-
-
-def test_a_grid_with_limits_is_refused():
-    grid = Grid(scale=torch.ones(2, 1), zero=torch.zeros(2, 1), group=torch.zeros(4, dtype=torch.int64), low=0, high=3)
-    with pytest.raises(FormatError, match="it: a Grid, where scales on ladders"):
-        TunedLadders("it", QuantizedMatrix(codes=torch.zeros(2, 4, dtype=torch.int32), grid=grid), 2.0)
+    assert TunedLadders(start, 2.0).matrix().same_as(start)
 
 
 @pytest.mark.parametrize("share", [0.97, 1.0])
 def test_codes_are_pulled_until_they_take_what_they_may(generator, share):
     """Gradients that say nothing but noise let codes grow; the price keeps them at the bytes allowed."""
     W, start = matrix_of_rate(generator, (96, 128))
-    tuned = TunedLadders("it", start, 2.0, codes=True)
+    tuned = TunedLadders(start, 2.0, codes=True)
     tuned.lean(W)
-    size = len(encode(contents(start)))
+    size = len(encode(Contents.of(start.codes, start.grid)))
     pressure = Pressure({"it": tuned}, int(share * size), DEFAULT, 1.0)
     assert pressure.measure() == size
     leaf = tuned.trained()["codes"]

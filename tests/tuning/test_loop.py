@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from nearplane import CalibrationError
-from nearplane.divergence import Divergence
-from nearplane.tuned import Point, Tuning, odd
+from nearplane.models.divergence import Divergence
+from nearplane.record.tuning_record import Point, Tuning, odd
 from nearplane.tuning.loop import Schedule, train
 
 
@@ -126,7 +126,7 @@ def test_training_ends_where_gradients_end(monkeypatch, caplog, last):
 
 CURVE = (Point(step=0, training=None, held_out=0.5), Point(step=8, training=0.4, held_out=0.3))
 TUNING = Tuning(
-    calibration="text", samples=9, windows=8, held_windows=1, seqlen=32, text="", steps=8, batch=1, rates={"steps": 0.1},
+    calibration="text", samples=9, windows=8, held_windows=1, found=9, seqlen=32, text="", steps=8, batch=1, rates={"steps": 0.1},
     codes=3, curve=CURVE, kept=8, held_out=0.3,
 )  # fmt: skip
 

@@ -6,9 +6,10 @@ from torch.func import functional_call
 
 from families import config_of, random_model
 from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.lattice.number_formats import integers
 from nearplane.lattice.scale import Steps
+from nearplane.loading.dense_network import dense_network
 from nearplane.models.model import open_model
-from nearplane.readers.network import dense_network
 from nearplane.tuning.network import TunedNetwork, needed, norms_of
 from nearplane.tuning.parameters import TunedMatrix, TunedVector
 
@@ -22,11 +23,11 @@ def case(request, tmp_path, generator):
     random_model(config_of(request.param)).float().save_pretrained(tmp_path)
     model = open_model(str(tmp_path))
     dense = dense_network(tmp_path)
-    steps = Steps(bits=3, symmetric=True, search="mse", storage=torch.float16)
+    steps = Steps(format=integers(3, 8), search="mse", storage=torch.float16)
     matrices = {}
     for layer in model.layers:
         W = layer.within(dense, "").read()
-        grid = steps.grid(W, 8)
+        grid = steps.grid(W)
         matrices[layer.name] = TunedMatrix(
             layer.name, QuantizedMatrix(codes=grid.round(W)[0].int(), grid=grid), torch.float16, codes="q" in layer.name
         )

@@ -1,17 +1,20 @@
 """What is trained is what the file holds: values, gradients and limits of steps, codes and norms."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from nearplane.errors import FormatError
-from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
+from nearplane.lattice.grid import Grid, QuantizedMatrix
+from nearplane.lattice.number_formats import integers
 from nearplane.lattice.scale import Steps
 from nearplane.tuning.parameters import TunedMatrix, TunedVector
 
 
 def matrix_of(generator, bits=2, symmetric=False, storage=torch.float16, size=8, shape=(6, 32)):
     W = torch.randn(shape, generator=generator)
-    grid = Steps(bits=bits, symmetric=symmetric, search="mse", storage=storage).grid(W, size)
+    grid = Steps(format=integers(bits, size, symmetric=symmetric), search="mse", storage=storage).grid(W)
     return W, QuantizedMatrix(codes=grid.round(W)[0].int(), grid=grid)
 
 
@@ -85,10 +88,9 @@ def test_norms_are_rounded_as_they_are_stored(generator, storage):
 
 def test_what_is_not_on_such_a_grid_is_refused(generator):
     _, start = matrix_of(generator)
-    codes, exponents = start.codes, torch.zeros(32, dtype=torch.int32)
-    ladder = ProductGrid(base=0.1, columns=exponents, column_resolution=4, rows=exponents[:6], row_resolution=4)
-    mixed = start.grid.group.flip(0)
+    codes, mixed = start.codes, start.grid.group.flip(0)
     grid = Grid(scale=start.grid.scale, zero=start.grid.zero, group=mixed, low=0, high=3)
-    for other, said in ((ladder, "no integers"), (grid, "runs of as many")):
+    levels = replace(start.grid, levels=torch.arange(4.0))
+    for other, said in ((levels, "no integers"), (grid, "runs of as many")):
         with pytest.raises(FormatError, match=f"it: .*{said}"):
             TunedMatrix("it", QuantizedMatrix(codes=codes, grid=other), torch.float16)

@@ -42,7 +42,7 @@ def text(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def every_step(monkeypatch):
     """Keep every step, however quick it is."""
-    monkeypatch.setattr("nearplane.notebook.SHARE", math.inf)
+    monkeypatch.setattr("nearplane.system.journal_pages.SHARE", math.inf)
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def test_a_run_that_quantizes_and_tunes_goes_on_with_either(model, text, tmp_pat
     words = dict(calibration=str(text), tune="network", **TEXT, **WAYS["codes"])
     nearplane.quantize(model, tmp_path / "whole", **words)
     stopped_behind(4, monkeypatch, lambda: nearplane.quantize(model, tmp_path / "out", **words))
-    monkeypatch.setattr(importlib.import_module("nearplane.quantize"), "walk", None)
+    monkeypatch.setattr(importlib.import_module("nearplane.verbs.quantize"), "walk", None)
     nearplane.quantize(model, tmp_path / "out", **words)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]

@@ -1,1 +1,1 @@
-"""Pure bits: integers in, bytes out. Knows no grids, files or models."""
+"""Integers to bytes and back. Knows no grids, files or models."""

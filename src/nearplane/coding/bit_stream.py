@@ -153,14 +153,6 @@ class BitWriter:
         if values.any():
             self.array(values)
 
-    def escapes(self, values: NDArray[np.int64]) -> None:
-        """Append a list: its length, and if that is not 0 the parameter and the Rice codes."""
-        self.gamma(len(values))
-        if len(values):
-            parameter = rice_parameter(zigzag(values))
-            self.put(parameter, 4)
-            self.rice(values, parameter)
-
     def bits(self) -> NDArray[np.uint8]:
         """Return the bits so far, one per byte."""
         return np.concatenate(self._parts) if self._parts else np.zeros(0, np.uint8)

@@ -6,26 +6,45 @@ import math
 import os
 import zlib
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nearplane.coding.bit_stream import varint
+from nearplane.coding.blob_header import MAX_EXPONENT, MAX_SIDE, TANS, VERSION, Header
 from nearplane.coding.chunk import Patches
 from nearplane.coding.encoder_choices import Choices, choose, payload_bits, tally
-from nearplane.coding.header import CODERS, MAX_EXPONENT, MAX_SIDE, MIN_CHUNKED_WEIGHTS, VERSION, Header
 from nearplane.coding.header_bits import read_header, read_shape, write_header
-from nearplane.coding.layout import Layout, frequencies
+from nearplane.coding.layout import Layout, chunk_edges, frequencies
 from nearplane.coding.packed_matrix import PackedMatrix, pack
-from nearplane.coding.payload import decode_chunks, decode_whole, encode_chunks, encode_whole, run
+from nearplane.coding.payload import decode_chunks, encode_chunks, run
 from nearplane.coding.symbols import scatter
 from nearplane.errors import FormatError
 
-Coder = Literal["tans", "huffman"]
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-# Its scales are those of lattice.ProductGrid, in NumPy: lattice and coding are siblings, and neither imports the other.
+class Ladders(Protocol):
+    """Scales of rows and columns in tensors, see `Contents`: what `lattice.grid.ProductGrid` is, which coding does not import."""
+
+    @property
+    def base(self) -> float: ...
+
+    @property
+    def columns(self) -> Tensor: ...
+
+    @property
+    def column_resolution(self) -> int: ...
+
+    @property
+    def rows(self) -> Tensor: ...
+
+    @property
+    def row_resolution(self) -> int: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
     """A matrix of unbounded integers and the logarithmic scales it is decoded with.
@@ -71,6 +90,21 @@ class Contents:
         if not (self.base > 0 and math.isfinite(self.base) and stored_base(self.base) == self.base):
             raise ValueError(f"base {self.base} cannot be stored; the nearest that can is stored_base(base)")
 
+    @classmethod
+    def of(cls, codes: Tensor, ladders: Ladders) -> Self:
+        """Return codes (out, in) in a tensor, on any device, with their scales."""
+        found, columns, rows = (
+            np.ascontiguousarray(part.cpu().numpy(), np.int32) for part in (codes, ladders.columns, ladders.rows)
+        )
+        return cls(
+            codes=found,
+            base=ladders.base,
+            columns=columns,
+            column_resolution=ladders.column_resolution,
+            rows=rows,
+            row_resolution=ladders.row_resolution,
+        )
+
     @property
     def column_scale(self) -> NDArray[np.float32]:
         """float32(base * 2 ** (columns / column_resolution)), rounded once: (in,)."""
@@ -90,6 +124,11 @@ class Size:
 
     side: int
     payload: float
+
+    @property
+    def bits(self) -> float:
+        """All of it."""
+        return 8 * self.side + self.payload
 
     @property
     def bytes(self) -> int:
@@ -112,32 +151,21 @@ def _base(rung: int) -> float:
     return float(np.float32(2.0 ** ((rung - 32768) / 256)))
 
 
-def encode(
-    contents: Contents, *, coder: Coder = "tans", classes: bool = True, threads: int | None = None
-) -> NDArray[np.uint8]:
+def encode(contents: Contents, *, threads: int | None = None) -> NDArray[np.uint8]:
     """Code a matrix; the bytes do not depend on the number of threads.
 
     Args:
-        coder: "tans" (the smallest) or "huffman" (canonical, for comparison).
-        classes: whether columns and rows may have tables of their own; without, one table serves the matrix.
-        threads: at most so many at a time; None takes one per core.
+        threads: at most so many at a time; None takes one per core. A chunk is the work of one.
 
     Returns:
         The bytes, one-dimensional uint8.
-
-    Raises:
-        ValueError: there is no such coder.
     """
-    choices = _choices(contents, coder, classes)
+    choices = _choices(contents)
     header, arrangement = choices.header, choices.layout
     bits, _ = write_header(header, arrangement)
-    start = bytes([VERSION << 4 | CODERS.index(coder)]) + varint(header.shape[0]) + varint(header.shape[1])
-    codes = _plain(contents.codes)
+    start = bytes([VERSION << 4 | TANS]) + varint(header.shape[0]) + varint(header.shape[1])
     tables = frequencies(header, arrangement)
-    if not header.chunked:
-        whole = start + encode_whole(bits, header, arrangement, tables, codes)
-        return np.frombuffer(bytearray(whole + zlib.crc32(whole).to_bytes(4, "little")), np.uint8)
-    coded = encode_chunks(header, arrangement, tables, codes, _threads(threads))
+    coded = encode_chunks(arrangement, tables, _plain(contents.codes), _threads(threads, arrangement))
     head = start + bits.bytes() + b"".join(varint(len(c)) + zlib.crc32(c).to_bytes(4, "little") for c in coded)
     return np.frombuffer(bytearray().join([head, zlib.crc32(head).to_bytes(4, "little"), *coded]), np.uint8)
 
@@ -147,13 +175,10 @@ def _plain(codes: NDArray[np.int32]) -> NDArray[np.int32]:
     return np.require(codes, requirements=["C", "W"])
 
 
-def _choices(contents: Contents, coder: str, classes: bool) -> Choices:
+def _choices(contents: Contents) -> Choices:
     """Return a header for a matrix, and the layout that follows from it."""
-    if coder not in CODERS:
-        raise ValueError(f"coder {coder!r}; there are {', '.join(CODERS)}")
     out, width = contents.codes.shape
     header = Header(
-        coder=coder,
         shape=(out, width),
         base=_rung(contents.base),
         columns=contents.columns,
@@ -163,17 +188,17 @@ def _choices(contents: Contents, coder: str, classes: bool) -> Choices:
         corrections=np.zeros(width, np.int32),
         row_levels=np.zeros(out, np.int32),
     )
-    return choose(header, _plain(contents.codes), classes=classes)
+    return choose(header, _plain(contents.codes))
 
 
-def _threads(threads: int | None) -> int:
-    """Return how many threads work: as many as given, or one per core."""
-    return threads or os.cpu_count() or 1
+def _threads(threads: int | None, layout: Layout) -> int:
+    """Return how many threads work: as many as given, or one per core, and at most one per chunk."""
+    return min(threads or os.cpu_count() or 1, len(chunk_edges(layout.total)) - 1)
 
 
-def size(contents: Contents, *, coder: Coder = "tans", classes: bool = True) -> Size:
+def size(contents: Contents) -> Size:
     """Return what `encode` would take: from histograms, without coding."""
-    choices = _choices(contents, coder, classes)
+    choices = _choices(contents)
     header = choices.header
     bits, of_rows = write_header(header, choices.layout)
     start = 1 + len(varint(header.shape[0])) + len(varint(header.shape[1]))
@@ -184,7 +209,7 @@ def size(contents: Contents, *, coder: Coder = "tans", classes: bool = True) -> 
 
 def shape_of(blob: NDArray[np.uint8], *, name: str = "matrix") -> tuple[int, int]:
     """Return (out, in) from the first bytes, which are not checked against the checksum."""
-    return read_shape(blob, name)[1]
+    return read_shape(blob, name)[0]
 
 
 def decode(
@@ -205,7 +230,7 @@ def decode(
     def some(begin: int, end: int) -> None:
         scatter(symbols, arrangement.groups, arrangement.orders, begin, end, codes)
 
-    run(_threads(threads) if header.chunked else 1, some, header.shape[0])
+    run(_threads(threads, arrangement), some, header.shape[0])
     codes[rows, columns] += delta
     return Contents(
         codes=codes,
@@ -245,12 +270,5 @@ def _symbols(
         raise FormatError(
             f"{name}: holds {found[0]} x {found[1]} weights, expected {shape[0]} x {shape[1]}; the file is damaged"
         )
-    out, width = found
-    if out * width < MIN_CHUNKED_WEIGHTS and zlib.crc32(blob[:-4].data) != int.from_bytes(
-        blob[-4:].tobytes(), "little"
-    ):
-        raise FormatError(f"{name}: the checksum of its {len(blob)} bytes is wrong; the file is damaged, get it again")
-    header, arrangement, bits = read_header(blob if out * width >= MIN_CHUNKED_WEIGHTS else blob[:-4], name)
-    if not header.chunked:
-        return header, arrangement, *decode_whole(bits, header, arrangement)
-    return header, arrangement, *decode_chunks(bits, header, arrangement, _threads(threads))
+    header, arrangement, bits = read_header(blob, name)
+    return header, arrangement, *decode_chunks(bits, header, arrangement, _threads(threads, arrangement))

@@ -1,4 +1,4 @@
-"""Chunks of a large matrix to bytes and back, compiled: many in one call, during which other threads run."""
+"""Chunks of a matrix to bytes and back, compiled: many in one call, during which other threads run."""
 
 from __future__ import annotations
 

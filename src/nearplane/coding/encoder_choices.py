@@ -14,11 +14,11 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from nearplane.coding import frequency_tables, huffman
-from nearplane.coding.bit_stream import BitWriter, array_bits, zigzag
+from nearplane.coding import frequency_tables
+from nearplane.coding.bit_stream import BitWriter, array_bits, varint, zigzag
+from nearplane.coding.blob_header import MAX_COLUMN_LEVEL, MAX_ROW_LEVEL, Header, predict
 from nearplane.coding.cost import list_bits, paired_stream_bits, stream_bits, table_bits
 from nearplane.coding.counts import Counts, beyond, sample
-from nearplane.coding.header import MAX_COLUMN_LEVEL, MAX_ROW_LEVEL, Header, predict
 from nearplane.coding.header_bits import write_table
 from nearplane.coding.layout import Layout, chunk_edges, lay_out
 
@@ -105,30 +105,23 @@ def _pick(
     return found, total
 
 
-def choose(header: Header, codes: NDArray[np.int32], *, classes: bool) -> Choices:
-    """Choose what a header says of the tables, for codes (out, in).
-
-    Args:
-        header: its scales, shape and coder are given; levels are all 0.
-        classes: whether columns and rows may have levels; without, one table serves the matrix.
-    """
+def choose(header: Header, codes: NDArray[np.int32]) -> Choices:
+    """Choose what a header says of the tables, for codes (out, in); its scales and shape are given, levels are all 0."""
     out, width = codes.shape
     counts = Counts(codes, header.row_levels, sample(out, width))
-    header, bits = _levels_of_columns(header, counts, classes)
-    if classes:
-        guess = _levels_of_rows(header, codes)
-        if guess is not None:
-            other = Counts(codes, guess.row_levels, counts.rows)
-            tried, tried_bits = _levels_of_columns(guess, other, classes)
-            if tried_bits + array_bits(guess.row_levels) + 2 < bits + 4:
-                header, counts = tried, other
-    if header.chunked and header.coder != "huffman":
-        header = _choose_pairs(header, counts)
+    header, bits = _levels_of_columns(header, counts)
+    guess = _levels_of_rows(header, codes)
+    if guess is not None:
+        other = Counts(codes, guess.row_levels, counts.rows)
+        tried, tried_bits = _levels_of_columns(guess, other)
+        if tried_bits + array_bits(guess.row_levels) + 2 < bits + 4:
+            header, counts = tried, other
+    header = _choose_pairs(header, counts)
     arrangement = lay_out(header)
     spreads = header.spread_of(header.column_levels()[:, None], counts.levels[None, :])
     shares = _shares_of_pairs(header, arrangement, spreads, counts)
     sampled = len(counts.rows) < out
-    header = replace(header, stored=_stored_tables(header, counts.by_spread(spreads), shares, sampled))
+    header = replace(header, stored=stored_tables(header, counts.by_spread(spreads), shares, sampled))
     return Choices(header=header, layout=arrangement, sample=counts)
 
 
@@ -147,19 +140,14 @@ def tally(choices: Choices, codes: NDArray[np.int32]) -> Tally:
     )
 
 
-def _levels_of_columns(header: Header, counts: Counts, classes: bool) -> tuple[Header, float]:
+def _levels_of_columns(header: Header, counts: Counts) -> tuple[Header, float]:
     """Choose shape and spread of the tables, the slope and the columns' levels; return the header and its bits."""
     width = header.shape[1]
     row_step = 16 // header.row_level_resolution
-    pick = np.unique(np.linspace(0, width - 1, min(width, MIXTURE_SAMPLE_COLUMNS)).round().astype(np.int64))
-    flat = classes and header.columns.min() == header.columns.max()
-    slopes = (0,) if flat or not classes else SLOPES_TRIED
-    header, spread = _member(header, counts, pick, slopes, row_step)
+    pick = sampled_columns(width)
+    slopes = (0,) if header.columns.min() == header.columns.max() else SLOPES_TRIED
+    header, spread = member(header, counts, pick, slopes, row_step)
     cost = counts.costs(header.mixture, row_step)
-    if not classes:
-        totals = cost.sum(0, dtype=np.float64)
-        best = int(totals.argmin())
-        return replace(header, spread=best, slope=0), float(totals[best])
     header, bits = _corrected(header, cost, spread, counts.doubt)
     if header.corrections.any():  # the family's member once more: part of the tails was columns at a wrong level
         sample = header.column_levels()[pick] * (16 // header.level_resolution)
@@ -172,7 +160,12 @@ def _levels_of_columns(header: Header, counts: Counts, classes: bool) -> tuple[H
     return header, bits
 
 
-def _member(
+def sampled_columns(width: int) -> NDArray[np.int64]:
+    """Return the columns that the family's member is chosen on."""
+    return np.unique(np.linspace(0, width - 1, min(width, MIXTURE_SAMPLE_COLUMNS)).round().astype(np.int64))
+
+
+def member(
     header: Header, counts: Counts, pick: NDArray[np.int64], slopes: tuple[int, ...], row_step: int
 ) -> tuple[Header, int]:
     """Choose slope, spread and shape of the tables on a sample of columns, without corrections of their levels."""
@@ -336,7 +329,7 @@ def _shares_of_pairs(
     return {int(spread): float(within[spread] / total[spread]) for spread in np.flatnonzero(total)}
 
 
-def _stored_tables(
+def stored_tables(
     header: Header, counts: dict[int, NDArray[np.int64]], shares: dict[int, float], sampled: bool
 ) -> dict[int, NDArray[np.uint16]]:
     """Return the tables that pay for themselves; `sampled` if the counts are of some rows."""
@@ -375,8 +368,7 @@ def payload_bits(choices: Choices, tally: Tally) -> float:
             table = frequency_tables.parametric(spread, header.mixture)
         share = tally.shares[spread]
         if share < 1:
-            single = huffman.frequencies(table) if header.coder == "huffman" else table
-            more, more_listed = stream_bits(count, single)
+            more, more_listed = stream_bits(count, table)
             bits += (1 - share) * more
             listed += (1 - share) * more_listed
         if share > 0:
@@ -384,8 +376,8 @@ def payload_bits(choices: Choices, tally: Tally) -> float:
             bits += share * more
             listed += share * more_listed
     bits += list_bits(listed, tally.beyond)
-    if not header.chunked:
-        return bits + 12 + 1
     chunks = len(chunk_edges(choices.layout.total)) - 1
-    around = 7 + 1 + 8 * 2 + 7 * 2 + 8 * 0.5  # directory, escapes, words, lengths, ends
+    each = bits / 8 / chunks  # bytes of a chunk's lanes
+    lengths = len(varint(int(each))) + 7 * len(varint(int(each / 8)))
+    around = lengths + 4 + 1 + 8 * 2 + 8 * 0.5  # with the checksum, the count of escapes, the words, ends of lanes
     return bits + 8 * chunks * around

@@ -7,15 +7,13 @@ from numpy.typing import NDArray
 
 from nearplane.coding import frequency_tables
 from nearplane.coding.bit_stream import BitReader, BitWriter, array_bits, rice_parameter, zigzag
-from nearplane.coding.header import (
-    CODERS,
+from nearplane.coding.blob_header import (
     MAX_EXPONENT,
     MAX_ROW_LEVEL,
     MAX_SIDE,
     MAX_WEIGHTS_PER_BYTE,
+    TANS,
     VERSION,
-    ZSTD_REFUSED,
-    ZSTD_TAG,
     Header,
 )
 from nearplane.coding.layout import Layout, lay_out
@@ -74,7 +72,7 @@ def read_header(data: NDArray[np.uint8], name: str) -> tuple[Header, Layout, Bit
     Raises:
         FormatError: the bytes are not a header of this version, or end early.
     """
-    coder, shape, at = read_shape(data, name)
+    shape, at = read_shape(data, name)
     out, width = shape
     if out * width > MAX_WEIGHTS_PER_BYTE * len(data):
         raise FormatError(
@@ -95,7 +93,6 @@ def read_header(data: NDArray[np.uint8], name: str) -> tuple[Header, Layout, Bit
     row_levels = bits.optional(out, "row levels", MAX_ROW_LEVEL)
     row_level_resolution = 1 << bits.take(2) if row_levels.any() else 1
     header = Header(
-        coder=coder,
         shape=shape,
         base=base,
         column_resolution=column_resolution,
@@ -137,22 +134,18 @@ def _read_table(bits: BitReader, reference: NDArray[np.uint16]) -> NDArray[np.ui
     return table.astype(np.uint16)
 
 
-def read_shape(data: NDArray[np.uint8], name: str) -> tuple[str, tuple[int, int], int]:
-    """Return coder, shape and the byte after them."""
+def read_shape(data: NDArray[np.uint8], name: str) -> tuple[tuple[int, int], int]:
+    """Return the shape and the byte after it."""
     if len(data) < 8:
         raise FormatError(f"{name}: {len(data)} bytes, a coded matrix has at least 8; the file is cut short")
     version, tag = int(data[0]) >> 4, int(data[0]) & 15
     if version != VERSION:
         raise FormatError(
             f"{name}: coded in version {version} of the format, this nearplane reads version {VERSION}; "
-            "a newer nearplane may read it, or the file is damaged"
+            "read it with the nearplane that wrote it, or get the file again if it is damaged"
         )
-    if tag == ZSTD_TAG:
-        raise FormatError(f"{name}: {ZSTD_REFUSED}")
-    if tag >= len(CODERS):
-        raise FormatError(
-            f"{name}: coder {tag} is unknown, known are 0 (tans) and 1 (huffman); a newer nearplane may read it"
-        )
+    if tag != TANS:
+        raise FormatError(f"{name}: coder {tag} is unknown, known is 0 (tans); a newer nearplane may read it")
     sides, at = [], 1
     for _ in range(2):
         value, shift = 0, 0
@@ -168,4 +161,4 @@ def read_shape(data: NDArray[np.uint8], name: str) -> tuple[str, tuple[int, int]
         if not 1 <= value <= MAX_SIDE:
             raise FormatError(f"{name}: a side of {value}, expected 1 ... {MAX_SIDE}; the file is damaged")
         sides.append(value)
-    return CODERS[tag], (sides[0], sides[1]), at
+    return (sides[0], sides[1]), at

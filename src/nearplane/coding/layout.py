@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nearplane.coding import frequency_tables, huffman
-from nearplane.coding.header import Header
+from nearplane.coding import frequency_tables
+from nearplane.coding.blob_header import Header
 
 CHUNK_SYMBOLS = 1 << 17  # symbols of a chunk, about
 
@@ -118,6 +118,4 @@ def frequencies(header: Header, layout: Layout) -> NDArray[np.uint16]:
         if single is None:
             single = frequency_tables.parametric(spread, header.mixture)
         row[:] = frequency_tables.paired(single) if pairs else single
-        if header.coder == "huffman":
-            row[:] = huffman.frequencies(row)
     return found

@@ -1,4 +1,4 @@
-"""The symbols of a matrix to bytes and back: one lane in a small blob, chunks of eight lanes in a large one."""
+"""The symbols of a matrix to bytes and back, in chunks that threads share."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from nearplane.coding import chunk as kernels
 from nearplane.coding import tans
-from nearplane.coding.bit_stream import BitReader, BitWriter
+from nearplane.coding.bit_stream import BitReader
+from nearplane.coding.blob_header import Header
 from nearplane.coding.chunk import Patches
-from nearplane.coding.header import Header
 from nearplane.coding.layout import Layout, chunk_edges, frequencies
-from nearplane.coding.symbols import gather, stage
+from nearplane.coding.symbols import stage
 from nearplane.errors import FormatError
 
 R = TypeVar("R")
@@ -49,23 +49,9 @@ def _kept(tables: NDArray[np.uint16]) -> NDArray[np.uint8]:
 
 def _entries(header: Header, layout: Layout) -> NDArray[np.uint32]:
     """Return the decoder's entries; byte tables emit code as int8 in place of code + 128."""
-    entries = tans.build(frequencies(header, layout), header.coder == "huffman")[0]
+    entries = tans.build(frequencies(header, layout))[0]
     entries[[not pairs for _, pairs in layout.keys]] ^= 128 << 8
     return entries
-
-
-def _read_escapes(bits: BitReader) -> NDArray[np.int64]:
-    """Read a list of escapes."""
-    count = bits.gamma("escapes")
-    return bits.rice(count, bits.take(4, "escapes"), "escapes") if count else np.zeros(0, np.int64)
-
-
-def _place(symbols: NDArray[np.uint8], begin: int, layout: Layout, values: NDArray[np.int64], where: str) -> Patches:
-    """Give the listed values to the escapes among the symbols."""
-    wrong, patches = kernels.place(symbols, begin, layout.traversal, values)
-    if wrong:
-        raise _damage(wrong, where)
-    return patches
 
 
 def _damage(wrong: int, where: str) -> FormatError:
@@ -80,41 +66,12 @@ def _damage(wrong: int, where: str) -> FormatError:
     return FormatError(f"{where}: {what}; the file is damaged, get it again")
 
 
-def encode_whole(
-    header: BitWriter, of: Header, layout: Layout, tables: NDArray[np.uint16], codes: NDArray[np.int32]
-) -> bytes:
-    """Return all bytes of a small matrix after its shape, but for the checksum: header, escapes, one lane."""
-    symbols = np.empty(layout.total, np.uint8)
-    gather(_staged(layout, codes, 1), 0, layout.groups, layout.cells, _kept(tables), symbols)
-    header.escapes(kernels.listed(symbols, 0, layout.traversal, codes))
-    encoder = tans.build(tables, of.coder == "huffman")[1]
-    out = np.empty(2 * len(symbols) + 16, np.uint8)
-    lane = tans.Lanes(np.empty(1, np.int64), np.empty(1, np.int64))
-    end = tans.encode(symbols, kernels.segments(0, layout.total, layout.cells), encoder, out, lane)
-    header.put(int(lane.words[0]) & 4095, 12)
-    header.extend(np.unpackbits(out[:end], bitorder="little")[int(lane.words[0]) >> 12 :])
-    return header.bytes()
-
-
-def decode_whole(bits: BitReader, header: Header, layout: Layout) -> tuple[NDArray[np.uint8], Patches]:
-    """Read what `encode_whole` wrote after the header: decoded symbols, and the patches."""
-    name, data = bits.name, bits.data
-    values = _read_escapes(bits)
-    padded = np.concatenate([data, np.zeros(tans.PADDING_BYTES, np.uint8)])
-    symbols = np.empty(layout.total, np.uint8)
-    segments = kernels.segments(0, layout.total, layout.cells)
-    end = tans.decode_lane(padded, bits.at, segments, _entries(header, layout), symbols)
-    if (end + 7) // 8 != len(data):
-        raise _damage(kernels.STREAM_END_WRONG, name)
-    return symbols, _place(symbols, 0, layout, values, name)
-
-
 def encode_chunks(
-    header: Header, layout: Layout, tables: NDArray[np.uint16], codes: NDArray[np.int32], threads: int
+    layout: Layout, tables: NDArray[np.uint16], codes: NDArray[np.int32], threads: int
 ) -> list[memoryview]:
-    """Return the chunks of a large matrix."""
+    """Return the chunks of a matrix."""
     edges = chunk_edges(layout.total)
-    encoder = tans.build(tables, header.coder == "huffman")[1]
+    encoder = tans.build(tables)[1]
     staged, kept = _staged(layout, codes, threads), _kept(tables)
 
     def some(first: int, last: int) -> list[memoryview]:
@@ -126,7 +83,7 @@ def encode_chunks(
 
 
 def decode_chunks(bits: BitReader, header: Header, layout: Layout, threads: int) -> tuple[NDArray[np.uint8], Patches]:
-    """Read the directory and the chunks behind a header; the same as `decode_whole`."""
+    """Read the directory and the chunks behind a header: decoded symbols, and the patches."""
     blob, name = bits.data, bits.name
     edges = chunk_edges(layout.total)
     chunks = len(edges) - 1

@@ -1,9 +1,7 @@
-"""The tANS entropy coder: symbols to bits and back by tables of 4,096 states, in one lane or eight interleaved ones.
+"""The tANS entropy coder: symbols to bits and back by tables of 4,096 states, in eight lanes.
 
 Tabled asymmetric numeral systems (Duda, 2013). All tables have 4096 states, so a state is carried from table to table.
-An entry of a decoding table is `bits to read | symbol << 8 | next state before those bits << 16`. A canonical Huffman
-code is the same machine: a code of length l is a frequency of 2^(12 - l) whose states stand together, and the state is
-then the next twelve bits of the stream.
+An entry of a decoding table is `bits to read | symbol << 8 | next state before those bits << 16`.
 
 A lane is read forwards, low bit first, and was therefore written from its last symbol to its first. The state before
 the first symbol is stored; after the last one it is 0, and the lane's bits are used up exactly: both are checked.
@@ -45,8 +43,8 @@ class Segments(NamedTuple):
 class Lanes(NamedTuple):
     """Where the lanes of a chunk begin and end."""
 
-    lengths: NDArray[np.int64]  # (lanes,) bytes
-    words: NDArray[np.int64]  # (lanes,) first state | unused low bits of the first byte << 12
+    lengths: NDArray[np.int64]  # (8,) bytes
+    words: NDArray[np.int64]  # (8,) first state | unused low bits of the first byte << 12
 
 
 class _Addresses(NamedTuple):
@@ -66,25 +64,13 @@ class _Writer(NamedTuple):
     state: np.uint64
 
 
-def build(frequencies: NDArray[np.uint16], contiguous: bool) -> tuple[NDArray[np.uint32], EncoderTables]:
+@njit(cache=True, nogil=True)
+def build(frequencies: NDArray[np.uint16]) -> tuple[NDArray[np.uint32], EncoderTables]:
     """Build the tables of the machine from (tables, 256) frequencies that each sum to 4096.
-
-    Args:
-        contiguous: give each symbol neighbouring states, the most frequent symbol first (Huffman).
 
     Returns:
         Entries for decoding (tables, 4096), and the tables of the encoder.
     """
-    if contiguous:
-        return _build(frequencies, np.argsort(-frequencies.astype(np.int64), axis=1, kind="stable"), 1)
-    return _build(frequencies, np.broadcast_to(np.arange(256), frequencies.shape).copy(), STATE_STRIDE)
-
-
-@njit(cache=True, nogil=True)
-def _build(
-    frequencies: NDArray[np.uint16], order: NDArray[np.int64], stride: int
-) -> tuple[NDArray[np.uint32], EncoderTables]:
-    """Give every symbol, in an order (tables, 256), its states, `stride` apart; see `build`."""
     tables = len(frequencies)
     entries = np.empty((tables, 4096), np.uint32)
     widths = np.zeros((tables, 256), np.uint64)  # what is negative wraps around
@@ -96,10 +82,10 @@ def _build(
     for t in range(tables):
         frequency = frequencies[t].astype(np.int64)
         at = 0
-        for symbol in order[t]:
+        for symbol in range(256):
             for _ in range(frequency[symbol]):
                 symbol_of[at] = symbol
-                at = (at + stride) & 4095
+                at = (at + STATE_STRIDE) & 4095
         start = 0
         for symbol in range(256):
             f = frequency[symbol]
@@ -148,27 +134,27 @@ def encode(
 ) -> int:
     """Code the segments of a chunk lane after lane into `out`.
 
-    Lane k of n takes the k-th n-th of every segment, count // n symbols, and the last lane what remains. Eight lanes
-    are coded four at a time, four symbols each.
+    Lane k takes the k-th eighth of every segment, count // 8 symbols, and the last lane what remains. Lanes are coded
+    four at a time, four symbols each.
 
     Args:
         out: 2 bytes per symbol and 16 per lane are enough.
-        ends: of one lane or eight; filled in.
+        ends: filled in.
 
     Returns:
         Bytes written.
     """
     keep_apart()
-    counts, lanes = segments.counts, len(ends.lengths)
+    counts = segments.counts
     capacity = 16
     for count in counts:
-        capacity += 2 * (count // lanes)
-    last = 2 * len(symbols) + 16 * lanes  # of the last lane, which has more
+        capacity += 2 * (count // LANES)
+    last = 2 * len(symbols) + 16 * LANES  # of the last lane, which has more
     base = _u64(out.ctypes.data)
-    bits, held, state = np.zeros(lanes, np.uint64), np.zeros(lanes, np.uint64), np.full(lanes, 4096, np.uint64)
-    at = np.empty(lanes, np.uint64)  # every lane is filled from its end
-    for lane in range(lanes):
-        at[lane] = base + _u64(last if lane == lanes - 1 else (lane + 1) * capacity)
+    bits, held, state = np.zeros(LANES, np.uint64), np.zeros(LANES, np.uint64), np.full(LANES, 4096, np.uint64)
+    at = np.empty(LANES, np.uint64)  # every lane is filled from its end
+    for lane in range(LANES):
+        at[lane] = base + _u64(last if lane == LANES - 1 else (lane + 1) * capacity)
     base_in, base_state = _u64(symbols.ctypes.data), _u64(tables.states.ctypes.data)
     base_width, base_offset = _u64(tables.widths.ctypes.data), _u64(tables.offsets.ctypes.data)
     one, s3, s16, seven, eight, m63, c64 = _u64(1), _u64(3), _u64(16), _u64(7), _u64(8), _u64(63), _u64(64)
@@ -178,15 +164,15 @@ def encode(
         width_of, offset_of = base_width + _u64(table << 11), base_offset + _u64(table << 11)
         state_of = base_state + _u64(table << 13)
         first -= count
-        share = count // lanes
-        fours = share >> 2 if lanes == LANES else 0
-        for lane in range(lanes):  # what is not coded four symbols at a time, from the lane's end
-            end = first + (count if lane == lanes - 1 else (lane + 1) * share)
+        share = count // LANES
+        fours = share >> 2
+        for lane in range(LANES):  # what is not coded four symbols at a time, from the lane's end
+            end = first + (count if lane == LANES - 1 else (lane + 1) * share)
             some = end - first - lane * share - 4 * fours
             writer = _Writer(at[lane], bits[lane], held[lane], state[lane])
             writer = _encode_some(base_in + _u64(end), some, _Addresses(width_of, offset_of, state_of), writer)
             at[lane], bits[lane], held[lane], state[lane] = writer
-        for h in range(0, lanes if fours else 0, 4):
+        for h in range(0, LANES if fours else 0, 4):
             a0, a1, a2, a3 = at[h], at[h + 1], at[h + 2], at[h + 3]
             b0, b1, b2, b3 = bits[h], bits[h + 1], bits[h + 2], bits[h + 3]
             h0, h1, h2, h3 = held[h], held[h + 1], held[h + 2], held[h + 3]
@@ -226,60 +212,18 @@ def encode(
             held[h], held[h + 1], held[h + 2], held[h + 3] = h0, h1, h2, h3
             state[h], state[h + 1], state[h + 2], state[h + 3] = x0, x1, x2, x3
     size = 0
-    for lane in range(lanes):
+    for lane in range(LANES):
         unused = (_u64(8) - held[lane]) & seven
         begin = np.int64(at[lane] - base)
         if held[lane] > _u64(0):
             begin -= 1
             out[begin] = np.uint8(bits[lane] << unused)
-        ends.lengths[lane] = (last if lane == lanes - 1 else (lane + 1) * capacity) - begin
+        ends.lengths[lane] = (last if lane == LANES - 1 else (lane + 1) * capacity) - begin
         ends.words[lane] = np.int64((state[lane] & _u64(4095)) | unused << _u64(12))
         for i in range(ends.lengths[lane]):
             out[size + i] = out[begin + i]
         size += ends.lengths[lane]
     return size
-
-
-@njit(cache=True, nogil=True)
-def decode_lane(
-    data: NDArray[np.uint8],
-    start: int,
-    segments: Segments,
-    entries: NDArray[np.uint32],
-    out: NDArray[np.uint8],
-) -> int:
-    """Decode one lane, a state of twelve bits and its stream, from bit `start` of the data.
-
-    Args:
-        data: with PADDING_BYTES bytes after what belongs to the stream.
-
-    Returns:
-        The bit after the last one used, or -1 where the data end before that or the last state is not 0.
-    """
-    base = _u64(data.ctypes.data)
-    last = _u64(8 * (len(data) - PADDING_BYTES))
-    at = _u64(start)
-    if at + _u64(12) > last:
-        return -1
-    x = (load64(base + (at >> _u64(3))) >> (at & _u64(7))) & _u64(4095)
-    at += _u64(12)
-    n = 0
-    for segment in range(len(segments.counts)):
-        table = entries[segments.tables[segment]]
-        for _ in range(segments.counts[segment]):
-            entry = _u64(table[x])
-            out[n] = np.uint8(entry >> _u64(8))
-            n += 1
-            width = entry & _u64(63)
-            if at > last:
-                return -1
-            x = (entry >> _u64(16)) + (
-                load64(base + (at >> _u64(3))) >> (at & _u64(7)) & ((_u64(1) << width) - _u64(1))
-            )
-            at += width
-    if x != _u64(0) or at > last:
-        return -1
-    return int(np.int64(at))
 
 
 @njit(cache=True, nogil=True)
@@ -296,7 +240,7 @@ def decode_lanes(
     Args:
         data: at least PADDING_BYTES bytes stand after the last lane.
         start: byte of the first lane.
-        lanes: eight, as `encode` gives them.
+        lanes: as `encode` gives them.
         out: as many bytes as the counts sum to.
 
     Returns:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from nearplane.record import NAME as RECORD
+from nearplane.system.paths import RECORD
 
 CONFIG, GPTQ_CONFIG = "config.json", "quantize_config.json"
 WEIGHT_SUFFIXES = (

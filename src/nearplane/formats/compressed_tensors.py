@@ -11,8 +11,10 @@ What is written is what transformers 5.23.0 with compressed-tensors 0.20.0 loads
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,52 +22,106 @@ from torch import Tensor
 from nearplane.coding.words import pack, unpack, words_of
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.config_file import ConfigFile, Quantized
-from nearplane.formats.integers import (
-    Integers,
-    consecutive,
-    expect,
-    group_size_of,
-    matches,
-    object_of,
-    truth_of,
-)
+from nearplane.formats.integers import Integers, consecutive, expect, group_size_of, matches, object_of, truth_of
 from nearplane.formats.layer_format import GridFormat
-from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.schemes import LayerGrid
+from nearplane.lattice.grid import Grid, QuantizedMatrix
+from nearplane.lattice.number_formats import NumberFormat, integers
 
+MIXED = "mixed-precision"  # what the config says where layers are packed in several ways
 SCALES = {torch.float16, torch.bfloat16, torch.float32}
 
 
-class PackQuantized(GridFormat):
-    """The tensors of a layer."""
+class Packing(GridFormat):
+    """One of the ways in which compressed-tensors packs a layer: its tensors, and the fields of the config that say so.
+
+    Attributes:
+        FORMAT: its name in config.json.
+        LEVELS: of the number formats that it holds; None: integers.
+        WORDS: dtype of `weight_packed`.
+        DECODED: dtype to which transformers decodes it, whatever the network's; None: the network's.
+    """
 
     KEY = "weight_packed"
-    SUFFIXES = (KEY, "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
-    BITS = (2, 3, 4, 5, 6, 7, 8)
+    FORMAT: ClassVar[str]
+    LEVELS: ClassVar[tuple[float, ...] | None] = None
+    WORDS: ClassVar[torch.dtype]
+    DECODED: ClassVar[torch.dtype | None] = None
 
-    def check(self, name: str, shape: tuple[int, int], kind: str, grid: LayerGrid) -> None:
-        """Refuse what transformers does not load: anything but symmetric Linear layers of whole groups."""
+    @abstractmethod
+    def weights(self, format: NumberFormat, order: str) -> dict[str, Any]:
+        """Return what the config says of weights in a number format that were rounded in this order."""
+
+    @abstractmethod
+    def number_format(self, weights: Mapping[str, Any]) -> NumberFormat:
+        """Return the number format that a config says.
+
+        Raises:
+            FormatError: it says something that is not understood.
+        """
+
+    def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
+        """Refuse what transformers does not load: anything but Linear layers of whole groups."""
         if kind not in ("Linear", "Expert"):
             raise RecipeError(
                 f"{name} is a {kind}; compressed-tensors is loaded for Linear layers only. "
                 f"Use --format gptq for Conv1D, or leave it as it is with --ignore."
             )
-        if not grid.symmetric:
+        if format.group is not None and shape[1] % format.group:
             raise RecipeError(
-                f"{name}: asymmetric weights in compressed-tensors do not load in transformers 5.23.0, which expects their "
-                f"packed zero-points in another shape. Use --format gptq_v2, or symmetric weights."
-            )
-        if grid.bits not in self.BITS:
-            raise RecipeError(f"{name}: {grid.bits} bits asked for; compressed-tensors holds 2 to 8.")
-        if grid.group_size is not None and shape[1] % grid.group_size:
-            raise RecipeError(
-                f"{name} has {shape[1]} inputs, not a multiple of the group size {grid.group_size}, which compressed-tensors "
+                f"{name} has {shape[1]} inputs, not a multiple of the group size {format.group}, which compressed-tensors "
                 f"requires. Use another --group-size (none for one step a row), or leave it as it is with --ignore."
             )
 
     def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """Return the model's: readers multiply in it."""
         return model_dtype if model_dtype in SCALES else torch.float32
+
+
+class PackQuantized(Packing):
+    """Integers, as a dense stream of bits."""
+
+    SUFFIXES = (Packing.KEY, "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+    BITS = (2, 3, 4, 5, 6, 7, 8)
+    FORMAT = "pack-quantized"
+    WORDS = torch.int32
+
+    def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
+        """Refuse what transformers does not load: anything but symmetric Linear layers of whole groups."""
+        super().check(name, shape, kind, format)
+        if not format.symmetric:
+            raise RecipeError(
+                f"{name}: asymmetric weights in compressed-tensors do not load in transformers 5.23.0, which expects their "
+                f"packed zero-points in another shape. Use --format gptq_v2, or symmetric weights."
+            )
+        if format.bits not in self.BITS:
+            raise RecipeError(f"{name}: {format.bits} bits asked for; compressed-tensors holds 2 to 8.")
+
+    def weights(self, format: NumberFormat, order: str) -> dict[str, Any]:
+        """Return what the config says of integers."""
+        return {
+            "num_bits": format.bits,
+            "type": "int",
+            "symmetric": format.symmetric,
+            "strategy": "group" if format.group else "channel",
+            "group_size": format.group,
+            "actorder": None if order == "natural" else "static",
+            "dynamic": False,
+        }
+
+    def number_format(self, weights: Mapping[str, Any]) -> NumberFormat:
+        """Return the integers that a config says."""
+        refuse_unknown(
+            {
+                "weights.type": (weights.get("type"), {"int"}),
+                "weights.strategy": (weights.get("strategy"), {"group", "channel"}),
+                "weights.num_bits": (weights.get("num_bits"), set(self.BITS)),
+            }
+        )
+        group_size = None
+        if weights["strategy"] == "group":
+            group_size = group_size_of("compressed-tensors: weights.group_size", weights.get("group_size"), ())
+        symmetric = truth_of("compressed-tensors: weights.symmetric", weights.get("symmetric", True))
+        return integers(int(weights["num_bits"]), group_size, symmetric=symmetric)
 
     def pack(self, name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the tensors of a symmetric layer."""
@@ -78,12 +134,12 @@ class PackQuantized(GridFormat):
             f"{name}.weight_shape": torch.tensor(matrix.codes.shape, dtype=torch.int64),
         }
 
-    def empty(self, name: str, shape: tuple[int, int], grid: LayerGrid, dtype: torch.dtype) -> dict[str, Tensor]:
+    def empty(self, name: str, shape: tuple[int, int], format: NumberFormat, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the tensors of one layer without contents."""
         out, columns = shape
-        groups = -(-columns // grid.group_size) if grid.group_size else 1
+        groups = format.groups(columns)
         return {
-            f"{name}.weight_packed": torch.empty(out, words_of(columns, grid.bits), dtype=torch.int32, device="meta"),
+            f"{name}.weight_packed": torch.empty(out, words_of(columns, format.bits), dtype=torch.int32, device="meta"),
             f"{name}.weight_scale": torch.empty(out, groups, dtype=self.scale_dtype(dtype), device="meta"),
             f"{name}.weight_shape": torch.empty(2, dtype=torch.int64, device="meta"),
         }
@@ -93,11 +149,11 @@ class PackQuantized(GridFormat):
         out, columns = (int(n) for n in expect(name, tensors, "weight_shape", (2,), {torch.int64, torch.int32}))
         return out, columns
 
-    def unpack(self, name: str, tensors: Mapping[str, Tensor], grid: LayerGrid) -> QuantizedMatrix:
+    def unpack(self, name: str, tensors: Mapping[str, Tensor], format: NumberFormat) -> QuantizedMatrix:
         """Return the matrix of one layer, which other programs may have written asymmetric or in activation order."""
-        bits, group_size, symmetric = grid[:3]
+        bits, symmetric = format.bits, format.symmetric
         out, columns = self.shape_of(name, tensors)
-        groups = -(-columns // group_size) if group_size else 1
+        groups = format.groups(columns)
         dense, padded = words_of(columns, bits), -(-columns // (32 // bits))
         found = tensors.get(f"{name}.weight_packed")
         if found is not None and found.shape[-1] == padded != dense:
@@ -112,22 +168,71 @@ class PackQuantized(GridFormat):
         if not symmetric:
             packed = expect(name, tensors, "weight_zero_point", (words_of(out, bits), groups), {torch.int32})
             zeros = unpack(packed.T.contiguous(), bits, out).T
-        group = consecutive(columns, group_size)
+        group = consecutive(columns, format.group)
         if f"{name}.weight_g_idx" in tensors:
             group = expect(name, tensors, "weight_g_idx", (columns,), {torch.int32, torch.int64}).to(torch.int64)
             if bool(((group < 0) | (group >= groups)).any()):
                 raise FormatError(f"{name}.weight_g_idx names groups outside 0 to {groups - 1}.")
         codes = unpack(words, bits, columns)
-        return Integers(
-            codes=codes, zeros=zeros, scale=scale, group=group, bits=bits, symmetric=bool(symmetric)
-        ).matrix()
+        return Integers(codes=codes, zeros=zeros, scale=scale, group=group, bits=bits, symmetric=symmetric).matrix()
 
 
-LAYERS = PackQuantized()
+@dataclass(frozen=True, slots=True)
+class CompressedTensors(GridFormat):
+    """The tensors of a layer, packed in one of several ways, as its number format asks for.
+
+    Args:
+        packings: that there are; the first is that of integers.
+    """
+
+    packings: tuple[Packing, ...]
+
+    KEY = Packing.KEY
+    SUFFIXES = PackQuantized.SUFFIXES
+    BITS = PackQuantized.BITS
+
+    def of(self, format: NumberFormat | Grid) -> Packing:
+        """Return the packing that holds a number format, or the codes of a grid."""
+        levels = format.levels if not isinstance(format.levels, Tensor) else tuple(format.levels.tolist())
+        return next((each for each in self.packings if levels == each.LEVELS), self.packings[0])
+
+    def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
+        """Refuse what transformers does not load."""
+        self.of(format).check(name, shape, kind, format)
+
+    def stays_packed(self, config: Mapping[str, Any], dtype: torch.dtype | None) -> bool:
+        """Return whether what is packed is decoded to the network's dtype."""
+        groups = object_of("compressed-tensors: config_groups", config.get("config_groups")).values()
+        formats = [config.get("format"), *(group.get("format") for group in groups if isinstance(group, Mapping))]
+        return all(each.DECODED in (None, dtype) for each in self.packings if each.FORMAT in formats)
+
+    def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of steps, where the number format does not say it."""
+        return self.packings[0].scale_dtype(model_dtype)
+
+    def pack(self, name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the tensors of one layer."""
+        return self.of(matrix.grid).pack(name, matrix, dtype)
+
+    def empty(self, name: str, shape: tuple[int, int], format: NumberFormat, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the tensors of one layer without contents."""
+        return self.of(format).empty(name, shape, format, dtype)
+
+    def shape_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+        """Return (out, in) as the packing says it that has such words."""
+        words = expect(name, tensors, self.KEY, (None, None), {each.WORDS for each in self.packings})
+        return next(each for each in self.packings if words.dtype == each.WORDS).shape_of(name, tensors)
+
+    def unpack(self, name: str, tensors: Mapping[str, Tensor], format: NumberFormat) -> QuantizedMatrix:
+        """Return the matrix of one layer."""
+        return self.of(format).unpack(name, tensors, format)
 
 
+@dataclass(frozen=True, slots=True)
 class Config(ConfigFile):
-    """The config of `pack-quantized`."""
+    """The config of layers in some packings."""
+
+    layers: CompressedTensors
 
     def describe(self, network: Quantized) -> dict[str, Any]:
         """Return a config with a group of layers for each grid.
@@ -136,37 +241,31 @@ class Config(ConfigFile):
         names experts is of eight-bit floats; so a group that applies to nothing says so, since all that it names is in `ignore`.
         Experts that are quantized are named by a pattern: it takes the first group that has one for the scheme of them all.
         """
-        grids, targets = network.grids, {network.scheme.layer_grid: ["Linear"]}
+        grids, targets = network.grids, {network.scheme.number_format: ["Linear"]}
         if grids:
-            kinds = sorted(set(grids.values()), key=lambda grid: (grid.bits, grid.group_size or 0, grid.symmetric))
+            kinds = sorted(set(grids.values()), key=lambda own: (own.bits, own.group or 0, own.symmetric, own.name))
             targets = {
-                grid: list(
+                kind: list(
                     dict.fromkeys(
                         _pattern_of_all(name) if name in network.routed else name
                         for name, own in grids.items()
-                        if own == grid
+                        if own == kind
                     )
                 )
-                for grid in kinds
+                for kind in kinds
             }
+        packings = {kind: self.layers.of(kind) for kind in targets}
         groups = {
             f"group_{index}": {
                 "targets": names,
-                "weights": {
-                    "num_bits": grid.bits,
-                    "type": "int",
-                    "symmetric": grid.symmetric,
-                    "strategy": "group" if grid.group_size else "channel",
-                    "group_size": grid.group_size,
-                    "actorder": None if network.scheme.order == "natural" else "static",
-                    "dynamic": False,
-                },
+                "weights": packings[kind].weights(kind, network.scheme.order),
                 "input_activations": None,
                 "output_activations": None,
-                "format": "pack-quantized",
+                "format": packings[kind].FORMAT,
             }
-            for index, (grid, names) in enumerate(targets.items())
+            for index, (kind, names) in enumerate(targets.items())
         }
+        formats = {each.FORMAT for each in packings.values()}
         if network.experts:
             groups[f"group_{len(groups)}"] = {
                 "targets": [_module_pattern(name) for name in network.experts],
@@ -177,7 +276,7 @@ class Config(ConfigFile):
             }
         return {
             "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
+            "format": formats.pop() if len(formats) == 1 else MIXED,
             "quantization_status": "compressed",
             "config_groups": groups,
             "ignore": list(network.ignore),
@@ -185,29 +284,39 @@ class Config(ConfigFile):
             "global_compression_ratio": None,
         }
 
-    def grid_of(self, config: Mapping[str, Any], name: str) -> LayerGrid:
-        """Return the grid of the group that a layer is in."""
+    def grid_of(self, config: Mapping[str, Any], name: str) -> NumberFormat:
+        """Return the number format of the group that a layer is in."""
         scheme = _group(config, name)
         weights = object_of("compressed-tensors: weights", scheme.get("weights"))
-        used: dict[str, tuple[Any, set[Any]]] = {
-            "format": (config.get("format"), {"pack-quantized"}),
-            "quantization_status": (config.get("quantization_status"), {"compressed"}),
-            "input_activations": (scheme.get("input_activations"), {None}),
-            "output_activations": (scheme.get("output_activations"), {None}),
-            "kv_cache_scheme": (config.get("kv_cache_scheme"), {None}),
-            "weights.type": (weights.get("type"), {"int"}),
-            "weights.strategy": (weights.get("strategy"), {"group", "channel"}),
-            "weights.num_bits": (weights.get("num_bits"), set(LAYERS.BITS)),
-        }
-        for option, (value, understood) in used.items():
-            if isinstance(value, dict | list | float) or value not in understood:
-                expected = " or ".join(sorted(map(str, understood)))
-                raise FormatError(f"compressed-tensors: {option} is {value!r}, understood is {expected}.")
-        group_size = None
-        if weights["strategy"] == "group":
-            group_size = group_size_of("compressed-tensors: weights.group_size", weights.get("group_size"), ())
-        symmetric = truth_of("compressed-tensors: weights.symmetric", weights.get("symmetric", True))
-        return LayerGrid(int(weights["num_bits"]), group_size, symmetric, permuted=True)
+        packings = {each.FORMAT: each for each in self.layers.packings}
+        format = config.get("format")
+        if format == MIXED:
+            format = scheme.get("format")
+        refuse_unknown(
+            {
+                "format": (format, set(packings)),
+                "quantization_status": (config.get("quantization_status"), {"compressed"}),
+                "input_activations": (scheme.get("input_activations"), {None}),
+                "output_activations": (scheme.get("output_activations"), {None}),
+                "kv_cache_scheme": (config.get("kv_cache_scheme"), {None}),
+            }
+        )
+        return packings[str(format)].number_format(weights)
+
+
+def refuse_unknown(fields: Mapping[str, tuple[Any, set[Any]]]) -> None:
+    """Refuse fields of a config whose value is none of those that are understood.
+
+    Args:
+        fields: by name, the value and what is understood.
+
+    Raises:
+        FormatError: names the first.
+    """
+    for option, (value, understood) in fields.items():
+        if isinstance(value, dict | list | float) or value not in understood:
+            expected = " or ".join(sorted(map(str, understood)))
+            raise FormatError(f"compressed-tensors: {option} is {value!r}, understood is {expected}.")
 
 
 def _module_pattern(name: str) -> str:

@@ -8,7 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nearplane.schemes import LayerGrid, Scheme
+from nearplane.lattice.number_formats import NumberFormat
+from nearplane.recipe.scheme import Scheme
 
 WEIGHTS = "transformers_weights"  # a field of config.json: the name of the file that transformers reads
 READ_WITH = (
@@ -30,10 +31,10 @@ class Quantized:
         quantized: names of all quantized modules.
         ignore: names of *all* modules left alone that are Linear or a subclass of it, in blocks or not ("lm_head"), and patterns
             "re:..." of parts.
-        grids: of every layer by name, where they are not the same for all.
+        grids: the number format of every layer by name, where they are not the same for all.
         experts: names of modules left alone that transformers puts together from one tensor an expert.
         routed: names of quantized layers that are experts in one parameter with others, which no reader has as modules.
-        layers: the grid of every quantized layer, by its name in the checkpoint.
+        layers: the number format of every quantized layer, by its name in the checkpoint.
         embeddings: type of embeddings and head in a GGUF; None: as they are.
         pre: name of the pre-tokenizer in a GGUF; None: as the tokenizer's structure tells.
         version: of nearplane.
@@ -42,10 +43,10 @@ class Quantized:
     scheme: Scheme
     quantized: Sequence[str]
     ignore: Sequence[str] = ()
-    grids: Mapping[str, LayerGrid] = field(default_factory=dict)
+    grids: Mapping[str, NumberFormat] = field(default_factory=dict)
     experts: Sequence[str] = ()
     routed: Collection[str] = ()
-    layers: Mapping[str, LayerGrid] = field(default_factory=dict)
+    layers: Mapping[str, NumberFormat] = field(default_factory=dict)
     embeddings: str | None = None
     pre: str | None = None
     version: str
@@ -59,8 +60,8 @@ class ConfigFile(ABC):
         """Return the `quantization_config` of a network."""
 
     @abstractmethod
-    def grid_of(self, config: Mapping[str, Any], name: str) -> LayerGrid:
-        """Return what a config says of a layer's grid.
+    def grid_of(self, config: Mapping[str, Any], name: str) -> NumberFormat:
+        """Return what a config says of a layer's number format.
 
         Raises:
             FormatError: nothing, or something that is not understood.

@@ -14,8 +14,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -24,18 +24,10 @@ from nearplane.coding.words import pack, unpack, words_of
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.beside import GPTQ_CONFIG
 from nearplane.formats.config_file import ConfigFile, Quantized, json_text
-from nearplane.formats.integers import (
-    Integers,
-    consecutive,
-    expect,
-    group_size_of,
-    matches,
-    object_of,
-    truth_of,
-)
+from nearplane.formats.integers import Integers, consecutive, expect, group_size_of, matches, object_of, truth_of
 from nearplane.formats.layer_format import GridFormat
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.schemes import LayerGrid
+from nearplane.lattice.number_formats import NumberFormat, integers
 
 BITS = (2, 3, 4, 8)
 FUSED = {  # what vLLM and SGLang call layers that they load as one; they look up the scheme by this name
@@ -61,21 +53,29 @@ class GPTQ(GridFormat):
 
     Args:
         less: what is subtracted from a zero to store it.
+        permuted: whether groups may be of any columns; else they are runs of neighbours.
     """
 
     less: int
+    permuted: bool = False
 
     BITS = BITS
     KEY = "qweight"
     SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
 
-    def check(self, name: str, shape: tuple[int, int], kind: str, grid: LayerGrid) -> None:
+    def configured(self, config: Mapping[str, Any]) -> Self:
+        """Return the format with groups as the config has them."""
+        return replace(self, permuted=bool(config.get("desc_act")))
+
+    def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
         """Refuse what gptqmodel's kernels do not take, and asymmetric weights in version 1."""
-        bits, group_size, symmetric = grid[:3]
+        bits, group_size, symmetric = format.bits, format.group, format.symmetric
         if kind not in ("Linear", "Conv1D", "Expert"):
             raise RecipeError(
                 f"{name} is a {kind}; GPTQ holds Linear and Conv1D layers. Leave it as it is with --ignore."
             )
+        if format.levels is not None:
+            raise RecipeError(f"{name}: {format.name} asked for; GPTQ holds integers. Use --format compressed-tensors.")
         if bits not in BITS:
             raise RecipeError(
                 f"{name}: {bits} bits asked for; GPTQ holds 2, 3, 4 or 8. Use --format compressed-tensors."
@@ -121,11 +121,10 @@ class GPTQ(GridFormat):
             f"{name}.g_idx": stored.group.to(torch.int32),
         }
 
-    def empty(self, name: str, shape: tuple[int, int], grid: LayerGrid, dtype: torch.dtype) -> dict[str, Tensor]:
+    def empty(self, name: str, shape: tuple[int, int], format: NumberFormat, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the tensors of one layer without contents."""
-        bits, group_size, *_ = grid
         out, columns = shape
-        groups = -(-columns // group_size) if group_size else 1
+        bits, groups = format.bits, format.groups(columns)
         return {
             f"{name}.qweight": torch.empty(words_of(columns, bits), out, dtype=torch.int32, device="meta"),
             f"{name}.qzeros": torch.empty(groups, words_of(out, bits), dtype=torch.int32, device="meta"),
@@ -138,12 +137,12 @@ class GPTQ(GridFormat):
         columns = len(expect(name, tensors, "g_idx", (None,), {torch.int32, torch.int64}))
         return expect(name, tensors, "qweight", (None, None), {torch.int32}).shape[1], columns
 
-    def unpack(self, name: str, tensors: Mapping[str, Tensor], grid: LayerGrid) -> QuantizedMatrix:
+    def unpack(self, name: str, tensors: Mapping[str, Tensor], format: NumberFormat) -> QuantizedMatrix:
         """Return the matrix of one layer."""
-        bits, group_size, symmetric, permuted = grid[:4]
+        bits, group_size = format.bits, format.group
         group = expect(name, tensors, "g_idx", (None,), {torch.int32, torch.int64}).to(torch.int64)
         columns = len(group)
-        groups = -(-columns // group_size) if group_size else 1
+        groups = format.groups(columns)
         words = expect(name, tensors, "qweight", (words_of(columns, bits), None), {torch.int32})
         out = words.shape[1]
         scale = expect(name, tensors, "scales", (groups, out), {torch.float16, torch.bfloat16, torch.float32})
@@ -154,7 +153,7 @@ class GPTQ(GridFormat):
                 f"{name}.qzeros holds {2**bits - 1}, which some readers of version 1 of GPTQ take for a zero of 0 and "
                 f"others for {2**bits}. Convert the checkpoint to gptq_v2 with the program that made it."
             )
-        if not permuted and not torch.equal(group, consecutive(columns, group_size)):
+        if not self.permuted and not torch.equal(group, consecutive(columns, group_size)):
             raise FormatError(
                 f"{name}.g_idx permutes groups of {group_size} although desc_act is false: readers differ."
             )
@@ -166,7 +165,7 @@ class GPTQ(GridFormat):
             scale=scale.T,
             group=group,
             bits=bits,
-            symmetric=bool(symmetric),
+            symmetric=format.symmetric,
         ).matrix()
 
 
@@ -185,17 +184,16 @@ class Config(ConfigFile):
 
         Groups are runs of neighbours whatever the order of the solve, so that `desc_act` is false.
         """
-        grids, usual = network.grids, network.scheme.layer_grid
+        grids, usual = network.grids, network.scheme.number_format
         if grids:
             usual = Counter(grids.values()).most_common(1)[0][0]
-        bits, group_size, symmetric = usual[:3]
         config: dict[str, Any] = {
             "quant_method": "gptq",
             "checkpoint_format": self.version,
             "format": self.version,
-            "bits": bits,
-            "group_size": group_size or -1,
-            "sym": symmetric,
+            "bits": usual.bits,
+            "group_size": usual.group or -1,
+            "sym": usual.symmetric,
             "desc_act": False,
             "lm_head": False,
             "pack_dtype": "int32",
@@ -226,8 +224,8 @@ class Config(ConfigFile):
         """Return quantize_config.json."""
         return {GPTQ_CONFIG: json_text(config)}
 
-    def grid_of(self, config: Mapping[str, Any], name: str) -> LayerGrid:
-        """Return the grid of the config, or a layer's own by the first of `dynamic` that matches."""
+    def grid_of(self, config: Mapping[str, Any], name: str) -> NumberFormat:
+        """Return the number format of the config, or a layer's own by the first of `dynamic` that matches."""
         own = _dynamic(config, name)
         bits, group_size = own.get("bits", config.get("bits")), own.get("group_size", config.get("group_size", 128))
         if type(bits) is not int or bits not in BITS:
@@ -238,7 +236,7 @@ class Config(ConfigFile):
             raise FormatError(f"GPTQ: rotation is {config['rotation']!r}; rotated weights are not understood.")
         symmetric = truth_of("GPTQ: sym", own.get("sym", config.get("sym", True)))
         size = group_size_of("GPTQ: group_size", group_size, (-1, None))
-        return LayerGrid(bits, size, symmetric, permuted=bool(config.get("desc_act")))
+        return integers(bits, size, symmetric=symmetric)
 
 
 def _list_of(name: str) -> str:
@@ -246,22 +244,22 @@ def _list_of(name: str) -> str:
     return re.split(r"\.\d+(?:\.|$)", name)[0]
 
 
-def _differing(grid: LayerGrid, usual: LayerGrid) -> dict[str, Any]:
-    """Return in the format's words what a grid has that the usual one has not."""
-    found: dict[str, Any] = {"bits": grid.bits} if grid.bits != usual.bits else {}
-    if grid.group_size != usual.group_size:
-        found["group_size"] = grid.group_size or -1
-    return found | ({"sym": grid.symmetric} if grid.symmetric != usual.symmetric else {})
+def _differing(own: NumberFormat, usual: NumberFormat) -> dict[str, Any]:
+    """Return in the format's words what a number format has that the usual one has not."""
+    found: dict[str, Any] = {"bits": own.bits} if own.bits != usual.bits else {}
+    if own.group != usual.group:
+        found["group_size"] = own.group or -1
+    return found | ({"sym": own.symmetric} if own.symmetric != usual.symmetric else {})
 
 
-def _with_fused(grids: Mapping[str, LayerGrid]) -> dict[str, LayerGrid]:
+def _with_fused(grids: Mapping[str, NumberFormat]) -> dict[str, NumberFormat]:
     """Add the names under which runtimes look up layers that they fuse, where these have the same grid."""
-    fused: dict[str, set[LayerGrid]] = {}
+    fused: dict[str, set[NumberFormat]] = {}
     for name, grid in grids.items():
         path, _, last = name.rpartition(".")
         if last in FUSED:
             fused.setdefault(f"{path}.{FUSED[last]}", set()).add(grid)
-    return dict(grids) | {name: min(own) for name, own in fused.items() if name not in grids and len(own) == 1}
+    return dict(grids) | {name: next(iter(own)) for name, own in fused.items() if name not in grids and len(own) == 1}
 
 
 def _dynamic(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -6,7 +6,6 @@ re-rounded: what a file cannot hold exactly is an error.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from nearplane.errors import FormatError
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.patterns import fault_of
+from nearplane.recipe.patterns import compiled, fault_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +126,7 @@ def matches(pattern: str, name: str) -> bool:
     """
     if (fault := fault_of(pattern)) is not None:
         raise FormatError(f"{pattern[:60]!r} in quantization_config {fault}. Fetch config.json again.")
-    return re.match(pattern, name) is not None
+    return compiled(pattern).match(name) is not None
 
 
 def expect(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.schemes import LayerGrid
+from nearplane.lattice.number_formats import NumberFormat
 
 
 class LayerFormat(ABC):
@@ -33,14 +33,14 @@ class LayerFormat(ABC):
     CHECKSUMS: ClassVar[bool] = False
 
     @abstractmethod
-    def check(self, name: str, shape: tuple[int, int], kind: str, grid: LayerGrid) -> None:
+    def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
         """Refuse a layer that readers of this format cannot load.
 
         Args:
             name: of the layer.
             shape: (out, in).
             kind: class of the module: "Linear", "Conv1D", ...
-            grid: that it is to be quantized on.
+            format: that its weights are to have.
 
         Raises:
             RecipeError: with the way out.
@@ -72,13 +72,13 @@ class LayerFormat(ABC):
         """
 
     @abstractmethod
-    def unpack(self, name: str, tensors: Mapping[str, Tensor], grid: LayerGrid) -> QuantizedMatrix:
+    def unpack(self, name: str, tensors: Mapping[str, Tensor], format: NumberFormat) -> QuantizedMatrix:
         """Return the matrix that `pack` stored.
 
         Args:
             name: of the layer.
             tensors: at least those of the layer, by full name.
-            grid: what the config says of it.
+            format: what the config says of it.
 
         Raises:
             FormatError: a tensor is missing or not what the config says.
@@ -92,6 +92,16 @@ class LayerFormat(ABC):
         """
         del config
         return self
+
+    def stays_packed(self, config: Mapping[str, Any], dtype: torch.dtype | None) -> bool:
+        """Return whether transformers keeps layers packed until the network is called.
+
+        Args:
+            config: quantization_config of the checkpoint.
+            dtype: of the network that is loaded, where that is known; what is decoded to another one does not run in it.
+        """
+        del config, dtype
+        return False
 
     def parts(self, names: Iterable[str]) -> dict[str, list[str]]:
         """Return the names of the tensors of every quantized layer, by the name of the layer.
@@ -110,11 +120,11 @@ class LayerFormat(ABC):
 
 
 class GridFormat(LayerFormat):
-    """A format of grids that transformers reads: the shapes of its tensors follow from shape and grid alone.
+    """A format of grids that transformers reads: the shapes of its tensors follow from shape and number format alone.
 
-    A run loads them without contents before it begins, see `readers/loadable.py`; what is no `GridFormat` is not tried.
+    A run loads them without contents before it begins, see `loading/rehearsal_check.py`; what is no `GridFormat` is not tried.
     """
 
     @abstractmethod
-    def empty(self, name: str, shape: tuple[int, int], grid: LayerGrid, dtype: torch.dtype) -> dict[str, Tensor]:
+    def empty(self, name: str, shape: tuple[int, int], format: NumberFormat, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the tensors of one layer as `pack` makes them, on the meta device; `dtype` is the model's."""

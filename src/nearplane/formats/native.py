@@ -12,38 +12,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Self, get_args
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from nearplane.coding.blob import Coder, Contents, decode, encode, shape_of
-from nearplane.coding.header import ZSTD_REFUSED
+from nearplane.coding.blob import Contents, decode, encode, shape_of
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.config_file import ConfigFile, Quantized
 from nearplane.formats.integers import expect
 from nearplane.formats.layer_format import LayerFormat
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
-from nearplane.schemes import LayerGrid
+from nearplane.lattice.number_formats import CODED, NumberFormat
 
 METHOD = "nearplane"
 VERSION = 1
-CODERS: tuple[str, ...] = get_args(Coder)
+CODER = "tans"
 KINDS = ("Linear", "Conv1D", "Embedding", "Expert")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Native(LayerFormat):
-    """The tensor of a layer, written by one coder.
-
-    Args:
-        coder: of the codes; readers need not be told, every matrix says it.
-        classes: whether rows and columns have tables of their own.
-    """
-
-    coder: Coder = "tans"
-    classes: bool = True
+    """The tensor of a layer."""
 
     KEY = "weight_coded"
     STOP = "weight"
@@ -51,25 +42,23 @@ class Native(LayerFormat):
     CHECKSUMS = True
 
     def configured(self, config: Mapping[str, Any]) -> Self:
-        """Return the format with the coder of a config of a version that is understood."""
-        version, coder, classes = config.get("format_version"), config.get("coder", "tans"), config.get("classes", True)
+        """Return the format, for a config of a version that is understood."""
+        version, coder = config.get("format_version"), config.get("coder", CODER)
         if version != VERSION:
             raise FormatError(
                 f"quantization_config says format_version {version!r}; this version of nearplane reads {VERSION}. "
                 f"Update nearplane, or fetch config.json again."
             )
-        if coder == "zstd":
-            raise FormatError(f"quantization_config: {ZSTD_REFUSED}.")
-        if coder not in CODERS or not isinstance(classes, bool):
+        if coder != CODER:
             raise FormatError(
-                f"quantization_config says coder {coder!r}, classes {classes!r}; this version of nearplane reads "
-                f"{', '.join(CODERS)} and true or false. Update nearplane, or fetch config.json again."
+                f"quantization_config says coder {coder!r}; this version of nearplane reads {CODER}. Update nearplane, or "
+                f"fetch config.json again."
             )
-        return replace(self, coder=coder, classes=classes)
+        return self
 
-    def check(self, name: str, shape: tuple[int, int], kind: str, grid: LayerGrid) -> None:
+    def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
         """Refuse modules that `nearplane.load` does not build; any shape and any codes will do."""
-        del shape, grid
+        del shape, format
         if kind not in KINDS:
             raise RecipeError(
                 f"{name} is a {kind}; the nearplane format holds {', '.join(KINDS)}. Use --ignore for it."
@@ -83,8 +72,11 @@ class Native(LayerFormat):
     def pack(self, name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the tensor of one layer, which is on a `ProductGrid`."""
         del dtype
-        coded = encode(contents(matrix, name=name), coder=self.coder, classes=self.classes)
-        return {f"{name}.{self.KEY}": torch.tensor(coded)}
+        if not isinstance(matrix.grid, ProductGrid):
+            raise FormatError(
+                f"{name}: a {type(matrix.grid).__name__} with steps of its own; the nearplane format holds a ProductGrid."
+            )
+        return {f"{name}.{self.KEY}": torch.tensor(encode(Contents.of(matrix.codes, matrix.grid)))}
 
     def beside_the_first(self, name: str) -> dict[str, Tensor]:
         """Return a weight without elements, of which one layer of a folder has one.
@@ -99,9 +91,9 @@ class Native(LayerFormat):
         blob = expect(name, tensors, self.KEY, (None,), {torch.uint8})
         return shape_of(blob.numpy(), name=f"{name}.{self.KEY}")
 
-    def unpack(self, name: str, tensors: Mapping[str, Tensor], grid: LayerGrid) -> QuantizedMatrix:
+    def unpack(self, name: str, tensors: Mapping[str, Tensor], format: NumberFormat) -> QuantizedMatrix:
         """Return the matrix of one layer, decoded with all cores; the tensor says all of it."""
-        del grid
+        del format
         if f"{name}.{self.STOP}" in tensors:
             expect(name, tensors, self.STOP, (0,), {torch.uint8})
         blob = expect(name, tensors, self.KEY, (None,), {torch.uint8})
@@ -116,49 +108,23 @@ class Config(ConfigFile):
 
     def describe(self, network: Quantized) -> dict[str, Any]:
         """Return a config that lists the quantized modules; every matrix says its grid itself."""
-        assert network.scheme.coding is not None, "grids are not written in this format"
-        coder, classes = network.scheme.coding
         return {
             "quant_method": METHOD,
             "format_version": VERSION,
-            "coder": coder,
-            "classes": classes,
+            "coder": CODER,
+            "classes": True,  # columns and rows have tables of their own
             "modules": sorted(network.quantized, key=_natural),
             "written_by": f"nearplane {network.version}",
         }
 
-    def grid_of(self, config: Mapping[str, Any], name: str) -> LayerGrid:
-        """Return a grid that says nothing: the tensor of a layer says all."""
+    def grid_of(self, config: Mapping[str, Any], name: str) -> NumberFormat:
+        """Return that of all layers: the tensor of a layer says the rest."""
         del config, name
-        return LayerGrid(None, None, symmetric=True)
-
-
-def contents(matrix: QuantizedMatrix, *, name: str = "matrix") -> Contents:
-    """Return what the coder takes, the inverse of `matrix_of`.
-
-    Raises:
-        FormatError: the matrix is on another kind of grid.
-    """
-    grid = matrix.grid
-    if not isinstance(grid, ProductGrid):
-        raise FormatError(
-            f"{name}: a {type(grid).__name__} with steps of its own; the nearplane format holds a ProductGrid."
-        )
-    codes, columns, rows = (
-        part.to("cpu", torch.int32).contiguous().numpy() for part in (matrix.codes, grid.columns, grid.rows)
-    )
-    return Contents(
-        codes=codes,
-        base=grid.base,
-        columns=columns,
-        column_resolution=grid.column_resolution,
-        rows=rows,
-        row_resolution=grid.row_resolution,
-    )
+        return CODED
 
 
 def matrix_of(contents: Contents) -> QuantizedMatrix:
-    """Return what a blob holds as a matrix, without copying."""
+    """Return what a blob holds as a matrix, without copying: the inverse of `Contents.of`."""
     grid = ProductGrid(
         base=contents.base,
         columns=torch.from_numpy(contents.columns),

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError
-from nearplane.formats import FORMATS, format_of
 from nearplane.formats.beside import CONFIG
 from nearplane.formats.folder import read_config
+from nearplane.formats.table import FORMATS, format_of
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.shards import INCOMPLETE, ShardReader, TensorReader
-from nearplane.widened import method_of, source_reader
+from nearplane.system.fp8_mxfp4 import method_of, source_reader
+from nearplane.system.paths import INCOMPLETE
+from nearplane.system.safetensors_files import ShardReader, TensorReader
 
 
 def quantization_of(folder: Path) -> dict[str, Any] | None:

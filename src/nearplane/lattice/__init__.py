@@ -1,1 +1,1 @@
-"""Pure mathematics of quantization on a lattice: tensors in, tensors out. No files, models, logging or configuration."""
+"""Pure mathematics of quantization on a lattice: tensors in, tensors out. No files, models or configuration."""

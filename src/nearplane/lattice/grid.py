@@ -6,14 +6,17 @@ solver never asks which. It does not know how its steps were chosen (`scale.py`)
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Generic, NamedTuple, cast
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Generic, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from typing_extensions import TypeVar
 
 from nearplane.lattice.codebook import Codebook
+from nearplane.lattice.number_formats import NumberFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,8 @@ class Grid:
     low: int | None = None
     high: int | None = None
     levels: Tensor | None = None
+
+    base: ClassVar[None] = None  # of ladders, see `ProductGrid`
 
     @property
     def codebook(self) -> Codebook:
@@ -84,6 +89,29 @@ class Grid:
         """Return the grid itself: its steps were never scaled as a whole; see `ProductGrid`."""
         del base
         return self
+
+    def unlike(self, format: NumberFormat, codes: Tensor) -> Iterator[str]:
+        """Yield what codes (out, in) and grid have that a number format has not."""
+        low, high, groups = self.low, self.high, format.groups(codes.shape[1])
+        if not format.bits or low is None or high is None:
+            yield f"it is on a fixed grid, which {format.name} is not"
+            return
+        if (low, high, self.scale.shape[1]) != (format.low, format.high, groups):
+            yield (
+                f"its codes are {low} to {high} in {self.scale.shape[1]} groups a row; {format.name} has {format.low} to "
+                f"{format.high} in {groups}"
+            )
+        if not self.sound:
+            yield "a step is not a positive number"
+        for what, values in (("code", codes), ("zero", self.zero)):
+            least, most = (float(x) for x in values.aminmax())
+            if (what == "code" and (least < low or most > high)) or not math.isfinite(most - least):
+                yield f"a {what} is {least:g} or {most:g}, the grid is {low} to {high}"
+
+    @property
+    def sound(self) -> bool:
+        """Whether steps are what they may be: positive numbers."""
+        return bool((torch.isfinite(self.scale) & (self.scale > 0)).all())
 
     def same_as(self, other: Grid | ProductGrid) -> bool:
         """Return whether another grid has the same steps, zeros, groups, limits and levels."""
@@ -139,6 +167,14 @@ class ProductGrid:
         """Return the grid with another step of exponent 0: that of the sweep, where the matrix was scaled after it."""
         return self if base is None else replace(self, base=base)
 
+    def unlike(self, format: NumberFormat, codes: Tensor) -> Iterator[str]:
+        """Yield what the grid has that a number format has not; codes are as they are."""
+        del codes
+        if format.bits:
+            yield f"it is entropy-coded, which {format.name} is not"
+        if not (math.isfinite(self.base) and self.base > 0):
+            yield f"its step is {self.base}"
+
     def same_as(self, other: Grid | ProductGrid) -> bool:
         """Return whether another grid has the same scales of rows and columns."""
         return (
@@ -193,6 +229,20 @@ class QuantizedMatrix(Generic[G]):
     def same_as(self, other: QuantizedMatrix) -> bool:
         """Return whether another matrix has the same integers on the same grid."""
         return torch.equal(self.codes, other.codes.to(torch.int32)) and self.grid.same_as(other.grid)
+
+    def tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return all tensors by name, and what else makes up the grid: what has to be sent to another process."""
+        parts = {each.name: getattr(self.grid, each.name) for each in fields(self.grid) if each.init}
+        tensors = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
+        plain = {name: part for name, part in parts.items() if name not in tensors}
+        return {"codes": self.codes} | tensors, {"kind": type(self.grid)} | plain
+
+    @classmethod
+    def of_tensors(cls, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> QuantizedMatrix[G]:
+        """Return the matrix that `tensors` gave these parts of."""
+        parts = {**tensors, **plain}
+        codes, kind = parts.pop("codes"), parts.pop("kind")
+        return cls(codes=codes, grid=kind(**parts))
 
     def to(self, device: torch.device | str) -> QuantizedMatrix[G]:
         """Return the matrix on another device."""

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from nearplane.lattice.root import TALL, append, combine
-
 SPAN = 256  # columns of a block of `X^T X`; of symmetric sums half of the blocks are formed
 
 
@@ -42,10 +40,6 @@ class Moments:
             with the residual stream r that it is added to, against its inputs; None where `C` says it, `W (C - H)`.
         held_out: the same moments over the last fifth of the windows alone (they are part of the whole), in the dtype of the rows;
             None without a correction.
-        root: (in, in) float64 upper triangular, `R^T R = tokens * H` from QR of the inputs; None where it was not asked for. With
-            it the factor never sees H, which then serves the nearest loss and the right-hand side of the correction alone.
-        fitting_root: the same of the tokens that are not held out, which the correction is first fitted on; None where
-            none are held out. It cannot be had from the other: taking rows out of a root costs what squaring costs.
         extra: rows of windows that entered none of the above; None where there were none, or no row of them came here.
         alive: (in,) bool, inputs that were not 0 at some token in the original network; None where it did not run.
         alike: of an expert, the share of its rows whose tokens the original network sends to it as well; None of others, or where
@@ -58,8 +52,6 @@ class Moments:
     C: Tensor | None = None
     lost: Tensor | None = None
     held_out: Moments | None = None
-    root: Tensor | None = None
-    fitting_root: Tensor | None = None
     extra: Extra | None = None
     alive: Tensor | None = None
     alike: float | None = None
@@ -73,10 +65,9 @@ class Moments:
 
 @dataclass(slots=True)
 class MomentSums:
-    """Sums, not yet divided by tokens, H in its upper triangle only; if `rooted` the root of H as well.
+    """Sums, not yet divided by tokens, H in its upper triangle only.
 
-    `waiting` are the rows that the root has not taken in yet; `alive` counts the batches in which an input of the original network
-    was not 0; `dtype` is that of the rows.
+    `alive` counts the batches in which an input of the original network was not 0; `dtype` is that of the rows.
     """
 
     H: Tensor | None = None
@@ -85,9 +76,6 @@ class MomentSums:
     lost: dict[str, Tensor] = field(default_factory=dict)
     tokens: int = 0
     dtype: torch.dtype = torch.float64
-    rooted: bool = False
-    R: Tensor | None = None
-    waiting: list[Tensor] = field(default_factory=list)  # (rows, in) each
 
     def add(
         self,
@@ -109,29 +97,14 @@ class MomentSums:
             return
         self.tokens, self.dtype = self.tokens + len(X_hat), X_hat.dtype
         self.H = _plus_gram(self.H, X_hat)
-        if self.rooted:
-            self.waiting.append(X_hat)
-            if sum(map(len, self.waiting)) >= TALL * X_hat.shape[1]:
-                self.triangle()
         if X is not None:
             self.C = _plus(self.C, X.T @ X_hat) if crossed else None
             self.alive = _plus(self.alive, X.any(0))
             for name, difference in (outputs or {}).items():
                 self.lost[name] = _plus(self.lost.get(name), difference.T @ X_hat)
 
-    def triangle(self) -> Tensor | None:
-        """Return the root of all rows so far, after taking in those that wait for a block worth its decomposition."""
-        if self.waiting:
-            rows, self.waiting = self.waiting, []
-            self.R = append(self.R, torch.cat(rows))
-        return self.R
-
     def absorb(self, other: MomentSums) -> None:
-        """Add other sums to these, in place; the other root is handed over."""
-        R, other.R = other.triangle(), None
-        if R is not None:
-            own = self.triangle()
-            self.R = R if own is None else combine(own, R)
+        """Add other sums to these, in place."""
         self.H, self.C, self.alive = (
             self._sum(*pair) for pair in ((self.H, other.H), (self.C, other.C), (self.alive, other.alive))
         )
@@ -141,13 +114,12 @@ class MomentSums:
 
     def blend(self, other: MomentSums, share: float) -> None:
         """Add a share of other sums, which stay as they are."""
-        R, H, C = other.triangle(), other.H, other.C
+        H, C = other.H, other.C
         part = MomentSums(
             H=None if H is None else H * share,
             alive=other.alive,
             C=None if C is None else C * share,
             tokens=round(other.tokens * share),
-            R=None if R is None else R * share**0.5,
         )
         self.dtype = self.dtype if self.tokens else other.dtype
         self.absorb(part)
@@ -173,9 +145,9 @@ class MomentSums:
         C, self.C = None if self.C is None else mean(self.C), None
         alive = None if self.alive is None else total(self.alive) > 0
         _mirror(H)
-        return MomentSums(H=H, alive=alive, C=C, lost=lost, tokens=tokens, R=self.triangle())
+        return MomentSums(H=H, alive=alive, C=C, lost=lost, tokens=tokens)
 
-    def of(self, name: str, held: MomentSums | None, fitting_root: Tensor | None = None) -> Moments:
+    def of(self, name: str, held: MomentSums | None) -> Moments:
         """Return what is known of one layer."""
         assert self.H is not None, "no row was added"
         apart = None if held is None else held.of(name, None)
@@ -186,8 +158,6 @@ class MomentSums:
             lost=lost,
             tokens=self.tokens,
             held_out=apart,
-            root=self.R,
-            fitting_root=fitting_root,
             alive=self.alive,
         )
 

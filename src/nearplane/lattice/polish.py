@@ -2,7 +2,7 @@
 
 A sweep rounds every column once, knowing only what came before it. Polishing comes back: each column moves to the grid point
 nearest to its optimum given all others. It is the arithmetic of a nearest-plane sweep with other numbers, so the same kernel
-does it (`sweep_cpu.py`). What a pass needs for the codes of some columns, `E H`, is also what their steps need: one product
+does it (`kernels.py`). What a pass needs for the codes of some columns, `E H`, is also what their steps need: one product
 serves both. Knows no rules or records.
 """
 
@@ -16,9 +16,10 @@ from torch import Tensor
 
 from nearplane.lattice.descent import Fit, PlainFit, State
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.lattice.solve import Solution, sweep_of
+from nearplane.lattice.kernels import kernels_of
+from nearplane.lattice.kernels_torch import Columns, Tally
+from nearplane.lattice.solve import Solution
 from nearplane.lattice.superblock import SuperGrid
-from nearplane.lattice.sweep_cpu import Columns, Tally
 
 SPAN = 256  # columns, of whole groups where steps are fitted, that one product with the Hessian serves
 
@@ -172,7 +173,7 @@ def _pass(state: State, a: int, b: int, fit: Fit | None, block: int) -> bool:
     EH = state.H[a:b] @ state.E  # (b - a, out), kept up to date for the columns still to come
     changed = fit is not None and fit.fit(state, a, b, EH)
     grid, delta = state.grid, torch.empty_like(EH[:block])
-    sweep = sweep_of(EH)
+    sweep = kernels_of(EH).sweep
     for i in range(a, b, block):
         k = min(i + block, b)
         V = state.in_steps(i, k).mul_(state.scale[grid.group[i:k]])

@@ -16,10 +16,10 @@ from torch import Tensor
 from nearplane.errors import NumericalError
 from nearplane.lattice.codebook import Codebook
 from nearplane.lattice.grid import Grid
-from nearplane.lattice.search_cpu import best_candidate
+from nearplane.lattice.kernels import kernels_of
+from nearplane.lattice.number_formats import NumberFormat
 
 Search = Literal["minmax", "mse"]
-NORM = 2.5  # of the error search; GPTQ's own is 2.4, this one is a square times a square root
 SHRINKS = tuple(1 - 0.8 * i / 80 for i in range(80))  # factors by which the search narrows the range
 
 
@@ -28,42 +28,35 @@ class Steps:
     """How steps are fitted: everything but the weights.
 
     Args:
-        bits: of a code.
-        symmetric: codes -2^(b-1) .. 2^(b-1)-1 without zero-point, else 0 .. 2^b-1 with an integer one.
-        levels: (2^b or fewer,) ascending positions of the codes, some below and some above 0, without zero-point; None: integers.
+        format: of the weights: symmetric, or with integer zero-points, or of levels without zero-point.
         search: "minmax": the range; "mse": the shrunken range with the least p-norm error.
-        storage: dtype in which steps are stored.
+        storage: dtype in which steps are stored, where the format does not say it.
     """
 
-    bits: int
-    symmetric: bool
+    format: NumberFormat
     search: Search
     storage: torch.dtype
-    levels: Tensor | None = None
 
     @property
-    def low(self) -> int:
-        """Smallest code."""
-        return -(1 << (self.bits - 1)) if self.symmetric and self.levels is None else 0
-
-    @property
-    def high(self) -> int:
-        """Largest code."""
-        return self.low + (1 << self.bits if self.levels is None else len(self.levels)) - 1
+    def stored_in(self) -> torch.dtype:
+        """Dtype in which steps are stored."""
+        found: torch.dtype = self.storage if self.format.steps is None else getattr(torch, self.format.steps)
+        return found
 
     @property
     def codebook(self) -> Codebook:
         """The codes, and the positions that they stand for."""
-        return Codebook(low=self.low, high=self.high, levels=self.levels)
+        levels = None if self.format.levels is None else torch.tensor(self.format.levels, dtype=torch.float64)
+        return Codebook(low=self.format.low, high=self.format.high, levels=levels)
 
-    def grid(self, W: Tensor, group_size: int | None) -> Grid:
+    def grid(self, W: Tensor) -> Grid:
         """Fit every group of `W` (out, in)."""
-        n = W.shape[1]
-        size = group_size or n
+        n, book = W.shape[1], self.codebook
+        size = self.format.group or n
         groups = W.reshape(len(W), n // size, size)
         scale, zero = self.fit(groups)
         group = torch.arange(n, device=W.device) // size
-        return Grid(scale=scale, zero=zero, group=group, low=self.low, high=self.high, levels=self.levels)
+        return Grid(scale=scale, zero=zero, group=group, low=book.low, high=book.high, levels=book.levels)
 
     def fit(self, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return scale and zero (...) for weights (..., g)."""
@@ -78,31 +71,19 @@ class Steps:
 
     def _least_error(self, weights: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
         """Return (...) which candidate step (candidates, ...) has the least error; the first of equals."""
-        if weights.device.type == "cpu" and weights.dtype == torch.float32:
-            size = weights.shape[-1]
-            flat = weights.reshape(-1, size), scales.flatten(1), zeros.flatten(1)
-            return best_candidate(*flat, self.codebook).view(weights.shape[:-1])
-        least = torch.full_like(scales[0], torch.inf)
-        best = torch.zeros_like(least, dtype=torch.int64)
-        for c, (scale, zero) in enumerate(zip(scales, zeros, strict=True)):
-            error = self._error(weights, scale, zero)
-            best.masked_fill_(error < least, c)
-            least = torch.minimum(error, least)
-        return best
+        size = weights.shape[-1]
+        flat = weights.reshape(-1, size), scales.flatten(1), zeros.flatten(1)
+        return kernels_of(weights).search(*flat, self.codebook).view(weights.shape[:-1])
 
     def _from_range(self, minimum: Tensor, maximum: Tensor) -> tuple[Tensor, Tensor]:
         """Return the smallest step, and the zero, whose grid reaches from `minimum` <= 0 to `maximum` >= 0."""
-        if self.symmetric or self.levels is not None:
-            ends = (self.low, self.high) if self.levels is None else (float(self.levels[0]), float(self.levels[-1]))
-            scale = stored(torch.maximum(minimum / ends[0], maximum / ends[1]), self.storage)
+        low, high, levels = self.format.low, self.format.high, self.format.levels
+        if self.format.symmetric:
+            ends = (low, high) if levels is None else (levels[0], levels[-1])
+            scale = stored(torch.maximum(minimum / ends[0], maximum / ends[1]), self.stored_in)
             return scale, torch.zeros_like(scale)
-        scale = stored((maximum - minimum) / self.high, self.storage)
-        return scale, (-minimum / scale).round_().clamp_(self.low, self.high)
-
-    def _error(self, weights: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-        codes = self.codebook.nearest((weights / scale[..., None]).add_(zero[..., None]))
-        error = (self.codebook.position(codes) - zero[..., None]).mul_(scale[..., None]).sub_(weights)
-        return error.abs_().pow_(NORM).sum(-1)
+        scale = stored((maximum - minimum) / high, self.stored_in)
+        return scale, (-minimum / scale).round_().clamp_(low, high)
 
 
 def stored(scale: Tensor, storage: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""The search for steps on the CPU in float32, compiled by Numba. `scale.py` holds the same search in torch.
+"""The search for steps on the CPU in float32, compiled by Numba. `kernels_torch.py` holds the same search in torch.
 
 Every group tries every candidate step on its own; threads take groups without waiting for each other.
 """
@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from nearplane.lattice import kernels_torch
 from nearplane.lattice.codebook import Codebook, Table, position_of, round_code, round_integer
 
 Floats = npt.NDArray[np.float32]
@@ -49,11 +50,13 @@ def best_candidate(
         error = sum_k |e_k|^2.5,  e = weights - scale (codes - zero)
 
     Args:
-        weights: (n, g) float32.
-        scale, zero: (candidates, n) float32.
+        weights: (n, g); other dtypes than float32 are left to torch.
+        scale, zero: (candidates, n).
         codebook: of all groups.
         threads: None takes as many as torch does.
     """
+    if weights.dtype != torch.float32:
+        return kernels_torch.best_candidate(weights, scale, zero, codebook)
     n = len(weights)
     w, s, z = (x.contiguous().numpy() for x in (weights, scale.T, zero.T))
     groups = Groups(w, s, z, codebook.table(weights.dtype))

@@ -1,14 +1,13 @@
 """Round a matrix to a grid: Babai's nearest plane (= GPTQ) and plain rounding. Any grid, any device.
 
 The sweep runs in rounding order on the transposed matrix (columns first, so that the rows of a block are contiguous). Blocks of
-columns are swept one by one; what earlier blocks did wrong reaches a block as one matrix product. Inside a block the torch form
-here is the reference; on the CPU in float32 a compiled kernel with the same meaning does the work (`sweep_cpu.py`).
+columns are swept one by one; what earlier blocks did wrong reaches a block as one matrix product. Inside a block a kernel of the
+device does the work (`kernels.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +16,8 @@ from torch import Tensor
 from nearplane.errors import NumericalError
 from nearplane.lattice.factor import Factor
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.lattice.sweep_cpu import Columns, Tally, sweep_block
+from nearplane.lattice.kernels import kernels_of
+from nearplane.lattice.kernels_torch import Columns, Tally
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ def sweep_planes(W: Tensor, grid: Grid, factor: Factor, *, block: int = 128) -> 
     _, octave = math.frexp(float(d.mean()))
     d = d * 2.0**-octave  # large weights times large inputs overflow float32
     loss, outside = W.new_zeros(out), torch.zeros(out, dtype=torch.int32, device=W.device)
-    sweep = sweep_of(WT)
+    sweep = kernels_of(WT).sweep
     for a in range(0, len(WT), block):
         b = min(a + block, len(WT))
         columns = Columns(scale, zero, group[a:b], grid.codebook)
@@ -106,33 +106,3 @@ def sweep_planes(W: Tensor, grid: Grid, factor: Factor, *, block: int = 128) -> 
     )  # again no new memory: touching it first costs most
     matrix = QuantizedMatrix(codes=back.T.clone(memory_format=torch.contiguous_format), grid=grid)
     return Solution(matrix=matrix, losses=loss.double() * 2.0**octave, outside=outside)
-
-
-def sweep_of(W: Tensor) -> Callable[..., None]:
-    """Return the kernel that sweeps a block of weights like these: compiled on the CPU in float32, else the torch form."""
-    return sweep_block if W.device.type == "cpu" and W.dtype == torch.float32 else sweep_block_torch
-
-
-def sweep_block_torch(
-    target: Tensor, WT: Tensor, grid: Columns, U: Tensor, codes: Tensor, E: Tensor, tally: Tally | None = None
-) -> None:
-    """Sweep one block of columns; fills `codes` and `E`. The oracle of the compiled kernel, and the form for every device.
-
-    Args:
-        target: (b, out) weights with the error of earlier blocks fed forward.
-        WT: (b, out) weights.
-        grid: of these columns.
-        U: (b, b) the block's own triangle.
-        tally: what is added up besides.
-    """
-    for j, g in enumerate(grid.group.tolist()):
-        t = target[j] + U[:j, j] @ E[:j]
-        position = t / grid.scale[g] + grid.zero[g]
-        code = grid.codebook.nearest(position)
-        codes[j] = code
-        E[j] = WT[j] - grid.scale[g] * (grid.codebook.position(code) - grid.zero[g])
-        if tally is not None:
-            missed, before = (t - WT[j] + E[j]).square(), (t - WT[j]).square()
-            tally.loss.add_(tally.d[j].to(t) * (missed - before if tally.moves else missed))
-            if len(tally.outside):
-                tally.outside.add_(grid.codebook.outside(position))

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from nearplane.lattice.beam import k_best
 from nearplane.lattice.factor import Factor
-from nearplane.lattice.greedy import MAX_INPUTS, greedy
 from nearplane.lattice.grid import Grid
 from nearplane.lattice.solve import Solution, round_to_nearest, sweep_planes
 
@@ -46,13 +45,11 @@ class Solver:
         round: from the problem to codes on its grid, and what was swept, see `Solution`.
         bounded: whether it begins with the codes of `nearest_plane` and never loses more, so that Babai's bounds hold.
         needs_inputs: whether it looks at the Hessian or its factor.
-        max_inputs: of a layer; None: any number.
     """
 
     round: Callable[[Problem], Solution]
     bounded: bool
     needs_inputs: bool = True
-    max_inputs: int | None = None
 
 
 SOLVERS: Mapping[str | None, Solver] = {
@@ -61,9 +58,4 @@ SOLVERS: Mapping[str | None, Solver] = {
         round=lambda p: Solution(matrix=round_to_nearest(p.W, p.grid)), bounded=False, needs_inputs=False
     ),
     "k-best": Solver(round=lambda p: Solution(matrix=k_best(p.W, p.grid, p.factor, beam=p.beam)), bounded=True),
-    "obq": Solver(
-        round=lambda p: Solution(matrix=greedy(p.W, p.grid, p.H, shift=p.shift, dead=p.factor.dead)),
-        bounded=False,
-        max_inputs=MAX_INPUTS,
-    ),
 }

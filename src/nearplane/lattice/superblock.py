@@ -8,13 +8,15 @@ numbers are found is in `superblock_fit.py`, how they are stored in `formats/ggu
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nearplane.lattice.grid import Grid
+from nearplane.lattice.grid import Grid, QuantizedMatrix
+from nearplane.lattice.number_formats import NumberFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +75,17 @@ class SuperGrid(Grid):
         theirs = other.parts
         return self._with({name: torch.where(chosen, part, theirs[name]) for name, part in self.parts.items()})
 
+    def unlike(self, format: NumberFormat, codes: Tensor) -> Iterator[str]:
+        """Yield what codes (out, in) and grid have that a number format has not."""
+        yield from Grid.unlike(self, format, codes)
+        if codes.shape[1] != format.run * self.d.shape[1]:
+            yield f"it has {self.d.shape[1]} blocks a row, which are not those of {format.name}"
+
+    @property
+    def sound(self) -> bool:
+        """Whether steps are what they may be: numbers of either sign, and 0."""
+        return bool(torch.isfinite(self.scale).all())
+
     def same_as(self, other: object) -> bool:
         """Return whether another grid has the same numbers, groups and limits."""
         if not isinstance(other, SuperGrid) or (self.low, self.high) != (other.low, other.high):
@@ -96,6 +109,18 @@ class SuperGrid(Grid):
     def _with(self, parts: dict[str, Tensor]) -> SuperGrid:
         changes: dict[str, Any] = parts
         return replace(self, **changes)
+
+
+def on_two_levels(matrix: QuantizedMatrix[Any]) -> QuantizedMatrix[SuperGrid] | None:
+    """Return a matrix with every group as a block of its own; None where codes or zeros are none that blocks have."""
+    grid = matrix.grid
+    if isinstance(grid, SuperGrid):
+        return matrix
+    if not isinstance(grid, Grid) or grid.levels is not None or bool(grid.zero.any()):
+        return None
+    d = grid.scale.expand(len(matrix.codes), -1)
+    blocks = SuperGrid(d=d, sc=torch.ones_like(d, dtype=torch.int32), group=grid.group, low=grid.low, high=grid.high)
+    return QuantizedMatrix(codes=matrix.codes, grid=blocks)
 
 
 def _per_group(each: Tensor, integers: Tensor) -> Tensor:

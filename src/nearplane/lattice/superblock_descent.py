@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearplane.block_types import BlockType
 from nearplane.lattice.descent import State
 from nearplane.lattice.grid import Grid
+from nearplane.lattice.number_formats import BlockType
 from nearplane.lattice.superblock import SuperGrid
 from nearplane.lattice.superblock_fit import rounded
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearplane.block_types import BlockType
 from nearplane.errors import NumericalError
+from nearplane.lattice.number_formats import BlockType
 from nearplane.lattice.superblock import SuperGrid
 from nearplane.lattice.superblock_search import search_blocks, search_groups
 

@@ -1,4 +1,4 @@
-"""The sweep of a block of columns on the CPU in float32, compiled by Numba; `solve.py` has the same algorithm in torch.
+"""The sweep of a block of columns on the CPU in float32, compiled by Numba; `kernels_torch.py` has the same algorithm in torch.
 
 Rows are independent, so they are taken in strips that fit the cache: a strip goes through all columns of the block before
 the next one starts. Threads share the rows and never wait for each other. The first call ever compiles, for a second or two.
@@ -15,44 +15,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from nearplane.lattice.codebook import Codebook, Table, position_of, round_code, round_integer
+from nearplane.lattice import kernels_torch
+from nearplane.lattice.codebook import Table, position_of, round_code, round_integer
+from nearplane.lattice.kernels_torch import Columns, Tally
 
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int32]
 Indices = npt.NDArray[np.int64]
 
 STRIP_ROWS = 256  # the errors of a strip, STRIP_ROWS * block * 4 bytes, stay in the second-level cache
-
-
-class Columns(NamedTuple):
-    """The grid of some columns, as sweeps take it: a row for every column or group.
-
-    Args:
-        scale, zero: (groups, out).
-        group: (b,) group of every column, int64.
-        codebook: of all of them.
-    """
-
-    scale: Tensor
-    zero: Tensor
-    group: Tensor
-    codebook: Codebook
-
-
-class Tally(NamedTuple):
-    """What a sweep adds up on its way, row by row, at next to no cost.
-
-    Args:
-        d: (b,) weight of every column: its squared length, or its diagonal entry of the Hessian.
-        loss: (out,) gets `sum_j d_j ((t_j - value_j)^2 - (t_j - W_j)^2)` if `moves`, else `sum_j d_j (t_j - value_j)^2`.
-        outside: (out,) int32, gets how many targets lay more than half a step beyond the codes.
-        moves: whether `W` are values that the codes leave, and not weights.
-    """
-
-    d: Tensor
-    loss: Tensor
-    outside: Tensor
-    moves: bool
 
 
 class Block(NamedTuple):
@@ -90,11 +61,11 @@ def sweep_block(
         t_j = target_j + sum_{k<j} E_k U_kj
         codes_j = clip(round(t_j / scale_j + zero_j)) ;  E_j = W_j - scale_j (codes_j - zero_j)
 
-    Equal to `sweep_block_torch` but for the order in which the sum is taken.
+    Equal to the torch form but for the order in which the sum is taken.
 
     Args:
         target: (b, out) weights with the error of earlier blocks fed forward.
-        W: (b, out) weights.
+        W: (b, out) weights; other dtypes than float32 are left to torch.
         grid: of these columns.
         U: (b, b) the block's own triangle, unit upper.
         codes: (b, out) int32, written; may be the memory of `target`.
@@ -102,6 +73,9 @@ def sweep_block(
         tally: what is added up besides; None: nothing.
         threads: None takes as many as torch does.
     """
+    if W.dtype != torch.float32:
+        kernels_torch.sweep_block(target, W, grid, U, codes, E, tally)
+        return
     b, out = W.shape
     UT = U.new_zeros(b + 3, b)  # row j holds what column j needs; the last rows let columns be taken by four
     UT[:b] = U.T

@@ -5,23 +5,21 @@ Needs the weights, the codes, and what calibration saw; not how the codes were f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import fields
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from nearplane.coding.blob import size
-from nearplane.errors import NumericalError
-from nearplane.formats.native import contents
+from nearplane.coding.blob import Contents, size
 from nearplane.lattice.bounds import certify, limit, limit_of_all, losses_beside
-from nearplane.lattice.grid import Grid, QuantizedMatrix
+from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
 from nearplane.lattice.solve import sweep_planes
 from nearplane.lattice.solvers import SOLVERS
 from nearplane.matrix.inputs import Inputs
-from nearplane.memory import release
-from nearplane.record import MAX_PROFILED_INPUTS, LayerRecord, Profile, row_groups
-from nearplane.schemes import AnyScheme, Order, Scheme
+from nearplane.recipe.scheme_of import AnyScheme
+from nearplane.record.record import MAX_CERTIFIED_INPUTS, LayerRecord, row_groups
+from nearplane.system.memory import release
 
 
 def measure(
@@ -62,8 +60,9 @@ def measure(
     on_grid = QuantizedMatrix(codes=matrix.codes, grid=grid.scaled_to(base))  # what was swept
     bounded = SOLVERS[scheme.solver].bounded and not tuned and not scheme.joins_rows
     # where a sweep clips, other codes than its own do not show it
-    if outside is None and bounded and isinstance(grid, Grid):
-        outside = sweep_planes(target.to(torch.promote_types(W.dtype, torch.float32)), grid, sweep).outside
+    if outside is None and bounded and not scheme.entropy_coded:
+        wide = target.to(torch.promote_types(W.dtype, torch.float32))
+        outside = sweep_planes(wide, cast(Grid, grid), sweep).outside
     values = None if base is None else matrix.decode()
     found = certify(W, target, on_grid, H, sweep, swept=bounded, outside=outside, values=values)
     extra: tuple[float | None, ...] = (None, None, None)
@@ -73,22 +72,16 @@ def measure(
     weight = grid.row_weight().to(losses)
     energy = target.to(losses).square().mean(1) * weight
     groups = losses.tensor_split(row_groups(*W.shape))
-    bits, group_size, symmetric = scheme.layer_grid[:3]
-    assert isinstance(bits, int | None), f"a matrix has a whole number of bits, found {bits}"
-    assert group_size != "auto", "the scheme's group is not chosen yet"
     measured = {field.name: getattr(found, field.name) for field in fields(found) if field.name != "row_losses"}
     return LayerRecord(
         name=name,
         out_features=W.shape[0],
         in_features=W.shape[1],
         **measured,
-        bits=bits,
-        group_size=group_size,
-        symmetric=symmetric,
-        blocks=scheme.layer_grid.blocks,
+        format=scheme.number_format.name,
         row_losses=tuple(float(f"{float(group.mean()):.9g}") for group in groups),
-        limit=None if len(H) > MAX_PROFILED_INPUTS else limit_under(inputs, float((losses * weight).mean()), energy),
-        entropy=entropy(matrix, scheme),
+        limit=None if len(H) > MAX_CERTIFIED_INPUTS else limit_under(inputs, float((losses * weight).mean()), energy),
+        entropy=entropy(matrix),
         asked=asked,
         base=base,
         correction=correction,
@@ -122,35 +115,8 @@ def pruned(inputs: Inputs, dead: Tensor) -> int | None:
     return None if alive is None else int((dead & alive).sum())
 
 
-def entropy(matrix: QuantizedMatrix, scheme: AnyScheme) -> float | None:
+def entropy(matrix: QuantizedMatrix) -> float | None:
     """Return bits per weight of the codes under the tables that the file stores; None on fixed grids."""
-    if scheme.coding is None:
+    if not isinstance(matrix.grid, ProductGrid):
         return None
-    coder, classes = scheme.coding
-    return size(contents(matrix), coder=coder, classes=classes).payload / matrix.codes.numel()
-
-
-PROFILED: tuple[Order, ...] = ("natural", "activation", "pivoted")
-
-
-def profile(name: str, inputs: Inputs, scheme: Scheme, order: Order) -> Profile:
-    """Return the Gram-Schmidt profile of a layer's inputs in an order, damped as in the sweep."""
-    try:
-        d = inputs.lengths(order, scheme).double()
-    except NumericalError as error:
-        raise NumericalError(f"{name}, {order} order ({inputs.moments.tokens} tokens): {error}") from error
-    picked = torch.linspace(0, len(d) - 1, min(32, len(d)), dtype=torch.float64).round().long()
-    return Profile(
-        layer=name,
-        order=order,
-        lengths=tuple(float(f"{x:.6g}") for x in d.cpu()[picked].tolist()),
-        trace=float(d.sum()),
-        spread=0.5 * float(d.mean().log2() - d.log2().mean()),
-    )
-
-
-def profiles(name: str, inputs: Inputs, scheme: Scheme) -> Iterator[Profile]:
-    """Yield the Gram-Schmidt profile of an input in the usual orders and that of a scheme, where it is not too wide."""
-    if len(inputs.moments.H) <= MAX_PROFILED_INPUTS:
-        for order in dict.fromkeys((*PROFILED, scheme.order)):
-            yield profile(name, inputs, scheme, order)
+    return size(Contents.of(matrix.codes, matrix.grid)).payload / matrix.codes.numel()

@@ -14,14 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearplane.errors import NumericalError
-from nearplane.lattice.factor import TRUSTED, Factor, factorize
+from nearplane.lattice.factor import Factor, factorize
 from nearplane.lattice.moments import Moments
-from nearplane.lattice.pivot import pivoted
-from nearplane.lattice.root import factorize_root
 from nearplane.lattice.steady import one_thread
 from nearplane.lattice.target import correction, mismatch, trust, weighted_difference
-from nearplane.memory import release
-from nearplane.schemes import Order, Scheme
+from nearplane.recipe.scheme import Order, Scheme
+from nearplane.system.memory import release
 
 SYMMETRIC = 1e-4  # of the largest entry: what the two halves of a product in float32 may differ by
 TRIED_ROWS = 256  # that tell how far a correction is to be trusted: one number for all rows
@@ -111,24 +109,6 @@ class Inputs:
         """Factor H as the sweep of a scheme does."""
         return self.factor(scheme.order, scheme.damp_of_the_sweep(self.corrects))
 
-    def lengths(self, order: Order, scheme: Scheme) -> Tensor:
-        """Return (in,) squared lengths of the factor that the sweep would have in an order; only its own is kept.
-
-        In another order they are drawn, not computed with: in float32 where rows were and where that is good to a thousandth.
-        """
-        own = self.factor_of_the_sweep(scheme)
-        if order == scheme.order:
-            return own.d
-        if order == "pivoted" and self.moments.root is None and own.shift > 0:
-            for dtype in (torch.float32, torch.float64) if self._rough else (torch.float64,):
-                H = self.damped(own, dtype)
-                p, d = pivoted(H)  # they are the pivots that the order is chosen by
-                trusted = dtype == torch.float64 or bool((H.diagonal()[p] < TRUSTED * d).all())
-                if trusted and bool((d > 0).all()):
-                    return d
-        damp = scheme.damp_of_the_sweep(self.corrects)
-        return self._factorized(order, damp, dtype="auto" if self._rough else None).d
-
     def factor_of_the_correction(self, scheme: Scheme, *, fitting: bool = False) -> Factor:
         """Factor H as the target's correction does; with `fitting`, of the tokens that are not held out.
 
@@ -152,7 +132,7 @@ class Inputs:
             for key in {(scheme.order, scheme.damp, False), (scheme.order, scheme.damp, True)} - {own}:
                 self._factors.pop(key, None)
         if self._once:
-            self.moments = replace(self.moments, C=None, lost=None, held_out=None, fitting_root=None)
+            self.moments = replace(self.moments, C=None, lost=None, held_out=None)
             self._spent = True
 
     def check_unspent(self) -> None:
@@ -185,10 +165,6 @@ class Inputs:
         dtype: Literal["auto"] | None = None,
     ) -> Factor:
         moments, held_out = self.moments, self.moments.held_out if fitting else None
-        tokens = moments.tokens if held_out is None else moments.tokens - held_out.tokens
-        root = moments.root if held_out is None else moments.fitting_root
-        if root is not None:
-            return factorize_root(root, tokens, order, damp=damp)
         if held_out is None:
             return factorize(moments.H, order, damp=damp, dtype=dtype)
         H = weighted_difference(moments.H.to(held_out.H.dtype), moments.tokens, held_out.H, held_out.tokens)
@@ -253,11 +229,11 @@ def _floating(given: Any, called: str, expected: str) -> Tensor:
     return given.detach().to(torch.promote_types(given.dtype, torch.float32))
 
 
-def corrected(W: Tensor, inputs: Inputs, scheme: Scheme, tried: int = TRIED_ROWS) -> tuple[Tensor, float]:
+def corrected(W: Tensor, inputs: Inputs, scheme: Scheme) -> tuple[Tensor, float]:
     """Return the target of the lattice problem, 0 for dead inputs, and how far it went towards the full correction.
 
-    The correction of `tried` rows is fitted on four fifths of the windows, and that of all, fitted on all windows, is trusted as
-    far as it would have helped these rows on the other windows. In the dtype of `W`: in float32 targets are off by less than a
+    The correction of `TRIED_ROWS` rows is fitted on four fifths of the windows, and that of all, fitted on all windows, is trusted
+    as far as it would have helped these rows on the other windows. In the dtype of `W`: in float32 targets are off by less than a
     thousandth of a step.
     """
     inputs.check_unspent()
@@ -265,7 +241,7 @@ def corrected(W: Tensor, inputs: Inputs, scheme: Scheme, tried: int = TRIED_ROWS
     target, rho = W, 0.0
     if scheme.correct and moments.corrects and moments.held_out is not None and moments.held_out.corrects:
         lost = _lost(W, moments)
-        rho = _trusted(W, lost, inputs, scheme, tried)
+        rho = _trusted(W, lost, inputs, scheme)
         if rho != 0.0:
             target = torch.add(W, correction(lost, inputs.factor_of_the_correction(scheme)), alpha=rho)
         del lost
@@ -283,11 +259,11 @@ def _lost(W: Tensor, moments: Moments) -> Tensor:
     return mismatch(W, moments.H, moments.C, None)
 
 
-def _trusted(W: Tensor, lost: Tensor, inputs: Inputs, scheme: Scheme, tried: int) -> float:
+def _trusted(W: Tensor, lost: Tensor, inputs: Inputs, scheme: Scheme) -> float:
     """Return how far to go, see `trust`, by what some of the rows, evenly spread, would have gained on the tokens held out."""
     moments, held_out = inputs.moments, inputs.moments.held_out
     assert held_out is not None
-    rows = torch.linspace(0, len(W) - 1, min(tried, len(W)), dtype=torch.float64).round().long().to(W.device)
+    rows = torch.linspace(0, len(W) - 1, min(TRIED_ROWS, len(W)), dtype=torch.float64).round().long().to(W.device)
     only = held_out if held_out.lost is None else replace(held_out, lost=held_out.lost[rows])
     lost_held_out = _lost(W[rows], only)
     lost_fitting = weighted_difference(lost[rows], moments.tokens, lost_held_out, held_out.tokens)

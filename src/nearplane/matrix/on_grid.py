@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,21 +16,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearplane.errors import NumericalError, RecipeError
-from nearplane.lattice.descent import Fit, PlainFit
+from nearplane.lattice.descent import Fit
 from nearplane.lattice.factor import Factor
+from nearplane.lattice.fits import FITS, Wanted
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.moments import Moments
 from nearplane.lattice.polish import refine
-from nearplane.lattice.scale import Steps
 from nearplane.lattice.solve import Solution
 from nearplane.lattice.solvers import SOLVERS, Problem
-from nearplane.lattice.superblock_descent import SuperFit
-from nearplane.lattice.superblock_fit import fit_blocks
 from nearplane.matrix.certificate import measure
 from nearplane.matrix.inputs import Inputs, corrected, lattice_problem
-from nearplane.matrix.joined import solve_joined
-from nearplane.record import LayerRecord
-from nearplane.schemes import BlockScheme, GridScheme, Scheme
+from nearplane.matrix.joined_rows import solve_joined
+from nearplane.recipe.grids import BlockScheme, GridScheme
+from nearplane.recipe.scheme import Scheme
+from nearplane.record.record import LayerRecord
 
 
 def quantize_matrix(
@@ -62,23 +60,14 @@ def quantize_matrix(
         NumericalError: a weight is not finite, or the Hessian not positive definite, symmetric or of W's inputs.
     """
     began = time.perf_counter()
-    if getattr(scheme, "coding", scheme) is not None:
+    if getattr(scheme, "entropy_coded", True):
         raise RecipeError(
             f"{name}: a {type(scheme).__name__} found, expected a GridScheme. Entropy-coded weights are quantize_matrix_to_rate's."
         )
     W, inputs = lattice_problem(W, statistics, name)
     scheme = scheme.grouped([W.shape[1]])
-    if isinstance(scheme, BlockScheme):
-        if scheme.mixed or W.shape[1] % scheme.kind.columns:
-            raise RecipeError(
-                f"{name}: {W.shape[1]} inputs on {scheme.grid}. Expected a type of llama.cpp whose blocks divide them; "
-                f"{scheme.kind.name} has blocks of {scheme.kind.columns}."
-            )
-    elif isinstance(scheme.group_size, int) and W.shape[1] % scheme.group_size:
-        raise RecipeError(
-            f"{name}: {W.shape[1]} inputs are not a multiple of --group-size {scheme.group_size}. Use one that divides them, or "
-            f"none for one step a row."
-        )
+    if scheme.mixed or W.shape[1] % scheme.number_format.run:
+        raise RecipeError(f"{name}: {W.shape[1]} inputs {scheme.unfit}")
     try:
         target, rho = corrected(W, inputs, scheme)
         wide = target.to(torch.promote_types(W.dtype, torch.float32))
@@ -116,13 +105,9 @@ def fitted(
     target: Tensor, inputs: Inputs, scheme: GridScheme | BlockScheme, storage: torch.dtype
 ) -> tuple[Grid, Callable[[Grid], Fit]]:
     """Return the grid to begin with, and what fits its steps to codes."""
-    if isinstance(scheme, BlockScheme):
-        kind = scheme.kind
-        importance = inputs.moments.H.diagonal().sqrt() if scheme.calibrated else target.new_ones(target.shape[1])
-        return fit_blocks(kind, target, importance), partial(SuperFit, kind=kind)
-    steps = Steps(bits=int(scheme.bits), symmetric=scheme.symmetric, search=scheme.scale, storage=storage)
-    assert scheme.group_size != "auto", "group sizes are settled before a layer is solved"
-    return steps.grid(target, scheme.group_size), lambda _: PlainFit(storage)
+    importance = inputs.moments.H.diagonal().sqrt() if scheme.calibrated else target.new_ones(target.shape[1])
+    format = scheme.number_format
+    return FITS[format.fit](target, importance, Wanted(format, getattr(scheme, "scale", "mse"), storage))
 
 
 def rounded(target: Tensor, grid: Grid, factor: Factor, scheme: Scheme, H: Tensor) -> Solution:

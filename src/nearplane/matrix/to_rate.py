@@ -15,10 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nearplane.coding.blob import encode, size, stored_base
+from nearplane.coding.blob import Contents, encode, size, stored_base
 from nearplane.coding.cost import geometric_bits
 from nearplane.errors import NumericalError, RecipeError
-from nearplane.formats.native import contents
 from nearplane.lattice.bounds import MEASURED_ROWS, quadratic
 from nearplane.lattice.factor import Factor
 from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
@@ -27,9 +26,10 @@ from nearplane.lattice.scale import high_rate_step, ladder, row_exponents, water
 from nearplane.matrix.certificate import measure
 from nearplane.matrix.inputs import Inputs, corrected, lattice_problem
 from nearplane.matrix.on_grid import rounded
-from nearplane.memory import release
-from nearplane.record import LayerRecord
-from nearplane.schemes import RateScheme, Solver
+from nearplane.recipe.rates import RateScheme
+from nearplane.recipe.scheme import Solver
+from nearplane.record.record import LayerRecord
+from nearplane.system.memory import release
 
 TOLERANCE = 0.003  # of the rate asked for, or of one bit if that is less: what the search is content with
 NEAR = 0.05  # the same, of what is estimated before it is known what the estimate leaves out
@@ -37,6 +37,8 @@ SEARCHED_ROWS = 256  # where a matrix has many more
 MAX_ATTEMPTS = 16  # of one search
 HIGHEST_RATE = 7.0  # bits per weight to which --max-loss raises a rate
 MAX_FORETOLD_WEIGHTS = 1 << 21  # above which a size is not taken as foretold
+Sized = Callable[[QuantizedMatrix[ProductGrid]], float]
+"""Bits per weight of a matrix once it is coded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +65,8 @@ class Search:
         H: (in, in) Hessian.
         factor: of the damped `H`.
         grid: steps relative to c: exponents of rows and columns, base 1.
-        scheme: solver and coder.
+        scheme: solver.
+        sized: bits per weight of a coded matrix.
     """
 
     T: Tensor
@@ -71,18 +74,7 @@ class Search:
     factor: Factor
     grid: ProductGrid
     scheme: RateScheme
-
-    @classmethod
-    def of(cls, T: Tensor, inputs: Inputs, scheme: RateScheme, rows: ProductGrid) -> Search:
-        """Prepare the search; `rows` has the rows' exponents."""
-        factor = inputs.factor_of_the_sweep(scheme)
-        grid = rows
-        if scheme.method == "waterfill":
-            lengths = torch.empty_like(factor.d)
-            lengths[factor.order] = factor.d.sqrt()  # (in,), in the order of the columns
-            resolution = ladder(len(T))
-            grid = replace(rows, columns=waterfill_exponents(lengths, resolution), column_resolution=resolution)
-        return cls(T=T, H=inputs.moments.H, factor=factor, grid=grid, scheme=scheme)
+    sized: Sized
 
     def first_step(self, rate: float) -> float:
         """Return log2 c by the high-rate formula."""
@@ -93,7 +85,7 @@ class Search:
         """Sweep with step `2^log_step`, and say what the codes cost."""
         release()  # what the attempt before took
         matrix = self.swept(log_step)
-        return Trial(log_step=log_step, matrix=matrix, rate=coded_rate(matrix, self.scheme))
+        return Trial(log_step=log_step, matrix=matrix, rate=self.sized(matrix))
 
     def estimated(self, log_step: float, rows: Tensor | slice, beside: float) -> Trial:
         """Sweep some rows, and say about what the codes of all would cost: `beside` bits per weight more than the codes alone."""
@@ -111,16 +103,15 @@ class Search:
         return QuantizedMatrix(codes=found.matrix.codes, grid=grid)
 
 
-def coded_rate(matrix: QuantizedMatrix[ProductGrid], scheme: RateScheme) -> float:
+def coded_rate(matrix: QuantizedMatrix[ProductGrid]) -> float:
     """Return bits per weight of the coded matrix: foretold, but that of a large one is coded in earnest.
 
     There sizes are foretold from a sample of the rows, which others need not be like.
     """
-    coder, classes, weights = scheme.coder, scheme.classes, matrix.codes.numel()
+    contents, weights = Contents.of(matrix.codes, matrix.grid), matrix.codes.numel()
     if weights > MAX_FORETOLD_WEIGHTS:
-        return 8 * len(encode(contents(matrix), coder=coder, classes=classes)) / weights
-    told = size(contents(matrix), coder=coder, classes=classes)
-    return (8 * told.side + told.payload) / weights
+        return 8 * len(encode(contents)) / weights
+    return size(contents).bits / weights
 
 
 def scaled(matrix: QuantizedMatrix[ProductGrid], T: Tensor, H: Tensor) -> QuantizedMatrix[ProductGrid]:
@@ -157,9 +148,9 @@ def quantize_matrix_to_rate(
 
     Args:
         W, statistics: as for `quantize_matrix`.
-        scheme: order, solver, damping, correction, method, coder.
+        scheme: order, solver, damping, correction.
         rate: bits per weight of this matrix; None: that of the scheme.
-        sensitivity: (out,) how much the network minds errors of every output, see `models/sensitivity.py`; None: equally.
+        sensitivity: (out,) how much the network minds errors of every output, see `calibration/sensitivity.py`; None: equally.
         max_loss: relative loss that is not to be exceeded: the rate is raised until it is not, to at most 7 bits; None: any.
         name: for the record and for errors.
 
@@ -173,12 +164,10 @@ def quantize_matrix_to_rate(
     W, inputs = lattice_problem(W, statistics, name)
     try:
         T, rho = corrected(W, inputs, scheme)
-        rows = _rows(W, scheme, sensitivity)
+        steps = waterfilled_steps(W, inputs.factor_of_the_sweep(scheme), sensitivity)
         while True:
-            trial = search(T, inputs, scheme, rate, rows)
-            matrix = trial.matrix
-            if scheme.method == "waterfill":
-                matrix = scaled(matrix, T, inputs.moments.H)
+            trial = search(T, inputs, scheme, rate, steps)
+            matrix = scaled(trial.matrix, T, inputs.moments.H)
             record = measure(
                 name, W, T, matrix, inputs, scheme, correction=rho, base=trial.matrix.grid.base, asked=rate
             )
@@ -190,32 +179,43 @@ def quantize_matrix_to_rate(
     return matrix, replace(record, seconds=round(time.perf_counter() - began, 6))
 
 
-def _rows(W: Tensor, scheme: RateScheme, sensitivity: Tensor | None) -> ProductGrid:
-    """Return a grid of step 1 with the exponents of the rows."""
+def waterfilled_steps(W: Tensor, factor: Factor, sensitivity: Tensor | None) -> ProductGrid:
+    """Return steps that give every plane the same error, and rows that the network minds more finer ones; of base 1."""
     out, columns = W.shape
-    zeros = torch.zeros(columns, dtype=torch.int32, device=W.device)
+    lengths = torch.empty_like(factor.d)
+    lengths[factor.order] = factor.d.sqrt()  # (in,), in the order of the columns
     exponents, resolution = torch.zeros(out, dtype=torch.int32, device=W.device), 1
-    if sensitivity is not None and scheme.method == "waterfill":
+    if sensitivity is not None:
         resolution = ladder(columns)
         exponents = row_exponents(sensitivity.to(W.device), columns, resolution)
-    return ProductGrid(base=1.0, columns=zeros, column_resolution=1, rows=exponents, row_resolution=resolution)
+    return ProductGrid(
+        base=1.0,
+        columns=waterfill_exponents(lengths, ladder(out)),
+        column_resolution=ladder(out),
+        rows=exponents,
+        row_resolution=resolution,
+    )
 
 
-def search(T: Tensor, inputs: Inputs, scheme: RateScheme, rate: float, rows: ProductGrid) -> Trial:
-    """Find the step whose coded size is `rate` bits a weight.
+def search(
+    T: Tensor, inputs: Inputs, scheme: RateScheme, rate: float, steps: ProductGrid, sized: Sized = coded_rate
+) -> Trial:
+    """Find the step c, times which `steps` give codes whose size is `rate` bits a weight, as `sized` says.
 
     First by sweeps, of some rows where there are many, whose sizes are estimated; one is foretold to learn what the estimate
     leaves out. From there by the scheme's solver, whose codes take almost as many bits as a sweep's, and with sizes foretold.
     """
     nothing: Solver = "nearest-plane" if scheme.calibrated else "round-to-nearest"
-    cheap = Search.of(T, inputs, replace(scheme, solver=nothing, beam=None), rows)
+    sweeps = replace(scheme, solver=nothing, beam=None)
+    factor = inputs.factor_of_the_sweep(scheme)
+    cheap = Search(T=T, H=inputs.moments.H, factor=factor, grid=steps, scheme=sweeps, sized=sized)
     some: Tensor | slice = slice(None)
     if len(T) > 2 * SEARCHED_ROWS:
         drawn = torch.randperm(len(T), generator=torch.Generator().manual_seed(0))[:SEARCHED_ROWS]
         some = drawn.sort().values.to(T.device)
     found, slope = secant(lambda y: cheap.estimated(y, some, 0.0), cheap.first_step(rate), rate, within=NEAR)
     whole = found.matrix if isinstance(some, slice) else cheap.swept(found.log_step)
-    beside = coded_rate(whole, scheme) - found.rate
+    beside = sized(whole) - found.rate
     x = found.log_step + (found.rate + beside - rate) / slope
     found, slope = secant(lambda y: cheap.estimated(y, some, beside), x, rate, slope)
     final = cheap if scheme.solver == nothing else replace(cheap, scheme=scheme)

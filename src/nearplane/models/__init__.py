@@ -1,1 +1,1 @@
-"""transformers plumbing: modules, files and tokens. Knows nothing of lattices: a Hessian is a plain tensor here."""
+"""A transformers network whose weights stay on disk. Knows no lattices."""

@@ -28,7 +28,7 @@ from transformers.core_model_loading import (
 from transformers.initialization import guard_torch_init_functions
 
 from nearplane.errors import ModelError, NumericalError
-from nearplane.shards import TensorReader
+from nearplane.system.safetensors_files import TensorReader
 
 PARTS = ("gate_proj", "up_proj")  # of a parameter that holds both, where checkpoints give them no names
 STACKED = [MergeModulelist, Concatenate]  # what makes one parameter of the matrices of all experts

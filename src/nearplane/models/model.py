@@ -22,17 +22,17 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from nearplane.errors import ModelError, RecipeError
-from nearplane.headless import padded_positions, towers
-from nearplane.jsonfile import read_object
+from nearplane.errors import ModelError
 from nearplane.models.conversion import Weights
 from nearplane.models.experts import observable
 from nearplane.models.kept import MATRICES, kept_parts, outside_parts, unbuilt_parts
+from nearplane.models.kinds import padded_positions, towers
 from nearplane.models.layers import Layer
+from nearplane.models.pretrained import empty_network, find_folder, has_other_tokenizer, save_tokenizer, tokenizer_of
 from nearplane.models.structure import IGNORED, find_ends, find_layers, find_stacks
-from nearplane.pretrained import empty_network, find_folder, has_other_tokenizer, save_tokenizer, tokenizer_of
-from nearplane.shards import TensorReader
-from nearplane.widened import METHODS, WidenedReader, method_of, source_reader
+from nearplane.system.fp8_mxfp4 import METHODS, WidenedReader, method_of, source_reader
+from nearplane.system.json_file import read_object
+from nearplane.system.safetensors_files import TensorReader
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "max_target_positions")
@@ -70,19 +70,6 @@ def open_model(
     options: dict[str, Any] = {"dtype": _dtype(reader), "trust_remote_code": trust_remote_code, "reader": reader}
     network = empty_network(folder, **options).eval()
     return Model(folder, network, reader, ignore=ignore, ends=(embeddings, head), trust_remote_code=trust_remote_code)
-
-
-def device_of(device: str) -> torch.device:
-    """Return the device that auto, cpu or cuda stands for.
-
-    Raises:
-        RecipeError: it is none of these, or there is no CUDA device.
-    """
-    if device not in ("auto", "cpu", "cuda"):
-        raise RecipeError(f"device is {device!r}; expected auto, cpu or cuda.")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise RecipeError("--device cuda: this machine has no CUDA device that torch can use; pass --device cpu.")
-    return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def positions_of(config: Any, network: nn.Module | None = None) -> int | None:

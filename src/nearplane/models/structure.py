@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from nearplane.errors import ModelError, RecipeError
-from nearplane.headless import has_two_stacks, towers
 from nearplane.models.conversion import Names
 from nearplane.models.experts import is_stack, stacked_layers
+from nearplane.models.kinds import has_two_stacks, towers
 from nearplane.models.layers import EmbeddingLayer, Layer, as_layer
 
 IGNORED = "ignored"

@@ -7,7 +7,7 @@ import re
 import transformers
 
 from nearplane.errors import RecipeError
-from nearplane.headless import has_head
+from nearplane.models.kinds import has_head
 from nearplane.models.model import Model
 from nearplane.models.structure import NOT_HANDLED
 

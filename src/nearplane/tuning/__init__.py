@@ -1,1 +1,1 @@
-"""Tuning after the solve: stored steps, norm weights and codes trained on KL(original || quantized)."""
+"""Training a finished checkpoint on KL(original || quantized)."""

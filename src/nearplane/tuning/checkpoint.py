@@ -6,26 +6,28 @@ functions of what is trained of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from nearplane.calibration.given import Given, refuse_lost
+from nearplane.calibration.texts import read_windows
 from nearplane.errors import CalibrationError, RecipeError
 from nearplane.formats.stored import Stored
-from nearplane.lattice.grid import ProductGrid
+from nearplane.lattice.grid import Grid, ProductGrid
 from nearplane.lattice.superblock import SuperGrid
-from nearplane.models.data import read_windows
-from nearplane.models.given import Given, refuse_lost
 from nearplane.models.model import Model
-from nearplane.recipe import Recipe
-from nearplane.record import LayerRecord, RunRecord
-from nearplane.tuning.blocks import TunedBlocks
+from nearplane.recipe.recipe import Recipe
+from nearplane.record.record import LayerRecord, RunRecord
+from nearplane.system.device import Device
 from nearplane.tuning.ladders import TunedLadders
 from nearplane.tuning.network import norms_of
 from nearplane.tuning.parameters import TunedLayer, TunedMatrix, TunedVector
 from nearplane.tuning.settings import CODE_BITS
+from nearplane.tuning.tuned_blocks import TunedBlocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +48,7 @@ class Checkpoint:
     model: Model
     recipe: Recipe
     given: Given | None
-    device: torch.device
+    device: Device
 
     def windows(self, count: int, length: int) -> Tensor:
         """Return up to `count` windows of `length` tokens of the text; see `windows_of`."""
@@ -62,15 +64,9 @@ class Checkpoint:
         stored = stored or self.stored
         found: dict[str, TunedLayer] = {}
         for layer in self.of_blocks():
-            matrix = stored.matrix(layer.stored, stored.tensors(layer.stored)).to(self.device)
-            if isinstance(matrix.grid, ProductGrid):
-                found[layer.name] = TunedLadders(layer.name, matrix, layer.rate, codes=codes)
-                continue
-            if isinstance(matrix.grid, SuperGrid):
-                found[layer.name] = TunedBlocks(matrix, codes=codes and trains_codes(layer))
-                continue
+            matrix = stored.matrix(layer.stored, stored.tensors(layer.stored)).to(self.device.place)
             storage = stored.layers.scale_dtype(self.model.dtype)
-            found[layer.name] = TunedMatrix(layer.name, matrix, storage, codes=codes and trains_codes(layer))
+            found[layer.name] = TUNED[type(matrix.grid)](layer, matrix, storage, codes and trains_codes(layer))
         return found
 
     def of_blocks(self) -> list[LayerRecord]:
@@ -84,7 +80,7 @@ class Checkpoint:
         names = {layer.name for part in parts for layer in part.layers}
         read = self.stored
         return {
-            f"{layer.name}.weight": read.matrix(layer.stored, read.tensors(layer.stored)).decode().to(self.device)
+            f"{layer.name}.weight": read.matrix(layer.stored, read.tensors(layer.stored)).decode().to(self.device.place)
             for layer in self.record.layers
             if layer.name in names
         }
@@ -94,12 +90,19 @@ class Checkpoint:
         there = set(self.stored.rest())
         files = {name: file for name, file in norms_stored(self.model).items() if file in there}
         read = self.stored.reader.read
-        return {name: TunedVector(read([file])[file], self.device, unit) for name, file in files.items()}
+        return {name: TunedVector(read([file])[file], self.device.place, unit) for name, file in files.items()}
+
+
+TUNED: Mapping[type, Callable[[LayerRecord, Any, torch.dtype, bool], TunedLayer]] = {
+    Grid: lambda layer, matrix, storage, codes: TunedMatrix(layer.name, matrix, storage, codes=codes),
+    SuperGrid: lambda _, matrix, __, codes: TunedBlocks(matrix, codes=codes),
+    ProductGrid: lambda layer, matrix, _, codes: TunedLadders(matrix, layer.rate, codes=codes),
+}  # by the kind of grid that a layer is on: from its record, its matrix, the dtype of steps and whether codes are trained
 
 
 def trains_codes(layer: LayerRecord) -> bool:
     """Whether codes of a layer are trained: those of few bits, and those that are entropy-coded."""
-    return (layer.bits or 0) <= CODE_BITS
+    return layer.number_format.bits <= CODE_BITS
 
 
 def mean_unit(matrices: Iterable[TunedLayer]) -> float:

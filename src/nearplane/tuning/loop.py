@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from nearplane.errors import CalibrationError
-from nearplane.tuned import Point
+from nearplane.record.tuning_record import Point
 from nearplane.tuning.network import TunedNetwork
 from nearplane.tuning.parameters import Tuned
 from nearplane.tuning.pressure import Pressure

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from nearplane.divergence import Divergence, divergence
+from nearplane.calibration.activations import finite, readout, skeleton
 from nearplane.errors import CalibrationError, ModelError
-from nearplane.models.activations import finite, readout, skeleton
+from nearplane.models.divergence import Divergence, divergence
 from nearplane.models.experts import parameter_of
 from nearplane.models.layers import Layer
 from nearplane.models.model import ABSENT, Block, Model

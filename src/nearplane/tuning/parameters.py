@@ -11,8 +11,9 @@ gradients pass straight through the rounding. Knows matrices, not networks.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -40,87 +41,80 @@ class Tuned(Protocol):
         """Make `values` what a state says; training may not go on from there."""
 
 
-class TunedLayer(Tuned, Protocol):
-    """The matrix of a layer."""
-
-    @property
-    def unit(self) -> float:
-        """How far off the weights are, relative."""
-
-    def lean(self, W: Tensor) -> None:
-        """Where codes are trained, let them begin nearer to the original weight (out, in), none of them moved."""
-
-    def matrix(self) -> QuantizedMatrix:
-        """Return codes and grid as the file will hold them."""
-
-    def load(self, matrix: QuantizedMatrix) -> None:
-        """Take a matrix as read from a file."""
-
-
-class TunedMatrix:
-    """A matrix on a grid whose steps, and codes if asked for, are trained.
+class TunedLayer(ABC):
+    """The matrix of a layer: some numbers of its grid are trained and, if asked for, its codes.
 
     Args:
-        name: of the layer, for messages.
-        matrix: codes (out, in) and steps (out, groups), as read from a file.
-        storage: dtype of the steps in the file.
+        matrix: as read from a file.
+        numbers: what is trained of the grid, zeros to begin with.
+        unit: how far off the weights are, relative: 2^-bits.
+        limits: of the codes; None: there are none.
+        step: what codes move by in training; None: `unit`.
         codes: whether codes are trained too; see `lean`.
-
-    Raises:
-        FormatError: groups are not runs of as many neighbours each, or codes are no integers with limits.
     """
 
-    def __init__(self, name: str, matrix: QuantizedMatrix, storage: torch.dtype, *, codes: bool = False) -> None:
-        grid, (out, columns) = matrix.grid, matrix.codes.shape
-        if not isinstance(grid, Grid) or grid.levels is not None or grid.low is None or grid.high is None:
-            raise FormatError(f"{name}: its codes are no integers on a grid with limits; only such grids are tuned.")
-        groups = grid.scale.shape[1]
-        if columns % groups or not torch.equal(grid.group.cpu(), torch.arange(columns) // (columns // groups)):
-            raise FormatError(f"{name}: its groups are not runs of as many inputs each; only such grids are tuned.")
-        self._grid, self._storage, self._low, self._high = grid, storage, grid.low, grid.high
-        self._unit = 1.0 / (grid.high - grid.low + 1)
-        self._codes = (matrix.codes - grid.low).to(torch.uint8)  # all that is kept of them: a byte each
-        self._s = torch.zeros(out, groups, device=grid.scale.device, requires_grad=True)
-        self._v = torch.zeros(out, columns, device=grid.scale.device, requires_grad=True) if codes else None
+    kind = "steps"  # of the numbers, see `settings.RATES`
+    _grid: Any
 
-    @property
-    def unit(self) -> float:
-        """How far off weights of so many bits are, relative: 2^-bits."""
-        return self._unit
+    def __init__(
+        self,
+        matrix: QuantizedMatrix,
+        numbers: Tensor,
+        unit: float,
+        *,
+        limits: tuple[int, int] | None = None,
+        step: float | None = None,
+        codes: bool = False,
+    ) -> None:
+        self._grid, self.unit, self._step = matrix.grid, unit, step or unit
+        self._limits, self._low = limits, limits[0] if limits is not None else 0
+        self._codes = self._short(matrix.codes - self._low)  # all that is kept of them
+        self._s = numbers.requires_grad_()
+        self._v = torch.zeros(matrix.codes.shape, device=numbers.device, requires_grad=True) if codes else None
+
+    @abstractmethod
+    def values(self) -> Tensor:
+        """Return (out, in) exactly as the file will decode."""
+
+    @abstractmethod
+    def _positions(self, W: Tensor) -> Tensor:
+        """Return (out, in) real codes at which the weights `W` would lie."""
+
+    @abstractmethod
+    def _rounded_grid(self) -> Any:
+        """Return the grid as the file will hold it."""
+
+    @abstractmethod
+    def _numbers(self, grid: Any) -> dict[str, Tensor]:
+        """Return the numbers of a grid that are trained."""
+
+    @abstractmethod
+    def _with(self, numbers: dict[str, Tensor]) -> Any:
+        """Return the grid with other numbers."""
 
     @torch.no_grad()
     def lean(self, W: Tensor) -> None:
         """Where codes are trained, let them begin half way to the original weights (out, in), short of where another is nearer."""
         if self._v is not None:
-            group, scale = self._grid.group, self._grid.scale
-            apart = W / scale[:, group] + self._grid.zero[:, group] - self._codes - self._low
-            self._v.copy_(apart.mul_(LEAN).clamp_(-MOST, MOST) / self._unit)
+            apart = self._positions(W) - self._codes - self._low
+            self._v.copy_(apart.mul_(LEAN).clamp_(-MOST, MOST) / self._step)
 
     def trained(self) -> dict[str, Tensor]:
-        """Return `s` (out, groups), and `v` (out, in) where codes are trained."""
-        return {"steps": self._s} | ({} if self._v is None else {"codes": self._v})
+        """Return the numbers of the grid, and `v` (out, in) where codes are trained."""
+        return {self.kind: self._s} | ({} if self._v is None else {"codes": self._v})
 
-    def values(self) -> Tensor:
-        """Return (out, in) `step * (code - zero)`, exactly as the file will decode."""
-        out, groups = self._s.shape
-        position = self._rounded_codes() - self._grid.zero.repeat_interleave(self._codes.shape[1] // groups, 1)
-        return (position.view(out, groups, -1) * self._rounded_steps()[:, :, None]).view(out, -1)
-
-    def matrix(self) -> QuantizedMatrix[Grid]:
-        """Return codes and steps as the file will hold them."""
-        codes, scale = self._rounded_codes().detach(), self._rounded_steps().detach()
-        return QuantizedMatrix(codes=codes.to(torch.int32), grid=replace(self._grid, scale=scale))
+    def matrix(self) -> QuantizedMatrix:
+        """Return codes and grid as the file will hold them."""
+        return QuantizedMatrix(codes=self._rounded_codes().detach().to(torch.int32), grid=self._rounded_grid())
 
     def state(self) -> dict[str, Tensor]:
-        """Return steps, and codes where they are trained."""
-        found = {"steps": self._rounded_steps().detach().clone()}
-        if self._v is not None:
-            found["codes"] = (self._rounded_codes().detach() - self._low).to(torch.uint8)
-        return found
+        """Return the numbers of the grid, and codes where they are trained."""
+        found = self._numbers(self._rounded_grid())
+        return found if self._v is None else found | {"codes": self._short(self._rounded_codes().detach() - self._low)}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Take steps, and codes where they are trained, for those to begin with."""
-        self._grid = replace(self._grid, scale=state["steps"])
+        """Take numbers of the grid, and codes where they are trained, for those to begin with."""
+        self._grid = self._with(state)
         with torch.no_grad():
             self._s.zero_()
             if self._v is not None:
@@ -128,24 +122,77 @@ class TunedMatrix:
                 self._v.zero_()
 
     def load(self, matrix: QuantizedMatrix) -> None:
-        """Take codes and steps of a matrix on the same grid, as read from a file."""
-        assert isinstance(matrix.grid, Grid), "of the same grid"
-        scale, codes = matrix.grid.scale.to(self._s.device), matrix.codes.to(self._s.device)
-        self._codes = (codes - self._low).to(torch.uint8)
-        self.restore({"steps": scale, "codes": self._codes})
+        """Take a matrix on the same grid, as read from a file."""
+        assert type(matrix.grid) is type(self._grid), "of the same grid"
+        matrix = matrix.to(self._codes.device)
+        self._codes = self._short(matrix.codes - self._low)
+        self.restore(self._numbers(matrix.grid) | {"codes": self._codes})
 
-    def _rounded_steps(self) -> Tensor:
-        """Return (out, groups) steps as stored; a step keeps its sign and stays finite, or the file could not hold it."""
-        wanted = self._grid.scale * (self._unit * self._s).exp()
-        return through(stored(wanted.detach(), self._storage), wanted)
+    def _short(self, codes: Tensor) -> Tensor:
+        """Return codes less the lowest in a byte each."""
+        return codes.to(torch.uint8)
 
     def _rounded_codes(self) -> Tensor:
         """Return (out, in) float32 codes within the limits of the grid."""
         codes = self._codes.float() + self._low
         if self._v is None:
             return codes
-        wanted = codes + self._unit * self._v
-        return through(wanted.detach().round().clamp_(self._low, self._high), wanted)
+        wanted = codes + self._step * self._v
+        rounded = wanted.detach().round()
+        if self._limits is not None:
+            rounded.clamp_(*self._limits)
+        return through(rounded, wanted)
+
+
+class TunedMatrix(TunedLayer):
+    """A matrix on a grid whose steps, (out, groups), are trained.
+
+    Args:
+        name: of the layer, for messages.
+        matrix: codes (out, in) and steps (out, groups), as read from a file.
+        storage: dtype of the steps in the file.
+        codes: whether codes are trained too.
+
+    Raises:
+        FormatError: groups are not runs of as many neighbours each, or codes are no integers with limits.
+    """
+
+    _grid: Grid
+
+    def __init__(self, name: str, matrix: QuantizedMatrix[Grid], storage: torch.dtype, *, codes: bool = False) -> None:
+        grid, columns = matrix.grid, matrix.codes.shape[1]
+        low, high = grid.low, grid.high
+        if grid.levels is not None or low is None or high is None:
+            raise FormatError(f"{name}: its codes are no integers on a grid with limits; only such grids are tuned.")
+        groups = grid.scale.shape[1]
+        if columns % groups or not torch.equal(grid.group.cpu(), torch.arange(columns) // (columns // groups)):
+            raise FormatError(f"{name}: its groups are not runs of as many inputs each; only such grids are tuned.")
+        self._storage = storage
+        numbers = torch.zeros(len(matrix.codes), groups, device=grid.scale.device)
+        super().__init__(matrix, numbers, 1.0 / (high - low + 1), limits=(low, high), codes=codes)
+
+    def values(self) -> Tensor:
+        """Return (out, in) `step * (code - zero)`, exactly as the file will decode."""
+        out, groups = self._s.shape
+        position = self._rounded_codes() - self._grid.zero.repeat_interleave(self._codes.shape[1] // groups, 1)
+        return (position.view(out, groups, -1) * self._rounded_steps()[:, :, None]).view(out, -1)
+
+    def _positions(self, W: Tensor) -> Tensor:
+        return W / self._grid.scale[:, self._grid.group] + self._grid.zero[:, self._grid.group]
+
+    def _rounded_grid(self) -> Grid:
+        return replace(self._grid, scale=self._rounded_steps().detach())
+
+    def _numbers(self, grid: Grid) -> dict[str, Tensor]:
+        return {"steps": grid.scale}
+
+    def _with(self, numbers: dict[str, Tensor]) -> Grid:
+        return replace(self._grid, scale=numbers["steps"])
+
+    def _rounded_steps(self) -> Tensor:
+        """Return (out, groups) steps as stored; a step keeps its sign and stays finite, or the file could not hold it."""
+        wanted = self._grid.scale * (self.unit * self._s).exp()
+        return through(stored(wanted.detach(), self._storage), wanted)
 
 
 class TunedVector:

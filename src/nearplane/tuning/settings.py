@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import CalibrationError, RecipeError
-from nearplane.record import RunRecord
-from nearplane.sizes import counted
+from nearplane.recipe.sizes import counted
+from nearplane.record.record import RunRecord
 from nearplane.tuning.loop import Schedule
 
 TIMES = 5  # as many windows as calibration took are looked at by default, a fifth of them held out

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nearplane.formats.container import Container
-from nearplane.notebook import Notebook
-from nearplane.progress import duration
+from nearplane.system.journal_pages import Notebook
+from nearplane.system.progress import duration
 
 log = logging.getLogger("nearplane")
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError
-from nearplane.formats.gguf.blocks import TYPES, BlockType, pack, unpack
+from nearplane.formats.gguf.block_bytes import pack, unpack
 from nearplane.lattice.grid import Grid, QuantizedMatrix
+from nearplane.lattice.number_formats import TYPES, BlockType
 
 KINDS = pytest.mark.parametrize("kind", TYPES.values(), ids=TYPES)
 NUMBERS = {"q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,)} | {  # where a block's halves begin

@@ -17,11 +17,11 @@ import nearplane
 from families import LLAMA, MOE, config_of, random_model
 from killing import contents
 from nearplane import FormatError, ModelError, RecipeError
-from nearplane.block_types import type_of
 from nearplane.demo import CALIBRATION, MODEL
-from nearplane.formats.gguf.file import GGUFReader
-from nearplane.gguf_header import FILE, SUMS, TENSORS
-from nearplane.readers.network import dense_network
+from nearplane.formats.gguf.gguf_header import FILE, SUMS, TENSORS
+from nearplane.formats.gguf.gguf_reader import GGUFReader
+from nearplane.formats.gguf.mixes import type_of
+from nearplane.loading.dense_network import dense_network
 from test_journal import stopped_behind
 
 EXPERTS = LLAMA | MOE | dict(moe_intermediate_size=32, tie_word_embeddings=False)
@@ -84,7 +84,7 @@ def test_a_mix_has_one_type_for_all_experts_of_a_block(source_of: Callable[..., 
     assert {types[f"blk.0.{part}.weight"] for part in ("attn_k", "attn_v")} == {"Q8_0"}
     assert types["blk.0.attn_output.weight"] == type_of("q5_k", "other", 0, 1, 32).name.upper()
     record = nearplane.quantize(source, tmp_path / "size", grid=4.8, **TEXT)
-    kinds = {layer.blocks for layer in record.layers if ".experts." in layer.name and "down_proj" not in layer.name}
+    kinds = {layer.format for layer in record.layers if ".experts." in layer.name and "down_proj" not in layer.name}
     assert kinds <= {"q4_0", "q5_0", "q5_1", "q8_0"}
     assert nearplane.verify(tmp_path / "size").faults == ()
 
@@ -93,7 +93,7 @@ def test_a_run_that_was_stopped_goes_on(
     source_of: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = source_of("qwen3_moe")
-    monkeypatch.setattr("nearplane.notebook.SHARE", float("inf"))
+    monkeypatch.setattr("nearplane.system.journal_pages.SHARE", float("inf"))
     stopped_behind(1, source, tmp_path / "out", monkeypatch, **WORDS)
     nearplane.quantize(source, tmp_path / "out", **WORDS)
     nearplane.quantize(source, tmp_path / "whole", **WORDS)

@@ -21,15 +21,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import nearplane
 from families import FAMILIES, LLAMA, config_of, random_model
 from nearplane import FormatError, ModelError, RecipeError
-from nearplane.cli import app, main
+from nearplane.cli.app import app, main
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
-from nearplane.formats.gguf.file import GGUFReader
+from nearplane.formats.find_record import record_inside
+from nearplane.formats.gguf.gguf_header import FILE, read_header
+from nearplane.formats.gguf.gguf_reader import GGUFReader
 from nearplane.formats.gguf.tokenizer import vocabulary
 from nearplane.formats.stored import read_dense
-from nearplane.gguf_header import FILE, read_header
-from nearplane.readers.network import dense_network
-from nearplane.record import RunRecord, read_record
-from nearplane.record_inside import record_inside
+from nearplane.loading.dense_network import dense_network
+from nearplane.record.record import RunRecord, read_record
 from tokenizers_of_kinds import save_sentencepiece
 
 PHI3 = LLAMA | dict(head_dim=8, num_key_value_heads=4)
@@ -286,7 +286,7 @@ def test_a_gguf_alone_tells_how_it_was_made(
     app(["inspect", str(alone), "--json"], exit_on_error=False, result_action="return_value")
     found = RunRecord.from_json(capsys.readouterr().out)
     assert [replace(layer, seconds=0.0) for layer in beside.layers] == list(found.layers)
-    assert (found.recipe, found.profiles, found.text) == (beside.recipe, beside.profiles, beside.text)
+    assert (found.recipe, found.text) == (beside.recipe, beside.text)
     assert found.folder == alone.stat().st_size
     app(["report", str(alone), str(tmp_path / "page.html")], exit_on_error=False, result_action="return_value")
     assert "model.layers.0.self_attn.q_proj" in (tmp_path / "page.html").read_text()
@@ -324,7 +324,7 @@ def test_a_file_without_room_for_the_record_has_none(
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     """It is said, the rest is as always, and the file alone is refused where a record is asked for."""
-    monkeypatch.setattr("nearplane.beginning.longest_record", lambda model, record: 1000)
+    monkeypatch.setattr("nearplane.planning.start.longest_record", lambda model, record: 1000)
     out = tmp_path / "out"
     nearplane.quantize(model_of("qwen3"), out, calibration=text, **WORDS)
     assert "has 1,000 bytes for the record" in caplog.text

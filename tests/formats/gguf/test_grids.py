@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 import nearplane
 from families import LLAMA, config_of, random_model
 from nearplane import RecipeError, verify
-from nearplane.block_types import TYPES
 from nearplane.demo import CALIBRATION, MODEL
-from nearplane.gguf_header import FILE
-from nearplane.readers.network import dense_network
-from nearplane.record import read_record
-from nearplane.summary import summary
+from nearplane.formats.gguf.gguf_header import FILE
+from nearplane.lattice.number_formats import TYPES
+from nearplane.loading.dense_network import dense_network
+from nearplane.record.record import read_record
+from nearplane.record.summary import summary
 
 TINY = LLAMA | dict(num_hidden_layers=2, hidden_size=256, intermediate_size=288, head_dim=64, num_attention_heads=4)
 TINY |= dict(num_key_value_heads=2, attention_bias=False, vocab_size=2048)
@@ -69,7 +69,7 @@ def test_a_mix_has_llama_cpps_types_in_file_and_record(mixed: tuple[Path, str]) 
         assert {own[name] for name in ("attn_q", "attn_k", "attn_output", "ffn_gate", "ffn_up")} == {"Q4_K"}
         assert own["attn_norm"] == "F32"
     assert found["token_embd.weight"] == "Q6_K"
-    told = {layer.name: layer.blocks for layer in read_record(out).layers}
+    told = {layer.name: layer.format for layer in read_record(out).layers}
     assert told["model.embed_tokens"] == "q6_k"
     assert told["model.layers.1.mlp.down_proj"] == "q8_0"
     assert read_record(out).recipe.layers == ()  # what was asked for, not what became of it
@@ -133,8 +133,8 @@ def test_types_are_chosen_for_a_budget(model_of: Callable[..., str], text: str, 
     ]
     weights = sum(layer.out_features * layer.in_features for layer in free)
     assert 4.2 < sum(8 * layer.bytes for layer in free) / weights <= 4.5
-    assert len({layer.blocks for layer in free}) > 1
-    told = {layer.name: layer.blocks for layer in record.layers}
+    assert len({layer.format for layer in free}) > 1
+    told = {layer.name: layer.format for layer in record.layers}
     assert (told["model.layers.0.self_attn.q_proj"], told["model.embed_tokens"]) == ("q8_0", "q6_k")
     found = verify(out, against=model)
     assert found.measured
@@ -148,14 +148,14 @@ def test_types_are_chosen_for_a_size(model_of: Callable[..., str], text: str, tm
     record = nearplane.quantize(model, out, size="1.5MB", format="gguf", layers=layers, calibration=text, **TOKENS)
     assert record.folder == sum(path.stat().st_size for path in out.iterdir())
     assert 0.95 * 1_500_000 < record.folder <= 1_500_000
-    told = {layer.name: str(layer.blocks) for layer in record.layers}
+    told = {layer.name: layer.format for layer in record.layers}
     assert told["model.layers.0.self_attn.q_proj"] == "q2_k"
     free = [
         layer for layer in record.layers if "layers." in layer.name and not layer.name.endswith("0.self_attn.q_proj")
     ]
     bits = sum(8 * layer.bytes for layer in free) / sum(layer.out_features * layer.in_features for layer in free)
     assert TYPES[told["model.embed_tokens"]].rate <= bits
-    assert len({layer.blocks for layer in free}) > 1
+    assert len({layer.format for layer in free}) > 1
     assert any("--size 1.5MB: " in line and "% of that" in line for line in summary(record, out))
     found = verify(out, against=model)
     assert found.measured

@@ -21,13 +21,14 @@ from torch import Tensor
 
 import nearplane
 from families import FAMILIES, LLAMA, MOE, config_of, random_model
-from nearplane.block_types import MIXES, TYPES
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
-from nearplane.evaluate import load_dense
+from nearplane.formats.gguf.gguf_header import FILE
+from nearplane.formats.gguf.mixes import MIXES
 from nearplane.formats.gguf.tokenizer import PRE
-from nearplane.gguf_header import FILE
-from nearplane.pretrained import tokenizer_of
-from nearplane.readers.network import dense_network
+from nearplane.lattice.number_formats import TYPES
+from nearplane.loading.dense_network import dense_network
+from nearplane.models.pretrained import tokenizer_of
+from nearplane.verbs.evaluate import load_dense
 from tokenizers_of_kinds import of_pieces, over_bytes, save_sentencepiece, saved
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="needs llama-cpp-python")

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearplane.block_types import experts_of
 from nearplane.errors import RecipeError
+from nearplane.formats.gguf.mixes import experts_of
 
 Config = Mapping[str, Any]
 logger = logging.getLogger("nearplane")

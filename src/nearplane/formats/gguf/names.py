@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nearplane.errors import RecipeError
 from nearplane.formats.gguf.architecture import Config, architecture_of
-from nearplane.gguf_header import EVERY
+from nearplane.formats.gguf.gguf_header import EVERY
 
 DROPPED = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 

@@ -1,1 +1,0 @@
-"""Bits of each layer: what a rate or a size leaves them, measured, planned and kept."""

@@ -1,0 +1,321 @@
+"""One forward per stream and block: every batch pauses where the input of a stage is there, and goes on when the stage is solved.
+
+All batches of both streams run to the first stage (q/k/v), each in a greenlet of its own; what they show is summed, the layers are
+solved and written, and all go on to the next stage. When a forward ends, its output is what enters the next block. That is bit for
+bit what a pass per stage gives (`calibrate.py`), at 2 forwards of a block instead of 4.33, and costs the memory of what is paused.
+Where a block cannot be run so, or only up to some stage, its other stages are passes as there. Knows modules and activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableSequence
+from contextlib import ExitStack
+from contextvars import copy_context
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from greenlet import getcurrent, greenlet
+from torch import Tensor, nn
+
+from nearplane.calibration.activations import Stream, finite
+from nearplane.calibration.rows import InParts, RoutedRows, Rows, Seen, rows_of
+from nearplane.calibration.stages import FirstLook, first_look, seen
+from nearplane.calibration.watch import Additions, Hooks, Results, total, wide
+from nearplane.errors import CalibrationError
+from nearplane.models.experts import by_expert
+from nearplane.models.layers import Layer
+from nearplane.models.model import Block
+from nearplane.recipe.sizes import size_text
+from nearplane.system.device import Device
+from nearplane.system.memory import release
+
+SHARE = 2  # one part in so many of the free memory may hold what is paused: solving takes memory too
+
+
+def room_for_pauses(device: Device) -> int:
+    """Return how many bytes paused activations may take; ask before a run's first block."""
+    return (device.free() or 0) // SHARE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pauses:
+    """At how many stages of a block, from the first on, forwards pause.
+
+    Args:
+        stages: that many; the other ones are passes of their own.
+        reason: why not at all; empty if they do.
+    """
+
+    stages: int
+    reason: str = ""
+
+
+def pauses(look: FirstLook, stream: Stream, room: int) -> Pauses:
+    """Decide at which stages of a block forwards pause, and say why not at all.
+
+    Args:
+        look: how the first batch ran through the block.
+        stream: that is to pass through it.
+        room: bytes that paused activations may take.
+    """
+    correct = stream.original is not None
+    if reason := never_pauses(look, correct=correct):
+        return Pauses(stages=0, reason=reason)
+    batches = sum(stream.sizes) / stream.sizes[0]
+    held = [look.entered[group[0].name][0].alive for group in look.groups]
+    for stage, (group, now) in enumerate(zip(look.groups, held, strict=True)):
+        last = stage == len(held) - 1 and not group[0].routed  # what experts multiply is kept
+        state = stream.quantized[0].nbytes
+        before = held[stage - 1] if stage else state
+        needed = int(batches * waiting(now, before, state, 1 + correct, last=last))
+        if needed > room:
+            where = f"paused at {group[0].name}, forwards would hold {size_text(needed)}"
+            return Pauses(stages=stage, reason=f"{where} of the {size_text(room)} that they may")
+    return Pauses(stages=len(held))
+
+
+def never_pauses(look: FirstLook, *, correct: bool) -> str:
+    """Return why forwards cannot pause in a block, whatever memory there is; empty if they can.
+
+    Args:
+        look: how a batch ran through the block.
+        correct: whether the original network runs beside.
+    """
+    for layer in (layer for group in look.groups for layer in group):
+        times = look.entered[layer.name]
+        if len(times) > 1:
+            return f"{layer.name} runs {len(times)} times"
+        if times[0].rows % 1:
+            return f"{layer.name} sees some of the tokens only"
+    if look.unwatched and any(layer.adds for group in look.groups for layer in group):
+        return f"{look.unwatched} runs the experts that its tokens reach, by itself"
+    for group in look.groups if correct else ():
+        computed = look.entered[group[0].name][0].computed
+        for layer in group:
+            numbers = look.operands.get(layer.name, ())
+            if layer.adds and not all(number is not None and number < computed for number in numbers):
+                return f"what the output of {layer.name} is added to is not known before it runs"
+    return ""
+
+
+def waiting(alive: int, before: int, state: int, streams: int, *, last: bool) -> int:
+    """Return the most bytes of activations of a window while forwards go on to wait at a stage.
+
+    Args:
+        alive: of a forward that waits there, and `before` at the stage before.
+        state: of the hidden states that come out of the block.
+        streams: networks that pass.
+        last: whether nothing waits for the original network behind this stage: it goes on to the end of the block.
+    """
+    arrived = alive + state * (streams - 1) if last else streams * alive
+    return max(streams * before, arrived)
+
+
+class Passage:
+    """The way of the streams through a block, stage by stage; `with Passage(...) as passage: for groups, rows in passage: ...`
+
+    Yields groups of layers that share an input, one after the other (all at once if not `sequential`), with an iterator over
+    what each batch shows of these inputs, as the block is then. Take all of it, and write the layers, before the next. Behind the
+    last group the streams have passed the block.
+
+    Args:
+        block: in memory, with its original if the stream has two streams.
+        stream: standing before the block.
+        sequential: whether each stage is to see the layers of those before it as they were written.
+        room: bytes that paused activations may take.
+
+    Attributes:
+        repeated: why stages are passes of their own; empty if every forward of the block is run once.
+    """
+
+    def __init__(self, block: Block, stream: Stream, *, sequential: bool, room: int) -> None:
+        self.block, self.stream = block, stream
+        self._look, self._room = first_look(block, stream), room
+        self._sequential = sequential
+        plan = pauses(self._look, stream, room) if sequential else Pauses(stages=0)
+        self._stages, self.repeated = plan.stages, plan.reason
+        self._whole = 0 < plan.stages == len(self._look.groups)
+        self._adding = {layer.name for group in self._look.groups for layer in group if layer.adds}
+        self._original: list[_Forward] = []
+        self._quantized: list[_Forward] = []
+        self._hooks = Hooks()
+        self._running: _Forward | None = None
+
+    def __enter__(self) -> Passage:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+
+    def __iter__(self) -> Iterator[tuple[tuple[tuple[Layer, ...], ...], Iterator[list[Rows | RoutedRows]] | InParts]]:
+        groups, correct = self._look.groups, self.stream.original is not None
+        if not self._sequential:
+            yield groups, seen(self.block, groups, self.stream, correct=correct, last=True)
+            self.stream.advance(self.block)
+            return
+        if self._stages:
+            self._begin()
+        for stage, group in enumerate(groups[: self._stages]):
+            yield (group,), self._shown(stage)
+        if self._whole:
+            self._finish()
+            return
+        self._end()
+        for group in groups[self._stages :]:
+            ends, parts = group is groups[-1], self._parts(group)
+            if len(parts) > 1:
+                yield (group,), InParts(parts=parts, run=partial(self._pass, ends))
+            else:
+                yield (group,), self._pass(ends, group, True)
+        self.stream.advance(self.block)
+
+    def _pass(self, ends: bool, group: tuple[Layer, ...], last: bool) -> Iterator[list[Rows | RoutedRows]]:
+        """Pass both streams through the block as far as some layers, the original one to its end with the last of all."""
+        correct = self.stream.original is not None
+        return seen(self.block, [group], self.stream, correct=correct, last=ends and last)
+
+    def _parts(self, group: tuple[Layer, ...]) -> list[tuple[Layer, ...]]:
+        """Split experts so that what those of each part multiply may be kept; other layers are one part."""
+        batches = sum(self.stream.sizes) / self.stream.sizes[0]
+        networks = 1 if self.stream.original is None else 2
+        whole, apart = (
+            int(size * batches) * networks for size in self._look.entered[group[0].name][0].routed or (0, 0)
+        )
+        experts = by_expert(group) if group[0].routed else {}
+        if whole <= self._room or not experts:
+            return [group]
+        share = -(-len(experts) // min(len(experts), -(-apart // max(1, self._room))))
+        numbers = list(experts)
+        chunks = [numbers[first : first + share] for first in range(0, len(numbers), share)]
+        return [tuple(layer for number in chunk for layer in experts[number]) for chunk in chunks]
+
+    def _begin(self) -> None:
+        """Make a forward of every batch, not yet started, and the hooks in which they pause."""
+        if self.stream.original is not None:
+            self._original = self._forwards(self.block.original, self.stream.original)
+        self._quantized = self._forwards(self.block.quantized, self.stream.quantized)
+
+    def _forwards(self, module: nn.Module | None, states: MutableSequence[Tensor]) -> list[_Forward]:
+        firsts = {group[0].name: stage for stage, group in enumerate(self._look.groups[: self._stages])}
+        for layer in self.block.layers_of(module):
+            if layer.name in firsts:
+                self._hooks.before(layer, partial(_pause, firsts[layer.name]))
+            if layer.name in self._adding:
+                self._hooks.after(layer, self._watch)
+        own = [self.stream.own(self.block, batch) for batch in range(len(states))]
+        return [_Forward(partial(self._run, module, batch, states), x) for batch, x in enumerate(own)]
+
+    def _run(self, module: nn.Module | None, batch: int, states: MutableSequence[Tensor]) -> Tensor:
+        """Run a copy of the block on a batch: what a greenlet does."""
+        hidden = [states[batch]]
+        if self._whole:
+            states[batch] = hidden[0].new_empty(0)  # not needed again
+        return self.stream.forward(self.block, module, batch, hidden.pop())
+
+    def _watch(self, layer: Layer, output: Tensor) -> None:
+        assert self._running is not None, "only forwards of this passage run while it has hooks"
+        self._running.additions.watch(layer, output)
+
+    def _go_on(self, forward: _Forward) -> Paused | Tensor:
+        """Let a forward run to its next pause, or to its end: then what it returns."""
+        self._running = forward
+        with torch.no_grad(), forward.additions:  # they belong to the thread, not to the greenlet
+            said: Paused | Tensor = forward.greenlet.switch()
+        self._running = None
+        if forward.greenlet.dead:
+            forward.additions.finish()
+        ran = {name: numbers for name, numbers in forward.additions.found.items() if name in self._adding}
+        if any(numbers != self._look.operands[name] for name, numbers in ran.items()):
+            raise self._astray()
+        return said
+
+    def _seen(self, forward: _Forward, stage: int) -> Seen:
+        """Let a forward run to a stage; return what it shows there."""
+        group, said = self._look.groups[stage], self._go_on(forward)
+        if not isinstance(said, Paused) or said.stage != stage:
+            raise self._astray()
+        shown = Seen(inputs=group[0].shape[1])
+        shown.add(group, said.x, waits=True)
+        for layer in (layer for layer in group if layer.adds and self._original):
+            operands = [self._operand(forward, number) for number in self._look.operands[layer.name]]
+            shown.added[layer.name] = total(operands).reshape(-1, layer.shape[0])
+        return shown
+
+    def _operand(self, forward: _Forward, number: int | None) -> Tensor:
+        """Return a copy of what a forward is going to add to the output of a layer."""
+        operand = None if number is None else forward.results.get(number)
+        if operand is None:
+            raise self._astray()
+        return wide(operand)
+
+    @torch.no_grad()
+    def _shown(self, stage: int) -> Iterator[list[Rows | RoutedRows]]:
+        """Yield what each batch shows at a stage; behind the last the original stream goes on to the next block."""
+        name, states = self._look.groups[stage][0].name, self.stream.original
+        for batch, forward in enumerate(self._quantized):
+            original = None
+            if states is not None:
+                original = self._seen(self._original[batch], stage)
+                if self._whole and stage == self._stages - 1:
+                    states[batch] = self._output(self._original[batch])
+            yield [rows_of(name, self._seen(forward, stage), original)]
+            release()  # what the forwards between two stages took and freed lies among what waits
+
+    def _output(self, forward: _Forward) -> Tensor:
+        """Let a forward run to its end; return the hidden states that come out."""
+        said = self._go_on(forward)
+        if isinstance(said, Paused) or forward.additions.found.keys() != self._adding:
+            raise self._astray()
+        return finite(said, self.block)
+
+    def _finish(self) -> None:
+        """Let the quantized stream go on to the next block."""
+        for batch, forward in enumerate(self._quantized):
+            self.stream.quantized[batch] = self._output(forward)
+        self._end()
+        self.stream.passed(self.block)
+
+    def _end(self) -> None:
+        """End all forwards, wherever they are, and let go of what they hold."""
+        self._hooks.__exit__()
+        with ExitStack() as ends:
+            for forward in (*self._original, *self._quantized):
+                ends.callback(forward.end)
+        self._original, self._quantized = [], []
+
+    def _astray(self) -> CalibrationError:
+        return CalibrationError(
+            f"{self.block.name} ran differently on two batches of tokens: other layers, or other additions. nearplane needs "
+            f"blocks that compute the same for all; calibrate with true_sequential=False, which needs less."
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paused:
+    """Where a forward waits: before the first layer of a stage, which is given `x`."""
+
+    stage: int
+    x: Any
+
+
+def _pause(stage: int, _: Layer, x: Any) -> None:
+    """Wait until the forward is to go on; the thread goes on where it was switched to this forward."""
+    parent = getcurrent().parent
+    assert parent is not None, "only greenlets pause"
+    parent.switch(Paused(stage=stage, x=x))
+
+
+class _Forward:
+    """One batch on its way through one copy of a block."""
+
+    def __init__(self, run: Callable[[], Tensor], hidden: Tensor) -> None:
+        self.results = Results(hidden)
+        self.additions = Additions(results=self.results)
+        self.greenlet = greenlet(run)
+        self.greenlet.gr_context = copy_context()
+
+    def end(self) -> None:
+        if not self.greenlet.dead:
+            self.greenlet.throw()

@@ -1,0 +1,236 @@
+"""Stand-ins for the blocks of a network: they record how it calls its blocks, or return what they are given.
+
+Knows how blocks are called; not what their hidden states are used for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableSequence, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from nearplane.calibration.encoder_decoder import ENCODED, Between, hands_over, joined
+from nearplane.calibration.states_on_disk import Keep
+from nearplane.calibration.watch import Stop, same, until_stopped
+from nearplane.errors import ModelError
+from nearplane.models.kinds import main_input, words
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """How the network calls a block for one batch, apart from the hidden states."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    positional: bool  # whether the hidden states are the first argument, or `hidden_states=`
+    own: slice | None = None  # positions that the block works on; None: all
+    seen: slice | None = None  # those of the encoder, which it sees
+
+
+class Tape:
+    """What the recorders write on: what enters the first block, and how every block is called.
+
+    Args:
+        names: of the blocks.
+        firsts: numbers of those that begin a stack.
+
+    Attributes:
+        hidden: what entered the first block, by batch; of two stacks both firsts', see `calibration/encoder_decoder.py`.
+        calls: {block name: its other arguments, by batch}.
+        opening: {number: block in memory} of first blocks, of which `probe` leaves those that make something for all.
+        between: what leads from the first stack to the second, if there are two.
+        extra: see `Stream`.
+    """
+
+    def __init__(self, names: list[str], firsts: Sequence[int]) -> None:
+        self.hidden: MutableSequence[Tensor] = []
+        self.calls: dict[str, list[Call]] = {name: [] for name in names}
+        self.opening: dict[int, nn.Module] = {}
+        self.between: Between | None = None
+        self.extra: list[tuple[Any, ...] | None] = [None for _ in names]
+        self._names, self._firsts = names, firsts
+        self._probing = False
+        self._pool: dict[tuple[Any, ...], Tensor] = {}  # arguments that are equal in all batches are kept once
+        self._begin()
+
+    def probe(self, network: PreTrainedModel, part: Tensor, device: torch.device) -> None:
+        """Run one window, and the first block of each stack for real, to know what blocks return beside hidden states."""
+        self._probing = True
+        self.run(network, [part], device)
+        self._probing, self._pool = False, {}
+
+    def run(
+        self, network: PreTrainedModel, parts: Sequence[Tensor], device: torch.device, keep: Keep = list
+    ) -> MutableSequence[Tensor]:
+        """Run all batches through the network without its blocks; return what enters the first, keep how all are called."""
+        self.hidden, self.calls = keep(()), {name: [] for name in self._names}
+        for part in parts:
+            self._begin()
+            given = part.to(device)
+            until_stopped(partial(network, main_input(network, given), **words(network, given)))
+            self._check()
+            if len(found := self.hidden[-1]) != len(part):
+                raise ModelError(
+                    f"{self._names[0]} is given hidden states {tuple(found.shape)} for tokens {tuple(part.shape)}: nearplane "
+                    f"needs one window behind the other in both. Use another model."
+                )
+        return self.hidden
+
+    def _begin(self) -> None:
+        """A new batch begins."""
+        self._next = 0
+        self._current: Tensor | None = None
+        self._given: list[Tensor] = []
+        self._handed: tuple[Any, ...] | None = None  # what the first block of a stack made for all
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # id: (tensor of this batch, what is kept for it)
+
+    def record(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Keep a block's arguments and return its input the way the block would return its output."""
+        hidden, args, named, positional = taken_apart(args, kwargs)
+        name, first = self._names[index], index in self._firsts
+        if index != self._next:
+            raise ModelError(f"{name} runs out of turn: nearplane needs blocks that run once each, in order.")
+        if not first and self._current is not None and not same(hidden, self._current):
+            raise ModelError(f"The model changes hidden states before {name}: it cannot be run block by block.")
+        if index == 0:
+            self.hidden.append(hidden)
+        elif first:
+            self.hidden[-1] = joined(self.hidden[-1], hidden, name)
+        leaf = count()
+
+        def keep(value: Any) -> Any:
+            return self._keep(name, index, next(leaf), value)
+
+        own, seen = self._places(index, hidden)
+        kept = Call(args=mapped(keep, args), kwargs=mapped(keep, named), positional=positional, own=own, seen=seen)
+        self.calls[name].append(kept)
+        if first:
+            self._open(index, partial(_called, self.opening.get(index), args, named, positional), hidden)
+        self._next, self._current = index + 1, hidden
+        if self._next == len(self._names):
+            raise Stop
+        if self.between is not None and self._next == self._firsts[1]:
+            self.between.begin(hidden)
+        return self._returned(index, hidden)
+
+    def _places(self, index: int, hidden: Tensor) -> tuple[slice | None, slice | None]:
+        """Return which positions a block works on, and which it sees beside; None: all, and none."""
+        if self.between is None:
+            return None, None
+        places, own = self.hidden[-1].shape[1], hidden.shape[1]
+        if index < self._firsts[1]:
+            return slice(0, own), None
+        return slice(places - own, places), slice(0, places - own)
+
+    def _open(self, index: int, run: Callable[[Tensor], Any], hidden: Tensor) -> None:
+        """Run the first block of a stack, where it is not known what it returns, or where it makes that for all."""
+        self._handed = None
+        if index not in self.opening:
+            return
+        output = run(hidden)
+        extra = output[1:] if isinstance(output, tuple) else None
+        if not self._probing:
+            self._handed = extra
+            return
+        end = min((other for other in self._firsts if other > index), default=len(self._names))
+        self.extra[index:end] = [extra] * (end - index)
+        if extra is not None and hands_over(run, hidden, extra):
+            self._handed = extra
+        else:
+            del self.opening[index]
+
+    def _returned(self, index: int, hidden: Tensor) -> Any:
+        """Return hidden states the way a block returns its output."""
+        if self._handed is not None:
+            return (hidden, *self._handed)
+        if (extra := self.extra[index]) is None:
+            return hidden
+        extra = zeros(extra)
+        mapped(lambda value: self._given.append(value) if isinstance(value, Tensor) else None, extra)
+        return (hidden, *extra)
+
+    def _check(self) -> None:
+        """Raise unless every block has run."""
+        if self._next != len(self._names):
+            name = self._names[self._next]
+            raise ModelError(f"{name} did not run: nearplane needs blocks that run once each, in order.")
+
+    def _keep(self, name: str, index: int, leaf: int, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if self.between is not None and value is self.between.output:
+            return ENCODED
+        if any(value is given for given in self._given):
+            raise ModelError(f"The block before {name} hands it more than hidden states: that cannot be replayed.")
+        if id(value) not in self._kept:
+            first = self._pool.setdefault((index, leaf, value.shape, value.dtype), value)
+            self._kept[id(value)] = (value, first if first is value or torch.equal(first, value) else value)
+        return self._kept[id(value)][1]
+
+
+class _StandIn(nn.Module):
+    """Stands in for a block; has all its other attributes."""
+
+    def __init__(self, block: nn.Module, **own: Any) -> None:
+        super().__init__()
+        for name, value in (("block", block), *own.items()):
+            object.__setattr__(self, name, value)  # the block is no submodule: its weights stay on disk
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "block"), name)
+
+
+class End(_StandIn):
+    """Returns the hidden states that it was given, or passes on its input, the way the block would return its output."""
+
+    def __init__(self, block: nn.Module, extra: tuple[Any, ...] | None) -> None:
+        super().__init__(block, extra=extra)
+        self.given: Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = taken_apart(args, kwargs)[0] if self.given is None else self.given
+        return hidden if self.extra is None else (hidden, *zeros(self.extra))
+
+
+class Recorder(_StandIn):
+    """Records how the block is called, and returns its input."""
+
+    def __init__(self, block: nn.Module, index: int, tape: Tape) -> None:
+        super().__init__(block, index=index, tape=tape)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.tape.record(self.index, args, kwargs)
+
+
+def taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...], dict[str, Any], bool]:
+    """Split a block's arguments: (hidden states, other args, other kwargs, whether they came by position)."""
+    if args:
+        return args[0], args[1:], kwargs, True
+    kwargs = dict(kwargs)
+    return kwargs.pop("hidden_states"), (), kwargs, False
+
+
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply a function to everything inside tuples, lists and dicts."""
+    if type(value) in (tuple, list):
+        return type(value)(mapped(function, item) for item in value)
+    if type(value) is dict:
+        return {key: mapped(function, item) for key, item in value.items()}
+    return function(value)
+
+
+def zeros(extra: tuple[Any, ...]) -> Any:
+    return mapped(lambda value: torch.zeros_like(value) if isinstance(value, Tensor) else value, extra)
+
+
+def _called(block: nn.Module | None, args: tuple[Any, ...], named: dict[str, Any], positional: bool, x: Tensor) -> Any:
+    """Run a block on hidden states, with what it is called with beside."""
+    assert block is not None, "first blocks are in memory while they are looked at"
+    x = x.clone()  # a block may work in place
+    return block(x, *args, **named) if positional else block(hidden_states=x, **named)

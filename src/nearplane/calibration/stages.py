@@ -1,0 +1,233 @@
+"""What the layers of a network see: activations pass through one block at a time, and the rows of their inputs are handed out.
+
+Two streams run side by side, of the original and of the quantized network. A first look finds which layers share an input: the
+stages (q/k/v, o, gate/up, down). Here each stage is a pass of both streams, which stops as soon as it has seen what it is for; the
+original stream's last pass is also its way to the next block. In multiplications by weights that is 4.33 forwards of a Llama
+block (attention a third of the weights): 0 + 1/3 + 1/3 + 1 for each stream and 1 for the quantized stream's way on.
+`staged.py` does it in 2 where it can. Knows modules and activations; what is summed over them is `observe.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nearplane.calibration.activations import Stream, finite
+from nearplane.calibration.recorder import Call
+from nearplane.calibration.rows import RoutedRows, Rows, Seen, rows_of
+from nearplane.calibration.watch import Additions, Hooks, Results, Stop, total, until_stopped
+from nearplane.errors import CalibrationError
+from nearplane.models.experts import unwatched
+from nearplane.models.layers import Layer
+from nearplane.models.model import ABSENT, Block
+from nearplane.system.memory import release
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entered:
+    """A layer as a forward came to it.
+
+    Args:
+        same: what it has in common with layers that multiply the same rows.
+        rows: how often what it was given holds a number for every token, or every hidden state that the block sees of an encoder;
+            no integer: some are left out.
+        computed: how many results had a number, see `Results`.
+        alive: bytes of all activations that were in memory.
+        routed: of experts, what they were given, without its contents: how many bytes it takes to keep it for all of them, and a
+            row for every pair of a token and an expert. None of other layers.
+    """
+
+    same: tuple[Any, ...]
+    rows: float
+    computed: int
+    alive: int
+    routed: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstLook:
+    """How the first batch ran through a block.
+
+    Args:
+        groups: layers by the input that they share, in the order they run.
+        entered: of each layer, every time it ran.
+        operands: {layer: numbers of the results whose sum its output is added to}, None where one has no number.
+        unwatched: the module that runs other functions for other tokens, so that numbers of results say nothing; or empty.
+    """
+
+    groups: tuple[tuple[Layer, ...], ...]
+    entered: dict[str, list[Entered]]
+    operands: dict[str, tuple[int | None, ...]]
+    unwatched: str
+
+
+def stages(block: Block, stream: Stream) -> list[tuple[Layer, ...]]:
+    """Group the layers of a block by the input that they share; see `first_look`."""
+    return [*first_look(block, stream).groups]
+
+
+@torch.no_grad()
+def first_look(block: Block, stream: Stream) -> FirstLook:
+    """Group the layers of a block by the input that they share, in the order they run: q/k/v, then o, gate/up, down.
+
+    One batch is run through the block; inputs are the same if they are the same memory, unchanged in between.
+
+    Raises:
+        CalibrationError: layers did not run; the message names them.
+    """
+    module, hidden = block.quantized, stream.own(block, 0)
+    given = [hidden, *stream.encoded(block, 0)]
+    assert module is not None, ABSENT
+    layers = block.quantized_layers()
+    entered: dict[str, list[Entered]] = {}
+    held: list[Any] = []  # while they live, no other tensor takes their memory
+    results = Results(hidden)
+    additions = Additions(results=results)
+    weights = {x.untyped_storage().data_ptr() for x in (*module.parameters(), *module.buffers())}
+
+    def entering(layer: Layer, x: Any) -> None:
+        entered.setdefault(layer.name, []).append(
+            Entered(
+                same=layer.same_input(x),
+                rows=min((layer.share(x, states) for states in given), key=lambda share: share % 1),
+                computed=results.count,
+                alive=results.bytes_alive(but=weights),
+                routed=(x.bytes_whole, x.bytes_apart) if layer.routed else None,
+            )
+        )
+        held.append(x.untyped_storage())
+
+    with additions, Hooks() as hooks:
+        for layer in layers:
+            hooks.before(layer, entering)
+            if not layer.routed:
+                hooks.after(layer, additions.watch)
+        stream.forward(block, module, 0, stream.quantized[0])
+        additions.finish()
+    if unseen := [layer.name for layer in layers if layer.name not in entered]:
+        raise unreached(", ".join(unseen))
+    known = {
+        layer.name: replace(
+            layer, calls=len(entered[layer.name]), adds=layer.name in additions.found and len(entered[layer.name]) == 1
+        )
+        for layer in layers
+    }
+    groups: dict[tuple[Any, ...], list[Layer]] = {}
+    for name, times in entered.items():
+        groups.setdefault(tuple(each.same for each in times), []).append(known[name])
+    return FirstLook(
+        groups=tuple(map(tuple, groups.values())),
+        entered=entered,
+        operands=additions.found,
+        unwatched=unwatched(block.name, module),
+    )
+
+
+@torch.no_grad()
+def seen(
+    block: Block,
+    groups: Sequence[tuple[Layer, ...]],
+    stream: Stream,
+    *,
+    correct: bool,
+    residual: bool = True,
+    last: bool = False,
+    onward: bool = False,
+) -> Iterator[list[Rows | RoutedRows]]:
+    """Yield for each batch what it shows of the inputs of some groups of layers, as the block is now.
+
+    Args:
+        block: in memory, with its original if `correct`.
+        groups: from `stages`; often one of them.
+        stream: standing before the block.
+        correct: whether to compare with the original network.
+        residual: whether to look at what the layers' outputs are added to.
+        last: no other groups of this block follow: the original stream moves on to the next block in the same pass.
+        onward: the quantized stream moves on as well, with the block as it is.
+
+    Raises:
+        CalibrationError: a layer sees different tokens in the two networks, or what comes out of the block is not finite.
+    """
+    states = stream.original if correct else None
+    assert not correct or (states is not None and not stream.ahead), "correction needs the original stream"
+    look = _Look(block, groups, stream, residual=correct and residual)
+    for batch in range(len(stream.sizes)):
+        original = None
+        if states is not None:
+            original, output = look(block.original, batch, states[batch], to_the_end=last)
+            if last:
+                assert output is not None, "runs to the end"
+                states[batch] = finite(output, block)
+        quantized, output = look(block.quantized, batch, stream.quantized[batch], to_the_end=onward)
+        if onward:
+            assert output is not None, "runs to the end"
+            stream.quantized[batch] = finite(output, block)
+        yield [
+            rows_of(group[0].name, now, None if original is None else original[index])
+            for index, (group, now) in enumerate(zip(groups, quantized, strict=True))
+        ]
+        del original, quantized, output
+        release()  # what the forwards took and freed lies among what is kept
+    stream.ahead = correct and last
+
+
+def before_the_head(block: Block, stream: Stream) -> tuple[Layer, ...]:
+    """Prepare to look at the head's inputs; return it as a group.
+
+    Args:
+        block: the head, in memory.
+        stream: from `finish`.
+    """
+    stream.calls[block.name] = [Call(args=(), kwargs={}, positional=True) for _ in stream.sizes]
+    block.original = block.quantized  # only looked into; both stop before they multiply
+    return tuple(block.quantized_layers())
+
+
+class _Look:
+    """Runs copies of a block just far enough to see the inputs of some groups, and what is added to their outputs."""
+
+    def __init__(self, block: Block, groups: Sequence[tuple[Layer, ...]], stream: Stream, *, residual: bool) -> None:
+        self.block, self.groups, self.stream = block, groups, stream
+        self.adding = {layer.name for group in groups for layer in group if layer.adds} if residual else set()
+
+    def __call__(
+        self, module: nn.Module | None, batch: int, hidden: Tensor, *, to_the_end: bool = False
+    ) -> tuple[list[Seen], Tensor | None]:
+        seen = [Seen(inputs=group[0].shape[1]) for group in self.groups]
+        here = {layer.name: layer for layer in self.block.layers_of(module)}
+        missing = {group[0].name: group[0].calls for group in self.groups}  # inputs still to be seen
+
+        def done() -> None:
+            if not to_the_end and not any(missing.values()) and self.adding <= additions.found.keys():
+                raise Stop
+
+        additions = Additions(done)
+        with additions, Hooks() as hooks:
+            for group, record in zip(self.groups, seen, strict=True):
+
+                def entering(layer: Layer, x: Any, record: Seen = record, group: Sequence[Layer] = group) -> None:
+                    record.add(group, x)
+                    missing[layer.name] -= 1
+                    done()
+
+                hooks.before(here[group[0].name], entering)
+                for layer in group:
+                    if layer.name in self.adding:
+                        hooks.after(here[layer.name], additions.watch)
+            output = until_stopped(lambda: self.stream.forward(self.block, module, batch, hidden))
+            additions.finish()
+        for group, record in zip(self.groups, seen, strict=True):
+            for layer in group:
+                if layer.name in additions.found:
+                    record.added[layer.name] = total(additions.found[layer.name]).reshape(-1, layer.shape[0])
+        return seen, output
+
+
+def unreached(names: str) -> CalibrationError:
+    return CalibrationError(
+        f"No token reached {names}: the block does not run them, or not on this text. Leave them out with --ignore."
+    )

@@ -1,0 +1,1 @@
+"""The command line: flags in, text out. torch is imported only when a command runs."""

@@ -1,0 +1,356 @@
+"""OUT/model.gguf while it is written: the header first, then every tensor at the place that the header gives it.
+
+All sizes are known before work starts, as every layer has its type; so blocks are written as they are solved, one in memory.
+Beside the file lie config.json, the tokenizer's files and the record, for the commands that read OUT.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import struct
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from nearplane.errors import FormatError, RecipeError
+from nearplane.formats.beside import CONFIG, copy_beside, names_copied, size_copied
+from nearplane.formats.config_file import ConfigFile
+from nearplane.formats.container import Container, Kind, Place
+from nearplane.formats.folder import config_text, read_config
+from nearplane.formats.gguf.architecture import architecture_of, rope_factors, tell
+from nearplane.formats.gguf.gguf_header import (
+    EVERY,
+    FILE,
+    LONG,
+    NUMBER,
+    OURS,
+    RECORD_KEY,
+    SUMS,
+    TENSORS,
+    Info,
+    apart,
+    nbytes,
+    padded,
+    read_header,
+)
+from nearplane.formats.gguf.gguf_reader import DENSE
+from nearplane.formats.gguf.names import called, reshaping, rule_of, together
+from nearplane.formats.gguf.tokenizer import vocabulary
+from nearplane.formats.layer_format import LayerFormat
+from nearplane.lattice.number_formats import TYPES
+from nearplane.record.record import RunRecord
+from nearplane.system.fp8_mxfp4 import source_reader
+from nearplane.system.paths import INCOMPLETE, RECORD
+from nearplane.system.safetensors_files import NAMES, flush_all, sha256
+
+INSTALL = 'pip install "nearplane[gguf]"'
+ENDS = ("token_embd.weight", "output.weight")
+FILE_TYPES = {
+    "f16": 1,
+    "q4_0": 2,
+    "q4_1": 3,
+    "q8_0": 7,
+    "q5_0": 8,
+    "q5_1": 9,
+    "q2_k": 10,
+    "q3_k": 12,
+    "q4_k": 15,
+    "q5_k": 17,
+    "q6_k": 18,
+}
+logger = logging.getLogger("nearplane")
+
+
+def gguf_package() -> ModuleType:
+    """Return the package that knows the container.
+
+    Raises:
+        RecipeError: it is not installed.
+    """
+    try:
+        import gguf
+    except ImportError as error:
+        raise RecipeError(f"--format gguf needs the package gguf, which is not installed: {INSTALL}") from error
+    logging.getLogger("gguf").setLevel(logging.ERROR)
+    package: ModuleType = gguf
+    return package
+
+
+class GGUFFile(Container):
+    """A GGUF with what lies beside it; marked INCOMPLETE until it is whole.
+
+    Raises:
+        RecipeError: llama.cpp would not load it, or compute something else; besides, as `Container`.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        layers: LayerFormat,
+        says: ConfigFile,
+        config: Mapping[str, Any],
+        *,
+        dtype: torch.dtype,
+        shards: int,
+    ) -> None:
+        super().__init__(place, layers, says, config, dtype=dtype, shards=shards)
+        gguf_package()
+        self._network = dict(place.network)
+        self._header()  # refuses what it refuses
+        self._source = source_reader(place.source, read_config(place.source))
+        self._called = called(self._source.names(), self._network)
+        self._size = 0  # of the whole file
+        self._infos: dict[str, Info] = {}  # by the name in the checkpoint
+        self._sums: dict[str, str] = {}
+        self._file: BinaryIO | None = None
+        self._record = b""
+
+    def begin(self) -> None:
+        """Forget what another run wrote; the file is made with the first block, as types of layers may still change."""
+        if self._file is not None:
+            self._file.close()
+        self._file, self._infos, self._sums, self._size = None, {}, {}, 0
+
+    def _header(self) -> Any:
+        """Return a writer of the package that knows all but the tensors."""
+        gguf = gguf_package()
+        writer = gguf.GGUFWriter(None, architecture_of(self._network).name)
+        writer.add_name(self.place.source.name)
+        tell(writer, self._network)
+        types = list(self.config["types"].values())
+        usual = max(sorted(set(types)), key=types.count) if types else "f16"
+        writer.add_file_type(FILE_TYPES[usual])
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        folder = self.place.tokenizer or self.place.source
+        vocabulary(folder, self._network["vocab_size"], self.config.get("pre")).write(writer, folder)
+        return writer
+
+    def _planned(self) -> dict[str, tuple[str, tuple[int, ...], int]]:
+        """Return (name in the file, shape, type) of every tensor, by the name in the checkpoint, in file order.
+
+        Raises:
+            RecipeError: experts of a block, which are one tensor, are not of one type.
+        """
+        found: dict[str, tuple[str, tuple[int, ...], int]] = {}
+        types, experts = self.config["types"], Counter(map(together, self._called))
+        taken = {f"{layer}.weight": layer for layer in types}
+        for name, new in self._called.items():
+            shape, part = self._source.shape(name), new.rsplit(".", 2)[-2]
+            dims = len(shape)
+            shape = reshaping(new, architecture_of(self._network).name, dims=dims).shape_into(shape)
+            if new.startswith("position_embd") or dims == 1 or part.endswith("norm") or part.startswith("ffn_gate_inp"):
+                kind = NUMBER["F32"]
+            elif name in taken:
+                kind = TYPES[types[taken[name]]].number
+            elif new in ENDS and self.config.get("embeddings") is not None:
+                kind = NUMBER[str(self.config["embeddings"]).upper()]
+            elif new in ENDS:
+                kind = NUMBER.get(self._source.dtype(name), NUMBER["F32"])
+            else:  # as llama.cpp's quantizer leaves what it does not quantize
+                kind = NUMBER["BF16" if self._source.dtype(name) == "BF16" else "F16"]
+            whole = together(name)
+            planned = (new, shape if whole == name else (experts[whole], *shape), kind)
+            if (first := found.setdefault(whole, planned)) != planned:
+                raise RecipeError(
+                    f"{name} is to be of the type {_type(kind)}, the same of another expert {_type(first[2])}: in a GGUF all "
+                    f"experts of a block lie in one tensor, of one type. Give them one, as with --layer '\\.experts\\.=grid:q4_k'."
+                )
+        return found
+
+    def _begin_file(self, path: Path) -> int:
+        """Write all that stands before the data into a file; return the bytes that it will have with them."""
+        import gguf
+
+        writer, planned, made = self._header(), self._planned(), rope_factors(self._network)
+        names = [*planned, *("" for _ in made)]
+        writer.add_string(f"{OURS}quantization_config", json.dumps(self.config))
+        writer.add_string(RECORD_KEY, " " * self.room)  # written over in the end
+        writer.add_array(TENSORS, names)
+        writer.add_array(SUMS, ["0" * LONG * (planned[name][1][0] if EVERY in name else 1) for name in names])
+        tensors = [*planned.values(), *((name, tuple(each.shape), 0) for name, each in made.items())]
+        for name, shape, kind in tensors:
+            size = nbytes(path, name, shape, kind)
+            writer.add_tensor_info(name, shape, torch.empty(0).numpy().dtype, size, gguf.GGMLQuantizationType(kind))
+        writer.write_header_to_file(path)
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        writer.close()
+        return padded(path.stat().st_size) + sum(padded(nbytes(path, *each)) for each in tensors)
+
+    def _open(self) -> BinaryIO:
+        """Write the header, and make room for the data."""
+        path = self.folder / FILE
+        size = self._begin_file(path)
+        file = path.open("r+b")
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)  # a full disk is found now
+        except AttributeError:  # on other systems
+            file.truncate(size)
+        made = rope_factors(self._network)
+        for info in self._known(path):
+            self._put(file, info.name, info, made[info.name])
+        path.chmod((self.folder / INCOMPLETE).stat().st_mode)
+        return file
+
+    def _known(self, path: Path) -> list[Info]:
+        """Take the places of tensors from the header of the file; return those that are in no checkpoint."""
+        header = read_header(path)
+        self._fields, self._places, self._size = header.fields, header.places, header.size
+        named = list(zip(header.fields[TENSORS], header.tensors, strict=True))
+        self._infos = {name: place for whole, info in named if whole for name, place in apart(info, whole).items()}
+        return [info for name, info in named if not name]
+
+    def state(self) -> dict[str, Any]:
+        """Return which tensors were written, flushed to disk."""
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        return {"size": self.size, "first": self._first, "sums": self._sums}
+
+    def go_on(self, state: Mapping[str, Any]) -> None:
+        """Go on behind the tensors of a run that was stopped; what else it wrote is written over."""
+        path, sums = self.folder / FILE, dict(state["sums"])
+        if not sums:
+            path.unlink(missing_ok=True)
+            return
+        if not path.is_file():
+            raise FormatError(
+                f"{path} is missing: the run that was stopped cannot be gone on with. Begin anew with --overwrite."
+            )
+        made = self._known(path)
+        self._file = path.open("r+b")
+        for name, info in [*self._infos.items(), *((info.name, info) for info in made)]:
+            if name in sums:
+                self._file.seek(info.begin)
+                if hashlib.sha256(self._file.read(info.size)).hexdigest() != sums[name]:
+                    raise FormatError(
+                        f"{path}: {name} is not what was written: the run that was stopped cannot be gone on with. Begin anew with "
+                        f"--overwrite."
+                    )
+        self._sums, self.size, self._first = sums, int(state["size"]), str(state["first"])
+
+    def write(self, tensors: Mapping[str, Tensor]) -> int:
+        """Write the tensors of one block at their places; return the bytes of them, with the first those of the header."""
+        try:
+            return self._write(tensors)
+        except OSError as error:
+            raise FormatError(
+                f"{self.folder / FILE} could not be written ({error}). Free some space and run again; what is there is marked "
+                f"{INCOMPLETE} and does not load."
+            ) from error
+
+    def _write(self, tensors: Mapping[str, Tensor]) -> int:
+        size = 0
+        if self._file is None:
+            self._file = self._open()
+            size = self._size - sum(_taken(info) for info in self._infos.values())
+        for name, tensor in tensors.items():
+            stem, _, suffix = name.rpartition(".")
+            name = f"{stem}.weight" if suffix in self.layers.SUFFIXES else name
+            if name not in self._called:
+                continue  # llama.cpp has no use for it
+            info = self._infos[name]
+            rule = rule_of(info.name, self._fields, dims=1 if info.type not in DENSE else tensor.dim())
+            tensor = rule.into(tensor.detach().cpu())
+            self._put(self._file, name, info, tensor)
+            size += _taken(info)
+        self._file.flush()
+        return size
+
+    def _put(self, file: BinaryIO, name: str, info: Info, tensor: Tensor) -> None:
+        """Write one tensor, in the file's type."""
+        if info.type in DENSE:
+            values = tensor.to(DENSE[info.type])
+            if not bool(torch.isfinite(values).all()):
+                way = "Use --embeddings bf16" if info.name in ENDS else "Take it out of --ignore"
+                raise FormatError(f"{name} has values that {NAMES[values.dtype]} does not hold. {way}.")
+            tensor = values
+        data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+        if len(data) != info.size:
+            raise FormatError(f"{name} has {len(data)} bytes, {info.size} were announced as {info.name}.")
+        if name in self._sums:
+            raise FormatError(f"{name}: given twice.")
+        file.seek(info.begin)
+        file.write(data)
+        self._sums[name] = hashlib.sha256(data).hexdigest()
+
+    def tell(self, record: RunRecord) -> None:
+        """Take the record into the file, as far as it is the same in every run, see `RunRecord.inside`."""
+        text = record.inside().to_json().encode()
+        if len(text) > self.room:
+            logger.warning(
+                f"{FILE} has {self.room:,} bytes for the record, which takes {len(text):,}: it is without one, {RECORD} beside it "
+                f"tells all."
+            )
+        else:
+            self._record = text
+
+    def size_with(self, *rest: Mapping[str, Kind]) -> int:
+        """Return the bytes of the folder but the record: of all tensors, whatever is still to come."""
+        del rest
+        size = self._size
+        if not size:  # the file is not begun
+            with tempfile.TemporaryDirectory() as place:
+                size = self._begin_file(Path(place) / FILE)
+        beside = size_copied(self.place.source, trust_remote_code=self.place.trust_remote_code)
+        return size + beside + sum(len(text.encode()) for text in self._texts().values())
+
+    def digests(self) -> dict[str, str]:
+        """Return the SHA-256 of every file but the record, once all blocks are written."""
+        self._close()
+        found = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in self._texts().items()}
+        found[FILE] = sha256(self.folder / FILE)
+        for name in names_copied(self.place.source, trust_remote_code=self.place.trust_remote_code):
+            found[name] = sha256(self.place.source / name)
+        return dict(sorted(found.items()))
+
+    def _close(self) -> None:
+        """Write the checksums and the record into the header, and close the file."""
+        if self._file is None:
+            return
+        if missing := sorted(self._infos.keys() - self._sums.keys()):
+            raise FormatError(
+                f"{self.folder / FILE}: {len(missing)} tensors were announced and not given, first {missing[0]}."
+            )
+        sums: dict[str, str] = {}  # by tensor of the file
+        for name in self._infos:
+            sums[together(name)] = sums.get(together(name), "") + self._sums[name]
+        made = [self._sums[info.name] for info in self._known(self.folder / FILE)]
+        text = b"".join(struct.pack("<Q", len(each)) + each.encode() for each in (*sums.values(), *made))
+        self._file.seek(self._places[SUMS] + 4 + 8)  # behind type and number of entries
+        self._file.write(text)
+        self._file.seek(self._places[RECORD_KEY] + 8)  # behind the length
+        self._file.write(self._record)
+        self._file.close()
+        self._file = None
+
+    def finish(self) -> None:
+        """Write what lies beside the file, config.json last, and take the mark away."""
+        self._close()
+        copy_beside(self.place.source, self.folder, trust_remote_code=self.place.trust_remote_code)
+        for name, text in self._texts().items():
+            (self.folder / name).write_text(text)
+        flush_all(self.folder)
+        (self.folder / INCOMPLETE).unlink()
+
+    def _texts(self) -> dict[str, str]:
+        return {CONFIG: config_text(self.place.source, self.config)}
+
+
+def _type(number: int) -> str:
+    """Return what llama.cpp calls a type of tensors."""
+    return str(gguf_package().GGMLQuantizationType(number).name)
+
+
+def _taken(info: Info) -> int:
+    """Return the bytes of a tensor, with those behind it up to the next one's place."""
+    return padded(info.begin + info.size) - padded(info.begin)

@@ -1,0 +1,54 @@
+"""How the steps of a number format are fitted, by the name that it gives: a search before the solve, a fit to codes after it.
+
+To add one: a function from a target to a grid and to what fits the steps of such grids, and one line in `FITS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nearplane.lattice.descent import Fit, PlainFit
+from nearplane.lattice.grid import Grid
+from nearplane.lattice.number_formats import BlockType, NumberFormat
+from nearplane.lattice.scale import Search, Steps
+from nearplane.lattice.superblock_descent import SuperFit
+from nearplane.lattice.superblock_fit import fit_blocks
+
+Begin = Callable[[Tensor, Tensor, "Wanted"], tuple[Grid, Callable[[Grid], Fit]]]
+"""From a target (out, in) and how much errors of each column count (in,) to a grid, and to what fits the steps of such a grid."""
+
+
+class Wanted(NamedTuple):
+    """What steps are to be.
+
+    Args:
+        format: of the weights.
+        search: how steps are found, where the fit offers a choice.
+        storage: dtype in which steps are stored, where the format does not say it.
+    """
+
+    format: NumberFormat
+    search: Search
+    storage: torch.dtype
+
+
+def plain(target: Tensor, importance: Tensor, wanted: Wanted) -> tuple[Grid, Callable[[Grid], Fit]]:
+    """Fit one step, and where the format is asymmetric a zero-point, to every group; importance is not looked at."""
+    del importance
+    steps = Steps(format=wanted.format, search=wanted.search, storage=wanted.storage)
+    return steps.grid(target), lambda _: PlainFit(steps.stored_in)
+
+
+def blocks(target: Tensor, importance: Tensor, wanted: Wanted) -> tuple[Grid, Callable[[Grid], Fit]]:
+    """Fit steps on two levels, those of llama.cpp."""
+    kind = wanted.format
+    assert isinstance(kind, BlockType), "of the formats that name this fit"
+    return fit_blocks(kind, target, importance), partial(SuperFit, kind=kind)
+
+
+FITS: Mapping[str, Begin] = {"plain": plain, "blocks": blocks}

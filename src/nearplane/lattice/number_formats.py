@@ -1,0 +1,159 @@
+"""Number formats: the values that a stored weight can take, and how its steps are stored, as named data. Needs no torch.
+
+    value = step * (level - zero)
+
+A level is the code itself, or its entry in a table. Names are what commands take and records say: `int4-g128`, `int3-row-asym`,
+`q4_k`. How the steps of a format are fitted is in `fits.py`, by the name that it gives; how bytes are laid out is in `formats/`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from nearplane.errors import RecipeError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumberFormat:
+    """How weights are stored, whatever file they are in.
+
+    Args:
+        name: as commands take it and records say it.
+        bits: of a code; 0 where codes have no limits.
+        group: neighbouring weights of a row that share a step; None: one step a row.
+        symmetric: whether there are no zero-points or minima; codes are then around 0.
+        levels: ascending positions of the codes 0, 1, ..., in steps, some below and some above 0; None: a code is its own position.
+        steps: dtype of torch in which steps are stored; None: that of the file.
+        fit: how steps are fitted: an entry of `fits.FITS`.
+    """
+
+    name: str
+    bits: int
+    group: int | None = None
+    symmetric: bool = True
+    levels: tuple[float, ...] | None = None
+    steps: str | None = None
+    fit: str = "plain"
+
+    @property
+    def low(self) -> int:
+        """Smallest code."""
+        return -(1 << (self.bits - 1)) if self.symmetric and self.levels is None else 0
+
+    @property
+    def high(self) -> int:
+        """Largest code."""
+        return self.low + (1 << self.bits if self.levels is None else len(self.levels)) - 1
+
+    @property
+    def run(self) -> int:
+        """Neighbouring weights that are stored together: it divides the inputs of a layer."""
+        return self.group or 1
+
+    def groups(self, columns: int) -> int:
+        """Return how many steps a row of so many weights has."""
+        return -(-columns // self.group) if self.group else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockType(NumberFormat):
+    """How llama.cpp stores a run of neighbouring weights of a row together with its steps, which are on two levels.
+
+    Layouts: `ggml/src/ggml-common.h` of llama.cpp; `formats/gguf/block_bytes.py` packs them.
+
+    Args:
+        number: of the type in files (`ggml_type`).
+        columns: weights of a block; it divides the inputs of a layer.
+        bytes: of a block.
+        sc: smallest and largest multiple of the block's step; (1, 1) where a group is a block.
+        m: largest multiple of the block's offset; 0 where there are no minima.
+        fallback: type for rows that this one does not divide, as llama.cpp chooses it.
+    """
+
+    group: int
+    fit: str = "blocks"
+    number: int
+    columns: int
+    bytes: int
+    sc: tuple[int, int] = (1, 1)
+    m: int = 0
+    fallback: str | None = None
+
+    @property
+    def run(self) -> int:
+        """Neighbouring weights that are stored together: those of a block."""
+        return self.columns
+
+    @property
+    def single(self) -> bool:
+        """Whether a block is one group, whose step and offset are numbers of its own; offsets may then be negative."""
+        return self.columns == self.group
+
+    @property
+    def rate(self) -> float:
+        """Bits per weight, steps and all."""
+        return 8 * self.bytes / self.columns
+
+
+TYPES: dict[str, BlockType] = {
+    kind.name: kind
+    for kind in (
+        BlockType(name="q4_0", number=2, columns=32, bytes=18, bits=4, symmetric=True, group=32),
+        BlockType(name="q4_1", number=3, columns=32, bytes=20, bits=4, symmetric=False, group=32, m=1),
+        BlockType(name="q5_0", number=6, columns=32, bytes=22, bits=5, symmetric=True, group=32),
+        BlockType(name="q5_1", number=7, columns=32, bytes=24, bits=5, symmetric=False, group=32, m=1),
+        BlockType(name="q8_0", number=8, columns=32, bytes=34, bits=8, symmetric=True, group=32),
+        BlockType(
+            name="q2_k", number=10, columns=256, bytes=84, bits=2, symmetric=False, group=16, sc=(0, 15), m=15,
+            fallback="q4_0",
+        ),
+        BlockType(
+            name="q3_k", number=11, columns=256, bytes=110, bits=3, symmetric=True, group=16, sc=(-32, 31),
+            fallback="q4_0",
+        ),
+        BlockType(
+            name="q4_k", number=12, columns=256, bytes=144, bits=4, symmetric=False, group=32, sc=(0, 63), m=63,
+            fallback="q5_0",
+        ),
+        BlockType(
+            name="q5_k", number=13, columns=256, bytes=176, bits=5, symmetric=False, group=32, sc=(0, 63), m=63,
+            fallback="q5_1",
+        ),
+        BlockType(
+            name="q6_k", number=14, columns=256, bytes=210, bits=6, symmetric=True, group=16, sc=(-128, 127),
+            fallback="q8_0",
+        ),
+    )
+}  # fmt: skip
+
+INTEGERS = "integers as int4-g128, int8-row, int3-g64-asym"  # names of which there are many, in sentences
+CODED = NumberFormat(name="coded", bits=0)  # codes without limits, entropy-coded
+FLOATS: tuple[NumberFormat, ...] = ()  # formats of levels, not even steps
+NAMED: dict[str, NumberFormat] = {each.name: each for each in (*TYPES.values(), *FLOATS, CODED)}
+
+
+def integers(bits: int, group: int | None, *, symmetric: bool = True) -> NumberFormat:
+    """Return the format of codes that are their own positions, with a step and maybe a zero-point for every group or row."""
+    groups = "row" if group is None else f"g{group}"
+    return NumberFormat(
+        name=f"int{bits}-{groups}{'' if symmetric else '-asym'}", bits=bits, group=group, symmetric=symmetric
+    )
+
+
+def number_format(name: str) -> NumberFormat:
+    """Return the format of this name.
+
+    Raises:
+        RecipeError: there is none.
+    """
+    if (found := find_format(name)) is None:
+        raise RecipeError(f"{name!r} is no number format; expected {INTEGERS}, or one of {', '.join(NAMED)}.")
+    return found
+
+
+def find_format(name: str) -> NumberFormat | None:
+    """Return the format of this name, None where there is none."""
+    if (parts := re.fullmatch(r"int([2-8])-(?:row|g([1-9][0-9]{0,8}))(-asym)?", name)) is not None:
+        return integers(int(parts[1]), int(parts[2]) if parts[2] else None, symmetric=parts[3] is None)
+    return NAMED.get(name)

@@ -1,0 +1,1 @@
+"""Finished checkpoints as networks again: transformers, packed layers, the rehearsal of a reader."""

@@ -1,0 +1,1 @@
+"""Before the first layer: whether a run can be done, bits of each layer, memory."""

@@ -1,0 +1,1 @@
+"""What is asked of a run: recipe, schemes, other tools' names for options."""

@@ -1,0 +1,47 @@
+"""Numbers in words: bytes as they are typed, "3.1GB", and as they are printed, "3.10 GB"; counts. Needs no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from nearplane.errors import RecipeError
+
+UNITS: Mapping[str, int] = {"": 1, "B": 1} | {
+    f"{prefix}{i}B": (1024 if i else 1000) ** power
+    for power, prefixes in enumerate(("kK", "M", "G", "T"), 1)
+    for prefix in prefixes
+    for i in ("", "i")
+}
+PRINTED = ("bytes", "KB", "MB", "GB", "TB")  # each a thousand of the one before
+
+
+def bytes_in(text: str, called: str = "size") -> int:
+    """Return the bytes that a text like "350KB", "2.9GiB" or "1000000" stands for; `called` is the option, for errors.
+
+    Raises:
+        RecipeError: it is not a number with one of `UNITS`.
+    """
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kKMGT]?i?B?)\s*", text)
+    if not match or match[2] not in UNITS or float(match[1]) <= 0:
+        raise RecipeError(f"{called} is {text!r}; expected a number of bytes or one with a unit: 3.1GB, 800MB, 2.9GiB.")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def size_text(many: int) -> str:
+    """Return a number of bytes in three digits, with the unit that fits: "512 bytes", "412 KB", "1.25 MB"."""
+    value, unit = float(many), 0
+    while abs(value) >= 999.5 and unit < len(PRINTED) - 1:
+        value, unit = value / 1000, unit + 1
+    digits = 0 if unit == 0 or abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    return f"{value:,.{digits}f} {PRINTED[unit]}"
+
+
+def three_places(value: float | None) -> str:
+    """Return a number with three digits behind the point, and a dash where there is none."""
+    return "-" if value is None else f"{value:.3f}"
+
+
+def counted(many: int, what: str) -> str:
+    """Return how many there are of what: "1 window", "1,024 windows"."""
+    return f"{many:,} {what}" if many == 1 else f"{many:,} {what}s"

@@ -1,0 +1,133 @@
+"""What other tools call our options: GPTQModel, llm-compressor, auto-round and GPTQ. Translated here and nowhere else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from nearplane.errors import RecipeError
+
+
+def translated(word: str, value: Any, known: Collection[str]) -> dict[str, Any]:
+    """Return the fields, with values, that a keyword means: one of `known`, or another tool's name for some.
+
+    Raises:
+        RecipeError: it is neither, or the value means nothing here.
+    """
+    meaning = SPELLINGS.get(word)
+    if callable(meaning):
+        return meaning(value)
+    name = meaning or word
+    if name not in known:
+        words = sorted({*known, *SPELLINGS})
+        near = get_close_matches(word, words, n=3)
+        offered = f"Did you mean {' or '.join(near)}?" if near else f"Expected one of {', '.join(words)}."
+        raise RecipeError(f"{word} is not a keyword of quantize(). {offered}")
+    return {name: value}
+
+
+def _group_size(value: Any) -> dict[str, Any]:
+    return {"group_size": None if value in (-1, 0, None, "none") else value}
+
+
+ORDERS = {True: "activation", False: "natural", None: "natural"} | dict.fromkeys(
+    ("static", "weight", "group", "dynamic"), "activation"
+)
+
+
+def _order(value: Any) -> dict[str, Any]:
+    if value not in ORDERS:
+        raise RecipeError(
+            f"Order {value!r} is not offered: expected one of {', '.join(map(repr, ORDERS))}, or use order=."
+        )
+    return {"order": ORDERS[value]}
+
+
+def _static_groups(value: Any) -> dict[str, Any]:
+    if not value:
+        raise RecipeError("static_groups=False is not offered: steps are fitted before the sweep, and again after it.")
+    return {}
+
+
+def _strategy(value: Any) -> dict[str, Any]:
+    if value == "channel":
+        return {"group_size": None}
+    if value == "group":
+        return {}
+    raise RecipeError(f"strategy={value!r} is not offered: use 'group' with group_size, or 'channel'.")
+
+
+def _scheme(value: Any) -> dict[str, Any]:
+    if not (match := re.fullmatch(r"W([2-8])A16(_ASYM)?", str(value).upper())):
+        raise RecipeError(
+            f"scheme={value!r} is not offered: weights are quantized to W2A16 .. W8A16, or W4A16_ASYM and the like."
+        )
+    return {"bits": int(match[1]), "symmetric": match[2] is None}
+
+
+def _mse(value: Any) -> dict[str, Any]:
+    return {"scale": "mse" if value else "minmax"}
+
+
+def _observer(value: Any) -> dict[str, Any]:
+    meanings = {
+        "minmax": "minmax",
+        "memoryless_minmax": "minmax",
+        "mse": "mse",
+        "memoryless_mse": "mse",
+    }
+    if value not in meanings:
+        raise RecipeError(f"observer={value!r} is not offered: expected one of {', '.join(meanings)}.")
+    return {"scale": meanings[value]}
+
+
+def _ignored(value: Any) -> dict[str, Any]:
+    """llm-compressor's list: names, or regular expressions behind "re:"."""
+    patterns = [value] if isinstance(value, str) else list(value or ())
+    return {"ignore": tuple(p.removeprefix("re:") for p in patterns)}
+
+
+def _dynamic(value: Any) -> dict[str, Any]:
+    if any(not key.startswith("-:") for key in value):
+        raise RecipeError("dynamic: only '-:regex' (leave these layers as they are) is offered; use ignore.")
+    return {"ignore": tuple(key.removeprefix("-:") for key in value)}
+
+
+SPELLINGS: Mapping[str, str | Callable[[Any], dict[str, Any]]] = {
+    "w_bit": "bits",
+    "wbits": "bits",
+    "num_bits": "bits",
+    "weight_bit_width": "bits",
+    "scheme": _scheme,
+    "group_size": _group_size,
+    "groupsize": _group_size,
+    "weight_group_size": _group_size,
+    "strategy": _strategy,
+    "sym": "symmetric",
+    "desc_act": _order,
+    "act_order": _order,
+    "actorder": _order,
+    "damp_percent": "damp",
+    "dampening_frac": "damp",
+    "percdamp": "damp",
+    "static_groups": _static_groups,
+    "mse": _mse,
+    "observer": _observer,
+    "nsamples": "samples",
+    "num_calibration_samples": "samples",
+    "num_samples": "samples",
+    "max_seq_length": "seqlen",
+    "model_seqlen": "seqlen",
+    "sequence_length": "seqlen",
+    "bpw": "rate",
+    "target_rate": "rate",
+    "target_bpw": "rate",
+    "dataset": "calibration",
+    "calibration_dataset": "calibration",
+    "ignore": _ignored,
+    "ignore_layers": _ignored,
+    "dynamic": _dynamic,
+    "checkpoint_format": "format",
+}

@@ -1,0 +1,1 @@
+"""What was measured of a run: the data, sentences about it, and the HTML page."""

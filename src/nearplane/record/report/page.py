@@ -1,0 +1,318 @@
+"""The report of a run: one HTML page, from the record of its checkpoint alone. Needs no torch and no network.
+
+What the page says. Its figures are in `figures.py` and `drawing.py`, how it looks in `page.html`, what it does in
+`page.js`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+from statistics import median
+
+from nearplane.errors import first_few, printable
+from nearplane.recipe.sizes import counted, size_text
+from nearplane.record.record import LayerRecord, RunRecord
+from nearplane.record.report.drawing import NO_VALUE, TIMES, percent, short
+from nearplane.record.report.figures import figures, kinds, legend
+from nearplane.record.report.tuning_section import tuning
+from nearplane.record.words import calibrated, remarks
+
+
+def render(record: RunRecord) -> str:
+    """Return the page: the same text for the same record."""
+    parts = files(__package__)
+    script = parts.joinpath("page.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    sections = (_headline, _heed, _terms, legend, figures, tuning, _table, _making)
+    body = "\n".join(part for section in sections if (part := section(record)))
+    broad = min(9.0, max(1.0, 800 / max(1, len(record.layers))))
+    holes = {
+        "title": escape(printable(f"{_model(record)} at {record.rate:.3f} bits per weight")),
+        "digest": digest,
+        "broad": f"{broad:.1f}",
+        "body": "\n".join(map(printable, body.split("\n"))),
+        "script": script,
+    }
+    page = parts.joinpath("page.html").read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda hole: holes[hole[1]], page)
+
+
+def _model(record: RunRecord) -> str:
+    """Return the model's name: that on the hub, or of its folder."""
+    local = record.source.startswith((".", "/", "~")) or record.source.count("/") > 1 or "\\" in record.source
+    return re.split(r"[/\\]", record.source.rstrip("/\\"))[-1] if local else record.source
+
+
+def _time(record: RunRecord) -> str:
+    """Return how long the run took; nothing for a record inside a file, which tells no times."""
+    return f"{record.seconds:,.1f} s " if record.seconds else ""
+
+
+def _headline(record: RunRecord) -> str:
+    """Say what was made of what, in six numbers."""
+    scheme = record.recipe.scheme
+    how = scheme.title if record.entropy is not None else f"{scheme.title} ({record.recipe.format})"
+    cards = "".join(
+        f"<div><dt>{escape(what)}</dt><dd>{escape(value)}</dd><dd>{breakable(more)}</dd></div>"
+        for what, value, more in _cards(record)
+    )
+    made = f"Weights {how} by {scheme.solver}, {calibrated(record)}; {_time(record)}on {record.device}."
+    return (
+        f"<header><h1>{escape(_model(record))} at {record.rate:.3f} bits per weight</h1>"
+        f'<p class="soft">{escape(made)}</p><dl class="cards">{cards}</dl></header>'
+    )
+
+
+def breakable(text: str) -> str:
+    """Return a text as HTML in which names may break behind their dots."""
+    return re.sub(r"\.(?=\w)(?!\d+ )", ".<wbr>", escape(text))
+
+
+def _cards(record: RunRecord) -> list[tuple[str, str, str]]:
+    """Return (what, value, more) of the numbers that matter most."""
+    layers, (asked, unit) = record.layers, record.recipe.scheme.asked or (None, "")
+    weights = sum(layer.out_features * layer.in_features for layer in layers)
+    wish = f"asked for: {asked:g}; " if unit == "bits per weight" else ""
+    cards = [
+        ("bits per weight", f"{record.rate:.3f}", f"{wish}every byte of the quantized layers counted"),
+        (
+            "checkpoint folder",
+            size_text(record.folder),
+            (f"at most: {size_text(int(asked or 0))}; " if unit == "bytes" else "")
+            + f"weight files {size_text(record.bytes)}, of them not quantized {size_text(record.overhead)}",
+        ),
+        ("layers quantized", f"{len(layers):,}", f"{weights:,} weights"),
+    ]
+    if layers:
+        worst = max(layers, key=lambda layer: layer.relative_loss)
+        cards.append(("worst relative loss", percent(worst.relative_loss), worst.name))
+    if extra := [(layer.extra_relative_loss, layer.name) for layer in layers if layer.extra_relative_loss is not None]:
+        most, name = max(extra)
+        windows = f"{record.extra_windows} windows to which nothing was fitted"
+        cards.append(("worst on extra windows", percent(most), f"{name}, {windows}"))
+    if known := [layer for layer in layers if layer.above_limit is not None and math.isfinite(layer.above_limit)]:
+        sizes = [layer.out_features * layer.in_features for layer in known]
+        above = sum((layer.above_limit or 0.0) * own for layer, own in zip(known, sizes, strict=True)) / sum(sizes)
+        of = "" if len(known) == len(layers) else f" of {counted(len(known), 'layer')}"
+        cards.append(("bits above the limit", f"{above:.3f}", f"mean over the weights{of}; a Gaussian reference"))
+    if gains := [layer.nearest_loss / layer.loss for layer in layers if layer.nearest_loss and layer.loss > 0]:
+        there = [x.extra_nearest_loss / x.extra_loss for x in layers if x.extra_nearest_loss and x.extra_loss]
+        other = f"; {median(there):.2f} {TIMES} on extra windows" if there else ""
+        cards.append(
+            (
+                "rounding to nearest",
+                f"{median(gains):.2f} {TIMES}",
+                f"the loss, with the same steps (median layer){other}",
+            )
+        )
+    return cards
+
+
+def _heed(record: RunRecord) -> str:
+    """Say in words what is wrong or was left out."""
+    said = "".join(f"<li>{_code(sentence)}</li>" for sentence in findings(record))
+    if not said:
+        return '<p class="fine">Nothing was left out, no input is dead, and no row clips.</p>'
+    return f'<section class="heed"><h3>To know before you trust it</h3><ul>{said}</ul></section>'
+
+
+def _code(text: str) -> str:
+    """Return a text as HTML, what is between backticks as code."""
+    return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text))
+
+
+def findings(record: RunRecord) -> list[str]:
+    """Return a sentence for everything that is wrong, was left out, or makes a bound void."""
+    layers, found = record.layers, [_sentence(said) for said in remarks(record)]
+    if clipped := [layer for layer in layers if layer.clipped_rows]:
+        most = max(clipped, key=lambda layer: layer.clipped_rows)
+        found.append(
+            f"Rows clip in {len(clipped)} of {counted(len(layers), 'layer')}: some of their targets lay outside the "
+            "grid. Worst case, expected loss and gamma hold for none of these rows; the losses themselves are exact. "
+            f"Share of rows that clip: median layer {percent(median(layer.clipped_rows for layer in clipped))}, most "
+            f"{percent(most.clipped_rows)} ({most.name})."
+        )
+    if beyond := [x.name for x in layers if x.worst_case is not None and x.damped_loss > x.worst_case * (1 + 1e-9)]:
+        found.append(
+            f"{counted(len(beyond), 'layer')} lost more than the worst case of rows that do not clip: {first_few(beyond)}."
+        )
+    if worse := [layer.name for layer in layers if layer.nearest_loss is not None and layer.nearest_loss < layer.loss]:
+        found.append(
+            f"Rounding to nearest would have lost less on the calibration text in {counted(len(worse), 'layer')}: "
+            f"{first_few(worse)}."
+        )
+    return found
+
+
+def _sentence(text: str) -> str:
+    """Return a text with a capital letter and a full stop."""
+    return f"{text[:1].upper()}{text[1:].removesuffix('.')}."
+
+
+TERMS = {
+    "bits per weight": f"Size of a layer's tensors in the file: 8 {TIMES} bytes / weights, steps, tables and all.",
+    "relative loss": "The error that rounding adds to a layer's outputs on the calibration text, as a share of the "
+    "outputs, both squared: 0.01 is 1 %, or 20 dB below. It compares layers.",
+    "loss": "The same without the share: mean squared error of an output, divided by the number of inputs. Unit: that "
+    "of an output, squared.",
+    "on extra windows": "How far outputs are from those of the original network, on windows of the text to which "
+    "nothing was fitted: with what the layers before lost, so more than the relative loss. If much more, there were too few "
+    "tokens.",
+    "nearest / this": "How many times the loss would be if every weight were rounded to nearest, with the same steps.",
+    "worst case, expected": "What Babai's theorem allows at most, and a third of that, which it makes probable. They "
+    "bound the loss under the damped Hessian, row by row, where nothing clips.",
+    "gamma": "No codes with the same steps have an error (a root mean square) below 1 / gamma of this one, in rows "
+    "that do not clip.",
+    "clipped": "Codes whose target lay outside the grid, and rows with such a code.",
+    "bits above the limit": "Bits per weight in the file less the fewest with which any code reaches this loss on "
+    "Gaussian weights, under the same Hessian. A reference, not a strict bound for real weights.",
+    "correction": "How far targets moved from the original weights to make up for what the layers before lost: 0 not "
+    "at all, 1 all the way.",
+    "dead": "Inputs that were 0 for every calibration token.",
+}
+
+
+def _terms(record: RunRecord) -> str:
+    """Explain the words of the page that this record has."""
+    absent = {
+        "on extra windows": all(layer.extra_loss is None for layer in record.layers),
+        "nearest / this": all(layer.nearest_loss is None for layer in record.layers),
+        "worst case, expected": all(layer.worst_case is None for layer in record.layers),
+        "gamma": all(layer.gamma is None for layer in record.layers),
+        "clipped": record.entropy is not None,
+        "bits above the limit": all(layer.limit is None for layer in record.layers),
+    }
+    terms = "".join(
+        f"<div><dt>{escape(word)}</dt><dd>{escape(meaning)}</dd></div>"
+        for word, meaning in TERMS.items()
+        if not absent.get(word)
+    )
+    return f'<details open><summary>How to read this</summary><dl class="terms two">{terms}</dl></details>'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One column of the table.
+
+    Args:
+        head: Its heading.
+        value: What it sorts by; None where a layer has none.
+        text: What it shows; default: three digits.
+    """
+
+    head: str
+    value: Callable[[LayerRecord], float | None]
+    text: Callable[[LayerRecord], str] | None = None
+
+
+def _ratio(part: float | None, of: float | None) -> float | None:
+    """Return part / of, None where it is not known or not defined."""
+    return part / of if part is not None and of is not None and of > 0 else None
+
+
+def _grid_bits(layer: LayerRecord) -> float | None:
+    """Return the bits of a code and its share of a 16-bit step."""
+    format = layer.number_format
+    return None if not format.bits else format.bits + 16 / (format.group or layer.in_features)
+
+
+def _columns(record: RunRecord) -> list[Column]:
+    """Return the columns of the table but the first, which holds names."""
+    grids = record.entropy is None
+    choice = (
+        Column(
+            head="grid",
+            value=_grid_bits,
+            text=lambda x: x.format,
+        )
+        if grids
+        else Column(head="asked rate", value=lambda x: x.asked, text=lambda x: f"{x.asked:.3f}")
+    )
+    return [
+        Column(
+            head="shape",
+            value=lambda x: x.out_features * x.in_features,
+            text=lambda x: f"{x.out_features} {TIMES} {x.in_features}",
+        ),
+        choice,
+        Column(head="bits / weight", value=lambda x: x.rate, text=lambda x: f"{x.rate:.3f}"),
+        Column(head="relative loss", value=lambda x: x.relative_loss),
+        Column(head="relative loss on extra windows", value=lambda x: x.extra_relative_loss),
+        Column(head="loss", value=lambda x: x.loss),
+        Column(head="nearest / this", value=lambda x: _ratio(x.nearest_loss, x.loss)),
+        Column(head="nearest / this on extra windows", value=lambda x: _ratio(x.extra_nearest_loss, x.extra_loss)),
+        Column(head="worst case / this", value=lambda x: _ratio(x.worst_case, x.damped_loss)),
+        Column(head="gamma", value=lambda x: x.gamma),
+        Column(
+            head="clipped codes %",
+            value=lambda x: 100 * x.clipped if grids else None,
+            text=lambda x: f"{100 * x.clipped:.2f}",
+        ),
+        Column(
+            head="clipped rows %",
+            value=lambda x: 100 * x.clipped_rows if grids else None,
+            text=lambda x: f"{100 * x.clipped_rows:.2f}",
+        ),
+        Column(head="bits above limit", value=lambda x: x.above_limit, text=lambda x: f"{x.above_limit:.3f}"),
+        Column(head="correction", value=lambda x: x.correction, text=lambda x: f"{x.correction:.2f}"),
+        Column(head="dead", value=lambda x: x.dead, text=lambda x: str(x.dead)),
+        Column(head="bytes", value=lambda x: x.bytes, text=lambda x: f"{x.bytes:,}"),
+    ]
+
+
+def _table(record: RunRecord) -> str:
+    """Return the table of all layers, which sorts by every column."""
+    every = _columns(record)
+    columns = [column for column in every if any(column.value(layer) is not None for layer in record.layers)]
+    empty = [column for column in every if column not in columns]
+    left = f" No layer has a value for: {', '.join(column.head for column in empty)}." if empty else ""
+    heads = '<th scope="col" data-type="text" aria-sort="none"><button type="button">layer</button></th>' + "".join(
+        f'<th scope="col" data-type="number" aria-sort="none"><button type="button">{escape(column.head)}</button></th>'
+        for column in columns
+    )
+    kind = {layer: number for number, (_, members) in enumerate(kinds(record)) for layer in members}
+    rows = "\n".join(
+        f'<tr data-l="{index}" data-k="{kind[index]}"><td>{escape(layer.name)}</td>'
+        f"{''.join(_cell(column, layer) for column in columns)}</tr>"
+        for index, layer in enumerate(record.layers)
+    )
+    return (
+        '<h2 id="table">All layers</h2><p class="soft hint">Click on a heading to sort, again to turn it round; the '
+        f"filter above picks layers by name.{escape(left)}</p>"
+        '<div class="box" tabindex="0" role="region" aria-labelledby="table">'
+        f'<table id="layers"><thead><tr>{heads}</tr></thead><tbody>\n{rows}\n</tbody></table></div>'
+    )
+
+
+def _cell(column: Column, layer: LayerRecord) -> str:
+    """Return a cell: what it shows, and what it sorts by."""
+    value = column.value(layer)
+    if value is None or math.isnan(value):
+        return f'<td data-v="">{NO_VALUE}</td>'
+    text = column.text(layer) if column.text and math.isfinite(value) else short(value)
+    return f'<td data-v="{f"{value:.9g}".replace("inf", "Infinity")}">{escape(text)}</td>'
+
+
+def _making(record: RunRecord) -> str:
+    """Return what the run was told and what computed it."""
+    facts = {
+        "source": record.source,
+        "device": record.device,
+        "versions": ", ".join(f"{name} {version}" for name, version in sorted(record.versions.items())),
+        "tokens of the calibration, SHA-256": record.text or "none",
+        "record, SHA-256": record.digest or "none",
+    }
+    rows = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items())
+    return (
+        f'<details><summary>How it was made</summary><dl class="terms">{rows}</dl>'
+        f"<pre>{escape(record.recipe.to_json())}</pre></details>"
+        '<p class="soft">Written from the record of the checkpoint alone, <code>nearplane.json</code>; no weight was '
+        "read. <code>nearplane verify</code> measures it again.</p>"
+    )

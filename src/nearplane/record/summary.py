@@ -1,0 +1,185 @@
+"""What the command line says of a run, in words and tables: from its record alone. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from nearplane.recipe.sizes import counted, size_text, three_places
+from nearplane.record.record import LayerRecord, RunRecord
+from nearplane.record.words import calibrated, exceeding, left, remarks
+
+
+def summary(record: RunRecord, out: Path) -> Iterator[str]:
+    """Yield the lines that `nearplane quantize` prints."""
+    yield (
+        f"{len(record.layers)} layers quantized to {record.rate:.3f} bits per weight{_of_codes(record)} in "
+        f"{record.seconds:.1f} s: {out}"
+    )
+    memory = f", peak memory {size_text(record.peak_memory)}" if record.peak_memory else ""
+    yield (
+        f"weight files {size_text(record.bytes)}, the whole folder {size_text(record.folder)}, "
+        f"{calibrated(record)}{memory}"
+    )
+    if record.tuning is not None:
+        yield record.tuning.sentence()
+    yield from _losses(record)
+    yield from remarks(record)
+    if record.recipe.files.by_nearplane:
+        yield (
+            f'load it with nearplane.load("{out}"), or in transformers after nearplane.register(): without that call transformers '
+            f"stops with an error. For other programs: nearplane export"
+        )
+
+
+def _of_codes(record: RunRecord) -> str:
+    """Return how many of the bits are codes, where all layers have the same; the rest are steps and zero-points."""
+    formats = [layer.number_format for layer in record.layers]
+    widths = {format.bits for format in formats}
+    bits = widths.pop() if len(widths) == 1 else 0
+    if not bits or record.rate - bits < 0.01:
+        return ""
+    return f" (codes {bits}, steps{'' if formats[0].symmetric else ' and zero-points'} {record.rate - bits:.3f})"
+
+
+def tuned(record: RunRecord, out: Path) -> Iterator[str]:
+    """Yield the lines that `nearplane tune` prints."""
+    assert record.tuning is not None, "of a tuned checkpoint"
+    yield f"{record.tuning.sentence()}: {out}"
+    yield record.tuning.looked_at()
+    yield "losses are measured again, those before tuning stand in the record"
+    yield from _losses(record)
+    yield from exceeding(record)
+
+
+def _losses(record: RunRecord) -> Iterator[str]:
+    """Yield what was lost: on the extra windows where there are some, as losses on what was fitted look better than they are.
+
+    Those are of outputs against the original network's: what the layers before lost is in them.
+    """
+    where, there = "", ""
+    found = [
+        (layer.extra_relative_loss, layer.extra_nearest_loss, layer.extra_loss, layer.name)
+        for layer in record.layers
+        if layer.extra_relative_loss is not None
+    ]
+    if found:
+        where, there = f" on {counted(record.extra_windows, 'extra window')}, to which nothing was fitted", " there"
+    else:
+        found = [(layer.relative_loss, layer.nearest_loss, layer.loss, layer.name) for layer in record.layers]
+        if record.tokens and not record.extra_windows:
+            where = " on the tokens that were fitted, as the text has no windows besides"
+    worst, _, _, name = max(found, key=lambda losses: losses[0])
+    yield f"relative loss{where}: mean {sum(losses[0] for losses in found) / len(found):.2e}, worst {worst:.2e} ({name})"
+    better = sorted(nearest / loss for _, nearest, loss, _ in found if nearest and loss)
+    if record.tokens and better:
+        times = better[len(better) // 2]
+        yield f"rounding the same targets to nearest would lose {times:.1f} times as much{there} (median layer)"
+
+
+def layer_table(record: RunRecord) -> tuple[list[str], tuple[str, ...], Iterator[tuple[str, ...]], list[str]]:
+    """Return what `nearplane inspect` prints: lines before the table, its columns and rows, and lines after it."""
+    scheme, coded = record.recipe.scheme, record.entropy is not None
+    before = [
+        f"{record.source} quantized by {scheme.solver}, {record.recipe.format}, {record.device}"
+        + (f", {record.seconds:.1f} s" if record.seconds else ""),  # a record inside a file tells no times
+        f"{record.windows} windows of {record.seqlen} tokens, {record.extra_windows} extra; "
+        + ", ".join(f"{name} {number}" for name, number in record.versions.items()),
+    ]
+    if record.tuning is not None:
+        before += [record.tuning.sentence(), record.tuning.looked_at()]
+    after = [*left(record)]
+    after.append(f"total: {record.rate:.3f} bits per quantized weight, weight files {size_text(record.bytes)}")
+    if record.extra_windows:
+        after.insert(
+            0,
+            f"on extra: outputs against the original's, on {record.extra_windows} windows to which nothing was fitted",
+        )
+    if any(layer.worst_case and layer.clipped_rows for layer in record.layers):
+        after.insert(0, "* some rows clip: for them the worst case does not hold")
+    columns: tuple[str, ...]
+    if not coded:
+        columns = (
+            "layer",
+            "grid",
+            "bits/weight",
+            "relative loss",
+            "on extra",
+            "nearest/this",
+            "nearest/extra",
+            "bound/this",
+            "clipped %",
+            "above limit",
+            "correction",
+            "shape",
+        )
+        return before, columns, _grid_rows(record), after
+    columns = (
+        "layer",
+        "shape",
+        "asked",
+        "bits/weight",
+        "of it codes",
+        "limit",
+        "above it",
+        "relative loss",
+        "on extra",
+        "bound/this",
+        "correction",
+    )
+    after.insert(
+        0, "limit: least bits per weight for this loss on Gaussian weights; a reference, not a bound for real ones"
+    )
+    after.append(
+        f"of {record.rate:.3f} bits: codes {three_places(record.entropy)}, above the limit {three_places(record.above_limit)}; "
+        f"headers and all that is not quantized {size_text(record.overhead)}"
+    )
+    return before, columns, _coded_rows(record), after
+
+
+def _grid_rows(record: RunRecord) -> Iterator[tuple[str, ...]]:
+    for layer in record.layers:
+        yield (
+            layer.name,
+            layer.format,
+            f"{layer.rate:.3f}",
+            f"{layer.relative_loss:.3e}",
+            _power(layer.extra_relative_loss),
+            _ratio(layer.nearest_loss, layer.loss),
+            _ratio(layer.extra_nearest_loss, layer.extra_loss),
+            _bound(layer),
+            f"{100 * layer.clipped:.2f}",
+            three_places(layer.above_limit),
+            f"{layer.correction:.2f}",
+            f"{layer.out_features} x {layer.in_features}",
+        )
+
+
+def _coded_rows(record: RunRecord) -> Iterator[tuple[str, ...]]:
+    for layer in record.layers:
+        yield (
+            layer.name,
+            f"{layer.out_features} x {layer.in_features}",
+            three_places(layer.asked),
+            f"{layer.rate:.3f}",
+            three_places(layer.entropy),
+            three_places(layer.limit),
+            three_places(layer.above_limit),
+            f"{layer.relative_loss:.3e}",
+            _power(layer.extra_relative_loss),
+            _bound(layer),
+            f"{layer.correction:.2f}",
+        )
+
+
+def _bound(layer: LayerRecord) -> str:
+    """Return how many times the loss the worst case is, with a star where rows clip."""
+    return _ratio(layer.worst_case, layer.damped_loss) + ("*" if layer.worst_case and layer.clipped_rows else "")
+
+
+def _power(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3e}"
+
+
+def _ratio(value: float | None, of: float | None) -> str:
+    return f"{value / of:.2f}" if value and of else "-"

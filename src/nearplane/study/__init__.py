@@ -1,1 +1,0 @@
-"""What explains the mathematics and quantizes no model: two weights in the plane, their pictures, LLL reduction."""

@@ -1,0 +1,1 @@
+"""What the computer gives: device, ranks, memory, locks, whole files, progress."""

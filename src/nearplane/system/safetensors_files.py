@@ -1,0 +1,441 @@
+"""Folders of safetensors files: read tensors by name, write them shard by shard, mark what is not finished.
+
+Memory stays small: a reader opens a file only while it copies tensors out of it, a writer writes a shard as soon as it is
+given one. An index may hold checksums of its tensors; then whatever is read is checked. Knows tensors and names; not what
+they mean.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import zlib
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nearplane.errors import FormatError, ModelError
+from nearplane.system.json_file import read_object
+from nearplane.system.paths import INCOMPLETE
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MARK = "This checkpoint is not finished: the run that writes it is under way or died.\n"  # how that file begins
+NAMES = {  # of dtypes in safetensors, for those that are checked
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def checksum(tensor: Tensor) -> str:
+    """Return the CRC-32 of "DTYPE SIZE SIZE ..." and the bytes of a contiguous tensor on the CPU, as 8 hexadecimal digits."""
+    content = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    return f"{zlib.crc32(content, zlib.crc32(about(tensor).encode())):08x}"
+
+
+def about(tensor: Tensor) -> str:
+    """Return "DTYPE SIZE SIZE ..." of a tensor, with the dtype's name in safetensors."""
+    return " ".join([NAMES.get(tensor.dtype, str(tensor.dtype)), *map(str, tensor.shape)])
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or what a folder lists, is on disk; of folders only where the system can (some network drives cannot)."""
+    folder, windows = path.is_dir(), os.name == "nt"
+    if folder and windows:
+        return
+    number = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
+    try:
+        os.fsync(number)
+    except OSError as error:
+        if not folder or error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
+    finally:
+        os.close(number)
+
+
+def flush_all(folder: Path) -> None:
+    """Wait until all that a folder holds is on disk, and what it lists."""
+    for path in folder.rglob("*"):
+        flush(path)
+    flush(folder)
+
+
+def index_text(weight_map: Mapping[str, str], checksums: Mapping[str, str] | None, size: int) -> str:
+    """Return the index of shards: the file and, if there are any, the checksum of every tensor, and the bytes of all."""
+    index: dict[str, object] = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+    if checksums is not None:
+        index["checksums"] = dict(sorted(checksums.items()))
+    return json.dumps(index, indent=2) + "\n"
+
+
+def shard_size(tensors: Mapping[str, tuple[str, Sequence[int], int]]) -> int:
+    """Return the bytes of a safetensors file with tensors of these dtypes, shapes and bytes, to a few digits of its header."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    order = {"U8": 1, "I8": 1, "BOOL": 0, "BF16": 2, "F16": 2, "I16": 2, "I32": 4, "F32": 4, "I64": 8, "F64": 8}
+    for name, (dtype, shape, size) in sorted(tensors.items(), key=lambda each: (-order.get(each[1][0], 1), each[0])):
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, begin + size]}
+        begin += size
+    text = len(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode())
+    return 8 + -(-text // 8) * 8 + begin
+
+
+def refuse_unfinished(folder: Path) -> None:
+    """Raise ModelError if a folder is not whole."""
+    if (folder / INCOMPLETE).exists():
+        raise ModelError(f"{folder} is incomplete: a run that wrote it did not finish. Delete it and run again.")
+
+
+class TensorReader(ABC):
+    """The tensors of a checkpoint, by name, whatever files hold them.
+
+    Attributes:
+        folder: that holds them.
+        checksums: of every tensor, where the folder lists them beside.
+    """
+
+    folder: Path
+    checksums: dict[str, str] | None
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Return the names of all tensors, in file order."""
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor without reading it."""
+
+    @abstractmethod
+    def dtype(self, name: str) -> str:
+        """Return the safetensors dtype of a tensor ("BF16", "F32", ...) without reading it."""
+
+    @abstractmethod
+    def nbytes(self, name: str) -> int:
+        """Return the bytes of a tensor without reading it, whatever its dtype."""
+
+    @abstractmethod
+    def file(self, name: str) -> Path:
+        """Return the file that holds a tensor."""
+
+    @abstractmethod
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Read tensors into memory of their own; the files are closed again."""
+
+    def kept(self, name: str, tensor: Tensor) -> Tensor | None:
+        """Return what such files hold of a tensor that is not quantized, as it is read back; None where they need none of it."""
+        del name
+        return tensor
+
+
+class ShardReader(TensorReader):
+    """The tensors of a folder of safetensors files, by name.
+
+    Args:
+        folder: that holds them.
+        unfinished: whether it may be one that is being written.
+
+    Raises:
+        ModelError: the folder holds no safetensors files, or one is truncated or unreadable.
+    """
+
+    def __init__(self, folder: Path, *, unfinished: bool = False) -> None:
+        self.folder = folder
+        if not unfinished:
+            refuse_unfinished(folder)
+        self.checksums = None
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise ModelError(f"{folder} holds no .safetensors file. Convert the checkpoint with save_pretrained first.")
+        if (folder / INDEX).exists():
+            names, self.checksums = read_index(folder / INDEX)
+            files = [folder / name for name in names]
+        elif folder / SINGLE in files:
+            files = [
+                folder / SINGLE
+            ]  # others beside it (adapters, another layout of the same weights) are not the model
+        self._file: dict[str, Path] = {}
+        self._sizes: dict[Path, dict[str, int]] = {}
+        self._about: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for path in files:
+            with _opened(path) as file:
+                for name in file.keys():  # noqa: SIM118  (a safe_open handle is no mapping)
+                    view = file.get_slice(name)
+                    self._file[name] = path
+                    self._about[name] = (view.get_dtype(), tuple(view.get_shape()))
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors, in file order."""
+        return list(self._file)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor without reading it."""
+        return self._about[name][1]
+
+    def dtype(self, name: str) -> str:
+        """Return the safetensors dtype of a tensor ("BF16", "F32", ...) without reading it."""
+        return self._about[name][0]
+
+    def nbytes(self, name: str) -> int:
+        """Return the bytes of a tensor without reading it, whatever its dtype."""
+        path = self._file[name]
+        if path not in self._sizes:
+            with path.open("rb") as file:  # a file that safetensors opened before
+                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            spans = {key: entry["data_offsets"] for key, entry in header.items() if key != "__metadata__"}
+            self._sizes[path] = {key: end - begin for key, (begin, end) in spans.items()}
+        return self._sizes[path][name]
+
+    def file(self, name: str) -> Path:
+        """Return the file that holds a tensor."""
+        return self._file[name]
+
+    def check_complete(self) -> None:
+        """Check that the tensors are those that the index has checksums of.
+
+        Raises:
+            FormatError: there are no checksums, or a tensor is missing or too many.
+        """
+        if self.checksums is None:
+            raise FormatError(f"{self.folder / INDEX} holds no checksums, or is missing. Fetch it again.")
+        for name in [*self.checksums, *self._file]:
+            if name not in self._file or name not in self.checksums:
+                fault = (
+                    f"missing from {self.folder}" if name in self.checksums else f"not known to {self.folder / INDEX}"
+                )
+                raise FormatError(f"{name} is {fault}: files of two checkpoints, or damaged. Fetch the folder again.")
+
+    def verify(self) -> None:
+        """Check every tensor against the index's checksums, with all cores and without copying.
+
+        Raises:
+            FormatError: the folder is not complete, or a tensor is not what was written.
+        """
+        self.check_complete()
+        by_file: dict[Path, list[str]] = defaultdict(list)
+        for name, path in self._file.items():
+            by_file[path].append(name)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for path, names in by_file.items():
+                with _opened(path) as file:
+                    tensors = [file.get_tensor(name) for name in names]  # maps of the file, not copies
+                    for name, found in zip(names, pool.map(checksum, tensors), strict=True):
+                        self._check(name, found)
+
+    def _check(self, name: str, found: str) -> None:
+        if self.checksums is not None and self.checksums.get(name) != found:
+            raise FormatError(
+                f"{self._file[name]}: tensor {name} has the checksum {found}, {INDEX} says {self.checksums.get(name)}: "
+                f"one of them is damaged or belongs to another checkpoint. Fetch the folder again."
+            )
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Read tensors into memory of their own; the files are closed again.
+
+        Raises:
+            FormatError: a tensor is not what the index's checksums say.
+        """
+        wanted: dict[Path, list[str]] = defaultdict(list)
+        for name in names:
+            wanted[self._file[name]].append(name)
+        tensors: dict[str, Tensor] = {}
+        for path, group in wanted.items():
+            with _opened(path) as file:
+                for name in group:
+                    try:
+                        tensors[name] = file.get_tensor(name).clone()  # a clone: the map is given back with the file
+                    except SafetensorError as error:
+                        raise ModelError(
+                            f"{path}: tensor {name} cannot be read ({error}). Fetch the file again."
+                        ) from error
+                    if self.checksums is not None:
+                        self._check(name, checksum(tensors[name]))
+        return tensors
+
+
+def read_index(path: Path) -> tuple[list[str], dict[str, str] | None]:
+    """Return the names of the weight files and, if there are any, the checksums of tensors that an index lists.
+
+    A file is refused by its name if that leads out of the folder; what lies in the folder may be a link (the hub's cache is).
+
+    Raises:
+        ModelError: it is no index.
+    """
+    expected = "Expected an index of shards; fetch it again"
+    index = read_object(path, expected=expected, error=ModelError)
+    shards, sums = index.get("weight_map"), index.get("checksums")
+    for part, found in (("weight_map", shards), ("checksums", {} if sums is None else sums)):
+        if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+            raise ModelError(f"{path}: {part} is not an object that maps names to text. {expected}.")
+    assert isinstance(shards, dict), "was looked at"
+    names = sorted(set(shards.values()))
+    if not names:
+        raise ModelError(f"{path}: weight_map names no file. {expected}.")
+    for name in names:
+        if not inside(name):
+            raise ModelError(
+                f"{path} names the file {name!r}: a name that stays within the folder is expected, and ends in .safetensors. "
+                f"Do not use this checkpoint unless you trust who made it; fetch it again."
+            )
+    return names, sums
+
+
+def inside(name: str) -> bool:
+    """Whether this is the name of a safetensors file in a folder or below it."""
+    parts = re.split(r"[/\\]", name)
+    return name.endswith(".safetensors") and not {"", ".", ".."} & set(parts) and ":" not in name and name.isprintable()
+
+
+class _opened:  # noqa: N801  (a context manager used like a function)
+    """`safe_open` with an error that names the file."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.exists():
+            raise ModelError(f"{path} is missing: {INDEX} names it. Fetch it again.")
+        try:
+            self.file = safe_open(path, "pt")
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path} is not a readable safetensors file ({error}). Fetch it again.") from error
+
+    def __enter__(self) -> Any:
+        return self.file.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self.file.__exit__(*error)
+
+
+class ShardWriter:
+    """Writes a folder of `total` safetensors shards and their index; marked incomplete until `finish`.
+
+    Args:
+        folder: made if it is not there.
+        total: shards that will be written; None where that is not known before.
+        checksums: whether the index holds a checksum of every tensor.
+
+    Raises:
+        FormatError: a shard cannot be written, for example because the disk is full.
+    """
+
+    def __init__(self, folder: Path, total: int | None, *, checksums: bool = False) -> None:
+        self.folder, self.total = folder, total
+        self.checksums: dict[str, str] | None = {} if checksums else None
+        self.weight_map: dict[str, str] = {}
+        self.size = 0
+        self._count = 0
+        self._digests: dict[str, str] = {}  # of shards, as far as they were asked for
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / INCOMPLETE).exists():
+            (folder / INCOMPLETE).write_text(MARK)
+
+    def write(self, tensors: Mapping[str, Tensor]) -> int:
+        """Write one shard and return its size in bytes."""
+        self._count += 1
+        name = self._shard(self._count)
+        path = self.folder / name
+        tensors = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+        if self.checksums is not None:
+            self.checksums |= {key: checksum(value) for key, value in tensors.items()}
+        try:
+            save_file(tensors, path, {"format": "pt"})
+        except (SafetensorError, OSError) as error:
+            raise FormatError(
+                f"{path} could not be written ({error}). Free some space and run again; what is there is "
+                f"marked {INCOMPLETE} and does not load."
+            ) from error
+        path.chmod((self.folder / INCOMPLETE).stat().st_mode)  # safetensors makes files that only their owner may read
+        self.weight_map |= dict.fromkeys(tensors, name)
+        self.size += sum(value.nbytes for value in tensors.values())
+        return path.stat().st_size
+
+    def digests(self) -> dict[str, str]:
+        """Return the SHA-256 of every shard so far."""
+        self._digests |= {name: sha256(self.folder / name) for name in self.names if name not in self._digests}
+        return dict(self._digests)
+
+    def state(self) -> dict[str, Any]:
+        """Return as JSON what was written, for `go_on`; all shards are on disk then, whatever happens to the machine."""
+        for name in self.names:
+            if name not in self._digests:
+                flush(self.folder / name)
+        flush(self.folder)  # which lists them
+        return {
+            "digests": self.digests(),
+            "weight_map": self.weight_map,
+            "checksums": self.checksums,
+            "bytes": self.size,
+        }
+
+    def go_on(self, state: Mapping[str, Any]) -> None:
+        """Go on behind the shards of another writer; shards that it does not name are deleted.
+
+        Raises:
+            FormatError: one is missing, or is not what was written.
+        """
+        self._digests = dict(state["digests"])
+        for name, wanted in self._digests.items():
+            path = self.folder / name
+            if not path.is_file() or sha256(path) != wanted:
+                what = "is not what was written" if path.is_file() else "is missing"
+                raise FormatError(
+                    f"{path} {what}: the run that was stopped cannot be gone on with. Begin anew with --overwrite."
+                )
+        for path in self.folder.glob("*.safetensors"):
+            if path.name not in self._digests:
+                path.unlink()
+        self._count, self.size = len(self._digests), int(state["bytes"])
+        self.weight_map, self.checksums = dict(state["weight_map"]), state["checksums"]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the shards written so far."""
+        return [self._shard(number) for number in range(1, self._count + 1)]
+
+    def index(self, more: Mapping[str, int] | None = None) -> str:
+        """Return what the index says of the shards so far; of as many letters if another had `more` tensors of so many bytes."""
+        more = more or {}
+        checksums = None if self.checksums is None else self.checksums | dict.fromkeys(more, 8 * "0")
+        shards = self.weight_map | dict.fromkeys(more, self._shard(self._count + 1))
+        return index_text(shards, checksums, self.size + sum(more.values()))
+
+    def finish(self) -> None:
+        """Write the index and take the mark away. Call it last, when every other file of the folder is there."""
+        if self.total is None:
+            for name in set(self.weight_map.values()):
+                (self.folder / name).rename(self.folder / self._named(name))
+            self.weight_map = {key: self._named(name) for key, name in self.weight_map.items()}
+        elif self._count != self.total:
+            raise FormatError(f"{self.folder}: {self._count} shards were written where {self.total} were announced.")
+        (self.folder / INDEX).write_text(self.index())
+        flush_all(self.folder)  # or a power cut could leave the mark gone and files empty
+        (self.folder / INCOMPLETE).unlink()
+
+    def _shard(self, number: int) -> str:
+        return f"model-{number:05d}-of-{self.total or 0:05d}.safetensors"
+
+    def _named(self, name: str) -> str:
+        """Return the name of a shard now that their number is known."""
+        return name.replace("-of-00000.", f"-of-{self._count:05d}.")

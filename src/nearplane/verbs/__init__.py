@@ -1,0 +1,1 @@
+"""What a user does, one file a verb; `quantize.py` is the main path."""

@@ -1,0 +1,106 @@
+"""export(): a quantized checkpoint as a dense one that any program reads. One tensor is decoded at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from nearplane.errors import FormatError, ModelError, RecipeError
+from nearplane.formats.beside import CONFIG, copy_beside
+from nearplane.formats.config_file import WEIGHTS, json_text
+from nearplane.formats.container import check_apart, disk
+from nearplane.formats.folder import read_config
+from nearplane.formats.stored import quantization_of, reader_of
+from nearplane.formats.table import FORMATS
+from nearplane.loading.dense_network import decoded_tensors
+from nearplane.models.pretrained import empty_network
+from nearplane.system.output_folder import Unfinished
+from nearplane.system.safetensors_files import ShardWriter
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+SHARD = 2 * 10**9  # bytes of tensors, after which a new file is begun
+
+
+def export(
+    source: str | Path,
+    out: str | Path,
+    *,
+    format: str = "safetensors",
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
+    trust_remote_code: bool = False,
+) -> int:
+    """Write a quantized checkpoint with every weight decoded, and the tokenizer and other files beside it.
+
+    Args:
+        source: a folder that `quantize` wrote, or another one in a format that nearplane reads.
+        out: a new or empty folder. It is written beside it and renamed when it is whole, see `Unfinished`.
+        format: safetensors; of other ones the error says how they are had.
+        dtype: of the weights.
+        trust_remote_code: build the model with code that comes with the checkpoint, and copy it.
+
+    Returns:
+        Bytes of the weights.
+
+    Raises:
+        RecipeError: `out` is in use, or an option is unknown.
+        FormatError, ModelError: the checkpoint cannot be read, or `out` not be written.
+    """
+    source, out = Path(source).expanduser(), Path(out).expanduser()
+    if format != "safetensors":
+        raise RecipeError(
+            f"--format {format}: export writes safetensors alone, which any program reads. Other formats are solved for: quantize "
+            f"the original with nearplane quantize --format {format if format in FORMATS else 'gguf'}."
+        )
+    if dtype not in DTYPES:
+        raise RecipeError(f"dtype is {dtype!r}; expected one of {', '.join(DTYPES)}.")
+    if not source.is_dir():
+        raise ModelError(f"The folder {source} does not exist. Pass one that nearplane quantize wrote.")
+    if quantization_of(source) is None:
+        raise RecipeError(f"{source} is not quantized: its weights are dense as they are. Copy the folder.")
+    check_apart(out, source)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RecipeError(f"{out} exists and is not empty. Choose another folder, or empty it first.")
+    place = Unfinished(out)
+    check_apart(place.folder, source)
+    network = empty_network(source, trust_remote_code=trust_remote_code, reader=reader_of(source))
+    tensors = decoded_tensors(source, network)
+    with disk(out), place:
+        writer = ShardWriter(place.folder, None)
+        for shard in _shards(tensors, DTYPES[dtype]):
+            writer.write(shard)
+        copy_beside(source, place.folder, trust_remote_code=trust_remote_code)
+        try:
+            (place.folder / CONFIG).write_text(json_text(_dense(read_config(source), dtype)))
+            writer.finish()
+        except BaseException:
+            (place.folder / CONFIG).unlink(missing_ok=True)
+            raise
+    return writer.size
+
+
+def _shards(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
+    """Yield tensors in portions of about `SHARD` bytes, floating-point ones in `dtype`."""
+    portion: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if tensor.is_floating_point():
+            tensor = tensor.to(dtype)
+            if dtype == torch.float16 and not bool(torch.isfinite(tensor).all()):
+                raise FormatError(f"{name} has values that float16 does not hold. Export to bfloat16 or float32.")
+        if portion and sum(part.nbytes for part in portion.values()) + tensor.nbytes > SHARD:
+            yield portion
+            portion = {}
+        portion[name] = tensor
+    yield portion
+
+
+def _dense(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Return config.json without what it says of quantization, with the dtype wherever it names one."""
+    kept = {
+        name: value for name, value in config.items() if name not in ("quantization_config", "torch_dtype", WEIGHTS)
+    }
+    kept = {name: _dense(value, dtype) if isinstance(value, dict) else value for name, value in kept.items()}
+    return kept | ({"dtype": dtype} if {"dtype", "torch_dtype", "architectures"} & config.keys() else {})

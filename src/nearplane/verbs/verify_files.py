@@ -1,0 +1,144 @@
+"""What a checkpoint's files tell by themselves: hashes, sizes, and whether codes and steps are what the record says of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from nearplane.errors import FormatError, ModelError
+from nearplane.formats.beside import CONFIG
+from nearplane.formats.config_file import Quantized
+from nearplane.formats.container import written
+from nearplane.formats.find_record import record_inside
+from nearplane.formats.gguf.gguf_header import FILE, RECORD_KEY, read_header
+from nearplane.formats.stored import Stored
+from nearplane.formats.table import FORMATS
+from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.record.record import LayerRecord, RunRecord, contradictions, digest_of
+from nearplane.system.paths import RECORD
+from nearplane.system.safetensors_files import sha256
+from nearplane.verbs.verify_faults import Fault
+
+IGNORED = ("README", "LICENSE", "LICENCE", ".")  # beginnings of files that repositories add
+
+
+Shown = Callable[[Sequence[Any], str], Iterable[Any]]  # passes items through and shows how far they are, with a label
+
+
+def files(folder: Path, record: RunRecord, shown: Shown) -> Iterator[Fault]:
+    """Compare every file with its hash."""
+    if (has := digest_of((folder / RECORD).read_text(encoding="utf-8"))) != record.digest:
+        yield Fault(where=RECORD, what=f"it has the digest {has[:16]}.., and says {record.digest[:16]}..")
+    found = names(folder) - {RECORD}
+    for name in sorted(found - record.files.keys()):
+        if not name.startswith(IGNORED):
+            yield Fault(where=name, what="the record does not know this file")
+    for name, wanted in shown([*record.files.items()], "hashing files"):
+        if name not in found:
+            yield Fault(where=name, what="the file is missing")
+        elif (has := sha256(folder / name)) != wanted:
+            yield Fault(where=name, what=f"it has the SHA-256 {has[:16]}.., the record says {wanted[:16]}..")
+
+
+def inside(folder: Path, record: RunRecord) -> Iterator[Fault]:
+    """Compare the record in a GGUF, where it has one, with that beside it."""
+    path = folder / FILE
+    if not path.is_file():
+        return
+    try:
+        if read_header(path).fields.get(RECORD_KEY, "").strip() and record_inside(path) != record.inside():
+            yield Fault(where=FILE, what=f"the record in it says something else than {RECORD} beside it")
+    except (FormatError, ModelError) as error:
+        yield Fault(where=FILE, what=str(error))
+
+
+def sums(folder: Path, record: RunRecord) -> Iterator[Fault]:
+    """Add up what the record says in two places."""
+    known = sorted({RECORD, *record.files} & set(names(folder)))
+    shards = sum((folder / name).stat().st_size for name in known if shard(name))
+    if shards != record.bytes:
+        yield Fault(where=RECORD, what=f"the weight files have {shards:,} bytes, the record says {record.bytes:,}")
+    size = sum((folder / name).stat().st_size for name in known)
+    if size != record.folder:
+        yield Fault(where=RECORD, what=f"the files have {size:,} bytes, the record says {record.folder:,}")
+    if record.tokens != record.windows * record.seqlen:
+        yield Fault(where=RECORD, what=f"{record.windows} windows of {record.seqlen} are not {record.tokens:,} tokens")
+    for name, count in Counter(layer.name for layer in record.layers).items():
+        if count > 1:
+            yield Fault(where=name, what=f"the record has {count} certificates of it")
+    for layer, what in contradictions(record):
+        yield Fault(where=layer.name, what=what)
+
+
+def names(folder: Path) -> set[str]:
+    """Return the files in a folder and below; what the record names is looked for among these, never opened by its name."""
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def shard(name: str) -> bool:
+    """Return whether a file holds tensors."""
+    return name.endswith((".safetensors", ".gguf"))
+
+
+def opened(folder: Path, faults: list[Fault]) -> Stored | None:
+    """Return the tensors of a checkpoint, or None and one fault more where they cannot be read."""
+    try:
+        return Stored(folder)
+    except (FormatError, ModelError) as error:
+        faults.append(Fault(where=str(folder), what=str(error)))
+        return None
+
+
+def layers(stored: Stored, record: RunRecord, sound: set[str], shown: Shown) -> Iterator[Fault]:
+    """Compare the tensors of every layer with the record, one in memory at a time; `sound` gets the names of good ones."""
+    recipe = record.recipe.grouped(layer.in_features for layer in record.layers)
+    known = {layer.stored: layer for layer in record.layers}
+    format = FORMATS[str(recipe.format)]
+    described = format.config.describe(Quantized(scheme=recipe.scheme, quantized=list(known), version=""))
+    if stored.layers != format.layers.configured(described):
+        yield Fault(where=CONFIG, what=f"its quantization_config is not that of {recipe.format} as the recipe has it")
+    for name, text in stored.says().items():  # read first by some programs
+        again = stored.reader.folder / name
+        if again.is_file() and again.read_bytes() != text.encode():
+            yield Fault(where=name, what=f"it is not the quantization_config of {CONFIG}")
+    there = dict.fromkeys(stored.names())
+    for name in there:
+        if name not in known:
+            yield Fault(where=name, what=f"a quantized layer that {RECORD} does not know")
+    for layer in shown(record.layers, "checking layers"):
+        if layer.stored not in there:
+            yield Fault(where=layer.name, what=f"no tensors named {layer.stored} in the weight files")
+            continue
+        try:
+            tensors = stored.tensors(layer.stored)
+            matrix = stored.matrix(layer.stored, tensors)
+        except (FormatError, ModelError) as error:
+            yield Fault(where=layer.name, what=str(error))
+            continue
+        found = written(tensors)
+        if found.checksum != layer.checksum:
+            yield Fault(
+                where=layer.name,
+                what=f"its tensors have the SHA-256 {found.checksum[:16]}.., the record says {layer.checksum[:16]}..",
+            )
+        if found.bytes != layer.bytes:
+            yield Fault(
+                where=layer.name, what=f"its tensors have {found.bytes:,} bytes, the record says {layer.bytes:,}"
+            )
+        faults = list(_of_the_grid(matrix, layer))
+        yield from (Fault(where=layer.name, what=what) for what in faults)
+        if not faults:
+            sound.add(layer.name)
+
+
+def _of_the_grid(matrix: QuantizedMatrix, layer: LayerRecord) -> Iterator[str]:
+    """Yield what is wrong with codes and grid of a layer by themselves."""
+    shape, format = tuple(matrix.codes.shape), layer.number_format
+    if shape != (layer.out_features, layer.in_features):
+        yield f"the matrix is {shape[0]} x {shape[1]}, the record says {layer.out_features} x {layer.in_features}"
+        return
+    if not format.bits and layer.base is None:
+        yield "the record says no step of it, which entropy-coded weights have"
+    yield from matrix.grid.unlike(format, matrix.codes)

@@ -1,0 +1,103 @@
+"""The walk as a context over stages: it waits for what is written, lets go of what it held, and bounds what experts take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import nearplane
+from alive import living, paused
+from families import VOCABULARY, config_of, random_model
+from nearplane.calibration.walk import walk
+from nearplane.calibration.windows import Windows
+from nearplane.lattice.moments import Moments
+from nearplane.models.model import open_model
+from nearplane.system.device import Device
+
+WINDOWS = Windows(seqlen=20, fitted=torch.randint(3, VOCABULARY, (14, 20), generator=torch.Generator().manual_seed(1)))
+CPU = Device(torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    def saved(family: str, experts: int = 0) -> Path:
+        folder = tmp_path_factory.mktemp(family)
+        changes = {"num_experts": experts, "num_local_experts": experts} if experts else {}
+        random_model(config_of(family, **changes)).save_pretrained(folder)
+        return folder
+
+    return saved
+
+
+def test_it_refuses_to_go_on_before_a_stage_is_written(folder_of: Callable[[str], Path]) -> None:
+    recipe = nearplane.Recipe.from_spellings(bits=3, group_size=16)
+    with walk(open_model(str(folder_of("llama"))), recipe, WINDOWS, device=CPU) as stages:
+        first = next(stages)
+        assert [layer.name.rpartition(".")[2] for layer in first.layers] == ["q_proj", "k_proj", "v_proj"]
+        with pytest.raises(RuntimeError, match=r"q_proj.* was not written\. Call stage\.write before the next stage"):
+            next(stages)
+
+
+def test_writing_lets_go_of_the_inputs_and_wants_the_values_of_every_layer(folder_of: Callable[[str], Path]) -> None:
+    recipe = nearplane.Recipe.from_spellings(bits=3, group_size=16)
+    with walk(open_model(str(folder_of("llama"))), recipe, WINDOWS, device=CPU) as stages:
+        stage = next(stages)
+        assert living(Moments) != []
+        with pytest.raises(ValueError, match="shorter"):
+            stage.write([None])
+        stage.write([None, torch.ones(stage.layers[1].shape), None])
+        assert living(Moments) == []
+        assert stage.layers[1].read().unique().tolist() == [1.0]
+
+
+@pytest.mark.parametrize("broken", ["q_proj", "o_proj", "down_proj", None])
+def test_nothing_is_left_after_an_error_or_a_break(broken: str | None, folder_of: Callable[[str], Path]) -> None:
+    """No hook, no paused forward, no weight of a block; `None`: the loop is left without an error."""
+    recipe = nearplane.Recipe.from_spellings(bits=3, group_size=16)
+    model = open_model(str(folder_of("llama")))
+    error = None
+    try:
+        with walk(model, recipe, WINDOWS, device=CPU) as stages:
+            for stage in stages:
+                if broken is None and stage.blocks:
+                    break
+                if broken is not None and stage.layers and broken in stage.layers[0].name:
+                    raise OSError("in the body")
+                stage.write([None for _ in stage.layers])
+    except OSError as raised:
+        error = raised  # and with it every frame that it passed
+    assert (error is None) == (broken is None)
+    assert paused() == []
+    assert [name for name, module in model.network.named_modules() if hooks(module)] == []
+    assert all(parameter.is_meta for parameter in model.network.parameters())
+    assert all(block.original is None and block.quantized is None for block in model.blocks)
+
+
+def hooks(module: torch.nn.Module) -> int:
+    return len(module._forward_hooks) + len(module._forward_pre_hooks)
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_experts_take_no_more_memory_however_many_there_are(
+    together: int, folder_of: Callable[[str, int], Path]
+) -> None:
+    """The moments that are in memory while experts are solved are those of one chunk, for 4 experts and for 64."""
+    recipe = nearplane.Recipe.from_spellings(bits=3, group_size=16, correct=False)
+    most = {}
+    for experts in (4, 64):
+        sizes, solved = [], 0
+        with walk(
+            open_model(str(folder_of("qwen3_moe", experts))), recipe, WINDOWS, device=CPU, experts=together
+        ) as stages:
+            for stage in stages:
+                if stage.layers and stage.layers[0].routed:
+                    solved += len(stage.layers)
+                    held = {id(moments.H): moments.H.nbytes for moments in living(Moments)}
+                    sizes.append(sum(held.values()))
+                stage.write([None for _ in stage.layers])
+        assert solved == 3 * experts * len(open_model(str(folder_of("qwen3_moe", experts))).blocks)
+        most[experts] = max(sizes)
+    assert most[4] == most[64]

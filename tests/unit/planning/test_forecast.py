@@ -1,0 +1,123 @@
+"""A run says its memory and time before and after its first block; --memory is kept, or refused with what works."""
+
+import re
+
+import pytest
+
+import nearplane
+from families import config_of, random_model
+from killing import contents
+from nearplane import RecipeError
+from nearplane.calibration.memory_setting import MemorySetting, batch_of
+from nearplane.demo import CALIBRATION, MODEL
+from nearplane.planning.forecast import Forecast
+from nearplane.planning.memory_bound import settings
+from nearplane.record.record import read_record
+from test_journal import stopped_behind
+
+TEXT = dict(samples=24, seqlen=40, device="cpu", bits=4, group_size=16)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    config = config_of("llama", vocab_size=2048, num_hidden_layers=3, tie_word_embeddings=False)
+    random_model(config).float().save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((MODEL / name).read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(model, tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole") / "out"
+    nearplane.quantize(model, out, calibration=str(CALIBRATION), **TEXT)
+    return out
+
+
+def test_a_run_says_what_it_takes_before_it_begins_and_after_the_first_block(model, tmp_path, caplog) -> None:
+    with caplog.at_level("INFO", "nearplane"):
+        nearplane.quantize(model, tmp_path / "out", calibration=str(CALIBRATION), **TEXT)
+    size = r"([\d.]+ [MG]B)"
+    text = "\n".join(caplog.messages)
+    before = re.search(
+        rf"^quantizing takes at most {size} of memory \(while .*\) and at least .* for 1,080 tokens", text, re.M
+    )
+    after = re.search(
+        rf"^measured: the first block took {size} of at most {size} and .*; the 2 to come take about", text, re.M
+    )
+    assert before, text
+    assert after, text
+    assert before[1] == after[2]
+    assert text.count("measured: ") == 1
+
+
+def test_a_limit_that_is_too_small_is_refused_with_one_that_works(model, tmp_path) -> None:
+    with pytest.raises(RecipeError, match="is too small: the most economical settings need") as refused:
+        nearplane.quantize(model, tmp_path / "out", calibration=str(CALIBRATION), memory="20MB", **TEXT)
+    assert not (tmp_path / "out").exists()
+    least = re.search(r"Use --memory ([\d.]+GB) or fewer --samples", str(refused.value))
+    assert least is not None
+    record = nearplane.quantize(model, tmp_path / "out", calibration=str(CALIBRATION), memory=least[1], **TEXT)
+    assert read_record(tmp_path / "out").batch == record.batch
+
+
+@pytest.mark.parametrize("memory", ["a lot", "0", "-3GB"])
+def test_a_limit_that_is_no_size_is_refused(memory, model, tmp_path) -> None:
+    with pytest.raises(RecipeError, match=r"memory is .*; expected a number of bytes"):
+        nearplane.quantize(model, tmp_path / "out", calibration=str(CALIBRATION), memory=memory, **TEXT)
+
+
+def test_where_memory_is_not_known_no_limit_is_taken(model, tmp_path) -> None:
+    with pytest.raises(RecipeError, match="--memory: the memory of this run is not known before it"):
+        nearplane.quantize(model, tmp_path / "out", bits=4, group_size=16, solver="round-to-nearest", memory="8GB")
+
+
+@pytest.mark.parametrize(
+    ("room", "disk"), [(0, False), (0, True), (1 << 30, True)], ids=["passes", "passes and a file", "pauses and a file"]
+)
+def test_the_same_bytes_come_out_however_memory_is_spared(room, disk, model, whole, tmp_path, monkeypatch) -> None:
+    """But for the number of windows that pass at a time. And a run that was stopped goes on the same way."""
+    setting = MemorySetting(batch=8, room=room, disk=disk)
+    monkeypatch.setattr("nearplane.planning.start.forecast", lambda *_: Forecast(setting=setting))
+    monkeypatch.setattr("nearplane.system.journal_pages.SHARE", float("inf"))
+    monkeypatch.setattr("nearplane.verbs.quantize_journal.PAGE", 1 << 14)
+    stopped_behind(2, model, tmp_path / "out", monkeypatch, calibration=str(CALIBRATION), **TEXT)
+    nearplane.quantize(model, tmp_path / "out", calibration=str(CALIBRATION), **TEXT)
+    weights = {name: data for name, data in contents(tmp_path / "out").items() if name.endswith(".safetensors")}
+    assert weights == {name: data for name, data in contents(whole).items() if name.endswith(".safetensors")}
+    assert read_record(tmp_path / "out").batch is None
+    nearplane.verify(tmp_path / "out", against=model, calibration=str(CALIBRATION), device="cpu")
+
+
+@pytest.mark.parametrize("batch", [2, 8], ids=["fewer", "as usual"])
+def test_a_run_that_was_stopped_goes_on_with_as_many_windows_at_a_time(batch, model, tmp_path, monkeypatch) -> None:
+    """Whatever limit it then has; and `verify` takes as many."""
+    monkeypatch.setattr("nearplane.system.journal_pages.SHARE", float("inf"))
+    options = dict(calibration=str(CALIBRATION), **TEXT)
+    begun = Forecast(setting=MemorySetting(batch=batch, room=0))
+    with monkeypatch.context() as patch:
+        patch.setattr("nearplane.planning.start.forecast", lambda *_: begun)
+        stopped_behind(1, model, tmp_path / "out", monkeypatch, **options)
+    tried = []
+
+    def noted(*args, **keywords):
+        tried.extend(settings(*args, **keywords))
+        return tried
+
+    monkeypatch.setattr("nearplane.planning.forecast.settings", noted)
+    record = nearplane.quantize(model, tmp_path / "out", memory="100GB", **options)
+    assert {setting.batch for setting in tried} == {batch}
+    assert record.batch == (None if batch == batch_of(TEXT["seqlen"]) else batch)
+    nearplane.verify(tmp_path / "out", against=model, calibration=str(CALIBRATION), device="cpu")
+
+
+def test_tuning_keeps_to_no_limit(model, tmp_path) -> None:
+    with pytest.raises(RecipeError, match="--memory limits what quantizing takes, and tuning takes what it needs"):
+        nearplane.quantize(model, tmp_path / "out", calibration=str(CALIBRATION), memory="8GB", tune="network", **TEXT)
+
+
+def test_a_head_alone_at_a_rate_is_foreseen(model, tmp_path) -> None:
+    options = dict(rate=3.0, samples=24, seqlen=40, device="cpu", ignore=(r"model\.layers\.",), include_head=True)
+    record = nearplane.quantize(model, tmp_path / "out", calibration=str(CALIBRATION), **options)
+    assert [layer.name for layer in record.layers] == ["lm_head"]

@@ -1,0 +1,100 @@
+"""The bound counts what lives, settings spare memory in a fixed order, and the first that fits is chosen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from nearplane.calibration.memory_setting import MemorySetting
+from nearplane.planning.memory_bound import (
+    SLACK,
+    Blocks,
+    Bound,
+    Group,
+    Shapes,
+    bound,
+    choose,
+    multiplications,
+    settings,
+    waits,
+)
+from nearplane.planning.probe import Extent
+
+MB = 1 << 20
+GROUPS = (
+    Group(layers=((512, 512),) * 3, alive=4 * MB),
+    Group(layers=((512, 512),), alive=6 * MB, lost=((512, 512),)),
+    Group(layers=((1024, 512),) * 2, alive=5 * MB),
+    Group(layers=((512, 1024),), alive=9 * MB, lost=((512, 1024),)),
+)
+SHAPES = Shapes(
+    blocks=(Blocks(count=4, weights=2_500_000, groups=GROUPS),),
+    windows=30, extra=2, seqlen=512, hidden=512, vocabulary=1000, embeddings=512_000, ends=2_048_000, descents=4,
+)  # fmt: skip
+FREE = MemorySetting(batch=4, room=1 << 40)
+
+
+def test_what_waits_is_two_networks_at_a_stage_and_one_with_the_outputs_of_the_other_at_the_last() -> None:
+    held, state = waits(SHAPES, SHAPES.blocks[0], FREE), SHAPES.state
+    assert held == [32 * max(2 * state, 8 * MB), 32 * 12 * MB, 32 * 12 * MB, 32 * max(10 * MB, 9 * MB + state)]
+    assert waits(SHAPES, SHAPES.blocks[0], replace(FREE, room=32 * 8 * MB)) == held[:1]
+    assert waits(SHAPES, replace(SHAPES.blocks[0], pauses=False), FREE) == []
+
+
+def test_the_bound_does_not_grow_with_depth_and_the_multiplications_do() -> None:
+    deep = replace(SHAPES, blocks=(replace(SHAPES.blocks[0], count=40),))
+    assert bound(deep, FREE, 100 * MB) == bound(SHAPES, FREE, 100 * MB)
+    assert multiplications(deep) == pytest.approx(10 * multiplications(SHAPES))
+
+
+def test_the_slack_is_over_what_is_resident_and_what_lives() -> None:
+    with_libraries, without = bound(SHAPES, FREE, 500 * MB), bound(SHAPES, FREE, 0)
+    assert with_libraries.bytes - without.bytes == pytest.approx(SLACK * 500 * MB, abs=1)
+    waiting = max(waits(SHAPES, SHAPES.blocks[0], FREE))
+    assert without.bytes > SLACK * (waiting + 2 * 4 * SHAPES.blocks[0].weights)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"windows": 60},
+        {"seqlen": 1024, "hidden": 2048},
+        {"beam": 64},
+        {"vocabulary": 10**6, "backward": 4096},
+        {"probe": Extent(seen=10**5, travelling=4096, travellers=28, crossings=100, born=28)},
+    ],
+    ids=lambda more: " ".join(more),
+)
+def test_the_bound_grows_with_what_a_run_has_to_hold(more: dict[str, object]) -> None:
+    least = replace(FREE, room=0)
+    assert bound(replace(SHAPES, **more), least, 0).bytes > bound(SHAPES, least, 0).bytes
+
+
+def test_inputs_of_experts_are_kept_for_as_many_as_fit() -> None:
+    experts = replace(GROUPS[2], experts=8, routed=(16 * MB, 32 * MB))
+    kind = replace(SHAPES.blocks[0], groups=(*GROUPS[:2], experts), pauses=False)
+    shapes = replace(SHAPES, blocks=(kind,))
+    rooms = [bound(shapes, replace(FREE, room=room), 0).bytes for room in (0, 512 * MB, 1024 * MB)]
+    assert rooms == sorted(rooms)
+    assert rooms[0] < rooms[-1]
+
+
+def test_memory_is_spared_by_passes_then_on_disk_then_by_fewer_windows() -> None:
+    tried = list(settings(SHAPES, FREE, batches=True))
+    rooms = [setting.room for setting in tried]
+    assert tried[0] == FREE
+    assert rooms == sorted(rooms, reverse=True)
+    passes = next(index for index, setting in enumerate(tried) if setting.room == 0)
+    assert [(each.disk, each.batch) for each in tried[passes:]] == [(False, 4), (True, 4), (True, 2), (True, 1)]
+    assert not any(each.disk for each in tried[:passes])
+    assert {each.batch for each in settings(SHAPES, FREE, batches=False)} == {4}
+    bounds = [bound(SHAPES, each, 0).bytes for each in tried]
+    assert bounds[-1] == min(bounds) < bounds[0] / 2
+
+
+def test_the_first_that_fits_is_chosen_and_else_the_least() -> None:
+    bounds = [Bound(setting=FREE, bytes=size, while_="running a block") for size in (9, 7, 8, 5)]
+    assert choose(iter(bounds), 8) == (bounds[1], True)
+    assert choose(iter(bounds), 100) == (bounds[0], True)
+    assert choose(iter(bounds), 4) == (bounds[3], False)
