@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nearplane.errors import FormatError
-from nearplane.formats import compressed_tensors, gptq, native
+from nearplane.formats import compressed_tensors, gptq, mxfp4_packed, native
 from nearplane.formats.config_file import ConfigFile
 from nearplane.formats.container import Container, Place
 from nearplane.formats.folder import Folder
@@ -18,7 +18,7 @@ from nearplane.formats.gguf.gguf_reader import GGUFReader
 from nearplane.formats.layer_format import LayerFormat
 from nearplane.system.safetensors_files import ShardReader, TensorReader
 
-COMPRESSED = compressed_tensors.CompressedTensors((compressed_tensors.PackQuantized(),))
+COMPRESSED = compressed_tensors.CompressedTensors((compressed_tensors.PackQuantized(), mxfp4_packed.MXFP4Packed()))
 
 
 class Format(NamedTuple):

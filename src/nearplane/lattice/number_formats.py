@@ -129,7 +129,9 @@ TYPES: dict[str, BlockType] = {
 
 INTEGERS = "integers as int4-g128, int8-row, int3-g64-asym"  # names of which there are many, in sentences
 CODED = NumberFormat(name="coded", bits=0)  # codes without limits, entropy-coded
-FLOATS: tuple[NumberFormat, ...] = ()  # formats of levels, not even steps
+E2M1 = (-6.0, -4.0, -3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # four-bit floats, 0 once
+MXFP4 = NumberFormat(name="mxfp4", bits=4, group=32, levels=E2M1, steps="float8_e8m0fnu")
+FLOATS: tuple[NumberFormat, ...] = (MXFP4,)  # formats of levels, not even steps
 NAMED: dict[str, NumberFormat] = {each.name: each for each in (*TYPES.values(), *FLOATS, CODED)}
 
 

@@ -158,7 +158,7 @@ class BlockScheme(Scheme):
     """Codes on the grids of llama.cpp, whose steps are on two levels: files that it runs.
 
     Args:
-        grid: A number format by its name (int4-g128, int8-row, int3-g64-asym). Or, in a GGUF, a type of blocks of
+        grid: A number format by its name (int4-g128, int8-row, int3-g64-asym, mxfp4). Or, in a GGUF, a type of blocks of
             llama.cpp (q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k), or one of its mixes (q2_k_m, q3_k_m, q4_k_m,
             q5_k_m), or bits per weight in blocks, steps and all (4.5): every layer gets a type of its own, by measuring. Rows that
             blocks of 256 do not divide get the type that llama.cpp takes in its place.

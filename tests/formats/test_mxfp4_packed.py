@@ -1,0 +1,138 @@
+"""MXFP4 in compressed-tensors: bytes as its own package reads them, and through every verb on models of two dtypes."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationScheme
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+import nearplane
+from families import VOCABULARY
+from native_checkpoints import save_tiny
+from nearplane import RecipeError
+from nearplane.errors import FormatError
+from nearplane.formats.mxfp4_packed import MXFP4Packed
+from nearplane.formats.table import COMPRESSED
+from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.lattice.number_formats import MXFP4, number_format
+from nearplane.lattice.scale import Steps
+from nearplane.loading.dense_network import dense_network
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+LAYOUT = MXFP4Packed()
+
+
+@pytest.fixture
+def matrix(generator):
+    W = torch.randn(6, 64, generator=generator) * 2.0 ** torch.randint(-30, 30, (6, 1), generator=generator)
+    grid = Steps(format=MXFP4, search="mse", storage=torch.float16).grid(W)
+    return QuantizedMatrix(codes=grid.round(W)[0].int(), grid=grid)
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(VOCABULARY, (8, 40), generator=torch.Generator().manual_seed(0))
+
+
+def test_steps_are_powers_of_two_and_all_codes_are_read_back(matrix):
+    exponents = matrix.grid.scale.log2()
+    assert torch.equal(exponents, exponents.round())
+    every = replace(matrix, codes=torch.arange(15).repeat(6, 5)[:, :64].int())
+    for each in (matrix, every):
+        tensors = COMPRESSED.pack("a", each, torch.float16)
+        assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
+            "a.weight_packed": (6, 32), "a.weight_scale": (6, 2)
+        }  # fmt: skip
+        assert COMPRESSED.shape_of("a", tensors) == (6, 64)
+        assert COMPRESSED.unpack("a", tensors, MXFP4).same_as(each)
+        empty = COMPRESSED.empty("a", (6, 64), MXFP4, torch.float32)
+        assert {name: (t.shape, t.dtype) for name, t in empty.items()} == {
+            name: (t.shape, t.dtype) for name, t in tensors.items()
+        }
+
+
+def test_the_package_reads_the_same_values(matrix):
+    """compressed-tensors decodes to bfloat16, which holds these values exactly."""
+    tensors = {name.removeprefix("a."): tensor for name, tensor in LAYOUT.pack("a", matrix, torch.float16).items()}
+    scheme = QuantizationScheme(targets=["Linear"], weights=LAYOUT.weights(MXFP4, "natural"), format=LAYOUT.FORMAT)
+    decoded = BaseCompressor.get_value_from_registry(LAYOUT.FORMAT).decompress(tensors, scheme)["weight"]
+    assert decoded.dtype == torch.bfloat16
+    assert torch.equal(decoded.float(), matrix.decode())
+
+
+def test_the_bytes_of_a_few_weights():
+    """Of every level its nibble: sign, then the place of the magnitude; two a byte, the first in the lower half."""
+    values = torch.tensor([0, 0.5, -0.5, 1, -1, 1.5, 2, -2, 3, -3, 4, -4, 6, -6, -1.5, 0] * 2)[None] * 2.0**-3
+    grid = Steps(format=MXFP4, search="minmax", storage=torch.float16).grid(values)
+    tensors = LAYOUT.pack("a", QuantizedMatrix(codes=grid.round(values)[0].int(), grid=grid), torch.float16)
+    assert tensors["a.weight_scale"].tolist() == [[124]]
+    assert bytes(tensors["a.weight_packed"][0, :8].tolist()).hex() == "10293ac4d5e6f70b"
+
+
+def test_a_step_that_is_no_power_of_two_is_refused(matrix):
+    wrong = replace(matrix, grid=replace(matrix.grid, scale=matrix.grid.scale * 1.5))
+    with pytest.raises(FormatError, match="a step is no power of two"):
+        LAYOUT.pack("a", wrong, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_is_quantized_verified_loaded_and_read_by_transformers(tmp_path, tokens, dtype):
+    model, out = tmp_path / "model", tmp_path / "out"
+    save_tiny(model, "llama", dtype, **SIZES)
+    record = nearplane.quantize(model, out, grid="mxfp4", calibration=tokens)
+    assert {layer.format for layer in record.layers} == {"mxfp4"}
+    assert record.rate == 4.25
+    found = nearplane.verify(out, against=model, calibration=tokens)
+    assert found.faults == ()
+    assert found.measured
+    ours = dense_network(out, dtype=dtype)
+    options = {} if dtype == torch.bfloat16 else {"quantization_config": CompressedTensorsConfig(dequantize=True)}
+    theirs = AutoModelForCausalLM.from_pretrained(out, dtype=dtype, **options)
+    loaded = nearplane.load(out)
+    with torch.no_grad():
+        expected = ours(tokens).logits
+        assert torch.equal(theirs(tokens).logits, expected)
+        assert torch.equal(loaded(tokens).logits, expected)
+    nearplane.export(out, tmp_path / "dense", dtype="float32")
+    measured = [nearplane.evaluate(each, tokens, against=model) for each in (out, tmp_path / "dense")]
+    assert measured[0] == measured[1]
+
+
+def test_layers_may_be_integers_beside_it(tmp_path, tokens):
+    model, out = tmp_path / "model", tmp_path / "out"
+    save_tiny(model, "llama", torch.bfloat16, **SIZES)
+    layers = {"down_proj": {"grid": "int8-g32"}}
+    record = nearplane.quantize(model, out, grid="mxfp4", layers=layers, calibration=tokens)
+    assert {layer.format for layer in record.layers if "down_proj" in layer.name} == {"int8-g32"}
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert config["format"] == "mixed-precision"
+    assert nearplane.verify(out, against=model, calibration=tokens).faults == ()
+    theirs = AutoModelForCausalLM.from_pretrained(out)
+    with torch.no_grad():
+        assert torch.equal(theirs(tokens).logits, dense_network(out, dtype=torch.bfloat16)(tokens).logits)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"format": "gptq"}, "mxfp4 asked for; GPTQ holds integers"),
+        ({"format": "gguf"}, "mxfp4 asked for; a GGUF has 4, 5, 8 bits"),
+        ({"tune": "network"}, "has weights in mxfp4; so far integers"),
+        ({"bits": 3}, "bits is 3, but --grid mxfp4 says all"),
+        ({"rate": 3}, "grid is 'mxfp4' and rate 3"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(tmp_path, tokens, options, message):
+    save_tiny(tmp_path / "model", "llama", **SIZES)
+    with pytest.raises(RecipeError, match=message):
+        nearplane.quantize(tmp_path / "model", tmp_path / "out", grid="mxfp4", calibration=tokens, **options)
+
+
+def test_other_weights_in_the_config_are_refused_by_name():
+    weights = LAYOUT.weights(MXFP4, "natural")
+    assert LAYOUT.number_format(weights) is MXFP4 is number_format("mxfp4")
+    with pytest.raises(FormatError, match=r"weights\.group_size is 16, understood is 32"):
+        LAYOUT.number_format(weights | {"group_size": 16})
