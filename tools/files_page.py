@@ -45,7 +45,8 @@ def page(source: Path) -> str:
                 continue
             beside = [other for other in floor.split() if other != name]
             said = f" (beside {' and '.join(f'`{each}/`' for each in beside)})" if beside else ""
-            parts.append(f"\n## `{name}/`{said}\n\n{first_sentence(place / '__init__.py')}.\n\n")
+            sentence = fill(f"{first_sentence(place / '__init__.py')}.", 118, break_on_hyphens=False)
+            parts.append(f"\n## `{name}/`{said}\n\n{sentence}\n\n")
             for file in sorted(place.rglob("*.py")):
                 if file.name != "__init__.py":
                     said = f"- `{file.relative_to(place)}`: {first_sentence(file)}"
