@@ -166,7 +166,7 @@ class _Walk:
                 rest = unquantized(model, model.block_names(index))
                 with closing(observations(block, stream, recipe, self.setting.room)) as observed:
                     yield from self._through(observed, rest)
-            yield Stage(rest=rest, blocks=index + 1, stream=stream)
+            yield Stage(rest=rest, blocks=index + 1, stream=stream)  # the end of the block: no layers, a shard to write
         rest = unquantized(model, model.rest())
         if model.head is not None:
             if stream is not None:

@@ -1,8 +1,11 @@
-"""The main path: a model in a folder becomes a quantized checkpoint. Read this file and you have read the program.
+"""The main path: a model in a folder becomes a quantized checkpoint. Read this file first.
 
 A model is quantized one block at a time: its weights stay on disk, two activation streams (of the original and of the
-quantized network) pass through the block that is in memory, and each layer is written as soon as it is solved. What users call,
-`quantize`, is in `quantize_model.py`.
+quantized network) pass through the block that is in memory, and each layer is written as soon as it is solved.
+
+What users call, `quantize`, is in `quantize_api.py`. Behind this file, in the order of a run: `planning/start.py` decides,
+`calibration/walk.py` yields stages, `matrix/solve_layer.py` solves one layer, `quantize_run.py` gives it to the checkpoint,
+`formats/container.py` writes that and puts it in the place of OUT.
 """
 
 from __future__ import annotations
@@ -44,14 +47,14 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
             walk(model, run.recipe, windows, run.setting, moments=run.moments, resumed=journal) as stages,
         ):
             for stage in stages:  # layers that share one input
-                run.settle(stage)
+                run.settle(stage)  # what it may take; plain bits have nothing to settle
                 solved = None
                 while solved is None:  # once, but for the last layers of a --size
                     solved = run.pack(stage, solve_stage(stage, run))
                 stage.write(each.matrix.decode() for each in solved)  # the next stage sees quantized layers
                 run.add(stage, solved)  # record, journal; at the end of a block its shard
                 del solved  # its codes, before the next stage runs
-        return run.finished()
+        return run.finished()  # leaving the container writes record and config.json, then renames the folder to OUT
 
 
 def solve_stage(stage: Stage, run: Run) -> list[Solved]:
