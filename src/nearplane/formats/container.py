@@ -56,8 +56,8 @@ class Place:
 class Container(ABC):
     """Writes a checkpoint beside the place that it is for; nothing is touched before its `with` block begins.
 
-    Inside the block `out` is locked; see `Unfinished`, which also says what becomes of it. Call `seal`, or set `record_json`, before
-    the block ends: then the record and config.json are written and the folder takes the place of `out`. `config`, the
+    Inside the block `out` is locked; see `Unfinished`, which also says what becomes of it. Call `seal`, or set `record_json`,
+    before the block ends: then the record and config.json are written and the folder takes the place of `out`. `config`, the
     quantization_config, and `room`, the bytes that files keep free for a record of the run, may be set before the first layer.
 
     Args:
