@@ -29,11 +29,11 @@ from torch import Tensor
 
 from nearplane.errors import FormatError, ModelError, RecipeError, first_few, printable
 from nearplane.system.device import Device
-from nearplane.system.json_file import read_object
+from nearplane.system.files import flush, read_object, sha256
 from nearplane.system.matmul_library import slow_for_mkl
 from nearplane.system.output_folder import STATE
 from nearplane.system.paths import JOURNAL
-from nearplane.system.safetensors_files import INDEX, flush, read_index, sha256
+from nearplane.system.safetensors_files import INDEX, read_index
 
 VERSION = 4  # of the journal; no other is gone on with
 READ = {".safetensors", ".gguf", ".json", ".model", ".txt", ".jinja", ".py"}  # files of a model that count

@@ -26,10 +26,9 @@ from pathlib import Path
 from types import TracebackType
 
 from nearplane.errors import FormatError, NearplaneError, RecipeError
-from nearplane.system.lock import alone
+from nearplane.system.files import alone, flush, flush_all, swap
 from nearplane.system.paths import INCOMPLETE, JOURNAL, RECORD, UNFINISHED
-from nearplane.system.safetensors_files import MARK, flush, flush_all
-from nearplane.system.swap import swap
+from nearplane.system.safetensors_files import MARK
 
 SUFFIX = UNFINISHED
 STATE = "state.json"  # in the journal: what is there is enough to go on

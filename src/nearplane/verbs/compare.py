@@ -41,11 +41,12 @@ from nearplane.recipe.recipe import Calibration, Recipe, Way
 from nearplane.recipe.scheme import Format, Solver
 from nearplane.record.record import RunRecord, read_record, versions
 from nearplane.system.device import Device
+from nearplane.system.files import sha256
 from nearplane.system.journal_pages import told
 from nearplane.system.matmul_library import fastest
 from nearplane.system.paths import RECORD
 from nearplane.system.progress import Progress, logged, silent
-from nearplane.system.safetensors_files import refuse_unfinished, sha256
+from nearplane.system.safetensors_files import refuse_unfinished
 from nearplane.theory.hptq import hptq_layers, hptq_recipe
 from nearplane.verbs.compare_rows import Compared, Row
 from nearplane.verbs.evaluate import evaluate, load_dense

@@ -12,7 +12,7 @@ from torch import Tensor
 from nearplane.errors import FormatError, ModelError
 from nearplane.formats.gguf.gguf_header import BLOCKS, EVERY, FILE, LONG, SUMS, TENSORS, Info, apart, read_header
 from nearplane.formats.gguf.names import Rule, rule_of, unused
-from nearplane.system.json_file import read_object
+from nearplane.system.files import read_object
 from nearplane.system.safetensors_files import NAMES, TensorReader, refuse_unfinished
 
 DENSE = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # types that hold values as they are
