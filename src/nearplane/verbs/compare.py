@@ -32,6 +32,7 @@ from typing import Any
 
 from nearplane.calibration.windows import calibration_windows, check_tokens
 from nearplane.errors import RecipeError
+from nearplane.formats.journal_pages import told
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model, open_model
 from nearplane.models.pretrained import find_folder
@@ -42,7 +43,6 @@ from nearplane.recipe.scheme import Format, Solver
 from nearplane.record.record import RunRecord, read_record, versions
 from nearplane.system.device import Device
 from nearplane.system.files import sha256
-from nearplane.system.journal_pages import told
 from nearplane.system.matmul_library import fastest
 from nearplane.system.paths import RECORD
 from nearplane.system.progress import Progress, logged, silent

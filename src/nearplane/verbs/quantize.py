@@ -19,6 +19,7 @@ from nearplane.calibration.walk import Stage, walk
 from nearplane.calibration.windows import calibration_windows, check_tokens
 from nearplane.errors import RecipeError
 from nearplane.formats.container import Container, Place
+from nearplane.formats.journal_pages import told
 from nearplane.formats.table import open_container
 from nearplane.matrix.solve_layer import solve_layer
 from nearplane.models.model import Model
@@ -29,7 +30,6 @@ from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.sizes import bytes_in
 from nearplane.record.record import RunRecord, read_record, versions
 from nearplane.system.device import Device
-from nearplane.system.journal_pages import told
 from nearplane.system.memory import give_back_large
 from nearplane.system.paths import check_there
 from nearplane.system.progress import Progress, say_compiling, silent
