@@ -16,9 +16,9 @@ from families import config_of, random_model
 from killing import check_goes_on, check_goes_on_after_a_full_disk, check_goes_on_with_a_file_cut_short, contents
 from nearplane import FormatError, RecipeError
 from nearplane.demo import CALIBRATION, MODEL
+from nearplane.formats import journal_pages as notebook
 from nearplane.formats.gguf.gguf_header import read_header
 from nearplane.record.record import read_record
-from nearplane.system import journal_pages as notebook
 from nearplane.system.device import Device
 from nearplane.system.output_folder import Unfinished
 from nearplane.verbs import quantize_journal as journal

@@ -29,8 +29,8 @@ from nearplane.models.left_dense import left_dense, merged_experts
 from nearplane.models.model import Model, open_model
 from nearplane.models.unsupported import refuse_unsupported
 from nearplane.planning.plan import check_budget
-from nearplane.recipe.grids import BlockScheme
 from nearplane.recipe.recipe import LayerScheme, Recipe
+from nearplane.recipe.schemes import BlockScheme
 from nearplane.system.device import Device
 
 logger = logging.getLogger("nearplane")

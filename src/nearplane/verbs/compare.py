@@ -36,10 +36,9 @@ from nearplane.formats.journal_pages import told
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model, open_model
 from nearplane.models.pretrained import find_folder
-from nearplane.recipe.grids import GridScheme, fitting_group
-from nearplane.recipe.rates import RateScheme
 from nearplane.recipe.recipe import Calibration, Recipe, Way
 from nearplane.recipe.scheme import Format, Solver
+from nearplane.recipe.schemes import GridScheme, RateScheme, fitting_group
 from nearplane.record.record import RunRecord, read_record, versions
 from nearplane.system.device import Device
 from nearplane.system.files import sha256
