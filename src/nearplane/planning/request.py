@@ -20,7 +20,7 @@ from nearplane.formats.gguf.mixes import experts_of, role_of, type_of
 from nearplane.formats.gptq import FUSED
 from nearplane.formats.table import FORMATS
 from nearplane.lattice.number_formats import NumberFormat, number_format
-from nearplane.loading.rehearsal_check import check_loads
+from nearplane.loading.rehearsal import check_loads
 from nearplane.models.experts import ExpertLayer
 from nearplane.models.ignored import refuse_unmatched
 from nearplane.models.kinds import has_head, has_two_stacks

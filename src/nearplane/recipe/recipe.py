@@ -245,7 +245,7 @@ class Recipe:
         Raises:
             RecipeError: a keyword is unknown, given twice under two names, or has a value that means nothing here.
         """
-        options = {**chosen(spellings)}
+        options = chosen(spellings)
         layers = options.pop("layers", None) or {}
         if not isinstance(layers, Mapping) or not all(isinstance(own, Mapping) for own in layers.values()):
             raise RecipeError(
@@ -253,9 +253,6 @@ class Recipe:
                 f"Recipe takes LayerScheme objects."
             )
         own = {name: options.pop(name) for name in OWN & options.keys()}
-        if isinstance(ignored := own.get("ignore", ()), str):
-            own["ignore"] = (ignored,)
-        own["ignore"] = tuple(own.get("ignore") or ())
         tokens = {name: options.pop(name) for name in names_of(Calibration) & options.keys()}
         other = tuple(
             LayerScheme(pattern=pattern, scheme=scheme_of(into=own.get("format"), **changed(options, chosen(changes))))

@@ -105,16 +105,13 @@ class GridScheme(Scheme):
             RecipeError: there is no such number format, or one of the three is another.
         """
         format = number_format(str(grid))
-        object.__setattr__(
-            self,
-            "grid",
-            None if format == integers(format.bits, format.group, symmetric=format.symmetric) else format.name,
-        )
-        for each in fields(self):
-            if each.name in (said := options_of(format)):
-                if getattr(self, each.name) not in (each.default, said[each.name]):
-                    raise RecipeError(contradiction(each.name, getattr(self, each.name), format))
-                object.__setattr__(self, each.name, said[each.name])
+        plain = format == integers(format.bits, format.group, symmetric=format.symmetric)
+        object.__setattr__(self, "grid", None if plain else format.name)
+        defaults = {each.name: each.default for each in fields(self)}
+        for name, said in options_of(format).items():
+            if (given := getattr(self, name)) not in (defaults[name], said):
+                raise RecipeError(contradiction(name, given, format))
+            object.__setattr__(self, name, said)
 
     @property
     def joins_rows(self) -> bool:

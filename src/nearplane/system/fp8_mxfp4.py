@@ -97,13 +97,14 @@ class WidenedReader(TensorReader):
         for name in names:
             parts = self._parts.get(name, (name,))
             tensors = self._reader.read(parts)
-            found[name] = tensors[name] if len(parts) == 1 else self._widened(*(tensors[part] for part in parts))
+            codes, factors = tensors[parts[0]], tensors[parts[-1]]
+            if name not in self._parts:
+                found[name] = codes
+            elif self.method == "mxfp4":
+                found[name] = four_bits(codes, factors)
+            else:
+                found[name] = eight_bits(codes, factors, self._size)
         return found
-
-    def _widened(self, codes: Tensor, factors: Tensor) -> Tensor:
-        if self.method == "mxfp4":
-            return four_bits(codes, factors)
-        return eight_bits(codes, factors, self._size)
 
     def _check(self, name: str) -> None:
         codes, factors = (self._reader.shape(part) for part in self._parts[name])

@@ -26,10 +26,7 @@ from nearplane.system.matmul_choice import Library, Products
 
 logger = logging.getLogger("nearplane")
 
-PRECISION: dict[Library, str] = {
-    "default": "ieee",
-    "onednn": "bf16",
-}  # what torch calls the switch: how inputs may be rounded
+PRECISION: dict[Library, str] = {"default": "ieee", "onednn": "bf16"}  # how inputs may be rounded, as torch calls it
 ERROR = 4.0  # times the error of the default that is as exact; rounding to bf16 is ten thousand times
 WORTH = 2e9  # multiplications by weights in a forward of all tokens below which there is nothing to gain
 ROWS = 96  # of the products that are tried
@@ -69,14 +66,13 @@ def repeated(products: Products | None, device: Device) -> Iterator[Products | N
         What is used: `products`, or None where that is the default in place of what the record names.
     """
     used = products if device.on_cpu else None
-    library: Library = "default" if used is None else used.library
     if used is not None and not repeatable(used):
         logger.warning(
             "The losses of this record were computed with products by oneDNN, which this machine or torch does not have in "
             "float32. Now the default library computes them, so that they agree to about two digits: use --tolerance 0.01."
         )
-        used, library = None, "default"
-    with _using(library):
+        used = None
+    with _using("default" if used is None else used.library):
         yield used
 
 

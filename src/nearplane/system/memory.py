@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-LARGE = (
-    16 << 20
-)  # smaller ones come and go in forwards: asking the system for each took 14 % of a run's time at 4 MB, 1 % here
+# smaller ones come and go in forwards: asking the system for each took 14 % of a run's time at 4 MB, 1 % here
+LARGE = 16 << 20
 M_MMAP_THRESHOLD = -3  # of mallopt
 
 

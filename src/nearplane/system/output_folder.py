@@ -31,6 +31,7 @@ from nearplane.system.safetensors_files import MARK
 
 STATE = "state.json"  # in the journal: what is there is enough to go on
 OLD = "old"  # in the journal: what OUT was; empty where the two folders were swapped, until it comes there
+# by --overwrite
 REPLACED = ("*.safetensors", "model.gguf", "*.json", "*.jinja", "*.model", "vocab.txt", "merges.txt", INCOMPLETE)
 
 log = logging.getLogger(__name__)

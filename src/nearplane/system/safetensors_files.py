@@ -161,9 +161,7 @@ class ShardReader(TensorReader):
             names, self.checksums = read_index(folder / INDEX)
             files = [folder / name for name in names]
         elif folder / SINGLE in files:
-            files = [
-                folder / SINGLE
-            ]  # others beside it (adapters, another layout of the same weights) are not the model
+            files = [folder / SINGLE]  # others beside it (adapters, the same in another layout) are not the model
         self.infos = {}
         for path in files:
             with _opened(path), path.open("rb") as file:  # the header is read when safetensors has looked at it
