@@ -223,7 +223,13 @@ class Notebook:
         began = time.perf_counter()
         size = sum(tensor.nbytes for page in pages.values() for tensor in _tensors(_given(page)))
         with self._as_room_is():
-            if (written := self._container.state()) is None or not self._has_room(size):
+            if (written := self._container.state()) is None:
+                return
+            if size > (free := shutil.disk_usage(self._container.folder).free) / 2:
+                why = (
+                    f"{size / 1e9:.1f} GB of its state would leave too little of {free / 1e9:.1f} GB for the checkpoint"
+                )
+                self._give_up(why)
                 return
             self._folder.mkdir(exist_ok=True)
             flush(self._container.folder)
@@ -260,16 +266,6 @@ class Notebook:
             self._folder.mkdir(exist_ok=True)
             flush(self._container.folder)
             self._pages[name] = self._saved(name, page)
-
-    def _has_room(self, size: int) -> bool:
-        """Return whether a page of so many bytes leaves room for the checkpoint; if not, this is said once."""
-        free = shutil.disk_usage(self._container.folder).free
-        if size <= free / 2:
-            return True
-        self._give_up(
-            f"{size / 1e9:.1f} GB of its state would leave too little of {free / 1e9:.1f} GB for the checkpoint"
-        )
-        return False
 
     @contextmanager
     def _as_room_is(self) -> Iterator[None]:

@@ -41,8 +41,6 @@ from nearplane.models.model import Model
 from nearplane.recipe.recipe import Recipe
 from nearplane.system.safetensors_files import NAMES
 
-SAYS_SO = ("transformers", "compressed_tensors")  # loggers that are quiet meanwhile: what they would say is returned
-
 Configure = Callable[[Recipe, Sequence[Layer]], dict[str, Any]]  # quantization_config where these layers are quantized
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 log = logging.getLogger("nearplane")
@@ -263,14 +261,11 @@ def _module(name: str) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep warnings and progress bars of the loaders from the terminal."""
-    loggers = [logging.getLogger(name) for name in SAYS_SO]
-    before = [logger.level for logger in loggers]
+    """Keep warnings and progress bars of the loaders from the terminal: what they would say is returned."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
         with redirect_stderr(io.StringIO()):
             yield
     finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
+        logging.disable(before)
