@@ -114,9 +114,10 @@ def dense_network(
         return network_of(folder, dtype=dtype, empty=empty, trust_remote_code=trust_remote_code)
     if isinstance(dtype, str):
         dtype = empty.dtype if dtype == "auto" else getattr(torch, dtype)
-    tensors = decoded_tensors(folder, empty)
     if isinstance(reader, WidenedReader):
-        tensors = ((name, reader.read([name])[name]) for name in reader.names())
+        tensors: Iterator[tuple[str, Tensor]] = ((name, reader.read([name])[name]) for name in reader.names())
+    else:
+        tensors = decoded_tensors(folder, empty)
     weights = {name: values.to(dtype) if values.is_floating_point() else values for name, values in tensors}
     return network_of(folder, dtype=dtype, weights=weights, empty=empty)
 
@@ -169,7 +170,6 @@ class Coded(ConversionOps):
 
     def convert(self, input_dict: dict[str, list[Tensor]], *args: Any, **kwargs: Any) -> dict[str, list[Tensor]]:
         """Return the blob under the name of the weight."""
-        del args
         return {kwargs["full_layer_name"]: max(input_dict.values(), key=lambda tensors: tensors[0].numel())}
 
 
@@ -178,7 +178,6 @@ class Joined(ConversionOps):
 
     def convert(self, input_dict: dict[str, list[Tensor]], *args: Any, **kwargs: Any) -> dict[str, list[Tensor]]:
         """Return that under the name of the parameter; blobs by the order of patterns, within each by number."""
-        del args
         blobs = [blob for pattern in kwargs["source_patterns"] for blob in input_dict.get(pattern, []) if blob.numel()]
         lengths = torch.tensor([len(blobs), *(blob.numel() for blob in blobs)], dtype=LENGTH)
         return {kwargs["full_layer_name"]: [torch.cat([lengths.view(torch.uint8), *(blob.cpu() for blob in blobs)])]}

@@ -115,7 +115,6 @@ class NearplaneConfig(QuantizationConfigMixin):
             raise FormatError(
                 f"quantization_config: modules is {str(modules)[:60]!r}, expected a list of names. Fetch config.json again."
             )
-        self.quant_method = METHOD
         self.modules: list[str] = modules
         self.__dict__.update(fields | {"quant_method": METHOD})
 
@@ -171,7 +170,6 @@ class NearplaneQuantizer(HfQuantizer):
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
         """Put ours before those of the model, which has some for the dense weights of experts."""
-        del model
         return self.get_weight_conversions() + weight_conversions
 
     def is_serializable(self) -> bool:

@@ -218,11 +218,8 @@ class PackedLinear(nn.Module):
 def _joined(arrays: list[Any]) -> Any:
     """Return (bytes,) arrays one after the other; not copied if they lie so in memory, as a decoder leaves them."""
     ends = [array.ctypes.data + array.size for array in arrays[:-1]]
-    if (
-        arrays
-        and ends == [array.ctypes.data for array in arrays[1:]]
-        and len({id(array.base) for array in arrays}) == 1
-    ):
+    starts = [array.ctypes.data for array in arrays[1:]]
+    if arrays and ends == starts and len({id(array.base) for array in arrays}) == 1:
         whole = arrays[0].base
         first = arrays[0].ctypes.data - whole.ctypes.data
         return whole.reshape(-1).view(np.uint8)[first : first + sum(array.size for array in arrays)]

@@ -15,18 +15,10 @@ from nearplane.lattice.number_formats import CODED, TYPES, NumberFormat, find_fo
 
 Order = Literal["natural", "activation", "pivoted"]
 Solver = Literal["nearest-plane", "round-to-nearest", "k-best"]
-Scale = Literal["minmax", "mse"]
 Format = Literal["compressed-tensors", "gptq", "gptq_v2", "gguf", "nearplane"]
-BlockName = Literal["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"]  # of llama.cpp
-GridName = Literal[BlockName, "q2_k_m", "q3_k_m", "q4_k_m", "q5_k_m"]  # also its mixes of them
-Dense = Literal["f32", "f16", "bf16"]
-Ends = Literal["auto", Dense, BlockName]
-Rows = Literal["sensitivity", "equal"]
 Allocation = Literal["uniform", "slope"]
 
-BEAM = 8  # candidates of a row; these three as docs/log.md found them worth what they cost
-POLISH = 1  # sweeps, on fixed grids
-ROUNDS = 3  # over steps and codes, on fixed grids
+BEAM = 8  # candidates of a row; this and those of `schemes.py` as docs/log.md found them worth what they cost
 FITTING = (128, 64, 32, 16)  # weights that share a step by default: the first of these that fits; kernels take no fewer
 SWEEP_DAMP = 0.1  # where targets are corrected
 UNCALIBRATED: tuple[Solver, ...] = ("round-to-nearest",)  # which need no inputs, as `lattice/solvers.py` says

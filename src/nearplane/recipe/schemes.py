@@ -24,15 +24,8 @@ from nearplane.lattice.number_formats import (
 from nearplane.recipe.scheme import (
     FILE_FORMATS,
     FITTING,
-    POLISH,
-    ROUNDS,
     Allocation,
-    Dense,
-    Ends,
     Format,
-    GridName,
-    Rows,
-    Scale,
     Scheme,
     Solver,
     contradiction,
@@ -46,6 +39,14 @@ from nearplane.recipe.scheme import (
 )
 from nearplane.recipe.sizes import bytes_in
 
+Scale = Literal["minmax", "mse"]
+Rows = Literal["sensitivity", "equal"]
+BlockName = Literal["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"]  # of llama.cpp
+GridName = Literal[BlockName, "q2_k_m", "q3_k_m", "q4_k_m", "q5_k_m"]  # also its mixes of them
+Dense = Literal["f32", "f16", "bf16"]
+Ends = Literal["auto", Dense, BlockName]
+POLISH = 1  # sweeps, on fixed grids
+ROUNDS = 3  # over steps and codes, on fixed grids
 BITS = 4  # of a code by default
 CHOSEN = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0")  # types that layers get by measuring, by rising rate
 
@@ -390,19 +391,14 @@ def scheme_of(*, into: str | None = None, spread: str | None = None, **options: 
             f"{min(unknown)} is no option of how layers are quantized; expected one of {', '.join(sorted(names_of(kind)))}. What "
             f"holds for the whole run is given once."
         )
-    for name in sorted(given.keys() - names_of(kind)):
+    if wrong := sorted(given.keys() - names_of(kind)):
         if coded:
-            raise RecipeError(
-                f"{name} is {given[name]!r}, but entropy-coded weights have no fixed grid; leave it out, or leave out --rate "
-                f"and --size."
-            )
-        if blocks:
-            raise RecipeError(
-                f"{name} is {given[name]!r}, but {said} says all of how weights are stored: leave out one of them."
-            )
-        raise RecipeError(
-            f"{name} is {given[name]!r}, but only entropy-coded weights have that; give --rate or --size, or leave it out."
-        )
+            why = "entropy-coded weights have no fixed grid; leave it out, or leave out --rate and --size"
+        elif blocks:
+            why = f"{said} says all of how weights are stored: leave out one of them"
+        else:
+            why = "only entropy-coded weights have that; give --rate or --size, or leave it out"
+        raise RecipeError(f"{wrong[0]} is {given[wrong[0]]!r}, but {why}.")
     nothing = {name: None for name, value in options.items() if value is None and name in names_of(kind)}
     return kind(**nothing | given)
 

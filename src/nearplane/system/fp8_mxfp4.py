@@ -86,11 +86,6 @@ class WidenedReader(TensorReader):
                 shape = (*outer, groups * half * 2, out)
             self.infos[name] = TensorInfo("BF16", shape, 2 * math.prod(shape), self.file(name))
 
-    @property
-    def widened(self) -> int:
-        """How many tensors are stored in few bits."""
-        return len(self._parts)
-
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read tensors into memory of their own."""
         found = {}

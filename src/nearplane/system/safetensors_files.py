@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -192,11 +193,9 @@ class ShardReader(TensorReader):
             FormatError: the folder is not complete, or a tensor is not what was written.
         """
         self.check_complete()
-        by_file: dict[Path, list[str]] = defaultdict(list)
-        for name, info in self.infos.items():
-            by_file[info.file].append(name)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for path, names in by_file.items():
+            for path, group in groupby(self.infos, self.file):
+                names = list(group)
                 with _opened(path) as file:
                     tensors = [file.get_tensor(name) for name in names]  # maps of the file, not copies
                     for name, found in zip(names, pool.map(checksum, tensors), strict=True):
@@ -293,16 +292,14 @@ class ShardWriter:
         self.checksums: dict[str, str] | None = {} if checksums else None
         self.weight_map: dict[str, str] = {}
         self.size = 0
-        self._count = 0
-        self._digests: dict[str, str] = {}  # of shards, as far as they were asked for
+        self._digests: dict[str, str] = {}  # of shards; empty of those for which it was not asked yet
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / INCOMPLETE).exists():
             (folder / INCOMPLETE).write_text(MARK)
 
     def write(self, tensors: Mapping[str, Tensor]) -> int:
         """Write one shard and return its size in bytes."""
-        self._count += 1
-        name = self._shard(self._count)
+        name = self._shard(len(self._digests) + 1)
         path = self.folder / name
         tensors = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
         if self.checksums is not None:
@@ -315,19 +312,20 @@ class ShardWriter:
                 f"marked {INCOMPLETE} and does not load."
             ) from error
         path.chmod((self.folder / INCOMPLETE).stat().st_mode)  # safetensors makes files that only their owner may read
+        self._digests[name] = ""
         self.weight_map |= dict.fromkeys(tensors, name)
         self.size += sum(value.nbytes for value in tensors.values())
         return path.stat().st_size
 
     def digests(self) -> dict[str, str]:
         """Return the SHA-256 of every shard so far."""
-        self._digests |= {name: sha256(self.folder / name) for name in self.names if name not in self._digests}
+        self._digests = {name: known or sha256(self.folder / name) for name, known in self._digests.items()}
         return dict(self._digests)
 
     def state(self) -> dict[str, Any]:
         """Return as JSON what was written, for `go_on`; all shards are on disk then, whatever happens to the machine."""
-        for name in self.names:
-            if name not in self._digests:
+        for name, known in self._digests.items():
+            if not known:
                 flush(self.folder / name)
         flush(self.folder)  # which lists them
         return {
@@ -354,29 +352,25 @@ class ShardWriter:
         for path in self.folder.glob("*.safetensors"):
             if path.name not in self._digests:
                 path.unlink()
-        self._count, self.size = len(self._digests), int(state["bytes"])
-        self.weight_map, self.checksums = dict(state["weight_map"]), state["checksums"]
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the shards written so far."""
-        return [self._shard(number) for number in range(1, self._count + 1)]
+        self.size, self.weight_map, self.checksums = int(state["bytes"]), dict(state["weight_map"]), state["checksums"]
 
     def index(self, more: Mapping[str, int] | None = None) -> str:
         """Return what the index says of the shards so far; of as many letters if another had `more` tensors of so many bytes."""
         more = more or {}
         checksums = None if self.checksums is None else self.checksums | dict.fromkeys(more, 8 * "0")
-        shards = self.weight_map | dict.fromkeys(more, self._shard(self._count + 1))
+        shards = self.weight_map | dict.fromkeys(more, self._shard(len(self._digests) + 1))
         return index_text(shards, checksums, self.size + sum(more.values()))
 
     def finish(self) -> None:
         """Write the index and take the mark away. Call it last, when every other file of the folder is there."""
         if self.total is None:
-            for name in set(self.weight_map.values()):
+            for name in self._digests:
                 (self.folder / name).rename(self.folder / self._named(name))
             self.weight_map = {key: self._named(name) for key, name in self.weight_map.items()}
-        elif self._count != self.total:
-            raise FormatError(f"{self.folder}: {self._count} shards were written where {self.total} were announced.")
+        elif len(self._digests) != self.total:
+            raise FormatError(
+                f"{self.folder}: {len(self._digests)} shards were written where {self.total} were announced."
+            )
         (self.folder / INDEX).write_text(self.index())
         flush_all(self.folder)  # or a power cut could leave the mark gone and files empty
         (self.folder / INCOMPLETE).unlink()
@@ -386,4 +380,4 @@ class ShardWriter:
 
     def _named(self, name: str) -> str:
         """Return the name of a shard now that their number is known."""
-        return name.replace("-of-00000.", f"-of-{self._count:05d}.")
+        return name.replace("-of-00000.", f"-of-{len(self._digests):05d}.")
