@@ -11,7 +11,8 @@ holds 4-bit floats exactly; of 8-bit ones it rounds the product with their facto
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ class WidenedReader(TensorReader):
         size = config["quantization_config"].get("weight_block_size") or (SIZE, SIZE)
         self._size = (int(size[0]), int(size[1]))
         fp8, there = self.method == "fp8", self._reader.infos
+        self._widen: Callable[..., Tensor] = partial(eight_bits, size=self._size) if fp8 else four_bits
         suffix, factor, beside = ("", SCALE, BESIDE) if fp8 else (BLOCKS, SCALES, (SCALES,))
         self.infos = {}
         self._parts: dict[str, tuple[str, str]] = {}  # of what is widened: codes and factors
@@ -92,13 +94,7 @@ class WidenedReader(TensorReader):
         for name in names:
             parts = self._parts.get(name, (name,))
             tensors = self._reader.read(parts)
-            codes, factors = tensors[parts[0]], tensors[parts[-1]]
-            if name not in self._parts:
-                found[name] = codes
-            elif self.method == "mxfp4":
-                found[name] = four_bits(codes, factors)
-            else:
-                found[name] = eight_bits(codes, factors, self._size)
+            found[name] = tensors[name] if len(parts) == 1 else self._widen(*(tensors[part] for part in parts))
         return found
 
     def _check(self, name: str) -> None:
