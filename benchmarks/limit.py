@@ -18,7 +18,7 @@ from nearplane.lattice.bounds import limit, quadratic
 from nearplane.lattice.factor import factorize
 from nearplane.matrix.inputs import Inputs
 from nearplane.matrix.to_rate import Search, coded_rate, quantize_matrix_to_rate, secant, waterfilled_steps
-from nearplane.recipe.rates import RateScheme
+from nearplane.recipe.schemes import RateScheme
 from nearplane.theory.hptq import hptq
 from nearplane.theory.shrunken import shrunken
 

@@ -29,7 +29,7 @@ from nearplane.formats.config_file import Quantized
 from nearplane.formats.container import Place
 from nearplane.formats.table import FORMATS, open_container
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
-from nearplane.recipe.rates import RateScheme
+from nearplane.recipe.schemes import RateScheme
 
 OCTAVES = 0.8  # standard deviation of the columns' spread
 

@@ -16,7 +16,7 @@ from nearplane.formats.container import Place
 from nearplane.formats.table import FORMATS, open_container
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.number_formats import NumberFormat, integers
-from nearplane.recipe.grids import GridScheme
+from nearplane.recipe.schemes import GridScheme
 
 
 def config_of_grids(

@@ -26,8 +26,9 @@ from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
 from nearplane.lattice.number_formats import find_format
 from nearplane.recipe.scheme import Order
 from nearplane.record.record import LayerRecord, RunRecord, read_record
+from nearplane.system.files import sha256
 from nearplane.system.paths import RECORD
-from nearplane.system.safetensors_files import INDEX, checksum, index_text, sha256
+from nearplane.system.safetensors_files import INDEX, checksum, index_text
 
 CIRCUMSTANCES = {
     "name",

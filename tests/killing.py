@@ -39,7 +39,7 @@ class Killer:
     PLACES = (
         ("nearplane.system.safetensors_files", "save_file"),
         ("nearplane.system.safetensors_files", "flush"),
-        ("nearplane.system.journal_pages", "flush"),
+        ("nearplane.formats.journal_pages", "flush"),
         ("os", "fsync"),
         ("torch", "save"),
         ("os", "replace"),

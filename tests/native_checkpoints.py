@@ -17,7 +17,7 @@ from nearplane.formats.config_file import Quantized
 from nearplane.formats.container import Place
 from nearplane.formats.table import FORMATS, open_container
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
-from nearplane.recipe.rates import RateScheme
+from nearplane.recipe.schemes import RateScheme
 
 
 def product_matrix(W: Tensor, *, step: float = 0.05, resolution: int = 4, seed: int = 0) -> QuantizedMatrix:

@@ -18,10 +18,8 @@ from nearplane.formats.table import FORMATS
 from nearplane.formats.table import Format as OneFormat
 from nearplane.lattice.number_formats import NAMED
 from nearplane.lattice.solvers import SOLVERS
-from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat
-from nearplane.recipe.grids import BlockScheme, GridScheme
-from nearplane.recipe.rates import RateScheme
-from nearplane.recipe.scheme import UNCALIBRATED, Format, Solver
+from nearplane.recipe.scheme import FILE_FORMATS, UNCALIBRATED, FileFormat, Format, Solver
+from nearplane.recipe.schemes import BlockScheme, GridScheme, RateScheme
 from nearplane.record.from_json import _hints
 
 PAGE = Path(__file__).parent.parent / "docs" / "extending.md"

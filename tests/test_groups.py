@@ -14,7 +14,7 @@ from families import config_of, random_model
 from nearplane import GridScheme, Recipe, RecipeError
 from nearplane.demo import CALIBRATION, MODEL
 from nearplane.lattice.number_formats import integers
-from nearplane.recipe.grids import fitting_group
+from nearplane.recipe.schemes import fitting_group
 from nearplane.record.record import RunRecord, contradictions, read_record
 from nearplane.record.summary import summary
 

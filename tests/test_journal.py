@@ -16,9 +16,9 @@ from families import config_of, random_model
 from killing import check_goes_on, check_goes_on_after_a_full_disk, check_goes_on_with_a_file_cut_short, contents
 from nearplane import FormatError, RecipeError
 from nearplane.demo import CALIBRATION, MODEL
+from nearplane.formats import journal_pages as notebook
 from nearplane.formats.gguf.gguf_header import read_header
 from nearplane.record.record import read_record
-from nearplane.system import journal_pages as notebook
 from nearplane.system.device import Device
 from nearplane.system.output_folder import Unfinished
 from nearplane.verbs import quantize_journal as journal
@@ -55,7 +55,7 @@ def text(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def every_block(monkeypatch):
     """Keep every block, however quick it is."""
-    monkeypatch.setattr("nearplane.system.journal_pages.SHARE", math.inf)
+    monkeypatch.setattr("nearplane.formats.journal_pages.SHARE", math.inf)
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +250,7 @@ def test_a_disk_that_fills_while_pages_are_written_keeps_the_state_before(model,
         save(page, path)
 
     with monkeypatch.context() as patch:
-        patch.setattr("nearplane.system.journal_pages.torch.save", full)
+        patch.setattr("nearplane.formats.journal_pages.torch.save", full)
         stopped_behind(2, model, out, patch, **options)
     there = {path.name.split(".")[0] for path in (tmp_path / "out.unfinished" / "journal").iterdir()}
     assert there == {"state", "plan", "behind-00001"}
@@ -276,7 +276,7 @@ def test_a_gguf_that_is_damaged_is_named_and_may_be_replaced(model, text, whole,
 def test_another_processor_is_said(model, text, whole, tmp_path, monkeypatch, caplog):
     out, options = tmp_path / "out", dict(calibration=str(text), **WAYS["grid"], **TEXT)
     stopped_behind(2, model, out, monkeypatch, **options)
-    monkeypatch.setattr("nearplane.system.journal_pages._processor", lambda: "another")
+    monkeypatch.setattr("nearplane.formats.journal_pages._processor", lambda: "another")
     nearplane.quantize(model, out, **options)
     assert "ran on" in caplog.text
     assert "this is another" in caplog.text
@@ -299,13 +299,13 @@ def test_a_disk_that_is_full_costs_the_journal_not_the_run(model, text, whole, t
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("nearplane.system.journal_pages.Notebook._saved", full)
+        patch.setattr("nearplane.formats.journal_pages.Notebook._saved", full)
         nearplane.quantize(model, tmp_path / "out", calibration=str(text), **WAYS["grid"], **TEXT)
     assert "what follows is lost" in caplog.text
     assert contents(tmp_path / "out") == contents(whole("grid"))
     caplog.clear()
     monkeypatch.setattr(
-        "nearplane.system.journal_pages.shutil.disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6, 10)
+        "nearplane.formats.journal_pages.shutil.disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6, 10)
     )
     nearplane.quantize(model, tmp_path / "again", calibration=str(text), **WAYS["grid"], **TEXT)
     assert "would leave too little" in caplog.text
@@ -334,7 +334,7 @@ def test_a_full_disk_in_the_middle_is_gone_on_with(model, text, whole, tmp_path,
 
 def test_quick_blocks_are_not_all_kept(model, text, tmp_path, monkeypatch):
     """Keeping hidden states may take a twentieth of the time: of a run of a second not more than the first is."""
-    monkeypatch.setattr("nearplane.system.journal_pages.SHARE", 1e-9)
+    monkeypatch.setattr("nearplane.formats.journal_pages.SHARE", 1e-9)
     kept = []
     write = notebook.Notebook.write
 
@@ -342,6 +342,6 @@ def test_quick_blocks_are_not_all_kept(model, text, tmp_path, monkeypatch):
         kept.append(state["blocks"])
         write(self, state, pages, **words)
 
-    monkeypatch.setattr("nearplane.system.journal_pages.Notebook.write", noted)
+    monkeypatch.setattr("nearplane.formats.journal_pages.Notebook.write", noted)
     nearplane.quantize(model, tmp_path / "out", calibration=str(text), **WAYS["grid"], **TEXT)
     assert kept == [1]

@@ -21,8 +21,9 @@ def lines(caplog, seconds, **words):
             now += next(times)
             yield None
 
-    with caplog.at_level(logging.INFO, logger="nearplane"):
-        assert len(list(logged(items(), "quantizing", len(seconds), clock=lambda: now, **words))) == len(seconds)
+    with caplog.at_level(logging.INFO, logger="nearplane"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nearplane.system.progress.monotonic", lambda: now)
+        assert len(list(logged(items(), "quantizing", len(seconds), **words))) == len(seconds)
     assert {(record.name, record.levelname) for record in caplog.records} == {("nearplane.system.progress", "INFO")}
     return [record.getMessage() for record in caplog.records]
 

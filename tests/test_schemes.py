@@ -10,7 +10,7 @@ from nearplane import BlockScheme, GridScheme, LayerScheme, RateScheme, Recipe, 
 from nearplane.cli.flags import layer_schemes
 from nearplane.lattice.number_formats import TYPES, number_format
 from nearplane.recipe.scheme import SWEEP_DAMP, names_of
-from nearplane.recipe.scheme_of import scheme_of
+from nearplane.recipe.schemes import scheme_of
 
 RATE = RateScheme(rate=3.0)
 

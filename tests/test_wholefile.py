@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nearplane.errors import FormatError, RecipeError
-from nearplane.system.whole_file import check_writable, write_whole
+from nearplane.system.files import check_writable, write_whole
 
 
 def test_a_file_is_written_where_no_folder_is_and_replaced(tmp_path: Path) -> None:
@@ -27,9 +27,7 @@ def test_a_full_disk_is_a_sentence_and_leaves_what_was_there(tmp_path: Path) -> 
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 
-    program = (
-        "import sys, pathlib, nearplane.system.whole_file as w; w.write_whole(pathlib.Path(sys.argv[1]), bytes(2000))"
-    )
+    program = "import sys, pathlib, nearplane.system.files as w; w.write_whole(pathlib.Path(sys.argv[1]), bytes(2000))"
     words = [sys.executable, "-c", program, tmp_path / "file"]
     result = subprocess.run(words, preexec_fn=limit, capture_output=True, text=True)
     assert f"FormatError: {tmp_path / 'file'} could not be written" in result.stderr

@@ -1,7 +1,7 @@
 """Write docs/files.md: every file of the package by folder, with the first sentence of its docstring.
 
-    python tools/files_page.py           # write it
-    python tools/files_page.py --check   # end with 1 where it is not up to date
+python tools/files_page.py           # write it
+python tools/files_page.py --check   # end with 1 where it is not up to date
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def page(source: Path) -> str:
 def main() -> None:
     """Write the page, or check it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; end with 1 where the page is not up to date")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; end with 1 where the page is not up to date"
+    )
     now = parser.parse_args()
     made = page(ROOT / "src" / "nearplane")
     if not now.check:

@@ -27,7 +27,7 @@ def make(
     from nearplane.formats.container import Place
     from nearplane.formats.table import FORMATS, open_container
     from nearplane.lattice.grid import Grid, QuantizedMatrix
-    from nearplane.recipe.grids import GridScheme
+    from nearplane.recipe.schemes import GridScheme
 
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -13,9 +13,8 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 from nearplane.errors import CalibrationError, FormatError, ModelError, NearplaneError, NumericalError, RecipeError
-from nearplane.recipe.grids import BlockScheme, GridScheme
-from nearplane.recipe.rates import RateScheme
 from nearplane.recipe.recipe import Calibration, LayerScheme, Recipe
+from nearplane.recipe.schemes import BlockScheme, GridScheme, RateScheme
 
 if TYPE_CHECKING:
     from nearplane.loading.from_pretrained import load, register

@@ -16,8 +16,8 @@ from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.solve import nearest_plane
 from nearplane.lattice.solvers import SOLVERS
 from nearplane.lattice.solvers import Problem as Given
-from nearplane.recipe.grids import GridScheme
 from nearplane.recipe.scheme import Solver
+from nearplane.recipe.schemes import GridScheme
 from strategies import KINDS, ORDERS, UNCLIPPED, Problem, problem, problems
 
 CLIPPED = tuple(kind for kind in KINDS if kind not in UNCLIPPED)

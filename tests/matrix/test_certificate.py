@@ -20,8 +20,7 @@ from nearplane.matrix.certificate import measure
 from nearplane.matrix.inputs import Inputs, corrected
 from nearplane.matrix.on_grid import quantize_matrix
 from nearplane.matrix.to_rate import quantize_matrix_to_rate
-from nearplane.recipe.grids import GridScheme
-from nearplane.recipe.rates import RateScheme
+from nearplane.recipe.schemes import GridScheme, RateScheme
 from nearplane.record.record import LayerRecord, row_groups
 from strategies import problem
 

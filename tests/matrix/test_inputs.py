@@ -14,9 +14,8 @@ from nearplane.errors import NumericalError
 from nearplane.lattice.factor import Factor, factorize
 from nearplane.lattice.moments import Moments
 from nearplane.matrix.inputs import Inputs, corrected
-from nearplane.recipe.grids import GridScheme
-from nearplane.recipe.rates import RateScheme
 from nearplane.recipe.scheme import Scheme
+from nearplane.recipe.schemes import GridScheme, RateScheme
 from oracles import same
 from strategies import Problem, problems
 

@@ -11,7 +11,7 @@ from nearplane.lattice.scale import Steps
 from nearplane.lattice.solve import Solution, round_to_nearest
 from nearplane.matrix.joined_rows import DAMP, LEAST_ROWS, solve_joined
 from nearplane.matrix.on_grid import quantize_matrix
-from nearplane.recipe.grids import GridScheme
+from nearplane.recipe.schemes import GridScheme
 
 IN, TOKENS = 24, 96
 STEPS = Steps(format=integers(2, 8, symmetric=False), search="minmax", storage=torch.float32)

@@ -21,8 +21,7 @@ from nearplane.lattice.solve import round_to_nearest
 from nearplane.lattice.target import correction, trust
 from nearplane.matrix.inputs import Inputs, corrected
 from nearplane.matrix.on_grid import quantize_matrix, with_tensors
-from nearplane.recipe.grids import BlockScheme, GridScheme
-from nearplane.recipe.rates import RateScheme
+from nearplane.recipe.schemes import BlockScheme, GridScheme, RateScheme
 from nearplane.record.record import LayerRecord
 from oracles import same
 from strategies import Problem, problem, problems

@@ -21,7 +21,7 @@ from nearplane.formats.folder import config_text
 from nearplane.formats.layer_format import GridFormat
 from nearplane.formats.table import FORMATS
 from nearplane.lattice.number_formats import integers
-from nearplane.loading.rehearsal_check import attempt, check_loads
+from nearplane.loading.rehearsal import check_loads, faults
 from nearplane.models.model import Model, open_model
 from nearplane.planning.request import quantization_config
 from nearplane.recipe.recipe import Recipe
@@ -50,7 +50,7 @@ def rounded(source: Path, out: Path, **how: Any) -> nearplane.record.record.RunR
 def blamed(model: Model, format: str) -> set[str]:
     """Return the places that would not load."""
     recipe = Recipe.from_spellings(bits=4, group_size=16, format=format)
-    found = attempt(model, recipe, lambda own, layers: quantization_config(model, own, layers=layers), model.layers)
+    found = faults(model, recipe, lambda own, layers: quantization_config(model, own, layers=layers), model.layers)
     return {fault.place for fault in found}
 
 
@@ -101,7 +101,7 @@ def test_a_config_that_says_something_else_is_found_out(source: Callable[[str], 
             del config["config_groups"]["group_1"]
         return config
 
-    places = {fault.place for fault in attempt(model, recipe, configure, model.layers)}
+    places = {fault.place for fault in faults(model, recipe, configure, model.layers)}
     expected = {
         "targets": "model.layers.0.self_attn.o_proj",
         "ignore": "lm_head",

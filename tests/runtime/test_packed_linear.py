@@ -5,12 +5,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 from nearplane.coding.blob import Contents, decode_packed, encode, stored_base
+from nearplane.coding.packed_matrix import PackedMatrix
 from nearplane.errors import FormatError
 from nearplane.formats.native import matrix_of
 from nearplane.loading.packed_linear import MAX_PACKED_PRODUCT_ROWS, PackedLinear
-from nearplane.loading.packed_product import products
+
+
+def filled(packed: PackedMatrix, bias: Tensor | None = None, *, dtype: torch.dtype = torch.float32) -> PackedLinear:
+    """Return a layer that holds a matrix."""
+    out, columns = packed.shape
+    layer = PackedLinear(columns, out, bias=bias is not None, dtype=dtype)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.to(dtype), requires_grad=False)
+    layer.fill(packed)
+    return layer
 
 
 def contents(out: int, columns: int, *, spread: float = 1.5, outliers: int = 0, seed: int = 0) -> Contents:
@@ -38,7 +49,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "x".join(map(str, case.codes.shape)))
 def test_weight_is_the_decoded_matrix(case: Contents) -> None:
-    layer = PackedLinear.of(decode_packed(encode(case)))
+    layer = filled(decode_packed(encode(case)))
     assert torch.equal(layer.weight, matrix_of(case).decode())
 
 
@@ -50,14 +61,14 @@ def test_products_are_those_of_the_decoded_matrix(case: Contents, tokens: int, g
     bias = torch.randn(out, generator=generator)
     x = torch.randn(tokens, columns, generator=generator)
     exact = x.double() @ values.double().T + bias.double()
-    y = PackedLinear.of(decode_packed(encode(case)), bias)(x)
+    y = filled(decode_packed(encode(case)), bias)(x)
     size = x.double().abs() @ values.double().abs().T + bias.double().abs()  # what rounding errors are relative to
     assert y.dtype == torch.float32
     assert ((y - exact).abs() <= 2e-6 * size).all()
 
 
 def test_strips_do_not_change_the_product(monkeypatch: pytest.MonkeyPatch, generator: torch.Generator) -> None:
-    layer = PackedLinear.of(decode_packed(encode(CASES[4])))
+    layer = filled(decode_packed(encode(CASES[4])))
     x = torch.randn(9, 96, generator=generator)
     whole = layer(x)
     monkeypatch.setattr("nearplane.loading.packed_linear.MAX_STRIP_WEIGHTS", 5 * 96)
@@ -70,7 +81,7 @@ def test_narrow_types_come_back_and_lose_no_more_than_the_dense_layer(
     dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     values = matrix_of(CASES[5]).decode()
-    layer = PackedLinear.of(decode_packed(encode(CASES[5])), dtype=dtype)
+    layer = filled(decode_packed(encode(CASES[5])), dtype=dtype)
     x = torch.randn(6, 512, generator=generator).to(dtype)
     exact = x.double() @ values.double().T
     for part in (x, x[:1]):
@@ -81,7 +92,7 @@ def test_narrow_types_come_back_and_lose_no_more_than_the_dense_layer(
 
 
 def test_a_cast_of_the_module_does_not_round_its_scales() -> None:
-    layer = PackedLinear.of(decode_packed(encode(CASES[4])), torch.zeros(48))
+    layer = filled(decode_packed(encode(CASES[4])), torch.zeros(48))
     layer.to(torch.bfloat16)
     assert layer.bias is not None
     assert layer.bias.dtype == torch.bfloat16
@@ -89,7 +100,7 @@ def test_a_cast_of_the_module_does_not_round_its_scales() -> None:
 
 
 def test_leading_dimensions_are_kept_and_gradients_reach_the_input(generator: torch.Generator) -> None:
-    layer = PackedLinear.of(decode_packed(encode(CASES[4])))
+    layer = filled(decode_packed(encode(CASES[4])))
     x = torch.randn(1, 2, 96, generator=generator, requires_grad=True)
     y = layer(x)
     assert y.shape == (1, 2, 48)
@@ -101,16 +112,17 @@ def test_leading_dimensions_are_kept_and_gradients_reach_the_input(generator: to
 
 def test_codes_near_zero_take_half_a_byte_each() -> None:
     case = contents(256, 512, spread=0.5)
-    layer = PackedLinear.of(decode_packed(encode(case)))
+    layer = filled(decode_packed(encode(case)))
     assert layer.codes.numel() <= 0.55 * case.codes.size
 
 
 def test_threads_share_rows_without_changing_them(monkeypatch: pytest.MonkeyPatch, generator: torch.Generator) -> None:
-    layer = PackedLinear.of(decode_packed(encode(CASES[5])))
-    x = torch.randn(2, 512, generator=generator).numpy()
-    one = products(x, layer.packed_codes(), threads=1)
-    monkeypatch.setattr("nearplane.loading.packed_product.MIN_THREADED_BYTES", 0)
-    assert np.array_equal(products(x, layer.packed_codes(), threads=7), one)
+    layer = filled(decode_packed(encode(CASES[5])))
+    x = torch.randn(2, 512, generator=generator)
+    one = layer(x)
+    monkeypatch.setattr("nearplane.loading.packed_linear.MIN_THREADED_BYTES", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    assert torch.equal(layer(x), one)
 
 
 def test_a_layer_of_another_shape_or_without_weights_is_refused() -> None:

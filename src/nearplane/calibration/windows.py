@@ -21,8 +21,8 @@ from nearplane.models.kinds import Taken, is_framed, taken_by
 from nearplane.models.model import Model
 from nearplane.models.pretrained import in_a_sentence
 from nearplane.models.tokens_with_audio import Spoken, joined
-from nearplane.recipe.grids import GridScheme
 from nearplane.recipe.recipe import Recipe
+from nearplane.recipe.schemes import GridScheme
 from nearplane.record.words import LEAST, shortage
 
 DEFAULT_SEQLEN = 2048

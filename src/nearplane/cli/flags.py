@@ -1,6 +1,6 @@
 """The flags of `nearplane quantize` that make up a recipe: which of its fields are flags, in which group they are shown.
 
-The fields themselves, their types and defaults, are those of `schemes/` and `recipe.py`; what is no flag is for Python.
+The fields themselves, their types and defaults, are those of `schemes.py` and `recipe.py`; what is no flag is for Python.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from typing import Annotated, Any, get_type_hints
 from cyclopts import Group, Parameter
 
 from nearplane.errors import RecipeError
-from nearplane.recipe.grids import BlockScheme, GridScheme
-from nearplane.recipe.rates import RateScheme
 from nearplane.recipe.recipe import Calibration, LayerScheme, changed, chosen
 from nearplane.recipe.scheme import names_of
-from nearplane.recipe.scheme_of import AnyScheme, scheme_of
+from nearplane.recipe.schemes import AnyScheme, BlockScheme, GridScheme, RateScheme, scheme_of
 
 EVERYDAY = Group("Everyday", sort_key=1)
 RATES = Group("Entropy-coded, instead of --bits", sort_key=2)

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from nearplane.demo import CALIBRATION, CALIBRATION_WINDOWS, EVALUATION_WINDOWS, HELD_OUT, MODEL, SEQLEN
-from nearplane.recipe.grids import GridScheme
-from nearplane.recipe.rates import RateScheme
 from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.recipe.scheme import Format, Solver
+from nearplane.recipe.schemes import GridScheme, RateScheme
 from nearplane.system.progress import silent
 from nearplane.system.safetensors_files import ShardReader
 from nearplane.verbs.evaluate import Evaluation, evaluate

@@ -21,7 +21,7 @@ from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.config_file import ConfigFile
 from nearplane.formats.layer_format import LayerFormat
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.record.record import RunRecord, read_record
+from nearplane.record.record import RunRecord
 from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import RECORD
 from nearplane.system.progress import peak_memory
@@ -166,15 +166,6 @@ class Container(ABC):
     def whole(self) -> bool:
         """Whether a run left all of it: then there is nothing to do inside the `with` block."""
         return self.found and self._unfinished.whole
-
-    @property
-    def overwrite(self) -> bool:
-        """Whether what is in the way may be replaced."""
-        return self.place.overwrite
-
-    def recorded_files(self) -> dict[str, str]:
-        """Return {name: SHA-256} of the files of a checkpoint that is `whole`."""
-        return read_record(self.folder).files
 
     def begin_anew(self) -> None:
         """Delete what a run left, and begin."""

@@ -13,8 +13,8 @@ from nearplane.formats.beside import CONFIG, copy_beside, names_copied, size_cop
 from nearplane.formats.config_file import EXPERTS_WITH, READ_WITH, WEIGHTS, json_text
 from nearplane.formats.container import Container, Kind
 from nearplane.formats.native import METHOD
-from nearplane.system.json_file import read_object
-from nearplane.system.safetensors_files import INDEX, ShardWriter, about, sha256, shard_size
+from nearplane.system.files import read_object, sha256
+from nearplane.system.safetensors_files import INDEX, ShardWriter, about, shard_size
 
 
 class Folder(Container):

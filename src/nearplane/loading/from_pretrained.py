@@ -38,8 +38,7 @@ from nearplane.formats.folder import read_config
 from nearplane.formats.native import DEFAULT, METHOD, Native
 from nearplane.formats.stored import quantization_of
 from nearplane.formats.table import FORMATS
-from nearplane.loading.blobs import Coded, Joined, Place, StackPlace, fill, make_places
-from nearplane.loading.dense_network import dense_network
+from nearplane.loading.dense_network import Coded, Joined, Place, StackPlace, dense_network, fill, make_places
 from nearplane.loading.packed_linear import PackedLinear
 from nearplane.models.conversion import renamed
 from nearplane.models.pretrained import find_folder, network_of
@@ -116,7 +115,6 @@ class NearplaneConfig(QuantizationConfigMixin):
             raise FormatError(
                 f"quantization_config: modules is {str(modules)[:60]!r}, expected a list of names. Fetch config.json again."
             )
-        self.quant_method = METHOD
         self.modules: list[str] = modules
         self.__dict__.update(fields | {"quant_method": METHOD})
 
@@ -156,8 +154,8 @@ class NearplaneQuantizer(HfQuantizer):
         """Let transformers put the blobs of modules that are decoded where their weights will be."""
         dense = [place.name for place in self._places.values() if isinstance(place, Place) and place.tensor == "weight"]
         dense += [
-            bare for name in dense if (bare := name.removeprefix(self._prefix)) != name
-        ]  # as some files have them
+            name.removeprefix(self._prefix) for name in dense if name.startswith(self._prefix)
+        ]  # as some files have
         self._conversions = [
             WeightConverter([rf"^{re.escape(name)}\.{part}" for part in (KEY, STOP)], f"{name}.weight", [Coded()])
             for name in dense
@@ -172,7 +170,6 @@ class NearplaneQuantizer(HfQuantizer):
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
         """Put ours before those of the model, which has some for the dense weights of experts."""
-        del model
         return self.get_weight_conversions() + weight_conversions
 
     def is_serializable(self) -> bool:
@@ -253,8 +250,7 @@ class NearplaneQuantizer(HfQuantizer):
             place.module.register_parameter("weight", nn.Parameter(values, requires_grad=False))
             place.module.register_parameter("bias", module.bias)
             model.set_submodule(place.name, place.module.eval())
-        for parameter in (
-            model.parameters() if dtype is not None else ()
-        ):  # buffers keep their own: frequencies, complex ones
-            parameter.data = parameter.data.to(dtype) if parameter.is_floating_point() else parameter.data
+        for parameter in model.parameters():  # buffers keep their own: frequencies, complex ones
+            if dtype is not None and parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
         return model

@@ -75,9 +75,10 @@ class GPTQByRule(HfQuantizer):
             listed is not None and not any(name.endswith(entry) for part in listed for entry in part)
         ):
             return None
-        own: Mapping[str, Any] = next(
-            (own for key, own in (fields.get("dynamic") or {}).items() if _matches(key, name)), {}
-        )
+        ruled = {
+            key.removeprefix("+:"): own for key, own in (fields.get("dynamic") or {}).items() if key.startswith("+:")
+        }
+        own: Mapping[str, Any] = next((own for key, own in ruled.items() if re.match(key, name)), {})
         group_size = own.get("group_size", fields["group_size"])
         return own.get("bits", fields["bits"]), None if group_size == -1 else group_size
 
@@ -100,8 +101,3 @@ def _blocks(fields: Mapping[str, Any], network: nn.Module) -> str:
     if not found:
         raise ValueError("the blocks are not found")
     return found[0]
-
-
-def _matches(key: str, name: str) -> bool:
-    """Return whether a key of `dynamic` gives a module a grid of its own."""
-    return key.startswith("+:") and re.match(key.removeprefix("+:"), name) is not None

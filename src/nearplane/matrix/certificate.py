@@ -17,7 +17,7 @@ from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
 from nearplane.lattice.solve import sweep_planes
 from nearplane.lattice.solvers import SOLVERS
 from nearplane.matrix.inputs import Inputs
-from nearplane.recipe.scheme_of import AnyScheme
+from nearplane.recipe.schemes import AnyScheme
 from nearplane.record.record import MAX_CERTIFIED_INPUTS, LayerRecord, row_groups
 from nearplane.system.memory import release
 

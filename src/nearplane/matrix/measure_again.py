@@ -9,7 +9,7 @@ from torch import Tensor
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.matrix.certificate import measure
 from nearplane.matrix.inputs import Inputs, corrected
-from nearplane.recipe.scheme_of import AnyScheme
+from nearplane.recipe.schemes import AnyScheme
 from nearplane.record.record import LayerRecord
 
 

@@ -27,8 +27,8 @@ from nearplane.lattice.solvers import SOLVERS, Problem
 from nearplane.matrix.certificate import measure
 from nearplane.matrix.inputs import Inputs, corrected, lattice_problem
 from nearplane.matrix.joined_rows import solve_joined
-from nearplane.recipe.grids import BlockScheme, GridScheme
 from nearplane.recipe.scheme import Scheme
+from nearplane.recipe.schemes import BlockScheme, GridScheme
 from nearplane.record.record import LayerRecord
 
 

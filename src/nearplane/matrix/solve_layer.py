@@ -14,9 +14,7 @@ from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.matrix.inputs import Inputs
 from nearplane.matrix.on_grid import quantize_matrix
 from nearplane.matrix.to_rate import quantize_matrix_to_rate
-from nearplane.recipe.grids import BlockScheme, GridScheme
-from nearplane.recipe.rates import RateScheme
-from nearplane.recipe.scheme_of import AnyScheme
+from nearplane.recipe.schemes import AnyScheme, BlockScheme, GridScheme, RateScheme
 from nearplane.record.record import LayerRecord
 
 

@@ -26,8 +26,8 @@ from nearplane.lattice.scale import high_rate_step, ladder, row_exponents, water
 from nearplane.matrix.certificate import measure
 from nearplane.matrix.inputs import Inputs, corrected, lattice_problem
 from nearplane.matrix.on_grid import rounded
-from nearplane.recipe.rates import RateScheme
 from nearplane.recipe.scheme import Solver
+from nearplane.recipe.schemes import RateScheme
 from nearplane.record.record import LayerRecord
 from nearplane.system.memory import release
 

@@ -30,8 +30,8 @@ from nearplane.models.kinds import padded_positions, towers
 from nearplane.models.layers import Layer
 from nearplane.models.pretrained import empty_network, find_folder, has_other_tokenizer, save_tokenizer, tokenizer_of
 from nearplane.models.structure import IGNORED, find_ends, find_layers, find_stacks
+from nearplane.system.files import read_object
 from nearplane.system.fp8_mxfp4 import METHODS, WidenedReader, method_of, source_reader
-from nearplane.system.json_file import read_object
 from nearplane.system.safetensors_files import TensorReader
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

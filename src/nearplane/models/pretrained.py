@@ -32,7 +32,7 @@ from transformers import (
 from nearplane.errors import ModelError, NearplaneError, first_line
 from nearplane.models.config_checks import Limited, check_counts, check_patterns, check_sizes
 from nearplane.models.kinds import HEARD, hears_alone, is_headless, is_multimodal, is_seq2seq
-from nearplane.system.json_file import read_object
+from nearplane.system.files import read_object
 from nearplane.system.paths import folder_named
 from nearplane.system.safetensors_files import ShardReader, TensorReader, refuse_unfinished
 

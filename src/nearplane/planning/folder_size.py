@@ -21,8 +21,8 @@ from nearplane.formats.table import FORMATS
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.planning.allocate import LOW
-from nearplane.recipe.rates import RateScheme
 from nearplane.recipe.recipe import Recipe
+from nearplane.recipe.schemes import RateScheme
 from nearplane.record.record import (
     LayerRecord,
     RunRecord,

@@ -17,8 +17,8 @@ from nearplane.lattice.number_formats import TYPES
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.planning.record_size import longest_record
-from nearplane.recipe.grids import CHOSEN, BlockScheme
 from nearplane.recipe.recipe import Recipe
+from nearplane.recipe.schemes import CHOSEN, BlockScheme
 from nearplane.recipe.sizes import bytes_in
 from nearplane.record.record import RunRecord
 

@@ -21,8 +21,8 @@ from nearplane.models.model import Model
 from nearplane.planning.allocate import LOW
 from nearplane.planning.folder_size import SLACK, Foretold, aim_of, finished, foretell
 from nearplane.planning.plan import Plan
-from nearplane.recipe.rates import RateScheme
 from nearplane.recipe.recipe import Recipe
+from nearplane.recipe.schemes import RateScheme
 from nearplane.recipe.sizes import size_text
 from nearplane.record.record import LayerRecord, RunRecord
 

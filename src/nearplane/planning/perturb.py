@@ -18,8 +18,8 @@ from nearplane.lattice.scale import high_rate_step
 from nearplane.lattice.solve import sweep_planes
 from nearplane.matrix.inputs import Inputs
 from nearplane.matrix.on_grid import solve
-from nearplane.recipe.grids import BlockScheme, GridScheme
 from nearplane.recipe.scheme import Scheme
+from nearplane.recipe.schemes import BlockScheme, GridScheme
 
 COUNTED_COLUMNS = 256  # whose codes are counted at a time
 

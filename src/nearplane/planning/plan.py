@@ -33,11 +33,9 @@ from nearplane.planning.folder_size import budget_of
 from nearplane.planning.gguf_budget import Free
 from nearplane.planning.perturb import to_rates, to_types, to_widths
 from nearplane.planning.probe import Extent, extent, probe
-from nearplane.recipe.grids import CHOSEN, BlockScheme, GridScheme
-from nearplane.recipe.rates import RateScheme
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.scheme import Scheme
-from nearplane.recipe.scheme_of import AnyScheme
+from nearplane.recipe.schemes import CHOSEN, AnyScheme, BlockScheme, GridScheme, RateScheme
 from nearplane.system.device import Device
 from nearplane.system.progress import Progress
 

@@ -21,7 +21,7 @@ from nearplane.formats.gguf.mixes import experts_of, role_of, type_of
 from nearplane.formats.gptq import FUSED
 from nearplane.formats.table import FORMATS, open_container
 from nearplane.lattice.number_formats import NumberFormat, number_format
-from nearplane.loading.rehearsal_check import check_loads
+from nearplane.loading.rehearsal import check_loads
 from nearplane.models.experts import ExpertLayer
 from nearplane.models.ignored import refuse_unmatched
 from nearplane.models.kinds import has_head, has_two_stacks
@@ -30,8 +30,8 @@ from nearplane.models.left_dense import left_dense, merged_experts
 from nearplane.models.model import Model, open_model
 from nearplane.models.unsupported import refuse_unsupported
 from nearplane.planning.plan import check_budget
-from nearplane.recipe.grids import BlockScheme
 from nearplane.recipe.recipe import LayerScheme, Recipe
+from nearplane.recipe.schemes import BlockScheme
 from nearplane.system.device import Device
 
 logger = logging.getLogger("nearplane")

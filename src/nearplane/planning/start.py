@@ -14,6 +14,7 @@ from nearplane.calibration.given import Given
 from nearplane.calibration.memory_setting import batch_of
 from nearplane.calibration.windows import Windows
 from nearplane.formats.container import Container
+from nearplane.formats.journal_pages import told
 from nearplane.models.model import Model
 from nearplane.planning.forecast import Forecast, forecast
 from nearplane.planning.gguf_budget import free_layers
@@ -23,7 +24,6 @@ from nearplane.planning.request import rehearse
 from nearplane.recipe.recipe import Recipe
 from nearplane.record.record import RunRecord, versions
 from nearplane.system.device import Device
-from nearplane.system.journal_pages import told
 from nearplane.system.matmul_library import fastest, repeated
 from nearplane.system.progress import Progress
 

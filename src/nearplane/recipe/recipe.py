@@ -1,6 +1,6 @@
 """What a run should do, as frozen data: the command's flags, the JSON in the record and the Python keywords are all this.
 
-Needs no torch. How matrices are quantized is in `schemes/`, other tools' spellings are in `spellings.py`.
+Needs no torch. How matrices are quantized is in `schemes.py`, other tools' spellings are in `spellings.py`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,9 @@ from functools import cached_property
 from typing import Any, Literal
 
 from nearplane.errors import RecipeError
-from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat
-from nearplane.recipe.grids import BlockScheme, GridScheme, spelled_out
 from nearplane.recipe.patterns import compiled, fault_of
-from nearplane.recipe.rates import RateScheme
-from nearplane.recipe.scheme import Allocation, Format, names_of, one_of, within
-from nearplane.recipe.scheme_of import AnyScheme, scheme_of
+from nearplane.recipe.scheme import FILE_FORMATS, Allocation, FileFormat, Format, names_of, one_of, spelled_out, within
+from nearplane.recipe.schemes import AnyScheme, BlockScheme, GridScheme, RateScheme, scheme_of
 from nearplane.recipe.spellings import translated
 
 Rare = Literal["mean", "error"]
@@ -57,12 +54,8 @@ class Calibration:
             )
         one_of("rare_experts", self.rare_experts, Rare)
         within("samples", self.samples, isinstance(self.samples, int) and self.samples > 0, "a positive number")
-        within(
-            "seqlen",
-            self.seqlen,
-            self.seqlen is None or (isinstance(self.seqlen, int) and self.seqlen > 1),
-            "at least 2",
-        )
+        length = self.seqlen
+        within("seqlen", length, length is None or (isinstance(length, int) and length > 1), "at least 2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,14 +95,7 @@ class LayerScheme:
                 f"{called} have a rate of their own, and a size is spread over all layers: give a rate in place of the size, or "
                 f"leave out theirs."
             )
-        for name in (
-            "order",
-            "correct",
-            "include_head",
-            "include_embeddings",
-            "embeddings",
-            "rows",
-        ):
+        for name in ("order", "correct", "include_head", "include_embeddings", "embeddings", "rows"):
             if getattr(own, name, None) != getattr(others, name, None):
                 raise RecipeError(f"{called} have another {name}, which is one for a whole run. Leave it out there.")
         if own.calibrated and not others.calibrated:
@@ -220,11 +206,10 @@ class Recipe:
 
     def scheme_of(self, name: str) -> AnyScheme:
         """Return the scheme of the layer with this full name, which is none of those that are to stay as they are."""
-        found = self._schemes.get(name)
-        if found is None:
-            found = next((each.scheme for each in self.layers if compiled(each.pattern).search(name)), self.scheme)
-            self._schemes[name] = found
-        return found
+        if name not in self._schemes:
+            schemes = (each.scheme for each in self.layers if compiled(each.pattern).search(name))
+            self._schemes[name] = next(schemes, self.scheme)
+        return self._schemes[name]
 
     def grouped(self, inputs: Iterable[int]) -> Recipe:
         """Return the recipe with the group size that auto stands for where layers have so many inputs."""
@@ -260,7 +245,7 @@ class Recipe:
         Raises:
             RecipeError: a keyword is unknown, given twice under two names, or has a value that means nothing here.
         """
-        options = {**chosen(spellings)}
+        options = chosen(spellings)
         layers = options.pop("layers", None) or {}
         if not isinstance(layers, Mapping) or not all(isinstance(own, Mapping) for own in layers.values()):
             raise RecipeError(
@@ -268,9 +253,6 @@ class Recipe:
                 f"Recipe takes LayerScheme objects."
             )
         own = {name: options.pop(name) for name in OWN & options.keys()}
-        if isinstance(ignored := own.get("ignore", ()), str):
-            own["ignore"] = (ignored,)
-        own["ignore"] = tuple(own.get("ignore") or ())
         tokens = {name: options.pop(name) for name in names_of(Calibration) & options.keys()}
         other = tuple(
             LayerScheme(pattern=pattern, scheme=scheme_of(into=own.get("format"), **changed(options, chosen(changes))))
@@ -329,9 +311,7 @@ def chosen(spellings: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         RecipeError: one is unknown, or contradicts another.
     """
-    known = (
-        names_of(GridScheme) | names_of(BlockScheme) | names_of(RateScheme) | names_of(Calibration) | OWN | {"layers"}
-    )
+    known = OWN.union({"layers"}, *map(names_of, (GridScheme, BlockScheme, RateScheme, Calibration)))
     found: dict[str, Any] = {}
     for word, value in spellings.items():
         for name, meaning in translated(word, value, known).items():

@@ -1,43 +1,58 @@
-"""What all kinds of scheme have, the words that options are given in, and how wrong ones are refused."""
+"""What all kinds of scheme have, the words that options are given in, and how wrong ones are refused. Needs no torch.
+
+Of formats of files it says who reads them and what these readers take, without writing one; what a layer's tensors look like in
+them is in `formats/table.py`, under the same names.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Self
 
 from nearplane.errors import RecipeError
-from nearplane.lattice.number_formats import CODED, NumberFormat
+from nearplane.lattice.number_formats import CODED, TYPES, NumberFormat, find_format, integers
 
 Order = Literal["natural", "activation", "pivoted"]
 Solver = Literal["nearest-plane", "round-to-nearest", "k-best"]
-Scale = Literal["minmax", "mse"]
 Format = Literal["compressed-tensors", "gptq", "gptq_v2", "gguf", "nearplane"]
-GridName = Literal[  # of llama.cpp: types of blocks, and its mixes of them
-    "q4_0",
-    "q4_1",
-    "q5_0",
-    "q5_1",
-    "q8_0",
-    "q2_k",
-    "q3_k",
-    "q4_k",
-    "q5_k",
-    "q6_k",
-    "q2_k_m",
-    "q3_k_m",
-    "q4_k_m",
-    "q5_k_m",
-]
-Rows = Literal["sensitivity", "equal"]
 Allocation = Literal["uniform", "slope"]
 
-BEAM = 8  # candidates of a row; these three as docs/log.md found them worth what they cost
-POLISH = 1  # sweeps, on fixed grids
-ROUNDS = 3  # over steps and codes, on fixed grids
+BEAM = 8  # candidates of a row; this and those of `schemes.py` as docs/log.md found them worth what they cost
 FITTING = (128, 64, 32, 16)  # weights that share a step by default: the first of these that fits; kernels take no fewer
 SWEEP_DAMP = 0.1  # where targets are corrected
 UNCALIBRATED: tuple[Solver, ...] = ("round-to-nearest",)  # which need no inputs, as `lattice/solvers.py` says
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileFormat:
+    """A format of files.
+
+    Args:
+        any_network: whether readers take encoders, and encoders with a decoder, besides language models.
+        one_grid_for_experts: whether the experts of all blocks are decoded by one number format.
+        by_gptqmodel: whether GPTQModel reads it, also what transformers alone does not.
+        for_llama_cpp: whether it is one file for llama.cpp: types of blocks, the tokenizer and the record are in it.
+        steps_of_model: whether steps have the dtype of the model.
+        by_nearplane: whether nearplane alone reads it.
+    """
+
+    any_network: bool = False
+    one_grid_for_experts: bool = False
+    by_gptqmodel: bool = False
+    for_llama_cpp: bool = False
+    steps_of_model: bool = False
+    by_nearplane: bool = False
+
+
+FILE_FORMATS: dict[str | None, FileFormat] = {
+    "compressed-tensors": FileFormat(any_network=True, one_grid_for_experts=True, steps_of_model=True),
+    "gptq": FileFormat(by_gptqmodel=True),
+    "gptq_v2": FileFormat(by_gptqmodel=True),
+    "gguf": FileFormat(for_llama_cpp=True),
+    "nearplane": FileFormat(any_network=True, by_nearplane=True),
+    None: FileFormat(),  # not chosen yet
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +79,11 @@ class Scheme:
     correct: bool = True
 
     FORMATS: ClassVar[tuple[Format, ...]] = ()  # that hold such weights, the default first
+    default_solver: ClassVar[Solver] = "nearest-plane"  # where none is asked for
+    entropy_coded: ClassVar[bool] = False  # whether codes take as many bits as they hold; else each takes the same
+    types_vary: ClassVar[bool] = (
+        False  # whether a layer may have another number format, where the scheme's does not fit it
+    )
 
     def __post_init__(self) -> None:
         one_of("order", self.order, Order)
@@ -82,11 +102,6 @@ class Scheme:
         true_or_false("correct", self.correct)
         if not self.calibrated and damp is not None:
             raise RecipeError(f"sweep_damp needs calibration, which solver {self.solver!r} does without.")
-
-    @property
-    def default_solver(self) -> Solver:
-        """The solver where none is asked for."""
-        return "nearest-plane"
 
     @property
     def calibrated(self) -> bool:
@@ -129,16 +144,6 @@ class Scheme:
         return True
 
     @property
-    def types_vary(self) -> bool:
-        """Whether a layer may have another number format than the scheme says, where that does not fit it."""
-        return False
-
-    @property
-    def entropy_coded(self) -> bool:
-        """Whether codes take as many bits as they hold; else each takes the same."""
-        return False
-
-    @property
     def weighs_rows(self) -> bool:
         """Whether rows whose errors the network minds more get finer steps."""
         return False
@@ -150,17 +155,14 @@ class Scheme:
 
     def with_bits(self, bits: int | None) -> Self:
         """Return the scheme of a layer whose codes have so many bits; None, or where codes have no limits: the scheme itself."""
-        del bits
         return self
 
     def storing(self, format: NumberFormat) -> Self:
         """Return the scheme of a layer that is stored in this format, as far as formats of layers may differ."""
-        del format
         return self
 
     def grouped(self, inputs: Iterable[int]) -> Self:
         """Return the scheme with the group size that auto stands for where layers have so many inputs."""
-        del inputs
         return self
 
     @property
@@ -204,3 +206,31 @@ def one_of(name: str, value: object, choices: Any) -> None:
     """Refuse what is none of a Literal's words."""
     if value not in choices.__args__:
         raise RecipeError(f"{name} is {value!r}; expected one of {', '.join(choices.__args__)}.")
+
+
+def options_of(format: NumberFormat) -> dict[str, Any]:
+    """Return the options that a number format stands for."""
+    return {"bits": format.bits, "group_size": format.group, "symmetric": format.symmetric}
+
+
+def spelled_out(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with those that a grid of integers stands for in its place.
+
+    Raises:
+        RecipeError: one is given besides, as another.
+    """
+    format = find_format(str(options.get("grid")).lower())
+    if format is None or format.name in TYPES:
+        return dict(options)
+    said, rest = options_of(format), {name: value for name, value in options.items() if name != "grid"}
+    for name in said:
+        if options.get(name) not in (None, said[name]):
+            raise RecipeError(contradiction(name, options[name], format))
+    return rest | (
+        said if format == integers(format.bits, format.group, symmetric=format.symmetric) else {"grid": format.name}
+    )
+
+
+def contradiction(name: str, value: object, format: NumberFormat) -> str:
+    """Return the sentence for an option that a grid says otherwise."""
+    return f"{name} is {value!r}, but --grid {format.name} says all of how weights are stored: leave out one of them."

@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
 from nearplane.errors import RecipeError
 
-UNITS: Mapping[str, int] = {"": 1, "B": 1} | {
-    f"{prefix}{i}B": (1024 if i else 1000) ** power
-    for power, prefixes in enumerate(("kK", "M", "G", "T"), 1)
-    for prefix in prefixes
-    for i in ("", "i")
-}
 PRINTED = ("bytes", "KB", "MB", "GB", "TB")  # each a thousand of the one before
 
 
@@ -20,12 +13,13 @@ def bytes_in(text: str, called: str = "size") -> int:
     """Return the bytes that a text like "350KB", "2.9GiB" or "1000000" stands for; `called` is the option, for errors.
 
     Raises:
-        RecipeError: it is not a number with one of `UNITS`.
+        RecipeError: it is no number, or has another unit.
     """
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kKMGT]?i?B?)\s*", text)
-    if not match or match[2] not in UNITS or float(match[1]) <= 0:
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(?:([kKMGT])(i?)B|B?)\s*", text)
+    if not match or float(match[1]) <= 0:
         raise RecipeError(f"{called} is {text!r}; expected a number of bytes or one with a unit: 3.1GB, 800MB, 2.9GiB.")
-    return int(float(match[1]) * UNITS[match[2]])
+    power = "KMGT".index(match[2].upper()) + 1 if match[2] else 0
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
 def size_text(many: int) -> str:

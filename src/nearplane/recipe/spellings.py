@@ -72,12 +72,7 @@ def _mse(value: Any) -> dict[str, Any]:
 
 
 def _observer(value: Any) -> dict[str, Any]:
-    meanings = {
-        "minmax": "minmax",
-        "memoryless_minmax": "minmax",
-        "mse": "mse",
-        "memoryless_mse": "mse",
-    }
+    meanings = {"minmax": "minmax", "memoryless_minmax": "minmax", "mse": "mse", "memoryless_mse": "mse"}
     if value not in meanings:
         raise RecipeError(f"observer={value!r} is not offered: expected one of {', '.join(meanings)}.")
     return {"scale": meanings[value]}

@@ -15,8 +15,8 @@ from typing import Any
 
 from nearplane.errors import FormatError, printable
 from nearplane.lattice.number_formats import NumberFormat, number_format
-from nearplane.recipe.grids import BlockScheme
 from nearplane.recipe.recipe import Recipe
+from nearplane.recipe.schemes import BlockScheme
 from nearplane.record.from_json import annotated
 from nearplane.record.tuning_record import Tuning
 from nearplane.system.matmul_choice import Products

@@ -10,8 +10,8 @@ from itertools import chain
 
 from nearplane.errors import first_few
 from nearplane.lattice.number_formats import TYPES
-from nearplane.recipe.grids import BlockScheme
 from nearplane.recipe.scheme import FITTING
+from nearplane.recipe.schemes import BlockScheme
 from nearplane.recipe.sizes import bytes_in, counted
 from nearplane.record.record import LayerRecord, RunRecord
 

@@ -11,7 +11,8 @@ holds 4-bit floats exactly; of 8-bit ones it rounds the product with their facto
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import ModelError
-from nearplane.system.safetensors_files import ShardReader, TensorReader
+from nearplane.system.safetensors_files import ShardReader, TensorInfo, TensorReader
 
 SCALE, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
 BESIDE = (SCALE, ".activation_scale", ".input_scale")  # what belongs to a weight in 8 bits and is none
@@ -60,58 +61,32 @@ class WidenedReader(TensorReader):
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        self.folder, self.checksums = folder, None
+        self.folder = folder
         self._reader = ShardReader(folder)
         self.method = method_of(config) or ""
         size = config["quantization_config"].get("weight_block_size") or (SIZE, SIZE)
         self._size = (int(size[0]), int(size[1]))
-        there = {*self._reader.names()}
-        self._names: list[str] = []
+        fp8, there = self.method == "fp8", self._reader.infos
+        self._widen: Callable[..., Tensor] = partial(eight_bits, size=self._size) if fp8 else four_bits
+        suffix, factor, beside = ("", SCALE, BESIDE) if fp8 else (BLOCKS, SCALES, (SCALES,))
+        self.infos = {}
         self._parts: dict[str, tuple[str, str]] = {}  # of what is widened: codes and factors
-        for name in self._reader.names():
-            if self.method == "mxfp4" and name.endswith(BLOCKS):
-                self._names.append(stem := name.removesuffix(BLOCKS))
-                self._parts[stem] = (name, stem + SCALES)
-            elif self.method == "fp8" and self._reader.dtype(name) == "F8_E4M3":
-                self._names.append(name)
-                self._parts[name] = (name, name + SCALE)
-            elif not name.endswith(BESIDE if self.method == "fp8" else SCALES):
-                self._names.append(name)
+        for name, info in there.items():
+            if info.dtype == "F8_E4M3" if fp8 else name.endswith(BLOCKS):
+                stem = name.removesuffix(suffix)
+                self._parts[stem] = (name, stem + factor)
+                self.infos[stem] = info
+            elif not name.endswith(beside):
+                self.infos[name] = info
         for name, (_, factors) in self._parts.items():
             if factors not in there:
                 raise ModelError(f"{folder}: {name} is stored in few bits, and {factors} is missing. Fetch it again.")
             self._check(name)
-
-    @property
-    def widened(self) -> int:
-        """How many tensors are stored in few bits."""
-        return len(self._parts)
-
-    def names(self) -> list[str]:
-        """Return the names of all tensors, in file order, without those of factors."""
-        return list(self._names)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor as `read` gives it."""
-        if name not in self._parts:
-            return self._reader.shape(name)
-        shape = self._reader.shape(self._parts[name][0])
-        if self.method == "fp8":
-            return shape
-        *outer, out, groups, size = shape
-        return (*outer, groups * size * 2, out)
-
-    def dtype(self, name: str) -> str:
-        """Return the safetensors dtype of a tensor as `read` gives it."""
-        return "BF16" if name in self._parts else self._reader.dtype(name)
-
-    def nbytes(self, name: str) -> int:
-        """Return the bytes of a tensor as `read` gives it."""
-        return 2 * math.prod(self.shape(name)) if name in self._parts else self._reader.nbytes(name)
-
-    def file(self, name: str) -> Path:
-        """Return the file that holds a tensor."""
-        return self._reader.file(self._parts[name][0] if name in self._parts else name)
+            shape = self.shape(name)
+            if not fp8:
+                *outer, out, groups, half = shape
+                shape = (*outer, groups * half * 2, out)
+            self.infos[name] = TensorInfo("BF16", shape, 2 * math.prod(shape), self.file(name))
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read tensors into memory of their own."""
@@ -119,13 +94,8 @@ class WidenedReader(TensorReader):
         for name in names:
             parts = self._parts.get(name, (name,))
             tensors = self._reader.read(parts)
-            found[name] = tensors[name] if len(parts) == 1 else self._widened(*(tensors[part] for part in parts))
+            found[name] = tensors[name] if len(parts) == 1 else self._widen(*(tensors[part] for part in parts))
         return found
-
-    def _widened(self, codes: Tensor, factors: Tensor) -> Tensor:
-        if self.method == "mxfp4":
-            return four_bits(codes, factors)
-        return eight_bits(codes, factors, self._size)
 
     def _check(self, name: str) -> None:
         codes, factors = (self._reader.shape(part) for part in self._parts[name])

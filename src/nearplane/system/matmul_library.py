@@ -26,10 +26,7 @@ from nearplane.system.matmul_choice import Library, Products
 
 logger = logging.getLogger("nearplane")
 
-PRECISION: dict[Library, str] = {
-    "default": "ieee",
-    "onednn": "bf16",
-}  # what torch calls the switch: how inputs may be rounded
+PRECISION: dict[Library, str] = {"default": "ieee", "onednn": "bf16"}  # how inputs may be rounded, as torch calls it
 ERROR = 4.0  # times the error of the default that is as exact; rounding to bf16 is ten thousand times
 WORTH = 2e9  # multiplications by weights in a forward of all tokens below which there is nothing to gain
 ROWS = 96  # of the products that are tried
@@ -69,14 +66,13 @@ def repeated(products: Products | None, device: Device) -> Iterator[Products | N
         What is used: `products`, or None where that is the default in place of what the record names.
     """
     used = products if device.on_cpu else None
-    library: Library = "default" if used is None else used.library
     if used is not None and not repeatable(used):
         logger.warning(
             "The losses of this record were computed with products by oneDNN, which this machine or torch does not have in "
             "float32. Now the default library computes them, so that they agree to about two digits: use --tolerance 0.01."
         )
-        used, library = None, "default"
-    with _using(library):
+        used = None
+    with _using("default" if used is None else used.library):
         yield used
 
 
@@ -103,7 +99,11 @@ def slow_for_mkl() -> bool:
 
 
 def trial(shapes: Iterable[tuple[int, int]]) -> Products:
-    """Take two products for each shape by each library: a forward `X W^T` and moments `X^T X`; compare with float64."""
+    """Take two products for each shape by each library: a forward `X W^T` and moments `X^T X`; compare with float64.
+
+    Returns:
+        The errors, and the library that they speak for: oneDNN where it is as exact.
+    """
     made = torch.Generator().manual_seed(0)
     errors: dict[Library, float] = dict.fromkeys(PRECISION, 0.0)
     for multiply, truth in (product for shape in shapes for product in _products(*shape, made)):
@@ -111,11 +111,7 @@ def trial(shapes: Iterable[tuple[int, int]]) -> Products:
             with _using(library):
                 apart = multiply()[:EXACT].double().sub_(truth).norm() / truth.norm()
             errors[library] = max(errors[library], float(apart))
-    return choice(Products(errors=errors))
-
-
-def choice(measured: Products) -> Products:
-    """Return a trial with the library that it speaks for: oneDNN where it is as exact."""
+    measured = Products(errors=errors)
     return replace(measured, library="onednn" if as_exact(measured) else "default")
 
 

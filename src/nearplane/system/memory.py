@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-LARGE = (
-    16 << 20
-)  # smaller ones come and go in forwards: asking the system for each took 14 % of a run's time at 4 MB, 1 % here
+# smaller ones come and go in forwards: asking the system for each took 14 % of a run's time at 4 MB, 1 % here
+LARGE = 16 << 20
 M_MMAP_THRESHOLD = -3  # of mallopt
 
 
@@ -26,8 +25,9 @@ def free_memory(root: Path = Path("/")) -> int | None:
     Returns:
         Bytes; None where the system tells nothing.
     """
-    known = [*_available(root), *_left_of_limits(root)]
-    if known:
+    meminfo = [line for line in _lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
+    available = [int(line.split()[1]) * 1024 for line in meminfo]  # without swapping
+    if known := [*available, *_left_of_limits(root)]:
         return max(0, min(known))
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
@@ -61,13 +61,6 @@ def release() -> None:
 @cache
 def _c_library() -> ctypes.CDLL | None:
     return ctypes.CDLL(None) if sys.platform == "linux" else None
-
-
-def _available(root: Path) -> Iterator[int]:
-    """Yield what Linux can give without swapping."""
-    for line in _lines(root / "proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            yield int(line.split()[1]) * 1024
 
 
 def _left_of_limits(root: Path) -> Iterator[int]:

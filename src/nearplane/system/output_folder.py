@@ -18,7 +18,6 @@ import os
 import shutil
 import socket
 import stat
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from datetime import datetime
 from fnmatch import fnmatch
@@ -26,24 +25,14 @@ from pathlib import Path
 from types import TracebackType
 
 from nearplane.errors import FormatError, NearplaneError, RecipeError
-from nearplane.system.lock import alone
+from nearplane.system.files import alone, flush, flush_all, swap
 from nearplane.system.paths import INCOMPLETE, JOURNAL, RECORD, UNFINISHED
-from nearplane.system.safetensors_files import MARK, flush, flush_all
-from nearplane.system.swap import swap
+from nearplane.system.safetensors_files import MARK
 
-SUFFIX = UNFINISHED
 STATE = "state.json"  # in the journal: what is there is enough to go on
 OLD = "old"  # in the journal: what OUT was; empty where the two folders were swapped, until it comes there
-REPLACED = (
-    "*.safetensors",
-    "model.gguf",
-    "*.json",
-    "*.jinja",
-    "*.model",
-    "vocab.txt",
-    "merges.txt",
-    INCOMPLETE,
-)  # by --overwrite
+# by --overwrite
+REPLACED = ("*.safetensors", "model.gguf", "*.json", "*.jinja", "*.model", "vocab.txt", "merges.txt", INCOMPLETE)
 
 log = logging.getLogger(__name__)
 
@@ -67,15 +56,13 @@ class Unfinished:
         self.out, self._overwrite, self._resumes = out, overwrite, resumes
         self._place = out.resolve()
         _check_replaceable(out, self._place)
-        self.folder = self._place.with_name(self._place.name + SUFFIX)
+        self.folder = self._place.with_name(self._place.name + UNFINISHED)
         self._held = ExitStack()
         self._check_free()
 
     def _check_free(self) -> None:
         """Refuse an `out` that holds what may not be replaced."""
-        if not self._place.is_dir() and not self._place.exists():
-            return
-        if self._place.is_dir() and not any(self._place.iterdir()):
+        if not self._place.exists() or (self._place.is_dir() and not any(self._place.iterdir())):
             return
         if not self._overwrite:
             raise RecipeError(
@@ -88,9 +75,9 @@ class Unfinished:
             )
 
     def __enter__(self) -> Unfinished:
-        writer = _writer(self.folder)
         refusal = (
-            f"{self.out} is being written by another run{writer}. Wait until it has ended, or choose another folder."
+            f"{self.out} is being written by another run{_writer(self.folder)}. Wait until it has ended, or choose another "
+            f"folder."
         )
         with ExitStack() as stack:
             stack.enter_context(alone(Path(f"{self.folder}.lock"), refusal))
@@ -107,7 +94,11 @@ class Unfinished:
             if self.whole:
                 return
             if not (self._resumes and self.goes_on):
-                self._check_given_up()
+                if self.goes_on and not self._overwrite:
+                    raise RecipeError(
+                        f"{self.folder} is of a run that was stopped, and the command that began it goes on there; this one does "
+                        f"not. Give that command again, delete the folder, or choose another one."
+                    )
                 self.clear()
         self._mark()
 
@@ -161,14 +152,6 @@ class Unfinished:
             f"{self.folder} is where {self.out} would be written, and nearplane did not make it: no {INCOMPLETE} is in it. "
             f"Move it away, or choose another folder."
         )
-
-    def _check_given_up(self) -> None:
-        """Refuse to delete what another command could go on with."""
-        if self.goes_on and not self._overwrite:
-            raise RecipeError(
-                f"{self.folder} is of a run that was stopped, and the command that began it goes on there; this one does not. "
-                f"Give that command again, delete the folder, or choose another one."
-            )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -268,8 +251,8 @@ def _check_replaceable(out: Path, place: Path) -> None:
         place: the same, resolved.
     """
     here = Path.cwd()
-    if place.name.endswith(SUFFIX):
-        raise RecipeError(f"{out} ends in {SUFFIX}, as folders do that are not whole yet. Choose another name.")
+    if place.name.endswith(UNFINISHED):
+        raise RecipeError(f"{out} ends in {UNFINISHED}, as folders do that are not whole yet. Choose another name.")
     if place.is_mount() or place == here or place in here.parents:
         what = "is a mount point" if place.is_mount() else "is or holds the current folder"
         raise RecipeError(f"{out} {what}: a finished checkpoint cannot be put in its place. Choose a folder inside it.")
@@ -284,14 +267,8 @@ def _writer(folder: Path) -> str:
 
 
 def _written(folder: Path) -> set[str]:
-    """Return which files and folders in a checkpoint are of the run that wrote it."""
-    if recorded := set(_recorded(folder)):
-        return recorded | {RECORD, INCOMPLETE}
-    return {path.name for path in folder.iterdir() if any(fnmatch(path.name, pattern) for pattern in REPLACED)}
-
-
-def _recorded(folder: Path) -> Iterator[str]:
-    """Yield what the record of a checkpoint lists; nothing if there is none that can be read."""
+    """Return which files and folders in a checkpoint are of the run that wrote it: by its record, else by their names."""
     with suppress(OSError, ValueError, RecursionError, LookupError, TypeError):
-        for name in json.loads((folder / RECORD).read_text())["files"]:
-            yield Path(name).parts[0]
+        if recorded := {Path(name).parts[0] for name in json.loads((folder / RECORD).read_text())["files"]}:
+            return recorded | {RECORD, INCOMPLETE}
+    return {path.name for path in folder.iterdir() if any(fnmatch(path.name, pattern) for pattern in REPLACED)}

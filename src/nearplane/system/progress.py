@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import accumulate
+from time import monotonic
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,6 @@ def logged(
     blocks: Sequence[int] = (),
     there: int = 0,
     short: bool = True,
-    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Any]:
     """Pass items through and log how far they are: a line of level INFO for every block, or every 30 seconds.
 
@@ -45,14 +44,13 @@ def logged(
         blocks: how many items there are in each block; none: a line comes every 30 seconds only.
         there: how many of them took no time, as a run that was stopped had worked them off; they come first.
         short: whether there is a line at the end though none came before it.
-        clock: seconds.
     """
-    began = said = clock()
+    began = said = monotonic()
     ends = list(accumulate(blocks))
     last = set(ends)
     for done, item in enumerate(items, 1):
         yield item  # whoever takes the next one is done with this one
-        now = clock()
+        now = monotonic()
         ended = done == total and (short or said > began)
         if done > there and (ended or now - said >= (OFTEN if done in last else SELDOM)):
             said = now

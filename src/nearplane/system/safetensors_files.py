@@ -7,8 +7,6 @@ they mean.
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import json
 import os
 import re
@@ -17,8 +15,9 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nearplane.errors import FormatError, ModelError
-from nearplane.system.json_file import read_object
+from nearplane.system.files import flush, flush_all, read_object, sha256
 from nearplane.system.paths import INCOMPLETE
 
 INDEX = "model.safetensors.index.json"
@@ -57,34 +56,6 @@ def about(tensor: Tensor) -> str:
     return " ".join([NAMES.get(tensor.dtype, str(tensor.dtype)), *map(str, tensor.shape)])
 
 
-def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def flush(path: Path) -> None:
-    """Wait until a file, or what a folder lists, is on disk; of folders only where the system can (some network drives cannot)."""
-    folder, windows = path.is_dir(), os.name == "nt"
-    if folder and windows:
-        return
-    number = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
-    try:
-        os.fsync(number)
-    except OSError as error:
-        if not folder or error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
-            raise
-    finally:
-        os.close(number)
-
-
-def flush_all(folder: Path) -> None:
-    """Wait until all that a folder holds is on disk, and what it lists."""
-    for path in folder.rglob("*"):
-        flush(path)
-    flush(folder)
-
-
 def index_text(weight_map: Mapping[str, str], checksums: Mapping[str, str] | None, size: int) -> str:
     """Return the index of shards: the file and, if there are any, the checksum of every tensor, and the bytes of all."""
     index: dict[str, object] = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
@@ -111,36 +82,54 @@ def refuse_unfinished(folder: Path) -> None:
         raise ModelError(f"{folder} is incomplete: a run that wrote it did not finish. Delete it and run again.")
 
 
+class TensorInfo(NamedTuple):
+    """What is known of a tensor without reading it.
+
+    Args:
+        dtype: in safetensors ("BF16", "F32", ...).
+        shape: of it.
+        nbytes: that it takes, whatever its dtype.
+        file: that holds it.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    file: Path
+
+
 class TensorReader(ABC):
     """The tensors of a checkpoint, by name, whatever files hold them.
 
     Attributes:
         folder: that holds them.
         checksums: of every tensor, where the folder lists them beside.
+        infos: of all tensors, in file order.
     """
 
     folder: Path
-    checksums: dict[str, str] | None
+    checksums: dict[str, str] | None = None
+    infos: dict[str, TensorInfo]
 
-    @abstractmethod
     def names(self) -> list[str]:
         """Return the names of all tensors, in file order."""
+        return list(self.infos)
 
-    @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor without reading it."""
+        """Return the shape of a tensor as `read` gives it, without reading it."""
+        return self.infos[name].shape
 
-    @abstractmethod
     def dtype(self, name: str) -> str:
-        """Return the safetensors dtype of a tensor ("BF16", "F32", ...) without reading it."""
+        """Return the safetensors dtype of a tensor as `read` gives it, without reading it."""
+        return self.infos[name].dtype
 
-    @abstractmethod
     def nbytes(self, name: str) -> int:
-        """Return the bytes of a tensor without reading it, whatever its dtype."""
+        """Return the bytes of a tensor as `read` gives it, without reading it."""
+        return self.infos[name].nbytes
 
-    @abstractmethod
     def file(self, name: str) -> Path:
         """Return the file that holds a tensor."""
+        return self.infos[name].file
 
     @abstractmethod
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -148,7 +137,6 @@ class TensorReader(ABC):
 
     def kept(self, name: str, tensor: Tensor) -> Tensor | None:
         """Return what such files hold of a tensor that is not quantized, as it is read back; None where they need none of it."""
-        del name
         return tensor
 
 
@@ -167,7 +155,6 @@ class ShardReader(TensorReader):
         self.folder = folder
         if not unfinished:
             refuse_unfinished(folder)
-        self.checksums = None
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise ModelError(f"{folder} holds no .safetensors file. Convert the checkpoint with save_pretrained first.")
@@ -175,44 +162,14 @@ class ShardReader(TensorReader):
             names, self.checksums = read_index(folder / INDEX)
             files = [folder / name for name in names]
         elif folder / SINGLE in files:
-            files = [
-                folder / SINGLE
-            ]  # others beside it (adapters, another layout of the same weights) are not the model
-        self._file: dict[str, Path] = {}
-        self._sizes: dict[Path, dict[str, int]] = {}
-        self._about: dict[str, tuple[str, tuple[int, ...]]] = {}
+            files = [folder / SINGLE]  # others beside it (adapters, the same in another layout) are not the model
+        self.infos = {}
         for path in files:
-            with _opened(path) as file:
-                for name in file.keys():  # noqa: SIM118  (a safe_open handle is no mapping)
-                    view = file.get_slice(name)
-                    self._file[name] = path
-                    self._about[name] = (view.get_dtype(), tuple(view.get_shape()))
-
-    def names(self) -> list[str]:
-        """Return the names of all tensors, in file order."""
-        return list(self._file)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor without reading it."""
-        return self._about[name][1]
-
-    def dtype(self, name: str) -> str:
-        """Return the safetensors dtype of a tensor ("BF16", "F32", ...) without reading it."""
-        return self._about[name][0]
-
-    def nbytes(self, name: str) -> int:
-        """Return the bytes of a tensor without reading it, whatever its dtype."""
-        path = self._file[name]
-        if path not in self._sizes:
-            with path.open("rb") as file:  # a file that safetensors opened before
+            with _opened(path), path.open("rb") as file:  # the header is read when safetensors has looked at it
                 header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            spans = {key: entry["data_offsets"] for key, entry in header.items() if key != "__metadata__"}
-            self._sizes[path] = {key: end - begin for key, (begin, end) in spans.items()}
-        return self._sizes[path][name]
-
-    def file(self, name: str) -> Path:
-        """Return the file that holds a tensor."""
-        return self._file[name]
+            for name in sorted(header.keys() - {"__metadata__"}):
+                about, (begin, end) = header[name], header[name]["data_offsets"]
+                self.infos[name] = TensorInfo(about["dtype"], tuple(about["shape"]), end - begin, path)
 
     def check_complete(self) -> None:
         """Check that the tensors are those that the index has checksums of.
@@ -222,8 +179,8 @@ class ShardReader(TensorReader):
         """
         if self.checksums is None:
             raise FormatError(f"{self.folder / INDEX} holds no checksums, or is missing. Fetch it again.")
-        for name in [*self.checksums, *self._file]:
-            if name not in self._file or name not in self.checksums:
+        for name in [*self.checksums, *self.infos]:
+            if name not in self.infos or name not in self.checksums:
                 fault = (
                     f"missing from {self.folder}" if name in self.checksums else f"not known to {self.folder / INDEX}"
                 )
@@ -236,11 +193,9 @@ class ShardReader(TensorReader):
             FormatError: the folder is not complete, or a tensor is not what was written.
         """
         self.check_complete()
-        by_file: dict[Path, list[str]] = defaultdict(list)
-        for name, path in self._file.items():
-            by_file[path].append(name)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for path, names in by_file.items():
+            for path, group in groupby(self.infos, self.file):
+                names = list(group)
                 with _opened(path) as file:
                     tensors = [file.get_tensor(name) for name in names]  # maps of the file, not copies
                     for name, found in zip(names, pool.map(checksum, tensors), strict=True):
@@ -249,7 +204,7 @@ class ShardReader(TensorReader):
     def _check(self, name: str, found: str) -> None:
         if self.checksums is not None and self.checksums.get(name) != found:
             raise FormatError(
-                f"{self._file[name]}: tensor {name} has the checksum {found}, {INDEX} says {self.checksums.get(name)}: "
+                f"{self.infos[name].file}: tensor {name} has the checksum {found}, {INDEX} says {self.checksums.get(name)}: "
                 f"one of them is damaged or belongs to another checkpoint. Fetch the folder again."
             )
 
@@ -261,7 +216,7 @@ class ShardReader(TensorReader):
         """
         wanted: dict[Path, list[str]] = defaultdict(list)
         for name in names:
-            wanted[self._file[name]].append(name)
+            wanted[self.infos[name].file].append(name)
         tensors: dict[str, Tensor] = {}
         for path, group in wanted.items():
             with _opened(path) as file:
@@ -310,22 +265,14 @@ def inside(name: str) -> bool:
     return name.endswith(".safetensors") and not {"", ".", ".."} & set(parts) and ":" not in name and name.isprintable()
 
 
-class _opened:  # noqa: N801  (a context manager used like a function)
-    """`safe_open` with an error that names the file."""
-
-    def __init__(self, path: Path) -> None:
-        if not path.exists():
-            raise ModelError(f"{path} is missing: {INDEX} names it. Fetch it again.")
-        try:
-            self.file = safe_open(path, "pt")
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{path} is not a readable safetensors file ({error}). Fetch it again.") from error
-
-    def __enter__(self) -> Any:
-        return self.file.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        self.file.__exit__(*error)
+def _opened(path: Path) -> Any:
+    """Return the context of `safe_open`, with an error that names the file."""
+    if not path.exists():
+        raise ModelError(f"{path} is missing: {INDEX} names it. Fetch it again.")
+    try:
+        return safe_open(path, "pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} is not a readable safetensors file ({error}). Fetch it again.") from error
 
 
 class ShardWriter:
@@ -345,16 +292,14 @@ class ShardWriter:
         self.checksums: dict[str, str] | None = {} if checksums else None
         self.weight_map: dict[str, str] = {}
         self.size = 0
-        self._count = 0
-        self._digests: dict[str, str] = {}  # of shards, as far as they were asked for
+        self._digests: dict[str, str] = {}  # of shards; empty of those for which it was not asked yet
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / INCOMPLETE).exists():
             (folder / INCOMPLETE).write_text(MARK)
 
     def write(self, tensors: Mapping[str, Tensor]) -> int:
         """Write one shard and return its size in bytes."""
-        self._count += 1
-        name = self._shard(self._count)
+        name = self._shard(len(self._digests) + 1)
         path = self.folder / name
         tensors = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
         if self.checksums is not None:
@@ -367,19 +312,20 @@ class ShardWriter:
                 f"marked {INCOMPLETE} and does not load."
             ) from error
         path.chmod((self.folder / INCOMPLETE).stat().st_mode)  # safetensors makes files that only their owner may read
+        self._digests[name] = ""
         self.weight_map |= dict.fromkeys(tensors, name)
         self.size += sum(value.nbytes for value in tensors.values())
         return path.stat().st_size
 
     def digests(self) -> dict[str, str]:
         """Return the SHA-256 of every shard so far."""
-        self._digests |= {name: sha256(self.folder / name) for name in self.names if name not in self._digests}
+        self._digests = {name: known or sha256(self.folder / name) for name, known in self._digests.items()}
         return dict(self._digests)
 
     def state(self) -> dict[str, Any]:
         """Return as JSON what was written, for `go_on`; all shards are on disk then, whatever happens to the machine."""
-        for name in self.names:
-            if name not in self._digests:
+        for name, known in self._digests.items():
+            if not known:
                 flush(self.folder / name)
         flush(self.folder)  # which lists them
         return {
@@ -406,29 +352,25 @@ class ShardWriter:
         for path in self.folder.glob("*.safetensors"):
             if path.name not in self._digests:
                 path.unlink()
-        self._count, self.size = len(self._digests), int(state["bytes"])
-        self.weight_map, self.checksums = dict(state["weight_map"]), state["checksums"]
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the shards written so far."""
-        return [self._shard(number) for number in range(1, self._count + 1)]
+        self.size, self.weight_map, self.checksums = int(state["bytes"]), dict(state["weight_map"]), state["checksums"]
 
     def index(self, more: Mapping[str, int] | None = None) -> str:
         """Return what the index says of the shards so far; of as many letters if another had `more` tensors of so many bytes."""
         more = more or {}
         checksums = None if self.checksums is None else self.checksums | dict.fromkeys(more, 8 * "0")
-        shards = self.weight_map | dict.fromkeys(more, self._shard(self._count + 1))
+        shards = self.weight_map | dict.fromkeys(more, self._shard(len(self._digests) + 1))
         return index_text(shards, checksums, self.size + sum(more.values()))
 
     def finish(self) -> None:
         """Write the index and take the mark away. Call it last, when every other file of the folder is there."""
         if self.total is None:
-            for name in set(self.weight_map.values()):
+            for name in self._digests:
                 (self.folder / name).rename(self.folder / self._named(name))
             self.weight_map = {key: self._named(name) for key, name in self.weight_map.items()}
-        elif self._count != self.total:
-            raise FormatError(f"{self.folder}: {self._count} shards were written where {self.total} were announced.")
+        elif len(self._digests) != self.total:
+            raise FormatError(
+                f"{self.folder}: {len(self._digests)} shards were written where {self.total} were announced."
+            )
         (self.folder / INDEX).write_text(self.index())
         flush_all(self.folder)  # or a power cut could leave the mark gone and files empty
         (self.folder / INCOMPLETE).unlink()
@@ -438,4 +380,4 @@ class ShardWriter:
 
     def _named(self, name: str) -> str:
         """Return the name of a shard now that their number is known."""
-        return name.replace("-of-00000.", f"-of-{self._count:05d}.")
+        return name.replace("-of-00000.", f"-of-{len(self._digests):05d}.")

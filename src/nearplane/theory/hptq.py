@@ -28,9 +28,9 @@ from nearplane.matrix.inputs import Inputs, corrected, lattice_problem
 from nearplane.matrix.to_rate import search
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
-from nearplane.recipe.rates import RateScheme
 from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.recipe.scheme import Solver
+from nearplane.recipe.schemes import RateScheme
 from nearplane.system.device import Device
 from nearplane.theory.huffman import coded_bytes, foretold_size
 

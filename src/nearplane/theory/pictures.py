@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nearplane.errors import RecipeError
 from nearplane.lattice.bounds import quadratic
-from nearplane.system.whole_file import write_whole
+from nearplane.system.files import write_whole
 from nearplane.theory import geometry as g
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from nearplane.errors import RecipeError
 from nearplane.formats.stored import Stored
 from nearplane.models.kinds import has_head
 from nearplane.models.model import Model
-from nearplane.recipe.grids import BlockScheme, GridScheme
 from nearplane.recipe.recipe import Recipe
+from nearplane.recipe.schemes import BlockScheme, GridScheme
 from nearplane.recipe.sizes import size_text
 from nearplane.record.record import RunRecord
 from nearplane.system.device import Device

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nearplane.formats.container import Container
-from nearplane.system.journal_pages import Notebook
+from nearplane.formats.journal_pages import Notebook
 from nearplane.system.progress import duration
 
 log = logging.getLogger("nearplane")

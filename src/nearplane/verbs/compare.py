@@ -32,20 +32,20 @@ from typing import Any
 
 from nearplane.calibration.windows import calibration_windows, check_tokens
 from nearplane.errors import RecipeError
+from nearplane.formats.journal_pages import told
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model, open_model
 from nearplane.models.pretrained import find_folder
-from nearplane.recipe.grids import GridScheme, fitting_group
-from nearplane.recipe.rates import RateScheme
 from nearplane.recipe.recipe import Calibration, Recipe, Way
 from nearplane.recipe.scheme import Format, Solver
+from nearplane.recipe.schemes import GridScheme, RateScheme, fitting_group
 from nearplane.record.record import RunRecord, read_record, versions
 from nearplane.system.device import Device
-from nearplane.system.journal_pages import told
+from nearplane.system.files import sha256
 from nearplane.system.matmul_library import fastest
 from nearplane.system.paths import RECORD
 from nearplane.system.progress import Progress, logged, silent
-from nearplane.system.safetensors_files import refuse_unfinished, sha256
+from nearplane.system.safetensors_files import refuse_unfinished
 from nearplane.theory.hptq import hptq_layers, hptq_recipe
 from nearplane.verbs.compare_rows import Compared, Row
 from nearplane.verbs.evaluate import evaluate, load_dense

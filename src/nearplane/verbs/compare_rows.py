@@ -17,9 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from nearplane.errors import FormatError, RecipeError
-from nearplane.system.json_file import read_object
-from nearplane.system.lock import alone
-from nearplane.system.whole_file import check_writable, write_whole
+from nearplane.system.files import alone, check_writable, read_object, write_whole
 
 NAME = "rows.json"
 LOCK = f"{NAME}.lock"

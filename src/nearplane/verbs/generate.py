@@ -23,7 +23,7 @@ from nearplane.loading.from_pretrained import load
 from nearplane.models.kinds import Taken, has_head, taken_by
 from nearplane.models.model import positions_of
 from nearplane.models.pretrained import find_folder, in_a_sentence, tokenizer_of
-from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat
+from nearplane.recipe.scheme import FILE_FORMATS, FileFormat
 from nearplane.system.device import Device
 
 Say = Callable[[str], object]

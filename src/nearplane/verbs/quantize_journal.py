@@ -23,12 +23,12 @@ from nearplane.calibration.activations import Stream
 from nearplane.calibration.walk import unquantized
 from nearplane.errors import FormatError
 from nearplane.formats.container import Container
+from nearplane.formats.journal_pages import EXPECTED, Notebook
 from nearplane.models.model import Model
 from nearplane.planning.ledger import Ledger
 from nearplane.planning.plan import Plan
 from nearplane.planning.start import Before
 from nearplane.record.record import RunRecord
-from nearplane.system.journal_pages import EXPECTED, Notebook
 from nearplane.system.matmul_library import repeatable
 from nearplane.system.progress import duration
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from nearplane.errors import RecipeError
 from nearplane.formats.find_record import found_record
 from nearplane.record.report.page import render
-from nearplane.system.whole_file import write_whole
+from nearplane.system.files import write_whole
 
 MADE = b'<meta name="generator" content="nearplane report">'  # in every page
 

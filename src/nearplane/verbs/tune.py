@@ -24,6 +24,7 @@ from nearplane.calibration.walk import unquantized, walk
 from nearplane.calibration.windows import Windows, calibration_windows, digest_of
 from nearplane.errors import CalibrationError, FormatError
 from nearplane.formats.container import Container, written
+from nearplane.formats.journal_pages import told
 from nearplane.formats.stored import Stored
 from nearplane.matrix.inputs import Inputs
 from nearplane.matrix.measure_again import Known, measured_again
@@ -37,7 +38,6 @@ from nearplane.planning.request import container_for, open_original, settled
 from nearplane.record.record import LayerRecord, RunRecord, read_record, versions
 from nearplane.record.tuning_record import APART, Solved, Tuning
 from nearplane.system.device import Device
-from nearplane.system.journal_pages import told
 from nearplane.system.matmul_library import repeated
 from nearplane.system.progress import Progress, counted, logged, silent
 from nearplane.tuning.checkpoint import Checkpoint, mean_unit, norms_stored, trains_codes

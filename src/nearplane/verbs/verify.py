@@ -35,12 +35,12 @@ from nearplane.recipe.recipe import Recipe
 from nearplane.record.record import LayerRecord, RunRecord, read_record
 from nearplane.record.tuning_record import Tuning
 from nearplane.system.device import Device
-from nearplane.system.json_file import unordered
+from nearplane.system.files import sha256, unordered
 from nearplane.system.matmul_library import repeated
 from nearplane.system.memory import give_back_large
 from nearplane.system.paths import RECORD
 from nearplane.system.progress import Progress, counted, logged, silent
-from nearplane.system.safetensors_files import INDEX, sha256
+from nearplane.system.safetensors_files import INDEX
 from nearplane.tuning.checkpoint import Checkpoint, norms_stored
 from nearplane.verbs import verify_files as checked_files
 from nearplane.verbs.verify_faults import Fault, Verified

@@ -17,8 +17,8 @@ from nearplane.formats.stored import Stored
 from nearplane.formats.table import FORMATS
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.record.record import LayerRecord, RunRecord, contradictions, digest_of
+from nearplane.system.files import sha256
 from nearplane.system.paths import RECORD
-from nearplane.system.safetensors_files import sha256
 from nearplane.verbs.verify_faults import Fault
 
 IGNORED = ("README", "LICENSE", "LICENCE", ".")  # beginnings of files that repositories add

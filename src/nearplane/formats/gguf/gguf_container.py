@@ -48,9 +48,10 @@ from nearplane.formats.gguf.tokenizer import vocabulary
 from nearplane.formats.layer_format import LayerFormat
 from nearplane.lattice.number_formats import TYPES
 from nearplane.record.record import RunRecord
+from nearplane.system.files import flush_all, sha256
 from nearplane.system.fp8_mxfp4 import source_reader
 from nearplane.system.paths import INCOMPLETE, RECORD
-from nearplane.system.safetensors_files import NAMES, flush_all, sha256
+from nearplane.system.safetensors_files import NAMES
 
 INSTALL = 'pip install "nearplane[gguf]"'
 ENDS = ("token_embd.weight", "output.weight")

@@ -12,8 +12,8 @@ from torch import Tensor
 from nearplane.errors import FormatError, ModelError
 from nearplane.formats.gguf.gguf_header import BLOCKS, EVERY, FILE, LONG, SUMS, TENSORS, Info, apart, read_header
 from nearplane.formats.gguf.names import Rule, rule_of, unused
-from nearplane.system.json_file import read_object
-from nearplane.system.safetensors_files import NAMES, TensorReader, refuse_unfinished
+from nearplane.system.files import read_object
+from nearplane.system.safetensors_files import NAMES, TensorInfo, TensorReader, refuse_unfinished
 
 DENSE = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # types that hold values as they are
 
@@ -33,7 +33,6 @@ class GGUFReader(TensorReader):
 
     def __init__(self, folder: Path, *, unfinished: bool = False) -> None:
         self.folder, self.path = folder, folder / FILE
-        self.checksums = None
         if not unfinished:
             refuse_unfinished(folder)
         if not self.path.is_file():
@@ -49,6 +48,7 @@ class GGUFReader(TensorReader):
             raise ModelError(
                 f"{self.path} has {size:,} bytes, its header describes {header.size:,}: it is cut off or damaged. Fetch it again."
             )
+        self.infos = {}
         self._infos: dict[str, Info] = {}
         self._sums: dict[str, str] = {}
         for info, name, found in zip(header.tensors, names, sums, strict=True):
@@ -60,32 +60,10 @@ class GGUFReader(TensorReader):
                 if called in self._infos:
                     raise ModelError(f"{self.path}: {one} is there twice. Fetch it again.")
                 self._infos[called] = place
+                dtype = NAMES[DENSE.get(place.type, torch.uint8)]
+                self.infos[called] = TensorInfo(dtype, self._shape(place), place.size, self.path)
                 if not unfinished:
                     self._sums[called] = found[LONG * index : LONG * (index + 1)]
-
-    def names(self) -> list[str]:
-        """Return the names of all tensors, in file order."""
-        return list(self._infos)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor: of blocks (out, bytes of a row)."""
-        info = self._infos[name]
-        if info.type in DENSE:
-            return self._rule(info).shape_back(info.shape)
-        return info.shape[0], info.size // info.shape[0]
-
-    def dtype(self, name: str) -> str:
-        """Return the safetensors dtype of a tensor: U8 of blocks."""
-        return NAMES[DENSE.get(self._infos[name].type, torch.uint8)]
-
-    def nbytes(self, name: str) -> int:
-        """Return the bytes of a tensor."""
-        return self._infos[name].size
-
-    def file(self, name: str) -> Path:
-        """Return the file."""
-        del name
-        return self.path
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read tensors as the checkpoint has them: rows in its order.
@@ -142,6 +120,12 @@ class GGUFReader(TensorReader):
                 f"{self.path}: {info.name} has the sizes {info.shape} and {len(sums)} letters of SHA-256, for {name}. They do not "
                 f"belong together; fetch the file again."
             )
+
+    def _shape(self, info: Info) -> tuple[int, ...]:
+        """Return the shape of a tensor: of blocks (out, bytes of a row)."""
+        if info.type in DENSE:
+            return self._rule(info).shape_back(info.shape)
+        return info.shape[0], info.size // info.shape[0]
 
     def _rule(self, info: Info) -> Rule:
         return rule_of(info.name, self.header.fields, dims=len(info.shape) if info.type in DENSE else 1)

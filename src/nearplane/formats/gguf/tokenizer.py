@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nearplane.errors import RecipeError
-from nearplane.system.json_file import read_object
+from nearplane.system.files import read_object
 
 FILE = "tokenizer.json"
 LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"  # how most expressions of after 2023 begin

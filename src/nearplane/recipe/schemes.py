@@ -1,8 +1,11 @@
-"""Codes of a fixed number of bits: on grids that existing runtimes load, and on the blocks of llama.cpp."""
+"""How matrices are quantized, as frozen data: on a grid of a fixed number of bits, in the blocks of llama.cpp, or entropy-coded.
+
+Three kinds of scheme, each with only its own options. Needs no torch; what the options lead to is in `matrix/`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from math import ceil, gcd
 from typing import Any, ClassVar, Literal, Self
@@ -19,27 +22,33 @@ from nearplane.lattice.number_formats import (
     number_format,
 )
 from nearplane.recipe.scheme import (
+    FILE_FORMATS,
     FITTING,
-    POLISH,
-    ROUNDS,
     Allocation,
     Format,
-    GridName,
-    Scale,
     Scheme,
+    Solver,
+    contradiction,
+    names_of,
     one_of,
+    options_of,
+    spelled_out,
     true_or_false,
     whole,
     within,
 )
 from nearplane.recipe.sizes import bytes_in
 
+Scale = Literal["minmax", "mse"]
+Rows = Literal["sensitivity", "equal"]
+BlockName = Literal["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"]  # of llama.cpp
+GridName = Literal[BlockName, "q2_k_m", "q3_k_m", "q4_k_m", "q5_k_m"]  # also its mixes of them
+Dense = Literal["f32", "f16", "bf16"]
+Ends = Literal["auto", Dense, BlockName]
+POLISH = 1  # sweeps, on fixed grids
+ROUNDS = 3  # over steps and codes, on fixed grids
 BITS = 4  # of a code by default
 CHOSEN = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0")  # types that layers get by measuring, by rising rate
-Dense = Literal["f32", "f16", "bf16"]
-Ends = Literal[
-    "auto", "f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,16 +106,13 @@ class GridScheme(Scheme):
             RecipeError: there is no such number format, or one of the three is another.
         """
         format = number_format(str(grid))
-        object.__setattr__(
-            self,
-            "grid",
-            None if format == integers(format.bits, format.group, symmetric=format.symmetric) else format.name,
-        )
-        for each in fields(self):
-            if each.name in (said := options_of(format)):
-                if getattr(self, each.name) not in (each.default, said[each.name]):
-                    raise RecipeError(_contradiction(each.name, getattr(self, each.name), format))
-                object.__setattr__(self, each.name, said[each.name])
+        plain = format == integers(format.bits, format.group, symmetric=format.symmetric)
+        object.__setattr__(self, "grid", None if plain else format.name)
+        defaults = {each.name: each.default for each in fields(self)}
+        for name, said in options_of(format).items():
+            if (given := getattr(self, name)) not in (defaults[name], said):
+                raise RecipeError(contradiction(name, given, format))
+            object.__setattr__(self, name, said)
 
     @property
     def joins_rows(self) -> bool:
@@ -148,8 +154,7 @@ class GridScheme(Scheme):
         """Return the scheme with the group size that auto stands for where layers have so many inputs."""
         if self.group_size != "auto":
             return self
-        columns = list(inputs)
-        fitting = fitting_group(columns)
+        fitting = fitting_group(columns := list(inputs))
         return replace(self, group_size=None if any(n % fitting for n in columns) else fitting)
 
 
@@ -179,6 +184,7 @@ class BlockScheme(Scheme):
     rounds: int | None = None
 
     FORMATS: ClassVar[tuple[Format, ...]] = ("gguf",)
+    types_vary: ClassVar[bool] = True  # where blocks do not divide its inputs, and in mixes
 
     def __post_init__(self) -> None:
         Scheme.__post_init__(self)
@@ -263,11 +269,6 @@ class BlockScheme(Scheme):
         return self.grid not in TYPES
 
     @property
-    def types_vary(self) -> bool:
-        """Whether a layer may have another type: where blocks do not divide its inputs, and in mixes."""
-        return True
-
-    @property
     def unfit(self) -> str:
         """What to say of inputs that blocks do not divide."""
         kind = self.number_format
@@ -278,31 +279,128 @@ class BlockScheme(Scheme):
         return replace(self, grid=format.name) if format.name in TYPES else self
 
 
-def options_of(format: NumberFormat) -> dict[str, Any]:
-    """Return the options that a number format stands for."""
-    return {"bits": format.bits, "group_size": format.group, "symmetric": format.symmetric}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateScheme(Scheme):
+    """Codes without limits, entropy-coded: as many bits as they are told to take, in nearplane's own format.
+
+    Args:
+        rate: Bits per quantized weight, 0.5 to 7, every byte of the layers' tensors counted.
+        size: Of the whole checkpoint folder, tokenizer and all, instead of a rate: "3.1GB", "800MiB" or a number of bytes. A
+            limit that is not exceeded. With --format gguf, layers get types of llama.cpp that add up to it, by measuring.
+        include_head: Quantize the output embeddings too, last of all.
+        include_embeddings: Quantize the input embeddings too, before the blocks, which make up for it. Where they are also the
+            head (tied), it is one matrix, which either option includes. Both get the mean rate, whatever layers are allocated.
+        rows: Whether rows whose errors the network minds more get finer steps (sensitivity), or all the same (equal).
+    """
+
+    rate: float | None = None
+    size: str | None = None
+    include_head: bool = False
+    include_embeddings: bool = False
+    rows: Rows = "sensitivity"
+
+    FORMATS: ClassVar[tuple[Format, ...]] = ("nearplane",)
+    default_solver: ClassVar[Solver] = "k-best"  # which pays where steps cannot be refitted
+    entropy_coded: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        Scheme.__post_init__(self)
+        if (self.rate is None) == (self.size is None):
+            given = "neither" if self.rate is None else "both"
+            raise RecipeError(f"Entropy-coded weights take a --rate or a --size, found {given}: give one of them.")
+        numeric = isinstance(self.rate, int | float)
+        within("rate", self.rate, self.rate is None or (numeric and 0.5 <= float(self.rate or 0) <= 7), "0.5 to 7 bits")
+        if self.size is not None:
+            object.__setattr__(self, "size", str(self.size))
+            self.bytes()
+        true_or_false("include_head", self.include_head)
+        true_or_false("include_embeddings", self.include_embeddings)
+        one_of("rows", self.rows, Rows)
+
+    @property
+    def title(self) -> str:
+        """How weights are stored, in words."""
+        return "entropy-coded"
+
+    @property
+    def default_allocation(self) -> Allocation:
+        """By measured slopes, which rounding to nearest, without calibration, does not have."""
+        return "slope" if self.calibrated else "uniform"
+
+    @property
+    def ends(self) -> tuple[bool, bool]:
+        """Whether input embeddings and head are quantized too."""
+        return self.include_embeddings, self.include_head
+
+    @property
+    def asked(self) -> tuple[float, str] | None:
+        """How much the checkpoint was to take, in bits per weight or bytes."""
+        return (self.rate, "bits per weight") if self.rate is not None else (float(self.bytes() or 0), "bytes")
+
+    @property
+    def weighs_rows(self) -> bool:
+        """Whether rows whose errors the network minds more get finer steps."""
+        return self.rows == "sensitivity"
+
+    def bytes(self) -> int | None:
+        """Return the size asked for, in bytes.
+
+        Raises:
+            RecipeError: see `bytes_in`.
+        """
+        return None if self.size is None else bytes_in(self.size)
 
 
-def spelled_out(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with those that a grid of integers stands for in its place.
+AnyScheme = GridScheme | BlockScheme | RateScheme
+
+
+def scheme_of(*, into: str | None = None, spread: str | None = None, **options: Any) -> AnyScheme:
+    """Return the scheme that options are of: entropy-coded with a rate or size, of llama.cpp's grids with one, else on a grid.
+
+    Args:
+        into: format of the checkpoint; in a GGUF, a size and bits that differ by layer are those of llama.cpp's grids.
+        spread: how bits are spread over layers, if that is said.
+        options: fields of a scheme.
 
     Raises:
-        RecipeError: one is given besides, as another.
+        RecipeError: an option is one that only another kind has, or none at all.
     """
-    format = find_format(str(options.get("grid")).lower())
-    if format is None or format.name in TYPES:
-        return dict(options)
-    said, rest = options_of(format), {name: value for name, value in options.items() if name != "grid"}
-    for name in said:
-        if options.get(name) not in (None, said[name]):
-            raise RecipeError(_contradiction(name, options[name], format))
-    return rest | (
-        said if format == integers(format.bits, format.group, symmetric=format.symmetric) else {"grid": format.name}
-    )
-
-
-def _contradiction(name: str, value: object, format: NumberFormat) -> str:
-    return f"{name} is {value!r}, but --grid {format.name} says all of how weights are stored: leave out one of them."
+    if options.get("grid") is None or not {options.get("rate"), options.get("size")} - {None}:
+        options = spelled_out(options)  # else the name is refused as it was given
+    given = {name: value for name, value in options.items() if value is not None}
+    format = find_format(str(given.get("grid")))
+    said = f"--grid {given['grid']}" if "grid" in given else f"--size {given.get('size')} of a GGUF"
+    in_blocks = FILE_FORMATS.get(into, FILE_FORMATS[None]).for_llama_cpp
+    if in_blocks and not given.keys() & {"grid", "size", "rate"}:
+        bits = given.get("bits", BITS)
+        if spread == "slope" or (isinstance(bits, float) and not bits.is_integer()):
+            given = {name: value for name, value in given.items() if name != "bits"} | {"grid": f"{bits:g}"}
+            said = f"--bits {bits:g} of a GGUF, for which types are chosen by measuring,"
+    blocks = ("grid" in given and (format is None or format.name in TYPES)) or (in_blocks and "size" in given)
+    coded = "rate" in given or ("size" in given and not blocks)
+    if "grid" in given and ("rate" in given or ("size" in given and not in_blocks)):
+        name = "rate" if "rate" in given else "size"
+        raise RecipeError(
+            f"grid is {given['grid']!r} and {name} {given[name]!r}, but entropy-coded weights have no fixed grid: leave out "
+            f"one of them."
+        )
+    kind: type[AnyScheme] = RateScheme if coded else BlockScheme if blocks else GridScheme
+    known = {name for each in (GridScheme, BlockScheme, RateScheme) for name in names_of(each)}
+    if unknown := options.keys() - known:
+        raise RecipeError(
+            f"{min(unknown)} is no option of how layers are quantized; expected one of {', '.join(sorted(names_of(kind)))}. What "
+            f"holds for the whole run is given once."
+        )
+    if wrong := sorted(given.keys() - names_of(kind)):
+        if coded:
+            why = "entropy-coded weights have no fixed grid; leave it out, or leave out --rate and --size"
+        elif blocks:
+            why = f"{said} says all of how weights are stored: leave out one of them"
+        else:
+            why = "only entropy-coded weights have that; give --rate or --size, or leave it out"
+        raise RecipeError(f"{wrong[0]} is {given[wrong[0]]!r}, but {why}.")
+    nothing = {name: None for name, value in options.items() if value is None and name in names_of(kind)}
+    return kind(**nothing | given)
 
 
 def _settle_refits(scheme: GridScheme | BlockScheme) -> None:

@@ -22,18 +22,20 @@ from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError, ModelError, RecipeError, first_few, printable
+from nearplane.formats.container import Container
+from nearplane.record.record import read_record
 from nearplane.system.device import Device
-from nearplane.system.json_file import read_object
+from nearplane.system.files import flush, read_object, sha256
 from nearplane.system.matmul_library import slow_for_mkl
 from nearplane.system.output_folder import STATE
 from nearplane.system.paths import JOURNAL
-from nearplane.system.safetensors_files import INDEX, flush, read_index, sha256
+from nearplane.system.safetensors_files import INDEX, read_index
 
 VERSION = 4  # of the journal; no other is gone on with
 READ = {".safetensors", ".gguf", ".json", ".model", ".txt", ".jinja", ".py"}  # files of a model that count
@@ -88,36 +90,6 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name.removeprefix("recipe.").removeprefix("scheme."), value
 
 
-class Resumable(Protocol):
-    """What is written, as far as a journal needs to know it: `formats.container.Container` is one."""
-
-    folder: Path
-
-    @property
-    def overwrite(self) -> bool:
-        """Whether what a stopped run left may be deleted."""
-
-    @property
-    def found(self) -> bool:
-        """Whether a stopped run left something to go on from."""
-
-    @property
-    def whole(self) -> bool:
-        """Whether a stopped run left all of it."""
-
-    def recorded_files(self) -> Mapping[str, str]:
-        """Return {name: SHA-256} of the files, once all are written."""
-
-    def state(self) -> dict[str, Any] | None:
-        """Return what was written, as JSON; None where this kind of checkpoint cannot go on."""
-
-    def go_on(self, state: Mapping[str, Any]) -> None:
-        """Go on behind what `state` tells of."""
-
-    def begin_anew(self) -> None:
-        """Delete what a run left, and begin."""
-
-
 class Notebook:
     """The pages of one run.
 
@@ -130,7 +102,7 @@ class Notebook:
         room: whether the disk still takes pages.
     """
 
-    def __init__(self, container: Resumable, told: Mapping[str, Any], began: float | None = None) -> None:
+    def __init__(self, container: Container, told: Mapping[str, Any], began: float | None = None) -> None:
         self._container, self._told = container, dict(told)
         self._folder = container.folder / JOURNAL
         self._began = began or time.perf_counter()
@@ -160,7 +132,7 @@ class Notebook:
         try:
             return self._read(understood)
         except (FormatError, ModelError) as error:  # of a GGUF the second
-            if not self._container.overwrite:
+            if not self._container.place.overwrite:
                 if isinstance(error, FormatError):
                     raise
                 raise FormatError(f"What a run that was stopped left cannot be read: {error} {EXPECTED}.") from error
@@ -173,7 +145,7 @@ class Notebook:
         if state.get("version") != VERSION or not isinstance(state.get("told"), dict):
             raise self._of_another_version(state)
         if differing := _differing(state, self._told):
-            if not self._container.overwrite:
+            if not self._container.place.overwrite:
                 raise RecipeError(
                     f"{self._container.folder} is of a run that was stopped and was told something else: {differing}. Give the "
                     f"same command again to go on with it, or --overwrite to begin anew; or choose another folder."
@@ -182,7 +154,9 @@ class Notebook:
             self._container.begin_anew()
             return None
         if self._container.whole:
-            _check_whole(self._container.folder, self._container.recorded_files())
+            for name, written in read_record(self._container.folder).files.items():  # did all reach the disk?
+                if not (path := self._container.folder / name).is_file() or sha256(path) != written:
+                    raise FormatError(f"{path} is not what was written. {EXPECTED}.")
             log.info("a run was stopped when all was written: %s", self._container.folder)
             return None
         try:
@@ -249,7 +223,13 @@ class Notebook:
         began = time.perf_counter()
         size = sum(tensor.nbytes for page in pages.values() for tensor in _tensors(_given(page)))
         with self._as_room_is():
-            if (written := self._container.state()) is None or not self._has_room(size):
+            if (written := self._container.state()) is None:
+                return
+            if size > (free := shutil.disk_usage(self._container.folder).free) / 2:
+                why = (
+                    f"{size / 1e9:.1f} GB of its state would leave too little of {free / 1e9:.1f} GB for the checkpoint"
+                )
+                self._give_up(why)
                 return
             self._folder.mkdir(exist_ok=True)
             flush(self._container.folder)
@@ -286,16 +266,6 @@ class Notebook:
             self._folder.mkdir(exist_ok=True)
             flush(self._container.folder)
             self._pages[name] = self._saved(name, page)
-
-    def _has_room(self, size: int) -> bool:
-        """Return whether a page of so many bytes leaves room for the checkpoint; if not, this is said once."""
-        free = shutil.disk_usage(self._container.folder).free
-        if size <= free / 2:
-            return True
-        self._give_up(
-            f"{size / 1e9:.1f} GB of its state would leave too little of {free / 1e9:.1f} GB for the checkpoint"
-        )
-        return False
 
     @contextmanager
     def _as_room_is(self) -> Iterator[None]:
@@ -351,13 +321,6 @@ def _alone(page: Any) -> Any:
     if isinstance(page, dict):
         return {key: _alone(part) for key, part in page.items()}
     return [_alone(part) for part in page] if isinstance(page, (list, tuple)) else page
-
-
-def _check_whole(folder: Path, files: Mapping[str, str]) -> None:
-    """Refuse a folder that a run marked as whole and whose files, {name: SHA-256}, did not all reach the disk."""
-    for name, wanted in files.items():
-        if not (folder / name).is_file() or sha256(folder / name) != wanted:
-            raise FormatError(f"{folder / name} is not what was written. {EXPECTED}.")
 
 
 def _differing(state: Mapping[str, Any], now: Mapping[str, Any]) -> str:
