@@ -257,6 +257,11 @@ class _Measure:
     trust_remote_code: bool
     progress: Progress
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What `quantize` and `evaluate` are told alike."""
+        return {"device": self.device, "trust_remote_code": self.trust_remote_code, "progress": self.progress}
+
     def told(self, models: Sequence[str | Path]) -> dict[str, Any]:
         """Return all that rows depend on beside their method and bits."""
         asked = {"calibration": asdict(self.calibration), "samples": self.samples, "seqlen": self.seqlen}
@@ -270,8 +275,7 @@ class _Measure:
 
     def measured(self, row: Row, model: str | Path | PreTrainedModel, **given: Any) -> Row:
         """Return a row with what a model is worth; `given` are further options of `evaluate`."""
-        asked = {"samples": self.samples, "seqlen": self.seqlen, "trust_remote_code": self.trust_remote_code}
-        found = evaluate(model, self.text, device=self.device, progress=self.progress, **asked, **given)
+        found = evaluate(model, self.text, samples=self.samples, seqlen=self.seqlen, **self.options, **given)
         return replace(row, perplexity=found.perplexity, kl=found.kl)
 
     def original(self, model: str, opened: Model) -> Row:
@@ -283,14 +287,7 @@ class _Measure:
 
     def written(self, row: Row, recipe: Recipe, note: str, out: Path) -> Row:
         """Quantize the model of a row into `out`, and fill in the row."""
-        record = _there(out, recipe) or quantize(
-            row.model,
-            out,
-            recipe,
-            device=self.device,
-            trust_remote_code=self.trust_remote_code,
-            progress=self.progress,
-        )
+        record = _there(out, recipe) or quantize(row.model, out, recipe, **self.options)
         notes = "; ".join(filter(None, (note, record.missed or _off(row, record.rate))))
         row = replace(row, rate=record.rate, bytes=record.bytes, seconds=record.seconds, folder=out, note=notes)
         return self.measured(row, out, against=row.model)

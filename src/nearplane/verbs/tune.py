@@ -186,15 +186,9 @@ def _tuned(
     solved, cut, matrices, vectors = trained
     coded = {name: each for name, each in matrices.items() if isinstance(each, TunedLadders)}
     most = _most(solved.record) if coded else None
+    place, ends = solved.device.place, solved.ends()
     network = TunedNetwork(
-        solved.model,
-        matrices,
-        vectors,
-        cut.windows,
-        batch=cut.batch,
-        device=solved.device.place,
-        ends=solved.ends(),
-        hold=hold,
+        solved.model, matrices, vectors, cut.windows, batch=cut.batch, device=place, ends=ends, hold=hold
     )
     training, held = cut.batches()
     with network.ready():

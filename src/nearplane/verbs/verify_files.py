@@ -171,17 +171,15 @@ def _of_the_grid(matrix: QuantizedMatrix, layer: LayerRecord) -> Iterator[str]:
 
 def _tuning(stored: Stored, record: RunRecord) -> Iterator[Fault]:
     """Compare what tuning says of itself, and of norms, with the files."""
-    tuning = record.tuning
+    tuning, where = record.tuning, f"{RECORD}, tuning"
     if tuning is None:
         return
-    yield from (Fault(where=f"{RECORD}, tuning", what=what) for what in odd(tuning))
+    yield from (Fault(where=where, what=what) for what in odd(tuning))
     if [each.name for each in tuning.solved] != [layer.name for layer in record.layers]:
-        yield Fault(where=f"{RECORD}, tuning", what="its losses before tuning are not those of the layers")
+        yield Fault(where=where, what="its losses before tuning are not those of the layers")
     kept = next((point.bytes for point in tuning.curve if point.step == tuning.kept), None)
     if kept is not None and kept != sum(layer.bytes for layer in record.layers):
-        yield Fault(
-            where=f"{RECORD}, tuning", what=f"the state that was kept took {kept:,} bytes, its layers take others"
-        )
+        yield Fault(where=where, what=f"the state that was kept took {kept:,} bytes, its layers take others")
     there = set(stored.rest())
     for name, wanted in tuning.norms.items():
         if name not in there:
