@@ -38,7 +38,8 @@ from nearplane.planning.plan import moments_of_embeddings
 from nearplane.recipe.scheme import Scheme
 from nearplane.record.record import read_record, row_groups
 from nearplane.system.device import Device
-from nearplane.verbs.verify import TOLERANCE, Fault, verify
+from nearplane.verbs.verify import TOLERANCE, verify
+from nearplane.verbs.verify_files import Fault
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from forgery import CRUDE, FORGED, move_one

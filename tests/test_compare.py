@@ -20,9 +20,8 @@ from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.formats.stored import read_matrices
 from nearplane.models.model import open_model
 from nearplane.record.record import read_record
-from nearplane.verbs.compare import ORIGINAL, WAYS, fixed_grid, recipe_for
+from nearplane.verbs.compare import ORIGINAL, WAYS, Row, fixed_grid, recipe_for
 from nearplane.verbs.compare_figure import check_plot, draw
-from nearplane.verbs.compare_rows import Row
 
 TOKENS = Calibration(calibration=str(CALIBRATION), samples=16, seqlen=64)
 BITS = (3.125, 2.7)

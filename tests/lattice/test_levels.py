@@ -18,7 +18,7 @@ from nearplane.lattice.number_formats import NumberFormat
 from nearplane.lattice.polish import polish
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solve import nearest_plane, round_to_nearest
-from nearplane.theory.obq import greedy
+from nearplane.theory.obq import greedy_sweep
 from strategies import ORDERS, Problem, problems
 
 E2M1 = torch.tensor([-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
@@ -138,7 +138,8 @@ def test_the_bound_holds_where_nothing_clips(p: Problem) -> None:
 @given(level_problems())
 def test_the_greedy_order_and_plain_rounding_know_levels(p: Problem) -> None:
     exact = p.grid.decode(round_to_nearest(p.W, p.grid).codes)
-    for matrix in (round_to_nearest(exact, p.grid), greedy(exact, p.grid, p.H, shift=p.factor("natural").shift)):
+    swept = greedy_sweep(exact, p.grid, p.H, shift=p.factor("natural").shift).matrix
+    for matrix in (round_to_nearest(exact, p.grid), swept):
         assert torch.equal(matrix.decode(), exact)
 
 

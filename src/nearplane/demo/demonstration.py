@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from nearplane.demo import CALIBRATION, CALIBRATION_WINDOWS, EVALUATION_WINDOWS, HELD_OUT, MODEL, SEQLEN
 from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.recipe.scheme import Format, Solver
 from nearplane.recipe.schemes import GridScheme, RateScheme
-from nearplane.system.progress import silent
+from nearplane.system.progress import Progress, silent
 from nearplane.system.safetensors_files import ShardReader
-from nearplane.verbs.evaluate import Evaluation, evaluate
+from nearplane.verbs.evaluate import evaluate
 from nearplane.verbs.quantize_api import quantize
 
 SOLVERS: tuple[Solver, ...] = ("round-to-nearest", "nearest-plane")
@@ -46,43 +45,30 @@ class Row:
     rate: float
     bytes: int
     perplexity: float
-    excess: float
-    kl: float
-    seconds: float
+    excess: float = 0.0
+    kl: float = 0.0
+    seconds: float = 0.0
     folder: Path | None = None
 
 
-def run(out: Path, progress: Callable[[Iterable[Any], str, int], Iterable[Any]] = silent) -> Iterator[Row]:
+def run(out: Path, progress: Progress = silent) -> Iterator[Row]:
     """Quantize the demo model on grids and entropy-coded into folders below `out` and yield what each is worth."""
-    original = _measure(MODEL, progress)
-    assert original.perplexity is not None, "a language model"
-    assert original.nll is not None, "as well"
+    perplexity, original, _ = _measure(MODEL, progress)
     size = sum(path.stat().st_size for path in MODEL.glob("*.safetensors"))
     dtype = ShardReader(MODEL).dtype("model.norm.weight").lower()
-    yield Row(
-        grid=f"original ({dtype})",
-        solver="-",
-        rate=16.0,
-        bytes=size,
-        perplexity=original.perplexity,
-        excess=0.0,
-        kl=0.0,
-        seconds=0.0,
-    )
+    yield Row(grid=f"original ({dtype})", solver="-", rate=16.0, bytes=size, perplexity=perplexity)
     for label, solver, recipe in recipes():
         folder = out / f"{label} {solver}".replace(" ", "-")
         record = quantize(MODEL, folder, recipe, overwrite=True, progress=progress)
-        result = _measure(folder, progress)
-        assert result.perplexity is not None, "of the same kind"
-        assert result.nll is not None, "as well"
+        perplexity, nll, kl = _measure(folder, progress)
         yield Row(
             grid=label,
             solver=solver,
             rate=record.rate,
             bytes=record.bytes,
-            perplexity=result.perplexity,
-            excess=result.nll - original.nll,
-            kl=result.kl or 0.0,
+            perplexity=perplexity,
+            excess=nll - original,
+            kl=kl,
             seconds=record.seconds,
             folder=folder,
         )
@@ -100,6 +86,10 @@ def recipes() -> Iterator[tuple[str, Solver, Recipe]]:
         yield f"{rate:g} bits entropy-coded", "k-best", Recipe(scheme=RateScheme(rate=rate), calibration=tokens)
 
 
-def _measure(model: Path, progress: Callable[[Iterable[Any], str, int], Iterable[Any]]) -> Evaluation:
+def _measure(model: Path, progress: Progress) -> tuple[float, float, float]:
+    """Return perplexity, negative log-likelihood and KL to the original."""
     against = None if model == MODEL else MODEL
-    return evaluate(model, HELD_OUT, seqlen=SEQLEN, samples=EVALUATION_WINDOWS, against=against, progress=progress)
+    found = evaluate(model, HELD_OUT, seqlen=SEQLEN, samples=EVALUATION_WINDOWS, against=against, progress=progress)
+    assert found.perplexity is not None, "a language model"
+    assert found.nll is not None, "as well"
+    return found.perplexity, found.nll, found.kl or 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from nearplane.recipe.sizes import counted, size_text, three_places
@@ -97,79 +97,17 @@ def layer_table(record: RunRecord) -> tuple[list[str], tuple[str, ...], Iterator
         )
     if any(layer.worst_case and layer.clipped_rows for layer in record.layers):
         after.insert(0, "* some rows clip: for them the worst case does not hold")
-    columns: tuple[str, ...]
-    if not coded:
-        columns = (
-            "layer",
-            "grid",
-            "bits/weight",
-            "relative loss",
-            "on extra",
-            "nearest/this",
-            "nearest/extra",
-            "bound/this",
-            "clipped %",
-            "above limit",
-            "correction",
-            "shape",
+    if coded:
+        after.insert(
+            0, "limit: least bits per weight for this loss on Gaussian weights; a reference, not a bound for real ones"
         )
-        return before, columns, _grid_rows(record), after
-    columns = (
-        "layer",
-        "shape",
-        "asked",
-        "bits/weight",
-        "of it codes",
-        "limit",
-        "above it",
-        "relative loss",
-        "on extra",
-        "bound/this",
-        "correction",
-    )
-    after.insert(
-        0, "limit: least bits per weight for this loss on Gaussian weights; a reference, not a bound for real ones"
-    )
-    after.append(
-        f"of {record.rate:.3f} bits: codes {three_places(record.entropy)}, above the limit {three_places(record.above_limit)}; "
-        f"headers and all that is not quantized {size_text(record.overhead)}"
-    )
-    return before, columns, _coded_rows(record), after
-
-
-def _grid_rows(record: RunRecord) -> Iterator[tuple[str, ...]]:
-    for layer in record.layers:
-        yield (
-            layer.name,
-            layer.format,
-            f"{layer.rate:.3f}",
-            f"{layer.relative_loss:.3e}",
-            _power(layer.extra_relative_loss),
-            _ratio(layer.nearest_loss, layer.loss),
-            _ratio(layer.extra_nearest_loss, layer.extra_loss),
-            _bound(layer),
-            f"{100 * layer.clipped:.2f}",
-            three_places(layer.above_limit),
-            f"{layer.correction:.2f}",
-            f"{layer.out_features} x {layer.in_features}",
+        after.append(
+            f"of {record.rate:.3f} bits: codes {three_places(record.entropy)}, above the limit {three_places(record.above_limit)}; "
+            f"headers and all that is not quantized {size_text(record.overhead)}"
         )
-
-
-def _coded_rows(record: RunRecord) -> Iterator[tuple[str, ...]]:
-    for layer in record.layers:
-        yield (
-            layer.name,
-            f"{layer.out_features} x {layer.in_features}",
-            three_places(layer.asked),
-            f"{layer.rate:.3f}",
-            three_places(layer.entropy),
-            three_places(layer.limit),
-            three_places(layer.above_limit),
-            f"{layer.relative_loss:.3e}",
-            _power(layer.extra_relative_loss),
-            _bound(layer),
-            f"{layer.correction:.2f}",
-        )
+    columns = CODED_COLUMNS if coded else GRID_COLUMNS
+    rows = (tuple(text(layer) for text in columns.values()) for layer in record.layers)
+    return before, tuple(columns), rows, after
 
 
 def _bound(layer: LayerRecord) -> str:
@@ -183,3 +121,29 @@ def _power(value: float | None) -> str:
 
 def _ratio(value: float | None, of: float | None) -> str:
     return f"{value / of:.2f}" if value and of else "-"
+
+
+GRID_COLUMNS: dict[str, Callable[[LayerRecord], str]] = {
+    "layer": lambda x: x.name,
+    "grid": lambda x: x.format,
+    "bits/weight": lambda x: f"{x.rate:.3f}",
+    "relative loss": lambda x: f"{x.relative_loss:.3e}",
+    "on extra": lambda x: _power(x.extra_relative_loss),
+    "nearest/this": lambda x: _ratio(x.nearest_loss, x.loss),
+    "nearest/extra": lambda x: _ratio(x.extra_nearest_loss, x.extra_loss),
+    "bound/this": _bound,
+    "clipped %": lambda x: f"{100 * x.clipped:.2f}",
+    "above limit": lambda x: three_places(x.above_limit),
+    "correction": lambda x: f"{x.correction:.2f}",
+    "shape": lambda x: f"{x.out_features} x {x.in_features}",
+}
+CODED_COLUMNS: dict[str, Callable[[LayerRecord], str]] = {
+    "layer": GRID_COLUMNS["layer"],
+    "shape": GRID_COLUMNS["shape"],
+    "asked": lambda x: three_places(x.asked),
+    "bits/weight": GRID_COLUMNS["bits/weight"],
+    "of it codes": lambda x: three_places(x.entropy),
+    "limit": lambda x: three_places(x.limit),
+    "above it": GRID_COLUMNS["above limit"],
+    **{head: GRID_COLUMNS[head] for head in ("relative loss", "on extra", "bound/this", "correction")},
+}

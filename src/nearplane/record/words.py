@@ -13,7 +13,7 @@ from nearplane.lattice.number_formats import TYPES
 from nearplane.recipe.scheme import FITTING
 from nearplane.recipe.schemes import BlockScheme
 from nearplane.recipe.sizes import bytes_in, counted
-from nearplane.record.record import LayerRecord, RunRecord
+from nearplane.record.record import RunRecord
 
 LEAST, ADVISED = 1, 4  # calibration tokens for each input of the widest layer: below the first a run is refused
 
@@ -128,15 +128,11 @@ def _dead_inputs(record: RunRecord) -> Iterator[str]:
 
     Where a row of a layer was rounded to 0 as a whole, as may be of up and gate at few bits, an input of the layer behind became 0.
     """
-    pruned, original, unknown = (list[tuple[LayerRecord, int]]() for _ in range(3))
-    for layer in record.layers:
-        if layer.pruned is None:
-            unknown.append((layer, layer.dead))
-        else:
-            pruned.append((layer, layer.pruned))
-            original.append((layer, layer.dead - layer.pruned))
+    known = [(layer, layer.pruned) for layer in record.layers if layer.pruned is not None]
+    original = [(layer, layer.dead - count) for layer, count in known]
+    unknown = [(layer, layer.dead) for layer in record.layers if layer.pruned is None]
     for counts, what in (
-        (pruned, "neurons were pruned: quantization made these inputs 0 for every calibration token, and"),
+        (known, "neurons were pruned: quantization made these inputs 0 for every calibration token, and"),
         (original, "inputs were 0 for every calibration token, in the original network too;"),
         (unknown, "inputs were 0 for every calibration token;"),
     ):
@@ -217,16 +213,13 @@ def _smaller_groups(record: RunRecord) -> Iterator[str]:
     size = record.layers[0].number_format.group
     if getattr(record.recipe.scheme, "group_size", None) != "auto" or size == FITTING[0]:
         return
-    if size is None:
-        for layer in record.layers:
-            if layer.in_features % FITTING[-1]:
-                yield (
-                    f"one step a row: no group of {FITTING[-1]} or more divides the {layer.in_features} inputs of {layer.name}; a "
-                    f"smaller --group-size loses less and takes more bits"
-                )
-                return
+    narrow = next((x for x in record.layers if x.in_features % (2 * size if size else FITTING[-1])), None)
+    if narrow is None:  # else it is why they are not larger
         return
-    for layer in record.layers:
-        if layer.in_features % (2 * size):  # which is why they are not larger
-            yield f"groups of {size}: the default, {FITTING[0]}, does not divide the {layer.in_features} inputs of {layer.name}"
-            return
+    if size is None:
+        yield (
+            f"one step a row: no group of {FITTING[-1]} or more divides the {narrow.in_features} inputs of {narrow.name}; a "
+            f"smaller --group-size loses less and takes more bits"
+        )
+    else:
+        yield f"groups of {size}: the default, {FITTING[0]}, does not divide the {narrow.in_features} inputs of {narrow.name}"

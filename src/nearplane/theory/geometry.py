@@ -91,13 +91,8 @@ def sweep(w: Tensor, H: Tensor, order: Order = "natural") -> Sweep:
     between = values.clone()
     between[last] = w[last] + (w[first] - values[first]) * factor.U[0, 1]
     path = torch.stack([w, between, values])
-    return Sweep(
-        first=first,
-        last=last,
-        codes=matrix.codes[0],
-        path=path,
-        loss=float(quadratic((w - values)[None], H)),
-    )
+    loss = float(quadratic((w - values)[None], H))
+    return Sweep(first=first, last=last, codes=matrix.codes[0], path=path, loss=loss)
 
 
 def gptq_first(w: Tensor, H: Tensor) -> tuple[int, Tensor]:
@@ -105,17 +100,6 @@ def gptq_first(w: Tensor, H: Tensor) -> tuple[int, Tensor]:
     inverse = torch.linalg.inv(H)
     code = w[0].round()
     return int(code), w - (w[0] - code) / inverse[0, 0] * inverse[:, 0]
-
-
-def babai_first(w: Tensor, X: Tensor) -> tuple[int, Tensor]:
-    """Return the code of the plane nearest to `X w`, and (tokens,) its projection on that plane. Sees no Hessian.
-
-    The planes are `k x_0 + R x_1`; their normal is the part of `x_0` that is orthogonal to `x_1`.
-    """
-    target, x_0, x_1 = X @ w, X[:, 0], X[:, 1]
-    normal = x_0 - (x_0 @ x_1) / (x_1 @ x_1) * x_1
-    code = (target @ normal / (x_0 @ normal)).round()
-    return int(code), target - (target @ normal / (x_0 @ normal) - code) * normal
 
 
 def plane_distances(w: Tensor, H: Tensor) -> Tensor:

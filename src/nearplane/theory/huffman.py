@@ -65,9 +65,7 @@ class Parts(NamedTuple):
 
     start: int  # bytes of version, shape and checksum
     header: int  # bits of the step and the table
-    payload: (
-        float  # bits of code words, of numbers that are listed because no table holds them, of what is around chunks
-    )
+    payload: float  # bits of code words, of numbers that no table holds and that are listed, of what is around chunks
     listed: int  # how many these are
 
 
@@ -83,9 +81,7 @@ def foretold_size(codes: NDArray[np.int32]) -> Size:
 def coded_bytes(codes: NDArray[np.int32]) -> int:
     """Return what it takes to the byte; of large matrices to a byte or two a chunk."""
     parts = _parts(codes)
-    length = (
-        2 * ((parts.listed + 1).bit_length() - 1) + 4 if parts.listed else 0
-    )  # of the list: its gamma code, a parameter
+    length = 2 * ((parts.listed + 1).bit_length() - 1) + 4 if parts.listed else 0  # of a list: gamma code, parameter
     return parts.start + math.ceil((parts.header + parts.payload + length) / 8)
 
 

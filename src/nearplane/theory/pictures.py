@@ -38,22 +38,19 @@ TEXT, LINE, POINT = "#222222", "#BBBBBB", "#777777"
 FORMATS = ("svg", "png")
 
 
-def draw_geometry(out: Path, *, formats: tuple[str, ...] = FORMATS) -> list[Path]:
-    """Draw all pictures into the folder `out`, made where it is missing.
+def draw_geometry(out: Path) -> list[Path]:
+    """Draw all pictures into the folder `out`, made where it is missing, as .svg and .png.
 
     Args:
         out: folder.
-        formats: some of "svg", "png".
 
     Returns:
         The files, in the order of `PICTURES`.
 
     Raises:
-        RecipeError: matplotlib is not installed, a format is not known, or `out` is a file.
+        RecipeError: matplotlib is not installed, or `out` is a file.
         FormatError: a picture cannot be written.
     """
-    if not formats or set(formats) - set(FORMATS):
-        raise RecipeError(f"Pictures as {', '.join(formats) or 'nothing'}: expected some of {', '.join(FORMATS)}.")
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure
@@ -68,7 +65,7 @@ def draw_geometry(out: Path, *, formats: tuple[str, ...] = FORMATS) -> list[Path
         for name, draw in PICTURES.items():
             figure = Figure(layout="constrained")
             draw(figure)
-            for format in formats:
+            for format in FORMATS:
                 path = out / f"{name}.{format}"
                 write_whole(path, _bytes(figure, format))
                 written.append(path)
@@ -142,9 +139,8 @@ def _cells(figure: Figure) -> None:
             expected, most = g.bounds(H, g.ORDERS[method])
             mean, worst = f" (Σd/12 = {expected:.3f})", f" (Σd/4 = {most:.3f})"
         axes.set_title(f"{titles[method]}\noptimal on {100 * tiling.share:.3g} % of the area", fontsize=11, color=TEXT)
-        axes.set_xlabel(
-            f"mean squared error {tiling.measured:.3f}{mean}\nworst {tiling.worst:.3f}{worst}", fontsize=10, color=TEXT
-        )
+        errors = f"mean squared error {tiling.measured:.3f}{mean}\nworst {tiling.worst:.3f}{worst}"
+        axes.set_xlabel(errors, fontsize=10, color=TEXT)
 
 
 def _spaces(figure: Figure) -> None:
@@ -177,8 +173,7 @@ def _spaces(figure: Figure) -> None:
     right.set_title("data space: Babai\nprojects on the nearest plane", fontsize=11, color=TEXT)
     left.set_xlabel("w₀", labelpad=3)
     left.set_ylabel("w₁", rotation=0)
-    left.set_xticks([0, 1])
-    left.set_yticks([0, 1])
+    left.set(xticks=[0, 1], yticks=[0, 1])
 
 
 def _greedy(figure: Figure) -> None:
@@ -271,10 +266,7 @@ def _lattice(axes: Axes, B: Tensor, x: tuple[float, float], y: tuple[float, floa
     points = [p for p in codes @ B.T if x[0] - 1.3 < p[0] < x[1] + 1.3 and y[0] - 0.8 < p[1] < y[1] + 0.8]
     axes.plot(*torch.stack(points).T.tolist(), linestyle="", marker="o", markersize=5, color=POINT, zorder=3)
     axes.set_aspect("equal", anchor="N")
-    axes.set_xlim(*x)
-    axes.set_ylim(*y)
-    axes.set_xticks([])
-    axes.set_yticks([])
+    axes.set(xlim=x, ylim=y, xticks=[], yticks=[])
     axes.spines[:].set_color(LINE)
     return points
 
@@ -283,14 +275,8 @@ def _planes(axes: Axes, B: Tensor, j: int, nearest: int, colour: str = BLUE, *, 
     """Draw the planes on which code `j` is one integer, the nearest one strong."""
     for k in range(-reach, reach + 1):
         point = k * B[:, j]
-        axes.axline(
-            _xy(point),
-            _xy(point + B[:, 1 - j]),
-            color=colour,
-            linewidth=2 if k == nearest else 1,
-            alpha=1 if k == nearest else 0.35,
-            zorder=1,
-        )
+        width, alpha = (2, 1) if k == nearest else (1, 0.35)
+        axes.axline(_xy(point), _xy(point + B[:, 1 - j]), color=colour, linewidth=width, alpha=alpha, zorder=1)
 
 
 def _basis(axes: Axes, B: Tensor, start: Tensor) -> None:
@@ -316,9 +302,8 @@ def _target(axes: Axes, point: Tensor, name: str = "", offset: tuple[float, floa
 
 def _ring(axes: Axes, point: Tensor, colour: str) -> None:
     """Draw a ring around a lattice point."""
-    axes.plot(
-        *point.tolist(), marker="o", markersize=17, markerfacecolor="none", markeredgecolor=colour, markeredgewidth=2
-    )
+    look: dict[str, Any] = {"markerfacecolor": "none", "markeredgecolor": colour, "markeredgewidth": 2}
+    axes.plot(*point.tolist(), marker="o", markersize=17, **look)
 
 
 def _level(axes: Axes, centre: Tensor, M: Tensor, loss: float) -> None:
@@ -330,14 +315,8 @@ def _level(axes: Axes, centre: Tensor, M: Tensor, loss: float) -> None:
 
 def _arrow(axes: Axes, start: Tensor, end: Tensor, colour: str, width: float, *, short: float = 0) -> None:
     """Draw an arrow that ends `short` points before its end."""
-    arrow: dict[str, Any] = {
-        "arrowstyle": "-|>",
-        "color": colour,
-        "linewidth": width,
-        "shrinkA": 0,
-        "shrinkB": short,
-        "mutation_scale": 12,
-    }
+    ends: dict[str, Any] = {"shrinkA": 0, "shrinkB": short, "mutation_scale": 12}
+    arrow = {"arrowstyle": "-|>", "color": colour, "linewidth": width, **ends}
     axes.annotate("", _xy(end), _xy(start), arrowprops=arrow, zorder=4)
 
 
@@ -358,15 +337,6 @@ def _say(
     """Write at an offset in points from a point, on a white halo."""
     from matplotlib.patheffects import withStroke
 
-    axes.annotate(
-        text,
-        _xy(point),
-        offset,
-        textcoords="offset points",
-        ha=ha,
-        va=va,
-        color=TEXT,
-        fontsize=11,
-        zorder=7,
-        path_effects=[withStroke(linewidth=3, foreground="white")],
-    )
+    look: dict[str, Any] = {"color": TEXT, "fontsize": 11, "zorder": 7}
+    halo = [withStroke(linewidth=3, foreground="white")]
+    axes.annotate(text, _xy(point), offset, textcoords="offset points", ha=ha, va=va, path_effects=halo, **look)

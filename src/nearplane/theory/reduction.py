@@ -151,15 +151,15 @@ def nearest_plane_reduced(W: Tensor, grid: Grid, reduced: Reduced) -> QuantizedM
     return QuantizedMatrix(codes=codes.to(torch.int32), grid=grid)
 
 
-def is_reduced(L: Tensor, delta: float, *, slack: float = REDUCED_TOLERANCE) -> bool:
+def is_reduced(L: Tensor, delta: float) -> bool:
     """Say whether the rows of the lower triangle `L` are a reduced basis, the first row LLL's first vector.
 
     mu_ki = L_ki / L_ii :  |mu_ki| <= 1/2 for i < k ;  L_kk^2 >= (delta - mu_{k,k-1}^2) L_{k-1,k-1}^2
     """
     lengths = L.diagonal().square()
     mu = (L / L.diagonal()).tril(-1)
-    enough = lengths[1:] / lengths[:-1] + mu.diagonal(-1).square() >= delta - slack
-    return bool((mu.abs() <= 0.5 + slack).all()) and bool(enough.all())
+    enough = lengths[1:] / lengths[:-1] + mu.diagonal(-1).square() >= delta - REDUCED_TOLERANCE
+    return bool((mu.abs() <= 0.5 + REDUCED_TOLERANCE).all()) and bool(enough.all())
 
 
 def _sweeps(L: Floats, V: Floats, delta: float, window: int) -> None:
@@ -199,7 +199,7 @@ def _reduce_window(L: Floats, V: Floats, a: int, b: int, delta: float) -> int:
 
 def _size_reduce(L: Floats, V: Floats, a: int, b: int) -> None:
     """Make |mu_ki| <= 1/2 for all i < k in the rows from `a` to `b`."""
-    if not _size_reduce_rows(L, V, a, b):
+    if not all(_size_reduce_row(L, V, k) for k in range(a, b)):
         raise _lost("a vector cannot be size-reduced, or an integer of the transformation is above 2^52")
 
 
@@ -231,15 +231,6 @@ def _size_reduce_row(L: Floats, V: Floats, k: int) -> bool:
         if not changed:
             return True
     return False
-
-
-@numba.njit(nogil=True, cache=True, error_model="numpy")
-def _size_reduce_rows(L: Floats, V: Floats, a: int, b: int) -> bool:
-    """Make |mu_ki| <= 1/2 for all i < k in the rows from `a` to `b`; False as soon as that fails."""
-    done = True
-    for k in range(a, b):
-        done = done and _size_reduce_row(L, V, k)
-    return done
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")

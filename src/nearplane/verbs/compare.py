@@ -20,18 +20,22 @@ and checkpoints in float32 have 32-bit steps: the true bits, all bytes of the la
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from nearplane.calibration.windows import calibration_windows, check_tokens
-from nearplane.errors import RecipeError
+from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.journal_pages import told
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model, open_model
@@ -41,13 +45,12 @@ from nearplane.recipe.scheme import Format, Solver
 from nearplane.recipe.schemes import GridScheme, RateScheme, fitting_group
 from nearplane.record.record import RunRecord, read_record, versions
 from nearplane.system.device import Device
-from nearplane.system.files import sha256
+from nearplane.system.files import alone, check_writable, read_object, sha256, write_whole
 from nearplane.system.matmul_library import fastest
 from nearplane.system.paths import RECORD
 from nearplane.system.progress import Progress, logged, silent
 from nearplane.system.safetensors_files import refuse_unfinished
 from nearplane.theory.hptq import hptq_layers, hptq_recipe
-from nearplane.verbs.compare_rows import Compared, Row
 from nearplane.verbs.evaluate import evaluate, load_dense
 from nearplane.verbs.quantize_api import quantize
 
@@ -55,7 +58,126 @@ WAYS: tuple[Way, ...] = Way.__args__  # type: ignore[attr-defined]
 ORIGINAL = "original"
 HUFFMAN: tuple[Way, ...] = ("rtn-huffman", "gptq-huffman")
 GROUPS = (32, 64, 128, 256, 512, 1024)  # powers of two, so that the largest one that fits is a greatest common divisor
+NAME = "rows.json"
+LOCK = f"{NAME}.lock"
 CLOSE = 0.005  # of the bits asked for: what is not worth a note
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One method at one number of bits on one model.
+
+    Args:
+        model: As the user named it.
+        method: One of `WAYS`, or "original".
+        asked: Bits per weight; None for the original.
+        rate: Bits per quantized weight in the file, every byte of the layers' tensors counted; of the original, its dtype's.
+        bytes: Of all weight files; where none was written, of the tensors that they would hold.
+        perplexity: On the text.
+        kl: KL(original || this), nats per token.
+        seconds: To quantize.
+        note: What differs from what was asked; or, where nothing was measured and the figures are None, why.
+        folder: The checkpoint, if it was kept; of the original, its own.
+    """
+
+    model: str
+    method: str
+    asked: float | None = None
+    rate: float | None = None
+    bytes: int | None = None
+    perplexity: float | None = None
+    kl: float | None = None
+    seconds: float = 0.0
+    note: str = ""
+    folder: Path | None = None
+
+
+class Compared:
+    """The rows of a folder, on disk as soon as they are measured: `compare --keep FOLDER` given again goes on behind the last.
+
+        FOLDER/rows.json        what every row was measured with, and the rows
+        FOLDER/rows.json.lock   locked by the comparison that writes them
+
+    Rows count for the same models, texts, tokens and versions alone; other bits and methods are rows beside those that are there.
+    Nothing is written before `writing` is entered.
+
+    Args:
+        folder: new or empty, or one that a comparison left that was told the same; None: nothing is kept.
+        told: all that a row's figures depend on beside its method and bits, as flat JSON.
+
+    Raises:
+        RecipeError: the folder holds something else, or rows that were told something else; names the difference.
+    """
+
+    def __init__(self, folder: Path | None, told: Mapping[str, Any]) -> None:
+        self._folder = folder
+        self._told: dict[str, Any] = json.loads(json.dumps(dict(told)))
+        self._rows: dict[tuple[str, str, float | None], Row] = {}
+        if folder is not None:
+            self._look(folder)
+            check_writable(folder)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Let no other comparison write the rows.
+
+        Raises:
+            RecipeError: another one does.
+        """
+        if self._folder is None:
+            yield
+            return
+        said = "is being written by another comparison. Wait until it has ended, or choose another folder with --keep."
+        with alone(self._folder / LOCK, f"{self._folder} {said}"):
+            self._look(self._folder)  # again: a comparison may have ended since
+            self._write()
+            yield
+
+    def _look(self, folder: Path) -> None:
+        """Read the rows that are there, or refuse what is there instead."""
+        if (folder / NAME).is_file():
+            self._read(folder / NAME)
+        elif folder.is_dir() and any(path.name != LOCK for path in folder.iterdir()):
+            raise RecipeError(
+                f"{folder} holds files and no {NAME}: expected a new or empty folder, or one of a comparison."
+            )
+
+    def _read(self, path: Path) -> None:
+        expected = f"Delete {path.parent} with the checkpoints in it, or choose another folder with --keep"
+        data = read_object(path, expected=expected)
+        then = data.get("told")
+        if not isinstance(then, dict):
+            raise FormatError(f"{path} is not what was written. {expected}.")
+        if differing := [name for name in {**then, **self._told} if then.get(name) != self._told.get(name)]:
+            raise RecipeError(
+                f"{path} has rows of another comparison: {', '.join(differing[:3])} differ. Give the same command again to go on "
+                f"with it, or choose another folder."
+            )
+        try:
+            for entry in data["rows"]:
+                folder = None if entry["folder"] is None else Path(entry["folder"])
+                row = Row(**{**entry, "folder": folder})
+                if row.perplexity is not None:
+                    self._rows[row.model, row.method, row.asked] = row
+        except (KeyError, TypeError) as error:
+            raise FormatError(f"{path} is not what was written ({error!r}). {expected}.") from error
+
+    def get(self, model: str, method: str, asked: float | None) -> Row | None:
+        """Return a row that was measured before."""
+        return self._rows.get((model, method, asked))
+
+    def add(self, row: Row) -> Row:
+        """Keep a row, and return it; one without figures is not kept: what was refused costs nothing to ask again."""
+        if row.perplexity is not None:
+            self._rows[row.model, row.method, row.asked] = row
+            self._write()
+        return row
+
+    def _write(self) -> None:
+        if self._folder is not None:
+            rows = [asdict(row) | {"folder": row.folder and str(row.folder)} for row in self._rows.values()]
+            content = json.dumps({"told": self._told, "rows": rows}, indent=1)
+            write_whole(self._folder / NAME, content.encode())
 
 
 def compare(
@@ -107,15 +229,16 @@ def compare(
     calibration = calibration or Calibration()
     measure = _Measure(
         text=text,
+        calibration=calibration,
         samples=samples,
         seqlen=seqlen or calibration.seqlen,
+        keep=None if keep is None else Path(keep),
         device=device,
         trust_remote_code=trust_remote_code,
         progress=progress,
     )
-    told = {} if keep is None else measure.told(models, calibration)
-    known = Compared(None if keep is None else Path(keep), told)
-    return _rows(models, bits, methods, calibration, keep, measure, known)
+    known = Compared(measure.keep, {} if keep is None else measure.told(models))
+    return _rows(models, bits, methods, measure, known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,72 +246,56 @@ class _Measure:
     """How every row is measured: what `compare` was told and hands on unchanged."""
 
     text: str | Path
+    calibration: Calibration
     samples: int | None
     seqlen: int | None
+    keep: Path | None
     device: str
     trust_remote_code: bool
     progress: Progress
 
-    def told(self, models: Sequence[str | Path], calibration: Calibration) -> dict[str, Any]:
+    @property
+    def options(self) -> dict[str, Any]:
+        """What `quantize` and `evaluate` are told alike."""
+        return {"device": self.device, "trust_remote_code": self.trust_remote_code, "progress": self.progress}
+
+    def told(self, models: Sequence[str | Path]) -> dict[str, Any]:
         """Return all that rows depend on beside their method and bits."""
-        asked = {"calibration": asdict(calibration), "samples": self.samples, "seqlen": self.seqlen}
+        asked = {"calibration": asdict(self.calibration), "samples": self.samples, "seqlen": self.seqlen}
         folders = {
             Path(model).name: find_folder(str(model), trust_remote_code=self.trust_remote_code) for model in models
         }
-        texts = [self.text] if calibration.calibration is None else [self.text, calibration.calibration]
+        given = self.calibration.calibration
+        texts = [self.text] if given is None else [self.text, given]
         digest = " ".join(content_of(Path(text)) for text in texts)
         return told(asked, folders, digest, versions(), Device.named(self.device))
 
-    def original(self, model: str | Path, opened: Model) -> Row:
+    def measured(self, row: Row, model: str | Path | PreTrainedModel, **given: Any) -> Row:
+        """Return a row with what a model is worth; `given` are further options of `evaluate`."""
+        found = evaluate(model, self.text, samples=self.samples, seqlen=self.seqlen, **self.options, **given)
+        return replace(row, perplexity=found.perplexity, kl=found.kl)
+
+    def original(self, model: str, opened: Model) -> Row:
         """Return the row of the model itself."""
-        result = evaluate(
-            model,
-            self.text,
-            samples=self.samples,
-            seqlen=self.seqlen,
-            device=self.device,
-            trust_remote_code=self.trust_remote_code,
-            progress=self.progress,
-        )
-        return Row(
-            model=str(model),
-            method=ORIGINAL,
-            rate=8.0 * opened.dtype.itemsize,
-            perplexity=result.perplexity,
-            kl=0.0,
-            bytes=sum(path.stat().st_size for path in opened.folder.glob("*.safetensors")),
-            folder=opened.folder,
-        )
+        size = sum(path.stat().st_size for path in opened.folder.glob("*.safetensors"))
+        bits = 8.0 * opened.dtype.itemsize
+        row = Row(model=model, method=ORIGINAL, rate=bits, bytes=size, folder=opened.folder)
+        return replace(self.measured(row, model), kl=0.0)
 
-    def row(self, model: str | Path, method: Way, bits: float, recipe: Recipe, note: str, out: Path) -> Row:
-        """Quantize a model into `out` and return the row."""
-        options: dict[str, Any] = {
-            "device": self.device,
-            "trust_remote_code": self.trust_remote_code,
-            "progress": self.progress,
-        }
-        record = _there(out, recipe) or quantize(model, out, recipe, **options)
-        result = evaluate(out, self.text, samples=self.samples, seqlen=self.seqlen, against=model, **options)
-        return Row(
-            model=str(model),
-            method=method,
-            asked=bits,
-            rate=record.rate,
-            bytes=record.bytes,
-            kl=result.kl,
-            perplexity=result.perplexity,
-            seconds=record.seconds,
-            folder=out,
-            note="; ".join(filter(None, (note, record.missed or _off(bits, record.rate)))),
-        )
+    def written(self, row: Row, recipe: Recipe, note: str, out: Path) -> Row:
+        """Quantize the model of a row into `out`, and fill in the row."""
+        record = _there(out, recipe) or quantize(row.model, out, recipe, **self.options)
+        notes = "; ".join(filter(None, (note, record.missed or _off(row, record.rate))))
+        row = replace(row, rate=record.rate, bytes=record.bytes, seconds=record.seconds, folder=out, note=notes)
+        return self.measured(row, out, against=row.model)
 
-    def coded_row(self, model: str | Path, opened: Model, method: Way, bits: float, calibration: Calibration) -> Row:
-        """Round a model to codes behind Huffman codes, in memory, and return the row."""
+    def coded(self, row: Row, bits: float, opened: Model) -> Row:
+        """Round the model of a row to codes behind Huffman codes, in memory, and fill in the row."""
         began, device = time.perf_counter(), Device.named(self.device)
-        recipe = hptq_recipe(bits, calibration, calibrated=method == "gptq-huffman")
+        recipe = hptq_recipe(bits, self.calibration, calibrated=row.method == "gptq-huffman")
         windows = calibration_windows(opened, recipe)
         check_tokens(opened, recipe, windows)
-        network, tokenizer = load_dense(model, device.place, trust_remote_code=self.trust_remote_code)
+        network, tokenizer = load_dense(row.model, device.place, trust_remote_code=self.trust_remote_code)
         size, layers = 0, opened.layers
         with (
             fastest([layer.shape for layer in layers], windows.count * windows.seqlen, device),
@@ -198,68 +305,49 @@ class _Measure:
                 layer.within(network, "").write(coded.matrix.decode())
                 size += coded.bytes
         seconds = round(time.perf_counter() - began, 6)
-        options: dict[str, Any] = {"device": self.device, "trust_remote_code": self.trust_remote_code}
-        given = {"samples": self.samples, "seqlen": self.seqlen, "tokenizer": tokenizer, "progress": self.progress}
-        result = evaluate(network, self.text, against=model, **given, **options)
         reader, again = opened.reader, {name for layer in layers for name in opened.copies(layer)}
         rest = sum(reader.nbytes(name) for name in reader.names() if name not in again)
         rate = 8 * size / sum(math.prod(layer.shape) for layer in layers)
-        return Row(
-            model=str(model),
-            method=method,
-            asked=bits,
-            rate=rate,
-            bytes=size + rest,
-            kl=result.kl,
-            perplexity=result.perplexity,
-            seconds=seconds,
-            note=_off(bits, rate),
-        )
+        row = replace(row, rate=rate, bytes=size + rest, seconds=seconds, note=_off(row, rate))
+        return self.measured(row, network, against=row.model, tokenizer=tokenizer)
 
 
-def _off(asked: float, found: float) -> str:
+def _off(row: Row, found: float) -> str:
     """Say the true bits where they are not, within `CLOSE`, those asked for."""
+    asked = row.asked or 0.0
     return "" if abs(found / asked - 1) <= CLOSE else f"{found:.3f} bits per weight, {asked:g} asked for"
 
 
 def _rows(
-    models: Sequence[str | Path],
-    bits: Sequence[float],
-    methods: Sequence[Way],
-    calibration: Calibration,
-    keep: str | Path | None,
-    measure: _Measure,
-    known: Compared,
+    models: Sequence[str | Path], bits: Sequence[float], methods: Sequence[Way], measure: _Measure, known: Compared
 ) -> Iterator[Row]:
-    with known, tempfile.TemporaryDirectory(prefix="nearplane-") as temporary:
-        for model in models:
-            opened = open_model(str(model), trust_remote_code=measure.trust_remote_code)
-            yield known.get(str(model), ORIGINAL, None) or known.add(measure.original(model, opened))
+    keep = measure.keep
+    with known.writing(), tempfile.TemporaryDirectory(prefix="nearplane-") as temporary:
+        for model in map(str, models):
+            opened = open_model(model, trust_remote_code=measure.trust_remote_code)
+            yield known.get(model, ORIGINAL, None) or known.add(measure.original(model, opened))
             layers = [layer for block in opened.blocks for layer in block.layers]
-            for asked in bits:
-                for method in methods:
-                    if (before := known.get(str(model), method, asked)) is not None:
-                        yield before
-                        continue
-                    out = Path(keep or temporary) / Path(model).name / f"{method}-{asked:g}"
-                    try:
-                        if method in HUFFMAN:
-                            row = measure.coded_row(model, opened, method, asked, calibration)
-                        else:
-                            recipe, note = recipe_for(method, asked, layers, calibration)
-                            row = measure.row(model, method, asked, recipe, note, out)
-                    except KeyboardInterrupt as stopped:
-                        if keep is None:
-                            stopped.__notes__ = []  # they tell of files in the temporary folder
-                        raise
-                    except (
-                        RecipeError
-                    ) as error:  # this method does not have these bits, or not for this model, or not now
-                        row = Row(model=str(model), method=method, asked=asked, note=str(error))
+            for asked, method in product(bits, methods):
+                if (before := known.get(model, method, asked)) is not None:
+                    yield before
+                    continue
+                row = Row(model=model, method=method, asked=asked)
+                out = Path(keep or temporary) / Path(model).name / f"{method}-{asked:g}"
+                try:
+                    if method in HUFFMAN:
+                        row = measure.coded(row, asked, opened)
+                    else:
+                        row = measure.written(row, *recipe_for(method, asked, layers, measure.calibration), out)
+                except KeyboardInterrupt as stopped:
                     if keep is None:
-                        shutil.rmtree(out, ignore_errors=True)
-                        row = replace(row, folder=None)
-                    yield known.add(row)
+                        stopped.__notes__ = []  # they tell of files in the temporary folder
+                    raise
+                except RecipeError as error:  # this method does not have these bits, or not for this model, or not now
+                    row = replace(row, note=str(error))
+                if keep is None:
+                    shutil.rmtree(out, ignore_errors=True)
+                    row = replace(row, folder=None)
+                yield known.add(row)
 
 
 def _there(out: Path, recipe: Recipe) -> RunRecord | None:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nearplane.errors import RecipeError
 from nearplane.recipe.recipe import Way
 from nearplane.system.files import check_writable, write_whole
-from nearplane.verbs.compare import ORIGINAL, WAYS
-from nearplane.verbs.compare_rows import Row
+from nearplane.verbs.compare import ORIGINAL, WAYS, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +46,8 @@ class Evaluation:
         worst_cosine: the least of all windows.
     """
 
-    perplexity: float | None
-    nll: float | None
+    perplexity: float | None = None
+    nll: float | None = None
     tokens: int
     windows: int
     seqlen: int
@@ -110,18 +109,13 @@ def evaluate(
         check_vocabulary(windows, network.vocabulary)
         check_start(windows, network.start, names[0])
     total = -(-len(windows) // windows_at_a_time(networks, windows))
-    sums = _Sums()
     with (
         fastest(network.shapes(), windows.numel(), Device(network.device)),
         in_a_sentence(f"{names[0]} does not run on its windows of {seqlen} tokens"),
     ):
-        compared = predictions(networks, windows)
-        for batch, *predicted in progress(logged(compared, "evaluating", total), "evaluating", total):
-            add = sums.add_embeddings if network.embeds else partial(sums.add_predictions, batch)
-            add(predicted, names)
-    if network.embeds:
-        return sums.of_embeddings(windows, seqlen)
-    return sums.of_predictions(windows, seqlen, names)
+        compared = progress(logged(predictions(networks, windows), "evaluating", total), "evaluating", total)
+        measure = _of_embeddings if network.embeds else _of_predictions
+        return measure(compared, names, len(windows), seqlen)
 
 
 def _check_taken(networks: Sequence[Network], names: Sequence[str], found: Taken) -> None:
@@ -142,87 +136,62 @@ def _check_taken(networks: Sequence[Network], names: Sequence[str], found: Taken
         )
 
 
-@dataclass(slots=True)
-class _Sums:
-    """What is summed over windows: of predictions in nats, of embeddings the cosines."""
+def _of_predictions(
+    compared: Iterable[tuple[Tensor, ...]], names: Sequence[str], windows: int, seqlen: int
+) -> Evaluation:
+    """Return what is measured of windows (windows, seqlen), each with the log-probabilities (windows, seqlen - 1, vocabulary)
+    of one or two networks.
 
-    nll: float = 0.0
-    original: float = 0.0
-    apart: Divergence = field(default_factory=Divergence)
-    cosines: list[Tensor] = field(default_factory=list)
-
-    def add_predictions(self, batch: Tensor, predicted: Sequence[Tensor], names: Sequence[str]) -> None:
-        """Add windows (windows, seqlen) and the log-probabilities (windows, seqlen - 1, vocabulary) of one or two networks.
-
-        Raises:
-            ModelError: they have different vocabularies.
-        """
-        found, *others = predicted
+    Raises:
+        ModelError: they have different vocabularies, or are not finite.
+    """
+    nll, original, apart, tokens = 0.0, 0.0, Divergence(), 0
+    for batch, found, *others in compared:
         wanted = batch[:, 1:, None].to(found.device)
-        self.nll -= float(found.gather(-1, wanted).double().sum())
+        tokens += wanted.numel()
+        nll -= float(found.gather(-1, wanted).double().sum())
         for expected in others:
             if expected.shape != found.shape:
                 raise ModelError(
                     f"{names[1]} predicts {expected.shape[-1]} tokens, {names[0]} {found.shape[-1]}. Pass its original."
                 )
-            self.apart += divergence(expected, found)
-            self.original -= float(expected.gather(-1, wanted).double().sum())
-
-    def add_embeddings(self, embeddings: Sequence[Tensor], names: Sequence[str]) -> None:
-        """Add the embeddings (windows, hidden) of two networks."""
-        found, expected = embeddings
-        self.cosines.append(_cosines(expected, found, names[1]))
-
-    def of_predictions(self, windows: Tensor, seqlen: int, names: Sequence[str]) -> Evaluation:
-        """Return the means.
-
-        Raises:
-            ModelError: they are not finite.
-        """
-        if not math.isfinite(self.nll + self.original):
-            raise ModelError(
-                f"{names[0]} or its original predicts NaN or Inf. Check its files, or compute in a wider dtype."
-            )
-        tokens, compared = windows[:, 1:].numel(), len(names) > 1
-        return Evaluation(
-            perplexity=_exp(self.nll / tokens),
-            nll=self.nll / tokens,
-            tokens=tokens,
-            windows=len(windows),
-            seqlen=seqlen,
-            kl=self.apart.kl / tokens if compared else None,
-            agreement=self.apart.agreed / tokens if compared else None,
-            original=_exp(self.original / tokens) if compared else None,
+            apart += divergence(expected, found)
+            original -= float(expected.gather(-1, wanted).double().sum())
+    if not math.isfinite(nll + original):
+        raise ModelError(
+            f"{names[0]} or its original predicts NaN or Inf. Check its files, or compute in a wider dtype."
         )
-
-    def of_embeddings(self, windows: Tensor, seqlen: int) -> Evaluation:
-        """Return how alike they are."""
-        cosines = torch.cat(self.cosines)
-        return Evaluation(
-            perplexity=None,
-            nll=None,
-            tokens=seqlen * len(windows),
-            windows=len(windows),
-            seqlen=seqlen,
-            cosine=float(cosines.mean()),
-            worst_cosine=float(cosines.min()),
-        )
+    alone = Evaluation(perplexity=_exp(nll / tokens), nll=nll / tokens, tokens=tokens, windows=windows, seqlen=seqlen)
+    if len(names) == 1:
+        return alone
+    return replace(alone, kl=apart.kl / tokens, agreement=apart.agreed / tokens, original=_exp(original / tokens))
 
 
-def _cosines(original: Tensor, quantized: Tensor, name: str) -> Tensor:
-    """Return (windows,) cosines between embeddings (windows, hidden).
+def _of_embeddings(
+    compared: Iterable[tuple[Tensor, ...]], names: Sequence[str], windows: int, seqlen: int
+) -> Evaluation:
+    """Return how alike the embeddings (windows, hidden) of two networks are.
 
     Raises:
         ModelError: they are not of one size, or not finite.
     """
-    if original.shape != quantized.shape:
-        raise ModelError(
-            f"{name} gives {tuple(original.shape[1:])} where {tuple(quantized.shape[1:])} is compared. Pass its original."
-        )
-    found = torch.nn.functional.cosine_similarity(original.double(), quantized.double(), dim=-1)
-    if not torch.isfinite(found).all():
-        raise ModelError("An embedding is NaN or Inf. Check the files, or compute in a wider dtype.")
-    return found.cpu()
+    cosines: list[Tensor] = []
+    for _, found, expected in compared:
+        if expected.shape != found.shape:
+            raise ModelError(
+                f"{names[1]} gives {tuple(expected.shape[1:])} where {tuple(found.shape[1:])} is compared. Pass its original."
+            )
+        cosines.append(torch.nn.functional.cosine_similarity(expected.double(), found.double(), dim=-1).cpu())
+        if not torch.isfinite(cosines[-1]).all():
+            raise ModelError("An embedding is NaN or Inf. Check the files, or compute in a wider dtype.")
+    alike = torch.cat(cosines)
+    return Evaluation(
+        tokens=seqlen * windows,
+        windows=windows,
+        seqlen=seqlen,
+        cosine=float(alike.mean()),
+        worst_cosine=float(alike.min()),
+    )
 
 
 def _windows(
@@ -234,19 +203,17 @@ def _windows(
     seqlen: int | None,
 ) -> Tensor:
     """Return the windows (windows, seqlen) to measure on."""
-    positions = network.positions
-    if given is not None and given.tokens is not None:
-        if seqlen not in (None, given.tokens.shape[1]):
-            raise RecipeError(
-                f"seqlen is {seqlen}, the windows of text have {given.tokens.shape[1]} tokens; leave it out."
-            )
-        seqlen = given.tokens.shape[1]
+    positions, tokens = network.positions, None if given is None else given.tokens
+    if tokens is not None:
+        if seqlen not in (None, tokens.shape[1]):
+            raise RecipeError(f"seqlen is {seqlen}, the windows of text have {tokens.shape[1]} tokens; leave it out.")
+        seqlen = tokens.shape[1]
     if seqlen is not None and positions is not None and seqlen > positions:
         raise CalibrationError(
             f"--seqlen {seqlen} is more than the {positions} positions of the model; pass at most {positions}."
         )
-    if given is not None and given.tokens is not None:
-        return given.tokens[:samples]
+    if tokens is not None:
+        return tokens[:samples]
     seqlen = seqlen or min(2048, positions or 2048)
     if seqlen < 2:
         raise ModelError(f"config.json gives the model {positions} position; of one token nothing is predicted.")

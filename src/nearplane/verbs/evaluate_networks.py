@@ -55,15 +55,15 @@ class Network(ABC):
         width: of its hidden states, where those of all windows are in memory; else 0.
     """
 
-    folder: Path | None
-    device: torch.device
-    takes: Taken
     start: int | None = None
     vocabulary: int
-    embeds: bool
-    framed: bool
-    positions: int | None
-    width: int
+    width: int = 0
+
+    def __init__(
+        self, network: PreTrainedModel, folder: Path | None, device: torch.device, positions: int | None
+    ) -> None:
+        self.folder, self.device, self.positions = folder, device, positions
+        self.takes, self.embeds, self.framed = taken_by(network), not has_head(network), is_framed(network)
 
     @abstractmethod
     def shapes(self) -> list[tuple[int, int]]:
@@ -71,21 +71,19 @@ class Network(ABC):
 
     @abstractmethod
     def predicting(self, windows: Tensor, batch: int) -> AbstractContextManager[Callable[[int], Tensor]]:
-        """Return a context in which a function from the number of a batch gives `log_probabilities` of it, or `embedded`."""
+        """Return a context in which a function from the number of a batch gives `said` of it."""
+
+    def said(self, outputs: Tensor) -> Tensor:
+        """Return float32 log-probabilities of every next token, or without head the mean of the last hidden states."""
+        return outputs.float().mean(1) if self.embeds else _next_tokens(outputs)
 
 
 class Held(Network):
     """A network in memory, as it is."""
 
     def __init__(self, network: PreTrainedModel, folder: Path | None = None) -> None:
-        self.network, self.folder, self.width = network, folder, 0
-        self.device, self.positions, self.embeds = (
-            network.device,
-            positions_of(network.config, network),
-            not has_head(network),
-        )
-        self.framed = is_framed(network)
-        self.takes = taken_by(network)
+        super().__init__(network, folder, network.device, positions_of(network.config, network))
+        self.network = network
         self.start = network.config.decoder_start_token_id if self.takes is Taken.SOUND else None
         self.vocabulary = 0 if self.takes is Taken.IMAGES else network.get_input_embeddings().weight.shape[0]
 
@@ -102,8 +100,7 @@ class Held(Network):
         try:
             for module, _ in modes:
                 module.training = False
-            said = embedded if self.embeds else log_probabilities
-            yield lambda index: said(self.network, parts[index].to(self.device))
+            yield lambda index: self.said(_outputs(self.network, parts[index].to(self.device)))
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -117,15 +114,13 @@ class Streamed(Network):
     """
 
     def __init__(self, model: Model, device: torch.device) -> None:
-        self.model, self.folder, self.device = model, model.folder, device
-        self.takes = taken_by(model.network)
+        super().__init__(model.network, model.folder, device, model.positions)
+        self.model = model
         if self.takes is not Taken.TEXT:
             raise ModelError(f"it takes {self.takes}")
         embeddings = model.network.get_input_embeddings().weight
-        self.vocabulary, self.width = embeddings.shape
-        self.width *= len(model.stacks)
-        self.positions, self.embeds = model.positions, not has_head(model.network)
-        self.framed = is_framed(model.network)
+        self.vocabulary, hidden = embeddings.shape
+        self.width = hidden * len(model.stacks)
         skeleton(model, torch.zeros(1, 2, dtype=torch.int64), device=device, dtype=torch.float32, two_streams=False)
 
     def shapes(self) -> list[tuple[int, int]]:
@@ -144,8 +139,7 @@ class Streamed(Network):
             stream.passed(block)
         parts = windows.split(batch)
         with readout(self.model, stream, device=device, dtype=dtype) as logits:
-            said = _pooled if self.embeds else _next_tokens
-            yield lambda index: said(logits(parts[index], stream.quantized[index]))
+            yield lambda index: self.said(logits(parts[index], stream.quantized[index]))
 
 
 def opened(model: str | Path | PreTrainedModel, device: Device, *, trust_remote_code: bool = False) -> Network:
@@ -165,12 +159,8 @@ def opened(model: str | Path | PreTrainedModel, device: Device, *, trust_remote_
         except ModelError as error:
             log.warning("%s is held in memory as a whole, as it does not run block by block: %s", called(model), error)
         else:
-            log.info(
-                "%s passes block by block: it would take %s in float32, %s are free",
-                called(model),
-                size_text(size),
-                size_text(free),
-            )
+            said = called(model), size_text(size), size_text(free)
+            log.info("%s passes block by block: it would take %s in float32, %s are free", *said)
             return streamed
     return Held(dense_network(folder, trust_remote_code=trust_remote_code).to(device.place), folder)
 
@@ -203,7 +193,7 @@ def windows_at_a_time(networks: Sequence[Network], windows: Tensor) -> int:
 def predictions(networks: Sequence[Network], windows: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield batches of windows (windows, seqlen), and behind each what every network predicts of it.
 
-    See `log_probabilities`, and of networks without head `embedded`.
+    See `Network.said`.
     """
     batch = windows_at_a_time(networks, windows)
     for chunk in windows.split(_chunk(networks, windows.shape[1], batch)):
@@ -218,17 +208,12 @@ def predictions(networks: Sequence[Network], windows: Tensor) -> Iterator[tuple[
 @torch.no_grad()
 def log_probabilities(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """Return (windows, seqlen - 1, vocabulary) float32 log-probabilities of every next token of `tokens` (windows, seqlen)."""
-    return _next_tokens(read_out(model, model(main_input(model, tokens), **words(model, tokens))))
+    return _next_tokens(_outputs(model, tokens))
 
 
-@torch.no_grad()
-def embedded(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Return (windows, hidden) float32 means of the last hidden states of `tokens` (windows, seqlen)."""
-    return _pooled(read_out(model, model(tokens, **words(model, tokens))))
-
-
-def _pooled(hidden: Tensor) -> Tensor:
-    return hidden.float().mean(1)
+def _outputs(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """Return the logits of a network, or the last hidden states of one without head."""
+    return read_out(model, model(main_input(model, tokens), **words(model, tokens)))
 
 
 def _next_tokens(logits: Tensor) -> Tensor:

@@ -11,16 +11,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nearplane.calibration.given import Given, with_text
-from nearplane.calibration.memory_setting import MemorySetting
 from nearplane.calibration.texts import DEFAULT_DATASET
-from nearplane.calibration.walk import unquantized, walk
+from nearplane.calibration.walk import unquantized
 from nearplane.calibration.windows import Windows, calibration_windows, digest_of
 from nearplane.errors import CalibrationError, FormatError
 from nearplane.formats.container import Container, written
@@ -32,14 +33,13 @@ from nearplane.matrix.on_grid import with_tensors
 from nearplane.matrix.to_rate import TOLERANCE
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block
-from nearplane.planning.plan import moments_of_embeddings
 from nearplane.planning.record_size import most_bytes
 from nearplane.planning.request import container_for, open_original, settled
 from nearplane.record.record import LayerRecord, RunRecord, read_record, versions
 from nearplane.record.tuning_record import APART, Solved, Tuning
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import repeated
-from nearplane.system.progress import Progress, counted, logged, silent
+from nearplane.system.progress import Progress, logged, silent
 from nearplane.tuning.checkpoint import Checkpoint, mean_unit, norms_stored, trains_codes
 from nearplane.tuning.checks import check_checkpoint, check_model, check_place, fits
 from nearplane.tuning.ladders import TunedLadders
@@ -49,6 +49,7 @@ from nearplane.tuning.parameters import Tuned, TunedLayer, TunedVector
 from nearplane.tuning.pressure import Pressure
 from nearplane.tuning.settings import Split, split
 from nearplane.tuning.snapshots import Snapshots
+from nearplane.verbs.verify_losses import along_both_networks, tuned_norms
 
 
 def tune(
@@ -106,8 +107,8 @@ def tune(
     solved = Checkpoint(record=record, stored=stored, model=model, recipe=recipe, given=given, device=where)
     windows = _windows_of_the_run(solved)
     cut = split(solved.windows, record, samples=samples, seqlen=seqlen, steps=steps)
-    trained = sum(layer.out_features * layer.in_features for layer in solved.of_blocks() if trains_codes(layer))
-    hold = fits(model, cut, trained, where)
+    codes = sum(layer.out_features * layer.in_features for layer in solved.of_blocks() if trains_codes(layer))
+    hold = fits(model, cut, codes, where)
     matrices = solved.matrices(codes=True)
     with container, repeated(record.products, where) as products:
         asked = {"recipe": asdict(record.recipe), "--samples": cut.samples, "--steps": cut.schedule.steps}
@@ -115,21 +116,22 @@ def tune(
         kept = Snapshots(container, told(asked, files, text, versions(), where), began)
         if container.whole:  # but for its place
             return read_record(container.folder)
-        tuning, layers = _tuned(solved, matrices, cut, container, hold=hold, kept=kept, progress=progress)
+        trained = Trained(solved, cut, matrices, solved.vectors(mean_unit(matrices.values())))
+        tuning, layers = _tuned(trained, container, hold=hold, kept=kept, progress=progress)
         read = Stored(container.folder, unfinished=container.config)
-        model.tuned = {
-            name: read.reader.read([file])[file] for name, file in norms_stored(model).items() if file in tuning.norms
-        }
+        model.tuned = tuned_norms(read, model, tuning)
         made = replace(solved, record=replace(record, layers=layers), stored=read)
-        record = replace(record, layers=_measured(made, windows, progress), tuning=tuning)
-        record = replace(record, versions=versions(), device=str(where), products=products)
-        record = container.seal(record, lambda told: _timed(told, tuning, kept.seconds))
-    return record
+        layers = tuple(along_both_networks(made, windows, progress, partial(_certified, made)))
+        record = replace(
+            record, layers=layers, tuning=tuning, versions=versions(), device=str(where), products=products
+        )
 
+        def timed(record: RunRecord) -> RunRecord:
+            """Add what tuning took to what the solve did."""
+            seconds = kept.seconds
+            return replace(record, tuning=replace(tuning, seconds=seconds), seconds=record.seconds + seconds)
 
-def _timed(record: RunRecord, tuning: Tuning, seconds: float) -> RunRecord:
-    """Return the record of a tuned checkpoint with what tuning took, beside what the solve did."""
-    return replace(record, tuning=replace(tuning, seconds=seconds), seconds=record.seconds + seconds)
+        return container.seal(record, timed)
 
 
 def _windows_of_the_run(solved: Checkpoint) -> Windows:
@@ -148,122 +150,133 @@ def _windows_of_the_run(solved: Checkpoint) -> Windows:
     return windows
 
 
+class Trained(NamedTuple):
+    """What is trained of a checkpoint.
+
+    Args:
+        solved: the checkpoint.
+        cut: windows that are trained on, and held out.
+        matrices: layers of blocks, by name.
+        vectors: norms, by name of the parameter.
+    """
+
+    solved: Checkpoint
+    cut: Split
+    matrices: Mapping[str, TunedLayer]
+    vectors: Mapping[str, TunedVector]
+
+    @property
+    def parts(self) -> list[Tuned]:
+        """All of it."""
+        return [*self.matrices.values(), *self.vectors.values()]
+
+
 def _tuned(
-    solved: Checkpoint,
-    matrices: Mapping[str, TunedLayer],
-    cut: Split,
-    container: Container,
-    *,
-    hold: bool,
-    kept: Snapshots,
-    progress: Progress,
+    trained: Trained, container: Container, *, hold: bool, kept: Snapshots, progress: Progress
 ) -> tuple[Tuning, tuple[LayerRecord, ...]]:
     """Train, write blocks, read them back; the layers' records say what their tensors are now."""
-    model, stored, record = solved.model, solved.stored, solved.record
-    vectors, norms = solved.vectors(mean_unit(matrices.values())), norms_stored(model)
+    solved, cut, matrices, vectors = trained
     coded = {name: each for name, each in matrices.items() if isinstance(each, TunedLadders)}
-    most = _most(record) if coded else None
+    most = _most(solved.record) if coded else None
+    place, ends = solved.device.place, solved.ends()
     network = TunedNetwork(
-        model,
-        matrices,
-        vectors,
-        cut.windows,
-        batch=cut.batch,
-        device=solved.device.place,
-        ends=solved.ends(),
-        hold=hold,
+        solved.model, matrices, vectors, cut.windows, batch=cut.batch, device=place, ends=ends, hold=hold
     )
     training, held = cut.batches()
     with network.ready():
         outcome = train(
             network,
-            [*matrices.values(), *vectors.values()],
+            trained.parts,
             cut.schedule,
             training=training,
             held=held,
-            pressed=lambda kl: None if most is None else Pressure(coded, most, stored.layers, kl),
+            pressed=lambda kl: None if most is None else Pressure(coded, most, solved.stored.layers, kl),
             kept=kept,
             progress=lambda items, total, there: progress(logged(items, "tuning", total, there=there), "tuning", total),
         )
-        tuned: list[Tuned] = [*matrices.values(), *vectors.values()]
-        kinds = {kind for each in tuned for kind in each.trained()}
-        tuning = Tuning(
-            calibration=str(solved.recipe.calibration.calibration or DEFAULT_DATASET),
-            samples=cut.samples,
-            windows=cut.training,
-            held_windows=cut.held,
-            found=cut.found,
-            seqlen=cut.windows.shape[1],
-            text=digest_of(cut.windows),
-            steps=outcome.steps,
-            batch=cut.batch,
-            rates={kind: rate for kind, rate in cut.schedule.rates.items() if kind in kinds},
-            codes=0,
-            curve=outcome.curve,
-            kept=outcome.kept,
-            held_out=outcome.curve[-1].held_out,
-            most=most,
-            norms=dict.fromkeys(norms.values(), 64 * "0"),
-            solved=tuple(_solved(layer) for layer in record.layers),
-        )
-        container.room = most_bytes(replace(record, tuning=tuning))
-        layers = _write(solved, container, matrices, {norms[name]: each for name, each in vectors.items()})
-        read = Stored(container.folder, unfinished=container.config)
-        moved = 0
-        for layer in solved.of_blocks():
-            there = read.matrix(layer.stored, read.tensors(layer.stored))
-            if trains_codes(layer):
-                before = stored.matrix(layer.stored, stored.tensors(layer.stored))
-                moved += int((there.codes != before.codes).sum())
-            matrices[layer.name].load(there)
-        for name, file in norms.items():
-            vectors[name].load(read.reader.read([file])[file])
+        tuning = _said(trained, outcome, most)
+        container.room = most_bytes(replace(solved.record, tuning=tuning))
+        layers = _write(trained, container)
+        moved = _load(trained, Stored(container.folder, unfinished=container.config))
         by_files = mean_kl(network, held)
     _agree(outcome, by_files)
     changed = {}
-    for name, file in norms.items():
+    for name, file in norms_stored(solved.model).items():
         tensor = vectors[name].tensor().cpu()
-        if not torch.equal(tensor, stored.reader.read([file])[file]):
+        if not torch.equal(tensor, solved.stored.reader.read([file])[file]):
             changed[file] = written({file: tensor}).checksum
-    tuning = replace(tuning, codes=moved, held_out=by_files, norms=changed)
-    return tuning, layers
+    return replace(tuning, codes=moved, held_out=by_files, norms=changed), layers
+
+
+def _said(trained: Trained, outcome: Outcome, most: int | None) -> Tuning:
+    """Return what was trained as the record has it, as long as it can become: all norms changed."""
+    solved, cut, *_ = trained
+    kinds = {kind for each in trained.parts for kind in each.trained()}
+    before = [{each.name: getattr(layer, each.name) for each in fields(Solved)} for layer in solved.record.layers]
+    return Tuning(
+        calibration=str(solved.recipe.calibration.calibration or DEFAULT_DATASET),
+        samples=cut.samples,
+        windows=cut.training,
+        held_windows=cut.held,
+        found=cut.found,
+        seqlen=cut.windows.shape[1],
+        text=digest_of(cut.windows),
+        steps=outcome.steps,
+        batch=cut.batch,
+        rates={kind: rate for kind, rate in cut.schedule.rates.items() if kind in kinds},
+        codes=0,
+        curve=outcome.curve,
+        kept=outcome.kept,
+        held_out=outcome.curve[-1].held_out,
+        most=most,
+        norms=dict.fromkeys(norms_stored(solved.model).values(), 64 * "0"),
+        solved=tuple(Solved(**each) for each in before),
+    )
+
+
+def _load(trained: Trained, read: Stored) -> int:
+    """Load what was written in place of what was trained; return how many codes are others than before."""
+    solved, moved = trained.solved, 0
+    for layer in solved.of_blocks():
+        there = read.matrix(layer.stored, read.tensors(layer.stored))
+        if trains_codes(layer):
+            before = solved.stored.matrix(layer.stored, solved.stored.tensors(layer.stored))
+            moved += int((there.codes != before.codes).sum())
+        trained.matrices[layer.name].load(there)
+    for name, file in norms_stored(solved.model).items():
+        trained.vectors[name].load(read.reader.read([file])[file])
+    return moved
 
 
 def _most(record: RunRecord) -> int:
     """Return the bytes that entropy-coded layers may take: what was asked for, as nearly as the solve does, or what there are."""
     there = sum(layer.bytes for layer in record.layers)
-    asked = [
-        None if layer.asked is None else layer.asked * layer.out_features * layer.in_features / 8
-        for layer in record.layers
-    ]
-    wanted = [each for each in asked if each is not None]
-    return there if len(wanted) < len(asked) else max(there, math.floor((1 + TOLERANCE) * sum(wanted)))
+    if any(layer.asked is None for layer in record.layers):
+        return there
+    asked = sum((layer.asked or 0.0) * layer.out_features * layer.in_features / 8 for layer in record.layers)
+    return max(there, math.floor((1 + TOLERANCE) * asked))
 
 
-def _write(
-    solved: Checkpoint,
-    container: Container,
-    matrices: Mapping[str, TunedLayer],
-    vectors: Mapping[str, TunedVector],
-) -> tuple[LayerRecord, ...]:
-    """Write the blocks of the new checkpoint, norms by the names of their tensors; return the layers' records, losses as told."""
-    model, read = solved.model, solved.stored.reader.read
-    told, there = {layer.name: layer for layer in solved.record.layers}, set(solved.stored.reader.names())
+def _write(trained: Trained, container: Container) -> tuple[LayerRecord, ...]:
+    """Write the blocks of the new checkpoint; return the layers' records, losses as told."""
+    solved, _, matrices, vectors = trained
+    model, files, read = solved.model, solved.stored, solved.stored.reader.read
+    norms = {file: vectors[name] for name, file in norms_stored(model).items()}
+    told, there = {layer.name: layer for layer in solved.record.layers}, set(files.reader.names())
     layers: list[LayerRecord] = []
 
     def rest(names: Sequence[str]) -> dict[str, Tensor]:
-        own = {name: vectors[name].tensor().cpu() for name in names if name in vectors}
+        own = {name: norms[name].tensor().cpu() for name in names if name in norms}
         return read([name for name in names if name not in own and holds(name)]) | own
 
     def holds(name: str) -> bool:
         """Whether the files hold a tensor of the original; GGUF drop what llama.cpp has no use for."""
-        return name in there or solved.stored.reader.kept(name, model.reader.read([name])[name]) is not None
+        return name in there or files.reader.kept(name, model.reader.read([name])[name]) is not None
 
     def add(part: Block | None) -> None:
         for layer in () if part is None else part.layers:
-            stored, trained = told[layer.name].stored, matrices.get(layer.name)
-            read = solved.stored
-            matrix = read.matrix(stored, read.tensors(stored)) if trained is None else trained.matrix()
+            stored, tuned = told[layer.name].stored, matrices.get(layer.name)
+            matrix = files.matrix(stored, files.tensors(stored)) if tuned is None else tuned.matrix()
             tensors = container.add(stored, matrix)
             layers.append(with_tensors(told[layer.name], stored, tensors.bytes, tensors.checksum))
 
@@ -288,36 +301,6 @@ def _agree(outcome: Outcome, by_files: float) -> None:
             f"What was written has a KL of {by_files:.9g} on the held-out windows, what was trained {kept:.9g}: the files "
             f"do not hold it. Report this."
         )
-
-
-def _solved(layer: LayerRecord) -> Solved:
-    return Solved(
-        name=layer.name,
-        loss=layer.loss,
-        relative_loss=layer.relative_loss,
-        extra_relative_loss=layer.extra_relative_loss,
-        checksum=layer.checksum,
-    )
-
-
-def _measured(made: Checkpoint, windows: Windows, progress: Progress) -> tuple[LayerRecord, ...]:
-    """Walk through the tuned network; return every layer's certificate along it."""
-    told, recipe = {layer.name: layer for layer in made.record.layers}, made.recipe
-    moments = moments_of_embeddings(made.model, recipe.scheme, windows.fitted, made.device)
-    setting = MemorySetting.usual(windows.seqlen, made.device, made.record.batch)
-    layers: list[LayerRecord] = []
-    with (
-        walk(made.model, recipe, windows, setting, moments=moments) as stages,
-        counted(progress, "measuring", len(told)) as count,
-    ):
-        for stage in stages:
-            there = zip(stage.layers, stage.inputs, strict=True)
-            measured = [_certified(made, layer, inputs, told[layer.name]) for layer, inputs in there]
-            stage.write(values for values, _ in measured)
-            layers += [record for _, record in measured]
-            count(len(measured))
-            del measured
-    return tuple(layers)
 
 
 def _certified(made: Checkpoint, layer: Layer, inputs: Inputs, old: LayerRecord) -> tuple[Tensor, LayerRecord]:

@@ -6,52 +6,70 @@ those of the files, and its certificate is measured anew. Nothing is trusted but
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from nearplane.calibration.given import Given, with_text
-from nearplane.calibration.memory_setting import MemorySetting
-from nearplane.calibration.walk import walk
 from nearplane.calibration.windows import Windows, calibration_windows
-from nearplane.errors import CalibrationError, FormatError, ModelError, NumericalError, RecipeError, first_few
+from nearplane.errors import CalibrationError, FormatError, ModelError, RecipeError
 from nearplane.formats.beside import CONFIG, GPTQ_CONFIG, names_copied
 from nearplane.formats.config_file import EXPERTS_WITH, READ_WITH, WEIGHTS
 from nearplane.formats.folder import read_config
 from nearplane.formats.stored import Stored
-from nearplane.matrix.inputs import Inputs
-from nearplane.matrix.measure_again import Known, measured_again
-from nearplane.models.layers import Layer
 from nearplane.models.model import Model
-from nearplane.planning.plan import moments_of_embeddings
 from nearplane.planning.request import open_original, quantization_config, settled, with_types
 from nearplane.recipe.recipe import Recipe
-from nearplane.record.record import LayerRecord, RunRecord, read_record
+from nearplane.record.record import RunRecord, read_record
 from nearplane.record.tuning_record import Tuning
 from nearplane.system.device import Device
 from nearplane.system.files import sha256, unordered
 from nearplane.system.matmul_library import repeated
 from nearplane.system.memory import give_back_large
 from nearplane.system.paths import RECORD
-from nearplane.system.progress import Progress, counted, logged, silent
+from nearplane.system.progress import Progress, silent
 from nearplane.system.safetensors_files import INDEX
 from nearplane.tuning.checkpoint import Checkpoint, norms_stored
-from nearplane.verbs import verify_files as checked_files
-from nearplane.verbs.verify_faults import Fault, Verified
-from nearplane.verbs.verify_tuning import held_out_again, of_the_files, tuned_norms
+from nearplane.verbs.verify_files import Fault, names, shard, sound_files
+from nearplane.verbs.verify_losses import NAMED, losses_again, tuned_norms
 
-NAMED = 4  # figures that one fault spells out
 MOST = 0.5  # share of tensors: where more are not those of the original, it is another model
 TOLERANCE = 1e-6  # relative, of losses measured again; the same machine repeats them to the last digit
-EXACT = 1e-12  # of figures of integers
 VERSIONS = {"written_by", "meta"}  # of quantization_config: which program wrote it
-ASKED = {"name", "stored", "seconds", "asked", "bytes", "checksum", "entropy"}  # no data can measure these
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """What `verify` found.
+
+    Args:
+        record: of the checkpoint.
+        faults: what does not hold; empty if everything does.
+        files, layers: how many were checked.
+        asked: whether the losses were to be measured again.
+        measured: whether all of them were.
+    """
+
+    record: RunRecord
+    faults: tuple[Fault, ...]
+    files: int
+    layers: int
+    asked: bool
+    measured: bool
+
+    def summary(self) -> str:
+        """Return one sentence."""
+        checked = f"{self.files} files and {self.layers} layers checked"
+        if self.measured:
+            measured = "every loss measured again"
+        elif self.asked:
+            measured = "not every loss could be measured again, as the faults say"
+        else:
+            measured = "losses not measured: that takes --against and --calibration"
+        return f"{checked}, {measured}: {len(self.faults) or 'no'} fault{'' if len(self.faults) == 1 else 's'}"
 
 
 def verify(
@@ -85,19 +103,9 @@ def verify(
     if not 0 <= tolerance < 1:
         raise RecipeError(f"--tolerance is {tolerance}; expected a number from 0 to 1.")
     folder, given = Path(out), Given.of(calibration)
-    record = read_record(folder)
-    shown = partial(_shown, progress)
-    faults = [
-        *checked_files.files(folder, record, shown),
-        *checked_files.inside(folder, record),
-        *checked_files.sums(folder, record),
-    ]
-    stored = checked_files.opened(folder, faults)
-    sound: set[str] = set()
-    if stored is not None:
-        faults += [*checked_files.layers(stored, record, sound, shown), *of_the_files(stored, record)]
-    measured = False
-    if against is not None and stored is not None and len(sound) == len(record.layers):
+    record, faults = read_record(folder), list[Fault]()
+    stored, measured = sound_files(folder, record, progress, faults), False
+    if against is not None and stored is not None:
         give_back_large()
         model = open_original(against, record.recipe, trust_remote_code=trust_remote_code)
         unlike, same = _unlike(folder, record, stored, model)
@@ -108,16 +116,14 @@ def verify(
             formats = {layer.name: layer.format for layer in record.layers if vary}
             recipe = with_types(model, settled(model, record.recipe), formats)
             faults += _beside(folder, record, recipe, model)
-            run = _Again(
-                record=record,
-                recipe=with_text(recipe, calibration),
-                given=given,
-                stored=stored,
-                model=model,
-                device=Device.named(device),
-                tolerance=tolerance,
+            recipe = with_text(recipe, calibration)
+            there = Checkpoint(
+                record=record, stored=stored, model=model, recipe=recipe, given=given, device=Device.named(device)
             )
-            measured = _measured(run, progress, faults)
+            windows = _windows(there, faults)
+            if windows is not None:
+                with repeated(record.products, there.device):
+                    measured = losses_again(there, windows, tolerance, progress, faults)
     return Verified(
         record=record,
         faults=tuple(faults),
@@ -195,8 +201,8 @@ def _beside(folder: Path, record: RunRecord, recipe: Recipe, model: Model) -> It
     """Compare what lies beside the weights with the original: what config.json says of the model, tokenizer, templates."""
     ours = {RECORD, INDEX, CONFIG, GPTQ_CONFIG}
     copied = set(names_copied(model.folder, trust_remote_code=True))
-    for name in sorted((record.files.keys() & checked_files.names(folder)) - ours):
-        if checked_files.shard(name):
+    for name in sorted((record.files.keys() & names(folder)) - ours):
+        if shard(name):
             continue
         if name not in copied or sha256(folder / name) != sha256(model.folder / name):
             yield Fault(
@@ -222,123 +228,23 @@ def _beside(folder: Path, record: RunRecord, recipe: Recipe, model: Model) -> It
             yield Fault(where=CONFIG, what=f"{key} in quantization_config is not what the recipe makes of this model")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Again:
-    """What a run is measured again with.
+def _windows(there: Checkpoint, faults: list[Fault]) -> Windows | None:
+    """Return the windows of calibration, or None where they are not the record's; adds to `faults`.
 
-    Args:
-        record, recipe, given: what it says; the recipe with the text where it is now, or what was given in its place.
-        stored: its layers, each of which is read when its turn comes.
-        model: the original.
-        device, tolerance: see `verify`.
+    Raises:
+        CalibrationError: they cannot be read.
     """
-
-    record: RunRecord
-    recipe: Recipe
-    given: Given | None
-    stored: Stored
-    model: Model
-    device: Device
-    tolerance: float
-
-
-def _measured(run: _Again, progress: Progress, faults: list[Fault]) -> bool:
-    """Measure every layer again, if model and text are those of the record; adds to `faults`, returns whether all could be."""
-    record, model = run.record, run.model
+    record, model = there.record, there.model
     if tuple(model.skipped) != record.skipped:
         what = f"{len(record.skipped)} skipped layers, the model has {len(model.skipped)}, or others"
         faults.append(Fault(where=RECORD, what=what))
     try:
-        windows = calibration_windows(model, run.recipe, run.given)
+        windows = calibration_windows(model, there.recipe, there.given)
     except CalibrationError as error:
         raise CalibrationError(f"{error} (The text is the record's, if --calibration names no other.)") from error
     found = (windows.digest(), windows.seqlen, windows.count, windows.extra_count)
     if found != (record.text, record.seqlen, record.windows, record.extra_windows):
-        where = str(run.recipe.calibration.calibration or "calibration")
+        where = str(there.recipe.calibration.calibration or "calibration")
         faults.append(Fault(where=where, what="its tokens are not those that the record was made with"))
-        return False
-    with repeated(record.products, run.device):
-        if not all(_layers(run, windows, progress, faults)):
-            return False
-        there = Checkpoint(
-            record=record, stored=run.stored, model=model, recipe=run.recipe, given=run.given, device=run.device
-        )
-        faults += held_out_again(there, run.tolerance)
-    return True
-
-
-def _shown(progress: Progress, items: Sequence[Any], label: str) -> Iterable[Any]:
-    """Pass items through and show how far they are."""
-    return progress(logged(items, label, len(items), short=False), label, len(items))
-
-
-def _layers(run: _Again, windows: Windows, progress: Progress, faults: list[Fault]) -> list[bool]:
-    """Pass the windows through both networks; return for every layer whether it could be measured."""
-    model, told = run.model, {layer.name: layer for layer in run.record.layers}
-    moments = moments_of_embeddings(model, run.recipe.scheme, windows.fitted, run.device)
-    setting = MemorySetting.usual(windows.seqlen, run.device, run.record.batch)
-    could: list[bool] = []
-    with (
-        walk(model, run.recipe, windows, setting, moments=moments) as stages,
-        counted(progress, "measuring", len(told), blocks=model.layers_by_block) as count,
-    ):
-        for stage in stages:
-            there = zip(stage.layers, stage.inputs, strict=True)
-            values = [_layer(run, layer, inputs, told[layer.name], faults) for layer, inputs in there]
-            stage.write(values)
-            could += [each is not None for each in values]
-            count(len(values))
-            del values
-    return could
-
-
-def _layer(run: _Again, layer: Layer, inputs: Inputs, told: LayerRecord, faults: list[Fault]) -> Tensor | None:
-    """Measure the codes of the file on inputs; returns their values, or None where that could not be done."""
-    scheme = run.recipe.scheme_of(layer.name)
-    tuned = run.record.tuning is not None
-    try:
-        matrix = run.stored.matrix(told.stored, run.stored.tensors(told.stored)).to(layer.weight.device)
-        known = Known(matrix=matrix, told=told, tuned=tuned)
-        again = measured_again(layer.name, layer.read(), inputs.used_once(), scheme, known)
-    except (FormatError, ModelError, NumericalError) as error:
-        faults.append(Fault(where=layer.name, what=str(error)))
         return None
-    faults += _compare(layer.name, again, told, run.tolerance)
-    values, dead = matrix.decode(), inputs.damped_for_the_correction(scheme).dead
-    if bool(values[:, dead].any()) and not tuned:  # which no loss shows; other text may have moved these codes
-        faults.append(Fault(where=layer.name, what="weights of inputs that were always 0 are not 0"))
-    return values
-
-
-def _compare(where: str, again: Any, told: Any, tolerance: float) -> Iterator[Fault]:
-    """Yield one fault that names the first fields that differ, if any do."""
-    wrong = []
-    for field in fields(again):
-        if field.name in ASKED:
-            continue
-        new, old = getattr(again, field.name), getattr(told, field.name)
-        if not _same(new, old, tolerance):
-            wrong.append(f"{field.name} is {_short(new)}, the record says {_short(old)}")
-    new, old = (getattr(each, "entropy", None) for each in (again, told))
-    if not _same(new, old, EXACT):
-        wrong.append(f"entropy is {_short(new)}, the record says {_short(old)}")
-    if wrong:
-        yield Fault(where=where, what=first_few(wrong, NAMED, "; "))
-
-
-def _same(new: Any, old: Any, tolerance: float) -> bool:
-    if isinstance(new, tuple) and isinstance(old, tuple):
-        return len(new) == len(old) and all(_same(a, b, tolerance) for a, b in zip(new, old, strict=True))
-    if isinstance(new, float) and isinstance(old, int | float):
-        return _close(new, old, tolerance)
-    return bool(new == old)
-
-
-def _close(a: float, b: float, tolerance: float) -> bool:
-    return math.isclose(a, b, rel_tol=tolerance, abs_tol=1e-300)
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"({', '.join(_short(x) for x in value[:3])}{', ..' if len(value) > 3 else ''})"
-    return f"{value:.9g}" if isinstance(value, float) else str(value)
+    return windows

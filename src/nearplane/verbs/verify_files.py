@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nearplane.errors import FormatError, ModelError
+from nearplane.errors import FormatError, ModelError, printable
 from nearplane.formats.beside import CONFIG
 from nearplane.formats.config_file import Quantized
 from nearplane.formats.container import written
@@ -17,17 +18,50 @@ from nearplane.formats.stored import Stored
 from nearplane.formats.table import FORMATS
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.record.record import LayerRecord, RunRecord, contradictions, digest_of
+from nearplane.record.tuning_record import odd
 from nearplane.system.files import sha256
 from nearplane.system.paths import RECORD
-from nearplane.verbs.verify_faults import Fault
+from nearplane.system.progress import Progress, logged
 
 IGNORED = ("README", "LICENSE", "LICENCE", ".")  # beginnings of files that repositories add
 
 
-Shown = Callable[[Sequence[Any], str], Iterable[Any]]  # passes items through and shows how far they are, with a label
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """Something that does not hold.
+
+    Args:
+        where: a layer, a file or a tensor.
+        what: what was found and what was expected.
+    """
+
+    where: str
+    what: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "where", printable(self.where))  # names in files are anybody's choice
+        object.__setattr__(self, "what", printable(self.what))
 
 
-def files(folder: Path, record: RunRecord, shown: Shown) -> Iterator[Fault]:
+def sound_files(folder: Path, record: RunRecord, progress: Progress, faults: list[Fault]) -> Stored | None:
+    """Compare all files with the record; adds to `faults`, returns the tensors where every layer can be measured."""
+    faults += [*_hashes(folder, record, progress), *_inside(folder, record), *_sums(folder, record)]
+    try:
+        stored = Stored(folder)
+    except (FormatError, ModelError) as error:
+        faults.append(Fault(where=str(folder), what=str(error)))
+        return None
+    sound: set[str] = set()
+    faults += [*_layers(stored, record, sound, progress), *_tuning(stored, record)]
+    return stored if len(sound) == len(record.layers) else None
+
+
+def _shown(progress: Progress, items: Sequence[Any], label: str) -> Iterable[Any]:
+    """Pass items through and show how far they are."""
+    return progress(logged(items, label, len(items), short=False), label, len(items))
+
+
+def _hashes(folder: Path, record: RunRecord, progress: Progress) -> Iterator[Fault]:
     """Compare every file with its hash."""
     if (has := digest_of((folder / RECORD).read_text(encoding="utf-8"))) != record.digest:
         yield Fault(where=RECORD, what=f"it has the digest {has[:16]}.., and says {record.digest[:16]}..")
@@ -35,14 +69,14 @@ def files(folder: Path, record: RunRecord, shown: Shown) -> Iterator[Fault]:
     for name in sorted(found - record.files.keys()):
         if not name.startswith(IGNORED):
             yield Fault(where=name, what="the record does not know this file")
-    for name, wanted in shown([*record.files.items()], "hashing files"):
+    for name, wanted in _shown(progress, [*record.files.items()], "hashing files"):
         if name not in found:
             yield Fault(where=name, what="the file is missing")
         elif (has := sha256(folder / name)) != wanted:
             yield Fault(where=name, what=f"it has the SHA-256 {has[:16]}.., the record says {wanted[:16]}..")
 
 
-def inside(folder: Path, record: RunRecord) -> Iterator[Fault]:
+def _inside(folder: Path, record: RunRecord) -> Iterator[Fault]:
     """Compare the record in a GGUF, where it has one, with that beside it."""
     path = folder / FILE
     if not path.is_file():
@@ -54,7 +88,7 @@ def inside(folder: Path, record: RunRecord) -> Iterator[Fault]:
         yield Fault(where=FILE, what=str(error))
 
 
-def sums(folder: Path, record: RunRecord) -> Iterator[Fault]:
+def _sums(folder: Path, record: RunRecord) -> Iterator[Fault]:
     """Add up what the record says in two places."""
     known = sorted({RECORD, *record.files} & set(names(folder)))
     shards = sum((folder / name).stat().st_size for name in known if shard(name))
@@ -82,16 +116,7 @@ def shard(name: str) -> bool:
     return name.endswith((".safetensors", ".gguf"))
 
 
-def opened(folder: Path, faults: list[Fault]) -> Stored | None:
-    """Return the tensors of a checkpoint, or None and one fault more where they cannot be read."""
-    try:
-        return Stored(folder)
-    except (FormatError, ModelError) as error:
-        faults.append(Fault(where=str(folder), what=str(error)))
-        return None
-
-
-def layers(stored: Stored, record: RunRecord, sound: set[str], shown: Shown) -> Iterator[Fault]:
+def _layers(stored: Stored, record: RunRecord, sound: set[str], progress: Progress) -> Iterator[Fault]:
     """Compare the tensors of every layer with the record, one in memory at a time; `sound` gets the names of good ones."""
     recipe = record.recipe.grouped(layer.in_features for layer in record.layers)
     known = {layer.stored: layer for layer in record.layers}
@@ -107,7 +132,7 @@ def layers(stored: Stored, record: RunRecord, sound: set[str], shown: Shown) -> 
     for name in there:
         if name not in known:
             yield Fault(where=name, what=f"a quantized layer that {RECORD} does not know")
-    for layer in shown(record.layers, "checking layers"):
+    for layer in _shown(progress, record.layers, "checking layers"):
         if layer.stored not in there:
             yield Fault(where=layer.name, what=f"no tensors named {layer.stored} in the weight files")
             continue
@@ -142,3 +167,24 @@ def _of_the_grid(matrix: QuantizedMatrix, layer: LayerRecord) -> Iterator[str]:
     if not format.bits and layer.base is None:
         yield "the record says no step of it, which entropy-coded weights have"
     yield from matrix.grid.unlike(format, matrix.codes)
+
+
+def _tuning(stored: Stored, record: RunRecord) -> Iterator[Fault]:
+    """Compare what tuning says of itself, and of norms, with the files."""
+    tuning, where = record.tuning, f"{RECORD}, tuning"
+    if tuning is None:
+        return
+    yield from (Fault(where=where, what=what) for what in odd(tuning))
+    if [each.name for each in tuning.solved] != [layer.name for layer in record.layers]:
+        yield Fault(where=where, what="its losses before tuning are not those of the layers")
+    kept = next((point.bytes for point in tuning.curve if point.step == tuning.kept), None)
+    if kept is not None and kept != sum(layer.bytes for layer in record.layers):
+        yield Fault(where=where, what=f"the state that was kept took {kept:,} bytes, its layers take others")
+    there = set(stored.rest())
+    for name, wanted in tuning.norms.items():
+        if name not in there:
+            yield Fault(where=name, what="the record says that this norm was tuned; it is missing")
+        elif (has := written(stored.reader.read([name])).checksum) != wanted:
+            yield Fault(
+                where=name, what=f"it has the SHA-256 {has[:16]}.., the record says {wanted[:16]}.. of the tuned norm"
+            )

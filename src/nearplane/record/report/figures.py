@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from html import escape
 
@@ -108,11 +108,9 @@ def kinds(record: RunRecord) -> list[tuple[str, list[int]]]:
     members: dict[str, list[int]] = {}
     for index, layer in enumerate(record.layers):
         members.setdefault(".".join(part for part in layer.name.split(".") if not part.isdigit()), []).append(index)
-    own = (
-        sorted(members, key=lambda kind: -len(members[kind]))[:MAX_MARKED_KINDS]
-        if len(members) > MAX_MARKED_KINDS + 1
-        else list(members)
-    )
+    own = list(members)
+    if len(own) > MAX_MARKED_KINDS + 1:
+        own = sorted(members, key=lambda kind: -len(members[kind]))[:MAX_MARKED_KINDS]
     names = [kind for kind in members if kind in own]
     rest = sorted(index for kind, layers in members.items() if kind not in own for index in layers)
     return [*((_ending(kind, names), members[kind]) for kind in names), *([("other", rest)] if rest else [])]
@@ -147,10 +145,8 @@ class Row:
         self.by_kind = by_kind
         self.kinds = kinds(record)
         self.kind = {layer: number for number, (_, members) in enumerate(self.kinds) for layer in members}
-        order = (
-            [layer for _, members in self.kinds for layer in members] if by_kind else list(range(len(record.layers)))
-        )
-        self.at = {layer: place + 0.5 for place, layer in enumerate(order)}
+        together = [layer for _, members in self.kinds for layer in members]
+        self.at = {layer: place + 0.5 for place, layer in enumerate(together if by_kind else sorted(together))}
         self.x = Scale(low=0, high=len(record.layers))
         self.blocks = [block_of(layer.name) for layer in record.layers]
 
@@ -163,9 +159,8 @@ class Row:
         """Return what the horizontal axis is."""
         if self.by_kind:
             return "kind of layer; within each, in the order of the blocks"
-        return (
-            "block" if any(block is not None for block in self.blocks) else "layers, in the order they were quantized"
-        )
+        numbered = any(block is not None for block in self.blocks)
+        return "block" if numbered else "layers, in the order they were quantized"
 
     def ticks(self) -> list[Tick]:
         """Return the names of the kinds, or the numbers of blocks, each in the middle of its layers."""
@@ -191,10 +186,8 @@ class Row:
         return self.x.across((min(places) + max(places)) / 2)
 
     def borders(self) -> list[str]:
-        """Return lines between kinds."""
-        ends = (
-            [max(self.at[layer] for layer in members) + 0.5 for _, members in self.kinds[:-1]] if self.by_kind else []
-        )
+        """Return lines between kinds, where they stand together."""
+        ends = (max(self.at[layer] for layer in members) + 0.5 for _, members in self.kinds[:-1])
         return [line(self.x.across(end), "0", self.x.across(end), "100%", "grid") for end in ends]
 
     def trends(self, y: Scale, value: Callable[[LayerRecord], float | None]) -> list[str]:
@@ -207,6 +200,26 @@ class Row:
             if len(known) > 1 and len({self.blocks[layer] for layer in members}) == len(members):
                 drawn.append(curve(self.x, y, known, f"trend k{number % COLOUR_COUNT}"))
         return drawn
+
+    def marks(
+        self,
+        y: Scale,
+        values: Mapping[int, float],
+        said: Callable[[LayerRecord, float], str],
+        hollow: Set[int] = frozenset(),
+    ) -> list[str]:
+        """Return a mark for every layer with a value, hollow where told, and what it says when it is pointed at."""
+        drawn = []
+        for index, value in values.items():
+            layer = self.layers[index]
+            mark = glyph(self.kind[index], self.place(index), y.down(value), hollow=index in hollow)
+            drawn.append(named(index, f"{layer.name}: {said(layer, value)}", [mark]))
+        return drawn
+
+    def figure(self, heading: str, words: str, axis: str, y: Scale, parts: Sequence[str]) -> Figure:
+        """Return a figure with these layers side by side."""
+        drawing = plot(heading, y, self.ticks(), parts)
+        return Figure(heading=heading, words=words, axis=axis, below=self.below, drawing=drawing)
 
 
 def _every(many: int, most: int) -> int:
@@ -276,23 +289,17 @@ def shares(record: RunRecord) -> Figure:
         return Figure(heading=heading, words="not drawn, as the record holds no worst case.")
     log = max(share.values()) > 2
     y = spanning([*share.values(), 1.0, 0.3], log=log, least=None if log else 0)
-    parts = []
-    for index, value in share.items():
-        layer = record.layers[index]
-        mark = glyph(row.kind[index], row.place(index), y.down(value), hollow=layer.clipped_rows > 0)
+    clipping = {index for index in share if record.layers[index].clipped_rows > 0}
+
+    def said(layer: LayerRecord, value: float) -> str:
         clip = f", {percent(layer.clipped_rows)} of the rows clip" if layer.clipped_rows else ""
-        parts.append(named(index, f"{layer.name}: {percent(value)} of the worst case{clip}", [mark]))
-    hollow = (
-        " Hollow: some rows clip, and for those it is no bound." if any(x.clipped_rows for x in record.layers) else ""
-    )
-    return Figure(
-        heading=heading,
-        axis="damped loss / worst case",
-        below=row.below,
-        words="How much of what Babai's theorem allows was lost. Errors that are spread evenly come to a third."
-        + hollow,
-        drawing=plot(heading, y, row.ticks(), [*parts, level(y, 1, "worst case"), level(y, 1 / 3, "expected")]),
-    )
+        return f"{percent(value)} of the worst case{clip}"
+
+    parts = [*row.marks(y, share, said, clipping), level(y, 1, "worst case"), level(y, 1 / 3, "expected")]
+    words = "How much of what Babai's theorem allows was lost. Errors that are spread evenly come to a third."
+    if any(layer.clipped_rows for layer in record.layers):
+        words += " Hollow: some rows clip, and for those it is no bound."
+    return row.figure(heading, words, "damped loss / worst case", y, parts)
 
 
 def above_limit(record: RunRecord) -> Figure:
@@ -306,25 +313,19 @@ def above_limit(record: RunRecord) -> Figure:
     if not above:
         return Figure(heading=heading, words=f"not drawn: {why}")
     y = spanning([*above.values(), 0, UNIFORM_ROUNDING_BITS])
-    parts = row.trends(y, lambda layer: layer.above_limit)
-    for index, value in above.items():
-        layer = record.layers[index]
-        title = f"{layer.name}: {value:.3f} bits above the limit, {layer.rate:.3f} in the file"
-        parts.append(named(index, title, [glyph(row.kind[index], row.place(index), y.down(value))]))
     most = "tables and steps" if record.entropy is not None else "codes of equal length and steps"
-    parts += [
+    parts = [
+        *row.trends(y, lambda layer: layer.above_limit),
+        *row.marks(y, above, lambda x, value: f"{value:.3f} bits above the limit, {x.rate:.3f} in the file"),
         level(y, 0, "limit"),
         level(y, UNIFORM_ROUNDING_BITS, f"evenly spaced values: {UNIFORM_ROUNDING_BITS:.4f}"),
     ]
-    return Figure(
-        heading=heading,
-        axis="bits per weight",
-        below=row.below,
-        drawing=plot(heading, y, row.ticks(), parts),
-        words="Bits in the file less the fewest that could reach the same loss on Gaussian weights. Rounding to evenly "
+    words = (
+        "Bits in the file less the fewest that could reach the same loss on Gaussian weights. Rounding to evenly "
         f"spaced values costs {UNIFORM_ROUNDING_BITS:.4f} of them at high rates; {most} cost most of the rest."
-        f"{f' Without a mark: {why}' if why else ''}",
+        f"{f' Without a mark: {why}' if why else ''}"
     )
+    return row.figure(heading, words, "bits per weight", y, parts)
 
 
 def _no_limit(record: RunRecord) -> str:
@@ -342,25 +343,22 @@ def rates(record: RunRecord) -> Figure:
     """Draw the bits of every layer."""
     heading, row = "Bits per weight", Row(record)
     y = spanning([*(layer.rate for layer in record.layers), *_finite(x.asked for x in record.layers)], least=0)
-    parts = row.trends(y, lambda layer: layer.rate)
-    for index, layer in enumerate(record.layers):
-        title = f"{layer.name}: {layer.rate:.3f} bits per weight"
-        title += "" if layer.asked is None else f", asked for {layer.asked:.3f}"
-        title += "" if layer.entropy is None else f", of them codes {layer.entropy:.3f}"
-        parts.append(named(index, title, [glyph(row.kind[index], row.place(index), y.down(layer.rate))]))
-    slope = record.recipe.allocate == "slope"
-    spent = (
-        "They go where the network minds errors most, as measured before."
-        if slope
-        else "Every layer was to have the same."
-    )
-    return Figure(
-        heading=heading,
-        words=f"Every byte of a layer's tensors in the file, per weight. {spent}",
-        axis="bits per weight",
-        below=row.below,
-        drawing=plot(heading, y, row.ticks(), [*parts, level(y, record.rate, f"mean {record.rate:.3f}")]),
-    )
+
+    def said(layer: LayerRecord, value: float) -> str:
+        asked = "" if layer.asked is None else f", asked for {layer.asked:.3f}"
+        codes = "" if layer.entropy is None else f", of them codes {layer.entropy:.3f}"
+        return f"{value:.3f} bits per weight{asked}{codes}"
+
+    parts = [
+        *row.trends(y, lambda layer: layer.rate),
+        *row.marks(y, {index: layer.rate for index, layer in enumerate(record.layers)}, said),
+        level(y, record.rate, f"mean {record.rate:.3f}"),
+    ]
+    spent = "Every layer was to have the same."
+    if record.recipe.allocate == "slope":
+        spent = "They go where the network minds errors most, as measured before."
+    words = f"Every byte of a layer's tensors in the file, per weight. {spent}"
+    return row.figure(heading, words, "bits per weight", y, parts)
 
 
 def plane(record: RunRecord) -> Figure:

@@ -11,17 +11,16 @@ import hashlib
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from statistics import median
+from typing import NamedTuple
 
 from nearplane.errors import first_few, printable
 from nearplane.recipe.sizes import counted, size_text
 from nearplane.record.record import LayerRecord, RunRecord
-from nearplane.record.report.drawing import NO_VALUE, TIMES, percent, short
+from nearplane.record.report.drawing import NO_VALUE, TIMES, Scale, Tick, curve, percent, plot, short, spanning
 from nearplane.record.report.figures import figures, kinds, legend
-from nearplane.record.report.tuning_section import tuning
 from nearplane.record.words import calibrated, remarks
 
 
@@ -30,7 +29,7 @@ def render(record: RunRecord) -> str:
     parts = files(__package__)
     script = parts.joinpath("page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    sections = (_headline, _heed, _terms, legend, figures, tuning, _table, _making)
+    sections = (_headline, _heed, _terms, legend, figures, _tuning, _table, _making)
     body = "\n".join(part for section in sections if (part := section(record)))
     broad = min(9.0, max(1.0, 800 / max(1, len(record.layers))))
     holes = {
@@ -80,14 +79,12 @@ def _cards(record: RunRecord) -> list[tuple[str, str, str]]:
     layers, (asked, unit) = record.layers, record.recipe.scheme.asked or (None, "")
     weights = sum(layer.out_features * layer.in_features for layer in layers)
     wish = f"asked for: {asked:g}; " if unit == "bits per weight" else ""
+    sizes = f"weight files {size_text(record.bytes)}, of them not quantized {size_text(record.overhead)}"
+    if unit == "bytes":
+        sizes = f"at most: {size_text(int(asked or 0))}; {sizes}"
     cards = [
         ("bits per weight", f"{record.rate:.3f}", f"{wish}every byte of the quantized layers counted"),
-        (
-            "checkpoint folder",
-            size_text(record.folder),
-            (f"at most: {size_text(int(asked or 0))}; " if unit == "bytes" else "")
-            + f"weight files {size_text(record.bytes)}, of them not quantized {size_text(record.overhead)}",
-        ),
+        ("checkpoint folder", size_text(record.folder), sizes),
         ("layers quantized", f"{len(layers):,}", f"{weights:,} weights"),
     ]
     if layers:
@@ -98,20 +95,15 @@ def _cards(record: RunRecord) -> list[tuple[str, str, str]]:
         windows = f"{record.extra_windows} windows to which nothing was fitted"
         cards.append(("worst on extra windows", percent(most), f"{name}, {windows}"))
     if known := [layer for layer in layers if layer.above_limit is not None and math.isfinite(layer.above_limit)]:
-        sizes = [layer.out_features * layer.in_features for layer in known]
-        above = sum((layer.above_limit or 0.0) * own for layer, own in zip(known, sizes, strict=True)) / sum(sizes)
+        counts = [layer.out_features * layer.in_features for layer in known]
+        above = sum((layer.above_limit or 0.0) * own for layer, own in zip(known, counts, strict=True)) / sum(counts)
         of = "" if len(known) == len(layers) else f" of {counted(len(known), 'layer')}"
         cards.append(("bits above the limit", f"{above:.3f}", f"mean over the weights{of}; a Gaussian reference"))
     if gains := [layer.nearest_loss / layer.loss for layer in layers if layer.nearest_loss and layer.loss > 0]:
         there = [x.extra_nearest_loss / x.extra_loss for x in layers if x.extra_nearest_loss and x.extra_loss]
         other = f"; {median(there):.2f} {TIMES} on extra windows" if there else ""
-        cards.append(
-            (
-                "rounding to nearest",
-                f"{median(gains):.2f} {TIMES}",
-                f"the loss, with the same steps (median layer){other}",
-            )
-        )
+        times = f"{median(gains):.2f} {TIMES}"
+        cards.append(("rounding to nearest", times, f"the loss, with the same steps (median layer){other}"))
     return cards
 
 
@@ -181,24 +173,54 @@ TERMS = {
 
 def _terms(record: RunRecord) -> str:
     """Explain the words of the page that this record has."""
-    absent = {
-        "on extra windows": all(layer.extra_loss is None for layer in record.layers),
-        "nearest / this": all(layer.nearest_loss is None for layer in record.layers),
-        "worst case, expected": all(layer.worst_case is None for layer in record.layers),
-        "gamma": all(layer.gamma is None for layer in record.layers),
-        "clipped": record.entropy is not None,
-        "bits above the limit": all(layer.limit is None for layer in record.layers),
-    }
+    known = {
+        "on extra windows": "extra_loss",
+        "nearest / this": "nearest_loss",
+        "worst case, expected": "worst_case",
+        "gamma": "gamma",
+        "bits above the limit": "limit",
+    }  # by the field that has them
+    absent = {word for word, name in known.items() if all(getattr(layer, name) is None for layer in record.layers)}
+    if record.entropy is not None:
+        absent.add("clipped")
     terms = "".join(
         f"<div><dt>{escape(word)}</dt><dd>{escape(meaning)}</dd></div>"
         for word, meaning in TERMS.items()
-        if not absent.get(word)
+        if word not in absent
     )
     return f'<details open><summary>How to read this</summary><dl class="terms two">{terms}</dl></details>'
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
+def _tuning(record: RunRecord) -> str:
+    """Return the curves of held-out and training KL, and what came of it; nothing where nothing was tuned."""
+    tuned = record.tuning
+    if tuned is None:
+        return ""
+    held = [(float(point.step), point.held_out) for point in tuned.curve]
+    training = [(float(point.step), point.training) for point in tuned.curve if point.training is not None]
+    last = max(1, tuned.curve[-1].step)
+    x, y = Scale(low=0, high=last), spanning((value for _, value in (*held, *training)), least=0.0)
+    parts, keys = [], []
+    for look, name, points in (("o0", "held-out windows", held), ("o1", "windows trained on", training)):
+        shown = ", ".join(f"step {step:.0f}: {short(value)}" for step, value in points)
+        parts.append(f"<g><title>{escape(f'{name}: {shown}')}</title>{curve(x, y, points, look)}</g>")
+        keys.append(
+            f'<tr><td><svg class="key long" aria-hidden="true"><line class="{look}" x1="0" y1="50%" x2="100%" y2="50%"/></svg> '
+            f"{escape(name)}</td><td>{short(points[-1][1]) if points else ''}</td></tr>"
+        )
+    ticks = [Tick(place=f"{100 * share}%", text=f"{share * last:.0f}") for share in (0, 0.5, 1)]
+    before = "Losses on this page are those of the tuned codes and steps, along the tuned network; those before are in the record."
+    return (
+        f"<h2>Tuning</h2><p>{escape(_sentence(tuned.sentence()))} {escape(_sentence(tuned.looked_at()))} {escape(before)}</p>"
+        '<div class="panels"><figure class="panel"><figcaption><h3>KL to the original, nats per token</h3></figcaption>'
+        f"{plot('KL to the original while tuning', y, ticks, parts)}"
+        '<p class="axis below">step of the optimizer</p>'
+        '<table class="small"><thead><tr><th scope="col">on</th><th scope="col">KL at the end</th></tr></thead>'
+        f"<tbody>{''.join(keys)}</tbody></table></figure></div>"
+    )
+
+
+class Column(NamedTuple):
     """One column of the table.
 
     Args:
@@ -225,45 +247,32 @@ def _grid_bits(layer: LayerRecord) -> float | None:
 
 def _columns(record: RunRecord) -> list[Column]:
     """Return the columns of the table but the first, which holds names."""
-    grids = record.entropy is None
-    choice = (
+    coded = record.entropy is not None
+    clipping = [
+        Column("clipped codes %", lambda x: None if coded else 100 * x.clipped, lambda x: f"{100 * x.clipped:.2f}"),
         Column(
-            head="grid",
-            value=_grid_bits,
-            text=lambda x: x.format,
-        )
-        if grids
-        else Column(head="asked rate", value=lambda x: x.asked, text=lambda x: f"{x.asked:.3f}")
-    )
+            "clipped rows %", lambda x: None if coded else 100 * x.clipped_rows, lambda x: f"{100 * x.clipped_rows:.2f}"
+        ),
+    ]
+    asked = Column("asked rate", lambda x: x.asked, lambda x: f"{x.asked:.3f}")
     return [
         Column(
-            head="shape",
-            value=lambda x: x.out_features * x.in_features,
-            text=lambda x: f"{x.out_features} {TIMES} {x.in_features}",
+            "shape", lambda x: x.out_features * x.in_features, lambda x: f"{x.out_features} {TIMES} {x.in_features}"
         ),
-        choice,
-        Column(head="bits / weight", value=lambda x: x.rate, text=lambda x: f"{x.rate:.3f}"),
-        Column(head="relative loss", value=lambda x: x.relative_loss),
-        Column(head="relative loss on extra windows", value=lambda x: x.extra_relative_loss),
-        Column(head="loss", value=lambda x: x.loss),
-        Column(head="nearest / this", value=lambda x: _ratio(x.nearest_loss, x.loss)),
-        Column(head="nearest / this on extra windows", value=lambda x: _ratio(x.extra_nearest_loss, x.extra_loss)),
-        Column(head="worst case / this", value=lambda x: _ratio(x.worst_case, x.damped_loss)),
-        Column(head="gamma", value=lambda x: x.gamma),
-        Column(
-            head="clipped codes %",
-            value=lambda x: 100 * x.clipped if grids else None,
-            text=lambda x: f"{100 * x.clipped:.2f}",
-        ),
-        Column(
-            head="clipped rows %",
-            value=lambda x: 100 * x.clipped_rows if grids else None,
-            text=lambda x: f"{100 * x.clipped_rows:.2f}",
-        ),
-        Column(head="bits above limit", value=lambda x: x.above_limit, text=lambda x: f"{x.above_limit:.3f}"),
-        Column(head="correction", value=lambda x: x.correction, text=lambda x: f"{x.correction:.2f}"),
-        Column(head="dead", value=lambda x: x.dead, text=lambda x: str(x.dead)),
-        Column(head="bytes", value=lambda x: x.bytes, text=lambda x: f"{x.bytes:,}"),
+        asked if coded else Column("grid", _grid_bits, lambda x: x.format),
+        Column("bits / weight", lambda x: x.rate, lambda x: f"{x.rate:.3f}"),
+        Column("relative loss", lambda x: x.relative_loss),
+        Column("relative loss on extra windows", lambda x: x.extra_relative_loss),
+        Column("loss", lambda x: x.loss),
+        Column("nearest / this", lambda x: _ratio(x.nearest_loss, x.loss)),
+        Column("nearest / this on extra windows", lambda x: _ratio(x.extra_nearest_loss, x.extra_loss)),
+        Column("worst case / this", lambda x: _ratio(x.worst_case, x.damped_loss)),
+        Column("gamma", lambda x: x.gamma),
+        *clipping,
+        Column("bits above limit", lambda x: x.above_limit, lambda x: f"{x.above_limit:.3f}"),
+        Column("correction", lambda x: x.correction, lambda x: f"{x.correction:.2f}"),
+        Column("dead", lambda x: x.dead, lambda x: str(x.dead)),
+        Column("bytes", lambda x: x.bytes, lambda x: f"{x.bytes:,}"),
     ]
 
 
