@@ -28,7 +28,7 @@ test: $(VENV)/.tested-with
 
 nightly: $(VENV)/.tested-with   # what `make test` leaves out; 500 problems for every theorem instead of 25, 154 types of models instead of 4
 	$(VENV)/bin/python -m pytest -m nightly
-	HYPOTHESIS_PROFILE=nightly $(VENV)/bin/python -m pytest tests/lattice tests/study tests/matrix/test_inputs.py tests/test_edits.py tests/readers
+	HYPOTHESIS_PROFILE=nightly $(VENV)/bin/python -m pytest tests/lattice tests/unit/theory tests/matrix/test_inputs.py tests/test_edits.py tests/readers
 
 test-llama: $(LLAMA)/.installed   # GGUF files in llama.cpp itself, which pip builds first: about six minutes
 	$(LLAMA)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --force-reinstall .

@@ -27,6 +27,7 @@ from torch import Tensor
 
 import nearplane
 from nearplane import NearplaneError, demo
+from nearplane.calibration.memory_setting import MemorySetting
 from nearplane.calibration.walk import walk
 from nearplane.calibration.windows import calibration_windows
 from nearplane.formats.stored import read_matrices
@@ -121,7 +122,7 @@ def every_code(folder: Path, source: str) -> Moves:
     stored = {layer.name: layer.stored for layer in record.layers}
     found: list[Moves] = []
 
-    with walk(model, record.recipe, windows, device=place, moments=moments) as stages:
+    with walk(model, record.recipe, windows, MemorySetting.usual(windows.seqlen, place), moments=moments) as stages:
         for stage in stages:
             for layer, inputs in zip(stage.layers, stage.inputs, strict=True):
                 name = stored[layer.name]

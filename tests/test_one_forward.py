@@ -15,6 +15,7 @@ from torch import Tensor
 import nearplane
 from alive import paused
 from families import VOCABULARY, config_of, random_model
+from nearplane.calibration.memory_setting import MemorySetting
 from nearplane.calibration.walk import walk
 from nearplane.calibration.windows import Windows
 from nearplane.matrix.inputs import Inputs, corrected
@@ -108,7 +109,7 @@ def test_an_error_in_a_solve_leaves_no_forward_paused(layer: str, folder_of: Cal
     windows = Windows(seqlen=20, fitted=TOKENS)
     error = None
     try:
-        with walk(model, recipe, windows, device=Device(torch.device("cpu"))) as stages:
+        with walk(model, recipe, windows, MemorySetting.usual(windows.seqlen, Device(torch.device("cpu")))) as stages:
             for stage in stages:
                 if stage.layers and layer in stage.layers[0].name:
                     assert paused() != []

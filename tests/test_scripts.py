@@ -63,3 +63,8 @@ def test_a_script_is_imported_and_says_what_it_does(
         pytest.skip(f"needs {error.name}, which is installed in an environment of its own")
     assert not end.value.code
     assert "usage:" in capsys.readouterr().out
+
+
+def test_the_page_of_files_is_up_to_date(as_from_a_shell: pytest.MonkeyPatch) -> None:
+    as_from_a_shell.setattr(sys, "argv", ["files_page.py", "--check"])
+    runpy.run_path(str(ROOT / "tools" / "files_page.py"), run_name="__main__")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import nearplane
 from alive import living, paused
 from families import VOCABULARY, config_of, random_model
+from nearplane.calibration.memory_setting import MemorySetting
 from nearplane.calibration.walk import walk
 from nearplane.calibration.windows import Windows
 from nearplane.lattice.moments import Moments
@@ -18,7 +20,7 @@ from nearplane.models.model import open_model
 from nearplane.system.device import Device
 
 WINDOWS = Windows(seqlen=20, fitted=torch.randint(3, VOCABULARY, (14, 20), generator=torch.Generator().manual_seed(1)))
-CPU = Device(torch.device("cpu"))
+USUAL = MemorySetting.usual(20, Device(torch.device("cpu")))
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], 
 
 def test_it_refuses_to_go_on_before_a_stage_is_written(folder_of: Callable[[str], Path]) -> None:
     recipe = nearplane.Recipe.from_spellings(bits=3, group_size=16)
-    with walk(open_model(str(folder_of("llama"))), recipe, WINDOWS, device=CPU) as stages:
+    with walk(open_model(str(folder_of("llama"))), recipe, WINDOWS, USUAL) as stages:
         first = next(stages)
         assert [layer.name.rpartition(".")[2] for layer in first.layers] == ["q_proj", "k_proj", "v_proj"]
         with pytest.raises(RuntimeError, match=r"q_proj.* was not written\. Call stage\.write before the next stage"):
@@ -43,7 +45,7 @@ def test_it_refuses_to_go_on_before_a_stage_is_written(folder_of: Callable[[str]
 
 def test_writing_lets_go_of_the_inputs_and_wants_the_values_of_every_layer(folder_of: Callable[[str], Path]) -> None:
     recipe = nearplane.Recipe.from_spellings(bits=3, group_size=16)
-    with walk(open_model(str(folder_of("llama"))), recipe, WINDOWS, device=CPU) as stages:
+    with walk(open_model(str(folder_of("llama"))), recipe, WINDOWS, USUAL) as stages:
         stage = next(stages)
         assert living(Moments) != []
         with pytest.raises(ValueError, match="shorter"):
@@ -60,7 +62,7 @@ def test_nothing_is_left_after_an_error_or_a_break(broken: str | None, folder_of
     model = open_model(str(folder_of("llama")))
     error = None
     try:
-        with walk(model, recipe, WINDOWS, device=CPU) as stages:
+        with walk(model, recipe, WINDOWS, USUAL) as stages:
             for stage in stages:
                 if broken is None and stage.blocks:
                     break
@@ -90,7 +92,7 @@ def test_experts_take_no_more_memory_however_many_there_are(
     for experts in (4, 64):
         sizes, solved = [], 0
         with walk(
-            open_model(str(folder_of("qwen3_moe", experts))), recipe, WINDOWS, device=CPU, experts=together
+            open_model(str(folder_of("qwen3_moe", experts))), recipe, WINDOWS, replace(USUAL, experts=together)
         ) as stages:
             for stage in stages:
                 if stage.layers and stage.layers[0].routed:

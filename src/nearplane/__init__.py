@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nearplane.verbs.evaluate import evaluate
     from nearplane.verbs.export import export
     from nearplane.verbs.generate import generate
-    from nearplane.verbs.quantize import quantize
+    from nearplane.verbs.quantize_model import quantize
     from nearplane.verbs.report import write_report
     from nearplane.verbs.tune import tune
     from nearplane.verbs.verify import verify
@@ -58,7 +58,7 @@ __all__ = [
 
 
 HOMES = {
-    "quantize": "nearplane.verbs.quantize",
+    "quantize": "nearplane.verbs.quantize_model",
     "compare": "nearplane.verbs.compare",
     "evaluate": "nearplane.verbs.evaluate",
     "export": "nearplane.verbs.export",

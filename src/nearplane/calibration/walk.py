@@ -31,7 +31,6 @@ from nearplane.matrix.inputs import Inputs
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block, Model
 from nearplane.recipe.recipe import Recipe
-from nearplane.system.device import Device
 from nearplane.system.memory import release
 
 log = logging.getLogger(__name__)
@@ -99,13 +98,10 @@ def walk(
     model: Model,
     recipe: Recipe,
     windows: Windows,
+    setting: MemorySetting,
     *,
-    device: Device,
-    setting: MemorySetting | None = None,
     moments: Mapping[str, Moments] | None = None,
     resumed: Resumed | None = None,
-    folder: Path | None = None,
-    experts: int = 1,
 ) -> Iterator[Iterator[Stage]]:
     """Walk through a network from its embeddings to its head, stage by stage: `with walk(...) as stages: for stage in stages: ...`
 
@@ -116,12 +112,9 @@ def walk(
         model: the original.
         recipe: what calibration is to see.
         windows: of the text; without any, layers are solved without looking at their inputs.
-        device: where to compute.
-        setting: how much memory it may use; None: as is fastest.
+        setting: where to compute, and how much memory that may use.
         moments: of the embeddings' inputs, where they are quantized; see `Plan`.
         resumed: where a walk that was stopped had come; the stages before are left out.
-        folder: for a file of hidden states, where `setting` asks for one; None: that of the system for temporary files.
-        experts: how many experts of a block are a stage together at most; so many have their inputs in memory.
 
     Yields:
         The stages. The iterator raises RuntimeError where the next is asked for before this one was written.
@@ -129,8 +122,7 @@ def walk(
     Raises:
         CalibrationError: an input is not finite, or not all layers run.
     """
-    setting = setting or MemorySetting.usual(windows.seqlen, device)
-    stages = _Walk(model, recipe, windows, device, setting, folder, experts).stages(moments or {}, resumed)
+    stages = _Walk(model, recipe, windows, setting).stages(moments or {}, resumed)
     with closing(_in_order(stages)) as in_order:
         yield in_order
 
@@ -153,15 +145,12 @@ class _Walk:
     model: Model
     recipe: Recipe
     windows: Windows
-    device: Device
     setting: MemorySetting
-    folder: Path | None
-    experts: int
 
     def stages(self, moments: Mapping[str, Moments], resumed: Resumed | None) -> Generator[Stage]:
         """Yield all stages, and the end of every block."""
-        model, recipe, place = self.model, self.recipe, self.device.place
-        dtype = self.device.compute_dtype(model.dtype)
+        model, recipe, place = self.model, self.recipe, self.setting.device.place
+        dtype = self.setting.device.compute_dtype(model.dtype)
         behind = 0 if resumed is None else resumed.blocks
         embeddings = None
         if model.embeddings is not None and not behind:
@@ -194,20 +183,20 @@ class _Walk:
         return skeleton(
             self.model,
             windows.fitted,
-            device=self.device.place,
+            device=self.setting.device.place,
             dtype=dtype,
             batch=self.setting.batch,
             first=1,
             two_streams=self.recipe.scheme.correct,
             embeddings=embeddings,
             extra=windows.extra,
-            keep=partial(_in_a_file, self.folder) if self.setting.disk else list,
+            keep=partial(_in_a_file, self.setting.folder) if self.setting.disk else list,
         )
 
     def _through(self, observed: Iterable[Observed], rest: tuple[str, ...] = ()) -> Iterator[Stage]:
         """Yield the layers of a block, stage by stage."""
         first = True
-        for together in _chunks(observed, self.experts):
+        for together in _chunks(observed, self.setting.experts):
             release()  # what forwards took: solving takes as much
             stage = Stage(
                 tuple(layer for each in together for layer in each.layers),

@@ -1,4 +1,4 @@
-"""The commands on finished checkpoints: inspect, verify, report, export, tune, generate. Parse, call, print; no logic."""
+"""All commands but quantize. Parse, call, print; no logic: every command imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,215 @@ from cyclopts import Parameter
 
 from nearplane.cli.printing import as_json, quiet, say, shown, table
 from nearplane.cli.terminal import bar
-from nearplane.recipe.sizes import size_text
+from nearplane.recipe.recipe import Calibration, Way
+from nearplane.recipe.sizes import size_text, three_places
 from nearplane.system.paths import check_named
 
 Dense = Literal["bfloat16", "float16", "float32"]
 Switch = Annotated[bool, Parameter(negative="")]
+Flat = Parameter(name="*")
+Several = Parameter(consume_multiple=True, negative="")
+
+
+def evaluate(
+    model: str,
+    *,
+    text: Path,
+    seqlen: int | None = None,
+    samples: int | None = None,
+    against: str | None = None,
+    device: str = "auto",
+    trust_remote_code: Switch = False,
+    json: Switch = False,
+) -> None:
+    """Measure the perplexity of MODEL on a text; of an encoder, how alike its embeddings are to the original's.
+
+    The text is tokenized whole without special tokens and cut into windows that do not overlap; the first token of a window
+    is not scored.
+
+    Args:
+        model: A folder or hub id: any transformers checkpoint, or what nearplane wrote.
+        text: A .txt or .jsonl file or a folder of them.
+        seqlen: Tokens of a window. Default: 2048, or the model's positions if fewer.
+        samples: Windows, the first ones of the text. Default: all.
+        against: The original: adds KL(original || model) and how often both predict the same token.
+        device: Where to compute: auto (the GPU where there is one), cpu, cuda, or one of several GPUs as cuda:1.
+        trust_remote_code: Run model code that comes with the checkpoint.
+        json: Print JSON.
+    """
+    check_named(model, against, texts=(text,))
+    from nearplane import evaluate as run
+
+    quiet()
+    result = run(
+        model,
+        text,
+        seqlen=seqlen,
+        samples=samples,
+        against=against,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        progress=bar,
+    )
+    if json:
+        print(as_json(asdict(result)))
+        return
+    if result.cosine is not None:
+        print(
+            f"cosine of mean-pooled embeddings to the original's: mean {result.cosine:.5f}, least {result.worst_cosine:.5f} "
+            f"({result.windows} windows of {result.seqlen}); no vocabulary head, so no perplexity"
+        )
+        return
+    print(
+        f"perplexity {result.perplexity:.4f} ({result.tokens:,} tokens scored in {result.windows} windows of {result.seqlen})"
+    )
+    if result.kl is not None and result.agreement is not None and result.original is not None:
+        print(
+            f"the original's perplexity {result.original:.4f}, KL to it {result.kl:.5f} nats per token, same top token "
+            f"{100 * result.agreement:.2f} %"
+        )
+
+
+def compare(
+    models: list[str],
+    /,
+    *,
+    bits: Annotated[list[float], Several],
+    text: Path,
+    tokens: Annotated[Calibration | None, Flat] = None,
+    methods: Annotated[list[Way] | None, Several] = None,
+    eval_samples: int | None = None,
+    eval_seqlen: int | None = None,
+    plot: Path | None = None,
+    keep: Path | None = None,
+    device: str = "auto",
+    trust_remote_code: Switch = False,
+    json: Switch = False,
+) -> None:
+    """Quantize MODELS by several methods to the same bits and measure what is left of each: a table, and a figure.
+
+    rtn-mse, gptq-mse: fixed grids of b + 16 / group bits, so that 4.125 is 4 bits in groups of 128. rtn-huffman, gptq-huffman: one
+    step a matrix and a Huffman code. nearplane-grid, nearplane: this package's defaults on the same grids, and at a rate.
+
+    Args:
+        models: Local folders of safetensors, or hub ids.
+        bits: Per weight, for instance --bits 4.125 3.125 2.125.
+        text: To measure on: a .txt or .jsonl file or a folder of them.
+        methods: Those to compare. Default: all.
+        eval_samples: Windows of the text, its first ones. Default: all.
+        eval_seqlen: Tokens of a window of the text. Default: as in calibration.
+        plot: Figure to draw, .svg, .png or .pdf: perplexity against bits, or against gigabytes where there are several models.
+        keep: Folder for the checkpoints and the rows; the same command goes on in it where it was stopped. Default: each is deleted
+            once it is measured.
+        device: Where to compute: auto (the GPU where there is one), cpu, cuda, or one of several GPUs as cuda:1.
+        trust_remote_code: Run model code that comes with the checkpoints.
+        json: Print JSON.
+    """
+    check_named(*models, texts=(text, None if tokens is None else tokens.calibration))
+    from nearplane.verbs.compare import WAYS
+    from nearplane.verbs.compare import compare as run
+    from nearplane.verbs.compare_figure import check_plot, draw
+
+    quiet()
+    if plot is not None:
+        check_plot(plot)
+    rows = []
+    try:
+        for row in run(
+            models,
+            bits,
+            text=text,
+            calibration=tokens,
+            methods=methods or WAYS,
+            samples=eval_samples,
+            seqlen=eval_seqlen,
+            keep=keep,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            progress=bar,
+        ):
+            rows.append(row)
+    finally:  # what is known by now, whatever ended it
+        if rows and not json:
+            columns = (
+                "model",
+                "method",
+                "asked",
+                "bits/weight",
+                "weight files",
+                "perplexity",
+                "KL to original",
+                "time",
+                "note",
+            )
+            table(
+                columns,
+                (
+                    (
+                        Path(row.model).name,
+                        row.method,
+                        "-" if row.asked is None else f"{row.asked:g}",
+                        three_places(row.rate),
+                        "-" if row.bytes is None else size_text(row.bytes),
+                        "-" if row.perplexity is None else f"{row.perplexity:#.4g}",
+                        three_places(row.kl),
+                        f"{row.seconds:.1f} s",
+                        row.note,
+                    )
+                    for row in rows
+                ),
+            )
+    if json:
+        print(as_json([asdict(row) for row in rows]))
+    if plot is not None:
+        draw(rows, plot)
+
+
+def geometry(out: Path) -> None:
+    """Draw the geometry of quantizing two weights, as SVG and PNG, computed as it is drawn.
+
+    Args:
+        out: Folder for the pictures.
+    """
+    from nearplane.theory.pictures import draw_geometry
+
+    for path in draw_geometry(out):
+        print(path)
+
+
+def demo(out: Path = Path("demo-out"), *, json: Switch = False) -> None:
+    """Quantize the small model that ships with nearplane to 4, 3 and 2 bits, on grids and entropy-coded, and measure what is left.
+
+    Args:
+        out: Folder for the checkpoints; replaced if it is there.
+        json: Print JSON.
+    """
+    from nearplane.demo.demonstration import run
+
+    quiet()
+    rows = list(run(out, bar))
+    if json:
+        print(as_json([asdict(row) for row in rows]))
+        return
+    columns = ("grid", "solver", "bits/weight", "weight files", "perplexity", "excess nats", "KL to original", "time")
+    table(
+        columns,
+        (
+            (
+                row.grid,
+                row.solver,
+                f"{row.rate:.3f}",
+                size_text(row.bytes),
+                f"{row.perplexity:.3f}",
+                f"{row.excess:.4f}",
+                f"{row.kl:.4f}",
+                f"{row.seconds:.1f} s",
+            )
+            for row in rows
+        ),
+    )
+    first = next(row for row in rows if row.folder and row.solver != "round-to-nearest")
+    print(f"checkpoints: {out}. Serve one on a machine with vLLM: vllm serve {first.folder}")
 
 
 def inspect(out: Path, *, json: Switch = False) -> None:
@@ -232,4 +436,4 @@ def generate(
         print()
 
 
-COMMANDS = (inspect, verify, report, export, tune, generate)
+COMMANDS = (evaluate, compare, geometry, demo, inspect, verify, report, export, tune, generate)

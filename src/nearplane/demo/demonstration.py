@@ -14,7 +14,7 @@ from nearplane.recipe.schemes import GridScheme, RateScheme
 from nearplane.system.progress import silent
 from nearplane.system.safetensors_files import ShardReader
 from nearplane.verbs.evaluate import Evaluation, evaluate
-from nearplane.verbs.quantize import quantize
+from nearplane.verbs.quantize_model import quantize
 
 SOLVERS: tuple[Solver, ...] = ("round-to-nearest", "nearest-plane")
 RATES = (3.0, 2.0)  # bits per weight, entropy-coded

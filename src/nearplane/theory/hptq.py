@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nearplane.calibration.memory_setting import MemorySetting
 from nearplane.calibration.walk import walk
 from nearplane.calibration.windows import Windows
 from nearplane.errors import NumericalError, RecipeError
@@ -125,7 +126,7 @@ def hptq_layers(model: Model, recipe: Recipe, windows: Windows, device: Device) 
     scheme, asked = recipe.scheme, recipe.scheme.rate
     to_come = sum(math.prod(layer.shape) for layer in model.layers)
     rate, left = asked, 0.0  # bits
-    with walk(model, recipe, windows, device=device) as stages:
+    with walk(model, recipe, windows, MemorySetting.usual(windows.seqlen, device)) as stages:
         for stage in stages:
             if stage.first:
                 rate = min(max(asked + left / to_come, (1 - CARRIED) * asked), (1 + CARRIED) * asked)

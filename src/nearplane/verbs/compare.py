@@ -49,7 +49,7 @@ from nearplane.system.safetensors_files import refuse_unfinished
 from nearplane.theory.hptq import hptq_layers, hptq_recipe
 from nearplane.verbs.compare_rows import Compared, Row
 from nearplane.verbs.evaluate import evaluate, load_dense
-from nearplane.verbs.quantize import quantize
+from nearplane.verbs.quantize_model import quantize
 
 WAYS: tuple[Way, ...] = Way.__args__  # type: ignore[attr-defined]
 ORIGINAL = "original"

@@ -8,17 +8,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from nearplane.calibration.walk import Stage
-from nearplane.calibration.windows import Windows
 from nearplane.formats.container import Container
 from nearplane.formats.table import FORMATS
 from nearplane.matrix.on_grid import with_tensors
 from nearplane.matrix.solve_layer import Task
-from nearplane.models.model import Model
-from nearplane.planning.forecast import Forecast
 from nearplane.planning.ledger import Ledger, Solved
 from nearplane.planning.request import quantization_config, with_types
-from nearplane.planning.start import Options, beginning
-from nearplane.recipe.recipe import Recipe
+from nearplane.planning.start import Decided, Job, decide
 from nearplane.record.record import RunRecord
 from nearplane.system.progress import counted
 from nearplane.verbs.quantize_journal import Journal
@@ -30,27 +26,24 @@ class Run:
     Attributes:
         model: that is quantized.
         recipe: as it is settled for the model, types of blocks that were chosen by measuring included.
-        journal: what a stopped run had done, and what this one keeps.
-        record: as far as it is known: without layers.
         ledger: the layers that are written, and the plan for the others.
-        forecast: how it spares memory, and what it takes at the most.
+        setting: how its walk spares memory.
+        moments: what stands for second moments of the inputs of embeddings, where these are quantized.
+        count: called with the number of layers that are written more; set once the run begins.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        recipe: Recipe,
-        container: Container,
-        journal: Journal,
-        ledger: Ledger,
-        record: RunRecord,
-        forecast: Forecast,
-        count: Callable[[int], None],
-    ) -> None:
-        self.model, self.recipe, self.journal, self.ledger, self.record = model, recipe, journal, ledger, record
-        self.forecast, self._began = forecast, time.monotonic()
-        self._container, self._count, self._measured = container, count, False
-        self._storage = FORMATS[str(recipe.format)].layers.scale_dtype(model.dtype)
+    def __init__(self, job: Job, container: Container, journal: Journal, decided: Decided) -> None:
+        self.model, self._container, self._journal = job.model, container, journal
+        self._record, plan, self._forecast = decided
+        self.setting = replace(self._forecast.setting, folder=container.folder)
+        self.recipe = with_types(self.model, job.recipe, plan.types)
+        container.config = quantization_config(self.model, self.recipe, plan.widths)
+        self.ledger = Ledger(self.model, self.recipe, container, self._record, plan)
+        self.moments = plan.moments
+        self.count: Callable[[int], None] = lambda _: None
+        self._began, self._measured = time.monotonic(), False
+        self._storage = FORMATS[str(self.recipe.format)].layers.scale_dtype(self.model.dtype)
+        journal.begin(self.ledger, self.model, self._record)
 
     def settle(self, stage: Stage) -> None:
         """Spread the bits that are left over the layers still to come, before those of a stage are solved."""
@@ -92,51 +85,36 @@ class Run:
         """Note the layers of a stage; at the end of a block write it, and keep what a stopped run needs to go on."""
         for layer, _, record in packed:
             self.ledger.add(layer, record)
-        self._count(len(packed))
+        self.count(len(packed))
         if stage.ends_block:
             self._container.close_block(self.model.reader.read(stage.rest))
             self.ledger.close(stage.rest)
             if stage.blocks:
-                self.journal.passed(stage.blocks, stage.stream)
+                self._journal.passed(stage.blocks, stage.stream)
                 if not self._measured:
                     self._measured = True
-                    self.forecast.measured(time.monotonic() - self._began, len(self.model.blocks) - stage.blocks)
+                    self._forecast.measured(time.monotonic() - self._began, len(self.model.blocks) - stage.blocks)
 
     def finished(self) -> RunRecord:
         """Return the record of a run that has solved all layers, complete but for what `Container.seal` adds."""
         ledger = self.ledger
-        record = replace(self.record, layers=tuple(ledger.layers))
-        record = self._container.seal(record, lambda told: replace(told, seconds=self.journal.seconds))
+        record = replace(self._record, layers=tuple(ledger.layers))
+        record = self._container.seal(record, lambda told: replace(told, seconds=self._journal.seconds))
         ledger.check(record)
         return record
 
 
 @contextmanager
-def start_run(
-    model: Model,
-    asked: Recipe,
-    recipe: Recipe,
-    windows: Windows,
-    options: Options,
-    container: Container,
-    journal: Journal,
-) -> Iterator[Run]:
-    """Plan a run, or take up the plan of one that was stopped; see `beginning`, also for the errors.
+def start_run(job: Job, container: Container, journal: Journal) -> Iterator[Run]:
+    """Plan a run, or take up the plan of one that was stopped; see `decide`, also for the errors.
 
     Args:
-        model: to be quantized.
-        asked: the recipe as it was given, and `recipe` as it is settled for this model.
-        windows: for calibration.
-        options: of the run.
+        job: what is to be done.
         container: that it writes.
         journal: of the run.
     """
-    with beginning(model, asked, recipe, windows, options, container, journal.before) as begun:
-        record, plan, forecast = begun
-        recipe = with_types(model, recipe, plan.types)
-        container.config = quantization_config(model, recipe, plan.widths)
-        ledger = Ledger(model, recipe, container, record, plan)
-        journal.begin(ledger, model, record)
-        total, blocks, there = len(model.layers), model.layers_by_block, len(ledger.layers)
-        with counted(options.progress, "quantizing", total, blocks=blocks, there=there) as count:
-            yield Run(model, recipe, container, journal, ledger, record, forecast, count)
+    with decide(job, container, journal.before) as decided:
+        run = Run(job, container, journal, decided)
+        total, blocks, there = len(run.model.layers), run.model.layers_by_block, len(run.ledger.layers)
+        with counted(job.options.progress, "quantizing", total, blocks=blocks, there=there) as run.count:
+            yield run

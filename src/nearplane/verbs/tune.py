@@ -23,10 +23,9 @@ from nearplane.calibration.texts import DEFAULT_DATASET
 from nearplane.calibration.walk import unquantized, walk
 from nearplane.calibration.windows import Windows, calibration_windows, digest_of
 from nearplane.errors import CalibrationError, FormatError
-from nearplane.formats.container import Container, Place, written
+from nearplane.formats.container import Container, written
 from nearplane.formats.journal_pages import told
 from nearplane.formats.stored import Stored
-from nearplane.formats.table import open_container
 from nearplane.matrix.inputs import Inputs
 from nearplane.matrix.measure_again import Known, measured_again
 from nearplane.matrix.on_grid import with_tensors
@@ -35,7 +34,7 @@ from nearplane.models.layers import Layer
 from nearplane.models.model import Block
 from nearplane.planning.plan import moments_of_embeddings
 from nearplane.planning.record_size import most_bytes
-from nearplane.planning.request import open_original, settled
+from nearplane.planning.request import container_for, open_original, settled
 from nearplane.record.record import LayerRecord, RunRecord, read_record, versions
 from nearplane.record.tuning_record import APART, Solved, Tuning
 from nearplane.system.device import Device
@@ -99,17 +98,10 @@ def tune(
     stored = Stored(folder)
     model = open_original(against, record.recipe, trust_remote_code=trust_remote_code)
     check_model(model, record, stored)
-    place = Place(
-        out=Path(out),
-        source=model.folder,
-        overwrite=overwrite,
-        trust_remote_code=trust_remote_code,
-        network=model.config.to_dict(),
-        tokenizer=model.tokenizer_folder() if record.recipe.files.for_llama_cpp else None,
-        resumes=True,
+    check_place(Path(out), folder)
+    container = container_for(
+        model, record.recipe, Path(out), stored.config, overwrite=overwrite, trust_remote_code=trust_remote_code
     )
-    check_place(place.out, folder)
-    container = open_container(place, stored.config, dtype=model.dtype, shards=len(model.blocks) + 1)
     recipe = with_text(settled(model, record.recipe), calibration)
     solved = Checkpoint(record=record, stored=stored, model=model, recipe=recipe, given=given, device=where)
     windows = _windows_of_the_run(solved)
@@ -315,7 +307,7 @@ def _measured(made: Checkpoint, windows: Windows, progress: Progress) -> tuple[L
     setting = MemorySetting.usual(windows.seqlen, made.device, made.record.batch)
     layers: list[LayerRecord] = []
     with (
-        walk(made.model, recipe, windows, device=made.device, setting=setting, moments=moments) as stages,
+        walk(made.model, recipe, windows, setting, moments=moments) as stages,
         counted(progress, "measuring", len(told)) as count,
     ):
         for stage in stages:

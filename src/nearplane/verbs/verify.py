@@ -279,7 +279,7 @@ def _layers(run: _Again, windows: Windows, progress: Progress, faults: list[Faul
     setting = MemorySetting.usual(windows.seqlen, run.device, run.record.batch)
     could: list[bool] = []
     with (
-        walk(model, run.recipe, windows, device=run.device, setting=setting, moments=moments) as stages,
+        walk(model, run.recipe, windows, setting, moments=moments) as stages,
         counted(progress, "measuring", len(told), blocks=model.layers_by_block) as count,
     ):
         for stage in stages:

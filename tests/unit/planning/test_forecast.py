@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 
 import nearplane
 from families import config_of, random_model
@@ -13,7 +14,10 @@ from nearplane.demo import CALIBRATION, MODEL
 from nearplane.planning.forecast import Forecast
 from nearplane.planning.memory_bound import settings
 from nearplane.record.record import read_record
+from nearplane.system.device import Device
 from test_journal import stopped_behind
+
+CPU = Device(torch.device("cpu"))
 
 TEXT = dict(samples=24, seqlen=40, device="cpu", bits=4, group_size=16)
 
@@ -78,7 +82,7 @@ def test_where_memory_is_not_known_no_limit_is_taken(model, tmp_path) -> None:
 )
 def test_the_same_bytes_come_out_however_memory_is_spared(room, disk, model, whole, tmp_path, monkeypatch) -> None:
     """But for the number of windows that pass at a time. And a run that was stopped goes on the same way."""
-    setting = MemorySetting(batch=8, room=room, disk=disk)
+    setting = MemorySetting(batch=8, room=room, device=CPU, disk=disk)
     monkeypatch.setattr("nearplane.planning.start.forecast", lambda *_: Forecast(setting=setting))
     monkeypatch.setattr("nearplane.formats.journal_pages.SHARE", float("inf"))
     monkeypatch.setattr("nearplane.verbs.quantize_journal.PAGE", 1 << 14)
@@ -95,7 +99,7 @@ def test_a_run_that_was_stopped_goes_on_with_as_many_windows_at_a_time(batch, mo
     """Whatever limit it then has; and `verify` takes as many."""
     monkeypatch.setattr("nearplane.formats.journal_pages.SHARE", float("inf"))
     options = dict(calibration=str(CALIBRATION), **TEXT)
-    begun = Forecast(setting=MemorySetting(batch=batch, room=0))
+    begun = Forecast(setting=MemorySetting(batch=batch, room=0, device=CPU))
     with monkeypatch.context() as patch:
         patch.setattr("nearplane.planning.start.forecast", lambda *_: begun)
         stopped_behind(1, model, tmp_path / "out", monkeypatch, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from nearplane.calibration.memory_setting import MemorySetting
 from nearplane.planning.memory_bound import (
@@ -20,6 +21,7 @@ from nearplane.planning.memory_bound import (
     waits,
 )
 from nearplane.planning.probe import Extent
+from nearplane.system.device import Device
 
 MB = 1 << 20
 GROUPS = (
@@ -32,7 +34,7 @@ SHAPES = Shapes(
     blocks=(Blocks(count=4, weights=2_500_000, groups=GROUPS),),
     windows=30, extra=2, seqlen=512, hidden=512, vocabulary=1000, embeddings=512_000, ends=2_048_000, descents=4,
 )  # fmt: skip
-FREE = MemorySetting(batch=4, room=1 << 40)
+FREE = MemorySetting(batch=4, room=1 << 40, device=Device(torch.device("cpu")))
 
 
 def test_what_waits_is_two_networks_at_a_stage_and_one_with_the_outputs_of_the_other_at_the_last() -> None:
