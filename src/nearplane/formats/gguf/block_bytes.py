@@ -9,15 +9,11 @@ Layouts: `ggml/src/ggml-common.h` and `ggml-quants.c` of llama.cpp.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError
-from nearplane.formats.gguf import kquants
-from nearplane.formats.gguf.bits import Fields, halves, halves_of
+from nearplane.formats.gguf.kquants import KQUANTS, Fields, joined, split
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.number_formats import BlockType
 from nearplane.lattice.superblock import SuperGrid
@@ -54,14 +50,15 @@ def pack(kind: BlockType, matrix: QuantizedMatrix) -> Tensor:
     _within(kind, "sc", grid.sc, kind.sc)
     if grid.m is not None:
         _within(kind, "m", grid.m, (1, 1) if kind.columns == 32 else (0, kind.m))
+    d = _halves(f"{kind.name}: d", grid.d.reshape(-1))
     fields = Fields(
         codes=(codes - kind.low).reshape(-1, kind.columns).to(torch.uint8),
-        d=halves(f"{kind.name}: d", grid.d.reshape(-1)),
-        dmin=None if grid.dmin is None else halves(f"{kind.name}: dmin", grid.dmin.reshape(-1)),
-        sc=grid.sc.reshape(len(grid.d.reshape(-1)), -1).to(torch.int16),
-        m=None if grid.m is None else grid.m.reshape(len(grid.d.reshape(-1)), -1).to(torch.int16),
+        d=d,
+        dmin=d[:, :0] if grid.dmin is None else _halves(f"{kind.name}: dmin", grid.dmin.reshape(-1)),
+        sc=grid.sc.reshape(len(d), -1).to(torch.int16),
+        m=d[:, :0] if grid.m is None else grid.m.reshape(len(d), -1).to(torch.int16),
     )
-    return LAYOUTS[kind.name].pack(fields).reshape(out, -1)
+    return (KQUANTS[kind.name].pack(fields) if kind.name in KQUANTS else _pack(kind, fields)).reshape(out, -1)
 
 
 def unpack(kind: BlockType, raw: Tensor, columns: int) -> QuantizedMatrix[SuperGrid]:
@@ -82,12 +79,13 @@ def unpack(kind: BlockType, raw: Tensor, columns: int) -> QuantizedMatrix[SuperG
             f"a row of {columns} inputs, {kind.bytes} for {kind.columns}."
         )
     out = len(raw)
-    fields = LAYOUTS[kind.name].unpack(raw.reshape(-1, kind.bytes))
+    blocks = raw.reshape(-1, kind.bytes)
+    fields = KQUANTS[kind.name].unpack(blocks) if kind.name in KQUANTS else _unpack(kind, blocks)
     grid = SuperGrid(
-        d=halves_of(fields.d).view(out, -1),
+        d=_halves_of(fields.d).view(out, -1),
         sc=fields.sc.to(torch.int32).view(out, -1),
-        dmin=None if fields.dmin is None else halves_of(fields.dmin).view(out, -1),
-        m=None if fields.m is None else fields.m.to(torch.int32).view(out, -1),
+        dmin=_halves_of(fields.dmin).view(out, -1) if kind.m else None,
+        m=fields.m.to(torch.int32).view(out, -1) if kind.m else None,
         group=torch.arange(columns, device=raw.device) // kind.group,
         low=kind.low,
         high=kind.high,
@@ -102,98 +100,46 @@ def _within(kind: BlockType, what: str, integers: Tensor, limits: tuple[int, int
         )
 
 
-def _pack_q4_0(f: Fields) -> Tensor:
-    return torch.cat([f.d, _nibbles(f.codes)], 1)
+def _pack(kind: BlockType, f: Fields) -> Tensor:
+    """Return the bytes of blocks of 32: d, the minimum, four bytes of fifth bits, codes; of 8 bits as signed bytes."""
+    if kind.bits == 8:
+        return torch.cat([f.d, f.codes ^ 128], 1)
+    fifth = joined((f.codes >> 4).view(-1, 4, 8).mT, 1) if kind.bits == 5 else f.codes[:, :0]
+    return torch.cat([f.d, _negative(f.dmin), fifth, joined((f.codes & 15).view(-1, 2, 16), 4)], 1)
 
 
-def _pack_q4_1(f: Fields) -> Tensor:
-    return torch.cat([f.d, _minimum(f), _nibbles(f.codes)], 1)
-
-
-def _pack_q5_0(f: Fields) -> Tensor:
-    return torch.cat([f.d, _fifth_bits(f.codes), _nibbles(f.codes & 15)], 1)
-
-
-def _pack_q5_1(f: Fields) -> Tensor:
-    return torch.cat([f.d, _minimum(f), _fifth_bits(f.codes), _nibbles(f.codes & 15)], 1)
-
-
-def _pack_q8_0(f: Fields) -> Tensor:
-    return torch.cat([f.d, f.codes ^ 128], 1)  # 128 more than the code, as signed byte
-
-
-def _unpack_q4_0(raw: Tensor) -> Fields:
-    return _flat(raw[:, :2], None, _of_nibbles(raw[:, 2:]))
-
-
-def _unpack_q4_1(raw: Tensor) -> Fields:
-    return _flat(raw[:, :2], raw[:, 2:4], _of_nibbles(raw[:, 4:]))
-
-
-def _unpack_q5_0(raw: Tensor) -> Fields:
-    return _flat(raw[:, :2], None, _of_nibbles(raw[:, 6:]) | _of_fifth_bits(raw[:, 2:6]))
-
-
-def _unpack_q5_1(raw: Tensor) -> Fields:
-    return _flat(raw[:, :2], raw[:, 2:4], _of_nibbles(raw[:, 8:]) | _of_fifth_bits(raw[:, 4:8]))
-
-
-def _unpack_q8_0(raw: Tensor) -> Fields:
-    return _flat(raw[:, :2], None, raw[:, 2:] ^ 128)
-
-
-def _flat(d: Tensor, minimum: Tensor | None, codes: Tensor) -> Fields:
-    """Return the fields of blocks that are one group each; the file has the minimum, an offset is what is subtracted."""
+def _unpack(kind: BlockType, raw: Tensor) -> Fields:
+    """Return what the bytes of blocks of 32 hold, which are one group each."""
+    fifth = 4 if kind.bits == 5 else 0
+    d, dmin, high, low = raw.split([2, 2 * kind.m, fifth, kind.bytes - 2 - 2 * kind.m - fifth], 1)
+    codes = low ^ 128 if kind.bits == 8 else split(low, 4).reshape(-1, 32)
+    if fifth:
+        codes = codes | split(high, 1).mT.reshape(-1, 32) << 4
     one = torch.ones(len(d), 1, dtype=torch.int16, device=d.device)
-    dmin = None if minimum is None else _negative(minimum)
-    return Fields(codes=codes, d=d, dmin=dmin, sc=one, m=None if minimum is None else one)
-
-
-def _minimum(f: Fields) -> Tensor:
-    assert f.dmin is not None, "of a type with minima"
-    return _negative(f.dmin)
+    return Fields(codes=codes, d=d, dmin=_negative(dmin), sc=one, m=one)
 
 
 def _negative(half: Tensor) -> Tensor:
-    """Return 16-bit floating-point numbers, (blocks, 2) bytes, with the other sign."""
-    return half ^ torch.tensor([0, 128], dtype=torch.uint8, device=half.device)
+    """Return 16-bit floating-point numbers with the other sign: files have a minimum, an offset is what is subtracted.
+
+    Args:
+        half: (blocks, 2) bytes, or none.
+    """
+    return half ^ torch.tensor([0, 128], dtype=torch.uint8, device=half.device)[: half.shape[1]]
 
 
-def _nibbles(codes: Tensor) -> Tensor:
-    return codes[:, :16] | codes[:, 16:] << 4
+def _halves(called: str, numbers: Tensor) -> Tensor:
+    """Return numbers (n,) as (n, 2) bytes of 16-bit floating point, the lower first.
+
+    Raises:
+        FormatError: one is not exact in it.
+    """
+    short = numbers.to(torch.float16)
+    if not bool((torch.isfinite(short) & (short == numbers)).all()):
+        raise FormatError(f"{called} is not exact in float16, which the file stores. Round it before the solve.")
+    return short.contiguous().view(torch.uint8).view(-1, 2)
 
 
-def _of_nibbles(packed: Tensor) -> Tensor:
-    return torch.cat([packed & 15, packed >> 4], 1)
-
-
-def _fifth_bits(codes: Tensor) -> Tensor:
-    """Return (blocks, 4) bytes: bit j is the fifth of code j."""
-    bits = (codes >> 4).view(-1, 4, 8) << torch.arange(8, dtype=torch.uint8, device=codes.device)
-    return bits.sum(2, dtype=torch.uint8)
-
-
-def _of_fifth_bits(packed: Tensor) -> Tensor:
-    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    return (((packed[:, :, None] >> shifts) & 1) << 4).reshape(-1, 32)
-
-
-class Layout(NamedTuple):
-    """Bytes of blocks from their fields, and back."""
-
-    pack: Callable[[Fields], Tensor]
-    unpack: Callable[[Tensor], Fields]
-
-
-LAYOUTS: Mapping[str, Layout] = {
-    "q4_0": Layout(_pack_q4_0, _unpack_q4_0),
-    "q4_1": Layout(_pack_q4_1, _unpack_q4_1),
-    "q5_0": Layout(_pack_q5_0, _unpack_q5_0),
-    "q5_1": Layout(_pack_q5_1, _unpack_q5_1),
-    "q8_0": Layout(_pack_q8_0, _unpack_q8_0),
-    "q2_k": Layout(kquants.pack_q2_k, kquants.unpack_q2_k),
-    "q3_k": Layout(kquants.pack_q3_k, kquants.unpack_q3_k),
-    "q4_k": Layout(kquants.pack_q4_k, kquants.unpack_q4_k),
-    "q5_k": Layout(kquants.pack_q5_k, kquants.unpack_q5_k),
-    "q6_k": Layout(kquants.pack_q6_k, kquants.unpack_q6_k),
-}
+def _halves_of(raw: Tensor) -> Tensor:
+    """Return (n,) float32 what (n, 2) bytes of 16-bit floating point stand for."""
+    return raw.contiguous().view(torch.float16).view(-1).float()
