@@ -9,7 +9,7 @@ import torch
 import nearplane
 from families import config_of, random_model
 from nearplane.demo import HELD_OUT, MODEL
-from nearplane.formats.decoded import DecodedReader
+from nearplane.formats.stored import DecodedReader
 from nearplane.verbs import evaluate_networks as predictions
 
 WAYS = {

@@ -18,13 +18,14 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, LlamaFor
 from checkpoints import config_of_grids, random_matrix, write_folder
 from nearplane.coding.words import pack
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.compressed_tensors import Config, PackQuantized
+from nearplane.formats.compressed_packings import PackQuantized
+from nearplane.formats.compressed_tensors import FORMAT
 from nearplane.formats.integers import Integers
 from nearplane.formats.stored import read_dense
-from nearplane.formats.table import COMPRESSED as layout  # noqa: N811
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.number_formats import integers
 
+layout = FORMAT.layers
 IDS = torch.arange(48)[None] % 64
 
 
@@ -41,7 +42,7 @@ def check(**changes: Any) -> None:
 
 
 def unpacked(name: str, tensors: dict[str, torch.Tensor], made: dict[str, Any]) -> QuantizedMatrix:
-    return layout.unpack(name, tensors, Config(layout).grid_of(made, name))
+    return layout.unpack(name, tensors, FORMAT.config.grid_of(made, name))
 
 
 @given(st.data())

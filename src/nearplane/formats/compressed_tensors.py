@@ -1,238 +1,71 @@
-"""compressed-tensors `pack-quantized`, which transformers, vLLM and SGLang load without further packages of ours.
+"""compressed-tensors, which transformers, vLLM and SGLang load without further packages of ours.
 
-    NAME.weight_packed  (out, ceil(in*bits/32)) int32    codes + 2^(bits-1), a dense bit stream along the inputs
-    NAME.weight_scale   (out, groups)           model's  groups of neighbours; 1 group where group_size is None
-    NAME.weight_shape   (2,)                    int64    out, in
-
-What is written is what transformers 5.23.0 with compressed-tensors 0.20.0 loads. Reading knows also
-`NAME.weight_zero_point` (ceil(out*bits/32), groups) int32, packed along the outputs, and `NAME.weight_g_idx` (in,).
+How layers are packed is in `compressed_packings.py`; here is what a checkpoint of several packings is, and its config.
 """
 
 from __future__ import annotations
 
 import re
-from abc import abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nearplane.coding.words import pack, unpack, words_of
-from nearplane.errors import FormatError, RecipeError
+from nearplane.errors import FormatError
+from nearplane.formats.compressed_packings import PACKINGS, Packing, PackQuantized, packing_of, refuse_unknown
 from nearplane.formats.config_file import ConfigFile, Quantized
-from nearplane.formats.integers import Integers, consecutive, expect, group_size_of, matches, object_of, truth_of
+from nearplane.formats.container import Format
+from nearplane.formats.folder import Folder
+from nearplane.formats.integers import expect, matches, object_of
 from nearplane.formats.layer_format import GridFormat
-from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.lattice.number_formats import NumberFormat, integers
+from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.lattice.number_formats import NumberFormat
 
 MIXED = "mixed-precision"  # what the config says where layers are packed in several ways
-SCALES = {torch.float16, torch.bfloat16, torch.float32}
 
 
-class Packing(GridFormat):
-    """One of the ways in which compressed-tensors packs a layer: its tensors, and the fields of the config that say so.
-
-    Attributes:
-        FORMAT: its name in config.json.
-        LEVELS: of the number formats that it holds; None: integers.
-        WORDS: dtype of `weight_packed`.
-        DECODED: dtype to which transformers decodes it, whatever the network's; None: the network's.
-    """
-
-    KEY = "weight_packed"
-    FORMAT: ClassVar[str]
-    LEVELS: ClassVar[tuple[float, ...] | None] = None
-    WORDS: ClassVar[torch.dtype]
-    DECODED: ClassVar[torch.dtype | None] = None
-
-    @abstractmethod
-    def weights(self, format: NumberFormat, order: str) -> dict[str, Any]:
-        """Return what the config says of weights in a number format that were rounded in this order."""
-
-    @abstractmethod
-    def number_format(self, weights: Mapping[str, Any]) -> NumberFormat:
-        """Return the number format that a config says.
-
-        Raises:
-            FormatError: it says something that is not understood.
-        """
-
-    def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
-        """Refuse what transformers does not load: anything but Linear layers of whole groups."""
-        if kind not in ("Linear", "Expert"):
-            raise RecipeError(
-                f"{name} is a {kind}; compressed-tensors is loaded for Linear layers only. "
-                f"Use --format gptq for Conv1D, or leave it as it is with --ignore."
-            )
-        if format.group is not None and shape[1] % format.group:
-            raise RecipeError(
-                f"{name} has {shape[1]} inputs, not a multiple of the group size {format.group}, which compressed-tensors "
-                f"requires. Use another --group-size (none for one step a row), or leave it as it is with --ignore."
-            )
-
-    def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        """Return the model's: readers multiply in it."""
-        return model_dtype if model_dtype in SCALES else torch.float32
-
-
-class PackQuantized(Packing):
-    """Integers, as a dense stream of bits."""
-
-    SUFFIXES = (Packing.KEY, "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
-    BITS = (2, 3, 4, 5, 6, 7, 8)
-    FORMAT = "pack-quantized"
-    WORDS = torch.int32
-
-    def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
-        """Refuse what transformers does not load: anything but symmetric Linear layers of whole groups."""
-        super().check(name, shape, kind, format)
-        if not format.symmetric:
-            raise RecipeError(
-                f"{name}: asymmetric weights in compressed-tensors do not load in transformers 5.23.0, which expects their "
-                f"packed zero-points in another shape. Use --format gptq_v2, or symmetric weights."
-            )
-        if format.bits not in self.BITS:
-            raise RecipeError(f"{name}: {format.bits} bits asked for; compressed-tensors holds 2 to 8.")
-
-    def weights(self, format: NumberFormat, order: str) -> dict[str, Any]:
-        """Return what the config says of integers."""
-        return {
-            "num_bits": format.bits,
-            "type": "int",
-            "symmetric": format.symmetric,
-            "strategy": "group" if format.group else "channel",
-            "group_size": format.group,
-            "actorder": None if order == "natural" else "static",
-            "dynamic": False,
-        }
-
-    def number_format(self, weights: Mapping[str, Any]) -> NumberFormat:
-        """Return the integers that a config says."""
-        refuse_unknown(
-            {
-                "weights.type": (weights.get("type"), {"int"}),
-                "weights.strategy": (weights.get("strategy"), {"group", "channel"}),
-                "weights.num_bits": (weights.get("num_bits"), set(self.BITS)),
-            }
-        )
-        group_size = None
-        if weights["strategy"] == "group":
-            group_size = group_size_of("compressed-tensors: weights.group_size", weights.get("group_size"), ())
-        symmetric = truth_of("compressed-tensors: weights.symmetric", weights.get("symmetric", True))
-        return integers(int(weights["num_bits"]), group_size, symmetric=symmetric)
-
-    def pack(self, name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the tensors of a symmetric layer."""
-        stored = Integers.of(name, matrix, dtype)
-        if not stored.symmetric:
-            raise FormatError(f"{name}: an asymmetric matrix; compressed-tensors is written for symmetric ones only.")
-        return {
-            f"{name}.weight_packed": pack(stored.codes, stored.bits),
-            f"{name}.weight_scale": stored.scale.contiguous(),
-            f"{name}.weight_shape": torch.tensor(matrix.codes.shape, dtype=torch.int64),
-        }
-
-    def empty(self, name: str, shape: tuple[int, int], format: NumberFormat, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the tensors of one layer without contents."""
-        out, columns = shape
-        groups = format.groups(columns)
-        return {
-            f"{name}.weight_packed": torch.empty(out, words_of(columns, format.bits), dtype=torch.int32, device="meta"),
-            f"{name}.weight_scale": torch.empty(out, groups, dtype=self.scale_dtype(dtype), device="meta"),
-            f"{name}.weight_shape": torch.empty(2, dtype=torch.int64, device="meta"),
-        }
-
-    def shape_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-        """Return (out, in) as the layer says it."""
-        out, columns = (int(n) for n in expect(name, tensors, "weight_shape", (2,), {torch.int64, torch.int32}))
-        return out, columns
-
-    def unpack(self, name: str, tensors: Mapping[str, Tensor], format: NumberFormat) -> QuantizedMatrix:
-        """Return the matrix of one layer, which other programs may have written asymmetric or in activation order."""
-        bits, symmetric = format.bits, format.symmetric
-        out, columns = self.shape_of(name, tensors)
-        groups = format.groups(columns)
-        dense, padded = words_of(columns, bits), -(-columns // (32 // bits))
-        found = tensors.get(f"{name}.weight_packed")
-        if found is not None and found.shape[-1] == padded != dense:
-            raise FormatError(
-                f"{name}.weight_packed has {padded} words a row: {bits}-bit codes padded to whole words, as "
-                f"compressed-tensors wrote them before it packed densely ({dense} words). Dense packing is expected: write "
-                f"the checkpoint again with a newer version."
-            )
-        words = expect(name, tensors, "weight_packed", (out, dense), {torch.int32})
-        scale = expect(name, tensors, "weight_scale", (out, groups), SCALES)
-        zeros = torch.full((out, groups), 2 ** (bits - 1), dtype=torch.uint8)
-        if not symmetric:
-            packed = expect(name, tensors, "weight_zero_point", (words_of(out, bits), groups), {torch.int32})
-            zeros = unpack(packed.T.contiguous(), bits, out).T
-        group = consecutive(columns, format.group)
-        if f"{name}.weight_g_idx" in tensors:
-            group = expect(name, tensors, "weight_g_idx", (columns,), {torch.int32, torch.int64}).to(torch.int64)
-            if bool(((group < 0) | (group >= groups)).any()):
-                raise FormatError(f"{name}.weight_g_idx names groups outside 0 to {groups - 1}.")
-        codes = unpack(words, bits, columns)
-        return Integers(codes=codes, zeros=zeros, scale=scale, group=group, bits=bits, symmetric=symmetric).matrix()
-
-
-@dataclass(frozen=True, slots=True)
 class CompressedTensors(GridFormat):
-    """The tensors of a layer, packed in one of several ways, as its number format asks for.
-
-    Args:
-        packings: that there are; the first is that of integers.
-    """
-
-    packings: tuple[Packing, ...]
+    """The tensors of a layer, packed in one of several ways, as its number format asks for."""
 
     KEY = Packing.KEY
     SUFFIXES = PackQuantized.SUFFIXES
     BITS = PackQuantized.BITS
 
-    def of(self, format: NumberFormat | Grid) -> Packing:
-        """Return the packing that holds a number format, or the codes of a grid."""
-        levels = format.levels if not isinstance(format.levels, Tensor) else tuple(format.levels.tolist())
-        return next((each for each in self.packings if levels == each.LEVELS), self.packings[0])
-
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
         """Refuse what transformers does not load."""
-        self.of(format).check(name, shape, kind, format)
+        packing_of(format).check(name, shape, kind, format)
 
     def stays_packed(self, config: Mapping[str, Any], dtype: torch.dtype | None) -> bool:
         """Return whether what is packed is decoded to the network's dtype."""
         groups = object_of("compressed-tensors: config_groups", config.get("config_groups")).values()
         formats = [config.get("format"), *(group.get("format") for group in groups if isinstance(group, Mapping))]
-        return all(each.DECODED in (None, dtype) for each in self.packings if each.FORMAT in formats)
+        return all(each.DECODED in (None, dtype) for each in PACKINGS if each.FORMAT in formats)
 
     def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of steps, where the number format does not say it."""
-        return self.packings[0].scale_dtype(model_dtype)
+        return PACKINGS[0].scale_dtype(model_dtype)
 
     def pack(self, name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the tensors of one layer."""
-        return self.of(matrix.grid).pack(name, matrix, dtype)
+        return packing_of(matrix.grid).pack(name, matrix, dtype)
 
     def empty(self, name: str, shape: tuple[int, int], format: NumberFormat, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the tensors of one layer without contents."""
-        return self.of(format).empty(name, shape, format, dtype)
+        return packing_of(format).empty(name, shape, format, dtype)
 
     def shape_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
         """Return (out, in) as the packing says it that has such words."""
-        words = expect(name, tensors, self.KEY, (None, None), {each.WORDS for each in self.packings})
-        return next(each for each in self.packings if words.dtype == each.WORDS).shape_of(name, tensors)
+        words = expect(name, tensors, self.KEY, (None, None), {each.WORDS for each in PACKINGS})
+        return next(each for each in PACKINGS if words.dtype == each.WORDS).shape_of(name, tensors)
 
     def unpack(self, name: str, tensors: Mapping[str, Tensor], format: NumberFormat) -> QuantizedMatrix:
         """Return the matrix of one layer."""
-        return self.of(format).unpack(name, tensors, format)
+        return packing_of(format).unpack(name, tensors, format)
 
 
-@dataclass(frozen=True, slots=True)
 class Config(ConfigFile):
     """The config of layers in some packings."""
-
-    layers: CompressedTensors
 
     def describe(self, network: Quantized) -> dict[str, Any]:
         """Return a config with a group of layers for each grid.
@@ -241,44 +74,27 @@ class Config(ConfigFile):
         names experts is of eight-bit floats; so a group that applies to nothing says so, since all that it names is in `ignore`.
         Experts that are quantized are named by a pattern: it takes the first group that has one for the scheme of them all.
         """
-        grids, targets = network.grids, {network.scheme.number_format: ["Linear"]}
-        if grids:
-            kinds = sorted(set(grids.values()), key=lambda own: (own.bits, own.group or 0, own.symmetric, own.name))
+        targets: dict[NumberFormat, dict[str, None]] = {network.scheme.number_format: {"Linear": None}}
+        if network.grids:
+            kinds = set(network.grids.values())
             targets = {
-                kind: list(
-                    dict.fromkeys(
-                        _pattern_of_all(name) if name in network.routed else name
-                        for name, own in grids.items()
-                        if own == kind
-                    )
-                )
-                for kind in kinds
+                kind: {} for kind in sorted(kinds, key=lambda own: (own.bits, own.group or 0, own.symmetric, own.name))
             }
-        packings = {kind: self.layers.of(kind) for kind in targets}
-        groups = {
-            f"group_{index}": {
-                "targets": names,
-                "weights": packings[kind].weights(kind, network.scheme.order),
-                "input_activations": None,
-                "output_activations": None,
-                "format": packings[kind].FORMAT,
-            }
-            for index, (kind, names) in enumerate(targets.items())
-        }
-        formats = {each.FORMAT for each in packings.values()}
+        for name, own in network.grids.items():
+            targets[own][_pattern_of_all(name) if name in network.routed else name] = None
+        groups = []
+        for kind, names in targets.items():
+            packing = packing_of(kind)
+            groups.append(_group_of(list(names), packing.weights(kind, network.scheme.order), packing.FORMAT))
+        formats = {group["format"] for group in groups}
         if network.experts:
-            groups[f"group_{len(groups)}"] = {
-                "targets": [_module_pattern(name) for name in network.experts],
-                "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False},
-                "input_activations": None,
-                "output_activations": None,
-                "format": "float-quantized",
-            }
+            floats = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
+            groups.append(_group_of([_module_pattern(name) for name in network.experts], floats, "float-quantized"))
         return {
             "quant_method": "compressed-tensors",
             "format": formats.pop() if len(formats) == 1 else MIXED,
             "quantization_status": "compressed",
-            "config_groups": groups,
+            "config_groups": {f"group_{index}": group for index, group in enumerate(groups)},
             "ignore": list(network.ignore),
             "kv_cache_scheme": None,
             "global_compression_ratio": None,
@@ -288,7 +104,7 @@ class Config(ConfigFile):
         """Return the number format of the group that a layer is in."""
         scheme = _group(config, name)
         weights = object_of("compressed-tensors: weights", scheme.get("weights"))
-        packings = {each.FORMAT: each for each in self.layers.packings}
+        packings = {each.FORMAT: each for each in PACKINGS}
         format = config.get("format")
         if format == MIXED:
             format = scheme.get("format")
@@ -304,19 +120,18 @@ class Config(ConfigFile):
         return packings[str(format)].number_format(weights)
 
 
-def refuse_unknown(fields: Mapping[str, tuple[Any, set[Any]]]) -> None:
-    """Refuse fields of a config whose value is none of those that are understood.
+FORMAT = Format(CompressedTensors(), Config(), Folder)
 
-    Args:
-        fields: by name, the value and what is understood.
 
-    Raises:
-        FormatError: names the first.
-    """
-    for option, (value, understood) in fields.items():
-        if isinstance(value, dict | list | float) or value not in understood:
-            expected = " or ".join(sorted(map(str, understood)))
-            raise FormatError(f"compressed-tensors: {option} is {value!r}, understood is {expected}.")
+def _group_of(targets: Sequence[str], weights: Mapping[str, Any], format: str) -> dict[str, Any]:
+    """Return what the config says of layers that are packed alike."""
+    return {
+        "targets": targets,
+        "weights": weights,
+        "input_activations": None,
+        "output_activations": None,
+        "format": format,
+    }
 
 
 def _module_pattern(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What config.json says of quantized layers: one `quantization_config` for each program that reads them."""
+"""config.json: what it says of quantized layers is one `quantization_config` for each program that reads them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from nearplane.formats.beside import CONFIG
 from nearplane.lattice.number_formats import NumberFormat
 from nearplane.recipe.scheme import Scheme
+from nearplane.system.json_file import read_object
 
+METHOD = "nearplane"  # quant_method of our own format
 WEIGHTS = "transformers_weights"  # a field of config.json: the name of the file that transformers reads
 READ_WITH = (
     "no such file, as these weights are coded by nearplane. Load them with nearplane.load(FOLDER), or call "
@@ -69,10 +73,31 @@ class ConfigFile(ABC):
 
     def files(self, config: Mapping[str, Any]) -> dict[str, str]:
         """Return further files that say the same, by name."""
-        del config
         return {}
 
 
 def json_text(data: Mapping[str, Any]) -> str:
     """Return a JSON file as it is written."""
     return json.dumps(data, indent=2) + "\n"
+
+
+def config_text(source: Path, config: Mapping[str, Any]) -> str:
+    """Return the config.json of a folder with a quantization_config.
+
+    Of what transformers cannot read it also says, where transformers looks for the name of a file, how it is read.
+    """
+    kept = {name: value for name, value in read_config(source).items() if name != WEIGHTS}
+    if config.get("quant_method") == METHOD:
+        kept[WEIGHTS] = READ_WITH
+    elif config.get("meta", {}).get("experts"):
+        kept[WEIGHTS] = EXPERTS_WITH
+    return json_text(kept | {"quantization_config": dict(config)})
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return a folder's config.json.
+
+    Raises:
+        FormatError: there is none, or it is no JSON object.
+    """
+    return read_object(folder / CONFIG, expected="A model's folder has one that save_pretrained or quantize wrote")

@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.config_file import ConfigFile
+from nearplane.formats.beside import CONFIG, copy_beside, names_copied, size_copied
+from nearplane.formats.config_file import ConfigFile, config_text
 from nearplane.formats.layer_format import LayerFormat
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.record.record import RunRecord, read_record
 from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import RECORD
 from nearplane.system.progress import peak_memory
-from nearplane.system.safetensors_files import about
+from nearplane.system.safetensors_files import ShardReader, TensorReader, about, sha256
 
 Kind = tuple[str, Sequence[int], int]  # of a tensor: dtype in safetensors, shape, bytes
 
@@ -53,6 +55,15 @@ class Place:
     resumes: bool = False
 
 
+class Format(NamedTuple):
+    """A format: how a layer's tensors look, what the config says of them, which files there are, and what reads their tensors."""
+
+    layers: LayerFormat
+    config: ConfigFile
+    container: type[Container]
+    reader: Callable[..., TensorReader] = ShardReader
+
+
 class Container(ABC):
     """Writes a checkpoint beside the place that it is for; nothing is touched before its `with` block begins.
 
@@ -62,9 +73,8 @@ class Container(ABC):
 
     Args:
         place: where.
-        layers: how a layer's tensors look.
-        says: what the config says of them.
-        config: the quantization_config as `says` made it.
+        format: how a layer's tensors look, and what the config says of them.
+        config: the quantization_config as `format` made it.
         dtype: of the model; steps have what `scale_dtype` makes of it.
         shards: how often `close_block` will be called.
 
@@ -73,17 +83,11 @@ class Container(ABC):
     """
 
     def __init__(
-        self,
-        place: Place,
-        layers: LayerFormat,
-        says: ConfigFile,
-        config: Mapping[str, Any],
-        *,
-        dtype: torch.dtype,
-        shards: int,
+        self, place: Place, format: Format, config: Mapping[str, Any], *, dtype: torch.dtype, shards: int
     ) -> None:
         check_apart(place.out, place.source)
-        self.place, self.layers, self.says, self.config, self.shards = place, layers, says, dict(config), shards
+        self.place, self.layers, self.says, self.config = place, format.layers, format.config, dict(config)
+        self.shards = shards
         self.record_json: str | None = None
         self.room = 0
         self.size = 0  # bytes of what `close_block` wrote so far
@@ -91,7 +95,7 @@ class Container(ABC):
             self._unfinished = Unfinished(place.out, overwrite=place.overwrite, resumes=place.resumes)
         self.folder = self._unfinished.folder  # where files are written meanwhile
         check_apart(self.folder, place.source)
-        self._scale_dtype = layers.scale_dtype(dtype)
+        self._scale_dtype = self.layers.scale_dtype(dtype)
         self.pending: dict[str, Tensor] = {}  # of layers, for the next block
         self._first = ""
 
@@ -113,12 +117,39 @@ class Container(ABC):
         """
 
     @abstractmethod
-    def digests(self) -> dict[str, str]:
-        """Return the SHA-256 of every file but the record, once all blocks are written."""
+    def weight_digests(self) -> dict[str, str]:
+        """Return the SHA-256 of the files of weights, once all blocks are written."""
 
     @abstractmethod
+    def close(self) -> None:
+        """Complete the files of weights, and take the mark INCOMPLETE away: all other files are there."""
+
+    def texts(self) -> dict[str, str]:
+        """Return the files that say how weights are quantized, config.json last."""
+        return self.says.files(self.config) | {CONFIG: config_text(self.place.source, self.config)}
+
+    def size_beside(self) -> int:
+        """Return the bytes of all files but those of weights and the record."""
+        copied = size_copied(self.place.source, trust_remote_code=self.place.trust_remote_code)
+        return copied + sum(len(text.encode()) for text in self.texts().values())
+
+    def digests(self) -> dict[str, str]:
+        """Return the SHA-256 of every file but the record, once all blocks are written."""
+        found = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in self.texts().items()}
+        for name in names_copied(self.place.source, trust_remote_code=self.place.trust_remote_code):
+            found[name] = sha256(self.place.source / name)
+        return dict(sorted((found | self.weight_digests()).items()))
+
     def finish(self) -> None:
         """Write every other file but the record; what makes readers take the checkpoint for whole comes last."""
+        copy_beside(self.place.source, self.folder, trust_remote_code=self.place.trust_remote_code)
+        try:
+            for name, text in self.texts().items():
+                (self.folder / name).write_text(text)
+            self.close()
+        except BaseException:
+            (self.folder / CONFIG).unlink(missing_ok=True)
+            raise
 
     def tell(self, record: RunRecord) -> None:
         """Write the record into the files, where they have room for it; most kinds have none."""
@@ -260,20 +291,13 @@ def written(tensors: Mapping[str, Tensor]) -> Written:
     return Written(bytes=sum(tensor.nbytes for tensor in tensors.values()), checksum=digest.hexdigest())
 
 
-class disk:  # noqa: N801  (a context manager used like a function)
+@contextmanager
+def disk(folder: Path) -> Iterator[None]:
     """Turn what the file system refuses into a sentence."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, OSError):
-            raise FormatError(
-                f"{self.folder} could not be written ({error}). Free some space or choose another folder, and run again; "
-                f"what was written so far does not load."
-            ) from error
+    try:
+        yield
+    except OSError as error:
+        raise FormatError(
+            f"{folder} could not be written ({error}). Free some space or choose another folder, and run again; "
+            f"what was written so far does not load."
+        ) from error

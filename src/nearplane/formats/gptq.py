@@ -24,6 +24,8 @@ from nearplane.coding.words import pack, unpack, words_of
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.beside import GPTQ_CONFIG
 from nearplane.formats.config_file import ConfigFile, Quantized, json_text
+from nearplane.formats.container import Format
+from nearplane.formats.folder import Folder
 from nearplane.formats.integers import Integers, consecutive, expect, group_size_of, matches, object_of, truth_of
 from nearplane.formats.layer_format import GridFormat
 from nearplane.lattice.grid import QuantizedMatrix
@@ -102,7 +104,6 @@ class GPTQ(GridFormat):
 
     def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """Return fp16, in every model."""
-        del model_dtype
         return torch.float16
 
     def pack(self, name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -237,6 +238,10 @@ class Config(ConfigFile):
         symmetric = truth_of("GPTQ: sym", own.get("sym", config.get("sym", True)))
         size = group_size_of("GPTQ: group_size", group_size, (-1, None))
         return integers(bits, size, symmetric=symmetric)
+
+
+FORMAT = Format(V1, Config("gptq"), Folder)
+FORMAT_V2 = Format(V2, Config("gptq_v2"), Folder)
 
 
 def _list_of(name: str) -> str:

@@ -90,7 +90,6 @@ class LayerFormat(ABC):
         Raises:
             FormatError: it is of a version that is not understood.
         """
-        del config
         return self
 
     def stays_packed(self, config: Mapping[str, Any], dtype: torch.dtype | None) -> bool:
@@ -100,7 +99,6 @@ class LayerFormat(ABC):
             config: quantization_config of the checkpoint.
             dtype: of the network that is loaded, where that is known; what is decoded to another one does not run in it.
         """
-        del config, dtype
         return False
 
     def parts(self, names: Iterable[str]) -> dict[str, list[str]]:
@@ -115,7 +113,6 @@ class LayerFormat(ABC):
 
     def beside_the_first(self, name: str) -> dict[str, Tensor]:
         """Return what stands beside the first layer of a folder, for programs that do not know the format."""
-        del name
         return {}
 
 

@@ -22,10 +22,8 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.beside import CONFIG, copy_beside, names_copied, size_copied
-from nearplane.formats.config_file import ConfigFile
-from nearplane.formats.container import Container, Kind, Place
-from nearplane.formats.folder import config_text, read_config
+from nearplane.formats.config_file import read_config
+from nearplane.formats.container import Container, Format, Kind, Place
 from nearplane.formats.gguf.architecture import architecture_of, rope_factors, tell
 from nearplane.formats.gguf.gguf_header import (
     EVERY,
@@ -42,10 +40,10 @@ from nearplane.formats.gguf.gguf_header import (
     padded,
     read_header,
 )
-from nearplane.formats.gguf.gguf_reader import DENSE
+from nearplane.formats.gguf.gguf_layers import LAYERS, Config
+from nearplane.formats.gguf.gguf_reader import DENSE, GGUFReader
 from nearplane.formats.gguf.names import called, reshaping, rule_of, together
 from nearplane.formats.gguf.tokenizer import vocabulary
-from nearplane.formats.layer_format import LayerFormat
 from nearplane.lattice.number_formats import TYPES
 from nearplane.record.record import RunRecord
 from nearplane.system.fp8_mxfp4 import source_reader
@@ -54,19 +52,6 @@ from nearplane.system.safetensors_files import NAMES, flush_all, sha256
 
 INSTALL = 'pip install "nearplane[gguf]"'
 ENDS = ("token_embd.weight", "output.weight")
-FILE_TYPES = {
-    "f16": 1,
-    "q4_0": 2,
-    "q4_1": 3,
-    "q8_0": 7,
-    "q5_0": 8,
-    "q5_1": 9,
-    "q2_k": 10,
-    "q3_k": 12,
-    "q4_k": 15,
-    "q5_k": 17,
-    "q6_k": 18,
-}
 logger = logging.getLogger("nearplane")
 
 
@@ -93,16 +78,9 @@ class GGUFFile(Container):
     """
 
     def __init__(
-        self,
-        place: Place,
-        layers: LayerFormat,
-        says: ConfigFile,
-        config: Mapping[str, Any],
-        *,
-        dtype: torch.dtype,
-        shards: int,
+        self, place: Place, format: Format, config: Mapping[str, Any], *, dtype: torch.dtype, shards: int
     ) -> None:
-        super().__init__(place, layers, says, config, dtype=dtype, shards=shards)
+        super().__init__(place, format, config, dtype=dtype, shards=shards)
         gguf_package()
         self._network = dict(place.network)
         self._header()  # refuses what it refuses
@@ -127,8 +105,9 @@ class GGUFFile(Container):
         writer.add_name(self.place.source.name)
         tell(writer, self._network)
         types = list(self.config["types"].values())
-        usual = max(sorted(set(types)), key=types.count) if types else "f16"
-        writer.add_file_type(FILE_TYPES[usual])
+        usual = f"MOSTLY_{max(sorted(set(types)), key=types.count) if types else 'f16'}".upper()
+        known = gguf.LlamaFileType.__members__
+        writer.add_file_type(known[usual] if usual in known else known[f"{usual}_M"])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         folder = self.place.tokenizer or self.place.source
         vocabulary(folder, self._network["vocab_size"], self.config.get("pre")).write(writer, folder)
@@ -296,22 +275,16 @@ class GGUFFile(Container):
 
     def size_with(self, *rest: Mapping[str, Kind]) -> int:
         """Return the bytes of the folder but the record: of all tensors, whatever is still to come."""
-        del rest
         size = self._size
         if not size:  # the file is not begun
             with tempfile.TemporaryDirectory() as place:
                 size = self._begin_file(Path(place) / FILE)
-        beside = size_copied(self.place.source, trust_remote_code=self.place.trust_remote_code)
-        return size + beside + sum(len(text.encode()) for text in self._texts().values())
+        return size + self.size_beside()
 
-    def digests(self) -> dict[str, str]:
-        """Return the SHA-256 of every file but the record, once all blocks are written."""
+    def weight_digests(self) -> dict[str, str]:
+        """Return the SHA-256 of the file, once all blocks are written."""
         self._close()
-        found = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in self._texts().items()}
-        found[FILE] = sha256(self.folder / FILE)
-        for name in names_copied(self.place.source, trust_remote_code=self.place.trust_remote_code):
-            found[name] = sha256(self.place.source / name)
-        return dict(sorted(found.items()))
+        return {FILE: sha256(self.folder / FILE)}
 
     def _close(self) -> None:
         """Write the checksums and the record into the header, and close the file."""
@@ -333,17 +306,14 @@ class GGUFFile(Container):
         self._file.close()
         self._file = None
 
-    def finish(self) -> None:
-        """Write what lies beside the file, config.json last, and take the mark away."""
+    def close(self) -> None:
+        """Close the file, and take the mark away."""
         self._close()
-        copy_beside(self.place.source, self.folder, trust_remote_code=self.place.trust_remote_code)
-        for name, text in self._texts().items():
-            (self.folder / name).write_text(text)
         flush_all(self.folder)
         (self.folder / INCOMPLETE).unlink()
 
-    def _texts(self) -> dict[str, str]:
-        return {CONFIG: config_text(self.place.source, self.config)}
+
+FORMAT = Format(LAYERS, Config(), GGUFFile, GGUFReader)
 
 
 def _type(number: int) -> str:

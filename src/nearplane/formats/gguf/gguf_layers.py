@@ -48,12 +48,10 @@ class Blocks(LayerFormat):
 
     def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """Return fp16, in every model."""
-        del model_dtype
         return torch.float16
 
     def pack(self, name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the blocks of one layer."""
-        del dtype
         kind, matrix = _with_blocks(name, matrix)
         return {f"{name}.weight_{kind.name}": pack(kind, matrix)}
 

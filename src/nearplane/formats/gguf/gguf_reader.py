@@ -84,7 +84,6 @@ class GGUFReader(TensorReader):
 
     def file(self, name: str) -> Path:
         """Return the file."""
-        del name
         return self.path
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from nearplane.errors import RecipeError
 from nearplane.formats.gguf.architecture import Config, architecture_of
 from nearplane.formats.gguf.gguf_header import EVERY
+from nearplane.formats.gguf.mixes import blocks_of
 
 DROPPED = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 
@@ -116,8 +117,7 @@ def called(names: Iterable[str], config: Config) -> dict[str, str]:
 
     architecture = architecture_of(config)
     number = {name: each for each, name in gguf.MODEL_ARCH_NAMES.items()}[architecture.name]
-    blocks = config.get("num_hidden_layers") or config["n_layer"]
-    table = gguf.get_tensor_name_map(number, blocks)
+    table = gguf.get_tensor_name_map(number, blocks_of(config))
     found = {}
     for name in names:
         if unused(name, config):
