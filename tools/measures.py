@@ -56,7 +56,7 @@ READER_PATHS = {  # by the main path: what a reader opens to follow a 4-bit run 
         *("models/model.py", "calibration/activations.py", "calibration/one_forward.py"),
         *("matrix/solve_layer.py", "matrix/on_grid.py"),
         *("planning/ledger.py", "verbs/quantize_journal.py", "system/journal_pages.py"),
-        *("formats/table.py", "formats/container.py", "formats/folder.py", "system/output_folder.py"),
+        *("formats/table.py", "formats/container.py", "system/output_folder.py"),
     ),
 }  # keep them true when files or the flow of a run change
 

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
 from nearplane.system.paths import RECORD
 
 CONFIG, GPTQ_CONFIG = "config.json", "quantize_config.json"
-WEIGHT_SUFFIXES = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".h5",
-    ".msgpack",
-    ".gguf",
-    ".onnx",
-    ".onnx_data",
-    ".ot",
-    ".tflite",
-    ".npz",
-    ".index.json",
-)
+WEIGHTS = re.compile(
+    r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx|onnx_data|ot|tflite|npz|index\.json)", re.DOTALL
+)  # names of their files
 TEMPLATES_FOLDER = "additional_chat_templates"  # the only folder that a tokenizer saves
 
 
@@ -60,7 +48,7 @@ def _copied(name: str, trust_remote_code: bool) -> bool:
     """Return whether a file of this name is copied: not if it holds weights, is written anew, or is untrusted code."""
     return not (
         name.startswith((".", "README"))
-        or name.endswith(WEIGHT_SUFFIXES)
+        or WEIGHTS.fullmatch(name)
         or name in (CONFIG, GPTQ_CONFIG, RECORD)
         or (name.endswith(".py") and not trust_remote_code)
     )

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from nearplane.coding.words import pack, unpack, words_of
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.integers import Integers, consecutive, expect, group_size_of, truth_of
+from nearplane.formats.integers import Integers, consecutive, expect, group_size_of, of_kind
 from nearplane.formats.layer_format import GridFormat
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.number_formats import MXFP4, NumberFormat, integers
@@ -127,16 +127,17 @@ class PackQuantized(Packing):
         group_size = None
         if weights["strategy"] == "group":
             group_size = group_size_of("compressed-tensors: weights.group_size", weights.get("group_size"), ())
-        symmetric = truth_of("compressed-tensors: weights.symmetric", weights.get("symmetric", True))
+        said = weights.get("symmetric", True)
+        symmetric = of_kind("compressed-tensors: weights.symmetric", said, bool, "true or false")
         return integers(int(weights["num_bits"]), group_size, symmetric=symmetric)
 
     def pack(self, name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the tensors of a symmetric layer."""
         stored = Integers.of(name, matrix, dtype)
-        if not stored.symmetric:
+        if not stored.format.symmetric:
             raise FormatError(f"{name}: an asymmetric matrix; compressed-tensors is written for symmetric ones only.")
         return {
-            f"{name}.weight_packed": pack(stored.codes, stored.bits),
+            f"{name}.weight_packed": pack(stored.codes, stored.format.bits),
             f"{name}.weight_scale": stored.scale.contiguous(),
             f"{name}.weight_shape": torch.tensor(matrix.codes.shape, dtype=torch.int64),
         }
@@ -158,7 +159,7 @@ class PackQuantized(Packing):
 
     def unpack(self, name: str, tensors: Mapping[str, Tensor], format: NumberFormat) -> QuantizedMatrix:
         """Return the matrix of one layer, which other programs may have written asymmetric or in activation order."""
-        bits, symmetric = format.bits, format.symmetric
+        bits = format.bits
         out, columns = self.shape_of(name, tensors)
         groups = format.groups(columns)
         dense, padded = words_of(columns, bits), -(-columns // (32 // bits))
@@ -172,7 +173,7 @@ class PackQuantized(Packing):
         words = expect(name, tensors, "weight_packed", (out, dense), {torch.int32})
         scale = expect(name, tensors, "weight_scale", (out, groups), SCALES)
         zeros = torch.full((out, groups), 2 ** (bits - 1), dtype=torch.uint8)
-        if not symmetric:
+        if not format.symmetric:
             packed = expect(name, tensors, "weight_zero_point", (words_of(out, bits), groups), {torch.int32})
             zeros = unpack(packed.T.contiguous(), bits, out).T
         group = consecutive(columns, format.group)
@@ -181,7 +182,7 @@ class PackQuantized(Packing):
             if bool(((group < 0) | (group >= groups)).any()):
                 raise FormatError(f"{name}.weight_g_idx names groups outside 0 to {groups - 1}.")
         codes = unpack(words, bits, columns)
-        return Integers(codes=codes, zeros=zeros, scale=scale, group=group, bits=bits, symmetric=symmetric).matrix()
+        return Integers(codes=codes, zeros=zeros, scale=scale, group=group, format=format).matrix()
 
 
 class MXFP4Packed(Packing):

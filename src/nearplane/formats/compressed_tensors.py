@@ -16,8 +16,7 @@ from nearplane.errors import FormatError
 from nearplane.formats.compressed_packings import PACKINGS, Packing, PackQuantized, packing_of, refuse_unknown
 from nearplane.formats.config_file import ConfigFile, Quantized
 from nearplane.formats.container import Format
-from nearplane.formats.folder import Folder
-from nearplane.formats.integers import expect, matches, object_of
+from nearplane.formats.integers import expect, matches, object_of, of_kind
 from nearplane.formats.layer_format import GridFormat
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.number_formats import NumberFormat
@@ -120,7 +119,7 @@ class Config(ConfigFile):
         return packings[str(format)].number_format(weights)
 
 
-FORMAT = Format(CompressedTensors(), Config(), Folder)
+FORMAT = Format(CompressedTensors(), Config())
 
 
 def _group_of(targets: Sequence[str], weights: Mapping[str, Any], format: str) -> dict[str, Any]:
@@ -156,17 +155,13 @@ def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         )
     if len(schemes) == 1:
         return schemes[0]
-    targets = [(str(target), scheme) for scheme in schemes for target in _list("targets", scheme.get("targets"))]
+    targets: list[tuple[str, Mapping[str, Any]]] = []
+    for scheme in schemes:
+        names = [] if scheme.get("targets") is None else scheme["targets"]
+        targets += [(str(name), scheme) for name in of_kind("compressed-tensors: targets", names, list, "a list")]
     exact = [scheme for target, scheme in targets if target == name]
     patterns = [scheme for target, scheme in targets if target.startswith("re:") and matches(target[3:], name)]
     found = exact or patterns or [scheme for target, scheme in targets if target == "Linear"]
     if not found or any(scheme != found[0] for scheme in found):
         raise FormatError(f"{name}: {len(found)} of the {len(schemes)} schemes in config_groups name it, expected one.")
     return found[0]
-
-
-def _list(name: str, value: Any) -> list[Any]:
-    """Return a list of the config; null is an empty one."""
-    if value is not None and not isinstance(value, list):
-        raise FormatError(f"compressed-tensors: {name} is {value!r}, expected a list. Fetch config.json again.")
-    return value or []

@@ -1,7 +1,7 @@
 """A checkpoint that is being written: which files it has, and that nobody takes it for whole before it is.
 
 What all kinds of checkpoints have in common is here: layers are packed and read back, blocks are written as they come, and the
-result takes the place of OUT at the end. A subclass says what its files are; `folder.py` has the one of safetensors.
+result takes the place of OUT at the end. A subclass says what its files are; `Folder` is the one of safetensors.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +26,7 @@ from nearplane.record.record import RunRecord, read_record
 from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import RECORD
 from nearplane.system.progress import peak_memory
-from nearplane.system.safetensors_files import ShardReader, TensorReader, about, sha256
+from nearplane.system.safetensors_files import INDEX, ShardReader, ShardWriter, TensorReader, about, sha256, shard_size
 
 Kind = tuple[str, Sequence[int], int]  # of a tensor: dtype in safetensors, shape, bytes
 
@@ -53,15 +52,6 @@ class Place:
     network: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: Path | None = None
     resumes: bool = False
-
-
-class Format(NamedTuple):
-    """A format: how a layer's tensors look, what the config says of them, which files there are, and what reads their tensors."""
-
-    layers: LayerFormat
-    config: ConfigFile
-    container: type[Container]
-    reader: Callable[..., TensorReader] = ShardReader
 
 
 class Container(ABC):
@@ -245,11 +235,9 @@ class Container(ABC):
         self.size += size
         return size
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *raised: Any) -> None:
         try:
-            if error is None and not self.whole:
+            if kind is None and not self.whole:
                 if self.pending or self.record_json is None:
                     raise FormatError(
                         f"{self.place.out}: layers without a shard, or no record. Call close_block, set record_json."
@@ -260,7 +248,56 @@ class Container(ABC):
         except BaseException as failed:
             self._unfinished.__exit__(type(failed), failed, failed.__traceback__)
             raise
-        self._unfinished.__exit__(kind, error, trace)
+        self._unfinished.__exit__(kind, *raised)
+
+
+class Folder(Container):
+    """A folder of safetensors: a shard for each block; without config.json and marked INCOMPLETE until it is whole."""
+
+    _writer: ShardWriter
+
+    def begin(self) -> None:
+        """Begin the first shard."""
+        self._writer = ShardWriter(self.folder, self.shards, checksums=self.layers.CHECKSUMS)
+
+    def write(self, tensors: Mapping[str, Tensor]) -> int:
+        """Write one shard."""
+        return self._writer.write(tensors)
+
+    def state(self) -> dict[str, Any]:
+        """Return which shards were written, flushed to disk."""
+        return {"size": self.size, "first": self._first, "shards": self._writer.state()}
+
+    def go_on(self, state: Mapping[str, Any]) -> None:
+        """Go on behind the shards of a run that was stopped."""
+        self.begin()
+        self._writer.go_on(state["shards"])
+        self.size, self._first = int(state["size"]), str(state["first"])
+
+    def size_with(self, *rest: Mapping[str, Kind]) -> int:
+        """Return the bytes of the folder but the record, if it ended with these shards."""
+        ours = {name: (about(each).split()[0], tuple(each.shape), each.nbytes) for name, each in self.pending.items()}
+        blocks: Sequence[Mapping[str, Kind]] = (ours | dict(rest[0]) if rest else ours, *rest[1:])
+        shards = [shard for shard in blocks if shard]
+        index = self._writer.index({name: size for shard in shards for name, (_, _, size) in shard.items()})
+        return self.size + sum(map(shard_size, shards)) + len(index.encode()) + self.size_beside()
+
+    def weight_digests(self) -> dict[str, str]:
+        """Return the SHA-256 of every shard and of the index, once all shards are written."""
+        return self._writer.digests() | {INDEX: hashlib.sha256(self._writer.index().encode()).hexdigest()}
+
+    def close(self) -> None:
+        """Write the index."""
+        self._writer.finish()
+
+
+class Format(NamedTuple):
+    """A format: how a layer's tensors look, what the config says of them, which files there are, and what reads their tensors."""
+
+    layers: LayerFormat
+    config: ConfigFile
+    container: type[Container] = Folder
+    reader: Callable[..., TensorReader] = ShardReader
 
 
 def check_apart(out: Path, source: Path) -> None:

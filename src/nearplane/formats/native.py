@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -22,7 +21,6 @@ from nearplane.coding.blob import Contents, decode, encode, shape_of
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.config_file import METHOD, ConfigFile, Quantized
 from nearplane.formats.container import Format
-from nearplane.formats.folder import Folder
 from nearplane.formats.integers import expect
 from nearplane.formats.layer_format import LayerFormat
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
@@ -33,7 +31,6 @@ CODER = "tans"
 KINDS = ("Linear", "Conv1D", "Embedding", "Expert")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Native(LayerFormat):
     """The tensor of a layer."""
 
@@ -44,17 +41,13 @@ class Native(LayerFormat):
 
     def configured(self, config: Mapping[str, Any]) -> Self:
         """Return the format, for a config of a version that is understood."""
-        version, coder = config.get("format_version"), config.get("coder", CODER)
-        if version != VERSION:
-            raise FormatError(
-                f"quantization_config says format_version {version!r}; this version of nearplane reads {VERSION}. "
-                f"Update nearplane, or fetch config.json again."
-            )
-        if coder != CODER:
-            raise FormatError(
-                f"quantization_config says coder {coder!r}; this version of nearplane reads {CODER}. Update nearplane, or "
-                f"fetch config.json again."
-            )
+        said = {"coder": CODER, **config}
+        for field, known in (("format_version", VERSION), ("coder", CODER)):
+            if (found := said.get(field)) != known:
+                raise FormatError(
+                    f"quantization_config says {field} {found!r}; this version of nearplane reads {known}. "
+                    f"Update nearplane, or fetch config.json again."
+                )
         return self
 
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
@@ -119,7 +112,7 @@ class Config(ConfigFile):
         return CODED
 
 
-FORMAT = Format(DEFAULT, Config(), Folder)
+FORMAT = Format(DEFAULT, Config())
 
 
 def matrix_of(contents: Contents) -> QuantizedMatrix:

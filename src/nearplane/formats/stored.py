@@ -21,7 +21,7 @@ from nearplane.formats.beside import CONFIG
 from nearplane.formats.config_file import read_config
 from nearplane.formats.table import FORMATS, format_of
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.system.fp8_mxfp4 import method_of, source_reader
+from nearplane.system.fp8_mxfp4 import source_reader
 from nearplane.system.paths import INCOMPLETE
 from nearplane.system.safetensors_files import ShardReader, TensorReader
 
@@ -210,11 +210,10 @@ def reader_of(folder: Path) -> TensorReader:
         FormatError, ModelError: the folder is not finished, or there are no such files.
     """
     config = quantization_of(folder)
-    if method_of({"quantization_config": config}) is not None:
-        return source_reader(folder, {"quantization_config": config})
     method = None if config is None else config.get("quant_method")
-    known = FORMATS.get(method) if isinstance(method, str) else None  # others are safetensors, read as they are
-    return ShardReader(folder) if known is None else known.reader(folder)
+    if isinstance(method, str) and method in FORMATS:
+        return FORMATS[method].reader(folder)
+    return source_reader(folder, {"quantization_config": config})  # others are safetensors, read as they are or widened
 
 
 class DecodedReader(TensorReader):

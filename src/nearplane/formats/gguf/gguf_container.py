@@ -174,19 +174,16 @@ class GGUFFile(Container):
             os.posix_fallocate(file.fileno(), 0, size)  # a full disk is found now
         except AttributeError:  # on other systems
             file.truncate(size)
-        made = rope_factors(self._network)
-        for info in self._known(path):
-            self._put(file, info.name, info, made[info.name])
+        self._find_places(path)
         path.chmod((self.folder / INCOMPLETE).stat().st_mode)
         return file
 
-    def _known(self, path: Path) -> list[Info]:
-        """Take the places of tensors from the header of the file; return those that are in no checkpoint."""
+    def _find_places(self, path: Path) -> None:
+        """Take the places of tensors from the header of the file; those that are in no checkpoint have the file's names."""
         header = read_header(path)
-        self._fields, self._places, self._size = header.fields, header.places, header.size
-        named = list(zip(header.fields[TENSORS], header.tensors, strict=True))
-        self._infos = {name: place for whole, info in named if whole for name, place in apart(info, whole).items()}
-        return [info for name, info in named if not name]
+        self._fields, self._places, self._size, self._infos = header.fields, header.places, header.size, {}
+        for name, info in zip(header.fields[TENSORS], header.tensors, strict=True):
+            self._infos |= apart(info, name or info.name)
 
     def state(self) -> dict[str, Any]:
         """Return which tensors were written, flushed to disk."""
@@ -205,9 +202,9 @@ class GGUFFile(Container):
             raise FormatError(
                 f"{path} is missing: the run that was stopped cannot be gone on with. Begin anew with --overwrite."
             )
-        made = self._known(path)
+        self._find_places(path)
         self._file = path.open("r+b")
-        for name, info in [*self._infos.items(), *((info.name, info) for info in made)]:
+        for name, info in self._infos.items():
             if name in sums:
                 self._file.seek(info.begin)
                 if hashlib.sha256(self._file.read(info.size)).hexdigest() != sums[name]:
@@ -219,40 +216,34 @@ class GGUFFile(Container):
 
     def write(self, tensors: Mapping[str, Tensor]) -> int:
         """Write the tensors of one block at their places; return the bytes of them, with the first those of the header."""
+        size = 0
         try:
-            return self._write(tensors)
+            if self._file is None:
+                self._file = self._open()
+                size = self._size - sum(_taken(info) for info in self._infos.values())
+                tensors = {**tensors, **rope_factors(self._network)}
+            for name, tensor in tensors.items():
+                stem, _, suffix = name.rpartition(".")
+                name = f"{stem}.weight" if suffix in self.layers.SUFFIXES else name
+                if (info := self._infos.get(name)) is not None:  # else llama.cpp has no use for it
+                    rule = rule_of(info.name, self._fields, dims=1 if info.type not in DENSE else tensor.dim())
+                    self._put(self._file, name, info, rule.into(tensor.detach().cpu()))
+                    size += _taken(info)
+            self._file.flush()
         except OSError as error:
             raise FormatError(
                 f"{self.folder / FILE} could not be written ({error}). Free some space and run again; what is there is marked "
                 f"{INCOMPLETE} and does not load."
             ) from error
-
-    def _write(self, tensors: Mapping[str, Tensor]) -> int:
-        size = 0
-        if self._file is None:
-            self._file = self._open()
-            size = self._size - sum(_taken(info) for info in self._infos.values())
-        for name, tensor in tensors.items():
-            stem, _, suffix = name.rpartition(".")
-            name = f"{stem}.weight" if suffix in self.layers.SUFFIXES else name
-            if name not in self._called:
-                continue  # llama.cpp has no use for it
-            info = self._infos[name]
-            rule = rule_of(info.name, self._fields, dims=1 if info.type not in DENSE else tensor.dim())
-            tensor = rule.into(tensor.detach().cpu())
-            self._put(self._file, name, info, tensor)
-            size += _taken(info)
-        self._file.flush()
         return size
 
     def _put(self, file: BinaryIO, name: str, info: Info, tensor: Tensor) -> None:
         """Write one tensor, in the file's type."""
         if info.type in DENSE:
-            values = tensor.to(DENSE[info.type])
-            if not bool(torch.isfinite(values).all()):
+            tensor = tensor.to(DENSE[info.type])
+            if not bool(torch.isfinite(tensor).all()):
                 way = "Use --embeddings bf16" if info.name in ENDS else "Take it out of --ignore"
-                raise FormatError(f"{name} has values that {NAMES[values.dtype]} does not hold. {way}.")
-            tensor = values
+                raise FormatError(f"{name} has values that {NAMES[tensor.dtype]} does not hold. {way}.")
         data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
         if len(data) != info.size:
             raise FormatError(f"{name} has {len(data)} bytes, {info.size} were announced as {info.name}.")
@@ -297,8 +288,7 @@ class GGUFFile(Container):
         sums: dict[str, str] = {}  # by tensor of the file
         for name in self._infos:
             sums[together(name)] = sums.get(together(name), "") + self._sums[name]
-        made = [self._sums[info.name] for info in self._known(self.folder / FILE)]
-        text = b"".join(struct.pack("<Q", len(each)) + each.encode() for each in (*sums.values(), *made))
+        text = b"".join(struct.pack("<Q", len(each)) + each.encode() for each in sums.values())
         self._file.seek(self._places[SUMS] + 4 + 8)  # behind type and number of entries
         self._file.write(text)
         self._file.seek(self._places[RECORD_KEY] + 8)  # behind the length

@@ -76,23 +76,15 @@ def _mixed(mix: str, role: str, index: int, config: Mapping[str, Any]) -> str:
     if experts == 8 and role == "attn_output":
         return "q5_k"
     more = index < count // 8 or index >= 7 * count // 8 or (index - count // 8) % 3 == 2
+    upper = "q6_k" if more else usual  # of q4_k and q5_k
     match role:
         case "attn_v":
-            own = {
-                "q2_k": "q4_k" if shared >= 4 else "q3_k",
-                "q3_k": "q5_k" if index < 2 else "q4_k",
-                "q4_k": "q6_k" if more else "q4_k",
-                "q5_k": "q6_k" if more else "q5_k",
-            }[usual]
+            low = {"q2_k": "q4_k" if shared >= 4 else "q3_k", "q3_k": "q5_k" if index < 2 else "q4_k"}
+            own = low.get(usual, upper)
             large = count == 80 and shared > 1  # Llama 70B
             return "q5_k" if large and own in ("q3_k", "q4_k") else own
         case "ffn_down":
-            return {
-                "q2_k": "q3_k",
-                "q3_k": "q5_k" if index < count // 16 else "q4_k",
-                "q4_k": "q6_k" if more else "q4_k",
-                "q5_k": "q6_k" if more else "q5_k",
-            }[usual]
+            return {"q2_k": "q3_k", "q3_k": "q5_k" if index < count // 16 else "q4_k"}.get(usual, upper)
         case "attn_output":
             return {"q2_k": "q3_k", "q3_k": "q4_k"}.get(usual, usual)
         case _:
