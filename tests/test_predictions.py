@@ -81,4 +81,4 @@ def test_a_layer_that_is_larger_than_all_of_the_network_is_refused(folders):
     with pytest.raises(
         nearplane.FormatError, match=r"no weight of the model that config\.json describes has more than 6"
     ):
-        DecodedReader(Path(out), {"norm.weight": (2, 3)})
+        DecodedReader(Path(out), {"norm.weight": (2, 3)}, (), {})

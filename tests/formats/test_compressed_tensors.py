@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, LlamaFor
 from checkpoints import config_of_grids, random_matrix, write_folder
 from nearplane.coding.words import pack
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.compressed_packings import PackQuantized
-from nearplane.formats.compressed_tensors import FORMAT
+from nearplane.formats.compressed_tensors import FORMAT, PackQuantized
 from nearplane.formats.integers import Integers
 from nearplane.formats.stored import read_dense
 from nearplane.lattice.grid import QuantizedMatrix
@@ -133,10 +132,10 @@ def with_zero_points(name: str, matrix: Any, dtype: torch.dtype) -> dict[str, to
     """What compressed-tensors itself writes for an asymmetric layer."""
     stored = Integers.of(name, matrix, dtype)
     return {
-        f"{name}.weight_packed": pack(stored.codes, stored.bits),
+        f"{name}.weight_packed": pack(stored.codes, stored.format.bits),
         f"{name}.weight_scale": stored.scale.contiguous(),
         f"{name}.weight_shape": torch.tensor(matrix.codes.shape),
-        f"{name}.weight_zero_point": pack(stored.zeros.T, stored.bits).T.contiguous(),
+        f"{name}.weight_zero_point": pack(stored.zeros.T, stored.format.bits).T.contiguous(),
     }
 
 

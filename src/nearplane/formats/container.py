@@ -77,7 +77,7 @@ class Container(ABC):
     ) -> None:
         check_apart(place.out, place.source)
         self.place, self.layers, self.says, self.config = place, format.layers, format.config, dict(config)
-        self.shards = shards
+        self.shards, self.overwrite = shards, place.overwrite
         self.record_json: str | None = None
         self.room = 0
         self.size = 0  # bytes of what `close_block` wrote so far
@@ -187,11 +187,6 @@ class Container(ABC):
     def whole(self) -> bool:
         """Whether a run left all of it: then there is nothing to do inside the `with` block."""
         return self.found and self._unfinished.whole
-
-    @property
-    def overwrite(self) -> bool:
-        """Whether what is in the way may be replaced."""
-        return self.place.overwrite
 
     def recorded_files(self) -> dict[str, str]:
         """Return {name: SHA-256} of the files of a checkpoint that is `whole`."""

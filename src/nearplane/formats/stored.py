@@ -134,9 +134,8 @@ def read_matrices(
         tensors = stored.tensors(name)
         if shapes is not None:
             part = next(iter(tensors))
-            check_shape(
-                f"{stored.reader.file(part)}: {part}", f"{name}.weight", stored.layers.shape_of(name, tensors), shapes
-            )
+            called = f"{stored.reader.file(part)}: {part}"
+            check_shape(called, f"{name}.weight", stored.layers.shape_of(name, tensors), shapes)
         yield name, stored.matrix(name, tensors)
 
 
@@ -233,13 +232,13 @@ class DecodedReader(TensorReader):
         self,
         folder: Path,
         shapes: Mapping[str, tuple[int, ...]],
-        transposed: Collection[str] = (),
-        stacks: Mapping[str, Stack] | None = None,
+        transposed: Collection[str],
+        stacks: Mapping[str, Stack],
     ) -> None:
         self.folder, self.checksums = folder, None
         self._stored, self._shapes = Stored(folder), dict(shapes)
         there = set(self._stored.names())
-        stacks = {name: stack for name, stack in (stacks or {}).items() if there.issuperset(stack.names)}
+        stacks = {name: stack for name, stack in stacks.items() if there.issuperset(stack.names)}
         there -= {name for stack in stacks.values() for name in stack.names}
         self._made: dict[str, Stack] = {}
         for layer in self._stored.names():

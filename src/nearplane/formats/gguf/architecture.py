@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class Architecture:
 
     name: str
     tell: Callable[[Any, Config], None]
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any]
     square: bool = False
     experts: bool = False
     untied: bool = True
@@ -204,8 +204,6 @@ def tell(writer: Any, config: Config) -> None:
 
 def rope_factors(config: Config) -> dict[str, Tensor]:
     """Return tensors that no checkpoint has and llama.cpp asks for, by name: factors of rotary frequencies."""
-    if config.get("model_type") == "gpt2":
-        return {}
     rope = _ropes(config)["full_attention"]
     match _rope_type(rope):
         case "llama3":

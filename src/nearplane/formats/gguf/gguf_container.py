@@ -43,7 +43,6 @@ from nearplane.formats.gguf.gguf_header import (
 from nearplane.formats.gguf.gguf_layers import LAYERS, Config
 from nearplane.formats.gguf.gguf_reader import DENSE, GGUFReader
 from nearplane.formats.gguf.names import called, reshaping, rule_of, together
-from nearplane.formats.gguf.tokenizer import vocabulary
 from nearplane.lattice.number_formats import TYPES
 from nearplane.record.record import RunRecord
 from nearplane.system.fp8_mxfp4 import source_reader
@@ -101,6 +100,8 @@ class GGUFFile(Container):
     def _header(self) -> Any:
         """Return a writer of the package that knows all but the tensors."""
         gguf = gguf_package()
+        from nearplane.formats.gguf.tokenizer import vocabulary  # which imports that package
+
         writer = gguf.GGUFWriter(None, architecture_of(self._network).name)
         writer.add_name(self.place.source.name)
         tell(writer, self._network)
@@ -123,9 +124,9 @@ class GGUFFile(Container):
         types, experts = self.config["types"], Counter(map(together, self._called))
         taken = {f"{layer}.weight": layer for layer in types}
         for name, new in self._called.items():
-            shape, part = self._source.shape(name), new.rsplit(".", 2)[-2]
-            dims = len(shape)
-            shape = reshaping(new, architecture_of(self._network).name, dims=dims).shape_into(shape)
+            stored, part = torch.empty(self._source.shape(name), device="meta"), new.rsplit(".", 2)[-2]
+            dims = stored.dim()
+            shape = tuple(reshaping(new, architecture_of(self._network).name, dims=dims).into(stored).shape)
             if new.startswith("position_embd") or dims == 1 or part.endswith("norm") or part.startswith("ffn_gate_inp"):
                 kind = NUMBER["F32"]
             elif name in taken:

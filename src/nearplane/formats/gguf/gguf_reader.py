@@ -71,7 +71,7 @@ class GGUFReader(TensorReader):
         """Return the shape of a tensor: of blocks (out, bytes of a row)."""
         info = self._infos[name]
         if info.type in DENSE:
-            return self._rule(info).shape_back(info.shape)
+            return tuple(self._rule(info).back(torch.empty(info.shape, device="meta")).shape)
         return info.shape[0], info.size // info.shape[0]
 
     def dtype(self, name: str) -> str:

@@ -37,14 +37,6 @@ class Rule:
     transposed: bool = False
     row: bool = False
 
-    def shape_into(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the sizes in the file of a tensor that has `shape` in the checkpoint."""
-        return shape[1:] if self.row else shape[::-1] if self.transposed else shape
-
-    def shape_back(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the sizes in the checkpoint of a tensor that has `shape` in the file."""
-        return (1, *shape) if self.row else shape[::-1] if self.transposed else shape
-
     def into(self, tensor: Tensor) -> Tensor:
         """Return what the file holds of a tensor of the checkpoint."""
         if self.row:

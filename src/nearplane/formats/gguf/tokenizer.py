@@ -13,9 +13,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 from typing import Any
+
+from gguf import SpecialVocab
+from gguf import TokenType as Kind
 
 from nearplane.errors import RecipeError
 from nearplane.system.json_file import read_object
@@ -41,20 +43,10 @@ PRE = {  # (expressions, whether a token that a piece is as a whole goes before 
     ): "gpt-4o",
 }
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+# tokens of control although their maker did not say so, as llama.cpp's own converter takes them
 CONTROL = re.compile(r"<\|.*\|>|<\uff5c.*\uff5c>|<unused.*>|<pad>|<mask>|<2mass>|\[@BOS@\]")
 SPACE = "▁"
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
-
-
-class Kind(IntEnum):
-    """Of a token, as llama.cpp numbers them."""
-
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +74,6 @@ class Vocabulary:
 
     def write(self, writer: Any, folder: Path) -> None:
         """Add it to a `gguf.GGUFWriter`, with the ids of special tokens and the template of chats that the folder has."""
-        from gguf import SpecialVocab
-
         writer.add_tokenizer_model(self.model)
         if self.model == "none":
             return
@@ -152,9 +142,7 @@ class _Json:
         for token, index in self.model["vocab"].items():
             self._put(index, token, Kind.NORMAL)
         for entry in data.get("added_tokens") or ():
-            token = entry[
-                "content"
-            ]  # of control also where its maker did not say so, as llama.cpp's own converter takes it
+            token = entry["content"]
             control = entry["special"] or CONTROL.fullmatch(token) is not None
             token = token if control else token.replace(SPACE, " ")
             self._put(entry["id"], token, Kind.CONTROL if control else Kind.USER_DEFINED)
