@@ -17,11 +17,9 @@ TEMPLATES_FOLDER = "additional_chat_templates"  # the only folder that a tokeniz
 
 def copy_beside(source: Path, out: Path, *, trust_remote_code: bool) -> None:
     """Copy what belongs to a model beside its weights: tokenizer, templates, generation_config, licence."""
-    for path in _beside(source, trust_remote_code):
-        if path.is_dir():
-            shutil.copytree(path, out / path.name, dirs_exist_ok=True)
-        else:
-            shutil.copyfile(path, out / path.name)
+    for name in names_copied(source, trust_remote_code=trust_remote_code):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, out / name)
 
 
 def names_copied(source: Path, *, trust_remote_code: bool) -> list[str]:

@@ -30,10 +30,9 @@ from torch import Tensor
 
 from nearplane.coding.words import pack, unpack, words_of
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.config_file import ConfigFile, Quantized
 from nearplane.formats.container import Format
 from nearplane.formats.integers import Integers, consecutive, expect, group_size_of, matches, object_of, of_kind
-from nearplane.formats.layer_format import GridFormat
+from nearplane.formats.layer_format import ConfigFile, GridFormat, Quantized
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.number_formats import MXFP4, NumberFormat, integers
 
@@ -316,10 +315,10 @@ class Config(ConfigFile):
         """
         targets: dict[NumberFormat, dict[str, None]] = {network.scheme.number_format: {"Linear": None}}
         if network.grids:
-            kinds = set(network.grids.values())
-            targets = {
-                kind: {} for kind in sorted(kinds, key=lambda own: (own.bits, own.group or 0, own.symmetric, own.name))
-            }
+            kinds = sorted(
+                {*network.grids.values()}, key=lambda own: (own.bits, own.group or 0, own.symmetric, own.name)
+            )
+            targets = {kind: {} for kind in kinds}
         for name, own in network.grids.items():
             targets[own][_pattern_of_all(name) if name in network.routed else name] = None
         groups = []
@@ -402,9 +401,8 @@ def _pattern_of_all(name: str) -> str:
 
 def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return the scheme of a layer: of several, the one that targets its name, else a pattern of it, else its class."""
-    schemes: list[Mapping[str, Any]] = list(
-        object_of("compressed-tensors: config_groups", config.get("config_groups")).values()
-    )
+    groups = object_of("compressed-tensors: config_groups", config.get("config_groups"))
+    schemes: list[Mapping[str, Any]] = [*groups.values()]
     if not schemes or not all(isinstance(scheme, Mapping) for scheme in schemes):
         raise FormatError(
             f"compressed-tensors: config_groups has {len(schemes)} schemes; one or more, spelled out, are understood."

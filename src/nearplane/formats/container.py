@@ -19,8 +19,7 @@ from torch import Tensor
 
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.beside import CONFIG, copy_beside, names_copied, size_copied
-from nearplane.formats.config_file import ConfigFile, config_text
-from nearplane.formats.layer_format import LayerFormat
+from nearplane.formats.layer_format import ConfigFile, LayerFormat, config_text
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.record.record import RunRecord, read_record
 from nearplane.system.output_folder import Unfinished

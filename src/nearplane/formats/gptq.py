@@ -23,10 +23,9 @@ from torch import Tensor
 from nearplane.coding.words import pack, unpack, words_of
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.beside import GPTQ_CONFIG
-from nearplane.formats.config_file import ConfigFile, Quantized, json_text
 from nearplane.formats.container import Format
 from nearplane.formats.integers import Integers, consecutive, expect, group_size_of, matches, object_of, of_kind
-from nearplane.formats.layer_format import GridFormat
+from nearplane.formats.layer_format import ConfigFile, GridFormat, Quantized, json_text
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.number_formats import NumberFormat, integers
 

@@ -83,12 +83,11 @@ def group_size_of(called: str, value: Any, none: Collection[int | None]) -> int 
     Raises:
         FormatError: it is no size.
     """
-    if value is None or (type(value) is int and value in none):
-        if value in none:
-            return None
-    elif type(value) is int and 1 <= value < 2**31:
-        return value
-    raise FormatError(f"{called} is {value!r}, expected a positive whole number. Fetch config.json again.")
+    if (value is None or type(value) is int) and value in none:
+        return None
+    if type(value) is not int or not 1 <= value < 2**31:
+        raise FormatError(f"{called} is {value!r}, expected a positive whole number. Fetch config.json again.")
+    return value
 
 
 def of_kind(called: str, value: Any, kind: type[T], expected: str) -> T:

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from nearplane.coding.blob import Contents, decode, encode, shape_of
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.config_file import METHOD, ConfigFile, Quantized
 from nearplane.formats.container import Format
 from nearplane.formats.integers import expect
-from nearplane.formats.layer_format import LayerFormat
+from nearplane.formats.layer_format import METHOD, ConfigFile, LayerFormat, Quantized
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
 from nearplane.lattice.number_formats import CODED, NumberFormat
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nearplane.errors import FormatError
 from nearplane.formats.beside import CONFIG
-from nearplane.formats.config_file import read_config
+from nearplane.formats.layer_format import read_config
 from nearplane.formats.table import FORMATS, format_of
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.system.fp8_mxfp4 import source_reader
@@ -99,9 +99,9 @@ class Stored:
         parts = {part for parts in self._parts.values() for part in parts}
         return [name for name in self.reader.names() if name not in parts]
 
-    def parts(self, name: str) -> list[str]:
-        """Return the names of the tensors of one layer."""
-        return list(self._parts[name])
+    def file(self, name: str) -> Path:
+        """Return the file that holds the first tensor of one layer."""
+        return self.reader.file(self._parts[name][0])
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of one layer, checked against the checksums that the folder has."""
@@ -269,7 +269,7 @@ class DecodedReader(TensorReader):
 
     def file(self, name: str) -> Path:
         """Return the file that holds a tensor, or the first part of a layer."""
-        return self._file_of(self._made[name].names[0]) if name in self._made else self._stored.reader.file(name)
+        return self._stored.file(self._made[name].names[0]) if name in self._made else self._stored.reader.file(name)
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read tensors, layers decoded to float32.
@@ -281,13 +281,9 @@ class DecodedReader(TensorReader):
         found = self._stored.reader.read([name for name in wanted if name not in self._made])
         return {name: found[name] if name in found else self._decoded(self._made[name]) for name in wanted}
 
-    def _file_of(self, layer: str) -> Path:
-        """Return the file that holds the first part of a layer."""
-        return self._stored.reader.file(self._stored.parts(layer)[0])
-
     def _shape_of(self, layer: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
         """Return (out, in) of a layer, if the network may have it."""
-        found, file = self._stored.layers.shape_of(layer, tensors), self._file_of(layer)
+        found, file = self._stored.layers.shape_of(layer, tensors), self._stored.file(layer)
         check_shape(f"{file}: {layer}", f"{layer}.weight", found, self._shapes)
         return found
 

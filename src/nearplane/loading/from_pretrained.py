@@ -33,7 +33,7 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from nearplane.errors import FormatError, ModelError, RecipeError
-from nearplane.formats.config_file import METHOD, WEIGHTS, read_config
+from nearplane.formats.layer_format import METHOD, WEIGHTS, read_config
 from nearplane.formats.native import DEFAULT, Native
 from nearplane.formats.stored import quantization_of
 from nearplane.formats.table import FORMATS

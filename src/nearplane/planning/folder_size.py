@@ -14,7 +14,7 @@ from importlib.metadata import version
 
 from nearplane.errors import RecipeError
 from nearplane.formats.beside import CONFIG, names_copied, size_copied
-from nearplane.formats.config_file import METHOD, Quantized, config_text
+from nearplane.formats.layer_format import METHOD, Quantized, config_text
 from nearplane.formats.native import Native
 from nearplane.formats.table import FORMATS
 from nearplane.models.layers import Layer

@@ -15,9 +15,9 @@ from nearplane.calibration.stages import FirstLook
 from nearplane.calibration.trial import try_blocks
 from nearplane.calibration.windows import Windows
 from nearplane.errors import RecipeError
-from nearplane.formats.config_file import Quantized
 from nearplane.formats.gguf.mixes import role_of, type_of
 from nearplane.formats.gptq import FUSED
+from nearplane.formats.layer_format import Quantized
 from nearplane.formats.table import FORMATS
 from nearplane.lattice.number_formats import NumberFormat, number_format
 from nearplane.loading.rehearsal_check import check_loads

@@ -22,7 +22,7 @@ from nearplane.calibration.walk import walk
 from nearplane.calibration.windows import Windows, calibration_windows
 from nearplane.errors import CalibrationError, FormatError, ModelError, NumericalError, RecipeError, first_few
 from nearplane.formats.beside import CONFIG, GPTQ_CONFIG, names_copied
-from nearplane.formats.config_file import EXPERTS_WITH, READ_WITH, WEIGHTS, read_config
+from nearplane.formats.layer_format import EXPERTS_WITH, READ_WITH, WEIGHTS, read_config
 from nearplane.formats.stored import Stored
 from nearplane.matrix.inputs import Inputs
 from nearplane.matrix.measure_again import Known, measured_again

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.config_file import read_config
 from nearplane.formats.container import Container, Format, Kind, Place
 from nearplane.formats.gguf.architecture import architecture_of, rope_factors, tell
 from nearplane.formats.gguf.gguf_header import (
@@ -40,9 +39,10 @@ from nearplane.formats.gguf.gguf_header import (
     padded,
     read_header,
 )
-from nearplane.formats.gguf.gguf_layers import LAYERS, Config
+from nearplane.formats.gguf.gguf_layers import Blocks, Config
 from nearplane.formats.gguf.gguf_reader import DENSE, GGUFReader
 from nearplane.formats.gguf.names import called, reshaping, rule_of, together
+from nearplane.formats.layer_format import read_config
 from nearplane.lattice.number_formats import TYPES
 from nearplane.record.record import RunRecord
 from nearplane.system.fp8_mxfp4 import source_reader
@@ -304,7 +304,7 @@ class GGUFFile(Container):
         (self.folder / INCOMPLETE).unlink()
 
 
-FORMAT = Format(LAYERS, Config(), GGUFFile, GGUFReader)
+FORMAT = Format(Blocks(), Config(), GGUFFile, GGUFReader)
 
 
 def _type(number: int) -> str:

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.config_file import ConfigFile, Quantized
 from nearplane.formats.gguf.gguf_header import FILE
 from nearplane.formats.gguf.kquants import KQUANTS, Fields, joined, split
 from nearplane.formats.integers import expect
-from nearplane.formats.layer_format import LayerFormat
+from nearplane.formats.layer_format import ConfigFile, LayerFormat, Quantized
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.number_formats import TYPES, BlockType, NumberFormat, integers
 from nearplane.lattice.superblock import SuperGrid, on_two_levels
@@ -82,9 +81,6 @@ class Blocks(LayerFormat):
         if kind != format:
             raise FormatError(f"{name}: blocks of {kind.name}, config.json says {format.name}. Fetch the folder again.")
         return unpack(kind, tensors[f"{name}.weight_{kind.name}"], self.shape_of(name, tensors)[1])
-
-
-LAYERS = Blocks()
 
 
 class Config(ConfigFile):
