@@ -97,10 +97,6 @@ class GPTQ(GridFormat):
                     f"Leave it as it is with --ignore, use 2, 4 or 8 bits, or --format compressed-tensors."
                 )
 
-    def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        """Return fp16, in every model."""
-        return torch.float16
-
     def pack(self, name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the tensors of one layer."""
         stored = Integers.of(name, matrix, dtype)
@@ -156,10 +152,6 @@ class GPTQ(GridFormat):
             raise FormatError(f"{name}.g_idx names groups outside 0 to {groups - 1}.")
         codes, zeros = unpack(words.T.contiguous(), bits, columns), (zeros + self.less).T
         return Integers(codes=codes, zeros=zeros, scale=scale.T, group=group, format=format).matrix()
-
-
-V1 = GPTQ(less=1)
-V2 = GPTQ(less=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +218,8 @@ class Config(ConfigFile):
         return integers(bits, size, symmetric=symmetric)
 
 
-FORMAT = Format(V1, Config("gptq"))
-FORMAT_V2 = Format(V2, Config("gptq_v2"))
+FORMAT = Format(GPTQ(less=1), Config("gptq"))
+FORMAT_V2 = Format(GPTQ(less=0), Config("gptq_v2"))
 
 
 def _list_of(name: str) -> str:

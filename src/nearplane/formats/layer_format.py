@@ -63,9 +63,9 @@ class LayerFormat(ABC):
             RecipeError: with the way out.
         """
 
-    @abstractmethod
     def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of stored steps in a model of this dtype: they are rounded to it before the solve."""
+        """Return the dtype of stored steps in a model of this dtype: they are rounded to it before the solve. Most store fp16."""
+        return torch.float16
 
     @abstractmethod
     def pack(self, name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -257,7 +257,7 @@ def _ropes(config: Config) -> Mapping[str, Config]:
     """Return the rotary parameters of blocks with and without a window, wherever a version of transformers writes them."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if "full_attention" in rope:
-        return {kind: rope[kind] for kind in rope}
+        return rope
     rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     local = config.get("rope_local_base_freq")
     return {"full_attention": rope} | ({} if local is None else {"sliding_attention": {"rope_theta": local}})
@@ -282,20 +282,18 @@ def _rope(writer: Any, config: Config, known: tuple[str, ...]) -> None:
         if _rope_type(window) != "default":
             raise _other(config, "rope_type of sliding_attention", _rope_type(window), "default")
         writer.add_rope_freq_base_swa(float(window["rope_theta"]))
+    if kind not in ("default", "llama3"):
+        writer.add_rope_scaling_type(RopeScalingType(kind))
     match kind:
         case "linear":
-            writer.add_rope_scaling_type(RopeScalingType.LINEAR)
             writer.add_rope_scaling_factor(float(rope["factor"]))
         case "yarn":
             for name, usual in YARN.items():
                 if (found := rope.get(name)) not in (None, usual):
                     raise _other(config, f"{name} of rope_parameters", found, "none" if usual is None else str(usual))
             positions, original = config["max_position_embeddings"], rope["original_max_position_embeddings"]
-            writer.add_rope_scaling_type(RopeScalingType.YARN)
             writer.add_rope_scaling_factor(float(rope.get("factor") or positions / original))
             writer.add_rope_scaling_orig_ctx_len(original)
-        case "longrope":
-            writer.add_rope_scaling_type(RopeScalingType.LONGROPE)
 
 
 def _square(config: Config) -> None:

@@ -131,17 +131,17 @@ class GGUFFile(Container):
                 kind = NUMBER["F32"]
             elif name in taken:
                 kind = TYPES[types[taken[name]]].number
-            elif new in ENDS and self.config.get("embeddings") is not None:
-                kind = NUMBER[str(self.config["embeddings"]).upper()]
             elif new in ENDS:
-                kind = NUMBER.get(self._source.dtype(name), NUMBER["F32"])
+                dtype = self.config.get("embeddings") or self._source.dtype(name)
+                kind = NUMBER.get(dtype.upper(), NUMBER["F32"])
             else:  # as llama.cpp's quantizer leaves what it does not quantize
                 kind = NUMBER["BF16" if self._source.dtype(name) == "BF16" else "F16"]
             whole = together(name)
             planned = (new, shape if whole == name else (experts[whole], *shape), kind)
             if (first := found.setdefault(whole, planned)) != planned:
+                ours, theirs = (gguf_package().GGMLQuantizationType(each).name for each in (kind, first[2]))
                 raise RecipeError(
-                    f"{name} is to be of the type {_type(kind)}, the same of another expert {_type(first[2])}: in a GGUF all "
+                    f"{name} is to be of the type {ours}, the same of another expert {theirs}: in a GGUF all "
                     f"experts of a block lie in one tensor, of one type. Give them one, as with --layer '\\.experts\\.=grid:q4_k'."
                 )
         return found
@@ -305,11 +305,6 @@ class GGUFFile(Container):
 
 
 FORMAT = Format(Blocks(), Config(), GGUFFile, GGUFReader)
-
-
-def _type(number: int) -> str:
-    """Return what llama.cpp calls a type of tensors."""
-    return str(gguf_package().GGMLQuantizationType(number).name)
 
 
 def _taken(info: Info) -> int:

@@ -51,10 +51,6 @@ class Blocks(LayerFormat):
                 f"is with --ignore."
             )
 
-    def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        """Return fp16, in every model."""
-        return torch.float16
-
     def pack(self, name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the blocks of one layer."""
         kind, matrix = _with_blocks(name, matrix)

@@ -71,10 +71,8 @@ def _mixed(mix: str, role: str, index: int, config: Mapping[str, Any]) -> str:
     heads, count, experts = config.get("num_attention_heads") or 1, blocks_of(config), experts_of(config)
     shared = heads // (config.get("num_key_value_heads") or heads)  # queries that share a key and value head
     usual = mix.removesuffix("_m")
-    if experts == 8 and role in ("attn_k", "attn_v"):
-        return "q8_0"
-    if experts == 8 and role == "attn_output":
-        return "q5_k"
+    if experts == 8 and role in ("attn_k", "attn_v", "attn_output"):
+        return "q5_k" if role == "attn_output" else "q8_0"
     more = index < count // 8 or index >= 7 * count // 8 or (index - count // 8) % 3 == 2
     upper = "q6_k" if more else usual  # of q4_k and q5_k
     match role:

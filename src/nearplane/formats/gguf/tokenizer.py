@@ -139,23 +139,21 @@ class _Json:
         self.cuts = _parts(data.get("pre_tokenizer"), "pretokenizers")
         self.tokens = [f"[PAD{index}]" for index in range(size)]
         self.kinds = [Kind.UNUSED] * size
-        for token, index in self.model["vocab"].items():
-            self._put(index, token, Kind.NORMAL)
+        entries = [(index, token, Kind.NORMAL) for token, index in self.model["vocab"].items()]
         for entry in data.get("added_tokens") or ():
             token = entry["content"]
             control = entry["special"] or CONTROL.fullmatch(token) is not None
             token = token if control else token.replace(SPACE, " ")
-            self._put(entry["id"], token, Kind.CONTROL if control else Kind.USER_DEFINED)
+            entries.append((entry["id"], token, Kind.CONTROL if control else Kind.USER_DEFINED))
+        for index, token, kind in entries:
+            if not 0 <= index < size:
+                raise RecipeError(
+                    f"{path}: token {token!r} has the number {index}, the embeddings have {size} rows. The two do not belong "
+                    f"together; fetch the model again."
+                )
+            self.tokens[index], self.kinds[index] = token, kind
         if len({*self.tokens}) < size or "" in self.tokens:
             raise self.unknown("two of its tokens are the same there, or one is empty")
-
-    def _put(self, index: int, token: str, kind: Kind) -> None:
-        if not 0 <= index < self.size:
-            raise RecipeError(
-                f"{self.path}: token {token!r} has the number {index}, the embeddings have {self.size} rows. The two do not belong "
-                f"together; fetch the model again."
-            )
-        self.tokens[index], self.kinds[index] = token, kind
 
     @property
     def bytes(self) -> bool:
