@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from nearplane.demo import MODEL
-from nearplane.formats.config_file import Quantized
 from nearplane.formats.container import Place
+from nearplane.formats.layer_format import Quantized
 from nearplane.formats.table import FORMATS, open_container
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.number_formats import NumberFormat, integers

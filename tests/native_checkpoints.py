@@ -13,8 +13,8 @@ from transformers.pytorch_utils import Conv1D
 
 from families import config_of, random_model
 from nearplane.coding.blob import stored_base
-from nearplane.formats.config_file import Quantized
 from nearplane.formats.container import Place
+from nearplane.formats.layer_format import Quantized
 from nearplane.formats.table import FORMATS, open_container
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
 from nearplane.recipe.schemes import RateScheme

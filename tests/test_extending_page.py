@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
 import pytest
@@ -15,7 +17,6 @@ import nearplane
 from families import VOCABULARY
 from native_checkpoints import save_tiny
 from nearplane.formats.table import FORMATS
-from nearplane.formats.table import Format as OneFormat
 from nearplane.lattice.number_formats import NAMED
 from nearplane.lattice.solvers import SOLVERS
 from nearplane.recipe.scheme import FILE_FORMATS, UNCALIBRATED, FileFormat, Format, Solver
@@ -60,8 +61,8 @@ def test_the_format_of_the_page_goes_through_the_program(
     page: dict[str, Any], tmp_path: Path, forgetful: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Registered as the page says, and nothing else: written, verified, evaluated, exported and loaded."""
-    added = OneFormat(page["PackedFP4"](), page["SaysFP4"](), page["OneFile"])
-    monkeypatch.setitem(FORMATS, "fp4", added)
+    monkeypatch.setitem(sys.modules, "nearplane.formats.packed_fp4", SimpleNamespace(FORMAT=page["FORMAT"]))
+    monkeypatch.setitem(FORMATS, "fp4", ".packed_fp4:FORMAT")
     monkeypatch.setattr("nearplane.recipe.recipe.Format", Literal["fp4"])
     monkeypatch.setattr(GridScheme, "FORMATS", ("fp4",))
     monkeypatch.setitem(FILE_FORMATS, "fp4", FileFormat())

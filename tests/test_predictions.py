@@ -9,7 +9,7 @@ import torch
 import nearplane
 from families import config_of, random_model
 from nearplane.demo import HELD_OUT, MODEL
-from nearplane.formats.decoded import DecodedReader
+from nearplane.formats.stored import DecodedReader
 from nearplane.verbs import evaluate_networks as predictions
 
 WAYS = {
@@ -81,4 +81,4 @@ def test_a_layer_that_is_larger_than_all_of_the_network_is_refused(folders):
     with pytest.raises(
         nearplane.FormatError, match=r"no weight of the model that config\.json describes has more than 6"
     ):
-        DecodedReader(Path(out), {"norm.weight": (2, 3)})
+        DecodedReader(Path(out), {"norm.weight": (2, 3)}, (), {})

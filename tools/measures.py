@@ -47,7 +47,7 @@ READER_PATHS = {  # by the main path: what a reader opens to follow a 4-bit run 
         *("models/model.py", "models/activations.py", "models/staged.py"),
         *("matrix/__init__.py", "matrix/on_grid.py"),
         *("budget/ledger.py", "journal.py", "notebook.py"),
-        *("formats/__init__.py", "formats/container.py", "formats/folder.py", "formats/unfinished.py"),
+        *("formats/__init__.py", "formats/container.py", "formats/unfinished.py"),
     ),
     "verbs/quantize.py": (
         *("cli/app.py", "cli/flags.py", "cli/terminal.py", "cli/printing.py"),
@@ -56,7 +56,7 @@ READER_PATHS = {  # by the main path: what a reader opens to follow a 4-bit run 
         *("models/model.py", "calibration/activations.py", "calibration/one_forward.py"),
         *("matrix/solve_layer.py", "matrix/on_grid.py"),
         *("planning/ledger.py", "verbs/quantize_journal.py", "formats/journal_pages.py"),
-        *("formats/table.py", "formats/container.py", "formats/folder.py", "system/output_folder.py"),
+        *("formats/table.py", "formats/container.py", "system/output_folder.py"),
     ),
 }  # keep them true when files or the flow of a run change
 

@@ -23,8 +23,8 @@ def make(
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from nearplane.formats.config_file import Quantized
     from nearplane.formats.container import Place
+    from nearplane.formats.layer_format import Quantized
     from nearplane.formats.table import FORMATS, open_container
     from nearplane.lattice.grid import Grid, QuantizedMatrix
     from nearplane.recipe.schemes import GridScheme

@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, LlamaFor
 from checkpoints import config_of_grids, random_matrix, write_folder
 from nearplane.coding.words import pack
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.compressed_tensors import Config, PackQuantized
+from nearplane.formats.compressed_tensors import FORMAT, PackQuantized
 from nearplane.formats.integers import Integers
 from nearplane.formats.stored import read_dense
-from nearplane.formats.table import COMPRESSED as layout  # noqa: N811
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.number_formats import integers
 
+layout = FORMAT.layers
 IDS = torch.arange(48)[None] % 64
 
 
@@ -41,7 +41,7 @@ def check(**changes: Any) -> None:
 
 
 def unpacked(name: str, tensors: dict[str, torch.Tensor], made: dict[str, Any]) -> QuantizedMatrix:
-    return layout.unpack(name, tensors, Config(layout).grid_of(made, name))
+    return layout.unpack(name, tensors, FORMAT.config.grid_of(made, name))
 
 
 @given(st.data())
@@ -132,10 +132,10 @@ def with_zero_points(name: str, matrix: Any, dtype: torch.dtype) -> dict[str, to
     """What compressed-tensors itself writes for an asymmetric layer."""
     stored = Integers.of(name, matrix, dtype)
     return {
-        f"{name}.weight_packed": pack(stored.codes, stored.bits),
+        f"{name}.weight_packed": pack(stored.codes, stored.format.bits),
         f"{name}.weight_scale": stored.scale.contiguous(),
         f"{name}.weight_shape": torch.tensor(matrix.codes.shape),
-        f"{name}.weight_zero_point": pack(stored.zeros.T, stored.bits).T.contiguous(),
+        f"{name}.weight_zero_point": pack(stored.zeros.T, stored.format.bits).T.contiguous(),
     }
 
 

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from checkpoints import config_of_grids, random_matrix
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.gptq import GPTQ, V1, V2, Config
+from nearplane.formats.gptq import FORMAT, FORMAT_V2, GPTQ, Config
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.number_formats import integers
 
 BLOCK = "model.layers.3.mlp"
+V1, V2 = FORMAT.layers, FORMAT_V2.layers
 
 
 def config(layout: GPTQ, bits: int = 4, group_size: int | None = 32, **changes: Any) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from families import VOCABULARY
 from native_checkpoints import save_tiny
 from nearplane import RecipeError
 from nearplane.errors import FormatError
-from nearplane.formats.mxfp4_packed import MXFP4Packed
-from nearplane.formats.table import COMPRESSED
+from nearplane.formats.compressed_tensors import FORMAT, MXFP4Packed
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.number_formats import MXFP4, number_format
 from nearplane.lattice.scale import Steps
@@ -42,13 +41,13 @@ def test_steps_are_powers_of_two_and_all_codes_are_read_back(matrix):
     assert torch.equal(exponents, exponents.round())
     every = replace(matrix, codes=torch.arange(15).repeat(6, 5)[:, :64].int())
     for each in (matrix, every):
-        tensors = COMPRESSED.pack("a", each, torch.float16)
+        tensors = FORMAT.layers.pack("a", each, torch.float16)
         assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
             "a.weight_packed": (6, 32), "a.weight_scale": (6, 2)
         }  # fmt: skip
-        assert COMPRESSED.shape_of("a", tensors) == (6, 64)
-        assert COMPRESSED.unpack("a", tensors, MXFP4).same_as(each)
-        empty = COMPRESSED.empty("a", (6, 64), MXFP4, torch.float32)
+        assert FORMAT.layers.shape_of("a", tensors) == (6, 64)
+        assert FORMAT.layers.unpack("a", tensors, MXFP4).same_as(each)
+        empty = FORMAT.layers.empty("a", (6, 64), MXFP4, torch.float32)
         assert {name: (t.shape, t.dtype) for name, t in empty.items()} == {
             name: (t.shape, t.dtype) for name, t in tensors.items()
         }

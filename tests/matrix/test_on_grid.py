@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nearplane.errors import NumericalError, RecipeError
-from nearplane.formats.gguf.block_bytes import pack, unpack
+from nearplane.formats.gguf.gguf_layers import pack, unpack
 from nearplane.lattice.factor import factorize
 from nearplane.lattice.grid import Grid
 from nearplane.lattice.moments import Moments

@@ -25,7 +25,7 @@ import nearplane
 from native_checkpoints import product_matrix, save_tiny, write_native
 from nearplane.cli import app as cli
 from nearplane.errors import FormatError, ModelError, NearplaneError, RecipeError
-from nearplane.formats.config_file import READ_WITH
+from nearplane.formats.layer_format import READ_WITH
 from nearplane.formats.native import Native
 from nearplane.formats.stored import read_dense
 from nearplane.loading.dense_network import stored_transposed

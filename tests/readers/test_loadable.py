@@ -16,9 +16,7 @@ from torch import Tensor
 import nearplane
 from checkpoints import random_matrix
 from nearplane.errors import RecipeError
-from nearplane.formats.config_file import EXPERTS_WITH, WEIGHTS
-from nearplane.formats.folder import config_text
-from nearplane.formats.layer_format import GridFormat
+from nearplane.formats.layer_format import EXPERTS_WITH, WEIGHTS, GridFormat, config_text
 from nearplane.formats.table import FORMATS
 from nearplane.lattice.number_formats import integers
 from nearplane.loading.rehearsal import check_loads, faults

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nearplane.formats.gguf.block_bytes import pack, unpack
+from nearplane.formats.gguf.gguf_layers import pack, unpack
 from nearplane.lattice.number_formats import TYPES
 from nearplane.lattice.solve import round_to_nearest
 from nearplane.lattice.superblock_fit import fit_blocks

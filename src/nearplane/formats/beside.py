@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
 from nearplane.system.paths import RECORD
 
 CONFIG, GPTQ_CONFIG = "config.json", "quantize_config.json"
-WEIGHT_SUFFIXES = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".h5",
-    ".msgpack",
-    ".gguf",
-    ".onnx",
-    ".onnx_data",
-    ".ot",
-    ".tflite",
-    ".npz",
-    ".index.json",
-)
+WEIGHTS = re.compile(
+    r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx|onnx_data|ot|tflite|npz|index\.json)", re.DOTALL
+)  # names of their files
 TEMPLATES_FOLDER = "additional_chat_templates"  # the only folder that a tokenizer saves
 
 
 def copy_beside(source: Path, out: Path, *, trust_remote_code: bool) -> None:
     """Copy what belongs to a model beside its weights: tokenizer, templates, generation_config, licence."""
-    for path in _beside(source, trust_remote_code):
-        if path.is_dir():
-            shutil.copytree(path, out / path.name, dirs_exist_ok=True)
-        else:
-            shutil.copyfile(path, out / path.name)
+    for name in names_copied(source, trust_remote_code=trust_remote_code):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, out / name)
 
 
 def names_copied(source: Path, *, trust_remote_code: bool) -> list[str]:
@@ -60,7 +46,7 @@ def _copied(name: str, trust_remote_code: bool) -> bool:
     """Return whether a file of this name is copied: not if it holds weights, is written anew, or is untrusted code."""
     return not (
         name.startswith((".", "README"))
-        or name.endswith(WEIGHT_SUFFIXES)
+        or WEIGHTS.fullmatch(name)
         or name in (CONFIG, GPTQ_CONFIG, RECORD)
         or (name.endswith(".py") and not trust_remote_code)
     )

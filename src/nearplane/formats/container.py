@@ -1,31 +1,32 @@
 """A checkpoint that is being written: which files it has, and that nobody takes it for whole before it is.
 
 What all kinds of checkpoints have in common is here: layers are packed and read back, blocks are written as they come, and the
-result takes the place of OUT at the end. A subclass says what its files are; `folder.py` has the one of safetensors.
+result takes the place of OUT at the end. A subclass says what its files are; `Folder` is the one of safetensors.
 """
 
 from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.config_file import ConfigFile
-from nearplane.formats.layer_format import LayerFormat
+from nearplane.formats.beside import CONFIG, copy_beside, names_copied, size_copied
+from nearplane.formats.layer_format import ConfigFile, LayerFormat, config_text
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.record.record import RunRecord
+from nearplane.system.files import sha256
 from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import RECORD
 from nearplane.system.progress import peak_memory
-from nearplane.system.safetensors_files import about
+from nearplane.system.safetensors_files import INDEX, ShardReader, ShardWriter, TensorReader, about, shard_size
 
 Kind = tuple[str, Sequence[int], int]  # of a tensor: dtype in safetensors, shape, bytes
 
@@ -62,9 +63,8 @@ class Container(ABC):
 
     Args:
         place: where.
-        layers: how a layer's tensors look.
-        says: what the config says of them.
-        config: the quantization_config as `says` made it.
+        format: how a layer's tensors look, and what the config says of them.
+        config: the quantization_config as `format` made it.
         dtype: of the model; steps have what `scale_dtype` makes of it.
         shards: how often `close_block` will be called.
 
@@ -73,17 +73,11 @@ class Container(ABC):
     """
 
     def __init__(
-        self,
-        place: Place,
-        layers: LayerFormat,
-        says: ConfigFile,
-        config: Mapping[str, Any],
-        *,
-        dtype: torch.dtype,
-        shards: int,
+        self, place: Place, format: Format, config: Mapping[str, Any], *, dtype: torch.dtype, shards: int
     ) -> None:
         check_apart(place.out, place.source)
-        self.place, self.layers, self.says, self.config, self.shards = place, layers, says, dict(config), shards
+        self.place, self.layers, self.says, self.config = place, format.layers, format.config, dict(config)
+        self.shards, self.overwrite = shards, place.overwrite
         self.record_json: str | None = None
         self.room = 0
         self.size = 0  # bytes of what `close_block` wrote so far
@@ -91,7 +85,7 @@ class Container(ABC):
             self._unfinished = Unfinished(place.out, overwrite=place.overwrite, resumes=place.resumes)
         self.folder = self._unfinished.folder  # where files are written meanwhile
         check_apart(self.folder, place.source)
-        self._scale_dtype = layers.scale_dtype(dtype)
+        self._scale_dtype = self.layers.scale_dtype(dtype)
         self.pending: dict[str, Tensor] = {}  # of layers, for the next block
         self._first = ""
 
@@ -113,12 +107,39 @@ class Container(ABC):
         """
 
     @abstractmethod
-    def digests(self) -> dict[str, str]:
-        """Return the SHA-256 of every file but the record, once all blocks are written."""
+    def weight_digests(self) -> dict[str, str]:
+        """Return the SHA-256 of the files of weights, once all blocks are written."""
 
     @abstractmethod
+    def close(self) -> None:
+        """Complete the files of weights, and take the mark INCOMPLETE away: all other files are there."""
+
+    def texts(self) -> dict[str, str]:
+        """Return the files that say how weights are quantized, config.json last."""
+        return self.says.files(self.config) | {CONFIG: config_text(self.place.source, self.config)}
+
+    def size_beside(self) -> int:
+        """Return the bytes of all files but those of weights and the record."""
+        copied = size_copied(self.place.source, trust_remote_code=self.place.trust_remote_code)
+        return copied + sum(len(text.encode()) for text in self.texts().values())
+
+    def digests(self) -> dict[str, str]:
+        """Return the SHA-256 of every file but the record, once all blocks are written."""
+        found = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in self.texts().items()}
+        for name in names_copied(self.place.source, trust_remote_code=self.place.trust_remote_code):
+            found[name] = sha256(self.place.source / name)
+        return dict(sorted((found | self.weight_digests()).items()))
+
     def finish(self) -> None:
         """Write every other file but the record; what makes readers take the checkpoint for whole comes last."""
+        copy_beside(self.place.source, self.folder, trust_remote_code=self.place.trust_remote_code)
+        try:
+            for name, text in self.texts().items():
+                (self.folder / name).write_text(text)
+            self.close()
+        except BaseException:
+            (self.folder / CONFIG).unlink(missing_ok=True)
+            raise
 
     def tell(self, record: RunRecord) -> None:
         """Write the record into the files, where they have room for it; most kinds have none."""
@@ -205,11 +226,9 @@ class Container(ABC):
         self.size += size
         return size
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *raised: Any) -> None:
         try:
-            if error is None and not self.whole:
+            if kind is None and not self.whole:
                 if self.pending or self.record_json is None:
                     raise FormatError(
                         f"{self.place.out}: layers without a shard, or no record. Call close_block, set record_json."
@@ -220,7 +239,56 @@ class Container(ABC):
         except BaseException as failed:
             self._unfinished.__exit__(type(failed), failed, failed.__traceback__)
             raise
-        self._unfinished.__exit__(kind, error, trace)
+        self._unfinished.__exit__(kind, *raised)
+
+
+class Folder(Container):
+    """A folder of safetensors: a shard for each block; without config.json and marked INCOMPLETE until it is whole."""
+
+    _writer: ShardWriter
+
+    def begin(self) -> None:
+        """Begin the first shard."""
+        self._writer = ShardWriter(self.folder, self.shards, checksums=self.layers.CHECKSUMS)
+
+    def write(self, tensors: Mapping[str, Tensor]) -> int:
+        """Write one shard."""
+        return self._writer.write(tensors)
+
+    def state(self) -> dict[str, Any]:
+        """Return which shards were written, flushed to disk."""
+        return {"size": self.size, "first": self._first, "shards": self._writer.state()}
+
+    def go_on(self, state: Mapping[str, Any]) -> None:
+        """Go on behind the shards of a run that was stopped."""
+        self.begin()
+        self._writer.go_on(state["shards"])
+        self.size, self._first = int(state["size"]), str(state["first"])
+
+    def size_with(self, *rest: Mapping[str, Kind]) -> int:
+        """Return the bytes of the folder but the record, if it ended with these shards."""
+        ours = {name: (about(each).split()[0], tuple(each.shape), each.nbytes) for name, each in self.pending.items()}
+        blocks: Sequence[Mapping[str, Kind]] = (ours | dict(rest[0]) if rest else ours, *rest[1:])
+        shards = [shard for shard in blocks if shard]
+        index = self._writer.index({name: size for shard in shards for name, (_, _, size) in shard.items()})
+        return self.size + sum(map(shard_size, shards)) + len(index.encode()) + self.size_beside()
+
+    def weight_digests(self) -> dict[str, str]:
+        """Return the SHA-256 of every shard and of the index, once all shards are written."""
+        return self._writer.digests() | {INDEX: hashlib.sha256(self._writer.index().encode()).hexdigest()}
+
+    def close(self) -> None:
+        """Write the index."""
+        self._writer.finish()
+
+
+class Format(NamedTuple):
+    """A format: how a layer's tensors look, what the config says of them, which files there are, and what reads their tensors."""
+
+    layers: LayerFormat
+    config: ConfigFile
+    container: type[Container] = Folder
+    reader: Callable[..., TensorReader] = ShardReader
 
 
 def check_apart(out: Path, source: Path) -> None:
@@ -251,20 +319,13 @@ def written(tensors: Mapping[str, Tensor]) -> Written:
     return Written(bytes=sum(tensor.nbytes for tensor in tensors.values()), checksum=digest.hexdigest())
 
 
-class disk:  # noqa: N801  (a context manager used like a function)
+@contextmanager
+def disk(folder: Path) -> Iterator[None]:
     """Turn what the file system refuses into a sentence."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, OSError):
-            raise FormatError(
-                f"{self.folder} could not be written ({error}). Free some space or choose another folder, and run again; "
-                f"what was written so far does not load."
-            ) from error
+    try:
+        yield
+    except OSError as error:
+        raise FormatError(
+            f"{folder} could not be written ({error}). Free some space or choose another folder, and run again; "
+            f"what was written so far does not load."
+        ) from error

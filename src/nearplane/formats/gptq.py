@@ -23,19 +23,16 @@ from torch import Tensor
 from nearplane.coding.words import pack, unpack, words_of
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.beside import GPTQ_CONFIG
-from nearplane.formats.config_file import ConfigFile, Quantized, json_text
-from nearplane.formats.integers import Integers, consecutive, expect, group_size_of, matches, object_of, truth_of
-from nearplane.formats.layer_format import GridFormat
+from nearplane.formats.container import Format
+from nearplane.formats.integers import Integers, consecutive, expect, group_size_of, matches, object_of, of_kind
+from nearplane.formats.layer_format import ConfigFile, GridFormat, Quantized, json_text
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.number_formats import NumberFormat, integers
 
 BITS = (2, 3, 4, 8)
 FUSED = {  # what vLLM and SGLang call layers that they load as one; they look up the scheme by this name
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
 }
 BLOCKS_FOUND = (  # lists of blocks that optimum looks for, in this order; it takes the first that begins a name
     "transformer.h",
@@ -100,23 +97,17 @@ class GPTQ(GridFormat):
                     f"Leave it as it is with --ignore, use 2, 4 or 8 bits, or --format compressed-tensors."
                 )
 
-    def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        """Return fp16, in every model."""
-        del model_dtype
-        return torch.float16
-
     def pack(self, name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the tensors of one layer."""
         stored = Integers.of(name, matrix, dtype)
-        if stored.bits not in BITS or dtype != torch.float16:
-            raise FormatError(
-                f"{name}: {stored.bits} bits, {dtype} scales; GPTQ holds 2, 3, 4 or 8 bits, float16 scales."
-            )
-        if self.less and not stored.symmetric:
+        bits = stored.format.bits
+        if bits not in BITS or dtype != torch.float16:
+            raise FormatError(f"{name}: {bits} bits, {dtype} scales; GPTQ holds 2, 3, 4 or 8 bits, float16 scales.")
+        if self.less and not stored.format.symmetric:
             raise FormatError(f"{name}: an asymmetric matrix; version 1 of GPTQ is written for symmetric ones only.")
         return {
-            f"{name}.qweight": pack(stored.codes, stored.bits).T.contiguous(),
-            f"{name}.qzeros": pack((stored.zeros - self.less).T, stored.bits),
+            f"{name}.qweight": pack(stored.codes, bits).T.contiguous(),
+            f"{name}.qzeros": pack((stored.zeros - self.less).T, bits),
             f"{name}.scales": stored.scale.T.contiguous(),
             f"{name}.g_idx": stored.group.to(torch.int32),
         }
@@ -159,18 +150,8 @@ class GPTQ(GridFormat):
             )
         if bool(((group < 0) | (group >= groups)).any()):
             raise FormatError(f"{name}.g_idx names groups outside 0 to {groups - 1}.")
-        return Integers(
-            codes=unpack(words.T.contiguous(), bits, columns),
-            zeros=(zeros + self.less).T,
-            scale=scale.T,
-            group=group,
-            bits=bits,
-            symmetric=format.symmetric,
-        ).matrix()
-
-
-V1 = GPTQ(less=1)
-V2 = GPTQ(less=0)
+        codes, zeros = unpack(words.T.contiguous(), bits, columns), (zeros + self.less).T
+        return Integers(codes=codes, zeros=zeros, scale=scale.T, group=group, format=format).matrix()
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +172,7 @@ class Config(ConfigFile):
             "quant_method": "gptq",
             "checkpoint_format": self.version,
             "format": self.version,
-            "bits": usual.bits,
-            "group_size": usual.group or -1,
-            "sym": usual.symmetric,
+            **_words(usual),
             "desc_act": False,
             "lm_head": False,
             "pack_dtype": "int32",
@@ -203,17 +182,17 @@ class Config(ConfigFile):
                 "damp": network.scheme.damp,
             },
         }
-        if network.routed:
-            config["meta"]["experts"] = (
-                True  # transformers has no modules for them, and would go on without: see config_text
-            )
+        if network.routed:  # transformers has no modules for them, and would go on without: see config_text
+            config["meta"]["experts"] = True
         blocks = {_list_of(name) for name in network.quantized}
         skipped = [name for name in network.ignore if not name.startswith("re:") and _list_of(name) in blocks]
         parts = [name.removeprefix("re:") for name in network.ignore if name.startswith("re:")]
         own = {name: grid for name, grid in _with_fused(grids).items() if grid != usual}
         if skipped or parts or own:  # gptqmodel, vLLM, SGLang: the first that matches counts
             config["dynamic"] = {f"-:{pattern}": {} for pattern in (*(f"^{re.escape(n)}$" for n in skipped), *parts)}
-            config["dynamic"] |= {f"+:^{re.escape(name)}$": _differing(grid, usual) for name, grid in own.items()}
+            for name, grid in own.items():
+                words = {word: value for word, value in _words(grid).items() if value != config[word]}
+                config["dynamic"][f"+:^{re.escape(name)}$"] = words
         if blocks - {*BLOCKS_FOUND}:
             config["block_name_to_quantize"] = sorted(blocks)[0]
         if skipped:
@@ -234,9 +213,13 @@ class Config(ConfigFile):
             raise FormatError(f"GPTQ: pack_dtype is {config['pack_dtype']!r}, understood is int32.")
         if config.get("rotation"):
             raise FormatError(f"GPTQ: rotation is {config['rotation']!r}; rotated weights are not understood.")
-        symmetric = truth_of("GPTQ: sym", own.get("sym", config.get("sym", True)))
+        symmetric = of_kind("GPTQ: sym", own.get("sym", config.get("sym", True)), bool, "true or false")
         size = group_size_of("GPTQ: group_size", group_size, (-1, None))
         return integers(bits, size, symmetric=symmetric)
+
+
+FORMAT = Format(GPTQ(less=1), Config("gptq"))
+FORMAT_V2 = Format(GPTQ(less=0), Config("gptq_v2"))
 
 
 def _list_of(name: str) -> str:
@@ -244,12 +227,9 @@ def _list_of(name: str) -> str:
     return re.split(r"\.\d+(?:\.|$)", name)[0]
 
 
-def _differing(own: NumberFormat, usual: NumberFormat) -> dict[str, Any]:
-    """Return in the format's words what a number format has that the usual one has not."""
-    found: dict[str, Any] = {"bits": own.bits} if own.bits != usual.bits else {}
-    if own.group != usual.group:
-        found["group_size"] = own.group or -1
-    return found | ({"sym": own.symmetric} if own.symmetric != usual.symmetric else {})
+def _words(format: NumberFormat) -> dict[str, Any]:
+    """Return a number format in the format's words."""
+    return {"bits": format.bits, "group_size": format.group or -1, "sym": format.symmetric}
 
 
 def _with_fused(grids: Mapping[str, NumberFormat]) -> dict[str, NumberFormat]:

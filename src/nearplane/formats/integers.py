@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError
 from nearplane.lattice.grid import Grid, QuantizedMatrix
+from nearplane.lattice.number_formats import NumberFormat, integers
 from nearplane.recipe.patterns import compiled, fault_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +36,7 @@ class Integers:
     zeros: Tensor
     scale: Tensor
     group: Tensor
-    bits: int
-    symmetric: bool
+    format: NumberFormat
 
     @classmethod
     def of(cls, name: str, matrix: QuantizedMatrix[Grid], dtype: torch.dtype) -> Integers:
@@ -45,9 +47,8 @@ class Integers:
                 the limits, or a scale is not exact in `dtype`.
         """
         grid, out = matrix.grid, len(matrix.codes)
-        bits, symmetric = _range(name, grid)
-        offset = 2 ** (bits - 1) if symmetric else 0
-        if symmetric and bool((grid.zero != 0).any()):
+        format = _range(name, grid)
+        if format.symmetric and bool((grid.zero != 0).any()):
             raise FormatError(f"{name}: a symmetric grid has zeros of 0, found up to {float(grid.zero.abs().max())}.")
         scale = grid.scale.to(dtype)
         if not bool((torch.isfinite(scale) & (scale == grid.scale)).all()):
@@ -55,26 +56,20 @@ class Integers:
                 f"{name}: a scale is not exact in {dtype}, which the file stores. Round scales to it before the solve."
             )
         return cls(
-            codes=_bytes(f"{name}: codes", matrix.codes, offset, bits),
-            zeros=_bytes(f"{name}: zeros", grid.zero, offset, bits).expand(out, -1),
+            codes=_bytes(f"{name}: codes", matrix.codes, format),
+            zeros=_bytes(f"{name}: zeros", grid.zero, format).expand(out, -1),
             scale=scale.expand(out, -1),
             group=grid.group.to(torch.int64),
-            bits=bits,
-            symmetric=symmetric,
+            format=format,
         )
 
     def matrix(self) -> QuantizedMatrix[Grid]:
         """Return codes and grid in the solver's conventions, scales and zeros in float32 or wider."""
-        offset = 2 ** (self.bits - 1) if self.symmetric else 0
+        low, high = self.format.low, self.format.high
         dtype = torch.promote_types(self.scale.dtype, torch.float32)
-        grid = Grid(
-            scale=self.scale.to(dtype),
-            zero=self.zeros.to(dtype) - offset,
-            group=self.group,
-            low=-offset,
-            high=2**self.bits - 1 - offset,
-        )
-        return QuantizedMatrix(codes=self.codes.to(torch.int32) - offset, grid=grid)
+        zero = self.zeros.to(dtype) + low
+        grid = Grid(scale=self.scale.to(dtype), zero=zero, group=self.group, low=low, high=high)
+        return QuantizedMatrix(codes=self.codes.to(torch.int32) + low, grid=grid)
 
 
 def consecutive(columns: int, group_size: int | None) -> Tensor:
@@ -88,34 +83,27 @@ def group_size_of(called: str, value: Any, none: Collection[int | None]) -> int 
     Raises:
         FormatError: it is no size.
     """
-    if value is None or (type(value) is int and value in none):
-        if value in none:
-            return None
-    elif type(value) is int and 1 <= value < 2**31:
-        return value
-    raise FormatError(f"{called} is {value!r}, expected a positive whole number. Fetch config.json again.")
-
-
-def truth_of(called: str, value: Any) -> bool:
-    """Return what a config says of something that is true or false.
-
-    Raises:
-        FormatError: it is neither.
-    """
-    if not isinstance(value, bool):
-        raise FormatError(f"{called} is {value!r}, expected true or false. Fetch config.json again.")
+    if (value is None or type(value) is int) and value in none:
+        return None
+    if type(value) is not int or not 1 <= value < 2**31:
+        raise FormatError(f"{called} is {value!r}, expected a positive whole number. Fetch config.json again.")
     return value
 
 
-def object_of(called: str, value: Any) -> Mapping[str, Any]:
-    """Return an object of a config; null is an empty one.
+def of_kind(called: str, value: Any, kind: type[T], expected: str) -> T:
+    """Return a value of a config.
 
     Raises:
-        FormatError: it is no object.
+        FormatError: it is of another kind.
     """
-    if value is not None and not isinstance(value, Mapping):
-        raise FormatError(f"{called} is {value!r}, expected an object. Fetch config.json again.")
-    return value or {}
+    if not isinstance(value, kind):
+        raise FormatError(f"{called} is {value!r}, expected {expected}. Fetch config.json again.")
+    return value
+
+
+def object_of(called: str, value: Any) -> dict[str, Any]:
+    """Return an object of a config; null is an empty one."""
+    return of_kind(called, {} if value is None else value, dict, "an object")
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -152,29 +140,27 @@ def expect(
     return tensor
 
 
-def _range(name: str, grid: Grid) -> tuple[int, bool]:
-    """Return bits and whether the grid is symmetric."""
+def _range(name: str, grid: Grid) -> NumberFormat:
+    """Return the integers whose limits a grid has."""
     if grid.levels is not None:
         raise FormatError(
             f"{name}: codes are numbers of {len(grid.levels)} levels; this format stores evenly spaced values only. "
             f"Quantize it on a grid without levels, or leave the layer out."
         )
-    if grid.low is not None and grid.high is not None:
-        for bits in range(2, 9):
-            if (grid.low, grid.high) == (0, 2**bits - 1):
-                return bits, False
-            if (grid.low, grid.high) == (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1):
-                return bits, True
+    for bits in range(2, 9):
+        for format in (integers(bits, None), integers(bits, None, symmetric=False)):
+            if (grid.low, grid.high) == (format.low, format.high):
+                return format
     raise FormatError(
         f"{name}: codes from {grid.low} to {grid.high} are not a range of 2 to 8 bits, which files store."
     )
 
 
-def _bytes(what: str, integers: Tensor, offset: int, bits: int) -> Tensor:
-    """Return integers + offset as uint8, all in 0 ... 2^bits - 1."""
-    low, high = (float(limit) for limit in integers.aminmax())
-    if not (low >= -offset and high <= 2**bits - 1 - offset):  # so that NaN is refused, too
-        raise FormatError(f"{what} from {low:g} to {high:g} found, {-offset} to {2**bits - 1 - offset} expected.")
-    if integers.is_floating_point() and bool((integers != integers.round()).any()):
+def _bytes(what: str, numbers: Tensor, format: NumberFormat) -> Tensor:
+    """Return whole numbers less the smallest code as uint8, all in 0 ... 2^bits - 1."""
+    low, high = (float(limit) for limit in numbers.aminmax())
+    if not (low >= format.low and high <= format.high):  # so that NaN is refused, too
+        raise FormatError(f"{what} from {low:g} to {high:g} found, {format.low} to {format.high} expected.")
+    if numbers.is_floating_point() and bool((numbers != numbers.round()).any()):
         raise FormatError(f"{what} must be whole numbers.")
-    return (integers + offset).to(torch.uint8)
+    return (numbers - format.low).to(torch.uint8)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -20,19 +19,17 @@ from torch import Tensor
 
 from nearplane.coding.blob import Contents, decode, encode, shape_of
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.config_file import ConfigFile, Quantized
+from nearplane.formats.container import Format
 from nearplane.formats.integers import expect
-from nearplane.formats.layer_format import LayerFormat
+from nearplane.formats.layer_format import METHOD, ConfigFile, LayerFormat, Quantized
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
 from nearplane.lattice.number_formats import CODED, NumberFormat
 
-METHOD = "nearplane"
 VERSION = 1
 CODER = "tans"
 KINDS = ("Linear", "Conv1D", "Embedding", "Expert")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Native(LayerFormat):
     """The tensor of a layer."""
 
@@ -43,22 +40,17 @@ class Native(LayerFormat):
 
     def configured(self, config: Mapping[str, Any]) -> Self:
         """Return the format, for a config of a version that is understood."""
-        version, coder = config.get("format_version"), config.get("coder", CODER)
-        if version != VERSION:
-            raise FormatError(
-                f"quantization_config says format_version {version!r}; this version of nearplane reads {VERSION}. "
-                f"Update nearplane, or fetch config.json again."
-            )
-        if coder != CODER:
-            raise FormatError(
-                f"quantization_config says coder {coder!r}; this version of nearplane reads {CODER}. Update nearplane, or "
-                f"fetch config.json again."
-            )
+        said = {"coder": CODER, **config}
+        for field, known in (("format_version", VERSION), ("coder", CODER)):
+            if (found := said.get(field)) != known:
+                raise FormatError(
+                    f"quantization_config says {field} {found!r}; this version of nearplane reads {known}. "
+                    f"Update nearplane, or fetch config.json again."
+                )
         return self
 
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
         """Refuse modules that `nearplane.load` does not build; any shape and any codes will do."""
-        del shape, format
         if kind not in KINDS:
             raise RecipeError(
                 f"{name} is a {kind}; the nearplane format holds {', '.join(KINDS)}. Use --ignore for it."
@@ -66,12 +58,10 @@ class Native(LayerFormat):
 
     def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """Return float32, in every model, for decoded scales; stored are their exponents."""
-        del model_dtype
         return torch.float32
 
     def pack(self, name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the tensor of one layer, which is on a `ProductGrid`."""
-        del dtype
         if not isinstance(matrix.grid, ProductGrid):
             raise FormatError(
                 f"{name}: a {type(matrix.grid).__name__} with steps of its own; the nearplane format holds a ProductGrid."
@@ -93,7 +83,6 @@ class Native(LayerFormat):
 
     def unpack(self, name: str, tensors: Mapping[str, Tensor], format: NumberFormat) -> QuantizedMatrix:
         """Return the matrix of one layer, decoded with all cores; the tensor says all of it."""
-        del format
         if f"{name}.{self.STOP}" in tensors:
             expect(name, tensors, self.STOP, (0,), {torch.uint8})
         blob = expect(name, tensors, self.KEY, (None,), {torch.uint8})
@@ -119,8 +108,10 @@ class Config(ConfigFile):
 
     def grid_of(self, config: Mapping[str, Any], name: str) -> NumberFormat:
         """Return that of all layers: the tensor of a layer says the rest."""
-        del config, name
         return CODED
+
+
+FORMAT = Format(DEFAULT, Config())
 
 
 def matrix_of(contents: Contents) -> QuantizedMatrix:

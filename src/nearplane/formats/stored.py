@@ -1,4 +1,4 @@
-"""The quantized layers of a folder, read back one at a time.
+"""The quantized layers of a folder, read back one at a time: as they are, or as if they had never been quantized.
 
 Knows names and tensors, not modules. What a layer's tensors look like is the `LayerFormat`'s.
 """
@@ -6,9 +6,11 @@ Knows names and tensors, not modules. What a layer's tensors look like is the `L
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -16,10 +18,10 @@ from torch import Tensor
 
 from nearplane.errors import FormatError
 from nearplane.formats.beside import CONFIG
-from nearplane.formats.folder import read_config
+from nearplane.formats.layer_format import read_config
 from nearplane.formats.table import FORMATS, format_of
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.system.fp8_mxfp4 import method_of, source_reader
+from nearplane.system.fp8_mxfp4 import source_reader
 from nearplane.system.paths import INCOMPLETE
 from nearplane.system.safetensors_files import ShardReader, TensorReader
 
@@ -49,12 +51,13 @@ class Stack:
     Args:
         shape: of the whole.
         names: of the matrices.
-        places: of each: its slice, which of the outputs of the slice are its own, and whether the slice is (in, out).
+        places: of each: its slice, which of the outputs of the slice are its own, and whether the slice is (in, out). A matrix that
+            is a parameter by itself is all of it, `...`.
     """
 
     shape: tuple[int, ...]
     names: tuple[str, ...]
-    places: tuple[tuple[int, slice, bool], ...]
+    places: tuple[tuple[int | EllipsisType, slice, bool], ...]
 
     def joined(self, values: Iterable[Tensor]) -> Tensor:
         """Return the whole, of the (out, in) values of all matrices in their order."""
@@ -82,7 +85,9 @@ class Stored:
             raise FormatError(f"{folder / CONFIG} has no quantization_config: expected what nearplane quantize wrote.")
         format = format_of(config)
         self.config, self.layers, self._says = config, format.layers, format.config
-        self.reader = _reader(folder, config) if unfinished is None else format.reader(folder, unfinished=True)
+        self.reader = format.reader(folder, unfinished=unfinished is not None)
+        if unfinished is None and self.layers.CHECKSUMS and isinstance(self.reader, ShardReader):
+            self.reader.check_complete()
         self._parts = self.layers.parts(self.reader.names())
 
     def names(self) -> list[str]:
@@ -94,9 +99,9 @@ class Stored:
         parts = {part for parts in self._parts.values() for part in parts}
         return [name for name in self.reader.names() if name not in parts]
 
-    def parts(self, name: str) -> list[str]:
-        """Return the names of the tensors of one layer."""
-        return list(self._parts[name])
+    def file(self, name: str) -> Path:
+        """Return the file that holds the first tensor of one layer."""
+        return self.reader.file(self._parts[name][0])
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of one layer, checked against the checksums that the folder has."""
@@ -129,9 +134,8 @@ def read_matrices(
         tensors = stored.tensors(name)
         if shapes is not None:
             part = next(iter(tensors))
-            check_shape(
-                f"{stored.reader.file(part)}: {part}", f"{name}.weight", stored.layers.shape_of(name, tensors), shapes
-            )
+            called = f"{stored.reader.file(part)}: {part}"
+            check_shape(called, f"{name}.weight", stored.layers.shape_of(name, tensors), shapes)
         yield name, stored.matrix(name, tensors)
 
 
@@ -175,27 +179,24 @@ def read_dense(
     Raises:
         FormatError: a layer is not what its format says or the model expects, or the format is not understood.
     """
-    config = quantization_of(folder)
-    layers = None if config is None else format_of(config).layers
-    reader = _reader(folder, config)
-    packed = set() if layers is None else {part for parts in layers.parts(reader.names()).values() for part in parts}
-    for name in reader.names():
-        if name not in packed:
-            yield name, reader.read([name])[name]
-    own = {name: whole for whole, stack in (stacks or {}).items() for name in stack.names}
-    waiting: dict[str, dict[str, Tensor]] = {}
+    stored = None if quantization_of(folder) is None else Stored(folder)
+    reader = ShardReader(folder) if stored is None else stored.reader
+    for name in reader.names() if stored is None else stored.rest():
+        yield name, reader.read([name])[name]
+    stacks = stacks or {}
+    whole_of = {name: whole for whole, stack in stacks.items() for name in stack.names}
+    waiting: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, matrix in read_matrices(folder, shapes=shapes):
         values = matrix.decode()
-        if name in own:
-            whole, stack = own[name], (stacks or {})[own[name]]
-            waiting.setdefault(whole, {})[name] = values
-            if len(waiting[whole]) == len(stack.names):
-                found = waiting.pop(whole)
-                yield whole, stack.joined(found[each] for each in stack.names)
+        if (whole := whole_of.get(name)) is None:
+            yield f"{name}.weight", values.T.contiguous() if f"{name}.weight" in transposed else values
             continue
-        yield f"{name}.weight", values.T.contiguous() if f"{name}.weight" in transposed else values
-    for whole, found in waiting.items():
-        absent = next(name for name in (stacks or {})[whole].names if name not in found)
+        waiting[whole][name] = values
+        if len(waiting[whole]) == len(stacks[whole].names):
+            parts = waiting.pop(whole)
+            yield whole, stacks[whole].joined(parts[each] for each in stacks[whole].names)
+    for whole, parts in waiting.items():
+        absent = next(name for name in stacks[whole].names if name not in parts)
         raise FormatError(
             f"{folder}: {absent} is missing, the other matrices of {whole} are there. Fetch the folder again."
         )
@@ -208,17 +209,88 @@ def reader_of(folder: Path) -> TensorReader:
         FormatError, ModelError: the folder is not finished, or there are no such files.
     """
     config = quantization_of(folder)
-    if method_of({"quantization_config": config}) is not None:
-        return source_reader(folder, {"quantization_config": config})
     method = None if config is None else config.get("quant_method")
-    known = FORMATS.get(method) if isinstance(method, str) else None  # others are safetensors, read as they are
-    return ShardReader(folder) if known is None else known.reader(folder)
+    if isinstance(method, str) and method in FORMATS:
+        return FORMATS[method].reader(folder)
+    return source_reader(folder, {"quantization_config": config})  # others are safetensors, read as they are or widened
 
 
-def _reader(folder: Path, config: Mapping[str, Any] | None) -> TensorReader:
-    """Return a reader of a folder, which is complete if its format can tell."""
-    format = None if config is None else format_of(config)
-    reader = ShardReader(folder) if format is None else format.reader(folder)
-    if format is not None and format.layers.CHECKSUMS and isinstance(reader, ShardReader):
-        reader.check_complete()
-    return reader
+class DecodedReader(TensorReader):
+    """Reads weights of a folder that nearplane reads, as if they had never been quantized: each is decoded when it is asked for.
+
+    Args:
+        folder: quantized.
+        shapes: of all weights of its network, matrices as (out, in), see `weight_shapes`.
+        transposed: names of the weights that modules have as (in, out), see `stored_transposed`.
+        stacks: parameters that are put together of several matrices, see `stacks_of`.
+
+    Raises:
+        FormatError: the folder's format is not understood, or it holds a matrix larger than any that the network has.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        shapes: Mapping[str, tuple[int, ...]],
+        transposed: Collection[str],
+        stacks: Mapping[str, Stack],
+    ) -> None:
+        self.folder, self.checksums = folder, None
+        self._stored, self._shapes = Stored(folder), dict(shapes)
+        there = set(self._stored.names())
+        stacks = {name: stack for name, stack in stacks.items() if there.issuperset(stack.names)}
+        there -= {name for stack in stacks.values() for name in stack.names}
+        self._made: dict[str, Stack] = {}
+        for layer in self._stored.names():
+            if layer in there:
+                weight = f"{layer}.weight"
+                if weight not in shapes:  # a name that transformers changes when it loads
+                    self._shapes[weight] = self._shape_of(layer, self._stored.tensors(layer))
+                turned, shape = weight in transposed, self._shapes[weight]
+                places = ((..., slice(None), turned),)
+                self._made[weight] = Stack(shape=shape[::-1] if turned else shape, names=(layer,), places=places)
+        self._made |= stacks
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors."""
+        return [*self._stored.rest(), *self._made]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor as its module has it."""
+        return self._made[name].shape if name in self._made else self._stored.reader.shape(name)
+
+    def dtype(self, name: str) -> str:
+        """Return the safetensors dtype of a tensor as `read` gives it."""
+        return "F32" if name in self._made else self._stored.reader.dtype(name)
+
+    def nbytes(self, name: str) -> int:
+        """Return the bytes of a tensor as `read` gives it."""
+        return 4 * math.prod(self.shape(name)) if name in self._made else self._stored.reader.nbytes(name)
+
+    def file(self, name: str) -> Path:
+        """Return the file that holds a tensor, or the first part of a layer."""
+        return self._stored.file(self._made[name].names[0]) if name in self._made else self._stored.reader.file(name)
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Read tensors, layers decoded to float32.
+
+        Raises:
+            FormatError: a layer is not what its format or config.json says.
+        """
+        wanted = list(names)
+        found = self._stored.reader.read([name for name in wanted if name not in self._made])
+        return {name: found[name] if name in found else self._decoded(self._made[name]) for name in wanted}
+
+    def _shape_of(self, layer: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+        """Return (out, in) of a layer, if the network may have it."""
+        found, file = self._stored.layers.shape_of(layer, tensors), self._stored.file(layer)
+        check_shape(f"{file}: {layer}", f"{layer}.weight", found, self._shapes)
+        return found
+
+    def _decoded(self, stack: Stack) -> Tensor:
+        return stack.joined(self._values(layer) for layer in stack.names)
+
+    def _values(self, layer: str) -> Tensor:
+        tensors = self._stored.tensors(layer)
+        self._shape_of(layer, tensors)
+        return self._stored.matrix(layer, tensors).decode()

@@ -2,41 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections import UserDict
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
 
 import torch
 
 from nearplane.errors import FormatError
-from nearplane.formats import compressed_tensors, gptq, mxfp4_packed, native
-from nearplane.formats.config_file import ConfigFile
-from nearplane.formats.container import Container, Place
-from nearplane.formats.folder import Folder
-from nearplane.formats.gguf import gguf_layers
-from nearplane.formats.gguf.gguf_container import GGUFFile
-from nearplane.formats.gguf.gguf_reader import GGUFReader
-from nearplane.formats.layer_format import LayerFormat
-from nearplane.system.safetensors_files import ShardReader, TensorReader
-
-COMPRESSED = compressed_tensors.CompressedTensors((compressed_tensors.PackQuantized(), mxfp4_packed.MXFP4Packed()))
+from nearplane.formats.container import Container, Format, Place
 
 
-class Format(NamedTuple):
-    """A format: how a layer's tensors look, what the config says of them, which files there are, and what reads their tensors."""
+class Formats(UserDict[str, Any]):
+    """Formats by name: a module of this folder and what it calls the format; the module is imported on first use."""
 
-    layers: LayerFormat
-    config: ConfigFile
-    container: type[Container] = Folder
-    reader: Callable[..., TensorReader] = ShardReader
+    def __getitem__(self, name: str) -> Format:
+        """Return a format."""
+        module, _, called = self.data[name].partition(":")
+        found: Format = getattr(import_module(module, __package__), called)
+        return found
 
 
-FORMATS: dict[str, Format] = {
-    "compressed-tensors": Format(COMPRESSED, compressed_tensors.Config(COMPRESSED)),
-    "gptq": Format(gptq.V1, gptq.Config("gptq")),
-    "gptq_v2": Format(gptq.V2, gptq.Config("gptq_v2")),
-    native.METHOD: Format(native.DEFAULT, native.Config()),
-    gguf_layers.METHOD: Format(gguf_layers.LAYERS, gguf_layers.Config(), GGUFFile, GGUFReader),
-}
+FORMATS = Formats(
+    {
+        "compressed-tensors": ".compressed_tensors:FORMAT",
+        "gptq": ".gptq:FORMAT",
+        "gptq_v2": ".gptq:FORMAT_V2",
+        "nearplane": ".native:FORMAT",
+        "gguf": ".gguf.gguf_container:FORMAT",
+    }
+)
 
 
 def format_of(config: Mapping[str, Any]) -> Format:
@@ -56,4 +51,4 @@ def format_of(config: Mapping[str, Any]) -> Format:
 def open_container(place: Place, config: Mapping[str, Any], *, dtype: torch.dtype, shards: int) -> Container:
     """Return a checkpoint to be written; see `Container`, also for the errors."""
     format = format_of(config)
-    return format.container(place, format.layers, format.config, config, dtype=dtype, shards=shards)
+    return format.container(place, format, config, dtype=dtype, shards=shards)

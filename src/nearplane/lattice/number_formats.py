@@ -60,7 +60,7 @@ class NumberFormat:
 class BlockType(NumberFormat):
     """How llama.cpp stores a run of neighbouring weights of a row together with its steps, which are on two levels.
 
-    Layouts: `ggml/src/ggml-common.h` of llama.cpp; `formats/gguf/block_bytes.py` packs them.
+    Layouts: `ggml/src/ggml-common.h` of llama.cpp; `formats/gguf/gguf_layers.py` packs them.
 
     Args:
         number: of the type in files (`ggml_type`).

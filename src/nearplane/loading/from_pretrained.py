@@ -33,9 +33,8 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from nearplane.errors import FormatError, ModelError, RecipeError
-from nearplane.formats.config_file import WEIGHTS
-from nearplane.formats.folder import read_config
-from nearplane.formats.native import DEFAULT, METHOD, Native
+from nearplane.formats.layer_format import METHOD, WEIGHTS, read_config
+from nearplane.formats.native import DEFAULT, Native
 from nearplane.formats.stored import quantization_of
 from nearplane.formats.table import FORMATS
 from nearplane.loading.dense_network import Coded, Joined, Place, StackPlace, dense_network, fill, make_places

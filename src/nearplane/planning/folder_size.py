@@ -14,9 +14,8 @@ from importlib.metadata import version
 
 from nearplane.errors import RecipeError
 from nearplane.formats.beside import CONFIG, names_copied, size_copied
-from nearplane.formats.config_file import Quantized
-from nearplane.formats.folder import config_text
-from nearplane.formats.native import METHOD, Native
+from nearplane.formats.layer_format import METHOD, Quantized, config_text
+from nearplane.formats.native import Native
 from nearplane.formats.table import FORMATS
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model

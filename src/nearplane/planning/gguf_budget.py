@@ -12,7 +12,7 @@ from nearplane.errors import RecipeError
 from nearplane.formats.beside import CONFIG, names_copied
 from nearplane.formats.container import Container
 from nearplane.formats.gguf.gguf_header import ALIGNMENT, FILE
-from nearplane.formats.gguf.mixes import type_of
+from nearplane.formats.gguf.mixes import fitting
 from nearplane.lattice.number_formats import TYPES
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
@@ -97,7 +97,7 @@ def _is_free(asked: Recipe, layer: Layer) -> bool:
 
 def _fitting(name: str, layer: Layer) -> str:
     """Return a type, or what takes its place where it does not divide the inputs of a layer."""
-    return type_of(name, "other", 0, 1, layer.shape[1]).name
+    return fitting(name, layer.shape[1]).name
 
 
 def _bytes(layer: Layer, name: str) -> int:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nearplane.formats.gguf.mixes import type_of
+from nearplane.formats.gguf.mixes import fitting
 from nearplane.lattice.factor import Factor
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.scale import high_rate_step
@@ -150,7 +150,7 @@ def to_types(names: Sequence[str], scheme: BlockScheme) -> Perturbations:
 
     def perturb(W: Tensor, inputs: Inputs) -> Iterator[Perturbed]:
         factor = inputs.factor(scheme.order, scheme.damp)
-        kinds = {type_of(name, "other", 0, 1, W.shape[1]) for name in names}
+        kinds = {fitting(name, W.shape[1]) for name in names}
         for kind in sorted(kinds, key=lambda kind: kind.rate):
             found = solve(W.masked_fill(factor.dead, 0), inputs, plain.storing(kind), torch.float16)
             yield Perturbed(kind.rate, found.matrix.decode())

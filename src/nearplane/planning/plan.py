@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nearplane.calibration.sensitivity import sensitivity, windows_of_the_pass
 from nearplane.errors import RecipeError
-from nearplane.formats.gguf.mixes import type_of
+from nearplane.formats.gguf.mixes import fitting
 from nearplane.formats.table import FORMATS
 from nearplane.lattice.moments import Moments
 from nearplane.lattice.number_formats import TYPES
@@ -334,7 +334,7 @@ def _types(
     columns = {layer.name: layer.shape[1] for layer in model.layers}
     curves = [curve for curve in curves if free.layers.issuperset(curve.layers)]
     names = [rates[rate] for rate in rates if rate >= probed[0]]
-    usable = [[type_of(name, "other", 0, 1, columns[curve.layers[0]]) for name in names] for curve in curves]
+    usable = [[fitting(name, columns[curve.layers[0]]) for name in names] for curve in curves]
     chosen = allocate_choices(curves, free.budget, [sorted({kind.rate for kind in kinds}) for kinds in usable])
     return free.ends | {
         layer: next(kind.name for kind in kinds if kind.rate == rate)

@@ -15,10 +15,10 @@ from nearplane.calibration.stages import FirstLook
 from nearplane.calibration.trial import try_blocks
 from nearplane.calibration.windows import Windows
 from nearplane.errors import RecipeError
-from nearplane.formats.config_file import Quantized
 from nearplane.formats.container import Container, Place
-from nearplane.formats.gguf.mixes import experts_of, role_of, type_of
+from nearplane.formats.gguf.mixes import role_of, type_of
 from nearplane.formats.gptq import FUSED
+from nearplane.formats.layer_format import Quantized
 from nearplane.formats.table import FORMATS, open_container
 from nearplane.lattice.number_formats import NumberFormat, number_format
 from nearplane.loading.rehearsal import check_loads
@@ -94,9 +94,7 @@ def settled(model: Model, recipe: Recipe) -> Recipe:
         RecipeError: blocks divide the inputs of a layer in no way.
     """
     recipe = recipe.grouped(layer.shape[1] for layer in model.layers)
-    heads = getattr(model.config, "num_attention_heads", 1)
-    shared = heads // (getattr(model.config, "num_key_value_heads", None) or heads)
-    experts = experts_of(model.config.to_dict())
+    config = model.config.to_dict()
     places = {layer.name: index for index, block in enumerate(model.blocks) for layer in block.layers}
     ends = {
         layer.name: role
@@ -116,7 +114,7 @@ def settled(model: Model, recipe: Recipe) -> Recipe:
             named = scheme.embeddings
         if named == scheme.embeddings:
             role = "embeddings"  # of this very type
-        kind = type_of(named, role, place, len(model.blocks), columns, shared=shared, experts=experts)
+        kind = type_of(named, role, place, columns, config)
         if columns % kind.columns:
             raise RecipeError(
                 f"{layer.name} has {columns} inputs, which blocks of {kind.columns} do not divide: llama.cpp leaves such layers "

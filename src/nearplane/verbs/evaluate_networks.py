@@ -21,9 +21,8 @@ from transformers import PreTrainedModel
 from nearplane.calibration.activations import finite, readout, skeleton
 from nearplane.calibration.given import called, check_model
 from nearplane.errors import ModelError
-from nearplane.formats.decoded import DecodedReader
-from nearplane.formats.folder import read_config
-from nearplane.formats.stored import quantization_of, reader_of
+from nearplane.formats.layer_format import read_config
+from nearplane.formats.stored import DecodedReader, quantization_of, reader_of
 from nearplane.loading.dense_network import dense_network, stacks_of, stored_transposed, weight_shapes
 from nearplane.models.kinds import Taken, has_head, is_framed, main_input, read_out, taken_by, words
 from nearplane.models.model import Model, open_model, positions_of

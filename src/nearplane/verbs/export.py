@@ -11,9 +11,8 @@ from torch import Tensor
 
 from nearplane.errors import FormatError, ModelError, RecipeError
 from nearplane.formats.beside import CONFIG, copy_beside
-from nearplane.formats.config_file import WEIGHTS, json_text
 from nearplane.formats.container import check_apart, disk
-from nearplane.formats.folder import read_config
+from nearplane.formats.layer_format import WEIGHTS, json_text, read_config
 from nearplane.formats.stored import quantization_of, reader_of
 from nearplane.formats.table import FORMATS
 from nearplane.loading.dense_network import decoded_tensors

@@ -17,8 +17,7 @@ from nearplane.calibration.given import Given, with_text
 from nearplane.calibration.windows import Windows, calibration_windows
 from nearplane.errors import CalibrationError, FormatError, ModelError, RecipeError
 from nearplane.formats.beside import CONFIG, GPTQ_CONFIG, names_copied
-from nearplane.formats.config_file import EXPERTS_WITH, READ_WITH, WEIGHTS
-from nearplane.formats.folder import read_config
+from nearplane.formats.layer_format import EXPERTS_WITH, READ_WITH, WEIGHTS, read_config
 from nearplane.formats.stored import Stored
 from nearplane.models.model import Model
 from nearplane.planning.request import open_original, quantization_config, settled, with_types

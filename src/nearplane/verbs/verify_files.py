@@ -10,10 +10,10 @@ from typing import Any
 
 from nearplane.errors import FormatError, ModelError, printable
 from nearplane.formats.beside import CONFIG
-from nearplane.formats.config_file import Quantized
 from nearplane.formats.container import written
 from nearplane.formats.find_record import record_inside
 from nearplane.formats.gguf.gguf_header import FILE, RECORD_KEY, read_header
+from nearplane.formats.layer_format import Quantized
 from nearplane.formats.stored import Stored
 from nearplane.formats.table import FORMATS
 from nearplane.lattice.grid import QuantizedMatrix

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError
-from nearplane.formats.gguf.block_bytes import pack, unpack
+from nearplane.formats.gguf.gguf_layers import pack, unpack
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.number_formats import TYPES, BlockType
 

@@ -20,7 +20,7 @@ from nearplane import FormatError, ModelError, RecipeError
 from nearplane.demo import CALIBRATION, MODEL
 from nearplane.formats.gguf.gguf_header import FILE, SUMS, TENSORS
 from nearplane.formats.gguf.gguf_reader import GGUFReader
-from nearplane.formats.gguf.mixes import type_of
+from nearplane.formats.gguf.mixes import fitting
 from nearplane.loading.dense_network import dense_network
 from test_journal import stopped_behind
 
@@ -82,7 +82,7 @@ def test_a_mix_has_one_type_for_all_experts_of_a_block(source_of: Callable[..., 
     nearplane.quantize(source, tmp_path / "mix", grid="q4_k_m", **TEXT)
     types = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "mix" / FILE).tensors}
     assert {types[f"blk.0.{part}.weight"] for part in ("attn_k", "attn_v")} == {"Q8_0"}
-    assert types["blk.0.attn_output.weight"] == type_of("q5_k", "other", 0, 1, 32).name.upper()
+    assert types["blk.0.attn_output.weight"] == fitting("q5_k", 32).name.upper()
     record = nearplane.quantize(source, tmp_path / "size", grid=4.8, **TEXT)
     kinds = {layer.format for layer in record.layers if ".experts." in layer.name and "down_proj" not in layer.name}
     assert kinds <= {"q4_0", "q5_0", "q5_1", "q8_0"}

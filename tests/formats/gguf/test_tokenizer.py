@@ -30,7 +30,7 @@ def test_a_tokenizer_over_bytes_is_known_by_how_it_cuts_text(name: str, tmp_path
     saved(over_bytes(name), tmp_path)
     found = vocabulary(tmp_path, 640)
     assert (found.model, found.pre) == ("gpt2", name)
-    assert found.kinds[:3] == (Kind.CONTROL,) * 3
+    assert found.kinds[:3] == [Kind.CONTROL] * 3
     assert found.tokens[-1] == "[PAD639]"
     assert found.kinds[-1] is Kind.UNUSED
 
@@ -45,7 +45,7 @@ def test_scores_of_pieces_are_the_ranks_of_their_merges(space: bool, tmp_path: P
     saved(of_pieces(space=space), tmp_path)
     found = vocabulary(tmp_path, 1100)
     assert (found.model, found.space) == ("llama", space)
-    assert found.kinds[:4] == (Kind.UNKNOWN, Kind.CONTROL, Kind.CONTROL, Kind.BYTE)
+    assert found.kinds[:4] == [Kind.UNKNOWN, Kind.CONTROL, Kind.CONTROL, Kind.BYTE]
 
 
 def merged_by_scores(found: Vocabulary, text: str) -> list[str]:

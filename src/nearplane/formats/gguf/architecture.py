@@ -29,58 +29,38 @@ class Architecture:
     Args:
         name: in llama.cpp.
         tell: adds what is particular to it to a `gguf.GGUFWriter`; raises RecipeError for what llama.cpp would not compute.
+        fixed: what llama.cpp takes for granted, by its name in config.json.
+        square: whether its heads are together as wide as the hidden states.
+        experts: whether those of its blocks are told behind all else.
         untied: whether it may have a head of its own.
     """
 
     name: str
     tell: Callable[[Any, Config], None]
+    fixed: Mapping[str, Any]
+    square: bool = False
+    experts: bool = False
     untied: bool = True
 
 
 def _llama(writer: Any, config: Config) -> None:
-    """Llama, Mistral, and what Mixtral has beside its experts."""
+    """Llama, Mistral, Mixtral."""
     _sizes(writer, config, window=config.get("sliding_window"))
     writer.add_rope_dimension_count(_head_size(config))
-    _refuse(config, {"hidden_act": "silu", "partial_rotary_factor": 1.0})
     _rope(writer, config, ("default", "linear", "llama3", "yarn"))
 
 
 def _qwen(writer: Any, config: Config) -> None:
-    """Qwen2 and Qwen3."""
+    """Qwen2 and Qwen3, with experts or without."""
     _sizes(writer, config)
-    _refuse(config, {"hidden_act": "silu", "attention_bias": False})
-    if config["model_type"] == "qwen2":
-        _square(config)
     if config.get("use_sliding_window") and config.get("sliding_window"):
         raise _other(config, "use_sliding_window", True, "false: llama.cpp has no window there")
     _rope(writer, config, ("default", "linear", "yarn"))
 
 
-def _mixtral(writer: Any, config: Config) -> None:
-    _llama(writer, config)
-    _experts(writer, config)
-
-
-def _qwen3_moe(writer: Any, config: Config) -> None:
-    _qwen(writer, config)
-    _experts(writer, config)
-    _refuse(config, {"norm_topk_prob": True})
-
-
-def _qwen2_moe(writer: Any, config: Config) -> None:
-    _qwen(writer, config)
-    _square(config)
-    _experts(writer, config)
-    _refuse(config, {"norm_topk_prob": False})
-    writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
-
-
 def _olmoe(writer: Any, config: Config) -> None:
     _sizes(writer, config)
-    heads = config["num_attention_heads"]
-    _refuse(config, {"hidden_act": "silu", "attention_bias": False, "norm_topk_prob": False, "clip_qkv": None})
-    _refuse(config, {"num_key_value_heads": heads})
-    _square(config)
+    _refuse(config, {"num_key_value_heads": config["num_attention_heads"]})
     _experts(writer, config)
     _rope(writer, config, ("default", "linear", "yarn"))
 
@@ -92,6 +72,8 @@ def _experts(writer: Any, config: Config) -> None:
     writer.add_expert_used_count(config["num_experts_per_tok"])
     if "moe_intermediate_size" in config:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if "shared_expert_intermediate_size" in config:
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
 
 
 def _gemma2(writer: Any, config: Config) -> None:
@@ -111,10 +93,6 @@ def _gemma3(writer: Any, config: Config) -> None:
 def _gemma(writer: Any, config: Config, every: int) -> None:
     """What Gemma 2 and 3 have in common; of `every` blocks all but the last have a window."""
     _sizes(writer, config)
-    _refuse(
-        config,
-        {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "use_bidirectional_attention": False},
-    )
     kinds = config.get("layer_types") or []
     wanted = ["full_attention" if (index + 1) % every == 0 else "sliding_attention" for index in range(len(kinds))]
     if kinds != wanted:
@@ -131,18 +109,11 @@ def _gemma(writer: Any, config: Config, every: int) -> None:
 
 def _phi3(writer: Any, config: Config) -> None:
     _sizes(writer, config, window=config.get("sliding_window"))
-    _refuse(config, {"hidden_act": "silu"})
-    _square(config)
-    rope, heads = _ropes(config)["full_attention"], config["num_attention_heads"]
-    size = (
-        int(rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) * config["hidden_size"])
-        // heads
-    )
-    writer.add_rope_dimension_count(size)
-    positions = config["max_position_embeddings"]
-    original = (
-        rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings") or positions
-    )
+    rope, positions = _ropes(config)["full_attention"], config["max_position_embeddings"]
+    part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    writer.add_rope_dimension_count(int(part * config["hidden_size"]) // config["num_attention_heads"])
+    name = "original_max_position_embeddings"
+    original = rope.get(name) or config.get(name) or positions
     writer.add_rope_scaling_orig_ctx_len(original)
     writer.add_sliding_window(config.get("sliding_window") or 0)
     if _rope_type(rope) == "longrope":
@@ -155,10 +126,6 @@ def _phi3(writer: Any, config: Config) -> None:
 
 def _gpt2(writer: Any, config: Config) -> None:
     width = config["n_embd"]
-    _refuse(
-        config,
-        {"activation_function": "gelu_new", "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
-    )
     writer.add_block_count(config["n_layer"])
     writer.add_context_length(config["n_positions"])
     writer.add_embedding_length(width)
@@ -167,19 +134,25 @@ def _gpt2(writer: Any, config: Config) -> None:
     writer.add_layer_norm_eps(config["layer_norm_epsilon"])
 
 
+SILU = {"hidden_act": "silu"}
+LLAMA = SILU | {"partial_rotary_factor": 1.0}
+QWEN = SILU | {"attention_bias": False}
+GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "use_bidirectional_attention": False}
+GPT2 = {"activation_function": "gelu_new", "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
+QWEN2_MOE, QWEN3_MOE = QWEN | {"norm_topk_prob": False}, QWEN | {"norm_topk_prob": True}
 ARCHITECTURES = {  # by model_type of config.json
-    "llama": Architecture(name="llama", tell=_llama),
-    "mistral": Architecture(name="llama", tell=_llama),
-    "qwen2": Architecture(name="qwen2", tell=_qwen),
-    "qwen3": Architecture(name="qwen3", tell=_qwen),
-    "gemma2": Architecture(name="gemma2", tell=_gemma2, untied=False),
-    "gemma3_text": Architecture(name="gemma3", tell=_gemma3),
-    "phi3": Architecture(name="phi3", tell=_phi3),
-    "gpt2": Architecture(name="gpt2", tell=_gpt2),
-    "mixtral": Architecture(name="llama", tell=_mixtral),
-    "qwen3_moe": Architecture(name="qwen3moe", tell=_qwen3_moe),
-    "qwen2_moe": Architecture(name="qwen2moe", tell=_qwen2_moe),
-    "olmoe": Architecture(name="olmoe", tell=_olmoe),
+    "llama": Architecture(name="llama", tell=_llama, fixed=LLAMA),
+    "mistral": Architecture(name="llama", tell=_llama, fixed=LLAMA),
+    "qwen2": Architecture(name="qwen2", tell=_qwen, fixed=QWEN, square=True),
+    "qwen3": Architecture(name="qwen3", tell=_qwen, fixed=QWEN),
+    "gemma2": Architecture(name="gemma2", tell=_gemma2, fixed=GEMMA, untied=False),
+    "gemma3_text": Architecture(name="gemma3", tell=_gemma3, fixed=GEMMA),
+    "phi3": Architecture(name="phi3", tell=_phi3, fixed=SILU, square=True),
+    "gpt2": Architecture(name="gpt2", tell=_gpt2, fixed=GPT2),
+    "mixtral": Architecture(name="llama", tell=_llama, fixed=LLAMA, experts=True),
+    "qwen3_moe": Architecture(name="qwen3moe", tell=_qwen, fixed=QWEN3_MOE, experts=True),
+    "qwen2_moe": Architecture(name="qwen2moe", tell=_qwen, fixed=QWEN2_MOE, square=True, experts=True),
+    "olmoe": Architecture(name="olmoe", tell=_olmoe, fixed=QWEN2_MOE | {"clip_qkv": None}, square=True),
 }
 YARN = {  # what llama.cpp takes it for
     "attention_factor": None,
@@ -220,14 +193,17 @@ def tell(writer: Any, config: Config) -> None:
     architecture = architecture_of(config)
     if not architecture.untied and config.get("tie_word_embeddings") is False:
         raise _other(config, "tie_word_embeddings", False, "true: llama.cpp reads no head of it")
+    _refuse(config, architecture.fixed)
+    if architecture.square:
+        _square(config)
     architecture.tell(writer, config)
+    if architecture.experts:
+        _experts(writer, config)
     writer.add_vocab_size(config["vocab_size"])
 
 
 def rope_factors(config: Config) -> dict[str, Tensor]:
     """Return tensors that no checkpoint has and llama.cpp asks for, by name: factors of rotary frequencies."""
-    if config.get("model_type") == "gpt2":
-        return {}
     rope = _ropes(config)["full_attention"]
     match _rope_type(rope):
         case "llama3":
@@ -281,7 +257,7 @@ def _ropes(config: Config) -> Mapping[str, Config]:
     """Return the rotary parameters of blocks with and without a window, wherever a version of transformers writes them."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if "full_attention" in rope:
-        return {kind: rope[kind] for kind in rope}
+        return rope
     rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     local = config.get("rope_local_base_freq")
     return {"full_attention": rope} | ({} if local is None else {"sliding_attention": {"rope_theta": local}})
@@ -306,20 +282,18 @@ def _rope(writer: Any, config: Config, known: tuple[str, ...]) -> None:
         if _rope_type(window) != "default":
             raise _other(config, "rope_type of sliding_attention", _rope_type(window), "default")
         writer.add_rope_freq_base_swa(float(window["rope_theta"]))
+    if kind not in ("default", "llama3"):
+        writer.add_rope_scaling_type(RopeScalingType(kind))
     match kind:
         case "linear":
-            writer.add_rope_scaling_type(RopeScalingType.LINEAR)
             writer.add_rope_scaling_factor(float(rope["factor"]))
         case "yarn":
             for name, usual in YARN.items():
                 if (found := rope.get(name)) not in (None, usual):
                     raise _other(config, f"{name} of rope_parameters", found, "none" if usual is None else str(usual))
             positions, original = config["max_position_embeddings"], rope["original_max_position_embeddings"]
-            writer.add_rope_scaling_type(RopeScalingType.YARN)
             writer.add_rope_scaling_factor(float(rope.get("factor") or positions / original))
             writer.add_rope_scaling_orig_ctx_len(original)
-        case "longrope":
-            writer.add_rope_scaling_type(RopeScalingType.LONGROPE)
 
 
 def _square(config: Config) -> None:

@@ -22,10 +22,7 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.beside import CONFIG, copy_beside, names_copied, size_copied
-from nearplane.formats.config_file import ConfigFile
-from nearplane.formats.container import Container, Kind, Place
-from nearplane.formats.folder import config_text, read_config
+from nearplane.formats.container import Container, Format, Kind, Place
 from nearplane.formats.gguf.architecture import architecture_of, rope_factors, tell
 from nearplane.formats.gguf.gguf_header import (
     EVERY,
@@ -42,10 +39,10 @@ from nearplane.formats.gguf.gguf_header import (
     padded,
     read_header,
 )
-from nearplane.formats.gguf.gguf_reader import DENSE
+from nearplane.formats.gguf.gguf_layers import Blocks, Config
+from nearplane.formats.gguf.gguf_reader import DENSE, GGUFReader
 from nearplane.formats.gguf.names import called, reshaping, rule_of, together
-from nearplane.formats.gguf.tokenizer import vocabulary
-from nearplane.formats.layer_format import LayerFormat
+from nearplane.formats.layer_format import read_config
 from nearplane.lattice.number_formats import TYPES
 from nearplane.record.record import RunRecord
 from nearplane.system.files import flush_all, sha256
@@ -55,19 +52,6 @@ from nearplane.system.safetensors_files import NAMES
 
 INSTALL = 'pip install "nearplane[gguf]"'
 ENDS = ("token_embd.weight", "output.weight")
-FILE_TYPES = {
-    "f16": 1,
-    "q4_0": 2,
-    "q4_1": 3,
-    "q8_0": 7,
-    "q5_0": 8,
-    "q5_1": 9,
-    "q2_k": 10,
-    "q3_k": 12,
-    "q4_k": 15,
-    "q5_k": 17,
-    "q6_k": 18,
-}
 logger = logging.getLogger("nearplane")
 
 
@@ -94,16 +78,9 @@ class GGUFFile(Container):
     """
 
     def __init__(
-        self,
-        place: Place,
-        layers: LayerFormat,
-        says: ConfigFile,
-        config: Mapping[str, Any],
-        *,
-        dtype: torch.dtype,
-        shards: int,
+        self, place: Place, format: Format, config: Mapping[str, Any], *, dtype: torch.dtype, shards: int
     ) -> None:
-        super().__init__(place, layers, says, config, dtype=dtype, shards=shards)
+        super().__init__(place, format, config, dtype=dtype, shards=shards)
         gguf_package()
         self._network = dict(place.network)
         self._header()  # refuses what it refuses
@@ -124,12 +101,15 @@ class GGUFFile(Container):
     def _header(self) -> Any:
         """Return a writer of the package that knows all but the tensors."""
         gguf = gguf_package()
+        from nearplane.formats.gguf.tokenizer import vocabulary  # which imports that package
+
         writer = gguf.GGUFWriter(None, architecture_of(self._network).name)
         writer.add_name(self.place.source.name)
         tell(writer, self._network)
         types = list(self.config["types"].values())
-        usual = max(sorted(set(types)), key=types.count) if types else "f16"
-        writer.add_file_type(FILE_TYPES[usual])
+        usual = f"MOSTLY_{max(sorted(set(types)), key=types.count) if types else 'f16'}".upper()
+        known = gguf.LlamaFileType.__members__
+        writer.add_file_type(known[usual] if usual in known else known[f"{usual}_M"])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         folder = self.place.tokenizer or self.place.source
         vocabulary(folder, self._network["vocab_size"], self.config.get("pre")).write(writer, folder)
@@ -145,24 +125,24 @@ class GGUFFile(Container):
         types, experts = self.config["types"], Counter(map(together, self._called))
         taken = {f"{layer}.weight": layer for layer in types}
         for name, new in self._called.items():
-            shape, part = self._source.shape(name), new.rsplit(".", 2)[-2]
-            dims = len(shape)
-            shape = reshaping(new, architecture_of(self._network).name, dims=dims).shape_into(shape)
+            stored, part = torch.empty(self._source.shape(name), device="meta"), new.rsplit(".", 2)[-2]
+            dims = stored.dim()
+            shape = tuple(reshaping(new, architecture_of(self._network).name, dims=dims).into(stored).shape)
             if new.startswith("position_embd") or dims == 1 or part.endswith("norm") or part.startswith("ffn_gate_inp"):
                 kind = NUMBER["F32"]
             elif name in taken:
                 kind = TYPES[types[taken[name]]].number
-            elif new in ENDS and self.config.get("embeddings") is not None:
-                kind = NUMBER[str(self.config["embeddings"]).upper()]
             elif new in ENDS:
-                kind = NUMBER.get(self._source.dtype(name), NUMBER["F32"])
+                dtype = self.config.get("embeddings") or self._source.dtype(name)
+                kind = NUMBER.get(dtype.upper(), NUMBER["F32"])
             else:  # as llama.cpp's quantizer leaves what it does not quantize
                 kind = NUMBER["BF16" if self._source.dtype(name) == "BF16" else "F16"]
             whole = together(name)
             planned = (new, shape if whole == name else (experts[whole], *shape), kind)
             if (first := found.setdefault(whole, planned)) != planned:
+                ours, theirs = (gguf_package().GGMLQuantizationType(each).name for each in (kind, first[2]))
                 raise RecipeError(
-                    f"{name} is to be of the type {_type(kind)}, the same of another expert {_type(first[2])}: in a GGUF all "
+                    f"{name} is to be of the type {ours}, the same of another expert {theirs}: in a GGUF all "
                     f"experts of a block lie in one tensor, of one type. Give them one, as with --layer '\\.experts\\.=grid:q4_k'."
                 )
         return found
@@ -196,19 +176,16 @@ class GGUFFile(Container):
             os.posix_fallocate(file.fileno(), 0, size)  # a full disk is found now
         except AttributeError:  # on other systems
             file.truncate(size)
-        made = rope_factors(self._network)
-        for info in self._known(path):
-            self._put(file, info.name, info, made[info.name])
+        self._find_places(path)
         path.chmod((self.folder / INCOMPLETE).stat().st_mode)
         return file
 
-    def _known(self, path: Path) -> list[Info]:
-        """Take the places of tensors from the header of the file; return those that are in no checkpoint."""
+    def _find_places(self, path: Path) -> None:
+        """Take the places of tensors from the header of the file; those that are in no checkpoint have the file's names."""
         header = read_header(path)
-        self._fields, self._places, self._size = header.fields, header.places, header.size
-        named = list(zip(header.fields[TENSORS], header.tensors, strict=True))
-        self._infos = {name: place for whole, info in named if whole for name, place in apart(info, whole).items()}
-        return [info for name, info in named if not name]
+        self._fields, self._places, self._size, self._infos = header.fields, header.places, header.size, {}
+        for name, info in zip(header.fields[TENSORS], header.tensors, strict=True):
+            self._infos |= apart(info, name or info.name)
 
     def state(self) -> dict[str, Any]:
         """Return which tensors were written, flushed to disk."""
@@ -227,9 +204,9 @@ class GGUFFile(Container):
             raise FormatError(
                 f"{path} is missing: the run that was stopped cannot be gone on with. Begin anew with --overwrite."
             )
-        made = self._known(path)
+        self._find_places(path)
         self._file = path.open("r+b")
-        for name, info in [*self._infos.items(), *((info.name, info) for info in made)]:
+        for name, info in self._infos.items():
             if name in sums:
                 self._file.seek(info.begin)
                 if hashlib.sha256(self._file.read(info.size)).hexdigest() != sums[name]:
@@ -241,40 +218,34 @@ class GGUFFile(Container):
 
     def write(self, tensors: Mapping[str, Tensor]) -> int:
         """Write the tensors of one block at their places; return the bytes of them, with the first those of the header."""
+        size = 0
         try:
-            return self._write(tensors)
+            if self._file is None:
+                self._file = self._open()
+                size = self._size - sum(_taken(info) for info in self._infos.values())
+                tensors = {**tensors, **rope_factors(self._network)}
+            for name, tensor in tensors.items():
+                stem, _, suffix = name.rpartition(".")
+                name = f"{stem}.weight" if suffix in self.layers.SUFFIXES else name
+                if (info := self._infos.get(name)) is not None:  # else llama.cpp has no use for it
+                    rule = rule_of(info.name, self._fields, dims=1 if info.type not in DENSE else tensor.dim())
+                    self._put(self._file, name, info, rule.into(tensor.detach().cpu()))
+                    size += _taken(info)
+            self._file.flush()
         except OSError as error:
             raise FormatError(
                 f"{self.folder / FILE} could not be written ({error}). Free some space and run again; what is there is marked "
                 f"{INCOMPLETE} and does not load."
             ) from error
-
-    def _write(self, tensors: Mapping[str, Tensor]) -> int:
-        size = 0
-        if self._file is None:
-            self._file = self._open()
-            size = self._size - sum(_taken(info) for info in self._infos.values())
-        for name, tensor in tensors.items():
-            stem, _, suffix = name.rpartition(".")
-            name = f"{stem}.weight" if suffix in self.layers.SUFFIXES else name
-            if name not in self._called:
-                continue  # llama.cpp has no use for it
-            info = self._infos[name]
-            rule = rule_of(info.name, self._fields, dims=1 if info.type not in DENSE else tensor.dim())
-            tensor = rule.into(tensor.detach().cpu())
-            self._put(self._file, name, info, tensor)
-            size += _taken(info)
-        self._file.flush()
         return size
 
     def _put(self, file: BinaryIO, name: str, info: Info, tensor: Tensor) -> None:
         """Write one tensor, in the file's type."""
         if info.type in DENSE:
-            values = tensor.to(DENSE[info.type])
-            if not bool(torch.isfinite(values).all()):
+            tensor = tensor.to(DENSE[info.type])
+            if not bool(torch.isfinite(tensor).all()):
                 way = "Use --embeddings bf16" if info.name in ENDS else "Take it out of --ignore"
-                raise FormatError(f"{name} has values that {NAMES[values.dtype]} does not hold. {way}.")
-            tensor = values
+                raise FormatError(f"{name} has values that {NAMES[tensor.dtype]} does not hold. {way}.")
         data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
         if len(data) != info.size:
             raise FormatError(f"{name} has {len(data)} bytes, {info.size} were announced as {info.name}.")
@@ -297,22 +268,16 @@ class GGUFFile(Container):
 
     def size_with(self, *rest: Mapping[str, Kind]) -> int:
         """Return the bytes of the folder but the record: of all tensors, whatever is still to come."""
-        del rest
         size = self._size
         if not size:  # the file is not begun
             with tempfile.TemporaryDirectory() as place:
                 size = self._begin_file(Path(place) / FILE)
-        beside = size_copied(self.place.source, trust_remote_code=self.place.trust_remote_code)
-        return size + beside + sum(len(text.encode()) for text in self._texts().values())
+        return size + self.size_beside()
 
-    def digests(self) -> dict[str, str]:
-        """Return the SHA-256 of every file but the record, once all blocks are written."""
+    def weight_digests(self) -> dict[str, str]:
+        """Return the SHA-256 of the file, once all blocks are written."""
         self._close()
-        found = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in self._texts().items()}
-        found[FILE] = sha256(self.folder / FILE)
-        for name in names_copied(self.place.source, trust_remote_code=self.place.trust_remote_code):
-            found[name] = sha256(self.place.source / name)
-        return dict(sorted(found.items()))
+        return {FILE: sha256(self.folder / FILE)}
 
     def _close(self) -> None:
         """Write the checksums and the record into the header, and close the file."""
@@ -325,8 +290,7 @@ class GGUFFile(Container):
         sums: dict[str, str] = {}  # by tensor of the file
         for name in self._infos:
             sums[together(name)] = sums.get(together(name), "") + self._sums[name]
-        made = [self._sums[info.name] for info in self._known(self.folder / FILE)]
-        text = b"".join(struct.pack("<Q", len(each)) + each.encode() for each in (*sums.values(), *made))
+        text = b"".join(struct.pack("<Q", len(each)) + each.encode() for each in sums.values())
         self._file.seek(self._places[SUMS] + 4 + 8)  # behind type and number of entries
         self._file.write(text)
         self._file.seek(self._places[RECORD_KEY] + 8)  # behind the length
@@ -334,22 +298,14 @@ class GGUFFile(Container):
         self._file.close()
         self._file = None
 
-    def finish(self) -> None:
-        """Write what lies beside the file, config.json last, and take the mark away."""
+    def close(self) -> None:
+        """Close the file, and take the mark away."""
         self._close()
-        copy_beside(self.place.source, self.folder, trust_remote_code=self.place.trust_remote_code)
-        for name, text in self._texts().items():
-            (self.folder / name).write_text(text)
         flush_all(self.folder)
         (self.folder / INCOMPLETE).unlink()
 
-    def _texts(self) -> dict[str, str]:
-        return {CONFIG: config_text(self.place.source, self.config)}
 
-
-def _type(number: int) -> str:
-    """Return what llama.cpp calls a type of tensors."""
-    return str(gguf_package().GGMLQuantizationType(number).name)
+FORMAT = Format(Blocks(), Config(), GGUFFile, GGUFReader)
 
 
 def _taken(info: Info) -> int:

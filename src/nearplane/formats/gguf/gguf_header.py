@@ -29,10 +29,8 @@ MOST = 1 << 24  # tensors, keys, and entries of our own lists
 MOST_DIMS = 4
 OURS = "nearplane."
 RECORD_KEY = f"{OURS}record"  # of the run, as JSON, filled up with spaces
-TENSORS, SUMS = (
-    f"{OURS}tensors",
-    f"{OURS}sha256",
-)  # of every tensor its name in the checkpoint, and the SHA-256 of its data; of experts the name with a star, and one for each
+TENSORS = f"{OURS}tensors"  # of every tensor its name in the checkpoint; of experts with a star
+SUMS = f"{OURS}sha256"  # and the SHA-256 of its data; of experts one for each
 EVERY = "*"  # stands for the number of an expert in the name of a tensor that holds a matrix of all
 LONG = 64  # letters of a SHA-256
 
@@ -100,25 +98,25 @@ def _header(path: Path, file: BinaryIO) -> Header:
         kind = _number(file, "I")
         places[key] = file.tell()
         fields[key] = _value(file, kind, keep=key.startswith(OURS))
-    raw = []
+    alignment = int(fields.get("general.alignment", ALIGNMENT))
+    if alignment < 1 or alignment & (alignment - 1):
+        raise ModelError(f"{path}: its alignment is {alignment}. Fetch the file again.")
+    found: list[Info] = []
+    end = 0
     for _ in range(tensors):
         name, dims = _text(file), _number(file, "I")
         if not 1 <= dims <= MOST_DIMS:
             raise ModelError(f"{path}: {name} has {dims} dimensions. Fetch the file again.")
         shape = tuple(_number(file, "Q") for _ in range(dims))[::-1]
-        raw.append((name, shape, _number(file, "I"), _number(file, "Q")))
-    alignment = int(fields.get("general.alignment", ALIGNMENT))
-    if alignment < 1 or alignment & (alignment - 1):
-        raise ModelError(f"{path}: its alignment is {alignment}. Fetch the file again.")
-    begin, end = padded(file.tell(), alignment), 0
-    found = []
-    for name, shape, kind, offset in raw:
+        kind, offset = _number(file, "I"), _number(file, "Q")
         size = nbytes(path, name, shape, kind)
         if offset % alignment or offset != end:
             raise ModelError(f"{path}: the data of {name} is not where it is expected. Fetch the file again.")
         end = padded(offset + size, alignment)
-        found.append(Info(name=name, shape=shape, type=kind, begin=begin + offset, size=size))
-    return Header(fields=fields, places=places, tensors=found, size=begin + end)
+        found.append(Info(name=name, shape=shape, type=kind, begin=offset, size=size))
+    begin = padded(file.tell(), alignment)
+    placed = [replace(info, begin=begin + info.begin) for info in found]
+    return Header(fields=fields, places=places, tensors=placed, size=begin + end)
 
 
 def nbytes(path: Path, name: str, shape: tuple[int, ...], kind: int) -> int:

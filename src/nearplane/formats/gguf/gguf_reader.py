@@ -103,15 +103,14 @@ class GGUFReader(TensorReader):
         """Refuse a tensor that the metadata do not fit: the name in the checkpoint, with the SHA-256 of it or of every expert."""
         try:
             rule = self._rule(info)
-            heads = rule.heads
         except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
             raise ModelError(
                 f"{self.path}: what it says of {info.name} is not complete ({error!r}). Fetch it again."
             ) from error
-        if not all(info.shape) or heads < 0 or (heads and info.shape[0] % (2 * heads)):
+        if not all(info.shape) or rule.heads < 0 or (rule.heads and info.shape[0] % (2 * rule.heads)):
             raise ModelError(
-                f"{self.path}: {info.name} has the sizes {info.shape}, for {heads} heads. The two do not belong together; fetch "
-                f"the file again."
+                f"{self.path}: {info.name} has the sizes {info.shape}, for {rule.heads} heads. The two do not belong together; "
+                f"fetch the file again."
             )
         dims = len(info.shape)
         stacked = dims == 3 and rule == Rule()  # nothing becomes of the values of experts
@@ -124,7 +123,7 @@ class GGUFReader(TensorReader):
     def _shape(self, info: Info) -> tuple[int, ...]:
         """Return the shape of a tensor: of blocks (out, bytes of a row)."""
         if info.type in DENSE:
-            return self._rule(info).shape_back(info.shape)
+            return tuple(self._rule(info).back(torch.empty(info.shape, device="meta")).shape)
         return info.shape[0], info.size // info.shape[0]
 
     def _rule(self, info: Info) -> Rule:
@@ -132,9 +131,8 @@ class GGUFReader(TensorReader):
 
 
 def _tensor(data: bytearray, info: Info) -> Tensor:
-    if info.type in DENSE:
-        return torch.frombuffer(data, dtype=DENSE[info.type]).reshape(info.shape)
-    return torch.frombuffer(data, dtype=torch.uint8).reshape(info.shape[0], -1)
+    values = torch.frombuffer(data, dtype=DENSE.get(info.type, torch.uint8))
+    return values.reshape(info.shape if info.type in DENSE else (info.shape[0], -1))
 
 
 def _texts(found: object, count: int) -> list[str] | None:

@@ -1,23 +1,45 @@
-"""Bytes of the k-quants of GGUF: blocks of 256 weights with short integers for the steps of the groups in them."""
+"""Bytes of the k-quants of GGUF: blocks of 256 weights with short integers for the steps of the groups in them.
+
+Also what blocks of any type are made of: their fields, and runs of bits in bytes.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nearplane.formats.gguf.bits import Fields, joined, split
+
+class Fields(NamedTuple):
+    """The numbers of some blocks.
+
+    Args:
+        codes: (blocks, columns) uint8, the smallest code is 0.
+        d: (blocks, 2) bytes of the step.
+        dmin: (blocks, 2) bytes of the offset; (blocks, 0) where the type has none.
+        sc: (blocks, groups) int16 multiples of the step.
+        m: (blocks, groups) int16 multiples of the offset; not looked at where the type has none.
+    """
+
+    codes: Tensor
+    d: Tensor
+    dmin: Tensor
+    sc: Tensor
+    m: Tensor
 
 
 def pack_q2_k(f: Fields) -> Tensor:
     """Return (blocks, 84) bytes: 16 of 4-bit sc and m, 64 of codes, d, dmin."""
-    sc, m = f.sc.to(torch.uint8), _integers(f.m).to(torch.uint8)
-    return torch.cat([sc | m << 4, _twos(f.codes), f.d, _halves(f.dmin)], 1)
+    sc, m = f.sc.to(torch.uint8), f.m.to(torch.uint8)
+    return torch.cat([sc | m << 4, _packed(f.codes, 2), f.d, f.dmin], 1)
 
 
 def unpack_q2_k(raw: Tensor) -> Fields:
     """Return what (blocks, 84) bytes hold."""
     scales, qs, d, dmin = raw.split([16, 64, 2, 2], 1)
-    return Fields(codes=_of_twos(qs), d=d, dmin=dmin, sc=(scales & 15).short(), m=(scales >> 4).short())
+    return Fields(codes=_unpacked(qs, 2), d=d, dmin=dmin, sc=(scales & 15).short(), m=(scales >> 4).short())
 
 
 def pack_q3_k(f: Fields) -> Tensor:
@@ -26,71 +48,62 @@ def pack_q3_k(f: Fields) -> Tensor:
     low = sc[:, :8] & 15 | (sc[:, 8:] & 15) << 4
     high = joined((sc >> 4).view(-1, 4, 4), 2)  # byte j has those of j, j + 4, j + 8, j + 12
     third = joined((f.codes >> 2).view(-1, 8, 32), 1)
-    return torch.cat([third, _twos(f.codes & 3), low, high, f.d], 1)
+    return torch.cat([third, _packed(f.codes & 3, 2), low, high, f.d], 1)
 
 
 def unpack_q3_k(raw: Tensor) -> Fields:
     """Return what (blocks, 110) bytes hold."""
     third, qs, low, high, d = raw.split([32, 64, 8, 4, 2], 1)
-    codes = _of_twos(qs) | split(third, 1).reshape(-1, 256) << 2
+    codes = _unpacked(qs, 2) | split(third, 1).reshape(-1, 256) << 2
     sc = split(low, 4).reshape(-1, 16) | split(high, 2).reshape(-1, 16) << 4
-    return Fields(codes=codes, d=d, dmin=None, sc=sc.short() - 32, m=None)
+    return Fields(codes=codes, d=d, dmin=d[:, :0], sc=sc.short() - 32, m=d[:, :0])
 
 
 def pack_q4_k(f: Fields) -> Tensor:
     """Return (blocks, 144) bytes: d, dmin, 12 of 6-bit sc and m, 128 of codes."""
-    return torch.cat([f.d, _halves(f.dmin), _sixes(f), _fours(f.codes)], 1)
+    return torch.cat([f.d, f.dmin, _sixes(f), _packed(f.codes, 4)], 1)
 
 
 def unpack_q4_k(raw: Tensor) -> Fields:
     """Return what (blocks, 144) bytes hold."""
     d, dmin, scales, qs = raw.split([2, 2, 12, 128], 1)
     sc, m = _of_sixes(scales)
-    return Fields(codes=_of_fours(qs), d=d, dmin=dmin, sc=sc, m=m)
+    return Fields(codes=_unpacked(qs, 4), d=d, dmin=dmin, sc=sc, m=m)
 
 
 def pack_q5_k(f: Fields) -> Tensor:
     """Return (blocks, 176) bytes: d, dmin, 12 of 6-bit sc and m, 32 of fifth bits, 128 of four lower bits."""
     fifth = joined((f.codes >> 4).view(-1, 8, 32), 1)
-    return torch.cat([f.d, _halves(f.dmin), _sixes(f), fifth, _fours(f.codes & 15)], 1)
+    return torch.cat([f.d, f.dmin, _sixes(f), fifth, _packed(f.codes & 15, 4)], 1)
 
 
 def unpack_q5_k(raw: Tensor) -> Fields:
     """Return what (blocks, 176) bytes hold."""
     d, dmin, scales, fifth, qs = raw.split([2, 2, 12, 32, 128], 1)
     sc, m = _of_sixes(scales)
-    return Fields(codes=_of_fours(qs) | split(fifth, 1).reshape(-1, 256) << 4, d=d, dmin=dmin, sc=sc, m=m)
+    return Fields(codes=_unpacked(qs, 4) | split(fifth, 1).reshape(-1, 256) << 4, d=d, dmin=dmin, sc=sc, m=m)
 
 
 def pack_q6_k(f: Fields) -> Tensor:
     """Return (blocks, 210) bytes: 128 of four lower bits, 64 of two upper bits, 16 signed sc, d."""
     low = joined((f.codes & 15).view(-1, 2, 64), 4)  # of every 128 codes the first 64 in the lower half of 64 bytes
-    return torch.cat([low.view(-1, 128), _twos(f.codes >> 4), f.sc.to(torch.int8).view(torch.uint8), f.d], 1)
+    return torch.cat([low.view(-1, 128), _packed(f.codes >> 4, 2), f.sc.to(torch.int8).view(torch.uint8), f.d], 1)
 
 
 def unpack_q6_k(raw: Tensor) -> Fields:
     """Return what (blocks, 210) bytes hold."""
     ql, qh, scales, d = raw.split([128, 64, 16, 2], 1)
-    codes = split(ql.reshape(-1, 64), 4).reshape(-1, 256) | _of_twos(qh) << 4
-    return Fields(codes=codes, d=d, dmin=None, sc=scales.contiguous().view(torch.int8).short(), m=None)
+    codes = split(ql.reshape(-1, 64), 4).reshape(-1, 256) | _unpacked(qh, 2) << 4
+    return Fields(codes=codes, d=d, dmin=d[:, :0], sc=scales.contiguous().view(torch.int8).short(), m=d[:, :0])
 
 
-def _twos(codes: Tensor) -> Tensor:
-    """Return (blocks, 64) bytes: of every 128 codes of two bits, 32 neighbours after another in 32 bytes."""
-    return joined(codes.reshape(-1, 4, 32), 2).view(-1, 64)
+def _packed(codes: Tensor, bits: int) -> Tensor:
+    """Return (blocks, 32 bits) bytes: of the codes of a byte each is 32 behind the one below it."""
+    return joined(codes.reshape(-1, 8 // bits, 32), bits).view(-1, 32 * bits)
 
 
-def _of_twos(packed: Tensor) -> Tensor:
-    return split(packed.reshape(-1, 32), 2).reshape(-1, 256)
-
-
-def _fours(codes: Tensor) -> Tensor:
-    """Return (blocks, 128) bytes: of every 64 codes of four bits, the first 32 in the lower half of 32 bytes."""
-    return joined(codes.reshape(-1, 2, 32), 4).view(-1, 128)
-
-
-def _of_fours(packed: Tensor) -> Tensor:
-    return split(packed.reshape(-1, 32), 4).reshape(-1, 256)
+def _unpacked(packed: Tensor, bits: int) -> Tensor:
+    return split(packed.reshape(-1, 32), bits).reshape(-1, 256)
 
 
 def _sixes(f: Fields) -> Tensor:
@@ -99,24 +112,41 @@ def _sixes(f: Fields) -> Tensor:
     Four bytes of sc and four of m have the first four in their lower six bits and the upper two bits of the last four above
     them; four more have the lower four bits of the last four sc and m.
     """
-    sc, m = f.sc.to(torch.uint8), _integers(f.m).to(torch.uint8)
+    sc, m = f.sc.to(torch.uint8), f.m.to(torch.uint8)
     upper = [part[:, :4] | part[:, 4:] >> 4 << 6 for part in (sc, m)]
     return torch.cat([*upper, sc[:, 4:] & 15 | (m[:, 4:] & 15) << 4], 1)
 
 
 def _of_sixes(packed: Tensor) -> tuple[Tensor, Tensor]:
     first, second, lower = packed.split([4, 4, 4], 1)
-    found = []
-    for upper, last in ((first, lower & 15), (second, lower >> 4)):
-        found.append(torch.cat([upper & 63, last | upper >> 6 << 4], 1).short())
-    return found[0], found[1]
+    sc = torch.cat([first & 63, lower & 15 | first >> 6 << 4], 1)
+    m = torch.cat([second & 63, lower >> 4 | second >> 6 << 4], 1)
+    return sc.short(), m.short()
 
 
-def _integers(m: Tensor | None) -> Tensor:
-    assert m is not None, "of a type with minima"
-    return m
+def joined(parts: Tensor, bits: int) -> Tensor:
+    """Return (n, k) bytes of runs of `bits` bits (n, 8 / bits, k) uint8, the first run in the lowest bits."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=parts.device)[:, None]
+    return (parts << shifts).sum(1, dtype=torch.uint8)
 
 
-def _halves(dmin: Tensor | None) -> Tensor:
-    assert dmin is not None, "of a type with minima"
-    return dmin
+def split(raw: Tensor, bits: int) -> Tensor:
+    """Return (n, 8 / bits, k) the runs of `bits` bits of bytes (n, k), the lowest first."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=raw.device)[:, None]
+    return raw[:, None] >> shifts & (1 << bits) - 1
+
+
+class Layout(NamedTuple):
+    """Bytes of blocks from their fields, and back."""
+
+    pack: Callable[[Fields], Tensor]
+    unpack: Callable[[Tensor], Fields]
+
+
+KQUANTS: Mapping[str, Layout] = {
+    "q2_k": Layout(pack_q2_k, unpack_q2_k),
+    "q3_k": Layout(pack_q3_k, unpack_q3_k),
+    "q4_k": Layout(pack_q4_k, unpack_q4_k),
+    "q5_k": Layout(pack_q5_k, unpack_q5_k),
+    "q6_k": Layout(pack_q6_k, unpack_q6_k),
+}

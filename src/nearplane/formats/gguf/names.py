@@ -16,6 +16,7 @@ from torch import Tensor
 from nearplane.errors import RecipeError
 from nearplane.formats.gguf.architecture import Config, architecture_of
 from nearplane.formats.gguf.gguf_header import EVERY
+from nearplane.formats.gguf.mixes import blocks_of
 
 DROPPED = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 
@@ -35,14 +36,6 @@ class Rule:
     shift: float = 0.0
     transposed: bool = False
     row: bool = False
-
-    def shape_into(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the sizes in the file of a tensor that has `shape` in the checkpoint."""
-        return shape[1:] if self.row else shape[::-1] if self.transposed else shape
-
-    def shape_back(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the sizes in the checkpoint of a tensor that has `shape` in the file."""
-        return (1, *shape) if self.row else shape[::-1] if self.transposed else shape
 
     def into(self, tensor: Tensor) -> Tensor:
         """Return what the file holds of a tensor of the checkpoint."""
@@ -116,8 +109,7 @@ def called(names: Iterable[str], config: Config) -> dict[str, str]:
 
     architecture = architecture_of(config)
     number = {name: each for each, name in gguf.MODEL_ARCH_NAMES.items()}[architecture.name]
-    blocks = config.get("num_hidden_layers") or config["n_layer"]
-    table = gguf.get_tensor_name_map(number, blocks)
+    table = gguf.get_tensor_name_map(number, blocks_of(config))
     found = {}
     for name in names:
         if unused(name, config):

@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import IntEnum
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from gguf import SpecialVocab
+from gguf import TokenType as Kind
 
 from nearplane.errors import RecipeError
 from nearplane.system.files import read_object
 
 FILE = "tokenizer.json"
-LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"  # how most expressions of after 2023 begin
+FIRST = r"[^\r\n\p{L}\p{N}]?"
+LETTERS = rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{FIRST}\p{{L}}+"  # how most expressions of after 2023 begin
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # and how they end
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -33,32 +36,17 @@ PRE = {  # (expressions, whether a token that a piece is as a whole goes before 
     ((rf"{LETTERS}|\p{{N}}{{1,3}}|{REST}",), True): "llama-bpe",
     ((rf"{LETTERS}|\p{{N}}{{1,3}}|{REST}",), False): "dbrx",
     ((rf"{LETTERS}|\p{{N}}|{REST}",), False): "qwen2",
+    ((rf"{FIRST}{UPPER}*{LOWER}+|{FIRST}{UPPER}+{LOWER}*|\p{{N}}|{SLASHES}",), True): "tekken",
     (
-        (rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|\p{{N}}|{SLASHES}",),
-        True,
-    ): "tekken",
-    (
-        (
-            rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{ENDINGS}|\p{{N}}{{1,3}}|{SLASHES}",
-        ),
+        (rf"{FIRST}{UPPER}*{LOWER}+{ENDINGS}|{FIRST}{UPPER}+{LOWER}*{ENDINGS}|\p{{N}}{{1,3}}|{SLASHES}",),
         False,
     ): "gpt-4o",
 }
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-CONTROL = re.compile(r"<\|.*\|>|<\uff5c.*\uff5c>|<unused.*>")
+# tokens of control although their maker did not say so, as llama.cpp's own converter takes them
+CONTROL = re.compile(r"<\|.*\|>|<\uff5c.*\uff5c>|<unused.*>|<pad>|<mask>|<2mass>|\[@BOS@\]")
 SPACE = "▁"
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
-
-
-class Kind(IntEnum):
-    """Of a token, as llama.cpp numbers them."""
-
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,18 +64,16 @@ class Vocabulary:
     """
 
     model: str
-    tokens: tuple[str, ...] = ()
-    kinds: tuple[Kind, ...] = ()
-    scores: tuple[float, ...] = ()
-    merges: tuple[str, ...] = ()
+    tokens: Sequence[str] = ()
+    kinds: Sequence[Kind] = ()
+    scores: Sequence[float] = ()
+    merges: Sequence[str] = ()
     pre: str | None = None
     space: bool | None = None
     squeeze: bool = False
 
     def write(self, writer: Any, folder: Path) -> None:
         """Add it to a `gguf.GGUFWriter`, with the ids of special tokens and the template of chats that the folder has."""
-        from gguf import SpecialVocab
-
         writer.add_tokenizer_model(self.model)
         if self.model == "none":
             return
@@ -140,43 +126,34 @@ def vocabulary(folder: Path, size: int, pre: str | None = None) -> Vocabulary:
     return _of_pieces(found) if found.merges else _of_characters(found)
 
 
-@dataclass(slots=True)
 class _Json:
     """A tokenizer.json, as far as it matters here."""
 
-    path: Path
-    size: int
-    model: Mapping[str, Any] = field(init=False)
-    normalizers: list[Mapping[str, Any]] = field(init=False)
-    cuts: list[Mapping[str, Any]] = field(init=False)
-    tokens: list[str] = field(init=False)
-    kinds: list[Kind] = field(init=False)
-
-    def __post_init__(self) -> None:
-        data = read_object(self.path, expected="Fetch it again", error=RecipeError)
-        self.model = data.get("model") or {}
+    def __init__(self, path: Path, size: int) -> None:
+        self.path, self.size = path, size
+        data = read_object(path, expected="Fetch it again", error=RecipeError)
+        self.model: Mapping[str, Any] = data.get("model") or {}
         if self.model.get("type") != "BPE":
             raise self.unknown(f"its model is {self.model.get('type')!r}, understood is BPE")
         self.normalizers = _parts(data.get("normalizer"), "normalizers")
         self.cuts = _parts(data.get("pre_tokenizer"), "pretokenizers")
-        self.tokens = [f"[PAD{index}]" for index in range(self.size)]
-        self.kinds = [Kind.UNUSED] * self.size
-        for token, index in self.model["vocab"].items():
-            self._put(index, token, Kind.NORMAL)
+        self.tokens = [f"[PAD{index}]" for index in range(size)]
+        self.kinds = [Kind.UNUSED] * size
+        entries = [(index, token, Kind.NORMAL) for token, index in self.model["vocab"].items()]
         for entry in data.get("added_tokens") or ():
-            control = bool(entry["special"]) or _looks_special(entry["content"])
-            token = entry["content"] if control else entry["content"].replace(SPACE, " ")
-            self._put(entry["id"], token, Kind.CONTROL if control else Kind.USER_DEFINED)
-        if len({*self.tokens}) < self.size or "" in self.tokens:
+            token = entry["content"]
+            control = entry["special"] or CONTROL.fullmatch(token) is not None
+            token = token if control else token.replace(SPACE, " ")
+            entries.append((entry["id"], token, Kind.CONTROL if control else Kind.USER_DEFINED))
+        for index, token, kind in entries:
+            if not 0 <= index < size:
+                raise RecipeError(
+                    f"{path}: token {token!r} has the number {index}, the embeddings have {size} rows. The two do not belong "
+                    f"together; fetch the model again."
+                )
+            self.tokens[index], self.kinds[index] = token, kind
+        if len({*self.tokens}) < size or "" in self.tokens:
             raise self.unknown("two of its tokens are the same there, or one is empty")
-
-    def _put(self, index: int, token: str, kind: Kind) -> None:
-        if not 0 <= index < self.size:
-            raise RecipeError(
-                f"{self.path}: token {token!r} has the number {index}, the embeddings have {self.size} rows. The two do not belong "
-                f"together; fetch the model again."
-            )
-        self.tokens[index], self.kinds[index] = token, kind
 
     @property
     def bytes(self) -> bool:
@@ -204,11 +181,6 @@ def _parts(part: Mapping[str, Any] | None, several: str) -> list[Mapping[str, An
     return list(part[several]) if part.get("type") == "Sequence" else [part]
 
 
-def _looks_special(token: str) -> bool:
-    """Return whether a token is one of control although its maker did not say so, as llama.cpp's own converter takes it."""
-    return token in ("<pad>", "<mask>", "<2mass>", "[@BOS@]") or bool(CONTROL.fullmatch(token))
-
-
 def _of_bytes(found: _Json, pre: str | None) -> Vocabulary:
     """Return a vocabulary over bytes."""
     if any(part.get("add_prefix_space") for part in found.cuts):
@@ -219,14 +191,8 @@ def _of_bytes(found: _Json, pre: str | None) -> Vocabulary:
         if key not in PRE:
             raise found.unknown(f"it cuts text by {' then '.join(expressions)[:120]!r}")
         pre = PRE[key]
-    escaped = [(left.replace(" ", "Ġ"), right.replace(" ", "Ġ")) for left, right in found.merges]
-    return Vocabulary(
-        model="gpt2",
-        tokens=tuple(found.tokens),
-        kinds=tuple(found.kinds),
-        merges=tuple(f"{left} {right}" for left, right in escaped),
-        pre=pre,
-    )
+    merges = [" ".join(part.replace(" ", "Ġ") for part in pair) for pair in found.merges]
+    return Vocabulary(model="gpt2", tokens=found.tokens, kinds=found.kinds, merges=merges, pre=pre)
 
 
 def _expressions(found: _Json, part: Mapping[str, Any]) -> Sequence[str]:
@@ -246,22 +212,15 @@ def _expressions(found: _Json, part: Mapping[str, Any]) -> Sequence[str]:
 def _of_pieces(found: _Json) -> Vocabulary:
     """Return a vocabulary of pieces with scores."""
     steps = [_said(part) for part in found.normalizers] + [_said(part) for part in found.cuts]
-    known = {f"Replace ' ' {SPACE}", f"Prepend {SPACE}", "Metaspace", "Metaspace first", "Metaspace never", "Split ' '"}
-    if odd := [step for step in steps if step not in known and step != "Metaspace always"]:
+    spaced = {f"Prepend {SPACE}", "Metaspace", "Metaspace first", "Metaspace always"}  # which put a space before text
+    known = spaced | {f"Replace ' ' {SPACE}", "Metaspace never", "Split ' '"}
+    if odd := [step for step in steps if step not in known]:
         raise found.unknown(f"a step of its is {odd[0]}")
     _mark_bytes_and_unknown(found)
     if Kind.BYTE not in found.kinds or not found.model.get("byte_fallback"):
         raise found.unknown("it has no tokens of bytes for characters that it does not know")
-    space = any(
-        step.startswith("Prepend") or step in ("Metaspace", "Metaspace first", "Metaspace always") for step in steps
-    )
-    return Vocabulary(
-        model="llama",
-        tokens=tuple(found.tokens),
-        kinds=tuple(found.kinds),
-        scores=_scores(found),
-        space=space,
-    )
+    space = not spaced.isdisjoint(steps)
+    return Vocabulary(model="llama", tokens=found.tokens, kinds=found.kinds, scores=_scores(found), space=space)
 
 
 def _said(part: Mapping[str, Any]) -> str:
@@ -289,7 +248,7 @@ def _mark_bytes_and_unknown(found: _Json) -> None:
             found.kinds[index] = Kind.UNKNOWN
 
 
-def _scores(found: _Json) -> tuple[float, ...]:
+def _scores(found: _Json) -> list[float]:
     """Return scores by which llama.cpp merges as the ranks of merges say.
 
     It merges two neighbours where the vocabulary has them as one token, the token of the highest score first, the left one of
@@ -312,10 +271,10 @@ def _scores(found: _Json) -> tuple[float, ...]:
             left, right = token[:cut], token[cut:]
             if left in reached and right in reached and (left, right) not in pairs:
                 raise found.unknown(f"{left!r} and {right!r} are not merged, although {token!r} is a token")
-    return tuple(
+    return [
         0.0 if kind is not Kind.NORMAL else -float(ranks.get(token, len(merges)))
         for token, kind in zip(found.tokens, found.kinds, strict=True)
-    )
+    ]
 
 
 def _of_characters(found: _Json) -> Vocabulary:
@@ -330,11 +289,5 @@ def _of_characters(found: _Json) -> Vocabulary:
         raise found.unknown(
             "it is of characters, and has longer tokens without merges, or none for what it does not know"
         )
-    return Vocabulary(
-        model="t5",
-        tokens=tuple(found.tokens),
-        kinds=tuple(found.kinds),
-        scores=(0.0,) * found.size,
-        space=True,
-        squeeze=True,
-    )
+    scores = [0.0] * found.size
+    return Vocabulary(model="t5", tokens=found.tokens, kinds=found.kinds, scores=scores, space=True, squeeze=True)
