@@ -25,9 +25,8 @@ from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.system.device import Device
 from nearplane.tuning.ladders import TunedLadders
 from nearplane.tuning.network import norms_of
-from nearplane.tuning.parameters import TunedLayer, TunedMatrix, TunedVector
+from nearplane.tuning.parameters import TunedBlocks, TunedLayer, TunedMatrix, TunedVector
 from nearplane.tuning.settings import CODE_BITS
-from nearplane.tuning.tuned_blocks import TunedBlocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,18 +53,12 @@ class Checkpoint:
         """Return up to `count` windows of `length` tokens of the text; see `windows_of`."""
         return windows_of(self.model, self.recipe, self.given, count, length)
 
-    def matrices(self, stored: Stored | None = None, *, codes: bool = False) -> dict[str, TunedLayer]:
-        """Return the layers of blocks, by name.
-
-        Args:
-            stored: where they are; None: in the checkpoint's own files.
-            codes: whether codes are trained, where that is done.
-        """
-        stored = stored or self.stored
+    def matrices(self, *, codes: bool = False) -> dict[str, TunedLayer]:
+        """Return the layers of blocks, by name; `codes`: whether codes are trained, where that is done."""
+        read, storage = self.stored, self.stored.layers.scale_dtype(self.model.dtype)
         found: dict[str, TunedLayer] = {}
         for layer in self.of_blocks():
-            matrix = stored.matrix(layer.stored, stored.tensors(layer.stored)).to(self.device.place)
-            storage = stored.layers.scale_dtype(self.model.dtype)
+            matrix = read.matrix(layer.stored, read.tensors(layer.stored)).to(self.device.place)
             found[layer.name] = TUNED[type(matrix.grid)](layer, matrix, storage, codes and trains_codes(layer))
         return found
 

@@ -22,6 +22,7 @@ from nearplane.models.experts import parameter_of
 from nearplane.models.layers import Layer
 from nearplane.models.model import ABSENT, Block, Model
 from nearplane.tuning.parameters import Tuned, TunedLayer, TunedVector
+from nearplane.tuning.settings import Split
 
 ACTIVATIONS = 40  # numbers that a block keeps for the way back, for every number of its hidden states
 FIXED, MOVING = 2, 18  # bytes of a code that stays, at most, and of one that is trained
@@ -33,18 +34,12 @@ class TunedNetwork:
 
     Args:
         model: the original, on disk.
-        matrices: of its layers, by name.
+        matrices: of its layers, by name; where they are is computed, in float32.
         vectors: of its norms, by name of the parameter.
-        windows: (windows, seqlen) tokens, as many as `batch` divides.
-        batch: windows that pass together.
-        device: where to compute, in float32.
+        cut: the windows, and how many of them pass together.
         ends: values of embeddings and head of the quantized network, where they are not the original's, by name of the
             parameter; they stay.
         hold: whether all blocks' weights and activations of a step are in memory at a time: a quarter of the work less.
-        progress: wraps the blocks of the original as it runs.
-
-    Attributes:
-        batches: how many there are.
     """
 
     def __init__(
@@ -52,32 +47,28 @@ class TunedNetwork:
         model: Model,
         matrices: Mapping[str, TunedLayer],
         vectors: Mapping[str, TunedVector],
-        windows: Tensor,
+        cut: Split,
         *,
-        batch: int,
-        device: torch.device,
         ends: Mapping[str, Tensor] | None = None,
         hold: bool = False,
-        progress: Callable[[Sequence[Block]], Iterable[Block]] = iter,
     ) -> None:
-        self._model, self._hold, self._device = model, hold, device
-        self._tokens = windows.split(batch)
-        self.batches = len(self._tokens)
+        self._model, self._hold, self._tokens = model, hold, cut.windows.split(cut.batch)
+        self._device = device = next(leaf.device for each in matrices.values() for leaf in each.trained().values())
         self._ends = dict(ends or {})
         first = None if model.embeddings is None else self._ends.get(f"{model.embeddings.name}.weight")
         self._stream = skeleton(
             model,
-            windows,
+            cut.windows,
             device=device,
             dtype=torch.float32,
-            batch=batch,
+            batch=cut.batch,
             two_streams=first is not None,
             embeddings=first,
         )
         self._entering = list(self._stream.quantized)
         self._blocks: list[_Block] = []
         self._behind = list(self._stream.original or self._entering)  # of the original
-        for block in progress(model.blocks):
+        for block in model.blocks:
             with torch.no_grad(), block.on(device, torch.float32, original=False):
                 module = block.quantized
                 self._behind = [

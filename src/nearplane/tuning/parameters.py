@@ -3,6 +3,10 @@
     value = step * (code - zero)      step = stored(step_0 * exp(2^-bits s)),  code = clipped(round(code_0 + 2^-bits v))
     norm  = stored(norm_0 + 2^-bits rms(norm_0) t)
 
+and on llama.cpp's grids, where the integers `sc` and `m` of groups stay:
+
+    value = d sc code - dmin m      d = stored(d_0 exp(2^-bits s)),  dmin = stored(dmin_0 exp(2^-bits t))
+
 `s`, `v` and `t` are trained; `s` and `t` from 0, in units of how far off weights of so many bits are. `v` begins part of the way to
 where the original weight lies, so that codes which cost little to move come to move first; by itself that moves none. What is
 rounded is rounded in every forward as the file will hold it, so that the predictions that are trained are those of the file;
@@ -13,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,24 +25,10 @@ from torch import Tensor
 from nearplane.errors import FormatError
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.scale import stored
+from nearplane.lattice.superblock import SuperGrid
+from nearplane.lattice.superblock_fit import rounded
 
 LEAN, MOST = 0.5, 0.4  # of the way from a code to the original weight that codes begin at, and in steps at most
-
-
-class Tuned(Protocol):
-    """A tensor of the network as a function of what is trained of it."""
-
-    def values(self) -> Tensor:
-        """Return the tensor as the file would hold it, differentiable by what is trained."""
-
-    def trained(self) -> dict[str, Tensor]:
-        """Return the leaves, by the kind of what they are, see `settings.RATES`."""
-
-    def state(self) -> dict[str, Tensor]:
-        """Return what the file would hold, in memory of its own."""
-
-    def restore(self, state: dict[str, Tensor]) -> None:
-        """Make `values` what a state says; training may not go on from there."""
 
 
 class TunedLayer(ABC):
@@ -195,6 +185,63 @@ class TunedMatrix(TunedLayer):
         return through(stored(wanted.detach(), self._storage), wanted)
 
 
+class TunedBlocks(TunedLayer):
+    """A matrix on a `SuperGrid` whose blocks' steps and offsets, (1 or 2, out, blocks), are trained.
+
+    Args:
+        matrix: as read from a file.
+        codes: whether codes are trained too.
+    """
+
+    _grid: SuperGrid
+
+    def __init__(self, matrix: QuantizedMatrix[SuperGrid], *, codes: bool = False) -> None:
+        grid = matrix.grid
+        assert grid.low is not None, "its codes have limits"
+        assert grid.high is not None, "its codes have limits"
+        numbers = torch.zeros(1 if grid.dmin is None else 2, *grid.d.shape, device=grid.d.device)
+        limits = grid.low, grid.high
+        super().__init__(matrix, numbers, 1.0 / (grid.high - grid.low + 1), limits=limits, codes=codes)
+
+    def values(self) -> Tensor:
+        """Return (out, in) values, exactly as the file will decode."""
+        d, dmin = self._rounded_steps()
+        out, groups = self._grid.sc.shape
+        each = groups // d.shape[1]
+        values = (
+            self._rounded_codes().view(out, groups, -1) * (d.repeat_interleave(each, 1) * self._grid.sc)[:, :, None]
+        )
+        if dmin is not None and self._grid.m is not None:
+            values = values - (dmin.repeat_interleave(each, 1) * self._grid.m)[:, :, None]
+        return values.view(out, -1)
+
+    def _positions(self, W: Tensor) -> Tensor:
+        scale, zero = self._grid.columns(slice(None))
+        return W / torch.where(scale == 0, 1, scale) + zero
+
+    def _rounded_grid(self) -> SuperGrid:
+        d, dmin = self._rounded_steps()
+        return replace(self._grid, d=d.detach(), dmin=None if dmin is None else dmin.detach())
+
+    def _numbers(self, grid: SuperGrid) -> dict[str, Tensor]:
+        return {name: part for name, part in grid.parts.items() if name in ("d", "dmin")}
+
+    def _with(self, numbers: dict[str, Tensor]) -> SuperGrid:
+        return replace(self._grid, d=numbers["d"], dmin=numbers.get("dmin"))
+
+    def _rounded_steps(self) -> tuple[Tensor, Tensor | None]:
+        """Return (out, blocks) steps and offsets as stored; they keep their signs and stay finite."""
+        factor = (self.unit * self._s).exp()
+        wanted = self._grid.d * factor[0]
+        short = rounded(wanted.detach())
+        d = through(torch.where(torch.isfinite(short), short, self._grid.d), wanted)
+        if self._grid.dmin is None:
+            return d, None
+        offset = self._grid.dmin * factor[1]
+        held = offset.detach().half().to(offset.dtype)
+        return d, through(torch.where(torch.isfinite(held), held, self._grid.dmin), offset)
+
+
 class TunedVector:
     """The weights of a norm.
 
@@ -237,6 +284,10 @@ class TunedVector:
         self._start = state["norms"]
         with torch.no_grad():
             self._t.zero_()
+
+
+Tuned = TunedLayer | TunedVector
+"""A tensor of the network as a function of what is trained of it."""
 
 
 def through(rounded: Tensor, wanted: Tensor) -> Tensor:

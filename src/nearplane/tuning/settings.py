@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from torch import Tensor
 from nearplane.errors import CalibrationError, RecipeError
 from nearplane.recipe.sizes import counted
 from nearplane.record.record import RunRecord
-from nearplane.tuning.loop import Schedule
 
 TIMES = 5  # as many windows as calibration took are looked at by default, a fifth of them held out
 HELD = 5  # of so many windows one is held out,
@@ -21,6 +20,21 @@ BATCH = 256  # tokens of a step, at least one window: many small steps gained mo
 # in units of 2^-bits, see `parameters.py` and `ladders.py`
 RATES = {"steps": 0.024, "norms": 0.012, "codes": 0.04, "base": 0.024}
 CODE_BITS = 3  # most bits of codes on grids that are trained: finer ones have nothing to gain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """How is trained: AdamW without decay, its rates rising first, and falling to nothing along half a cosine.
+
+    Args:
+        steps: of the optimizer.
+        rates: first learning rate of each kind of what is trained, see `Tuned.trained`.
+        looks: how often held-out windows are measured on the way, evenly spaced, the last time at the end.
+    """
+
+    steps: int
+    rates: dict[str, float] = field(default_factory=dict)
+    looks: int = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,16 +40,14 @@ from nearplane.record.tuning_record import APART, Solved, Tuning
 from nearplane.system.device import Device
 from nearplane.system.journal_pages import told
 from nearplane.system.matmul_library import repeated
-from nearplane.system.progress import Progress, counted, logged, silent
+from nearplane.system.progress import Progress, counted, silent
 from nearplane.tuning.checkpoint import Checkpoint, mean_unit, norms_stored, trains_codes
 from nearplane.tuning.checks import check_checkpoint, check_model, check_place, fits
-from nearplane.tuning.ladders import TunedLadders
-from nearplane.tuning.loop import Outcome, mean_kl, train
+from nearplane.tuning.ladders import Pressure, TunedLadders
+from nearplane.tuning.loop import Outcome, Snapshots, mean_kl, train
 from nearplane.tuning.network import TunedNetwork
 from nearplane.tuning.parameters import Tuned, TunedLayer, TunedVector
-from nearplane.tuning.pressure import Pressure
 from nearplane.tuning.settings import Split, split
-from nearplane.tuning.snapshots import Snapshots
 
 
 def tune(
@@ -85,7 +83,7 @@ def tune(
         trust_remote_code: run model code that comes with the original.
         progress: wraps the iterators over steps and layers.
 
-    A run that was stopped goes on behind the last step that was kept when the same is asked again: see `tuning/snapshots.py`.
+    A run that was stopped goes on behind the last step that was kept when the same is asked again: see `tuning/loop.py`.
 
     Returns:
         The record of the new checkpoint; `record.tuning` says what was gained.
@@ -171,29 +169,17 @@ def _tuned(
     vectors, norms = solved.vectors(mean_unit(matrices.values())), norms_stored(model)
     coded = {name: each for name, each in matrices.items() if isinstance(each, TunedLadders)}
     most = _most(record) if coded else None
-    network = TunedNetwork(
-        model,
-        matrices,
-        vectors,
-        cut.windows,
-        batch=cut.batch,
-        device=solved.device.place,
-        ends=solved.ends(),
-        hold=hold,
-    )
-    training, held = cut.batches()
+    network = TunedNetwork(model, matrices, vectors, cut, ends=solved.ends(), hold=hold)
+    tuned: list[Tuned] = [*matrices.values(), *vectors.values()]
     with network.ready():
         outcome = train(
             network,
-            [*matrices.values(), *vectors.values()],
-            cut.schedule,
-            training=training,
-            held=held,
+            tuned,
+            cut,
             pressed=lambda kl: None if most is None else Pressure(coded, most, stored.layers, kl),
             kept=kept,
-            progress=lambda items, total, there: progress(logged(items, "tuning", total, there=there), "tuning", total),
+            progress=progress,
         )
-        tuned: list[Tuned] = [*matrices.values(), *vectors.values()]
         kinds = {kind for each in tuned for kind in each.trained()}
         tuning = Tuning(
             calibration=str(solved.recipe.calibration.calibration or DEFAULT_DATASET),
@@ -226,7 +212,7 @@ def _tuned(
             matrices[layer.name].load(there)
         for name, file in norms.items():
             vectors[name].load(read.reader.read([file])[file])
-        by_files = mean_kl(network, held)
+        by_files = mean_kl(network, cut.batches()[1])
     _agree(outcome, by_files)
     changed = {}
     for name, file in norms.items():

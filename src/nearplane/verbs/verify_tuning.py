@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from nearplane.system.paths import RECORD
 from nearplane.tuning.checkpoint import Checkpoint, norms_stored
 from nearplane.tuning.loop import mean_kl
 from nearplane.tuning.network import TunedNetwork
-from nearplane.tuning.settings import split
+from nearplane.tuning.settings import Split, split
 from nearplane.verbs.verify_faults import Fault
 
 
@@ -69,7 +70,7 @@ def held_out_again(there: Checkpoint, tolerance: float) -> Iterator[Fault]:
         if (digest_of(cut.windows), cut.training, cut.held) != (tuning.text, tuning.windows, tuning.held_windows):
             yield Fault(where=where, what="the text does not give the windows that it was tuned on")
             return
-        found = _kl(there, cut.windows[cut.training :], cut.batch)
+        found = _kl(there, replace(cut, windows=cut.windows[cut.training :], training=0))
     except (CalibrationError, FormatError, ModelError) as error:
         yield Fault(where=where, what=str(error))
         return
@@ -79,11 +80,8 @@ def held_out_again(there: Checkpoint, tolerance: float) -> Iterator[Fault]:
         )
 
 
-def _kl(there: Checkpoint, windows: Tensor, batch: int) -> float:
+def _kl(there: Checkpoint, cut: Split) -> float:
     """Return the mean KL per token of the network that the files hold, with all of its norms."""
-    matrices, vectors = there.matrices(), there.vectors(1.0)
-    network = TunedNetwork(
-        there.model, matrices, vectors, windows, batch=batch, device=there.device.place, ends=there.ends()
-    )
+    network = TunedNetwork(there.model, there.matrices(), there.vectors(1.0), cut, ends=there.ends())
     with network.ready():
-        return mean_kl(network, range(network.batches))
+        return mean_kl(network, cut.batches()[1])
