@@ -9,7 +9,7 @@ from nearplane import CalibrationError
 from nearplane.models.divergence import Divergence
 from nearplane.record.tuning_record import Point, Tuning, odd
 from nearplane.tuning.loop import train
-from nearplane.tuning.settings import Schedule, Split
+from nearplane.tuning.settings import Split
 
 
 class Quadratic:
@@ -48,8 +48,8 @@ class Leaf:
 def trained(held, rate=0.1, steps=40):
     it = Leaf()
     network = Quadratic(it.leaf, [1.0, 1.0, held])
-    schedule = Schedule(steps=steps, rates={"steps": rate}, looks=8)
-    cut = Split(windows=torch.zeros(3, 2), training=2, batch=1, samples=3, found=3, schedule=schedule)
+    windows, rates = torch.zeros(3, 2), {"steps": rate}
+    cut = Split(windows=windows, training=2, batch=1, samples=3, found=3, steps=steps, rates=rates, looks=8)
     found = train(network, [it], cut)
     return float(it.leaf.detach()), found
 

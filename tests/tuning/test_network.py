@@ -12,7 +12,7 @@ from nearplane.loading.dense_network import dense_network
 from nearplane.models.model import open_model
 from nearplane.tuning.network import TunedNetwork, needed, norms_of
 from nearplane.tuning.parameters import TunedMatrix, TunedVector
-from nearplane.tuning.settings import Schedule, Split
+from nearplane.tuning.settings import Split
 
 CPU = torch.device("cpu")
 FAMILIES = ("llama", "qwen3", "gpt2", "gemma3_text", "opt")
@@ -54,7 +54,7 @@ def leaves(matrices, vectors):
 
 def test_divergence_and_gradients_are_those_of_whole_networks(case, generator):
     model, dense, matrices, vectors, windows = case
-    cut = Split(windows=windows, training=4, batch=2, samples=6, found=6, schedule=Schedule(steps=1))
+    cut = Split(windows=windows, training=4, batch=2, samples=6, found=6, steps=1)
     networks = [TunedNetwork(model, matrices, vectors, cut, hold=hold) for hold in (False, True)]
     with torch.no_grad():
         for leaf in leaves(matrices, vectors):

@@ -49,6 +49,16 @@ class Curve:
         return float(2.0 ** np.interp(rate, self.rates, logs))
 
 
+def sum_of(curves: Sequence[Curve]) -> Curve:
+    """Return the curve of layers that get the same rate, from curves over the same rates: their losses add up."""
+    return Curve(
+        layers=tuple(name for curve in curves for name in curve.layers),
+        weights=sum(curve.weights for curve in curves),
+        rates=curves[0].rates,
+        losses=tuple(map(sum, zip(*(curve.losses for curve in curves), strict=True))),
+    )
+
+
 def allocate(curves: Sequence[Curve], budget: float, *, low: float = LOW, high: float = HIGH) -> dict[str, float]:
     """Give every layer the rate at which one more bit would help the network as much as anywhere else.
 

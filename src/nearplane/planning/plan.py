@@ -6,15 +6,16 @@ Made once before the quantization; while it runs, bits that one block leaves ove
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from nearplane.calibration.sensitivity import sensitivity, windows_of_the_pass
 from nearplane.errors import RecipeError
-from nearplane.formats.gguf.mixes import type_of
 from nearplane.formats.table import FORMATS
 from nearplane.lattice.moments import Moments
 from nearplane.lattice.number_formats import TYPES
@@ -28,10 +29,10 @@ from nearplane.planning.allocate import (
     allocate_widths,
     probed_rates,
     probed_widths,
+    sum_of,
 )
-from nearplane.planning.folder_size import budget_of
-from nearplane.planning.gguf_budget import Free
-from nearplane.planning.perturb import to_rates, to_types, to_widths
+from nearplane.planning.folder_size import Free, budget_of
+from nearplane.planning.perturb import Perturbations, fitting, to_rates, to_types, to_widths
 from nearplane.planning.probe import Extent, extent, probe
 from nearplane.recipe.grids import CHOSEN, BlockScheme, GridScheme
 from nearplane.recipe.rates import RateScheme
@@ -42,6 +43,8 @@ from nearplane.system.device import Device
 from nearplane.system.progress import Progress
 
 POINTS = 3  # widths or types that are tried of a layer, about
+Measure = Callable[[Perturbations], list[Curve]]
+"""What `probe` finds on the model and the tokens at hand."""
 SWAY = 0.02  # of its rate, by which a layer takes up what the blocks before it left over or took too much
 
 
@@ -85,24 +88,17 @@ class Plan:
     @classmethod
     def restored(cls, state: Mapping[str, Any], tensors: Mapping[str, Tensor], tokens: int) -> Plan:
         """Return the plan of which these are state and tensors, made with so many tokens."""
-        planned = cls(
-            widths=state["widths"],
-            types=state["types"],
-            rates=state["rates"],
-            to_come=state["to_come"],
-            bounds=None if state["bounds"] is None else tuple(state["bounds"]),
-            sensitivity={n.removeprefix("sensitivity."): t for n, t in tensors.items() if n.startswith("sensitivity.")},
-            moments={
-                n.removeprefix("moments."): Moments(H=t, tokens=tokens)
-                for n, t in tensors.items()
-                if n.startswith("moments.")
-            },
-        )
-        for name, G in tensors.items():  # runs of a layer in order
-            if name.startswith("together."):
-                layer = name.split(".", 2)[2]
-                planned.together[layer] = (*planned.together.get(layer, ()), G)
-        planned._left, planned._shift = state["_left"], state["_shift"]
+        bounds = None if state["bounds"] is None else tuple(state["bounds"])
+        planned = cls(**{**state, "bounds": bounds})
+        for name, tensor in tensors.items():
+            kind, _, layer = name.partition(".")
+            if kind == "sensitivity":
+                planned.sensitivity[layer] = tensor
+            elif kind == "moments":
+                planned.moments[layer] = Moments(H=tensor, tokens=tokens)
+            else:  # runs of a layer in order
+                layer = layer.partition(".")[2]
+                planned.together[layer] = (*planned.together.get(layer, ()), tensor)
         return planned
 
     def scheme_of(self, layer: Layer, scheme: AnyScheme) -> AnyScheme:
@@ -142,13 +138,7 @@ class Plan:
 
 
 def plan(
-    model: Model,
-    recipe: Recipe,
-    tokens: Tensor | None,
-    device: Device,
-    progress: Progress,
-    *,
-    free: Free | None = None,
+    model: Model, recipe: Recipe, tokens: Tensor | None, device: Device, progress: Progress, *, free: Free | None = None
 ) -> Plan:
     """Decide what every layer may take, by measuring the network where the recipe asks for it.
 
@@ -163,18 +153,18 @@ def plan(
     Raises:
         RecipeError: the rate or size cannot be met.
     """
+    planned, measure = Plan(), None
+    if tokens is not None:
+        look(planned, model, recipe.scheme, tokens, device)
+        measure = partial(probe, model, tokens, device=device.place, progress=progress)
     match recipe.scheme:
-        case RateScheme():
-            planned = _rates(model, recipe, recipe.scheme, tokens, device, progress)
-        case BlockScheme():
-            planned = Plan()
-            if tokens is not None:
-                look(planned, model, recipe.scheme, tokens, device)
-                if free is not None:
-                    planned.types = _types(model, recipe.scheme, free, tokens, device, progress)
-        case GridScheme():
-            slope = recipe.allocate == "slope"
-            planned = Plan(widths=_widths(model, recipe, recipe.scheme, tokens, device, progress) if slope else None)
+        case RateScheme() as scheme:
+            _give_rates(planned, model, recipe, scheme, measure)
+        case BlockScheme() as scheme if free is not None and measure is not None:
+            planned.types = _types(model, scheme, free, measure)
+        case GridScheme() as scheme if recipe.allocate == "slope":
+            assert measure is not None, "widths are allocated by measuring"
+            planned.widths = _widths(model, recipe, scheme, measure)
     if tokens is not None and (joined := joined_layers(model, recipe)):
         dtype = device.compute_dtype(model.dtype)
         planned.together = sensitivity(model, tokens, device=device.place, dtype=dtype, together=joined).together
@@ -188,10 +178,9 @@ def foreseen_probe(model: Model, recipe: Recipe, tokens: Tensor) -> tuple[Extent
         model, recipe: as for `plan`.
         tokens: (windows, seqlen) for calibration.
     """
-    scheme, points = recipe.scheme, 0
-    match scheme:
+    match scheme := recipe.scheme:
         case RateScheme():
-            points = 1 if recipe.allocate != "uniform" and budget_of(model, recipe, scheme) > LOW else 0
+            points = int(_probes_rates(model, recipe, budget_of(model, recipe, scheme)))
         case BlockScheme():
             points = POINTS if scheme.mixed else 0
         case GridScheme():
@@ -202,15 +191,18 @@ def foreseen_probe(model: Model, recipe: Recipe, tokens: Tensor) -> tuple[Extent
     return extent(model, tokens, points) if points and any(block.layers for block in model.blocks) else None, passed
 
 
+def _probes_rates(model: Model, recipe: Recipe, budget: float) -> bool:
+    """Return whether the rates of layers are allocated by measuring."""
+    return recipe.allocate != "uniform" and budget > LOW and any(block.layers for block in model.blocks)
+
+
 def joined_layers(model: Model, recipe: Recipe) -> set[str]:
     """Return the names of the layers whose rows make up for each other's errors."""
     names = (layer.name for block in model.blocks for layer in block.layers)
     return {name for name in names if recipe.scheme_of(name).joins_rows}
 
 
-def _rates(
-    model: Model, recipe: Recipe, scheme: RateScheme, tokens: Tensor | None, device: Device, progress: Progress
-) -> Plan:
+def _give_rates(planned: Plan, model: Model, recipe: Recipe, scheme: RateScheme, measure: Measure | None) -> None:
     """Give every layer a rate, more where the network needs it; `--rate` on average."""
     budget = budget_of(model, recipe, scheme)
     own = {
@@ -218,21 +210,12 @@ def _rates(
         for layer in model.layers
         if (asked := recipe.scheme_of(layer.name).asked) is not None and asked != scheme.asked
     }
-    planned = Plan(
-        rates=dict.fromkeys((layer.name for layer in model.layers), budget) | own,
-        to_come={layer.name: math.prod(layer.shape) for layer in model.layers},
-    )
-    if tokens is not None:
-        look(planned, model, scheme, tokens, device)
-    probed = any(block.layers for block in model.blocks)
-    if recipe.allocate == "uniform" or tokens is None or budget <= LOW or not probed:
-        return planned
-    rates = probed_rates(budget)
-    perturb = to_rates(rates, scheme)
-    curves = probe(model, tokens, perturb, device=device.place, sensitivity=planned.sensitivity, progress=progress)
-    curves = [curve for curve in curves if not own.keys() & set(curve.layers)]
-    planned.rates |= allocate(curves, budget, low=LOW)  # embeddings and head, which are not probed, keep the mean
-    return planned
+    planned.rates = dict.fromkeys((layer.name for layer in model.layers), budget) | own
+    planned.to_come = {layer.name: math.prod(layer.shape) for layer in model.layers}
+    if measure is not None and _probes_rates(model, recipe, budget):
+        perturb = replace(to_rates(probed_rates(budget), scheme), sensitivity=planned.sensitivity)
+        curves = [curve for curve in measure(perturb) if not own.keys() & set(curve.layers)]
+        planned.rates |= allocate(curves, budget, low=LOW)  # embeddings and head, which are not probed, keep the mean
 
 
 def look(planned: Plan, model: Model, scheme: Scheme, tokens: Tensor, device: Device) -> None:
@@ -262,20 +245,16 @@ def check_budget(model: Model, recipe: Recipe) -> None:
         RecipeError: names the layer, or what can be had.
     """
     match recipe.scheme:
-        case RateScheme():
-            budget_of(model, recipe, recipe.scheme)
-            check_layers(model, recipe)
-        case BlockScheme():
-            check_layers(model, recipe)
-        case GridScheme():
-            if recipe.allocate == "uniform":
-                check_layers(model, recipe)
-            elif recipe.layers:
+        case GridScheme() if recipe.allocate != "uniform":
+            if recipe.layers:
                 raise RecipeError(
                     "--layer gives layers schemes of their own, --allocate slope gives every layer a width: leave out one of them."
                 )
-            else:
-                usable_widths(model, recipe)
+            usable_widths(model, recipe)
+            return
+        case RateScheme() as scheme:
+            budget_of(model, recipe, scheme)
+    check_layers(model, recipe)
 
 
 def check_layers(model: Model, recipe: Recipe, bits: int | None = None) -> None:
@@ -288,55 +267,38 @@ def check_layers(model: Model, recipe: Recipe, bits: int | None = None) -> None:
 def usable_widths(model: Model, recipe: Recipe) -> list[int]:
     """Return the widths that the format has for all layers; raise as the format does if there are none."""
     usable: list[int] = []
-    refused: RecipeError | None = None
-    for bits in FORMATS[str(recipe.format)].layers.BITS:
-        try:
+    widths = FORMATS[str(recipe.format)].layers.BITS
+    for bits in widths:
+        with suppress(RecipeError):
             check_layers(model, recipe, bits)
             usable.append(bits)
-        except RecipeError as error:
-            refused = refused or error
-    if not usable and refused is not None:
-        raise refused
+    if not usable:
+        check_layers(model, recipe, widths[0])  # says why
     return usable
 
 
-def _widths(
-    model: Model, recipe: Recipe, scheme: GridScheme, tokens: Tensor | None, device: Device, progress: Progress
-) -> dict[str, int]:
+def _widths(model: Model, recipe: Recipe, scheme: GridScheme, measure: Measure) -> dict[str, int]:
     """Give every layer a width, more where the network needs it; `--bits` on average."""
-    assert tokens is not None, "widths are allocated by measuring"
     usable = usable_widths(model, recipe)
     probed = probed_widths(scheme.bits, usable)
-    perturb = to_widths(probed, scheme, FORMATS[str(recipe.format)].layers.scale_dtype(model.dtype))
-    curves = _experts_alike(model, probe(model, tokens, perturb, device=device.place, progress=progress))
+    curves = measure(to_widths(probed, scheme, FORMATS[str(recipe.format)].layers.scale_dtype(model.dtype)))
+    routed = {layer.name for layer in model.layers if layer.routed}
+    if alike := [
+        curve for curve in curves if routed.issuperset(curve.layers)
+    ]:  # readers of fixed grids have one for all
+        curves = [*(curve for curve in curves if not routed.issuper(curve.layers)), sum_of(alike)]
     return allocate_widths(curves, scheme.bits, [bits for bits in usable if bits >= probed[0]])
 
 
-def _experts_alike(model: Model, curves: list[Curve]) -> list[Curve]:
-    """Join the curves of the experts of all blocks, whose grid is one for readers of fixed grids."""
-    routed = {layer.name for layer in model.layers if layer.routed}
-    apart = [curve for curve in curves if not routed.issuperset(curve.layers)]
-    joined = [curve for curve in curves if routed.issuperset(curve.layers)]
-    if not joined:
-        return curves
-    losses = tuple(map(sum, zip(*(curve.losses for curve in joined), strict=True)))
-    layers = tuple(name for curve in joined for name in curve.layers)
-    weights = sum(curve.weights for curve in joined)
-    return [*apart, Curve(layers=layers, weights=weights, rates=joined[0].rates, losses=losses)]
-
-
-def _types(
-    model: Model, scheme: BlockScheme, free: Free, tokens: Tensor, device: Device, progress: Progress
-) -> dict[str, str]:
+def _types(model: Model, scheme: BlockScheme, free: Free, measure: Measure) -> dict[str, str]:
     """Give every layer in blocks whose type is free one of more bits where the network needs it; the budget on average."""
     rates = {TYPES[name].rate: name for name in CHOSEN}
     probed = probed_widths(free.budget, list(rates))
-    perturb = to_types([rates[rate] for rate in probed], scheme)
-    curves = probe(model, tokens, perturb, device=device.place, progress=progress)
     columns = {layer.name: layer.shape[1] for layer in model.layers}
+    curves = measure(to_types([rates[rate] for rate in probed], scheme))
     curves = [curve for curve in curves if free.layers.issuperset(curve.layers)]
     names = [rates[rate] for rate in rates if rate >= probed[0]]
-    usable = [[type_of(name, "other", 0, 1, columns[curve.layers[0]]) for name in names] for curve in curves]
+    usable = [[fitting(name, columns[curve.layers[0]]) for name in names] for curve in curves]
     chosen = allocate_choices(curves, free.budget, [sorted({kind.rate for kind in kinds}) for kinds in usable])
     return free.ends | {
         layer: next(kind.name for kind in kinds if kind.rate == rate)

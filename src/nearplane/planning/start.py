@@ -14,11 +14,9 @@ from nearplane.calibration.memory_setting import batch_of
 from nearplane.calibration.windows import Windows
 from nearplane.formats.container import Container
 from nearplane.models.model import Model
+from nearplane.planning.folder_size import free_layers, longest_record
 from nearplane.planning.forecast import Forecast, forecast
-from nearplane.planning.gguf_budget import free_layers
 from nearplane.planning.plan import Plan, plan
-from nearplane.planning.record_size import longest_record
-from nearplane.planning.request import rehearse
 from nearplane.recipe.recipe import Recipe
 from nearplane.record.record import RunRecord, versions
 from nearplane.system.device import Device
@@ -129,5 +127,4 @@ def _forecast(model: Model, recipe: Recipe, windows: Windows, options: Options, 
     Raises:
         NearplaneError: see `beginning`.
     """
-    looks = rehearse(model, recipe, windows, options.device)
-    return forecast(model, recipe, windows, looks, options.device, options.memory, batch)
+    return forecast(model, recipe, windows, options.device, options.memory, batch)

@@ -40,6 +40,7 @@ class TunedLadders(TunedLayer):
     """
 
     kind = "base"
+    _names = ("base",)
     _grid: ProductGrid
 
     def __init__(self, matrix: QuantizedMatrix[ProductGrid], rate: float, *, codes: bool = False) -> None:
@@ -79,12 +80,6 @@ class TunedLadders(TunedLayer):
 
     def _rounded_grid(self) -> ProductGrid:
         return replace(self._grid, base=stored_base(self._grid.base * math.exp(self.unit * float(self._s.detach()))))
-
-    def _numbers(self, grid: ProductGrid) -> dict[str, Tensor]:
-        return {"base": torch.tensor(grid.base, dtype=torch.float64)}
-
-    def _with(self, numbers: dict[str, Tensor]) -> ProductGrid:
-        return replace(self._grid, base=float(numbers["base"]))
 
     def _short(self, codes: Tensor) -> Tensor:
         """Return codes in two bytes each where all fit."""

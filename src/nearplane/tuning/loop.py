@@ -29,7 +29,7 @@ from nearplane.system.progress import Progress, duration, logged, silent
 from nearplane.tuning.ladders import Pressure
 from nearplane.tuning.network import TunedNetwork
 from nearplane.tuning.parameters import Tuned
-from nearplane.tuning.settings import Schedule, Split
+from nearplane.tuning.settings import Split
 
 logger = logging.getLogger("nearplane")
 
@@ -127,14 +127,13 @@ def train(
     Raises:
         CalibrationError: predictions are not finite at the start, or gradients at the first step.
     """
-    schedule, (training, held) = cut.schedule, cut.batches()
-    run = _Run(network, tuned, schedule, held, pressed)
+    run, (training, _) = _Run(network, tuned, cut, pressed), cut.batches()
     if kept is None or (before := kept.before()) is None:
         run.begin()
     else:
         run.restore(before)
-    total = schedule.steps
-    looks = {round(total * (look + 1) / schedule.looks) for look in range(schedule.looks)}
+    total = cut.steps
+    looks = {round(total * (look + 1) / cut.looks) for look in range(cut.looks)}
     for step in progress(logged(range(1, total + 1), "tuning", total, there=run.done), "tuning", total):
         if step <= run.done:
             continue
@@ -168,21 +167,20 @@ class _Run:
         self,
         network: TunedNetwork,
         tuned: Sequence[Tuned],
-        schedule: Schedule,
-        held: Sequence[int],
+        cut: Split,
         pressed: Callable[[float], Pressure | None],
     ) -> None:
-        self._network, self._tuned, self._held, self._pressed = network, tuned, held, pressed
+        self._network, self._tuned, self._held, self._pressed = network, tuned, cut.batches()[1], pressed
         leaves: dict[str, list[torch.Tensor]] = {}
         for each in tuned:
             for kind, leaf in each.trained().items():
                 leaves.setdefault(kind, []).append(leaf)
         groups = [
-            {"params": found, "lr": schedule.rates[kind], "betas": CODE_BETAS if kind == "codes" else BETAS}
+            {"params": found, "lr": cut.rates[kind], "betas": CODE_BETAS if kind == "codes" else BETAS}
             for kind, found in leaves.items()
         ]
         self._optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
-        warm, steps = WARM * schedule.steps, schedule.steps
+        warm, steps = WARM * cut.steps, cut.steps
 
         def rate(step: int) -> float:
             return min(1.0, (step + 1) / (warm + 1)) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
@@ -192,7 +190,7 @@ class _Run:
         self._since = Divergence()  # the last look
         self.done, self.best = 0, 0
         self.curve: list[Point] = []
-        self.states: list[dict[str, torch.Tensor]] = []
+        self.states: list[dict[str, Any]] = []
 
     def begin(self) -> None:
         """Measure the start."""

@@ -113,7 +113,7 @@ class TunedNetwork:
         for block in self._blocks:
             passes.append(_Pass(self, block, batches, hidden, hold=self._hold))
             hidden = passes[-1].forward()
-        predicted = sum(part[:, 1:].numel() for i in batches for part in [self._tokens[i]])
+        predicted = sum(self._tokens[i][:, 1:].numel() for i in batches)
         after, gradients = _Leaves(self._values_after()), []
         for i, x in zip(batches, hidden, strict=True):
             parts = []
@@ -199,33 +199,29 @@ class _Pass:
     ) -> None:
         self._network, self._block, self._batches, self._hold = network, block, batches, hold
         self._leaves = [x.detach().requires_grad_() for x in hidden]
-        self._values: _Leaves | None = None
-        self._outputs: list[Tensor] = []
+        self._kept: tuple[_Leaves, list[Tensor]] | None = None
 
     def forward(self) -> list[Tensor]:
         """Return the hidden states behind the block."""
-        self._values = _Leaves(self._block.tensors())
+        values = _Leaves(self._block.tensors())
         with torch.set_grad_enabled(self._hold):
-            outputs = [self._run(i, leaf) for i, leaf in zip(self._batches, self._leaves, strict=True)]
+            outputs = [self._run(values, i, leaf) for i, leaf in zip(self._batches, self._leaves, strict=True)]
         if self._hold:
-            self._outputs = outputs
-        else:
-            self._values = None
+            self._kept = values, outputs
         return [x.detach() for x in outputs]
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Take gradients from behind the block to before it, and add to those of what is trained in it."""
-        self._values = self._values or _Leaves(self._block.tensors())
+        values, outputs = self._kept or (_Leaves(self._block.tensors()), [])
         before = []
         for n, (i, leaf, gradient) in enumerate(zip(self._batches, self._leaves, gradients, strict=True)):
-            output = self._outputs[n] if self._outputs else self._run(i, leaf)
-            before.append(_checked(self._values.back(output, leaf, gradient), self._block.block.name))
-        self._values.end()
+            output = outputs[n] if outputs else self._run(values, i, leaf)
+            before.append(_checked(values.back(output, leaf, gradient), self._block.block.name))
+        values.end()
         return before
 
-    def _run(self, batch: int, leaf: Tensor) -> Tensor:
-        assert self._values is not None, "made by forward or backward"
-        return self._network.forward(self._block, self._values.leaves, batch, leaf)
+    def _run(self, values: _Leaves, batch: int, leaf: Tensor) -> Tensor:
+        return self._network.forward(self._block, values.leaves, batch, leaf)
 
 
 class _Leaves:

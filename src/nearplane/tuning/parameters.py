@@ -44,6 +44,7 @@ class TunedLayer(ABC):
     """
 
     kind = "steps"  # of the numbers, see `settings.RATES`
+    _names: tuple[str, ...] = ("scale",)  # of the fields of the grid that hold them
     _grid: Any
 
     def __init__(
@@ -74,13 +75,9 @@ class TunedLayer(ABC):
     def _rounded_grid(self) -> Any:
         """Return the grid as the file will hold it."""
 
-    @abstractmethod
-    def _numbers(self, grid: Any) -> dict[str, Tensor]:
+    def _numbers(self, grid: Any) -> dict[str, Any]:
         """Return the numbers of a grid that are trained."""
-
-    @abstractmethod
-    def _with(self, numbers: dict[str, Tensor]) -> Any:
-        """Return the grid with other numbers."""
+        return {name: getattr(grid, name) for name in self._names}
 
     @torch.no_grad()
     def lean(self, W: Tensor) -> None:
@@ -90,21 +87,21 @@ class TunedLayer(ABC):
             self._v.copy_(apart.mul_(LEAN).clamp_(-MOST, MOST) / self._step)
 
     def trained(self) -> dict[str, Tensor]:
-        """Return the numbers of the grid, and `v` (out, in) where codes are trained."""
+        """Return the leaves, by their kind: the numbers of the grid, and `v` (out, in) where codes are trained."""
         return {self.kind: self._s} | ({} if self._v is None else {"codes": self._v})
 
     def matrix(self) -> QuantizedMatrix:
         """Return codes and grid as the file will hold them."""
         return QuantizedMatrix(codes=self._rounded_codes().detach().to(torch.int32), grid=self._rounded_grid())
 
-    def state(self) -> dict[str, Tensor]:
-        """Return the numbers of the grid, and codes where they are trained."""
+    def state(self) -> dict[str, Any]:
+        """Return the numbers of the grid, and codes where they are trained, as the file would hold them, in memory of its own."""
         found = self._numbers(self._rounded_grid())
         return found if self._v is None else found | {"codes": self._short(self._rounded_codes().detach() - self._low)}
 
-    def restore(self, state: dict[str, Tensor]) -> None:
-        """Take numbers of the grid, and codes where they are trained, for those to begin with."""
-        self._grid = self._with(state)
+    def restore(self, state: dict[str, Any]) -> None:
+        """Make `values` what a state says; training may not go on from there."""
+        self._grid = replace(self._grid, **{name: state[name] for name in self._names})
         with torch.no_grad():
             self._s.zero_()
             if self._v is not None:
@@ -173,12 +170,6 @@ class TunedMatrix(TunedLayer):
     def _rounded_grid(self) -> Grid:
         return replace(self._grid, scale=self._rounded_steps().detach())
 
-    def _numbers(self, grid: Grid) -> dict[str, Tensor]:
-        return {"steps": grid.scale}
-
-    def _with(self, numbers: dict[str, Tensor]) -> Grid:
-        return replace(self._grid, scale=numbers["steps"])
-
     def _rounded_steps(self) -> Tensor:
         """Return (out, groups) steps as stored; a step keeps its sign and stays finite, or the file could not hold it."""
         wanted = self._grid.scale * (self.unit * self._s).exp()
@@ -193,6 +184,7 @@ class TunedBlocks(TunedLayer):
         codes: whether codes are trained too.
     """
 
+    _names = "d", "dmin"
     _grid: SuperGrid
 
     def __init__(self, matrix: QuantizedMatrix[SuperGrid], *, codes: bool = False) -> None:
@@ -222,12 +214,6 @@ class TunedBlocks(TunedLayer):
     def _rounded_grid(self) -> SuperGrid:
         d, dmin = self._rounded_steps()
         return replace(self._grid, d=d.detach(), dmin=None if dmin is None else dmin.detach())
-
-    def _numbers(self, grid: SuperGrid) -> dict[str, Tensor]:
-        return {name: part for name, part in grid.parts.items() if name in ("d", "dmin")}
-
-    def _with(self, numbers: dict[str, Tensor]) -> SuperGrid:
-        return replace(self._grid, d=numbers["d"], dmin=numbers.get("dmin"))
 
     def _rounded_steps(self) -> tuple[Tensor, Tensor | None]:
         """Return (out, blocks) steps and offsets as stored; they keep their signs and stay finite."""

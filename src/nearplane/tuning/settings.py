@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -23,21 +23,6 @@ CODE_BITS = 3  # most bits of codes on grids that are trained: finer ones have n
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
-    """How is trained: AdamW without decay, its rates rising first, and falling to nothing along half a cosine.
-
-    Args:
-        steps: of the optimizer.
-        rates: first learning rate of each kind of what is trained, see `Tuned.trained`.
-        looks: how often held-out windows are measured on the way, evenly spaced, the last time at the end.
-    """
-
-    steps: int
-    rates: dict[str, float] = field(default_factory=dict)
-    looks: int = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
     """The windows of a tuning.
 
@@ -47,7 +32,9 @@ class Split:
         batch: windows that pass together.
         samples: windows that were asked for.
         found: windows that the text gave.
-        schedule: steps and rates.
+        steps: of the optimizer: AdamW without decay, its rates rising first, and falling to nothing along half a cosine.
+        rates: first learning rate of each kind of what is trained, see `TunedLayer.trained`.
+        looks: how often held-out windows are measured on the way, evenly spaced, the last time at the end.
     """
 
     windows: Tensor
@@ -55,7 +42,9 @@ class Split:
     batch: int
     samples: int
     found: int
-    schedule: Schedule
+    steps: int
+    rates: Mapping[str, float] = field(default_factory=lambda: RATES)
+    looks: int = 2
 
     @property
     def held(self) -> int:
@@ -119,7 +108,7 @@ def split(
         batch=batch,
         samples=wanted,
         found=found,
-        schedule=Schedule(steps=steps, rates=RATES),
+        steps=steps,
     )
 
 

@@ -26,14 +26,14 @@ from nearplane.errors import CalibrationError, FormatError
 from nearplane.formats.container import Container, Place, written
 from nearplane.formats.stored import Stored
 from nearplane.formats.table import open_container
+from nearplane.matrix.certificate import Known, measured_again
 from nearplane.matrix.inputs import Inputs
-from nearplane.matrix.measure_again import Known, measured_again
 from nearplane.matrix.on_grid import with_tensors
 from nearplane.matrix.to_rate import TOLERANCE
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block
+from nearplane.planning.folder_size import most_bytes
 from nearplane.planning.plan import moments_of_embeddings
-from nearplane.planning.record_size import most_bytes
 from nearplane.planning.request import open_original, settled
 from nearplane.record.record import LayerRecord, RunRecord, read_record, versions
 from nearplane.record.tuning_record import APART, Solved, Tuning
@@ -116,7 +116,7 @@ def tune(
     hold = fits(model, cut, trained, where)
     matrices = solved.matrices(codes=True)
     with container, repeated(record.products, where) as products:
-        asked = {"recipe": asdict(record.recipe), "--samples": cut.samples, "--steps": cut.schedule.steps}
+        asked = {"recipe": asdict(record.recipe), "--samples": cut.samples, "--steps": cut.steps}
         files, text = {"original": model.folder, "checkpoint": folder}, digest_of(cut.windows)
         kept = Snapshots(container, told(asked, files, text, versions(), where), began)
         if container.whole:  # but for its place
@@ -191,7 +191,7 @@ def _tuned(
             text=digest_of(cut.windows),
             steps=outcome.steps,
             batch=cut.batch,
-            rates={kind: rate for kind, rate in cut.schedule.rates.items() if kind in kinds},
+            rates={kind: rate for kind, rate in cut.rates.items() if kind in kinds},
             codes=0,
             curve=outcome.curve,
             kept=outcome.kept,
@@ -317,8 +317,8 @@ def _measured(made: Checkpoint, windows: Windows, progress: Progress) -> tuple[L
 def _certified(made: Checkpoint, layer: Layer, inputs: Inputs, old: LayerRecord) -> tuple[Tensor, LayerRecord]:
     """Return the values of a tuned layer as the files hold them, and its certificate."""
     matrix = made.stored.matrix(old.stored, made.stored.tensors(old.stored))
-    old = replace(old, base=matrix.grid.base)  # no sweep with another made these codes
-    known = Known(matrix=matrix, told=old, tuned=True)
-    new = measured_again(layer.name, layer.read(), inputs.used_once(), made.recipe.scheme_of(layer.name), known)
+    known = Known(matrix=matrix, base=matrix.grid.base, tuned=True)  # no sweep with another base made these codes
+    scheme = made.recipe.scheme_of(layer.name).storing(old.number_format)
+    new = measured_again(layer.name, layer.read(), inputs.used_once(), scheme, known)
     new = with_tensors(new, old.stored, old.bytes, old.checksum)
     return matrix.decode(), replace(new, asked=old.asked, seconds=old.seconds)

@@ -25,8 +25,8 @@ from nearplane.formats.beside import CONFIG, GPTQ_CONFIG, names_copied
 from nearplane.formats.config_file import EXPERTS_WITH, READ_WITH, WEIGHTS
 from nearplane.formats.folder import read_config
 from nearplane.formats.stored import Stored
+from nearplane.matrix.certificate import Known, measured_again
 from nearplane.matrix.inputs import Inputs
-from nearplane.matrix.measure_again import Known, measured_again
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.planning.plan import moments_of_embeddings
@@ -298,8 +298,8 @@ def _layer(run: _Again, layer: Layer, inputs: Inputs, told: LayerRecord, faults:
     tuned = run.record.tuning is not None
     try:
         matrix = run.stored.matrix(told.stored, run.stored.tensors(told.stored)).to(layer.weight.device)
-        known = Known(matrix=matrix, told=told, tuned=tuned)
-        again = measured_again(layer.name, layer.read(), inputs.used_once(), scheme, known)
+        known, own = Known(matrix=matrix, base=told.base, tuned=tuned), scheme.storing(told.number_format)
+        again = measured_again(layer.name, layer.read(), inputs.used_once(), own, known)
     except (FormatError, ModelError, NumericalError) as error:
         faults.append(Fault(where=layer.name, what=str(error)))
         return None
