@@ -23,9 +23,9 @@ class Quadratic:
             kl=sum(float((self.leaf - self.aims[i]).detach().square()) for i in batches), tokens=len(batches)
         )
 
-    def backward(self, batches):
-        sum((self.leaf - self.aims[i]).square() for i in batches).backward()
-        return self.divergence(batches)
+    def backward(self, batch):
+        (self.leaf - self.aims[batch]).square().backward()
+        return self.divergence([batch])
 
 
 class Leaf:
@@ -107,11 +107,11 @@ def test_training_ends_where_gradients_end(monkeypatch, caplog, last):
     """With the best state so far; at the first step there is none."""
     calls, real = [], Quadratic.backward
 
-    def fails(self, batches):
+    def fails(self, batch):
         if len(calls) == last:
             raise CalibrationError("Gradients are NaN.")
         calls.append(0)
-        return real(self, batches)
+        return real(self, batch)
 
     monkeypatch.setattr(Quadratic, "backward", fails)
     value, found = trained(held=1.0)

@@ -64,7 +64,7 @@ def test_divergence_and_gradients_are_those_of_whole_networks(case, generator):
     for network in networks:
         with network.ready():
             measured = network.divergence([0, 1])
-            found = network.backward([0, 1])
+            found = network.backward(0) + network.backward(1)
         assert measured.kl / measured.tokens == pytest.approx(float(wanted.detach()), rel=1e-5)
         assert found.kl == pytest.approx(measured.kl, rel=1e-6)
         reached = 0
@@ -73,7 +73,7 @@ def test_divergence_and_gradients_are_those_of_whole_networks(case, generator):
                 assert leaf.grad is None or not bool(leaf.grad.any())
                 continue
             reached += 1
-            assert torch.allclose(leaf.grad, gradient, rtol=1e-3, atol=1e-5 * float(gradient.abs().max()))
+            assert torch.allclose(leaf.grad / 2, gradient, rtol=1e-3, atol=1e-5 * float(gradient.abs().max()))
             leaf.grad = None
         assert reached >= len(matrices) + 2
 

@@ -87,6 +87,9 @@ def measure(
     extra: tuple[float | None, ...] = (None, None, None)
     if (beside := moments.extra) is not None:
         extra = losses_beside(W, target, on_grid, beside, values=values)
+    entropy = None  # of fixed grids; else bits per weight under the tables that the file stores
+    if isinstance(grid, ProductGrid):
+        entropy = size(Contents.of(matrix.codes, grid)).payload / matrix.codes.numel()
     losses = found.row_losses  # (out,), means over the inputs
     weight = grid.row_weight().to(losses)
     energy = target.to(losses).square().mean(1) * weight
@@ -100,7 +103,7 @@ def measure(
         format=scheme.number_format.name,
         row_losses=tuple(float(f"{float(group.mean()):.9g}") for group in groups),
         limit=None if len(H) > MAX_CERTIFIED_INPUTS else limit_under(inputs, float((losses * weight).mean()), energy),
-        entropy=entropy(matrix),
+        entropy=entropy,
         base=base,
         correction=correction,
         damp=damped.damp,
@@ -125,10 +128,3 @@ def limit_under(inputs: Inputs, loss: float, row_energy: Tensor) -> float:
     if mean_log is None:
         return limit(loss, row_energy, inputs.eigenvalues())
     return limit_of_all(loss, row_energy, mean_log)
-
-
-def entropy(matrix: QuantizedMatrix) -> float | None:
-    """Return bits per weight of the codes under the tables that the file stores; None on fixed grids."""
-    if not isinstance(matrix.grid, ProductGrid):
-        return None
-    return size(Contents.of(matrix.codes, matrix.grid)).payload / matrix.codes.numel()

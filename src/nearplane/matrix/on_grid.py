@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearplane.errors import NumericalError, RecipeError
-from nearplane.lattice.descent import Fit
 from nearplane.lattice.factor import Factor, factorize
 from nearplane.lattice.fits import FITS, Wanted
 from nearplane.lattice.grid import Grid, QuantizedMatrix
@@ -96,7 +95,9 @@ def quantize_matrix(
 def solve(target: Tensor, inputs: Inputs, scheme: GridScheme | BlockScheme, storage: torch.dtype) -> Solution:
     """Fit a grid to the target, round the target to it, and refine both."""
     factor = inputs.factor_of_the_sweep(scheme)
-    grid, fit = fitted(target, inputs, scheme, storage)
+    importance = inputs.moments.H.diagonal().sqrt() if scheme.calibrated else target.new_ones(target.shape[1])
+    format = scheme.number_format
+    grid, fit = FITS[format.fit](target, importance, Wanted(format, getattr(scheme, "scale", "mse"), storage))
     rounds, sweeps = scheme.rounds or 0, scheme.polish or 0
     if not rounds and not sweeps:
         return rounded(target, grid, factor, scheme, inputs.moments.H)
@@ -110,15 +111,6 @@ def solve(target: Tensor, inputs: Inputs, scheme: GridScheme | BlockScheme, stor
         return found if found.losses is None else replace(found, losses=found.losses * unit)
 
     return refine(target, H, grid, fit, once, rounds=rounds, sweeps=sweeps)
-
-
-def fitted(
-    target: Tensor, inputs: Inputs, scheme: GridScheme | BlockScheme, storage: torch.dtype
-) -> tuple[Grid, Callable[[Grid], Fit]]:
-    """Return the grid to begin with, and what fits its steps to codes."""
-    importance = inputs.moments.H.diagonal().sqrt() if scheme.calibrated else target.new_ones(target.shape[1])
-    format = scheme.number_format
-    return FITS[format.fit](target, importance, Wanted(format, getattr(scheme, "scale", "mse"), storage))
 
 
 def rounded(target: Tensor, grid: Grid, factor: Factor, scheme: Scheme, H: Tensor) -> Solution:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import version
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from nearplane.errors import RecipeError
 from nearplane.formats.beside import CONFIG, names_copied, size_copied
@@ -40,10 +40,7 @@ from nearplane.system.safetensors_files import INDEX, index_text, shard_size
 MARGIN = 0.001  # of a size asked for, by which the aim is below it
 SLACK = 64  # bytes kept free for what the record says last: seconds, bytes
 FIGURE = 13  # characters that a figure takes in the record, on average: many are null, others have 17 digits
-ANY: dict[Library, float] = {
-    "default": 0.12345678901234567,
-    "onednn": 0.12345678901234567,
-}  # what a trial may have measured
+ANY = 0.12345678901234567  # what a trial may have measured of a library
 DIGITS = 24  # of a figure: -1.2345678901234567e-308
 WHOLE = 13  # digits of a number of bytes or tokens
 FEWER = {"row_losses": 15, "lengths": 12}  # of figures that are written to 9 and 6 digits
@@ -64,7 +61,8 @@ def budget_of(model: Model, recipe: Recipe, scheme: RateScheme) -> float:
     weights = sum(math.prod(layer.shape) for layer in layers)
     rate, size = scheme.rate, scheme.bytes()
     if size is not None:
-        rest = foretell(model, recipe, scheme).total()
+        told = foretell(model, recipe, scheme)
+        rest = math.ceil(sum(told.kept.values()) + told.beside + told.once + sum(told.said.values()))
         rate = 8 * (aim_of(size) - rest) / weights
         smallest, largest = (math.ceil((rest + bits * weights / 8 + SLACK + 1) / (1 - MARGIN)) for bits in (LOW, 7))
         if not LOW <= rate <= 7:
@@ -97,10 +95,6 @@ class Foretold:
     beside: int
     once: int
     said: dict[str, float]
-
-    def total(self) -> int:
-        """Return all of it."""
-        return math.ceil(sum(self.kept.values()) + self.beside + self.once + sum(self.said.values()))
 
 
 def foretell(model: Model, recipe: Recipe, scheme: RateScheme) -> Foretold:
@@ -148,7 +142,9 @@ def finished(record: RunRecord, model: Model, size: int) -> RunRecord:
     return replace(
         record,
         seconds=1234.567890123456,
-        products=None if record.products is None else replace(record.products, errors=dict(ANY)),
+        products=None
+        if record.products is None
+        else replace(record.products, errors=dict.fromkeys(get_args(Library), ANY)),
         bytes=size,
         folder=size,
         files=dict.fromkeys(files, 64 * "0"),
@@ -201,14 +197,16 @@ def free_layers(model: Model, asked: Recipe, recipe: Recipe, container: Containe
     if not isinstance(scheme, BlockScheme) or not scheme.measured:
         return None
     free = [layer for block in model.blocks for layer in block.layers if _is_free(asked, layer)]
-    names = frozenset(layer.name for layer in free)
+    called = frozenset(layer.name for layer in free)
     if scheme.size is None:
-        return Free(layers=names, budget=float(str(scheme.grid)))
+        return Free(layers=called, budget=float(str(scheme.grid)))
     ends = []
     if model.embeddings is not None and not model.tied and scheme.embeddings == "auto":
         ends = [layer for layer in model.embeddings.layers if _is_free(asked, layer)]
     limit, weights = bytes_in(scheme.size), sum(math.prod(layer.shape) for layer in free)
-    rest = folder_bytes(model, container, record) + ALIGNMENT * len(free)
+    names = [CONFIG, FILE, *names_copied(model.folder, trust_remote_code=model.trust_remote_code)]
+    record = replace(record, files=dict.fromkeys(names, 64 * "0"))
+    rest = container.size_with() + longest_record(model, record) + ALIGNMENT * len(free)
     for layer in (*free, *ends):
         own = recipe.scheme_of(layer.name)
         assert isinstance(own, BlockScheme), "of a GGUF"
@@ -228,13 +226,7 @@ def free_layers(model: Model, asked: Recipe, recipe: Recipe, container: Containe
             f"--size {scheme.size} is {limit:,} bytes, of which about {others:,} are not layers whose type is free: {budget:.2f} "
             f"bits are left for each of their {weights:,} weights. Ask for {low:,} to {high:,} bytes ({CHOSEN[0]} to {CHOSEN[-1]})."
         )
-    return Free(layers=names, budget=budget, ends=types)
-
-
-def folder_bytes(model: Model, container: Container, record: RunRecord) -> int:
-    """Return the bytes of the folder at most, of layers in the types of the container's config."""
-    names = [CONFIG, FILE, *names_copied(model.folder, trust_remote_code=model.trust_remote_code)]
-    return container.size_with() + longest_record(model, replace(record, files=dict.fromkeys(names, 64 * "0")))
+    return Free(layers=called, budget=budget, ends=types)
 
 
 def _is_free(asked: Recipe, layer: Layer) -> bool:

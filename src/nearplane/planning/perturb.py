@@ -116,23 +116,17 @@ def entropy(codes: Tensor) -> float:
     out, columns = codes.shape
     total = 0.0
     for strip in codes.split(COUNTED_COLUMNS, dim=1):
-        counts = _counts(strip)
+        low, high = strip.aminmax(dim=0)
+        spans = high.long() - low + 1
+        places = strip + (spans.cumsum(0) - spans - low)  # a column's codes lie behind those of the columns before it
+        if int(spans.sum()) > 4 * strip.numel():  # a few codes far from all others
+            _, often = places.unique(return_counts=True)
+        else:
+            often = torch.bincount(places.flatten())
+        counts = often[often > 0].double()  # of each code of each column, one column's after the other
         plug_in = strip.shape[1] * math.log2(out) - float((counts * counts.log2()).sum()) / out
         total += plug_in + (len(counts) - strip.shape[1]) / (2 * out * math.log(2))
     return total / columns
-
-
-def _counts(codes: Tensor) -> Tensor:
-    """Return how often each code of each column of (out, columns) occurs, float64: one column's after the other."""
-    low, high = codes.aminmax(dim=0)
-    spans = high.long() - low + 1
-    places = codes + (spans.cumsum(0) - spans - low)  # a column's codes lie behind those of the columns before it
-    if int(spans.sum()) > 4 * codes.numel():  # a few codes far from all others
-        _, often = places.unique(return_counts=True)
-    else:
-        often = torch.bincount(places.flatten())
-    counts: Tensor = often[often > 0].double()
-    return counts
 
 
 def to_widths(widths: Sequence[int], scheme: GridScheme, storage: torch.dtype) -> Perturbations:

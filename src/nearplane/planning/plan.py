@@ -75,31 +75,23 @@ class Plan:
     _shift: float = 0.0  # bits per weight by which rates differ from those planned, until settled anew
 
     def state(self) -> dict[str, Any]:
-        """Return as JSON all but the tensors, for `restored`."""
-        names = ("widths", "types", "rates", "to_come", "bounds", "_left", "_shift")
-        return {name: getattr(self, name) for name in names}
+        """Return as JSON all but the tensors, for `restored`, and the bounds."""
+        return {name: getattr(self, name) for name in ("widths", "types", "rates", "to_come", "_left", "_shift")}
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors, by names for `restored`."""
-        moments = {f"moments.{name}": each.H for name, each in self.moments.items()}
-        runs = {f"together.{i}.{name}": G for name, each in self.together.items() for i, G in enumerate(each)}
-        return moments | runs | {f"sensitivity.{name}": each for name, each in self.sensitivity.items()}
+    def tensors(self) -> dict[str, dict[str, Any]]:
+        """Return the tensors, for `restored`."""
+        moments = {name: each.H for name, each in self.moments.items()}
+        return {"sensitivity": self.sensitivity, "together": self.together, "moments": moments}
 
     @classmethod
-    def restored(cls, state: Mapping[str, Any], tensors: Mapping[str, Tensor], tokens: int) -> Plan:
+    def restored(cls, state: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]], tokens: int) -> Plan:
         """Return the plan of which these are state and tensors, made with so many tokens."""
-        bounds = None if state["bounds"] is None else tuple(state["bounds"])
-        planned = cls(**{**state, "bounds": bounds})
-        for name, tensor in tensors.items():
-            kind, _, layer = name.partition(".")
-            if kind == "sensitivity":
-                planned.sensitivity[layer] = tensor
-            elif kind == "moments":
-                planned.moments[layer] = Moments(H=tensor, tokens=tokens)
-            else:  # runs of a layer in order
-                layer = layer.partition(".")[2]
-                planned.together[layer] = (*planned.together.get(layer, ()), tensor)
-        return planned
+        return cls(
+            sensitivity=dict(tensors["sensitivity"]),
+            together={name: tuple(runs) for name, runs in tensors["together"].items()},
+            moments={name: Moments(H=H, tokens=tokens) for name, H in tensors["moments"].items()},
+            **state,
+        )
 
     def scheme_of(self, layer: Layer, scheme: AnyScheme) -> AnyScheme:
         """Return the scheme with the layer's own width."""
@@ -215,7 +207,7 @@ def _give_rates(planned: Plan, model: Model, recipe: Recipe, scheme: RateScheme,
     if measure is not None and _probes_rates(model, recipe, budget):
         perturb = replace(to_rates(probed_rates(budget), scheme), sensitivity=planned.sensitivity)
         curves = [curve for curve in measure(perturb) if not own.keys() & set(curve.layers)]
-        planned.rates |= allocate(curves, budget, low=LOW)  # embeddings and head, which are not probed, keep the mean
+        planned.rates |= allocate(curves, budget)  # embeddings and head, which are not probed, keep the mean
 
 
 def look(planned: Plan, model: Model, scheme: Scheme, tokens: Tensor, device: Device) -> None:
@@ -283,10 +275,9 @@ def _widths(model: Model, recipe: Recipe, scheme: GridScheme, measure: Measure) 
     probed = probed_widths(scheme.bits, usable)
     curves = measure(to_widths(probed, scheme, FORMATS[str(recipe.format)].layers.scale_dtype(model.dtype)))
     routed = {layer.name for layer in model.layers if layer.routed}
-    if alike := [
-        curve for curve in curves if routed.issuperset(curve.layers)
-    ]:  # readers of fixed grids have one for all
-        curves = [*(curve for curve in curves if not routed.issuper(curve.layers)), sum_of(alike)]
+    alike = [curve for curve in curves if routed.issuperset(curve.layers)]
+    if alike:  # readers of fixed grids have one grid for all experts
+        curves = [*(curve for curve in curves if not routed.issuperset(curve.layers)), sum_of(alike)]
     return allocate_widths(curves, scheme.bits, [bits for bits in usable if bits >= probed[0]])
 
 

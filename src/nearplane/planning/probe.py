@@ -62,9 +62,9 @@ class _Traveller:
         weights: of them together.
         point: its number among the perturbations of these layers.
         rate, shape: see `Perturbed`.
-        expected: loss, where sensitivities are asked, see `expected_loss`.
+        expected: loss, where sensitivities are known, see `expected_loss`; behind its block else what it is about proportional to.
         difference: from the original, by batch, bfloat16; none where it stays behind.
-        change: what is known of it in its own block, where not all travel.
+        block: number of its own.
     """
 
     layers: tuple[str, ...]
@@ -74,7 +74,7 @@ class _Traveller:
     shape: tuple[tuple[float, float], ...]
     expected: float | None = None
     difference: list[Tensor] = field(default_factory=list)
-    change: Change | None = None
+    block: int = 0
 
 
 @torch.no_grad()
@@ -134,10 +134,9 @@ def probe(
             for born in _perturbed(block, stream, perturbations):
                 travels = not deep or (number in measured and born.point == perturbations.points // 2)
                 difference = onward([torch.zeros(())] * batches) if travels or born.expected is None else []
-                if deep:
-                    names = tuple(within(layer, block.name) for layer in born.layers)
-                    estimate = relative_energy(difference, after) if born.expected is None else born.expected
-                    born.change = Change(number, names, estimate, None)
+                if deep and born.expected is None:
+                    born.expected = relative_energy(difference, after)
+                born.block = number
                 if travels:
                     born.difference = difference
                 travellers.append(born)
@@ -147,9 +146,14 @@ def probe(
     losses = _losses(model, stream, windows[:size].split(batch), [one.difference for one in arrived], device, dtype)
     if deep:
         of = {id(one): loss for one, loss in zip(arrived, losses, strict=True)}
-        changes = [one.change._replace(loss=of.get(id(one))) for one in travellers if one.change is not None]
-        losses = told_losses(changes)
+        losses = told_losses([_change(model, one, of.get(id(one))) for one in travellers])
     return _curves(model, travellers, losses, tied=perturbations.together)
+
+
+def _change(model: Model, one: _Traveller, loss: float | None) -> Change:
+    assert one.expected is not None, "estimated in its own block"
+    names = tuple(within(layer, model.blocks[one.block].name) for layer in one.layers)
+    return Change(one.block, names, one.expected, loss)
 
 
 def _onward(

@@ -22,7 +22,7 @@ from nearplane.record.record import RunRecord, versions
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import fastest, repeated
 from nearplane.system.progress import Progress
-from nearplane.tuning.checks import check_tunable
+from nearplane.tuning.checkpoint import check_tunable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

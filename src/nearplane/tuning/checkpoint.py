@@ -1,13 +1,16 @@
 """A checkpoint that is tuned or was: its files, the original and the text together, and what of it is trained.
 
 What `tune` and `verify` both need: which norms have tensors of their own, which windows the text gives, and layers and norms as
-functions of what is trained of them.
+functions of what is trained of them. And what cannot be tuned, refused in a sentence before work starts, by `tune` and by a run
+that is to tune what it solves.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,14 +22,18 @@ from nearplane.errors import CalibrationError, RecipeError
 from nearplane.formats.stored import Stored
 from nearplane.lattice.grid import Grid, ProductGrid
 from nearplane.lattice.superblock import SuperGrid
+from nearplane.models.kinds import has_head
 from nearplane.models.model import Model
+from nearplane.recipe.grids import BlockScheme, GridScheme
 from nearplane.recipe.recipe import Recipe
+from nearplane.recipe.sizes import size_text
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.system.device import Device
+from nearplane.system.paths import UNFINISHED
 from nearplane.tuning.ladders import TunedLadders
-from nearplane.tuning.network import norms_of
+from nearplane.tuning.network import needed, norms_of
 from nearplane.tuning.parameters import TunedBlocks, TunedLayer, TunedMatrix, TunedVector
-from nearplane.tuning.settings import CODE_BITS
+from nearplane.tuning.settings import CODE_BITS, Split, split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,3 +135,140 @@ def norms_stored(model: Model) -> dict[str, str]:
     """Return the norms that have a tensor of their own in the checkpoint: name of the parameter, name of the tensor."""
     names = [name for name in norms_of(model.network) if model.weights.stored_alone(name)]
     return {name: model.source_name(name) for name in names}
+
+
+def check_recipe(recipe: Recipe, called: str) -> None:
+    """Refuse a recipe whose checkpoints cannot be tuned.
+
+    Raises:
+        RecipeError: with the reason.
+    """
+    if any(recipe.scheme.ends) and recipe.scheme.entropy_coded:
+        raise RecipeError(
+            f"{called} codes the embeddings or the head; so far such checkpoints are not tuned. Quantize without "
+            f"--include-embeddings and --include-head."
+        )
+    for scheme in (recipe.scheme, *(each.scheme for each in recipe.layers)):
+        if not scheme.tunable:
+            raise RecipeError(
+                f"{called} has weights in {scheme.number_format.name}; so far integers and entropy-coded weights are tuned. "
+                f"Quantize without --tune, or with --bits."
+            )
+    if getattr(recipe.scheme, "size", None) is not None:
+        raise RecipeError(
+            f"{called} keeps to a --size, and tuning makes the record beside the weights longer. Quantize to "
+            f"a --rate instead, a GGUF to a --grid."
+        )
+
+
+def check_layers(model: Model, called: str) -> None:
+    """Refuse a model with layers that cannot be tuned.
+
+    Raises:
+        RecipeError: names one of them.
+    """
+    if not has_head(model.network):
+        raise RecipeError(
+            f"{called} is of {type(model.network).__name__}, which predicts no tokens, and tuning trains on predictions. Quantize "
+            f"without --tune."
+        )
+    if len(model.stacks) > 1:
+        raise RecipeError(
+            f"{called} is of {type(model.network).__name__}, an encoder with a decoder, and so far tuning trains one stack of "
+            f"blocks. Quantize without --tune."
+        )
+
+
+def check_place(out: Path, source: Path) -> None:
+    """Refuse to write where the checkpoint is that is tuned: nothing would be left of it to read.
+
+    Args:
+        out: folder to write.
+        source: the checkpoint.
+
+    Raises:
+        RecipeError: `out`, or the folder beside it in which it is written, is, holds or lies in the checkpoint.
+    """
+    for written, said in ((out, "The output"), (Path(f"{out.resolve()}{UNFINISHED}"), f"{out} is first written as")):
+        here, there = written.resolve(), source.resolve()
+        if here == there or here in there.parents or there in here.parents:
+            raise RecipeError(
+                f"{said} {written}, which is, holds or lies in the checkpoint that is tuned, {source}. Choose another folder."
+            )
+
+
+def check_tunable(model: Model, recipe: Recipe, given: Given | None, record: RunRecord, device: Device) -> None:
+    """Refuse before a solve what `tune` would refuse after it.
+
+    Args:
+        model: the original.
+        recipe, given: name the text.
+        record: of the run that begins: its windows.
+        device: where to compute.
+
+    Raises:
+        CalibrationError: the text has too few windows.
+        RecipeError: what has to be there does not fit in memory.
+    """
+    cut = split(lambda count, length: windows_of(model, recipe, given, count, length), record)
+    layers = (layer for block in model.blocks for layer in block.layers)
+    fits(model, cut, sum(math.prod(layer.shape) for layer in layers if _may_move(recipe, layer.name)), device)
+
+
+def _may_move(recipe: Recipe, name: str) -> bool:
+    """Whether codes of a layer may come to be trained: where widths are chosen by measuring, those of all layers."""
+    scheme = recipe.scheme_of(name)
+    if isinstance(scheme, BlockScheme):
+        return scheme.measured or scheme.number_format.bits <= CODE_BITS
+    return not isinstance(scheme, GridScheme) or recipe.allocate == "slope" or scheme.bits < CODE_BITS + 1
+
+
+def check_checkpoint(folder: Path, record: RunRecord) -> None:
+    """Refuse checkpoints that cannot be tuned.
+
+    Raises:
+        RecipeError: with the reason.
+    """
+    if record.tuning is not None:
+        raise RecipeError(f"{folder} is tuned already. Tune the checkpoint that it was made of.")
+    check_recipe(record.recipe, str(folder))
+
+
+def check_model(model: Model, record: RunRecord, stored: Stored) -> None:
+    """Refuse an original that is not the one that was quantized.
+
+    Raises:
+        RecipeError: its layers are others, or a tensor that is not quantized is another in the checkpoint.
+    """
+    check_layers(model, str(stored.reader.folder))
+    there = {(layer.name, layer.shape) for layer in model.layers}
+    if unlike := there ^ {(layer.name, (layer.out_features, layer.in_features)) for layer in record.layers}:
+        raise RecipeError(
+            f"{model.folder} is not the model that was quantized: {len(unlike)} layers are in one of the two only, as "
+            f"{min(unlike)[0]}. Pass {record.source} with --against."
+        )
+    for name in sorted({*stored.rest()} & {*model.reader.names()}):
+        wanted, found = stored.reader.kept(name, model.reader.read([name])[name]), stored.reader.read([name])[name]
+        if wanted is None:  # such files hold nothing of it
+            continue
+        if wanted.dtype != found.dtype or not torch.equal(wanted, found):
+            raise RecipeError(
+                f"{model.folder} is not the model that was quantized, or has changed since: {name} is another in it. Pass "
+                f"{record.source} as it was with --against."
+            )
+
+
+def fits(model: Model, cut: Split, codes: int, device: Device) -> bool:
+    """Return whether all blocks can be held at a time, where so many codes are trained.
+
+    Raises:
+        RecipeError: not even what has to be there fits.
+    """
+    streamed, held = needed(model, cut.windows, batch=cut.batch, codes=codes)
+    free = device.free()
+    if free is not None and streamed > free:
+        raise RecipeError(
+            f"Tuning takes about {size_text(streamed)} of memory on {device}, {size_text(free)} are free. Pass fewer "
+            f"--samples, or leave it out."
+        )
+    return free is not None and 2 * held <= free

@@ -205,7 +205,7 @@ class _Run:
 
     def step(self, batch: int) -> None:
         """Take a step on a batch."""
-        self._since += self._network.backward([batch])
+        self._since += self._network.backward(batch)
         if self._pressure is not None:
             self._pressure.press()
         self._optimizer.step()

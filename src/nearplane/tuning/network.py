@@ -7,7 +7,7 @@ kept. Knows blocks; not how steps are taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -102,33 +102,30 @@ class TunedNetwork:
                 )
         return total
 
-    def backward(self, batches: Sequence[int]) -> Divergence:
-        """Add to the gradients of what is trained those of the mean KL over the tokens of some batches; return what it is.
+    def backward(self, batch: int) -> Divergence:
+        """Add to the gradients of what is trained those of the mean KL over the tokens of a batch; return what it is.
 
         Raises:
             CalibrationError: predictions or gradients are not finite.
         """
-        passes, total = [], Divergence()
-        hidden = [self._entering[i] for i in batches]
+        passes, hidden, total = [], self._entering[batch], Divergence()
         for block in self._blocks:
-            passes.append(_Pass(self, block, batches, hidden, hold=self._hold))
+            passes.append(_Pass(self, block, batch, hidden, hold=self._hold))
             hidden = passes[-1].forward()
-        predicted = sum(self._tokens[i][:, 1:].numel() for i in batches)
-        after, gradients = _Leaves(self._values_after()), []
-        for i, x in zip(batches, hidden, strict=True):
-            parts = []
-            for part in self._parts(i):
-                with torch.no_grad():
-                    expected = self._predicted(i, part, self._behind[i][part])
-                leaf = x.detach()[part].requires_grad_()
-                found = self._predicted(i, part, leaf, after.leaves)
-                kl = (expected.exp() * (expected - found)).sum() / predicted
-                parts.append(after.back(kl, leaf))
-                total += divergence(expected, found.detach())
-            gradients.append(_checked(torch.cat(parts), "the head"))
+        predicted = self._tokens[batch][:, 1:].numel()
+        after, parts = _Leaves(self._values_after()), []
+        for part in self._parts(batch):
+            with torch.no_grad():
+                expected = self._predicted(batch, part, self._behind[batch][part])
+            leaf = hidden.detach()[part].requires_grad_()
+            found = self._predicted(batch, part, leaf, after.leaves)
+            kl = (expected.exp() * (expected - found)).sum() / predicted
+            parts.append(after.back(kl, leaf))
+            total += divergence(expected, found.detach())
+        gradient = _checked(torch.cat(parts), "the head")
         after.end()
         while passes:
-            gradients = passes.pop().backward(gradients)
+            gradient = passes.pop().backward(gradient)
         return total
 
     def forward(self, block: _Block, tensors: Mapping[str, Tensor], batch: int, hidden: Tensor) -> Tensor:
@@ -186,46 +183,40 @@ class _Block:
 
 
 class _Pass:
-    """Some batches on their way through a block, forwards and back.
+    """A batch on its way through a block, forwards and back.
 
     Args:
         network, block: whose.
-        batches, hidden: their numbers, and the hidden states (windows, seqlen, hidden) that enter the block.
+        batch, hidden: its number, and the hidden states (windows, seqlen, hidden) that enter the block.
         hold: whether all that the way back needs is kept on the way forwards; else the block runs again.
     """
 
-    def __init__(
-        self, network: TunedNetwork, block: _Block, batches: Sequence[int], hidden: Sequence[Tensor], *, hold: bool
-    ) -> None:
-        self._network, self._block, self._batches, self._hold = network, block, batches, hold
-        self._leaves = [x.detach().requires_grad_() for x in hidden]
-        self._kept: tuple[_Leaves, list[Tensor]] | None = None
+    def __init__(self, network: TunedNetwork, block: _Block, batch: int, hidden: Tensor, *, hold: bool) -> None:
+        self._network, self._block, self._batch, self._hold = network, block, batch, hold
+        self._leaf = hidden.detach().requires_grad_()
+        self._kept: tuple[_Leaves, Tensor] | None = None
 
-    def forward(self) -> list[Tensor]:
+    def forward(self) -> Tensor:
         """Return the hidden states behind the block."""
-        values = _Leaves(self._block.tensors())
         with torch.set_grad_enabled(self._hold):
-            outputs = [self._run(values, i, leaf) for i, leaf in zip(self._batches, self._leaves, strict=True)]
-        if self._hold:
-            self._kept = values, outputs
-        return [x.detach() for x in outputs]
+            values, output = self._run()
+        self._kept = (values, output) if self._hold else None
+        return output.detach()
 
-    def backward(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Take gradients from behind the block to before it, and add to those of what is trained in it."""
-        values, outputs = self._kept or (_Leaves(self._block.tensors()), [])
-        before = []
-        for n, (i, leaf, gradient) in enumerate(zip(self._batches, self._leaves, gradients, strict=True)):
-            output = outputs[n] if outputs else self._run(values, i, leaf)
-            before.append(_checked(values.back(output, leaf, gradient), self._block.block.name))
+    def backward(self, gradient: Tensor) -> Tensor:
+        """Take a gradient from behind the block to before it, and add to those of what is trained in it."""
+        values, output = self._kept or self._run()
+        before = _checked(values.back(output, self._leaf, gradient), self._block.block.name)
         values.end()
         return before
 
-    def _run(self, values: _Leaves, batch: int, leaf: Tensor) -> Tensor:
-        return self._network.forward(self._block, values.leaves, batch, leaf)
+    def _run(self) -> tuple[_Leaves, Tensor]:
+        values = _Leaves(self._block.tensors())
+        return values, self._network.forward(self._block, values.leaves, self._batch, self._leaf)
 
 
 class _Leaves:
-    """Tensors cut from what they are made of, so that many batches add to their gradients before these go on."""
+    """Tensors cut from what they are made of, so that parts of a batch add to their gradients before these go on."""
 
     def __init__(self, made: dict[str, Tensor]) -> None:
         self._made = made

@@ -14,6 +14,7 @@ from nearplane.recipe.sizes import counted
 from nearplane.record.record import RunRecord
 
 TIMES = 5  # as many windows as calibration took are looked at by default, a fifth of them held out
+NONE = 256  # windows of a run that had none, of which the default is reckoned
 HELD = 5  # of so many windows one is held out,
 MOST_HELD = 16384  # but no more tokens than tell the figure to a percent
 BATCH = 256  # tokens of a step, at least one window: many small steps gained more than few large ones on as many tokens
@@ -64,7 +65,6 @@ def split(
     samples: int | None = None,
     seqlen: int | None = None,
     steps: int | None = None,
-    least: int = 256,
 ) -> Split:
     """Read the text and deal out its windows: the last fifth is held out.
 
@@ -74,7 +74,6 @@ def split(
         read: windows of the text: (samples, seqlen) -> tokens (windows, seqlen), fewer where it ends before.
         record: of the run.
         samples, seqlen, steps: see `tune`.
-        least: windows of a run that had none, of which the default is reckoned.
 
     Raises:
         RecipeError: a number is not positive.
@@ -83,7 +82,7 @@ def split(
     for name, value, low in (("samples", samples, 2), ("seqlen", seqlen, 2), ("steps", steps, 1)):
         if value is not None and value < low:
             raise RecipeError(f"--{name} is {value}; expected at least {low}.")
-    wanted, length = samples or TIMES * (record.windows or least), seqlen or record.seqlen
+    wanted, length = samples or TIMES * (record.windows or NONE), seqlen or record.seqlen
     windows = read(wanted, length)
     found, length = windows.shape
     begin, end = record.windows * record.seqlen, (record.windows + record.extra_windows) * record.seqlen

@@ -33,7 +33,7 @@ from nearplane.system.journal_pages import told
 from nearplane.system.memory import give_back_large
 from nearplane.system.paths import check_there
 from nearplane.system.progress import Progress, say_compiling, silent
-from nearplane.tuning.checks import check_layers, check_recipe
+from nearplane.tuning.checkpoint import check_layers, check_recipe
 from nearplane.verbs.quantize_journal import Journal
 from nearplane.verbs.quantize_run import Run, start_run
 from nearplane.verbs.quantize_then_tune import then_tuned

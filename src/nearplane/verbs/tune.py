@@ -41,8 +41,16 @@ from nearplane.system.device import Device
 from nearplane.system.journal_pages import told
 from nearplane.system.matmul_library import repeated
 from nearplane.system.progress import Progress, counted, silent
-from nearplane.tuning.checkpoint import Checkpoint, mean_unit, norms_stored, trains_codes
-from nearplane.tuning.checks import check_checkpoint, check_model, check_place, fits
+from nearplane.tuning.checkpoint import (
+    Checkpoint,
+    check_checkpoint,
+    check_model,
+    check_place,
+    fits,
+    mean_unit,
+    norms_stored,
+    trains_codes,
+)
 from nearplane.tuning.ladders import Pressure, TunedLadders
 from nearplane.tuning.loop import Outcome, Snapshots, mean_kl, train
 from nearplane.tuning.network import TunedNetwork
