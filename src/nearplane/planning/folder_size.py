@@ -207,10 +207,7 @@ def free_layers(model: Model, asked: Recipe, recipe: Recipe, container: Containe
     names = [CONFIG, FILE, *names_copied(model.folder, trust_remote_code=model.trust_remote_code)]
     record = replace(record, files=dict.fromkeys(names, 64 * "0"))
     rest = container.size_with() + longest_record(model, record) + ALIGNMENT * len(free)
-    for layer in (*free, *ends):
-        own = recipe.scheme_of(layer.name)
-        assert isinstance(own, BlockScheme), "of a GGUF"
-        rest -= _bytes(layer, own.number_format.name)
+    rest -= sum(_bytes(layer, recipe.scheme_of(layer.name).number_format.name) for layer in (*free, *ends))
     for kind in reversed(CHOSEN):  # of embeddings that are no head: that of most layers, as llama.cpp has it
         types = {layer.name: fitting(kind, layer.shape[1]).name for layer in ends}
         others = rest + sum(_bytes(layer, types[layer.name]) for layer in ends)

@@ -98,7 +98,7 @@ def forecast(
         return Forecast(setting=usual)
     load_libraries(recipe.scheme)
     release()
-    start, chosen = resident() or 0, usual
+    start = resident() or 0
     most = bound(shapes, usual, start)
     if limit is not None:
         tried = (bound(shapes, each, start) for each in settings(shapes, usual, batches=batch is None))
@@ -108,14 +108,13 @@ def forecast(
                 f"--memory {size_text(limit)} is too small: the most economical settings need {size_text(most.bytes)} (while "
                 f"{most.while_}). Use --memory {math.ceil(RESERVE * most.bytes / 1e7) / 100:.2f}GB or fewer --samples."
             )
-        chosen = most.setting
     count = multiplications(shapes)
     log.info(
         f"quantizing takes at most {size_text(most.bytes)} of memory (while {most.while_}) and at least "
         f"{duration(count * seconds_of_a_multiplication())} for {shapes.all_windows * shapes.seqlen:,} tokens "
         f"({count:.1e} multiplications)"
     )
-    return Forecast(setting=chosen, bytes=most.bytes)
+    return Forecast(setting=most.setting, bytes=most.bytes)
 
 
 def shapes_of(model: Model, recipe: Recipe, windows: Windows, looks: Mapping[str, FirstLook]) -> Shapes | None:

@@ -59,20 +59,18 @@ class _Traveller:
 
     Args:
         layers: full names.
-        weights: of them together.
         point: its number among the perturbations of these layers.
         rate, shape: see `Perturbed`.
-        expected: loss, where sensitivities are known, see `expected_loss`; behind its block else what it is about proportional to.
+        expected: loss, where sensitivities are known, see `expected_loss`; else what it is about proportional to.
         difference: from the original, by batch, bfloat16; none where it stays behind.
         block: number of its own.
     """
 
     layers: tuple[str, ...]
-    weights: int
     point: int
     rate: float
     shape: tuple[tuple[float, float], ...]
-    expected: float | None = None
+    expected: float
     difference: list[Tensor] = field(default_factory=list)
     block: int = 0
 
@@ -133,8 +131,8 @@ def probe(
                     traveller.difference = onward(traveller.difference)
             for born in _perturbed(block, stream, perturbations):
                 travels = not deep or (number in measured and born.point == perturbations.points // 2)
-                difference = onward([torch.zeros(())] * batches) if travels or born.expected is None else []
-                if deep and born.expected is None:
+                difference = onward([torch.zeros(())] * batches) if travels or not perturbations.sensitivity else []
+                if deep and not perturbations.sensitivity:
                     born.expected = relative_energy(difference, after)
                 born.block = number
                 if travels:
@@ -146,14 +144,13 @@ def probe(
     losses = _losses(model, stream, windows[:size].split(batch), [one.difference for one in arrived], device, dtype)
     if deep:
         of = {id(one): loss for one, loss in zip(arrived, losses, strict=True)}
-        losses = told_losses([_change(model, one, of.get(id(one))) for one in travellers])
+        names = {layer.name: within(layer.name, block.name) for block in model.blocks for layer in block.layers}
+        changes = []
+        for one in travellers:
+            inside = tuple(names[layer] for layer in one.layers)
+            changes.append(Change(one.block, inside, one.expected, of.get(id(one))))
+        losses = told_losses(changes)
     return _curves(model, travellers, losses, tied=perturbations.together)
-
-
-def _change(model: Model, one: _Traveller, loss: float | None) -> Change:
-    assert one.expected is not None, "estimated in its own block"
-    names = tuple(within(layer, model.blocks[one.block].name) for layer in one.layers)
-    return Change(one.block, names, one.expected, loss)
 
 
 def _onward(
@@ -243,11 +240,10 @@ def _perturbed(block: Block, stream: Stream, perturbations: Perturbations) -> It
                 expected += perturbations.expected(layer.name, W, variant, inputs[layer.name])
             yield _Traveller(
                 layers=tuple(layer.name for layer in layers),
-                weights=sum(W.numel() for W in weights.values()),
                 point=point,
                 rate=variants[0].rate,
                 shape=variants[0].shape,
-                expected=expected if perturbations.sensitivity else None,
+                expected=expected,
             )
         for layer, W in weights.items():
             layer.write(W)
@@ -284,14 +280,13 @@ def _experts_perturbed(
                     shapes += [[(*other, W.numel()) for other in variant.shape]] if variant.shape else []
         yield _Traveller(
             layers=tuple(layer.name for layer in layers),
-            weights=sum(size for _, size in rates),
             point=point,
             rate=_mean(rates),
             shape=tuple(
                 (_mean([(rate, size) for rate, _, size in others]), _mean([(loss, size) for _, loss, size in others]))
                 for others in zip(*shapes, strict=True)
             ),
-            expected=expected if perturbations.sensitivity else None,
+            expected=expected,
         )
         for name, holder in holders.items():
             holder.data.copy_(weights[name])
@@ -357,11 +352,11 @@ def _curves(model: Model, travellers: Sequence[_Traveller], losses: Sequence[flo
     for one, loss in zip(travellers, losses, strict=True):
         more = [(rate, max(loss, least) * multiple) for rate, multiple in (*one.shape, (one.rate, 1.0))]
         points.setdefault(one.layers, []).extend(more)
-    weights = {one.layers: one.weights for one in travellers}
+    weights = {layer.name: math.prod(layer.shape) for layer in model.layers}
     stored = {layer.name: model.copies(layer)[0] if tied else layer.name for layer in model.layers}
     joined: dict[tuple[str, ...], list[Curve]] = {}
     for layers, found in points.items():
         rates, of_rates = zip(*sorted(found), strict=True)
-        curve = Curve(layers=layers, weights=weights[layers], rates=rates, losses=of_rates)
+        curve = Curve(layers=layers, weights=sum(weights[layer] for layer in layers), rates=rates, losses=of_rates)
         joined.setdefault(tuple(stored[layer] for layer in layers), []).append(curve)
     return [sum_of(curves) for curves in joined.values()]

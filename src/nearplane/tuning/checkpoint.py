@@ -8,7 +8,7 @@ that is to tune what it solves.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,8 @@ from nearplane.recipe.sizes import size_text
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.system.device import Device
 from nearplane.system.paths import UNFINISHED
-from nearplane.tuning.ladders import TunedLadders
 from nearplane.tuning.network import needed, norms_of
-from nearplane.tuning.parameters import TunedBlocks, TunedLayer, TunedMatrix, TunedVector
+from nearplane.tuning.parameters import TunedBlocks, TunedLadders, TunedLayer, TunedMatrix, TunedVector
 from nearplane.tuning.settings import CODE_BITS, Split, split
 
 
@@ -76,17 +75,16 @@ class Checkpoint:
 
     def ends(self) -> dict[str, Tensor]:
         """Return the values of quantized embeddings and head, float32, by name of the parameter."""
-        parts = [part for part in (self.model.embeddings, self.model.head) if part is not None]
-        names = {layer.name for part in parts for layer in part.layers}
-        read = self.stored
+        read, trained = self.stored, {layer.name for layer in self.of_blocks()}
         return {
             f"{layer.name}.weight": read.matrix(layer.stored, read.tensors(layer.stored)).decode().to(self.device.place)
             for layer in self.record.layers
-            if layer.name in names
+            if layer.name not in trained
         }
 
-    def vectors(self, unit: float) -> dict[str, TunedVector]:
-        """Return the norms that the files hold, by name of the parameter; `unit`: how far off the weights of layers are."""
+    def vectors(self, matrices: Mapping[str, TunedLayer]) -> dict[str, TunedVector]:
+        """Return the norms that the files hold, by name of the parameter; they move by what weights of layers are off."""
+        unit = sum(each.unit for each in matrices.values()) / len(matrices)
         there = set(self.stored.rest())
         files = {name: file for name, file in norms_stored(self.model).items() if file in there}
         read = self.stored.reader.read
@@ -103,12 +101,6 @@ TUNED: Mapping[type, Callable[[LayerRecord, Any, torch.dtype, bool], TunedLayer]
 def trains_codes(layer: LayerRecord) -> bool:
     """Whether codes of a layer are trained: those of few bits, and those that are entropy-coded."""
     return layer.number_format.bits <= CODE_BITS
-
-
-def mean_unit(matrices: Iterable[TunedLayer]) -> float:
-    """Return how far off the weights of layers are, relative, in the mean."""
-    units = [each.unit for each in matrices]
-    return sum(units) / len(units)
 
 
 def windows_of(model: Model, recipe: Recipe, given: Given | None, count: int, length: int) -> Tensor:
@@ -179,24 +171,6 @@ def check_layers(model: Model, called: str) -> None:
         )
 
 
-def check_place(out: Path, source: Path) -> None:
-    """Refuse to write where the checkpoint is that is tuned: nothing would be left of it to read.
-
-    Args:
-        out: folder to write.
-        source: the checkpoint.
-
-    Raises:
-        RecipeError: `out`, or the folder beside it in which it is written, is, holds or lies in the checkpoint.
-    """
-    for written, said in ((out, "The output"), (Path(f"{out.resolve()}{UNFINISHED}"), f"{out} is first written as")):
-        here, there = written.resolve(), source.resolve()
-        if here == there or here in there.parents or there in here.parents:
-            raise RecipeError(
-                f"{said} {written}, which is, holds or lies in the checkpoint that is tuned, {source}. Choose another folder."
-            )
-
-
 def check_tunable(model: Model, recipe: Recipe, given: Given | None, record: RunRecord, device: Device) -> None:
     """Refuse before a solve what `tune` would refuse after it.
 
@@ -223,15 +197,25 @@ def _may_move(recipe: Recipe, name: str) -> bool:
     return not isinstance(scheme, GridScheme) or recipe.allocate == "slope" or scheme.bits < CODE_BITS + 1
 
 
-def check_checkpoint(folder: Path, record: RunRecord) -> None:
-    """Refuse checkpoints that cannot be tuned.
+def check_checkpoint(folder: Path, record: RunRecord, out: Path) -> None:
+    """Refuse checkpoints that cannot be tuned, and to write where they are: nothing would be left of them to read.
+
+    Args:
+        folder, record: the checkpoint.
+        out: folder to write.
 
     Raises:
-        RecipeError: with the reason.
+        RecipeError: with the reason; or `out`, or the folder beside it in which it is written, is, holds or lies in the checkpoint.
     """
     if record.tuning is not None:
         raise RecipeError(f"{folder} is tuned already. Tune the checkpoint that it was made of.")
     check_recipe(record.recipe, str(folder))
+    for written, said in ((out, "The output"), (Path(f"{out.resolve()}{UNFINISHED}"), f"{out} is first written as")):
+        here, there = written.resolve(), folder.resolve()
+        if here == there or here in there.parents or there in here.parents:
+            raise RecipeError(
+                f"{said} {written}, which is, holds or lies in the checkpoint that is tuned, {folder}. Choose another folder."
+            )
 
 
 def check_model(model: Model, record: RunRecord, stored: Stored) -> None:

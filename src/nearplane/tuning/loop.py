@@ -26,9 +26,8 @@ from nearplane.models.divergence import Divergence
 from nearplane.record.tuning_record import Point
 from nearplane.system.journal_pages import Notebook
 from nearplane.system.progress import Progress, duration, logged, silent
-from nearplane.tuning.ladders import Pressure
 from nearplane.tuning.network import TunedNetwork
-from nearplane.tuning.parameters import Tuned
+from nearplane.tuning.parameters import Pressure, Tuned
 from nearplane.tuning.settings import Split
 
 logger = logging.getLogger("nearplane")
@@ -69,7 +68,9 @@ class Snapshots:
 
     def __init__(self, container: Container, told: Mapping[str, Any], began: float) -> None:
         self._notebook = Notebook(container, told, began)
-        self._standing: dict[str, Any] | None = self._notebook.before(self._understood)
+        self._standing: dict[str, Any] | None = self._notebook.before(
+            lambda state: self._notebook.load(_page(int(state["done"])))
+        )
         if self._standing is not None:
             logger.info(
                 "going on behind step %d of tuning, where a run was stopped that had taken %s: %s",
@@ -77,10 +78,6 @@ class Snapshots:
                 duration(self._notebook.seconds),
                 container.folder,
             )
-
-    def _understood(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = self._notebook.load(_page(int(state["done"])))
-        return found
 
     @property
     def seconds(self) -> float:

@@ -18,7 +18,7 @@ NONE = 256  # windows of a run that had none, of which the default is reckoned
 HELD = 5  # of so many windows one is held out,
 MOST_HELD = 16384  # but no more tokens than tell the figure to a percent
 BATCH = 256  # tokens of a step, at least one window: many small steps gained more than few large ones on as many tokens
-# in units of 2^-bits, see `parameters.py` and `ladders.py`
+# in units of 2^-bits, see `parameters.py`
 RATES = {"steps": 0.024, "norms": 0.012, "codes": 0.04, "base": 0.024}
 CODE_BITS = 3  # most bits of codes on grids that are trained: finer ones have nothing to gain
 

@@ -1,9 +1,8 @@
 """tune(): a finished checkpoint with its steps, norms and codes trained on KL(original || quantized); a verb like export.
 
 The solve looks at one layer after the other. Here all are looked at together, through the network's own predictions. What is
-trained is in `tuning/parameters.py` and `tuning/ladders.py`; how, and the guard, in `tuning/loop.py`: windows held out decide what
-is kept. Then the new folder is written as `quantize` writes one, read back, and every layer's certificate is measured again along
-the tuned network.
+trained is in `tuning/parameters.py`; how, and the guard, in `tuning/loop.py`: windows held out decide what is kept. Then the new
+folder is written as `quantize` writes one, read back, and every layer's certificate is measured again along the tuned network.
 """
 
 from __future__ import annotations
@@ -41,20 +40,10 @@ from nearplane.system.device import Device
 from nearplane.system.journal_pages import told
 from nearplane.system.matmul_library import repeated
 from nearplane.system.progress import Progress, counted, silent
-from nearplane.tuning.checkpoint import (
-    Checkpoint,
-    check_checkpoint,
-    check_model,
-    check_place,
-    fits,
-    mean_unit,
-    norms_stored,
-    trains_codes,
-)
-from nearplane.tuning.ladders import Pressure, TunedLadders
+from nearplane.tuning.checkpoint import Checkpoint, check_checkpoint, check_model, fits, norms_stored, trains_codes
 from nearplane.tuning.loop import Outcome, Snapshots, mean_kl, train
 from nearplane.tuning.network import TunedNetwork
-from nearplane.tuning.parameters import Tuned, TunedLayer, TunedVector
+from nearplane.tuning.parameters import Pressure, Tuned, TunedLadders, TunedLayer, TunedVector
 from nearplane.tuning.settings import Split, split
 
 
@@ -101,7 +90,7 @@ def tune(
     """
     began, folder, where, given = time.perf_counter(), Path(source), Device.named(device), Given.of(calibration)
     record = read_record(folder)
-    check_checkpoint(folder, record)
+    check_checkpoint(folder, record, Path(out))
     stored = Stored(folder)
     model = open_original(against, record.recipe, trust_remote_code=trust_remote_code)
     check_model(model, record, stored)
@@ -114,7 +103,6 @@ def tune(
         tokenizer=model.tokenizer_folder() if record.recipe.files.for_llama_cpp else None,
         resumes=True,
     )
-    check_place(place.out, folder)
     container = open_container(place, stored.config, dtype=model.dtype, shards=len(model.blocks) + 1)
     recipe = with_text(settled(model, record.recipe), calibration)
     solved = Checkpoint(record=record, stored=stored, model=model, recipe=recipe, given=given, device=where)
@@ -174,7 +162,7 @@ def _tuned(
 ) -> tuple[Tuning, tuple[LayerRecord, ...]]:
     """Train, write blocks, read them back; the layers' records say what their tensors are now."""
     model, stored, record = solved.model, solved.stored, solved.record
-    vectors, norms = solved.vectors(mean_unit(matrices.values())), norms_stored(model)
+    vectors, norms = solved.vectors(matrices), norms_stored(model)
     coded = {name: each for name, each in matrices.items() if isinstance(each, TunedLadders)}
     most = _most(record) if coded else None
     network = TunedNetwork(model, matrices, vectors, cut, ends=solved.ends(), hold=hold)

@@ -82,6 +82,7 @@ def held_out_again(there: Checkpoint, tolerance: float) -> Iterator[Fault]:
 
 def _kl(there: Checkpoint, cut: Split) -> float:
     """Return the mean KL per token of the network that the files hold, with all of its norms."""
-    network = TunedNetwork(there.model, there.matrices(), there.vectors(1.0), cut, ends=there.ends())
+    matrices = there.matrices()
+    network = TunedNetwork(there.model, matrices, there.vectors(matrices), cut, ends=there.ends())
     with network.ready():
         return mean_kl(network, cut.batches()[1])
