@@ -61,8 +61,7 @@ def budget_of(model: Model, recipe: Recipe, scheme: RateScheme) -> float:
     weights = sum(math.prod(layer.shape) for layer in layers)
     rate, size = scheme.rate, scheme.bytes()
     if size is not None:
-        told = foretell(model, recipe, scheme)
-        rest = math.ceil(sum(told.kept.values()) + told.beside + told.once + sum(told.said.values()))
+        rest = foretell(model, recipe, scheme).total()
         rate = 8 * (aim_of(size) - rest) / weights
         smallest, largest = (math.ceil((rest + bits * weights / 8 + SLACK + 1) / (1 - MARGIN)) for bits in (LOW, 7))
         if not LOW <= rate <= 7:
@@ -95,6 +94,10 @@ class Foretold:
     beside: int
     once: int
     said: dict[str, float]
+
+    def total(self) -> int:
+        """Return all of it."""
+        return math.ceil(sum(self.kept.values()) + self.beside + self.once + sum(self.said.values()))
 
 
 def foretell(model: Model, recipe: Recipe, scheme: RateScheme) -> Foretold:
