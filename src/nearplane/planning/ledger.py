@@ -1,7 +1,7 @@
 """What a run has written so far, and what a limit on the size of its folder leaves for the layers still to come.
 
 A size is a hard limit. All that is known is counted to the byte: shards, index, files beside them, and the record as it would be
-written now. What the layers still to come add to these is foretold, see `foretold.py`, and the more of them are written the better.
+written now. What the layers still to come add to these is foretold, see `folder_size.py`, the better the more of them are written.
 The layers that are solved last are solved again until the folder ends within the limit and close to it.
 """
 
