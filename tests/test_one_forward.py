@@ -84,6 +84,8 @@ def test_while_layers_are_solved_only_their_hessian_is_left_of_the_moments(
 
     def watched(W: Tensor, inputs: Inputs, *rest: Any) -> tuple[Tensor, float]:
         moments = inputs.moments
+        if not moments.tokens:  # the layer that loads libraries
+            return corrected(W, inputs, *rest)
         assert moments.held_out is not None
         parts = (moments.C, moments.lost, moments.held_out.H, moments.held_out.C, moments.held_out.lost)
         refs = [weakref.ref(part) for part in parts if part is not None]

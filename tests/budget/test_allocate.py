@@ -3,6 +3,7 @@
 import math
 import statistics
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -217,8 +218,7 @@ def test_water_filling_costs_what_it_was_asked_for_on_gaussian_weights(generator
 
 def shaken(W, inputs):
     """Two perturbations that need no statistics, with rates to tell them apart."""
-    for rate, size in ((1.0, 0.05), (2.0, 0.01)):
-        yield Perturbed(rate, W + size * torch.roll(W, 1, 0))
+    return [partial(Perturbed, rate, W + size * torch.roll(W, 1, 0)) for rate, size in ((1.0, 0.05), (2.0, 0.01))]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "opt", "gpt_neox", "mixtral"])
@@ -241,7 +241,7 @@ def test_a_curve_is_what_the_whole_network_loses(family, together, tmp_path):
         for index, loss in enumerate(curve.losses):
             original = [layer.read() for layer in here]
             for layer, W in zip(here, original, strict=True):
-                layer.write(list(shaken(W, None))[index][1])
+                layer.write(shaken(W, None)[index]().values)
             expected = divergence(before, predictions(network, tokens))
             for layer, W in zip(here, original, strict=True):
                 layer.write(W)
@@ -270,7 +270,7 @@ def test_statistics_are_those_of_the_original_network(tmp_path):
 
     def look(W, inputs):
         seen[W.shape, float(W.sum())] = inputs.moments
-        yield from shaken(W, inputs)
+        return shaken(W, inputs)
 
     probe(model, tokens, Perturbations(of=look, points=2), device=CPU, dtype=torch.float64)
     network = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)

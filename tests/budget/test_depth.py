@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,8 +12,15 @@ from families import config_of, random_model
 from nearplane.calibration.sensitivity import sensitivity
 from nearplane.models.layers import LinearLayer
 from nearplane.models.model import open_model
-from nearplane.planning.depth import Change, expected_loss, measured_blocks, relative_energy, told_losses
-from nearplane.planning.perturb import Perturbations, Perturbed
+from nearplane.planning.perturb import (
+    Change,
+    Perturbations,
+    Perturbed,
+    expected_loss,
+    measured_blocks,
+    relative_energy,
+    told_losses,
+)
 from nearplane.planning.probe import probe
 
 CPU = torch.device("cpu")
@@ -101,19 +109,19 @@ def deep(tmp_path_factory):
 
 def shaken(W, inputs):
     """Three perturbations that need no statistics; the last has a shape."""
-    for rate, size in ((1.0, 0.05), (2.0, 0.02), (3.0, 0.01)):
-        yield Perturbed(rate, W + size * torch.roll(W, 1, 0))
+    sizes = ((1.0, 0.05), (2.0, 0.02), (3.0, 0.01))
+    return [partial(Perturbed, rate, W + size * torch.roll(W, 1, 0)) for rate, size in sizes]
 
 
 @pytest.mark.parametrize(("together", "minded"), [(False, False), (True, False), (False, True), (True, True)])
 def test_what_is_told_of_a_deep_network_is_near_what_all_travellers_tell(together, minded, deep, monkeypatch):
     """Where the network is asked, at the middle point, it is the same to the last bit."""
     model, tokens = deep
-    perturbations = Perturbations(of=shaken, points=3, together=together)
-    known = sensitivity(model, tokens, device=CPU, dtype=torch.float64).outputs if minded else None
-    full = probe(model, tokens, perturbations, device=CPU, dtype=torch.float64, sensitivity=known)
+    known = sensitivity(model, tokens, device=CPU, dtype=torch.float64).outputs if minded else {}
+    perturbations = Perturbations(of=shaken, points=3, together=together, sensitivity=known)
+    full = probe(model, tokens, perturbations, device=CPU, dtype=torch.float64)
     monkeypatch.setattr("nearplane.planning.probe.TRAVELLERS", 4 * 7)
-    told = probe(model, tokens, perturbations, device=CPU, dtype=torch.float64, sensitivity=known)
+    told = probe(model, tokens, perturbations, device=CPU, dtype=torch.float64)
     assert [(c.layers, c.weights, c.rates) for c in told] == [(c.layers, c.weights, c.rates) for c in full]
     measured = measured_blocks(model.blocks, 4)
     for a, b in zip(told, full, strict=True):

@@ -9,8 +9,7 @@ from nearplane.errors import NumericalError
 from nearplane.lattice.number_formats import integers
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solve import Solution, round_to_nearest
-from nearplane.matrix.joined_rows import DAMP, LEAST_ROWS, solve_joined
-from nearplane.matrix.on_grid import quantize_matrix
+from nearplane.matrix.on_grid import DAMP, LEAST_ROWS, quantize_matrix, solve_joined
 from nearplane.recipe.schemes import GridScheme
 
 IN, TOKENS = 24, 96

@@ -6,8 +6,7 @@ import torch
 from nearplane.coding.blob import Contents, decode, encode, stored_base
 from nearplane.formats.native import DEFAULT, matrix_of
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
-from nearplane.tuning.ladders import TunedLadders
-from nearplane.tuning.pressure import Pressure
+from nearplane.tuning.parameters import Pressure, TunedLadders
 
 
 def matrix_of_rate(generator, shape=(24, 32), spread=1.2):

@@ -8,7 +8,8 @@ import torch
 from nearplane import CalibrationError
 from nearplane.models.divergence import Divergence
 from nearplane.record.tuning_record import Point, Tuning, odd
-from nearplane.tuning.loop import Schedule, train
+from nearplane.tuning.loop import train
+from nearplane.tuning.settings import Split
 
 
 class Quadratic:
@@ -22,9 +23,9 @@ class Quadratic:
             kl=sum(float((self.leaf - self.aims[i]).detach().square()) for i in batches), tokens=len(batches)
         )
 
-    def backward(self, batches):
-        sum((self.leaf - self.aims[i]).square() for i in batches).backward()
-        return self.divergence(batches)
+    def backward(self, batch):
+        (self.leaf - self.aims[batch]).square().backward()
+        return self.divergence([batch])
 
 
 class Leaf:
@@ -47,7 +48,9 @@ class Leaf:
 def trained(held, rate=0.1, steps=40):
     it = Leaf()
     network = Quadratic(it.leaf, [1.0, 1.0, held])
-    found = train(network, [it], Schedule(steps=steps, rates={"steps": rate}, looks=8), training=[0, 1], held=[2])
+    windows, rates = torch.zeros(3, 2), {"steps": rate}
+    cut = Split(windows=windows, training=2, batch=1, samples=3, found=3, steps=steps, rates=rates, looks=8)
+    found = train(network, [it], cut)
     return float(it.leaf.detach()), found
 
 
@@ -86,7 +89,7 @@ def test_looks_that_find_no_number_are_left_out_of_the_curve(monkeypatch, which)
     calls, real = [], Quadratic.divergence
 
     def sometimes(self, batches):
-        if batches == [2]:  # held out
+        if 2 in batches:  # held out
             calls.append(0)
             if which(len(calls)):
                 return Divergence(kl=float("nan"), tokens=1)
@@ -104,11 +107,11 @@ def test_training_ends_where_gradients_end(monkeypatch, caplog, last):
     """With the best state so far; at the first step there is none."""
     calls, real = [], Quadratic.backward
 
-    def fails(self, batches):
+    def fails(self, batch):
         if len(calls) == last:
             raise CalibrationError("Gradients are NaN.")
         calls.append(0)
-        return real(self, batches)
+        return real(self, batch)
 
     monkeypatch.setattr(Quadratic, "backward", fails)
     value, found = trained(held=1.0)

@@ -12,6 +12,7 @@ from nearplane.loading.dense_network import dense_network
 from nearplane.models.model import open_model
 from nearplane.tuning.network import TunedNetwork, needed, norms_of
 from nearplane.tuning.parameters import TunedMatrix, TunedVector
+from nearplane.tuning.settings import Split
 
 CPU = torch.device("cpu")
 FAMILIES = ("llama", "qwen3", "gpt2", "gemma3_text", "opt")
@@ -53,9 +54,8 @@ def leaves(matrices, vectors):
 
 def test_divergence_and_gradients_are_those_of_whole_networks(case, generator):
     model, dense, matrices, vectors, windows = case
-    networks = [
-        TunedNetwork(model, matrices, vectors, windows, batch=2, device=CPU, hold=hold) for hold in (False, True)
-    ]
+    cut = Split(windows=windows, training=4, batch=2, samples=6, found=6, steps=1)
+    networks = [TunedNetwork(model, matrices, vectors, cut, hold=hold) for hold in (False, True)]
     with torch.no_grad():
         for leaf in leaves(matrices, vectors):
             leaf.add_(torch.randn(leaf.shape, generator=generator))
@@ -64,7 +64,7 @@ def test_divergence_and_gradients_are_those_of_whole_networks(case, generator):
     for network in networks:
         with network.ready():
             measured = network.divergence([0, 1])
-            found = network.backward([0, 1])
+            found = network.backward(0) + network.backward(1)
         assert measured.kl / measured.tokens == pytest.approx(float(wanted.detach()), rel=1e-5)
         assert found.kl == pytest.approx(measured.kl, rel=1e-6)
         reached = 0
@@ -73,7 +73,7 @@ def test_divergence_and_gradients_are_those_of_whole_networks(case, generator):
                 assert leaf.grad is None or not bool(leaf.grad.any())
                 continue
             reached += 1
-            assert torch.allclose(leaf.grad, gradient, rtol=1e-3, atol=1e-5 * float(gradient.abs().max()))
+            assert torch.allclose(leaf.grad / 2, gradient, rtol=1e-3, atol=1e-5 * float(gradient.abs().max()))
             leaf.grad = None
         assert reached >= len(matrices) + 2
 

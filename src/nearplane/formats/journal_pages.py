@@ -5,7 +5,7 @@
       NAME.pt             tensors that it needs to go on from there
 
 Knows what makes two runs the same and how pages get to disk; not what is on them: `journal.py` says it of a solve,
-`tuning/snapshots.py` of tuning.
+`tuning/loop.py` of tuning.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Needs the weights, the codes, and what calibration saw; not how the codes were f
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
 from typing import cast
 
 import torch
@@ -16,49 +16,68 @@ from nearplane.lattice.bounds import certify, limit, limit_of_all, losses_beside
 from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
 from nearplane.lattice.solve import sweep_planes
 from nearplane.lattice.solvers import SOLVERS
-from nearplane.matrix.inputs import Inputs
+from nearplane.matrix.inputs import Inputs, corrected
 from nearplane.recipe.schemes import AnyScheme
 from nearplane.record.record import MAX_CERTIFIED_INPUTS, LayerRecord, row_groups
 from nearplane.system.memory import release
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What is known of a quantized matrix.
+
+    Args:
+        matrix: codes and grid as stored.
+        base: step of exponent 0 in the sweep of entropy-coded weights.
+        outside: (out,) clipped targets of the sweep on this grid, see `Solution`; None: it is swept again to know.
+        tuned: whether codes and steps were trained after the sweep, which then bounds nothing.
+    """
+
+    matrix: QuantizedMatrix
+    base: float | None = None
+    outside: Tensor | None = None
+    tuned: bool = False
+
+
+def measured_again(name: str, W: Tensor, inputs: Inputs, scheme: AnyScheme, known: Known) -> LayerRecord:
+    """Return what a run would record of a layer whose codes and grid are known: what `verify` compares with.
+
+    Args:
+        name: of the layer.
+        W: (out, in) its original weight.
+        inputs: what was seen of its input.
+        scheme: of the layer, of its own width.
+        known: its codes and grid.
+
+    Raises:
+        NumericalError: a Hessian cannot be factored.
+    """
+    known = replace(known, matrix=known.matrix.to(W.device))
+    return measure(name, W, corrected(W, inputs, scheme), known, inputs, scheme)
+
+
 def measure(
-    name: str,
-    W: Tensor,
-    target: Tensor,
-    matrix: QuantizedMatrix,
-    inputs: Inputs,
-    scheme: AnyScheme,
-    *,
-    correction: float,
-    base: float | None = None,
-    asked: float | None = None,
-    outside: Tensor | None = None,
-    tuned: bool = False,
+    name: str, W: Tensor, aim: tuple[Tensor, float], known: Known, inputs: Inputs, scheme: AnyScheme
 ) -> LayerRecord:
     """Measure a quantized matrix against its target.
 
     Args:
         name: of the layer.
         W: (out, in) weights.
-        target: (out, in) what was quantized, see `inputs.corrected`.
-        matrix: codes and grid as stored.
+        aim: (out, in) the target that was quantized and how far it went, see `inputs.corrected`.
+        known: codes and grid.
         inputs: what calibration saw.
         scheme: order and damping; of a fixed grid bits, group size and symmetry, else how codes are stored.
-        correction: how far `target` went.
-        base: step of exponent 0 in the sweep of entropy-coded weights.
-        asked: bits per weight that they were to take.
-        outside: (out,) clipped targets of the sweep on this grid, see `Solution`; None: it is swept again to know.
-        tuned: whether codes and steps were trained after the sweep, which then bounds nothing.
 
     Returns:
-        All of the record but seconds, bytes and checksum.
+        All of the record but seconds, bytes, checksum, and what was asked for.
     """
     release()  # what solving took: measuring takes as much
-    H, grid = inputs.moments.H, matrix.grid
+    (target, correction), matrix, base, outside = aim, known.matrix, known.base, known.outside
+    moments, H, grid = inputs.moments, inputs.moments.H, matrix.grid
     damped, sweep = inputs.damped_for_the_correction(scheme), inputs.factor_of_the_sweep(scheme)
     on_grid = QuantizedMatrix(codes=matrix.codes, grid=grid.scaled_to(base))  # what was swept
-    bounded = SOLVERS[scheme.solver].bounded and not tuned and not scheme.joins_rows
+    bounded = SOLVERS[scheme.solver].bounded and not known.tuned and not scheme.joins_rows
     # where a sweep clips, other codes than its own do not show it
     if outside is None and bounded and not scheme.entropy_coded:
         wide = target.to(torch.promote_types(W.dtype, torch.float32))
@@ -66,8 +85,11 @@ def measure(
     values = None if base is None else matrix.decode()
     found = certify(W, target, on_grid, H, sweep, swept=bounded, outside=outside, values=values)
     extra: tuple[float | None, ...] = (None, None, None)
-    if (beside := inputs.moments.extra) is not None:
+    if (beside := moments.extra) is not None:
         extra = losses_beside(W, target, on_grid, beside, values=values)
+    entropy = None  # of fixed grids; else bits per weight under the tables that the file stores
+    if isinstance(grid, ProductGrid):
+        entropy = size(Contents.of(matrix.codes, grid)).payload / matrix.codes.numel()
     losses = found.row_losses  # (out,), means over the inputs
     weight = grid.row_weight().to(losses)
     energy = target.to(losses).square().mean(1) * weight
@@ -81,8 +103,7 @@ def measure(
         format=scheme.number_format.name,
         row_losses=tuple(float(f"{float(group.mean()):.9g}") for group in groups),
         limit=None if len(H) > MAX_CERTIFIED_INPUTS else limit_under(inputs, float((losses * weight).mean()), energy),
-        entropy=entropy(matrix),
-        asked=asked,
+        entropy=entropy,
         base=base,
         correction=correction,
         damp=damped.damp,
@@ -91,10 +112,10 @@ def measure(
         extra_relative_loss=extra[1],
         extra_nearest_loss=extra[2],
         dead=int(damped.dead.sum()),
-        pruned=pruned(inputs, damped.dead),
-        tokens=inputs.moments.tokens - (inputs.moments.blended or 0),
-        alike=inputs.moments.alike,
-        blended=inputs.moments.blended,
+        pruned=None if moments.alive is None else int((damped.dead & moments.alive).sum()),
+        tokens=moments.tokens - (moments.blended or 0),
+        alike=moments.alike,
+        blended=moments.blended,
         order=scheme.order,
         seconds=0.0,
     )
@@ -107,16 +128,3 @@ def limit_under(inputs: Inputs, loss: float, row_energy: Tensor) -> float:
     if mean_log is None:
         return limit(loss, row_energy, inputs.eigenvalues())
     return limit_of_all(loss, row_energy, mean_log)
-
-
-def pruned(inputs: Inputs, dead: Tensor) -> int | None:
-    """Return how many of the inputs that were always 0 (in,) were not in the original network; None where it did not run."""
-    alive = inputs.moments.alive
-    return None if alive is None else int((dead & alive).sum())
-
-
-def entropy(matrix: QuantizedMatrix) -> float | None:
-    """Return bits per weight of the codes under the tables that the file stores; None on fixed grids."""
-    if not isinstance(matrix.grid, ProductGrid):
-        return None
-    return size(Contents.of(matrix.codes, matrix.grid)).payload / matrix.codes.numel()

@@ -43,11 +43,12 @@ class Inputs:
     Attributes:
         moments: the second moments, as far as they are not let go.
         corrects: whether the moments told what the quantized inputs have lost.
+        spent: whether they were used once, and gave a target.
     """
 
     def __init__(self, statistics: Moments | Tensor) -> None:
         self.moments = statistics if isinstance(statistics, Moments) else Moments(H=statistics, tokens=0)
-        self.corrects, self._once, self._spent = self.moments.corrects, False, False
+        self.corrects, self._once, self.spent = self.moments.corrects, False, False
         held_out = self.moments.held_out
         # whether float32 may do where no code or loss hangs on the last digits: rows were no better
         self._rough = held_out is not None and held_out.H.dtype == torch.float32
@@ -133,14 +134,7 @@ class Inputs:
                 self._factors.pop(key, None)
         if self._once:
             self.moments = replace(self.moments, C=None, lost=None, held_out=None)
-            self._spent = True
-
-    def check_unspent(self) -> None:
-        """Refuse a second target where moments are used once."""
-        if self._spent:
-            raise NumericalError(
-                "These inputs gave a target already and let go of what it was made of. Make them anew."
-            )
+            self.spent = True
 
     def factor(
         self,
@@ -153,22 +147,13 @@ class Inputs:
         """Factor H in an order; with `fitting`, of the tokens that are not held out; `dtype` as for `factorize`."""
         key = (order, damp, fitting)
         if key not in self._factors:
-            made = self._factorized(order, damp, fitting, dtype)
+            moments, held_out = self.moments, self.moments.held_out if fitting else None
+            H = moments.H
+            if held_out is not None:
+                H = weighted_difference(H.to(held_out.H.dtype), moments.tokens, held_out.H, held_out.tokens)
+            made = factorize(H, order, damp=damp, dtype=dtype)
             self._factors[key], self._damped[key] = made, Damped(made.damp, made.dead)
         return self._factors[key]
-
-    def _factorized(
-        self,
-        order: Order | Tensor,
-        damp: float | Literal["auto"],
-        fitting: bool = False,
-        dtype: Literal["auto"] | None = None,
-    ) -> Factor:
-        moments, held_out = self.moments, self.moments.held_out if fitting else None
-        if held_out is None:
-            return factorize(moments.H, order, damp=damp, dtype=dtype)
-        H = weighted_difference(moments.H.to(held_out.H.dtype), moments.tokens, held_out.H, held_out.tokens)
-        return factorize(H, order, damp=damp, dtype=dtype)
 
 
 def lattice_problem(
@@ -236,7 +221,8 @@ def corrected(W: Tensor, inputs: Inputs, scheme: Scheme) -> tuple[Tensor, float]
     as far as it would have helped these rows on the other windows. In the dtype of `W`: in float32 targets are off by less than a
     thousandth of a step.
     """
-    inputs.check_unspent()
+    if inputs.spent:
+        raise NumericalError("These inputs gave a target already and let go of what it was made of. Make them anew.")
     moments, dead = inputs.moments, inputs.damped_for_the_correction(scheme).dead
     target, rho = W, 0.0
     if scheme.correct and moments.corrects and moments.held_out is not None and moments.held_out.corrects:

@@ -31,7 +31,7 @@ class Task:
         storage: dtype in which steps of grids are stored.
         sensitivity: (out,) how much the network minds errors of every output; None: equally.
         max_loss: relative loss that entropy-coded weights may not exceed.
-        together: what errors of outputs cost together, of runs of rows; see `joined.py`. Empty: not known.
+        together: what errors of outputs cost together, of runs of rows; see `solve_joined`. Empty: not known.
     """
 
     name: str

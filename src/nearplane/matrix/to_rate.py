@@ -23,7 +23,7 @@ from nearplane.lattice.factor import Factor
 from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
 from nearplane.lattice.moments import Moments
 from nearplane.lattice.scale import high_rate_step, ladder, row_exponents, waterfill_exponents
-from nearplane.matrix.certificate import measure
+from nearplane.matrix.certificate import Known, measure
 from nearplane.matrix.inputs import Inputs, corrected, lattice_problem
 from nearplane.matrix.on_grid import rounded
 from nearplane.recipe.scheme import Solver
@@ -168,15 +168,14 @@ def quantize_matrix_to_rate(
         while True:
             trial = search(T, inputs, scheme, rate, steps)
             matrix = scaled(trial.matrix, T, inputs.moments.H)
-            record = measure(
-                name, W, T, matrix, inputs, scheme, correction=rho, base=trial.matrix.grid.base, asked=rate
-            )
+            known = Known(matrix=matrix, base=trial.matrix.grid.base)
+            record = measure(name, W, (T, rho), known, inputs, scheme)
             if max_loss is None or record.relative_loss <= max_loss or rate >= HIGHEST_RATE:
                 break
             rate = min(HIGHEST_RATE, rate + max(0.02, 0.5 * math.log2(record.relative_loss / max_loss)))  # 6 dB a bit
     except NumericalError as error:
         raise NumericalError(f"{name} ({inputs.moments.tokens} tokens): {error}") from error
-    return matrix, replace(record, seconds=round(time.perf_counter() - began, 6))
+    return matrix, replace(record, asked=rate, seconds=round(time.perf_counter() - began, 6))
 
 
 def waterfilled_steps(W: Tensor, factor: Factor, sensitivity: Tensor | None) -> ProductGrid:

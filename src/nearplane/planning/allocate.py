@@ -49,7 +49,17 @@ class Curve:
         return float(2.0 ** np.interp(rate, self.rates, logs))
 
 
-def allocate(curves: Sequence[Curve], budget: float, *, low: float = LOW, high: float = HIGH) -> dict[str, float]:
+def sum_of(curves: Sequence[Curve]) -> Curve:
+    """Return the curve of layers that get the same rate, from curves over the same rates: their losses add up."""
+    return Curve(
+        layers=tuple(name for curve in curves for name in curve.layers),
+        weights=sum(curve.weights for curve in curves),
+        rates=curves[0].rates,
+        losses=tuple(map(sum, zip(*(curve.losses for curve in curves), strict=True))),
+    )
+
+
+def allocate(curves: Sequence[Curve], budget: float) -> dict[str, float]:
     """Give every layer the rate at which one more bit would help the network as much as anywhere else.
 
     The sum of the curves is least, over the lower convex hulls of the curves, with rates that average `budget` over the
@@ -58,19 +68,18 @@ def allocate(curves: Sequence[Curve], budget: float, *, low: float = LOW, high: 
     Args:
         curves: of all layers.
         budget: bits per weight.
-        low, high: least and most that a layer may get.
 
     Returns:
         {layer: rate}.
 
     Raises:
-        RecipeError: the budget is not from `low` to `high`.
+        RecipeError: the budget is not from `LOW` to `HIGH`.
     """
-    if not low <= budget <= high:
-        raise RecipeError(f"{budget:g} bits per weight asked for; layers can be given {low:g} to {high:g}.")
-    grid = np.linspace(low, high, round((high - low) * RESOLUTION) + 1)
-    given = [low] * len(curves)
-    left = (budget - low) * sum(curve.weights for curve in curves)
+    if not LOW <= budget <= HIGH:
+        raise RecipeError(f"{budget:g} bits per weight asked for; layers can be given {LOW:g} to {HIGH:g}.")
+    grid = np.linspace(LOW, HIGH, round((HIGH - LOW) * RESOLUTION) + 1)
+    given = [LOW] * len(curves)
+    left = (budget - LOW) * sum(curve.weights for curve in curves)
     for _, index, a, b in sorted(_segments(curves, grid), key=lambda segment: -segment[0]):
         weights = curves[index].weights
         taken = min((b - a) * weights, left)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-import time
+import timeit
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -21,19 +21,17 @@ from nearplane.calibration.trial import kinds
 from nearplane.calibration.windows import Windows
 from nearplane.coding.blob import Contents, size
 from nearplane.errors import RecipeError
-from nearplane.lattice.bounds import certify
-from nearplane.lattice.factor import factorize
 from nearplane.lattice.grid import ProductGrid
-from nearplane.lattice.number_formats import integers
-from nearplane.lattice.polish import polish
-from nearplane.lattice.scale import Steps
-from nearplane.lattice.solvers import SOLVERS, Problem
+from nearplane.matrix.on_grid import quantize_matrix
 from nearplane.models.experts import by_expert
 from nearplane.models.kinds import Taken, taken_by
+from nearplane.models.layers import Layer
 from nearplane.models.model import Model
-from nearplane.planning.memory_bound import Blocks, Bound, Group, Shapes, bound, choose, multiplications, settings
+from nearplane.planning.memory_bound import Blocks, Group, Shapes, bound, choose, multiplications, settings
 from nearplane.planning.plan import foreseen_probe
+from nearplane.planning.request import rehearse
 from nearplane.recipe.recipe import Recipe
+from nearplane.recipe.schemes import AnyScheme, GridScheme
 from nearplane.recipe.sizes import size_text
 from nearplane.system.device import Device
 from nearplane.system.memory import release, resident
@@ -42,6 +40,10 @@ from nearplane.system.progress import duration, peak_memory
 log = logging.getLogger(__name__)
 ROWS, COLUMNS, SIDE = 128, 512, 1024  # of the layer that loads the libraries, of the matrices of the timed product
 RESERVE = 1.05  # of the limit that a refusal asks for: what is resident at the start differs from run to run
+UNKNOWN = (
+    "the memory of this run is not known before it, as its first window does not reach all layers, it takes images or sound, "
+    "or nothing is calibrated."
+)
 REPEATS = 3  # of that product, of which the fastest counts
 
 
@@ -68,47 +70,50 @@ def forecast(
     model: Model,
     recipe: Recipe,
     windows: Windows,
-    looks: Mapping[str, FirstLook],
     device: Device,
     limit: int | None,
     batch: int | None = None,
 ) -> Forecast:
-    """Say what a run on the CPU will take at the most; choose how it keeps within a limit.
+    """Rehearse a run; on the CPU say what it will take at the most, and choose how it keeps within a limit.
 
     Args:
         model: to be quantized.
         recipe, windows: of the run.
-        looks: how one window ran through one block of each kind, by its name.
         device: where to compute.
         limit: bytes that the run may take; None: any.
         batch: windows at a time of a run that goes on, as sums depend on that; None: it may choose.
 
     Raises:
         RecipeError: the most economical settings need more than the limit, or nothing is known of the run's memory.
+        NearplaneError: as `rehearse`.
     """
+    looks = rehearse(model, recipe, windows, device)
     usual = MemorySetting.usual(windows.seqlen, device, batch)
     shapes = shapes_of(model, recipe, windows, looks) if looks and device.on_cpu else None
     if shapes is None:
         if limit is not None:
-            raise RecipeError(f"--memory: {_unknown(device)} Leave it out.")
+            why = UNKNOWN if device.on_cpu else f"it limits the memory of the CPU, and this run computes on {device}."
+            raise RecipeError(f"--memory: {why} Leave it out.")
         return Forecast(setting=usual)
-    load_libraries(recipe.scheme.solver, shapes.beam, coded=recipe.scheme.entropy_coded)
+    load_libraries(recipe.scheme)
     release()
-    start, chosen = resident() or 0, usual
+    start = resident() or 0
     most = bound(shapes, usual, start)
     if limit is not None:
         tried = (bound(shapes, each, start) for each in settings(shapes, usual, batches=batch is None))
         most, fits = choose(tried, limit)
         if not fits:
-            raise _too_small(limit, most)
-        chosen = most.setting
+            raise RecipeError(
+                f"--memory {size_text(limit)} is too small: the most economical settings need {size_text(most.bytes)} (while "
+                f"{most.while_}). Use --memory {math.ceil(RESERVE * most.bytes / 1e7) / 100:.2f}GB or fewer --samples."
+            )
     count = multiplications(shapes)
     log.info(
         f"quantizing takes at most {size_text(most.bytes)} of memory (while {most.while_}) and at least "
         f"{duration(count * seconds_of_a_multiplication())} for {shapes.all_windows * shapes.seqlen:,} tokens "
         f"({count:.1e} multiplications)"
     )
-    return Forecast(setting=chosen, bytes=most.bytes)
+    return Forecast(setting=most.setting, bytes=most.bytes)
 
 
 def shapes_of(model: Model, recipe: Recipe, windows: Windows, looks: Mapping[str, FirstLook]) -> Shapes | None:
@@ -116,7 +121,8 @@ def shapes_of(model: Model, recipe: Recipe, windows: Windows, looks: Mapping[str
     layers of some block, or the model takes images or sound.
 
     Args:
-        model, recipe, windows, looks: see `forecast`.
+        model, recipe, windows: see `forecast`.
+        looks: how one window ran through one block of each kind, by its name.
     """
     scheme, blocks = recipe.scheme, []
     if taken_by(model.network) is not Taken.TEXT or windows.fitted is None:
@@ -125,10 +131,11 @@ def shapes_of(model: Model, recipe: Recipe, windows: Windows, looks: Mapping[str
         look = looks.get(kind[0].name)
         if look is None and kind[0].layers:
             return None
-        groups = () if look is None else tuple(_group(look, index) for index in range(len(look.groups)))
-        pauses = look is not None and not never_pauses(look, correct=scheme.correct)
+        groups = () if look is None else tuple(_group(look, group) for group in look.groups)
         weights = sum(parameter.numel() for parameter in kind[0].empty.parameters())
-        pauses = pauses and recipe.calibration.true_sequential
+        pauses = (
+            look is not None and recipe.calibration.true_sequential and not never_pauses(look, correct=scheme.correct)
+        )
         blocks.append(Blocks(count=len(kind), weights=weights, groups=groups, pauses=pauses))
     embeddings = model.network.get_input_embeddings().weight
     head = getattr(model.network.get_output_embeddings(), "weight", None)
@@ -150,18 +157,12 @@ def shapes_of(model: Model, recipe: Recipe, windows: Windows, looks: Mapping[str
     )
 
 
-def load_libraries(solver: str | None, beam: int, *, coded: bool) -> None:
+def load_libraries(scheme: AnyScheme) -> None:
     """Solve a small random layer: what compiled kernels and libraries keep is then part of what is resident."""
     made = torch.Generator().manual_seed(0)
     W, X = torch.randn(ROWS, COLUMNS, generator=made), torch.randn(2 * COLUMNS, COLUMNS, generator=made)
-    H = (X.T @ X / len(X)).double()
-    steps = Steps(format=integers(4, 128), search="mse", storage=torch.float16)
-    factor = factorize(H, "activation", damp=0.1)
-    problem = Problem(W=W, grid=steps.grid(W), factor=factor, H=H, shift=factor.shift, beam=beam)
-    matrix = SOLVERS[solver].round(problem).matrix
-    polish(W, matrix, H.float(), storage=torch.float16)
-    certify(W, W, matrix, H, factor)
-    if coded:
+    matrix, _ = quantize_matrix(W, (X.T @ X / len(X)).double(), GridScheme(solver=scheme.solver, beam=scheme.beam))
+    if scheme.entropy_coded:
         columns, rows = torch.zeros(COLUMNS, dtype=torch.int32), torch.zeros(ROWS, dtype=torch.int32)
         grid = ProductGrid(base=1.0, columns=columns, column_resolution=1, rows=rows, row_resolution=1)
         size(Contents.of(matrix.codes, grid))
@@ -170,17 +171,11 @@ def load_libraries(solver: str | None, beam: int, *, coded: bool) -> None:
 def seconds_of_a_multiplication() -> float:
     """Time a float32 matrix product."""
     X = torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(0))
-    times = []
-    for _ in range(REPEATS):
-        began = time.perf_counter()
-        X @ X
-        times.append(time.perf_counter() - began)
-    return min(times) / SIDE**3
+    return min(timeit.repeat(lambda: X @ X, number=1, repeat=REPEATS)) / SIDE**3
 
 
-def _group(look: FirstLook, index: int) -> Group:
+def _group(look: FirstLook, group: tuple[Layer, ...]) -> Group:
     """Return layers that share an input; of experts those of the first one."""
-    group = look.groups[index]
     experts = by_expert(group) if group[0].routed else {0: group}
     layers = next(iter(experts.values()))
     alone = len(layers) == 1 and layers[0].shape[0] <= layers[0].shape[1]
@@ -191,20 +186,4 @@ def _group(look: FirstLook, index: int) -> Group:
         lost=tuple(layer.shape for layer in layers if layer.adds or alone),
         experts=len(experts),
         routed=entered.routed or (0, 0),
-    )
-
-
-def _too_small(limit: int, least: Bound) -> RecipeError:
-    return RecipeError(
-        f"--memory {size_text(limit)} is too small: the most economical settings need {size_text(least.bytes)} (while "
-        f"{least.while_}). Use --memory {math.ceil(RESERVE * least.bytes / 1e7) / 100:.2f}GB or fewer --samples."
-    )
-
-
-def _unknown(device: Device) -> str:
-    if not device.on_cpu:
-        return f"it limits the memory of the CPU, and this run computes on {device}."
-    return (
-        "the memory of this run is not known before it, as its first window does not reach all layers, it takes images or sound, "
-        "or nothing is calibrated."
     )

@@ -1,7 +1,7 @@
 """What a run has written so far, and what a limit on the size of its folder leaves for the layers still to come.
 
 A size is a hard limit. All that is known is counted to the byte: shards, index, files beside them, and the record as it would be
-written now. What the layers still to come add to these is foretold, see `foretold.py`, and the more of them are written the better.
+written now. What the layers still to come add to these is foretold, see `folder_size.py`, the better the more of them are written.
 The layers that are solved last are solved again until the folder ends within the limit and close to it.
 """
 
@@ -53,8 +53,7 @@ class Ledger:
         self._model, self._container = model, container
         self._closed: set[str] = set()  # names of tensors that are not quantized and are written
         self._limit: int | None = None
-        self._asked = getattr(recipe.scheme, "size", None)
-        self._most = recipe.max_loss
+        self._recipe = recipe
         self._tried: list[tuple[int, Sequence[Solved]]] = []  # bytes of the folder, by attempts at its last layers
         if isinstance(recipe.scheme, RateScheme) and (limit := recipe.scheme.bytes()) is not None:
             self._limit = limit
@@ -81,8 +80,7 @@ class Ledger:
         if self._limit is None or not self.planned.to_come:
             self.planned.settle()
             return
-        bits = 8 * self._room(self._limit)
-        weights = sum(self.planned.to_come.values())
+        bits, weights = 8 * self._room(self._limit), sum(self.planned.to_come.values())
         if bits < LOW * weights:
             least = (LOW * weights - bits) / 8 + self._limit
             raise RecipeError(self._missed(least, f"at least, with {len(self.planned.to_come)} layers still to come"))
@@ -149,10 +147,8 @@ class Ledger:
         shards = [
             {name: (reader.dtype(name), reader.shape(name), kept[name]) for name in names} for names in (rest, last)
         ]
-        layers = tuple(
-            replace(layer, seconds=LONGEST) for layer in (*self.layers, *more)
-        )  # else time would change codes
-        record = replace(self._record, layers=layers)
+        layers = (replace(layer, seconds=LONGEST) for layer in (*self.layers, *more))  # else time would change codes
+        record = replace(self._record, layers=tuple(layers))
         return self._container.size_with(*shards) + len(record.to_json().encode())
 
     def _room(self, limit: int) -> float:
@@ -167,9 +163,8 @@ class Ledger:
 
     def _missed(self, size: float, when: str) -> str:
         why, more = "", f"Ask for {size_text(math.ceil(1.01 * size))} or more."
-        if self._most is not None:
-            why = f", as --max-loss {self._most:g} takes more bits than the size leaves"
+        if (most := self._recipe.max_loss) is not None:
+            why = f", as --max-loss {most:g} takes more bits than the size leaves"
             more = "Ask for more, or for a larger --max-loss."
-        return (
-            f"--size {self._asked} cannot be kept: the folder would have {math.ceil(size):,} bytes {when}{why}. {more}"
-        )
+        asked = getattr(self._recipe.scheme, "size", None)
+        return f"--size {asked} cannot be kept: the folder would have {math.ceil(size):,} bytes {when}{why}. {more}"

@@ -139,12 +139,9 @@ def bound(shapes: Shapes, setting: MemorySetting, resident: int) -> Bound:
 
 def choose(bounds: Iterable[Bound], limit: int) -> tuple[Bound, bool]:
     """Return the first bound within a limit and true; where none is, the least and false."""
-    tried: list[Bound] = []
-    for each in bounds:
-        if each.bytes <= limit:
-            return each, True
-        tried.append(each)
-    return min(tried, key=lambda each: each.bytes), False
+    tried = list(bounds)
+    fitting = [each for each in tried if each.bytes <= limit]
+    return (fitting[0], True) if fitting else (min(tried, key=lambda each: each.bytes), False)
 
 
 def settings(shapes: Shapes, first: MemorySetting, *, batches: bool) -> Iterator[MemorySetting]:
@@ -239,9 +236,16 @@ def _in_a_block(shapes: Shapes, kind: Blocks, setting: MemorySetting) -> Iterato
         last = whole and stage == len(kind.groups) - 1 and group.experts == 1
         before = kind.groups[stage - 1].alive if stage else shapes.state
         arrived = group.alive + split * shapes.state if last else streams * group.alive
-        waiting_now = windows * arrived if paused else _routed(shapes, group, setting)
+        given, apart = (streams * windows * size for size in group.routed)  # the inputs of experts, of as many as fit
+        routed = given if given <= setting.room else apart // min(group.experts, -(-apart // max(1, setting.room)))
+        waiting_now = windows * arrived if paused else routed
         running = setting.batch * (max(0, group.alive - before) if paused else streams * group.alive)
-        rows = SINGLE * setting.batch * shapes.seqlen * (n * (streams + split) + 4 * split * _widest(group))
+        rows = (
+            SINGLE
+            * setting.batch
+            * shapes.seqlen
+            * (n * (streams + split) + 4 * split * max(out for out, _ in group.layers))
+        )
         lost, crossed = split * sum(out * columns for out, columns in group.lost), split * _crossed(group)
         sums = n * n * DOUBLE * (streams + 2 * crossed) + 2 * DOUBLE * lost
         products = SINGLE * max(crossed * n * n, lost) + SINGLE * split * _largest(group)
@@ -272,18 +276,8 @@ def _solving(shapes: Shapes, group: Group) -> int:
     return inputs + values + max(correcting, solved)
 
 
-def _routed(shapes: Shapes, group: Group, setting: MemorySetting) -> int:
-    """Return the bytes of the inputs of experts that are kept for as many experts as fit."""
-    given, apart = (shapes.streams * shapes.all_windows * size for size in group.routed)
-    return given if given <= setting.room else apart // min(group.experts, -(-apart // max(1, setting.room)))
-
-
 def _largest(group: Group) -> int:
     return max(out * columns for out, columns in group.layers)
-
-
-def _widest(group: Group) -> int:
-    return max(out for out, _ in group.layers)
 
 
 def _crossed(group: Group) -> int:

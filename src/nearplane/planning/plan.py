@@ -6,8 +6,10 @@ Made once before the quantization; while it runs, bits that one block leaves ove
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -28,10 +30,10 @@ from nearplane.planning.allocate import (
     allocate_widths,
     probed_rates,
     probed_widths,
+    sum_of,
 )
-from nearplane.planning.folder_size import budget_of
-from nearplane.planning.gguf_budget import Free
-from nearplane.planning.perturb import to_rates, to_types, to_widths
+from nearplane.planning.folder_size import Free, budget_of
+from nearplane.planning.perturb import Perturbations, to_rates, to_types, to_widths
 from nearplane.planning.probe import Extent, extent, probe
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.scheme import Scheme
@@ -40,6 +42,8 @@ from nearplane.system.device import Device
 from nearplane.system.progress import Progress
 
 POINTS = 3  # widths or types that are tried of a layer, about
+Measure = Callable[[Perturbations], list[Curve]]
+"""What `probe` finds on the model and the tokens at hand."""
 SWAY = 0.02  # of its rate, by which a layer takes up what the blocks before it left over or took too much
 
 
@@ -70,38 +74,23 @@ class Plan:
     _shift: float = 0.0  # bits per weight by which rates differ from those planned, until settled anew
 
     def state(self) -> dict[str, Any]:
-        """Return as JSON all but the tensors, for `restored`."""
-        names = ("widths", "types", "rates", "to_come", "bounds", "_left", "_shift")
-        return {name: getattr(self, name) for name in names}
+        """Return as JSON all but the tensors, for `restored`, and the bounds."""
+        return {name: getattr(self, name) for name in ("widths", "types", "rates", "to_come", "_left", "_shift")}
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors, by names for `restored`."""
-        moments = {f"moments.{name}": each.H for name, each in self.moments.items()}
-        runs = {f"together.{i}.{name}": G for name, each in self.together.items() for i, G in enumerate(each)}
-        return moments | runs | {f"sensitivity.{name}": each for name, each in self.sensitivity.items()}
+    def tensors(self) -> dict[str, dict[str, Any]]:
+        """Return the tensors, for `restored`."""
+        moments = {name: each.H for name, each in self.moments.items()}
+        return {"sensitivity": self.sensitivity, "together": self.together, "moments": moments}
 
     @classmethod
-    def restored(cls, state: Mapping[str, Any], tensors: Mapping[str, Tensor], tokens: int) -> Plan:
+    def restored(cls, state: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]], tokens: int) -> Plan:
         """Return the plan of which these are state and tensors, made with so many tokens."""
-        planned = cls(
-            widths=state["widths"],
-            types=state["types"],
-            rates=state["rates"],
-            to_come=state["to_come"],
-            bounds=None if state["bounds"] is None else tuple(state["bounds"]),
-            sensitivity={n.removeprefix("sensitivity."): t for n, t in tensors.items() if n.startswith("sensitivity.")},
-            moments={
-                n.removeprefix("moments."): Moments(H=t, tokens=tokens)
-                for n, t in tensors.items()
-                if n.startswith("moments.")
-            },
+        return cls(
+            sensitivity=dict(tensors["sensitivity"]),
+            together={name: tuple(runs) for name, runs in tensors["together"].items()},
+            moments={name: Moments(H=H, tokens=tokens) for name, H in tensors["moments"].items()},
+            **state,
         )
-        for name, G in tensors.items():  # runs of a layer in order
-            if name.startswith("together."):
-                layer = name.split(".", 2)[2]
-                planned.together[layer] = (*planned.together.get(layer, ()), G)
-        planned._left, planned._shift = state["_left"], state["_shift"]
-        return planned
 
     def scheme_of(self, layer: Layer, scheme: AnyScheme) -> AnyScheme:
         """Return the scheme with the layer's own width."""
@@ -140,13 +129,7 @@ class Plan:
 
 
 def plan(
-    model: Model,
-    recipe: Recipe,
-    tokens: Tensor | None,
-    device: Device,
-    progress: Progress,
-    *,
-    free: Free | None = None,
+    model: Model, recipe: Recipe, tokens: Tensor | None, device: Device, progress: Progress, *, free: Free | None = None
 ) -> Plan:
     """Decide what every layer may take, by measuring the network where the recipe asks for it.
 
@@ -161,18 +144,18 @@ def plan(
     Raises:
         RecipeError: the rate or size cannot be met.
     """
+    planned, measure = Plan(), None
+    if tokens is not None:
+        look(planned, model, recipe.scheme, tokens, device)
+        measure = partial(probe, model, tokens, device=device.place, progress=progress)
     match recipe.scheme:
-        case RateScheme():
-            planned = _rates(model, recipe, recipe.scheme, tokens, device, progress)
-        case BlockScheme():
-            planned = Plan()
-            if tokens is not None:
-                look(planned, model, recipe.scheme, tokens, device)
-                if free is not None:
-                    planned.types = _types(model, recipe.scheme, free, tokens, device, progress)
-        case GridScheme():
-            slope = recipe.allocate == "slope"
-            planned = Plan(widths=_widths(model, recipe, recipe.scheme, tokens, device, progress) if slope else None)
+        case RateScheme() as scheme:
+            _give_rates(planned, model, recipe, scheme, measure)
+        case BlockScheme() as scheme if free is not None and measure is not None:
+            planned.types = _types(model, scheme, free, measure)
+        case GridScheme() as scheme if recipe.allocate == "slope":
+            assert measure is not None, "widths are allocated by measuring"
+            planned.widths = _widths(model, recipe, scheme, measure)
     if tokens is not None and (joined := joined_layers(model, recipe)):
         dtype = device.compute_dtype(model.dtype)
         planned.together = sensitivity(model, tokens, device=device.place, dtype=dtype, together=joined).together
@@ -186,10 +169,9 @@ def foreseen_probe(model: Model, recipe: Recipe, tokens: Tensor) -> tuple[Extent
         model, recipe: as for `plan`.
         tokens: (windows, seqlen) for calibration.
     """
-    scheme, points = recipe.scheme, 0
-    match scheme:
+    match scheme := recipe.scheme:
         case RateScheme():
-            points = 1 if recipe.allocate != "uniform" and budget_of(model, recipe, scheme) > LOW else 0
+            points = int(_probes_rates(model, recipe, budget_of(model, recipe, scheme)))
         case BlockScheme():
             points = POINTS if scheme.mixed else 0
         case GridScheme():
@@ -200,15 +182,18 @@ def foreseen_probe(model: Model, recipe: Recipe, tokens: Tensor) -> tuple[Extent
     return extent(model, tokens, points) if points and any(block.layers for block in model.blocks) else None, passed
 
 
+def _probes_rates(model: Model, recipe: Recipe, budget: float) -> bool:
+    """Return whether the rates of layers are allocated by measuring."""
+    return recipe.allocate != "uniform" and budget > LOW and any(block.layers for block in model.blocks)
+
+
 def joined_layers(model: Model, recipe: Recipe) -> set[str]:
     """Return the names of the layers whose rows make up for each other's errors."""
     names = (layer.name for block in model.blocks for layer in block.layers)
     return {name for name in names if recipe.scheme_of(name).joins_rows}
 
 
-def _rates(
-    model: Model, recipe: Recipe, scheme: RateScheme, tokens: Tensor | None, device: Device, progress: Progress
-) -> Plan:
+def _give_rates(planned: Plan, model: Model, recipe: Recipe, scheme: RateScheme, measure: Measure | None) -> None:
     """Give every layer a rate, more where the network needs it; `--rate` on average."""
     budget = budget_of(model, recipe, scheme)
     own = {
@@ -216,21 +201,12 @@ def _rates(
         for layer in model.layers
         if (asked := recipe.scheme_of(layer.name).asked) is not None and asked != scheme.asked
     }
-    planned = Plan(
-        rates=dict.fromkeys((layer.name for layer in model.layers), budget) | own,
-        to_come={layer.name: math.prod(layer.shape) for layer in model.layers},
-    )
-    if tokens is not None:
-        look(planned, model, scheme, tokens, device)
-    probed = any(block.layers for block in model.blocks)
-    if recipe.allocate == "uniform" or tokens is None or budget <= LOW or not probed:
-        return planned
-    rates = probed_rates(budget)
-    perturb = to_rates(rates, scheme)
-    curves = probe(model, tokens, perturb, device=device.place, sensitivity=planned.sensitivity, progress=progress)
-    curves = [curve for curve in curves if not own.keys() & set(curve.layers)]
-    planned.rates |= allocate(curves, budget, low=LOW)  # embeddings and head, which are not probed, keep the mean
-    return planned
+    planned.rates = dict.fromkeys((layer.name for layer in model.layers), budget) | own
+    planned.to_come = {layer.name: math.prod(layer.shape) for layer in model.layers}
+    if measure is not None and _probes_rates(model, recipe, budget):
+        perturb = replace(to_rates(probed_rates(budget), scheme), sensitivity=planned.sensitivity)
+        curves = [curve for curve in measure(perturb) if not own.keys() & set(curve.layers)]
+        planned.rates |= allocate(curves, budget)  # embeddings and head, which are not probed, keep the mean
 
 
 def look(planned: Plan, model: Model, scheme: Scheme, tokens: Tensor, device: Device) -> None:
@@ -260,20 +236,16 @@ def check_budget(model: Model, recipe: Recipe) -> None:
         RecipeError: names the layer, or what can be had.
     """
     match recipe.scheme:
-        case RateScheme():
-            budget_of(model, recipe, recipe.scheme)
-            check_layers(model, recipe)
-        case BlockScheme():
-            check_layers(model, recipe)
-        case GridScheme():
-            if recipe.allocate == "uniform":
-                check_layers(model, recipe)
-            elif recipe.layers:
+        case GridScheme() if recipe.allocate != "uniform":
+            if recipe.layers:
                 raise RecipeError(
                     "--layer gives layers schemes of their own, --allocate slope gives every layer a width: leave out one of them."
                 )
-            else:
-                usable_widths(model, recipe)
+            usable_widths(model, recipe)
+            return
+        case RateScheme() as scheme:
+            budget_of(model, recipe, scheme)
+    check_layers(model, recipe)
 
 
 def check_layers(model: Model, recipe: Recipe, bits: int | None = None) -> None:
@@ -286,52 +258,34 @@ def check_layers(model: Model, recipe: Recipe, bits: int | None = None) -> None:
 def usable_widths(model: Model, recipe: Recipe) -> list[int]:
     """Return the widths that the format has for all layers; raise as the format does if there are none."""
     usable: list[int] = []
-    refused: RecipeError | None = None
-    for bits in FORMATS[str(recipe.format)].layers.BITS:
-        try:
+    widths = FORMATS[str(recipe.format)].layers.BITS
+    for bits in widths:
+        with suppress(RecipeError):
             check_layers(model, recipe, bits)
             usable.append(bits)
-        except RecipeError as error:
-            refused = refused or error
-    if not usable and refused is not None:
-        raise refused
+    if not usable:
+        check_layers(model, recipe, widths[0])  # says why
     return usable
 
 
-def _widths(
-    model: Model, recipe: Recipe, scheme: GridScheme, tokens: Tensor | None, device: Device, progress: Progress
-) -> dict[str, int]:
+def _widths(model: Model, recipe: Recipe, scheme: GridScheme, measure: Measure) -> dict[str, int]:
     """Give every layer a width, more where the network needs it; `--bits` on average."""
-    assert tokens is not None, "widths are allocated by measuring"
     usable = usable_widths(model, recipe)
     probed = probed_widths(scheme.bits, usable)
-    perturb = to_widths(probed, scheme, FORMATS[str(recipe.format)].layers.scale_dtype(model.dtype))
-    curves = _experts_alike(model, probe(model, tokens, perturb, device=device.place, progress=progress))
+    curves = measure(to_widths(probed, scheme, FORMATS[str(recipe.format)].layers.scale_dtype(model.dtype)))
+    routed = {layer.name for layer in model.layers if layer.routed}
+    alike = [curve for curve in curves if routed.issuperset(curve.layers)]
+    if alike:  # readers of fixed grids have one grid for all experts
+        curves = [*(curve for curve in curves if not routed.issuperset(curve.layers)), sum_of(alike)]
     return allocate_widths(curves, scheme.bits, [bits for bits in usable if bits >= probed[0]])
 
 
-def _experts_alike(model: Model, curves: list[Curve]) -> list[Curve]:
-    """Join the curves of the experts of all blocks, whose grid is one for readers of fixed grids."""
-    routed = {layer.name for layer in model.layers if layer.routed}
-    apart = [curve for curve in curves if not routed.issuperset(curve.layers)]
-    joined = [curve for curve in curves if routed.issuperset(curve.layers)]
-    if not joined:
-        return curves
-    losses = tuple(map(sum, zip(*(curve.losses for curve in joined), strict=True)))
-    layers = tuple(name for curve in joined for name in curve.layers)
-    weights = sum(curve.weights for curve in joined)
-    return [*apart, Curve(layers=layers, weights=weights, rates=joined[0].rates, losses=losses)]
-
-
-def _types(
-    model: Model, scheme: BlockScheme, free: Free, tokens: Tensor, device: Device, progress: Progress
-) -> dict[str, str]:
+def _types(model: Model, scheme: BlockScheme, free: Free, measure: Measure) -> dict[str, str]:
     """Give every layer in blocks whose type is free one of more bits where the network needs it; the budget on average."""
     rates = {TYPES[name].rate: name for name in CHOSEN}
     probed = probed_widths(free.budget, list(rates))
-    perturb = to_types([rates[rate] for rate in probed], scheme)
-    curves = probe(model, tokens, perturb, device=device.place, progress=progress)
     columns = {layer.name: layer.shape[1] for layer in model.layers}
+    curves = measure(to_types([rates[rate] for rate in probed], scheme))
     curves = [curve for curve in curves if free.layers.issuperset(curve.layers)]
     names = [rates[rate] for rate in rates if rate >= probed[0]]
     usable = [[fitting(name, columns[curve.layers[0]]) for name in names] for curve in curves]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,9 +23,8 @@ from nearplane.models.kinds import has_head
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block, Model
 from nearplane.models.tokens_with_audio import cut
-from nearplane.planning.allocate import Curve
-from nearplane.planning.depth import Change, expected_loss, measured_blocks, relative_energy, told_losses, within
-from nearplane.planning.perturb import Perturbations
+from nearplane.planning.allocate import Curve, sum_of
+from nearplane.planning.perturb import Change, Perturbations, measured_blocks, relative_energy, told_losses, within
 from nearplane.system.memory import release
 from nearplane.system.progress import Progress, logged, silent
 
@@ -59,22 +59,20 @@ class _Traveller:
 
     Args:
         layers: full names.
-        weights: of them together.
         point: its number among the perturbations of these layers.
         rate, shape: see `Perturbed`.
-        expected: loss, where sensitivities are known, see `expected_loss`.
+        expected: loss, where sensitivities are known, see `expected_loss`; else what it is about proportional to.
         difference: from the original, by batch, bfloat16; none where it stays behind.
-        change: what is known of it in its own block, where not all travel.
+        block: number of its own.
     """
 
     layers: tuple[str, ...]
-    weights: int
     point: int
     rate: float
     shape: tuple[tuple[float, float], ...]
-    expected: float | None = None
+    expected: float
     difference: list[Tensor] = field(default_factory=list)
-    change: Change | None = None
+    block: int = 0
 
 
 @torch.no_grad()
@@ -85,7 +83,6 @@ def probe(
     *,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
-    sensitivity: Mapping[str, Tensor] | None = None,
     progress: Progress = silent,
 ) -> list[Curve]:
     """Measure what the network loses if one layer alone is quantized.
@@ -109,17 +106,16 @@ def probe(
         tokens: (windows, seqlen) calibration tokens; cut into windows of at most 512.
         perturbations: what is done to each layer.
         device, dtype: where and in what to compute.
-        sensitivity: (out,) how much the network minds errors of a layer's outputs, by layer; None: not known.
         progress: wraps the iterator over blocks.
 
     Raises:
         CalibrationError: what comes out is not finite, or layers did not run.
     """
-    measured = _measured(model, tokens)
-    windows, size = _windows(model, tokens, perturbations.points, len(measured))
+    measured, windows, size = _sample(model, tokens, perturbations.points)
     deep = len(measured) < len(model.blocks)
-    layers = [layer.name for block in model.blocks for layer in block.layers]
-    minded = sensitivity if deep and sensitivity and all(name in sensitivity for name in layers) else None
+    layers = {layer.name for block in model.blocks for layer in block.layers}
+    if not (deep and perturbations.sensitivity.keys() >= layers):
+        perturbations = replace(perturbations, sensitivity={})
     batch = min(8, size)
     stream = skeleton(model, windows, device=device, dtype=dtype, batch=batch, two_streams=False)
     batches = size // batch
@@ -129,29 +125,16 @@ def probe(
         with block.on(device, dtype, original=False):
             before = list(stream.quantized[:batches])
             after = [stream.forward(block, block.quantized, i, x) for i, x in enumerate(before)]
-
-            def onward(
-                difference: Sequence[Tensor | float],
-                block: Block = block,
-                before: Sequence[Tensor] = before,
-                after: Sequence[Tensor] = after,
-            ) -> list[Tensor]:
-                """Return the differences behind the block, as it now is, that come of differences before it."""
-                return [
-                    (stream.forward(block, block.quantized, i, x + _wide(d, x)) - y).to(torch.bfloat16)
-                    for i, (x, y, d) in enumerate(zip(before, after, difference, strict=True))
-                ]
-
+            onward = partial(_onward, stream, block, before, after)
             for traveller in travellers:
                 if traveller.difference:
                     traveller.difference = onward(traveller.difference)
-            for born in _perturbed(block, stream, perturbations, minded):
+            for born in _perturbed(block, stream, perturbations):
                 travels = not deep or (number in measured and born.point == perturbations.points // 2)
-                difference = onward([0.0] * batches) if travels or born.expected is None else []
-                if deep:
-                    names = tuple(within(layer, block.name) for layer in born.layers)
-                    estimate = relative_energy(difference, after) if born.expected is None else born.expected
-                    born.change = Change(number, names, estimate, None)
+                difference = onward([torch.zeros(())] * batches) if travels or not perturbations.sensitivity else []
+                if deep and not perturbations.sensitivity:
+                    born.expected = relative_energy(difference, after)
+                born.block = number
                 if travels:
                     born.difference = difference
                 travellers.append(born)
@@ -160,44 +143,50 @@ def probe(
     arrived = [one for one in travellers if one.difference]
     losses = _losses(model, stream, windows[:size].split(batch), [one.difference for one in arrived], device, dtype)
     if deep:
-        losses = _told(travellers, arrived, losses)
+        of = {id(one): loss for one, loss in zip(arrived, losses, strict=True)}
+        names = {layer.name: within(layer.name, block.name) for block in model.blocks for layer in block.layers}
+        changes = []
+        for one in travellers:
+            inside = tuple(names[layer] for layer in one.layers)
+            changes.append(Change(one.block, inside, one.expected, of.get(id(one))))
+        losses = told_losses(changes)
     return _curves(model, travellers, losses, tied=perturbations.together)
 
 
-def _told(travellers: Sequence[_Traveller], arrived: Sequence[_Traveller], losses: Sequence[float]) -> list[float]:
-    """Return the losses of all from those of the ones that arrived."""
-    of = {id(one): loss for one, loss in zip(arrived, losses, strict=True)}
-    return told_losses([one.change._replace(loss=of.get(id(one))) for one in travellers if one.change is not None])
-
-
-def _wide(difference: Tensor | float, like: Tensor) -> Tensor | float:
-    return difference.to(like) if isinstance(difference, Tensor) else difference
-
-
-def _measured(model: Model, tokens: Tensor) -> frozenset[int]:
-    """Return the numbers of the blocks whose perturbations travel."""
-    layers = max(_perturbed_apart(block) for block in model.blocks)
-    return measured_blocks(model.blocks, max(TRAVELLERS, tokens.numel() // TOKENS) // layers)
+def _onward(
+    stream: Stream, block: Block, before: Sequence[Tensor], after: Sequence[Tensor], differences: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return the differences behind the block, as it now is, that come of differences before it."""
+    return [
+        (stream.forward(block, block.quantized, i, x + d.to(x)) - y).to(torch.bfloat16)
+        for i, (x, y, d) in enumerate(zip(before, after, differences, strict=True))
+    ]
 
 
 def extent(model: Model, tokens: Tensor, points: int) -> Extent:
     """Return how much a probe is going to run; see `probe` for the arguments, `points` are those of the perturbations."""
-    measured, layers = _measured(model, tokens), max(_perturbed_apart(block) for block in model.blocks)
-    windows, size = _windows(model, tokens, points, len(measured))
-    behind = sum(len(model.blocks) - number - 1 for number in measured)
-    deep = len(measured) < len(model.blocks)
+    measured, windows, size = _sample(model, tokens, points)
+    layers, behind = _perturbed_apart(model), sum(len(model.blocks) - number - 1 for number in measured)
+    travelling_points = points if len(measured) == len(model.blocks) else 1
     return Extent(
         seen=windows.numel(),
         travelling=size * windows.shape[1],
-        travellers=len(measured) * layers * (1 if deep else points),
-        crossings=behind * layers * (1 if deep else points),
+        travellers=len(measured) * layers * travelling_points,
+        crossings=behind * layers * travelling_points,
         born=len(model.blocks) * layers * points,
     )
 
 
-def _windows(model: Model, tokens: Tensor, points: int, measured: int) -> tuple[Tensor, int]:
-    """Return the windows for the statistics, (windows, seqlen), and how many of the first travel, of so many blocks."""
-    blocks, layers = len(model.blocks), max(_perturbed_apart(block) for block in model.blocks)
+def _sample(model: Model, tokens: Tensor, points: int) -> tuple[frozenset[int], Tensor, int]:
+    """Return what a probe runs on.
+
+    Returns:
+        The numbers of the blocks whose perturbations travel, the windows for the statistics, (windows, seqlen), and how many of
+        the first of these travel.
+    """
+    blocks, layers = len(model.blocks), _perturbed_apart(model)
+    chosen = measured_blocks(model.blocks, max(TRAVELLERS, tokens.numel() // TOKENS) // layers)
+    measured = len(chosen)
     travelling_points = points if measured == blocks else 1
     windows = cut(tokens, SEQLEN)
     seqlen = windows.shape[1]
@@ -211,64 +200,52 @@ def _windows(model: Model, tokens: Tensor, points: int, measured: int) -> tuple[
     seen = max(windows.numel() // 8, 4 * widest, travelling * seqlen)
     travelling = min(travelling, len(windows))
     batch = min(8, travelling)
-    return windows[: -(-seen // seqlen)], travelling // batch * batch
+    return chosen, windows[: -(-seen // seqlen)], travelling // batch * batch
 
 
-def _perturbed_apart(block: Block) -> int:
-    """Return how many sets of layers of a block are perturbed apart, at most."""
-    routed = {layer.parameter for layer in block.layers if layer.routed}
-    return len(routed) + sum(not layer.routed for layer in block.layers)
+def _perturbed_apart(model: Model) -> int:
+    """Return how many sets of layers of a block are perturbed apart, at most: all experts' in one parameter are one."""
+    return max(len({layer.parameter for layer in block.layers}) for block in model.blocks)
 
 
-def _perturbed(
-    block: Block, stream: Stream, perturbations: Perturbations, minded: Mapping[str, Tensor] | None
-) -> Iterator[_Traveller]:
+def _perturbed(block: Block, stream: Stream, perturbations: Perturbations) -> Iterator[_Traveller]:
     """Perturb the layers of a block, one set after the other; while one is given out, its weights are in the block.
 
     Args:
         block: in memory.
         stream: standing before it; behind the last perturbation its hidden states are those behind the block as it was.
-        perturbations: what is done to each.
-        minded: sensitivities of all layers' outputs, where losses are to be expected by them.
+        perturbations: what is done to each; with sensitivities, losses are to be expected by them.
     """
     found = stages(block, stream)
     groups, routed = [[group for group in found if group[0].routed is kind] for kind in (False, True)]
     if routed:
         shown = [*seen(block, routed, stream, correct=False)]
         for some in ([*range(len(routed))],) if perturbations.together else ([side] for side in range(len(routed))):
-            yield from _experts_perturbed(
-                [(routed[i], [[rows[i]] for rows in shown]) for i in some], stream, perturbations, minded
-            )
+            sides = [(routed[i], [[rows[i]] for rows in shown]) for i in some]
+            yield from _experts_perturbed(sides, stream, perturbations)
         del shown
-    observations = observe(block, groups, stream, correct=False, onward=True)
-    inputs = {
-        layer.name: shared
-        for observed in observations
-        for shared in [Inputs(observed.moments[observed.layers[0].name])]
-        for layer in observed.layers
-    }
+    inputs: dict[str, Inputs] = {}
+    for observed in observe(block, groups, stream, correct=False, onward=True):
+        shared = Inputs(observed.moments[observed.layers[0].name])
+        inputs |= dict.fromkeys((layer.name for layer in observed.layers), shared)
     sets = _sets(groups, block.name) if perturbations.together else [(layer,) for group in groups for layer in group]
     for layers in sets:
-        weights = [layer.read() for layer in layers]
-        made = (perturbations.of(W, inputs[one.name]) for W, one in zip(weights, layers, strict=True))
-        for point, variants in enumerate(zip(*made, strict=True)):
-            for layer, variant in zip(layers, variants, strict=True):
+        weights = {layer: layer.read() for layer in layers}
+        made = (perturbations.of(W, inputs[layer.name]) for layer, W in weights.items())
+        for point, makers in enumerate(zip(*made, strict=True)):
+            variants = [make() for make in makers]
+            expected = 0.0
+            for (layer, W), variant in zip(weights.items(), variants, strict=True):
                 layer.write(variant.values)
-            names, first, expected = tuple(layer.name for layer in layers), variants[0], None
-            if minded is not None:
-                expected = sum(
-                    expected_loss(W, variant.values, inputs[name].moments.H, minded[name])
-                    for name, W, variant in zip(names, weights, variants, strict=True)
-                )
+                expected += perturbations.expected(layer.name, W, variant, inputs[layer.name])
             yield _Traveller(
-                layers=names,
-                weights=sum(W.numel() for W in weights),
+                layers=tuple(layer.name for layer in layers),
                 point=point,
-                rate=first.rate,
-                shape=first.shape,
+                rate=variants[0].rate,
+                shape=variants[0].shape,
                 expected=expected,
             )
-        for layer, W in zip(layers, weights, strict=True):
+        for layer, W in weights.items():
             layer.write(W)
 
 
@@ -276,7 +253,6 @@ def _experts_perturbed(
     sides: Sequence[tuple[tuple[Layer, ...], list[list[Rows | RoutedRows]]]],
     stream: Stream,
     perturbations: Perturbations,
-    minded: Mapping[str, Tensor] | None,
 ) -> Iterator[_Traveller]:
     """Perturb all experts of a block together, by what is known of the inputs of one at a time.
 
@@ -284,40 +260,32 @@ def _experts_perturbed(
         sides: groups of their layers, with what every batch shows of them.
         stream: that the batches are of.
         perturbations: what is done to each.
-        minded: see `_perturbed`.
     """
     layers = tuple(layer for group, _ in sides for layer in group)
     holders = {layer.parameter: layer.weight for layer in layers}
     weights = {name: holder.detach().clone() for name, holder in holders.items()}
-    sizes = [math.prod(layer.shape) for layer in layers]
     for point in range(perturbations.points):
-        found: list[tuple[float, tuple[tuple[float, float], ...]]] = []  # rate and shape, by layer
-        expected = None if minded is None else 0.0
+        rates: list[tuple[float, int]] = []  # of each layer, with its number of weights
+        shapes: list[list[tuple[float, float, int]]] = []  # the same, of those that have one
+        expected = 0.0
         for group, shown in sides:
             for observed in summed([group], shown, stream, correct=False):
                 inputs = Inputs(observed.moments[observed.layers[0].name])
                 for layer in observed.layers:
                     W = layer.read()
-                    rate, values, shape = perturbations.one(W, inputs, point)
-                    layer.write(values)
-                    if minded is not None and expected is not None:
-                        expected += expected_loss(W, values, inputs.moments.H, minded[layer.name])
-                    found.append((rate, shape))
-        rates = [(rate, size) for (rate, _), size in zip(found, sizes, strict=True)]
-        shapes = [(shape, size) for (_, shape), size in zip(found, sizes, strict=True) if shape]
-        mean = tuple(
-            (
-                _mean([(shape[i][0], size) for shape, size in shapes]),
-                _mean([(shape[i][1], size) for shape, size in shapes]),
-            )
-            for i in range(len(shapes[0][0]) if shapes else 0)
-        )
+                    variant = perturbations.of(W, inputs)[point]()
+                    layer.write(variant.values)
+                    expected += perturbations.expected(layer.name, W, variant, inputs)
+                    rates.append((variant.rate, W.numel()))
+                    shapes += [[(*other, W.numel()) for other in variant.shape]] if variant.shape else []
         yield _Traveller(
             layers=tuple(layer.name for layer in layers),
-            weights=sum(sizes),
             point=point,
             rate=_mean(rates),
-            shape=mean,
+            shape=tuple(
+                (_mean([(rate, size) for rate, _, size in others]), _mean([(loss, size) for _, loss, size in others]))
+                for others in zip(*shapes, strict=True)
+            ),
             expected=expected,
         )
         for name, holder in holders.items():
@@ -379,24 +347,16 @@ def _losses(
 
 def _curves(model: Model, travellers: Sequence[_Traveller], losses: Sequence[float], *, tied: bool) -> list[Curve]:
     """Collect the points of each set of layers; with `tied`, those of sets that are stored as the same tensor."""
-    found: dict[tuple[str, ...], Curve] = {}
+    points: dict[tuple[str, ...], list[tuple[float, float]]] = {}
     least = min((loss for loss in losses if loss > 0), default=0.0)  # what is lost in noise is not nothing
     for one, loss in zip(travellers, losses, strict=True):
-        curve = found.get(one.layers) or Curve(layers=one.layers, weights=one.weights, rates=(), losses=())
         more = [(rate, max(loss, least) * multiple) for rate, multiple in (*one.shape, (one.rate, 1.0))]
-        rates, of_rates = zip(*sorted([*zip(curve.rates, curve.losses, strict=True), *more]), strict=True)
-        found[one.layers] = replace(curve, rates=rates, losses=of_rates)
-    if not tied:
-        return list(found.values())
-    joined: dict[tuple[str, ...], Curve] = {}
-    stored = {layer.name: model.copies(layer)[0] for layer in model.layers}
-    for curve in found.values():
-        key = tuple(stored[layer] for layer in curve.layers)
-        if key in joined:
-            other = joined[key]
-            losses = tuple(a + b for a, b in zip(other.losses, curve.losses, strict=True))
-            curve = replace(
-                other, layers=other.layers + curve.layers, losses=losses, weights=other.weights + curve.weights
-            )
-        joined[key] = curve
-    return list(joined.values())
+        points.setdefault(one.layers, []).extend(more)
+    weights = {layer.name: math.prod(layer.shape) for layer in model.layers}
+    stored = {layer.name: model.copies(layer)[0] if tied else layer.name for layer in model.layers}
+    joined: dict[tuple[str, ...], list[Curve]] = {}
+    for layers, found in points.items():
+        rates, of_rates = zip(*sorted(found), strict=True)
+        curve = Curve(layers=layers, weights=sum(weights[layer] for layer in layers), rates=rates, losses=of_rates)
+        joined.setdefault(tuple(stored[layer] for layer in layers), []).append(curve)
+    return [sum_of(curves) for curves in joined.values()]

@@ -166,8 +166,16 @@ def check_request(model: Model, recipe: Recipe) -> None:
             f"{type(model.network).__name__} is an encoder, and readers of {recipe.format} take language models alone. Use "
             f"--format compressed-tensors, or --rate 4, which nearplane.load reads."
         )
-    if has_two_stacks(model.network):
-        _check_two_stacks(model, recipe)
+    stacks = f"{type(model.network).__name__} has an encoder and a decoder"
+    if has_two_stacks(model.network) and not recipe.files.any_network:
+        raise RecipeError(
+            f"{stacks}, and readers of {recipe.format} take one stack of blocks. Use --format compressed-tensors, or --rate 4, "
+            f"which nearplane.load reads."
+        )
+    if has_two_stacks(model.network) and any(recipe.scheme.ends):
+        raise RecipeError(
+            f"{stacks}, of which embeddings and head stay as they are so far. Leave out --include-embeddings and --include-head."
+        )
     layers = model.layers
     for layer in layers:
         scheme = recipe.scheme_of(layer.name)
@@ -183,24 +191,6 @@ def check_request(model: Model, recipe: Recipe) -> None:
         logger.warning(
             f"{' and '.join(names)} of {path} have different grids: vLLM and SGLang, which make one layer of them, do not load "
             f"that."
-        )
-
-
-def _check_two_stacks(model: Model, recipe: Recipe) -> None:
-    """Refuse what encoders with a decoder cannot have.
-
-    Raises:
-        RecipeError: names it.
-    """
-    called = f"{type(model.network).__name__} has an encoder and a decoder"
-    if not recipe.files.any_network:
-        raise RecipeError(
-            f"{called}, and readers of {recipe.format} take one stack of blocks. Use --format compressed-tensors, or --rate 4, "
-            f"which nearplane.load reads."
-        )
-    if any(recipe.scheme.ends):
-        raise RecipeError(
-            f"{called}, of which embeddings and head stay as they are so far. Leave out --include-embeddings and --include-head."
         )
 
 

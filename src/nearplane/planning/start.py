@@ -16,11 +16,9 @@ from nearplane.calibration.windows import Windows
 from nearplane.formats.container import Container
 from nearplane.formats.journal_pages import told
 from nearplane.models.model import Model
+from nearplane.planning.folder_size import free_layers, longest_record
 from nearplane.planning.forecast import Forecast, forecast
-from nearplane.planning.gguf_budget import free_layers
 from nearplane.planning.plan import Plan, plan
-from nearplane.planning.record_size import longest_record
-from nearplane.planning.request import rehearse
 from nearplane.recipe.recipe import Recipe
 from nearplane.record.record import RunRecord, versions
 from nearplane.system.device import Device
@@ -148,6 +146,5 @@ def _forecast(job: Job, batch: int | None = None) -> Forecast:
     Raises:
         NearplaneError: see `decide`.
     """
-    model, recipe, windows, options = job.model, job.recipe, job.windows, job.options
-    looks = rehearse(model, recipe, windows, options.device)
-    return forecast(model, recipe, windows, looks, options.device, options.memory, batch)
+    options = job.options
+    return forecast(job.model, job.recipe, job.windows, options.device, options.memory, batch)

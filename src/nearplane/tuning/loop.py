@@ -1,41 +1,40 @@
-"""Training what is tuned, and the guard: windows held out decide which state is kept, and that may be the first."""
+"""Training what is tuned, and the guard: windows held out decide which state is kept, and that may be the first.
+
+Where training stands is kept on disk while it goes on: the same command, given again after a crash, goes on from there.
+
+    OUT.unfinished/journal/
+      state.json            what tuning was told, and how many steps are done
+      standing-000120.pt    what is trained, the optimizer and the best state so far, behind step 120
+
+The new checkpoint's blocks are written when all steps are done; a run that is stopped then writes them again. How pages get to
+disk: `journal_pages.py`.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
 from nearplane.errors import CalibrationError
+from nearplane.formats.container import Container
+from nearplane.formats.journal_pages import Notebook
+from nearplane.models.divergence import Divergence
 from nearplane.record.tuning_record import Point
+from nearplane.system.progress import Progress, duration, logged, silent
 from nearplane.tuning.network import TunedNetwork
-from nearplane.tuning.parameters import Tuned
-from nearplane.tuning.pressure import Pressure
+from nearplane.tuning.parameters import Pressure, Tuned
+from nearplane.tuning.settings import Split
 
 logger = logging.getLogger("nearplane")
 
 BETAS = (0.9, 0.95)  # of Adam
 CODE_BETAS = (0.9, 0.999)  # codes that move at random cost, so what they are moved by is compared with more of what was
 WARM = 0.1  # share of the steps over which the rates rise
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
-    """How is trained: AdamW without decay, its rates rising first, and falling to nothing along half a cosine.
-
-    Args:
-        steps: of the optimizer.
-        rates: first learning rate of each kind of what is trained, see `Tuned.trained`.
-        looks: how often held-out windows are measured on the way, evenly spaced, the last time at the end.
-    """
-
-    steps: int
-    rates: dict[str, float] = field(default_factory=dict)
-    looks: int = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,36 +53,61 @@ class Outcome:
     steps: int
 
 
-class Kept(Protocol):
-    """What remembers where training stands, so that the same training goes on from there."""
+class Snapshots:
+    """What `train` is given to remember where it stands.
+
+    Args:
+        container: of the tuned checkpoint, just entered.
+        told: what tuning is told, see `notebook.told`.
+        began: when it began, by `time.perf_counter`.
+
+    Raises:
+        RecipeError: a run that was told something else left the folder, and it may not be replaced; names the difference.
+        FormatError: what is there cannot be read, and it may not be replaced.
+    """
+
+    def __init__(self, container: Container, told: Mapping[str, Any], began: float) -> None:
+        self._notebook = Notebook(container, told, began)
+        self._standing: dict[str, Any] | None = self._notebook.before(
+            lambda state: self._notebook.load(_page(int(state["done"])))
+        )
+        if self._standing is not None:
+            logger.info(
+                "going on behind step %d of tuning, where a run was stopped that had taken %s: %s",
+                self._standing["done"],
+                duration(self._notebook.seconds),
+                container.folder,
+            )
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that tuning has taken, those before it was stopped included."""
+        return self._notebook.seconds
 
     def before(self) -> dict[str, Any] | None:
-        """Return where training that was stopped stood; None: it begins."""
+        """Return where training stood that was stopped; once, as it takes memory."""
+        found, self._standing = self._standing, None
+        return found
 
     def passed(self, standing: Callable[[], dict[str, Any]], *, done: bool) -> None:
-        """Note a step; `standing` copies where training stands, `done` says that no step follows."""
+        """Keep where training stands, unless that would take too much of the time, or of the disk."""
+        if self._notebook.wanted(1.0 if done else None):  # what is lost at the end is most
+            page = standing()
+            self._notebook.write({"done": page["done"]}, {_page(page["done"]): page}, replaced=_page("*"))
 
 
-class _Nothing:
-    """Remembers nothing."""
-
-    def before(self) -> None:
-        return None
-
-    def passed(self, standing: Callable[[], dict[str, Any]], *, done: bool) -> None:
-        return
+def _page(done: int | str) -> str:
+    return f"standing-{done:06d}.pt" if isinstance(done, int) else f"standing-{done}.pt"
 
 
 def train(
     network: TunedNetwork,
     tuned: Sequence[Tuned],
-    schedule: Schedule,
+    cut: Split,
     *,
-    training: Sequence[int],
-    held: Sequence[int],
     pressed: Callable[[float], Pressure | None] = lambda kl: None,
-    kept: Kept | None = None,
-    progress: Callable[[Iterable[Any], int, int], Iterable[Any]] = lambda items, total, there: items,
+    kept: Snapshots | None = None,
+    progress: Progress = silent,
 ) -> Outcome:
     """Train; afterwards what is tuned is in the state that was best on the held-out batches, of those that are small enough.
 
@@ -92,23 +116,22 @@ def train(
     Args:
         network: a function of `tuned`, ready.
         tuned: matrices and norms.
-        schedule: steps and rates.
-        training: batches of the network to train on, taken in turn as often as it needs.
-        held: batches to choose by.
+        cut: steps and rates; batches of the network to train on, taken in turn as often as it needs, and to choose by.
         pressed: makes what keeps entropy-coded matrices small, from the KL at the start; None: all states are as large.
         kept: is told of every step, and where it knows of some, training goes on behind them, to the last bit.
-        progress: wraps the steps: (steps, total, how many of them were done before) -> steps.
+        progress: wraps the iterator over steps.
 
     Raises:
         CalibrationError: predictions are not finite at the start, or gradients at the first step.
     """
-    run, kept = _Run(network, tuned, schedule, held, pressed), kept or _Nothing()
-    if (before := kept.before()) is None:
+    run, (training, _) = _Run(network, tuned, cut, pressed), cut.batches()
+    if kept is None or (before := kept.before()) is None:
         run.begin()
     else:
         run.restore(before)
-    looks = {round(schedule.steps * (look + 1) / schedule.looks) for look in range(schedule.looks)}
-    for step in progress(range(1, schedule.steps + 1), schedule.steps, run.done):
+    total = cut.steps
+    looks = {round(total * (look + 1) / cut.looks) for look in range(cut.looks)}
+    for step in progress(logged(range(1, total + 1), "tuning", total, there=run.done), "tuning", total):
         if step <= run.done:
             continue
         try:
@@ -116,11 +139,12 @@ def train(
         except CalibrationError as error:
             if not run.done:
                 raise
-            logger.warning("%s Tuning ends after %d of %d steps.", error, run.done, schedule.steps)
+            logger.warning("%s Tuning ends after %d of %d steps.", error, run.done, total)
             break
         if step in looks:
             run.look()
-        kept.passed(run.standing, done=step == schedule.steps)
+        if kept is not None:
+            kept.passed(run.standing, done=step == total)
     for each, state in zip(tuned, run.states, strict=True):
         each.restore(state)
     return Outcome(curve=tuple(run.curve), kept=run.best, steps=run.done)
@@ -140,31 +164,30 @@ class _Run:
         self,
         network: TunedNetwork,
         tuned: Sequence[Tuned],
-        schedule: Schedule,
-        held: Sequence[int],
+        cut: Split,
         pressed: Callable[[float], Pressure | None],
     ) -> None:
-        self._network, self._tuned, self._held, self._pressed = network, tuned, held, pressed
+        self._network, self._tuned, self._held, self._pressed = network, tuned, cut.batches()[1], pressed
         leaves: dict[str, list[torch.Tensor]] = {}
         for each in tuned:
             for kind, leaf in each.trained().items():
                 leaves.setdefault(kind, []).append(leaf)
         groups = [
-            {"params": found, "lr": schedule.rates[kind], "betas": CODE_BETAS if kind == "codes" else BETAS}
+            {"params": found, "lr": cut.rates[kind], "betas": CODE_BETAS if kind == "codes" else BETAS}
             for kind, found in leaves.items()
         ]
         self._optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
-        warm, steps = WARM * schedule.steps, schedule.steps
+        warm, steps = WARM * cut.steps, cut.steps
 
         def rate(step: int) -> float:
             return min(1.0, (step + 1) / (warm + 1)) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
 
         self._falling = torch.optim.lr_scheduler.LambdaLR(self._optimizer, rate)
         self._pressure: Pressure | None = None
-        self._sum, self._tokens = 0.0, 0  # of KL since the last look
+        self._since = Divergence()  # the last look
         self.done, self.best = 0, 0
         self.curve: list[Point] = []
-        self.states: list[dict[str, torch.Tensor]] = []
+        self.states: list[dict[str, Any]] = []
 
     def begin(self) -> None:
         """Measure the start."""
@@ -179,8 +202,7 @@ class _Run:
 
     def step(self, batch: int) -> None:
         """Take a step on a batch."""
-        found = self._network.backward([batch])
-        self._sum, self._tokens = self._sum + found.kl, self._tokens + found.tokens
+        self._since += self._network.backward(batch)
         if self._pressure is not None:
             self._pressure.press()
         self._optimizer.step()
@@ -190,8 +212,8 @@ class _Run:
 
     def look(self) -> None:
         """Measure on the held-out windows, and keep the state if it is the best that is small enough."""
-        now, on_them = mean_kl(self._network, self._held), self._sum / self._tokens
-        self._sum, self._tokens = 0.0, 0
+        now, on_them = mean_kl(self._network, self._held), self._since.kl / self._since.tokens
+        self._since = Divergence()
         if not (math.isfinite(now) and math.isfinite(on_them)):
             return
         size, best = self._size(), next(point.held_out for point in self.curve if point.step == self.best)
@@ -204,8 +226,8 @@ class _Run:
         return {
             "done": self.done,
             "best": self.best,
-            "sum": self._sum,
-            "tokens": self._tokens,
+            "sum": self._since.kl,
+            "tokens": self._since.tokens,
             "curve": [asdict(point) for point in self.curve],
             "states": self.states,
             "leaves": [dict(each.trained()) for each in self._tuned],
@@ -218,7 +240,7 @@ class _Run:
     def restore(self, standing: Mapping[str, Any]) -> None:
         """Go on from there."""
         self.done, self.best = standing["done"], standing["best"]
-        self._sum, self._tokens = standing["sum"], standing["tokens"]
+        self._since = Divergence(kl=standing["sum"], tokens=standing["tokens"])
         self.curve, self.states = [Point(**point) for point in standing["curve"]], standing["states"]
         for each, leaves in zip(self._tuned, standing["leaves"], strict=True):
             for kind, leaf in each.trained().items():

@@ -7,7 +7,7 @@ kept. Knows blocks; not how steps are taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from nearplane.models.experts import parameter_of
 from nearplane.models.layers import Layer
 from nearplane.models.model import ABSENT, Block, Model
 from nearplane.tuning.parameters import Tuned, TunedLayer, TunedVector
+from nearplane.tuning.settings import Split
 
 ACTIVATIONS = 40  # numbers that a block keeps for the way back, for every number of its hidden states
 FIXED, MOVING = 2, 18  # bytes of a code that stays, at most, and of one that is trained
@@ -33,18 +34,12 @@ class TunedNetwork:
 
     Args:
         model: the original, on disk.
-        matrices: of its layers, by name.
+        matrices: of its layers, by name; where they are is computed, in float32.
         vectors: of its norms, by name of the parameter.
-        windows: (windows, seqlen) tokens, as many as `batch` divides.
-        batch: windows that pass together.
-        device: where to compute, in float32.
+        cut: the windows, and how many of them pass together.
         ends: values of embeddings and head of the quantized network, where they are not the original's, by name of the
             parameter; they stay.
         hold: whether all blocks' weights and activations of a step are in memory at a time: a quarter of the work less.
-        progress: wraps the blocks of the original as it runs.
-
-    Attributes:
-        batches: how many there are.
     """
 
     def __init__(
@@ -52,32 +47,28 @@ class TunedNetwork:
         model: Model,
         matrices: Mapping[str, TunedLayer],
         vectors: Mapping[str, TunedVector],
-        windows: Tensor,
+        cut: Split,
         *,
-        batch: int,
-        device: torch.device,
         ends: Mapping[str, Tensor] | None = None,
         hold: bool = False,
-        progress: Callable[[Sequence[Block]], Iterable[Block]] = iter,
     ) -> None:
-        self._model, self._hold, self._device = model, hold, device
-        self._tokens = windows.split(batch)
-        self.batches = len(self._tokens)
+        self._model, self._hold, self._tokens = model, hold, cut.windows.split(cut.batch)
+        self._device = device = next(leaf.device for each in matrices.values() for leaf in each.trained().values())
         self._ends = dict(ends or {})
         first = None if model.embeddings is None else self._ends.get(f"{model.embeddings.name}.weight")
         self._stream = skeleton(
             model,
-            windows,
+            cut.windows,
             device=device,
             dtype=torch.float32,
-            batch=batch,
+            batch=cut.batch,
             two_streams=first is not None,
             embeddings=first,
         )
         self._entering = list(self._stream.quantized)
         self._blocks: list[_Block] = []
         self._behind = list(self._stream.original or self._entering)  # of the original
-        for block in progress(model.blocks):
+        for block in model.blocks:
             with torch.no_grad(), block.on(device, torch.float32, original=False):
                 module = block.quantized
                 self._behind = [
@@ -111,33 +102,30 @@ class TunedNetwork:
                 )
         return total
 
-    def backward(self, batches: Sequence[int]) -> Divergence:
-        """Add to the gradients of what is trained those of the mean KL over the tokens of some batches; return what it is.
+    def backward(self, batch: int) -> Divergence:
+        """Add to the gradients of what is trained those of the mean KL over the tokens of a batch; return what it is.
 
         Raises:
             CalibrationError: predictions or gradients are not finite.
         """
-        passes, total = [], Divergence()
-        hidden = [self._entering[i] for i in batches]
+        passes, hidden, total = [], self._entering[batch], Divergence()
         for block in self._blocks:
-            passes.append(_Pass(self, block, batches, hidden, hold=self._hold))
+            passes.append(_Pass(self, block, batch, hidden, hold=self._hold))
             hidden = passes[-1].forward()
-        predicted = sum(part[:, 1:].numel() for i in batches for part in [self._tokens[i]])
-        after, gradients = _Leaves(self._values_after()), []
-        for i, x in zip(batches, hidden, strict=True):
-            parts = []
-            for part in self._parts(i):
-                with torch.no_grad():
-                    expected = self._predicted(i, part, self._behind[i][part])
-                leaf = x.detach()[part].requires_grad_()
-                found = self._predicted(i, part, leaf, after.leaves)
-                kl = (expected.exp() * (expected - found)).sum() / predicted
-                parts.append(after.back(kl, leaf))
-                total += divergence(expected, found.detach())
-            gradients.append(_checked(torch.cat(parts), "the head"))
+        predicted = self._tokens[batch][:, 1:].numel()
+        after, parts = _Leaves(self._values_after()), []
+        for part in self._parts(batch):
+            with torch.no_grad():
+                expected = self._predicted(batch, part, self._behind[batch][part])
+            leaf = hidden.detach()[part].requires_grad_()
+            found = self._predicted(batch, part, leaf, after.leaves)
+            kl = (expected.exp() * (expected - found)).sum() / predicted
+            parts.append(after.back(kl, leaf))
+            total += divergence(expected, found.detach())
+        gradient = _checked(torch.cat(parts), "the head")
         after.end()
         while passes:
-            gradients = passes.pop().backward(gradients)
+            gradient = passes.pop().backward(gradient)
         return total
 
     def forward(self, block: _Block, tensors: Mapping[str, Tensor], batch: int, hidden: Tensor) -> Tensor:
@@ -195,50 +183,40 @@ class _Block:
 
 
 class _Pass:
-    """Some batches on their way through a block, forwards and back.
+    """A batch on its way through a block, forwards and back.
 
     Args:
         network, block: whose.
-        batches, hidden: their numbers, and the hidden states (windows, seqlen, hidden) that enter the block.
+        batch, hidden: its number, and the hidden states (windows, seqlen, hidden) that enter the block.
         hold: whether all that the way back needs is kept on the way forwards; else the block runs again.
     """
 
-    def __init__(
-        self, network: TunedNetwork, block: _Block, batches: Sequence[int], hidden: Sequence[Tensor], *, hold: bool
-    ) -> None:
-        self._network, self._block, self._batches, self._hold = network, block, batches, hold
-        self._leaves = [x.detach().requires_grad_() for x in hidden]
-        self._values: _Leaves | None = None
-        self._outputs: list[Tensor] = []
+    def __init__(self, network: TunedNetwork, block: _Block, batch: int, hidden: Tensor, *, hold: bool) -> None:
+        self._network, self._block, self._batch, self._hold = network, block, batch, hold
+        self._leaf = hidden.detach().requires_grad_()
+        self._kept: tuple[_Leaves, Tensor] | None = None
 
-    def forward(self) -> list[Tensor]:
+    def forward(self) -> Tensor:
         """Return the hidden states behind the block."""
-        self._values = _Leaves(self._block.tensors())
         with torch.set_grad_enabled(self._hold):
-            outputs = [self._run(i, leaf) for i, leaf in zip(self._batches, self._leaves, strict=True)]
-        if self._hold:
-            self._outputs = outputs
-        else:
-            self._values = None
-        return [x.detach() for x in outputs]
+            values, output = self._run()
+        self._kept = (values, output) if self._hold else None
+        return output.detach()
 
-    def backward(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Take gradients from behind the block to before it, and add to those of what is trained in it."""
-        self._values = self._values or _Leaves(self._block.tensors())
-        before = []
-        for n, (i, leaf, gradient) in enumerate(zip(self._batches, self._leaves, gradients, strict=True)):
-            output = self._outputs[n] if self._outputs else self._run(i, leaf)
-            before.append(_checked(self._values.back(output, leaf, gradient), self._block.block.name))
-        self._values.end()
+    def backward(self, gradient: Tensor) -> Tensor:
+        """Take a gradient from behind the block to before it, and add to those of what is trained in it."""
+        values, output = self._kept or self._run()
+        before = _checked(values.back(output, self._leaf, gradient), self._block.block.name)
+        values.end()
         return before
 
-    def _run(self, batch: int, leaf: Tensor) -> Tensor:
-        assert self._values is not None, "made by forward or backward"
-        return self._network.forward(self._block, self._values.leaves, batch, leaf)
+    def _run(self) -> tuple[_Leaves, Tensor]:
+        values = _Leaves(self._block.tensors())
+        return values, self._network.forward(self._block, values.leaves, self._batch, self._leaf)
 
 
 class _Leaves:
-    """Tensors cut from what they are made of, so that many batches add to their gradients before these go on."""
+    """Tensors cut from what they are made of, so that parts of a batch add to their gradients before these go on."""
 
     def __init__(self, made: dict[str, Tensor]) -> None:
         self._made = made

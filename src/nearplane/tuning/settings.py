@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,13 +12,13 @@ from torch import Tensor
 from nearplane.errors import CalibrationError, RecipeError
 from nearplane.recipe.sizes import counted
 from nearplane.record.record import RunRecord
-from nearplane.tuning.loop import Schedule
 
 TIMES = 5  # as many windows as calibration took are looked at by default, a fifth of them held out
+NONE = 256  # windows of a run that had none, of which the default is reckoned
 HELD = 5  # of so many windows one is held out,
 MOST_HELD = 16384  # but no more tokens than tell the figure to a percent
 BATCH = 256  # tokens of a step, at least one window: many small steps gained more than few large ones on as many tokens
-# in units of 2^-bits, see `parameters.py` and `ladders.py`
+# in units of 2^-bits, see `parameters.py`
 RATES = {"steps": 0.024, "norms": 0.012, "codes": 0.04, "base": 0.024}
 CODE_BITS = 3  # most bits of codes on grids that are trained: finer ones have nothing to gain
 
@@ -33,7 +33,9 @@ class Split:
         batch: windows that pass together.
         samples: windows that were asked for.
         found: windows that the text gave.
-        schedule: steps and rates.
+        steps: of the optimizer: AdamW without decay, its rates rising first, and falling to nothing along half a cosine.
+        rates: first learning rate of each kind of what is trained, see `TunedLayer.trained`.
+        looks: how often held-out windows are measured on the way, evenly spaced, the last time at the end.
     """
 
     windows: Tensor
@@ -41,7 +43,9 @@ class Split:
     batch: int
     samples: int
     found: int
-    schedule: Schedule
+    steps: int
+    rates: Mapping[str, float] = field(default_factory=lambda: RATES)
+    looks: int = 2
 
     @property
     def held(self) -> int:
@@ -61,7 +65,6 @@ def split(
     samples: int | None = None,
     seqlen: int | None = None,
     steps: int | None = None,
-    least: int = 256,
 ) -> Split:
     """Read the text and deal out its windows: the last fifth is held out.
 
@@ -71,7 +74,6 @@ def split(
         read: windows of the text: (samples, seqlen) -> tokens (windows, seqlen), fewer where it ends before.
         record: of the run.
         samples, seqlen, steps: see `tune`.
-        least: windows of a run that had none, of which the default is reckoned.
 
     Raises:
         RecipeError: a number is not positive.
@@ -80,7 +82,7 @@ def split(
     for name, value, low in (("samples", samples, 2), ("seqlen", seqlen, 2), ("steps", steps, 1)):
         if value is not None and value < low:
             raise RecipeError(f"--{name} is {value}; expected at least {low}.")
-    wanted, length = samples or TIMES * (record.windows or least), seqlen or record.seqlen
+    wanted, length = samples or TIMES * (record.windows or NONE), seqlen or record.seqlen
     windows = read(wanted, length)
     found, length = windows.shape
     begin, end = record.windows * record.seqlen, (record.windows + record.extra_windows) * record.seqlen
@@ -105,7 +107,7 @@ def split(
         batch=batch,
         samples=wanted,
         found=found,
-        schedule=Schedule(steps=steps, rates=RATES),
+        steps=steps,
     )
 
 

@@ -30,7 +30,7 @@ from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import check_there
 from nearplane.system.progress import Progress, say_compiling, silent
 from nearplane.system.safetensors_files import refuse_unfinished
-from nearplane.tuning.checks import check_layers, check_recipe, check_tunable
+from nearplane.tuning.checkpoint import check_layers, check_recipe, check_tunable
 from nearplane.verbs.quantize import quantize_folder
 from nearplane.verbs.tune import tune
 

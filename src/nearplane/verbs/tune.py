@@ -1,9 +1,8 @@
 """tune(): a finished checkpoint with its steps, norms and codes trained on KL(original || quantized); a verb like export.
 
 The solve looks at one layer after the other. Here all are looked at together, through the network's own predictions. What is
-trained is in `tuning/parameters.py` and `tuning/ladders.py`; how, and the guard, in `tuning/loop.py`: windows held out decide what
-is kept. Then the new folder is written as `quantize` writes one, read back, and every layer's certificate is measured again along
-the tuned network.
+trained is in `tuning/parameters.py`; how, and the guard, in `tuning/loop.py`: windows held out decide what is kept. Then the new
+folder is written as `quantize` writes one, read back, and every layer's certificate is measured again along the tuned network.
 """
 
 from __future__ import annotations
@@ -27,28 +26,24 @@ from nearplane.errors import CalibrationError, FormatError
 from nearplane.formats.container import Container, written
 from nearplane.formats.journal_pages import told
 from nearplane.formats.stored import Stored
+from nearplane.matrix.certificate import Known, measured_again
 from nearplane.matrix.inputs import Inputs
-from nearplane.matrix.measure_again import Known, measured_again
 from nearplane.matrix.on_grid import with_tensors
 from nearplane.matrix.to_rate import TOLERANCE
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block
-from nearplane.planning.record_size import most_bytes
+from nearplane.planning.folder_size import most_bytes
 from nearplane.planning.request import container_for, open_original, settled
 from nearplane.record.record import LayerRecord, RunRecord, read_record, versions
 from nearplane.record.tuning_record import APART, Solved, Tuning
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import repeated
-from nearplane.system.progress import Progress, logged, silent
-from nearplane.tuning.checkpoint import Checkpoint, mean_unit, norms_stored, trains_codes
-from nearplane.tuning.checks import check_checkpoint, check_model, check_place, fits
-from nearplane.tuning.ladders import TunedLadders
-from nearplane.tuning.loop import Outcome, mean_kl, train
+from nearplane.system.progress import Progress, silent
+from nearplane.tuning.checkpoint import Checkpoint, check_checkpoint, check_model, fits, norms_stored, trains_codes
+from nearplane.tuning.loop import Outcome, Snapshots, mean_kl, train
 from nearplane.tuning.network import TunedNetwork
-from nearplane.tuning.parameters import Tuned, TunedLayer, TunedVector
-from nearplane.tuning.pressure import Pressure
+from nearplane.tuning.parameters import Pressure, Tuned, TunedLadders, TunedLayer, TunedVector
 from nearplane.tuning.settings import Split, split
-from nearplane.tuning.snapshots import Snapshots
 from nearplane.verbs.verify_losses import along_both_networks, tuned_norms
 
 
@@ -85,7 +80,7 @@ def tune(
         trust_remote_code: run model code that comes with the original.
         progress: wraps the iterators over steps and layers.
 
-    A run that was stopped goes on behind the last step that was kept when the same is asked again: see `tuning/snapshots.py`.
+    A run that was stopped goes on behind the last step that was kept when the same is asked again: see `tuning/loop.py`.
 
     Returns:
         The record of the new checkpoint; `record.tuning` says what was gained.
@@ -95,11 +90,10 @@ def tune(
     """
     began, folder, where, given = time.perf_counter(), Path(source), Device.named(device), Given.of(calibration)
     record = read_record(folder)
-    check_checkpoint(folder, record)
+    check_checkpoint(folder, record, Path(out))
     stored = Stored(folder)
     model = open_original(against, record.recipe, trust_remote_code=trust_remote_code)
     check_model(model, record, stored)
-    check_place(Path(out), folder)
     container = container_for(
         model, record.recipe, Path(out), stored.config, overwrite=overwrite, trust_remote_code=trust_remote_code
     )
@@ -111,12 +105,12 @@ def tune(
     hold = fits(model, cut, codes, where)
     matrices = solved.matrices(codes=True)
     with container, repeated(record.products, where) as products:
-        asked = {"recipe": asdict(record.recipe), "--samples": cut.samples, "--steps": cut.schedule.steps}
+        asked = {"recipe": asdict(record.recipe), "--samples": cut.samples, "--steps": cut.steps}
         files, text = {"original": model.folder, "checkpoint": folder}, digest_of(cut.windows)
         kept = Snapshots(container, told(asked, files, text, versions(), where), began)
         if container.whole:  # but for its place
             return read_record(container.folder)
-        trained = Trained(solved, cut, matrices, solved.vectors(mean_unit(matrices.values())))
+        trained = Trained(solved, cut, matrices, solved.vectors(matrices))
         tuning, layers = _tuned(trained, container, hold=hold, kept=kept, progress=progress)
         read = Stored(container.folder, unfinished=container.config)
         model.tuned = tuned_norms(read, model, tuning)
@@ -178,27 +172,21 @@ def _tuned(
     solved, cut, matrices, vectors = trained
     coded = {name: each for name, each in matrices.items() if isinstance(each, TunedLadders)}
     most = _most(solved.record) if coded else None
-    place, ends = solved.device.place, solved.ends()
-    network = TunedNetwork(
-        solved.model, matrices, vectors, cut.windows, batch=cut.batch, device=place, ends=ends, hold=hold
-    )
-    training, held = cut.batches()
+    network = TunedNetwork(solved.model, matrices, vectors, cut, ends=solved.ends(), hold=hold)
     with network.ready():
         outcome = train(
             network,
             trained.parts,
-            cut.schedule,
-            training=training,
-            held=held,
+            cut,
             pressed=lambda kl: None if most is None else Pressure(coded, most, solved.stored.layers, kl),
             kept=kept,
-            progress=lambda items, total, there: progress(logged(items, "tuning", total, there=there), "tuning", total),
+            progress=progress,
         )
         tuning = _said(trained, outcome, most)
         container.room = most_bytes(replace(solved.record, tuning=tuning))
         layers = _write(trained, container)
         moved = _load(trained, Stored(container.folder, unfinished=container.config))
-        by_files = mean_kl(network, held)
+        by_files = mean_kl(network, cut.batches()[1])
     _agree(outcome, by_files)
     changed = {}
     for name, file in norms_stored(solved.model).items():
@@ -223,7 +211,7 @@ def _said(trained: Trained, outcome: Outcome, most: int | None) -> Tuning:
         text=digest_of(cut.windows),
         steps=outcome.steps,
         batch=cut.batch,
-        rates={kind: rate for kind, rate in cut.schedule.rates.items() if kind in kinds},
+        rates={kind: rate for kind, rate in cut.rates.items() if kind in kinds},
         codes=0,
         curve=outcome.curve,
         kept=outcome.kept,
@@ -306,8 +294,8 @@ def _agree(outcome: Outcome, by_files: float) -> None:
 def _certified(made: Checkpoint, layer: Layer, inputs: Inputs, old: LayerRecord) -> tuple[Tensor, LayerRecord]:
     """Return the values of a tuned layer as the files hold them, and its certificate."""
     matrix = made.stored.matrix(old.stored, made.stored.tensors(old.stored))
-    old = replace(old, base=matrix.grid.base)  # no sweep with another made these codes
-    known = Known(matrix=matrix, told=old, tuned=True)
-    new = measured_again(layer.name, layer.read(), inputs.used_once(), made.recipe.scheme_of(layer.name), known)
+    known = Known(matrix=matrix, base=matrix.grid.base, tuned=True)  # no sweep with another base made these codes
+    scheme = made.recipe.scheme_of(layer.name).storing(old.number_format)
+    new = measured_again(layer.name, layer.read(), inputs.used_once(), scheme, known)
     new = with_tensors(new, old.stored, old.bytes, old.checksum)
     return matrix.decode(), replace(new, asked=old.asked, seconds=old.seconds)

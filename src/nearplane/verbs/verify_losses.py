@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -18,8 +18,8 @@ from nearplane.calibration.walk import walk
 from nearplane.calibration.windows import Windows, digest_of
 from nearplane.errors import CalibrationError, FormatError, ModelError, NumericalError, first_few
 from nearplane.formats.stored import Stored
+from nearplane.matrix.certificate import Known, measured_again
 from nearplane.matrix.inputs import Inputs
-from nearplane.matrix.measure_again import Known, measured_again
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.planning.plan import moments_of_embeddings
@@ -82,8 +82,8 @@ def losses_again(
         scheme = there.recipe.scheme_of(layer.name)
         try:
             matrix = there.stored.matrix(told.stored, there.stored.tensors(told.stored)).to(layer.weight.device)
-            known = Known(matrix=matrix, told=told, tuned=tuned)
-            again = measured_again(layer.name, layer.read(), inputs.used_once(), scheme, known)
+            known, own = Known(matrix=matrix, base=told.base, tuned=tuned), scheme.storing(told.number_format)
+            again = measured_again(layer.name, layer.read(), inputs.used_once(), own, known)
         except (FormatError, ModelError, NumericalError) as error:
             faults.append(Fault(where=layer.name, what=str(error)))
             return None, False
@@ -144,11 +144,10 @@ def _held_out_again(there: Checkpoint, tolerance: float) -> Iterator[Fault]:
         if (digest_of(cut.windows), cut.training, cut.held) != (tuning.text, tuning.windows, tuning.held_windows):
             yield Fault(where=where, what="the text does not give the windows that it was tuned on")
             return
-        matrices, vectors, ends = there.matrices(), there.vectors(1.0), there.ends()
-        held = cut.windows[cut.training :]
-        network = TunedNetwork(model, matrices, vectors, held, batch=cut.batch, device=there.device.place, ends=ends)
+        matrices, held = there.matrices(), replace(cut, windows=cut.windows[cut.training :], training=0)
+        network = TunedNetwork(model, matrices, there.vectors(matrices), held, ends=there.ends())
         with network.ready():
-            found = mean_kl(network, range(network.batches))
+            found = mean_kl(network, held.batches()[1])
     except (CalibrationError, FormatError, ModelError) as error:
         yield Fault(where=where, what=str(error))
         return
