@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nearplane.calibration.activations import Stream, skeleton
-from nearplane.calibration.rows import RoutedRows
 from nearplane.calibration.second_moments import Observed, observe, summed
+from nearplane.calibration.watch import RoutedRows
 from nearplane.errors import CalibrationError, RecipeError
 from nearplane.models.experts import ExpertLayer, Routed, by_expert, is_stack, observable
 from nearplane.models.model import Model, open_model

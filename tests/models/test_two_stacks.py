@@ -9,10 +9,10 @@ import torch
 from transformers import AutoModelForSeq2SeqLM
 
 from nearplane.calibration.activations import readout, skeleton
-from nearplane.calibration.encoder_decoder import joined
 from nearplane.calibration.one_forward import Passage
-from nearplane.calibration.rows import Rows
+from nearplane.calibration.recorder import joined
 from nearplane.calibration.stages import seen, stages
+from nearplane.calibration.watch import Rows
 from nearplane.errors import ModelError
 from nearplane.models.model import open_model
 from translating import VOCABULARY, predicted, save_translating

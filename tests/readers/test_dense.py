@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 import nearplane
 from families import config_of, random_model
-from nearplane.models.kept import unbuilt_parts
-from nearplane.models.left_dense import experts, left_dense, merged_experts
+from nearplane.models.ignored import experts, left_dense, merged_experts
 from nearplane.models.model import open_model
+from nearplane.models.structure import unbuilt_parts
 from nearplane.record.summary import summary
 from nearplane.system.safetensors_files import ShardReader
 

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from nearplane.calibration.encoder_decoder import ENCODED, Between, part_of, with_part
-from nearplane.calibration.recorder import Call, End, Recorder, Tape, mapped
+from nearplane.calibration.recorder import ENCODED, Between, Call, End, Recorder, Tape, mapped, part_of, with_part
 from nearplane.calibration.states_on_disk import Keep
 from nearplane.calibration.texts import check_vocabulary
 from nearplane.calibration.watch import Stop, stop, until_stopped

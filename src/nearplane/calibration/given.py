@@ -19,9 +19,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nearplane.errors import CalibrationError, ModelError, RecipeError
-from nearplane.models.kinds import Taken
+from nearplane.models.kinds import Spoken, Taken
 from nearplane.models.pretrained import in_a_sentence
-from nearplane.models.tokens_with_audio import Spoken
 from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.recipe.spellings import SPELLINGS
 

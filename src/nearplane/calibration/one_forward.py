@@ -20,9 +20,8 @@ from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
 from nearplane.calibration.activations import Stream, finite
-from nearplane.calibration.rows import InParts, RoutedRows, Rows, Seen, rows_of
 from nearplane.calibration.stages import FirstLook, first_look, seen
-from nearplane.calibration.watch import Additions, Hooks, Results, total, wide
+from nearplane.calibration.watch import Additions, Hooks, InParts, Results, RoutedRows, Rows, Seen, rows_of, total, wide
 from nearplane.errors import CalibrationError
 from nearplane.models.experts import by_expert
 from nearplane.models.layers import Layer
@@ -319,3 +318,31 @@ class _Forward:
     def end(self) -> None:
         if not self.greenlet.dead:
             self.greenlet.throw()
+
+
+BATCH_TOKENS, BATCH_WINDOWS = 2048, 8  # of a batch at most: enough rows for products at full speed
+
+
+def batch_of(seqlen: int) -> int:
+    """Return how many windows of so many tokens pass through a block at a time where memory is not limited."""
+    return max(1, min(BATCH_WINDOWS, BATCH_TOKENS // seqlen))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySetting:
+    """What trades time for memory. Only `batch` changes the bytes of a checkpoint, and is in its record.
+
+    Args:
+        batch: windows that pass through a block at a time; sums of floating-point numbers depend on it.
+        room: bytes that paused activations may take; stages that take more are passes of their own.
+        disk: whether hidden states between blocks lie in a file.
+    """
+
+    batch: int
+    room: int
+    disk: bool = False
+
+    @classmethod
+    def usual(cls, seqlen: int, device: Device, batch: int | None = None) -> MemorySetting:
+        """Return the fastest setting; `batch` windows at a time, or where it is None as many as `batch_of` gives."""
+        return cls(batch=batch or batch_of(seqlen), room=room_for_pauses(device))

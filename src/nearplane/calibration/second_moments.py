@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from nearplane.calibration.activations import Stream
-from nearplane.calibration.rows import ExpertRows, InParts, RoutedRows, Rows
 from nearplane.calibration.stages import seen, unreached
+from nearplane.calibration.watch import ExpertRows, InParts, RoutedRows, Rows
 from nearplane.calibration.windows import EXTRA_TOKENS
 from nearplane.errors import CalibrationError
 from nearplane.lattice.moments import ExtraRows, Moments, MomentSums

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from nearplane.calibration.activations import Stream, finish, skeleton
-from nearplane.calibration.memory_setting import MemorySetting
-from nearplane.calibration.one_forward import Passage
+from nearplane.calibration.one_forward import MemorySetting, Passage
 from nearplane.calibration.second_moments import Observed, observe, shared_inputs, summed
 from nearplane.calibration.stages import before_the_head
 from nearplane.calibration.states_on_disk import StatesOnDisk

@@ -17,10 +17,9 @@ from nearplane.calibration.given import Given, refuse_lost
 from nearplane.calibration.texts import around, check_start, check_vocabulary, read_windows
 from nearplane.errors import CalibrationError, RecipeError
 from nearplane.lattice.solvers import SOLVERS
-from nearplane.models.kinds import Taken, is_framed, taken_by
+from nearplane.models.kinds import Spoken, Taken, is_framed, joined, taken_by
 from nearplane.models.model import Model
 from nearplane.models.pretrained import in_a_sentence
-from nearplane.models.tokens_with_audio import Spoken, joined
 from nearplane.recipe.grids import GridScheme
 from nearplane.recipe.recipe import Recipe
 from nearplane.record.words import LEAST, shortage

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
-from nearplane.errors import RecipeError
+import transformers
+
+from nearplane.errors import ModelError, RecipeError
+from nearplane.models.kinds import has_head
+from nearplane.models.layers import Layer
 from nearplane.models.model import Model
+from nearplane.models.structure import NOT_HANDLED
 
 NEAR = 3  # names that an error offers
 
@@ -58,3 +63,100 @@ def pattern_of(block: str, layer: str) -> str:
     'mlp\\\\.experts\\\\.[0-9]+\\\\.up_proj$'
     """
     return rf"{re.sub(r'[0-9]+', '[0-9]+', re.escape(layer.removeprefix(f'{block}.')))}$"
+
+
+def left_dense(model: Model, layers: Sequence[Layer] | None = None) -> list[str]:
+    """Return names and patterns of all that is not quantized and that a reader might take for a linear layer.
+
+    That is every Linear, Conv1D and Conv2d and what inherits from them, experts in one tensor or stored one by one, and
+    parts of the checkpoint that transformers does not build: other readers build them.
+
+    Args:
+        model: the original.
+        layers: what is quantized, if that is not all that can be.
+    """
+    layers = model.layers if layers is None else layers
+    quantized = {layer.name for layer in layers}
+    names = set(model.matrices()) - quantized
+    names |= {stored for name in names if (stored := _stored(model, name)) is not None}
+    parts = {*experts(model), *model.unbuilt, *(_stem(names) for names in model.weights.merged().values())}
+    both = quantized | {model.written_name(layer) for layer in layers if layer.routed}
+    holding = {name[:place] for name in both for place, letter in enumerate(name) if letter == "."}
+    return sorted(names) + [_pattern(part) for part in sorted(parts - holding - quantized)]
+
+
+def experts(model: Model) -> list[str]:
+    """Return the names of modules that hold several matrices in one parameter and are not quantized."""
+    left = {name for name, _ in model.skipped} | set(model.ignored)
+    return sorted(name for name in left if name in model.stacked())
+
+
+def merged_experts(model: Model, layers: Sequence[Layer] | None = None) -> list[str]:
+    """Return the names of modules left alone that transformers puts together from tensors `*.weight`, one for each expert.
+
+    Its reader of compressed-tensors then decodes these tensors first, and drops those that are not packed unless the scheme of
+    the experts is one of eight-bit floats: "weights that ship no scale pass through untouched".
+    """
+    quantized = {layer.parameter for layer in (model.layers if layers is None else layers)}
+    merged = {name: parts for name, parts in model.weights.merged().items() if name not in quantized}
+    weights = {name.rpartition(".")[0] for name, parts in merged.items() if all(p.endswith(".weight") for p in parts)}
+    return sorted(weights)
+
+
+def _stored(model: Model, name: str) -> str | None:
+    """Return the name of a module in the checkpoint, None if its weight is not stored as one tensor."""
+    try:
+        return model.source_name(f"{name}.weight").removesuffix(".weight")
+    except ModelError:
+        return None
+
+
+def _stem(names: Iterable[str]) -> str:
+    """Return the module that all names lie in."""
+    shared: list[str] = []
+    for parts in zip(*(name.split(".") for name in names), strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)
+
+
+def _pattern(part: str) -> str:
+    """Return a pattern of a module and all below it."""
+    return rf"re:^{re.escape(part)}(\..*)?$"
+
+
+HEADS = re.compile(
+    r"For(?!CausalLM$|ConditionalGeneration$)[A-Z]\w+$"
+)  # of classes of transformers that continue no text
+
+
+def refuse_unsupported(model: Model) -> None:
+    """Refuse a model with nothing to quantize, and one that was made for something else than to continue text.
+
+    Raises:
+        RecipeError: names the architecture, and the type of module that is not handled.
+    """
+    kind = type(model.network).__name__
+    if not has_head(model.network) and getattr(model.config, "is_encoder_decoder", False):
+        raise RecipeError(
+            f"The architecture {kind} is not supported: it has an encoder and a decoder and no head, so it is not known what the "
+            f"decoder is given. Pass it as it was saved with its head, for conditional generation."
+        )
+    for made in getattr(model.config, "architectures", None) or ():
+        if made != kind and HEADS.search(made) and hasattr(transformers, made):
+            raise RecipeError(
+                f"The architecture {made} is not supported: it does not predict the next token, as nearplane expects of a model. "
+                f"transformers would build {kind} of it. Pass a causal language model, or an encoder saved without a head."
+            )
+    if model.layers:
+        return
+    if left := [(name, reason) for name, reason in model.skipped if reason.endswith(NOT_HANDLED)]:
+        name, reason = left[0]
+        raise RecipeError(
+            f"The architecture {kind} is not supported: its matrices are of the type {reason.split()[0]} (as {name}), which is not "
+            f"handled; Linear, Conv1D and Conv2d are. Use another model, or another tool for this one."
+        )
+    raise RecipeError(
+        f"Nothing to quantize: --ignore leaves out all {len(model.ignored)} matrices of {kind}. Leave out fewer."
+    )

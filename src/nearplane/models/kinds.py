@@ -6,6 +6,8 @@ Knows configs and networks of transformers; what becomes of the hidden states is
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -19,8 +21,6 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
     MODEL_MAPPING_NAMES,
 )
-
-from nearplane.models.tokens_with_audio import Spoken
 
 HEARD = "whisper", "moonshine", "speech_to_text", "speecht5"  # types of models that write down what they hear, as tried
 
@@ -178,3 +178,96 @@ def read_out(network: nn.Module, output: Any) -> Tensor:
     """
     found: Tensor = output.logits if has_head(network) else output.last_hidden_state
     return found.roll(-1, 1) if has_two_stacks(network) else found
+
+
+class Spoken(Tensor):
+    """What is said, (windows, seqlen) int64 token ids, and how it sounds.
+
+    To all that counts, looks up or compares tokens it is a tensor of token ids, and what comes of that is a plain tensor. Windows
+    that are taken, split off, gone through or moved to a device take their sound along.
+
+    Attributes:
+        sound: (windows, ..) float32, as the model's feature extractor makes it: of Whisper (windows, mel bins, frames).
+    """
+
+    sound: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as of Parameter
+
+    @classmethod
+    def of(cls, tokens: Tensor, sound: Tensor) -> Spoken:
+        """Join token ids with the sound of as many windows; no memory is copied."""
+        found = tokens.as_subclass(cls)
+        found.sound = sound
+        return found
+
+    def __getitem__(self, which: Any) -> Tensor:
+        """Return some windows with their sound; by two indices, plain token ids."""
+        ids = super().__getitem__(which)
+        return ids if isinstance(which, tuple) else Spoken.of(ids, self.sound[which])
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Yield window after window, (seqlen,) each."""
+        return (self[i] for i in range(len(self)))
+
+    def split(self, size: Any, dim: int = 0) -> tuple[Tensor, ...]:
+        """Return the windows in parts."""
+        assert dim == 0, "windows are not cut"
+        return tuple(map(Spoken.of, torch.split(self.as_subclass(Tensor), size), torch.split(self.sound, size)))
+
+    def to(self, *place: Any, **how: Any) -> Tensor:
+        """Return them on another device; their sound stays float32."""
+        ids = super().to(*place, **how)
+        return Spoken.of(ids, self.sound.to(ids.device))
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """Return windows one behind the other, with their sound if they have one."""
+    ids, sounds = torch.cat(parts), [part.sound for part in parts if isinstance(part, Spoken)]
+    return Spoken.of(ids, torch.cat(sounds)) if sounds else ids
+
+
+def cut(windows: Tensor, seqlen: int) -> Tensor:
+    """Return windows cut into shorter ones of at most `seqlen` tokens; what is said in a sound stays whole."""
+    if isinstance(windows, Spoken) or windows.shape[1] <= seqlen:
+        return windows
+    return windows[:, : windows.shape[1] // seqlen * seqlen].reshape(-1, seqlen)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence:
+    """Sums over tokens, so that batches add up.
+
+    Args:
+        kl: sum of KL(original || quantized), nats.
+        agreed: tokens at which both networks hold the same one for the most likely.
+        tokens: that were compared.
+    """
+
+    kl: float = 0.0
+    agreed: int = 0
+    tokens: int = 0
+
+    def __add__(self, other: Divergence) -> Divergence:
+        return Divergence(kl=self.kl + other.kl, agreed=self.agreed + other.agreed, tokens=self.tokens + other.tokens)
+
+
+def divergence(original: Tensor, quantized: Tensor) -> Divergence:
+    """Compare the predictions of two networks at the same positions.
+
+    Args:
+        original, quantized: (..., vocabulary) log-probabilities in float32.
+    """
+    kl = (original.exp() * (original - quantized)).sum(-1).double().sum()
+    agreed = (original.argmax(-1) == quantized.argmax(-1)).sum()
+    return Divergence(kl=float(kl), agreed=int(agreed), tokens=original[..., 0].numel())
+
+
+def distance(original: Tensor, quantized: Tensor) -> Divergence:
+    """Compare the last hidden states of two networks (..., hidden), as if each were the mean of a normal distribution.
+
+    Its standard deviation is the root mean square of the original's token, in every direction: `KL = |x - y|^2 / (2 s^2)`.
+    """
+    original, quantized = original.float(), quantized.float()
+    variance = original.square().mean(-1).clamp(min=1e-30)
+    kl = ((original - quantized).square().sum(-1) / (2 * variance)).double().sum()
+    return Divergence(kl=float(kl), tokens=original[..., 0].numel())

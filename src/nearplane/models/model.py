@@ -25,11 +25,19 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from nearplane.errors import ModelError
 from nearplane.models.conversion import Weights
 from nearplane.models.experts import observable
-from nearplane.models.kept import MATRICES, kept_parts, outside_parts, unbuilt_parts
 from nearplane.models.kinds import padded_positions, towers
 from nearplane.models.layers import Layer
 from nearplane.models.pretrained import empty_network, find_folder, has_other_tokenizer, save_tokenizer, tokenizer_of
-from nearplane.models.structure import IGNORED, find_ends, find_layers, find_stacks
+from nearplane.models.structure import (
+    IGNORED,
+    MATRICES,
+    find_ends,
+    find_layers,
+    find_stacks,
+    kept_parts,
+    outside_parts,
+    unbuilt_parts,
+)
 from nearplane.system.fp8_mxfp4 import METHODS, WidenedReader, method_of, source_reader
 from nearplane.system.json_file import read_object
 from nearplane.system.safetensors_files import TensorReader

@@ -12,16 +12,14 @@ import torch
 from torch import Tensor
 
 from nearplane.calibration.activations import Stream, places, readout, skeleton
-from nearplane.calibration.rows import RoutedRows, Rows
 from nearplane.calibration.second_moments import observe, summed
 from nearplane.calibration.stages import seen, stages
+from nearplane.calibration.watch import RoutedRows, Rows
 from nearplane.errors import CalibrationError
 from nearplane.matrix.inputs import Inputs
-from nearplane.models.divergence import Divergence, distance, divergence
-from nearplane.models.kinds import has_head
+from nearplane.models.kinds import Divergence, cut, distance, divergence, has_head
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block, Model
-from nearplane.models.tokens_with_audio import cut
 from nearplane.planning.allocate import Curve
 from nearplane.planning.depth import Change, expected_loss, measured_blocks, relative_energy, told_losses, within
 from nearplane.planning.perturb import Perturbations

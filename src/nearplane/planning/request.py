@@ -11,8 +11,7 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-from nearplane.calibration.stages import FirstLook
-from nearplane.calibration.trial import try_blocks
+from nearplane.calibration.stages import FirstLook, try_blocks
 from nearplane.calibration.windows import Windows
 from nearplane.errors import RecipeError
 from nearplane.formats.config_file import Quantized
@@ -22,12 +21,10 @@ from nearplane.formats.table import FORMATS
 from nearplane.lattice.number_formats import NumberFormat, number_format
 from nearplane.loading.rehearsal_check import check_loads
 from nearplane.models.experts import ExpertLayer
-from nearplane.models.ignored import refuse_unmatched
+from nearplane.models.ignored import left_dense, merged_experts, refuse_unmatched, refuse_unsupported
 from nearplane.models.kinds import has_head, has_two_stacks
 from nearplane.models.layers import Layer
-from nearplane.models.left_dense import left_dense, merged_experts
 from nearplane.models.model import Model, open_model
-from nearplane.models.unsupported import refuse_unsupported
 from nearplane.planning.plan import check_budget
 from nearplane.recipe.grids import BlockScheme
 from nearplane.recipe.recipe import LayerScheme, Recipe

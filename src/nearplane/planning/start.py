@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from nearplane.calibration.given import Given
-from nearplane.calibration.memory_setting import batch_of
+from nearplane.calibration.one_forward import batch_of
 from nearplane.calibration.windows import Windows
 from nearplane.formats.container import Container
 from nearplane.models.model import Model

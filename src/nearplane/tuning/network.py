@@ -17,8 +17,8 @@ from torch.func import functional_call
 
 from nearplane.calibration.activations import finite, readout, skeleton
 from nearplane.errors import CalibrationError, ModelError
-from nearplane.models.divergence import Divergence, divergence
 from nearplane.models.experts import parameter_of
+from nearplane.models.kinds import Divergence, divergence
 from nearplane.models.layers import Layer
 from nearplane.models.model import ABSENT, Block, Model
 from nearplane.tuning.parameters import Tuned, TunedLayer, TunedVector

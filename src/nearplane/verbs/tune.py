@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nearplane.calibration.given import Given, with_text
-from nearplane.calibration.memory_setting import MemorySetting
+from nearplane.calibration.one_forward import MemorySetting
 from nearplane.calibration.texts import DEFAULT_DATASET
 from nearplane.calibration.walk import unquantized, walk
 from nearplane.calibration.windows import Windows, calibration_windows, digest_of

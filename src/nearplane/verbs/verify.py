@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nearplane.calibration.given import Given, with_text
-from nearplane.calibration.memory_setting import MemorySetting
+from nearplane.calibration.one_forward import MemorySetting
 from nearplane.calibration.walk import walk
 from nearplane.calibration.windows import Windows, calibration_windows
 from nearplane.errors import CalibrationError, FormatError, ModelError, NumericalError, RecipeError, first_few

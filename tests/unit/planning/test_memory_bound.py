@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from nearplane.calibration.memory_setting import MemorySetting
+from nearplane.calibration.one_forward import MemorySetting
 from nearplane.planning.memory_bound import (
     SLACK,
     Blocks,
