@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from bare_blocks import both
 from nearplane.calibration.activations import Stream, skeleton
 from nearplane.calibration.second_moments import Observed, observe, summed
 from nearplane.calibration.watch import RoutedRows
@@ -141,7 +142,7 @@ def test_rows_are_paired_where_both_networks_send_a_token_to_the_expert() -> Non
 
 def test_moments_of_an_expert_are_those_of_the_tokens_that_reach_it(model: Model) -> None:
     """All experts are one stage before gate and up, and one before down; the sums of each are formed apart."""
-    stream = skeleton(model, TOKENS, device="cpu", dtype=torch.float64, batch=2)
+    stream = both(skeleton(model, TOKENS.split(2), device="cpu", dtype=torch.float64))
     stream.quantized = [x + 0.1 * torch.randn_like(x) for x in stream.quantized]
     with model.blocks[0].on("cpu", torch.float64) as block:
         layers = [layer for layer in block.quantized_layers() if layer.routed]
@@ -154,7 +155,7 @@ def test_moments_of_an_expert_are_those_of_the_tokens_that_reach_it(model: Model
             for batch, hidden in enumerate(getattr(stream, which)):
                 stream.forward(block, getattr(block, which), batch, hidden)
             stack.watched.before.clear()
-        found = observe(block, groups, stream, correct=True)
+        found = observe(block, groups, stream)
     assert [[layer.expert for layer in each.layers] for each in found] == [[e] * 2 for e in range(4)] + [
         [e] for e in range(4)
     ]
@@ -193,8 +194,8 @@ def seen_by(rows: Tensor, *counts: int, inputs: int, rare: Any) -> list[Observed
         )
         for e in range(len(counts))
     )  # fmt: skip
-    stream = Stream([rows[:, None]], {}, two_streams=True)
-    return [*summed([layers], iter([[routed(rows, *counts)]]), stream, correct=True, rare=rare)]
+    stream = both(Stream([rows[:, None]], {}))
+    return [*summed([layers], iter([[routed(rows, *counts)]]), stream, rare=rare)]
 
 
 def test_an_expert_with_enough_tokens_has_its_own_moments_alone(generator: torch.Generator) -> None:

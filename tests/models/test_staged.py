@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from alive import living, paused
-from bare_blocks import Convolution, Experts, bare
+from bare_blocks import Convolution, Experts, bare, both
 from families import LLAMA, VOCABULARY, config_of, random_model
 from nearplane.calibration.activations import Stream, skeleton
 from nearplane.calibration.one_forward import Passage, pauses
@@ -85,7 +85,7 @@ def pass_through(block: Block, stream: Stream, room: int, seen: Seen) -> None:
             module.register_forward_pre_hook(count)
     with Passage(block, stream, sequential=True, room=room) as passage:
         for groups, shown in passage:
-            for observed in summed(groups, shown, stream, correct=stream.original is not None, held_out=0.4):
+            for observed in summed(groups, shown, stream, held_out=0.4):
                 seen.moments |= observed.moments
                 for layer in observed.layers:
                     layer.write(coarse(layer.read(), observed.moments[layer.name]))
@@ -126,9 +126,10 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 def way(folder: Path, tokens: Tensor, room: int, *, correct: bool = True, dtype: torch.dtype = torch.float64) -> Seen:
     model = open_model(str(folder))
-    stream = skeleton(
-        model, tokens[:4], device="cpu", dtype=dtype, batch=2, two_streams=correct, extra=tokens[4:]
-    )  # two batches, and one window of its own that enters no sum
+    stream = skeleton(model, tokens.split(2), device="cpu", dtype=dtype)
+    stream.fitted = 2  # two batches, and one window of its own that enters no sum
+    if correct:
+        both(stream)
     return through(model.blocks, stream, room, dtype)
 
 
@@ -231,7 +232,7 @@ def test_stages_that_fit_pause_and_the_others_repeat(folder_of: Callable[[str], 
     """With less and less room fewer stages pause, and down is the first that does not."""
     model = open_model(str(folder_of("wide")))
     often = way(folder_of("wide"), tokens, NOTHING)
-    stream = skeleton(model, tokens[:4], device="cpu", dtype=torch.float64, batch=2, extra=tokens[4:])
+    stream = both(skeleton(model, tokens.split(2), device="cpu", dtype=torch.float64))
     with model.blocks[0].on("cpu", torch.float64) as block:
         look = first_look(block, stream)
     plans = {plan.stages: (room, plan) for room in range(0, 1 << 19, 1 << 9) for plan in [pauses(look, stream, room)]}
@@ -247,7 +248,7 @@ def test_what_pauses_takes_what_was_foretold(folder_of: Callable[[str], Path]) -
     """Of every stage but the last, where the original's forwards go on."""
     tokens = torch.randint(3, VOCABULARY, (16, 48), generator=torch.Generator().manual_seed(1))
     model = open_model(str(folder_of("llama")))
-    stream = skeleton(model, tokens, device="cpu", dtype=torch.float64, batch=2)
+    stream = both(skeleton(model, tokens.split(2), device="cpu", dtype=torch.float64))
     with model.blocks[0].on("cpu", torch.float64) as block:
         look = first_look(block, stream)
         foretold = [look.entered[group[0].name][0].alive * 8 * 2 for group in look.groups]
@@ -270,7 +271,7 @@ def test_an_error_in_a_solve_leaves_no_forward_paused(
 ) -> None:
     """While the error, and so every frame that it passed, is still held."""
     model = open_model(str(folder_of("llama")))
-    stream = skeleton(model, tokens, device="cpu", dtype=torch.float64, batch=2)
+    stream = both(skeleton(model, tokens.split(2), device="cpu", dtype=torch.float64))
     with model.blocks[0].on("cpu", torch.float64) as block:
         error = None
         try:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from nearplane.calibration.activations import Stream, finite
 from nearplane.calibration.stages import FirstLook, first_look, seen
-from nearplane.calibration.watch import Additions, Hooks, InParts, Results, RoutedRows, Rows, Seen, rows_of, total, wide
+from nearplane.calibration.watch import Additions, InParts, Results, RoutedRows, Rows, Seen, rows_of, total, wide
 from nearplane.errors import CalibrationError
 from nearplane.models.experts import by_expert
 from nearplane.models.layers import Layer
@@ -139,7 +139,7 @@ class Passage:
         self._adding = {layer.name for group in self._look.groups for layer in group if layer.adds}
         self._original: list[_Forward] = []
         self._quantized: list[_Forward] = []
-        self._hooks = Hooks()
+        self._ends = ExitStack()  # removes hooks and ends forwards, wherever they are
         self._running: _Forward | None = None
 
     def __enter__(self) -> Passage:
@@ -149,9 +149,9 @@ class Passage:
         self._end()
 
     def __iter__(self) -> Iterator[tuple[tuple[tuple[Layer, ...], ...], Iterator[list[Rows | RoutedRows]] | InParts]]:
-        groups, correct = self._look.groups, self.stream.original is not None
+        groups = self._look.groups
         if not self._sequential:
-            yield groups, seen(self.block, groups, self.stream, correct=correct, last=True)
+            yield groups, seen(self.block, groups, self.stream, last=True)
             self.stream.advance(self.block)
             return
         if self._stages:
@@ -172,8 +172,7 @@ class Passage:
 
     def _pass(self, ends: bool, group: tuple[Layer, ...], last: bool) -> Iterator[list[Rows | RoutedRows]]:
         """Pass both streams through the block as far as some layers, the original one to its end with the last of all."""
-        correct = self.stream.original is not None
-        return seen(self.block, [group], self.stream, correct=correct, last=ends and last)
+        return seen(self.block, [group], self.stream, last=ends and last)
 
     def _parts(self, group: tuple[Layer, ...]) -> list[tuple[Layer, ...]]:
         """Split experts so that what those of each part multiply may be kept; other layers are one part."""
@@ -200,11 +199,14 @@ class Passage:
         firsts = {group[0].name: stage for stage, group in enumerate(self._look.groups[: self._stages])}
         for layer in self.block.layers_of(module):
             if layer.name in firsts:
-                self._hooks.before(layer, partial(_pause, firsts[layer.name]))
+                self._ends.enter_context(layer.before(partial(_pause, firsts[layer.name])))
             if layer.name in self._adding:
-                self._hooks.after(layer, self._watch)
+                self._ends.enter_context(layer.after(self._watch))
         own = [self.stream.own(self.block, batch) for batch in range(len(states))]
-        return [_Forward(partial(self._run, module, batch, states), x) for batch, x in enumerate(own)]
+        forwards = [_Forward(partial(self._run, module, batch, states), x) for batch, x in enumerate(own)]
+        for forward in forwards:
+            self._ends.callback(forward.end)
+        return forwards
 
     def _run(self, module: nn.Module | None, batch: int, states: MutableSequence[Tensor]) -> Tensor:
         """Run a copy of the block on a batch: what a greenlet does."""
@@ -278,10 +280,7 @@ class Passage:
 
     def _end(self) -> None:
         """End all forwards, wherever they are, and let go of what they hold."""
-        self._hooks.__exit__()
-        with ExitStack() as ends:
-            for forward in (*self._original, *self._quantized):
-                ends.callback(forward.end)
+        self._ends.close()
         self._original, self._quantized = [], []
 
     def _astray(self) -> CalibrationError:

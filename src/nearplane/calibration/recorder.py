@@ -6,6 +6,7 @@ Knows how blocks are called; not what their hidden states are used for.
 from __future__ import annotations
 
 from collections.abc import Callable, MutableSequence, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from nearplane.calibration.states_on_disk import Keep
-from nearplane.calibration.watch import Stop, same, until_stopped
+from nearplane.calibration.watch import Stop, same
 from nearplane.errors import ModelError
 from nearplane.models.kinds import main_input, words
 
@@ -73,7 +74,8 @@ class Tape:
         for part in parts:
             self._begin()
             given = part.to(device)
-            until_stopped(partial(network, main_input(network, given), **words(network, given)))
+            with suppress(Stop):
+                network(main_input(network, given), **words(network, given))
             self._check()
             if len(found := self.hidden[-1]) != len(part):
                 raise ModelError(

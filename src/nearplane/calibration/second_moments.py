@@ -49,9 +49,7 @@ def observe(
     groups: Sequence[tuple[Layer, ...]],
     stream: Stream,
     *,
-    correct: bool,
     held_out: float = HELD_OUT,
-    residual: bool = True,
     last: bool = False,
     onward: bool = False,
 ) -> list[Observed]:
@@ -60,19 +58,16 @@ def observe(
     This is a pass of its own; see `seen` for `last` and `onward`, and `summed` for the sums.
 
     Args:
-        block: in memory, with its original if `correct`.
+        block: in memory, with its original if the stream has two streams.
         groups: from `stages`; often one of them.
         stream: standing before the block.
-        correct: whether to compare with the original network: C, `lost` and held-out moments.
         held_out: see `summed`.
-        residual: whether what layers' outputs are added to counts as well.
         last, onward: whether the streams move on in the same pass.
 
     Raises:
         CalibrationError: as `summed`, or a layer sees different tokens in the two networks.
     """
-    looked = seen(block, groups, stream, correct=correct, residual=residual, last=last, onward=onward)
-    return [*summed(groups, looked, stream, correct=correct, held_out=held_out)]
+    return [*summed(groups, seen(block, groups, stream, last=last, onward=onward), stream, held_out=held_out)]
 
 
 # not under torch.no_grad, which would hold what a generator yields until it is asked for more; what it calls is under it
@@ -81,7 +76,6 @@ def summed(
     looked: Iterable[list[Rows | RoutedRows]] | InParts,
     stream: Stream,
     *,
-    correct: bool,
     held_out: float = HELD_OUT,
     rare: Rare = "mean",
 ) -> Iterator[Observed]:
@@ -100,8 +94,8 @@ def summed(
         groups: of layers that share an input, or of all experts of a block.
         looked: of every batch, its rows of the input of each group.
         stream: that the batches are of.
-        correct: whether rows of the original network are among them.
-        held_out: fraction of the windows, the last ones, whose moments are also given apart; at least one window.
+        held_out: fraction of the windows, the last ones, whose moments are also given apart, where there is the original network to
+            compare with; at least one window.
         rare: what becomes of experts that few tokens reach.
 
     Raises:
@@ -110,7 +104,7 @@ def summed(
     if stream.fitted < len(stream.sizes) and ALONE.world > 1:
         raise CalibrationError(f"Extra windows are measured on one rank, and this run has {ALONE.world}.")
     windows = sum(stream.sizes[: stream.fitted])
-    split = correct and held_out > 0 and windows > 1
+    split = stream.original is not None and held_out > 0 and windows > 1
     first_held = windows - min(windows - 1, max(1, round(held_out * windows))) if split else windows
     made = partial(_Sums, stream=stream, first_held=first_held)
     if isinstance(looked, InParts):

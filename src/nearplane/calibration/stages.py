@@ -10,6 +10,7 @@ block (attention a third of the weights): 0 + 1/3 + 1/3 + 1 for each stream and 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +21,6 @@ from nearplane.calibration.activations import Stream, finite, skeleton
 from nearplane.calibration.recorder import Call
 from nearplane.calibration.watch import (
     Additions,
-    Hooks,
     Results,
     RoutedRows,
     Rows,
@@ -28,7 +28,6 @@ from nearplane.calibration.watch import (
     Stop,
     rows_of,
     total,
-    until_stopped,
 )
 from nearplane.errors import CalibrationError, ModelError, NearplaneError, first_few, first_line
 from nearplane.models.experts import unwatched
@@ -113,11 +112,11 @@ def first_look(block: Block, stream: Stream) -> FirstLook:
         )
         held.append(x.untyped_storage())
 
-    with additions, Hooks() as hooks:
+    with additions, ExitStack() as hooks:
         for layer in layers:
-            hooks.before(layer, entering)
+            hooks.enter_context(layer.before(entering))
             if not layer.routed:
-                hooks.after(layer, additions.watch)
+                hooks.enter_context(layer.after(additions.watch))
         stream.forward(block, module, 0, stream.quantized[0])
         additions.finish()
     if unseen := [layer.name for layer in layers if layer.name not in entered]:
@@ -145,28 +144,24 @@ def seen(
     groups: Sequence[tuple[Layer, ...]],
     stream: Stream,
     *,
-    correct: bool,
-    residual: bool = True,
     last: bool = False,
     onward: bool = False,
 ) -> Iterator[list[Rows | RoutedRows]]:
     """Yield for each batch what it shows of the inputs of some groups of layers, as the block is now.
 
     Args:
-        block: in memory, with its original if `correct`.
+        block: in memory, with its original if the stream has two streams.
         groups: from `stages`; often one of them.
         stream: standing before the block.
-        correct: whether to compare with the original network.
-        residual: whether to look at what the layers' outputs are added to.
         last: no other groups of this block follow: the original stream moves on to the next block in the same pass.
         onward: the quantized stream moves on as well, with the block as it is.
 
     Raises:
         CalibrationError: a layer sees different tokens in the two networks, or what comes out of the block is not finite.
     """
-    states = stream.original if correct else None
-    assert not correct or (states is not None and not stream.ahead), "correction needs the original stream"
-    look = _Look(block, groups, stream, residual=correct and residual)
+    states = stream.original
+    assert not stream.ahead, "the original stream has passed the block"
+    look = _Look(block, groups, stream)
     for batch in range(len(stream.sizes)):
         original = None
         if states is not None:
@@ -184,7 +179,7 @@ def seen(
         ]
         del original, quantized, output
         release()  # what the forwards took and freed lies among what is kept
-    stream.ahead = correct and last
+    stream.ahead = last and states is not None
 
 
 def before_the_head(block: Block, stream: Stream) -> tuple[Layer, ...]:
@@ -202,9 +197,10 @@ def before_the_head(block: Block, stream: Stream) -> tuple[Layer, ...]:
 class _Look:
     """Runs copies of a block just far enough to see the inputs of some groups, and what is added to their outputs."""
 
-    def __init__(self, block: Block, groups: Sequence[tuple[Layer, ...]], stream: Stream, *, residual: bool) -> None:
+    def __init__(self, block: Block, groups: Sequence[tuple[Layer, ...]], stream: Stream) -> None:
         self.block, self.groups, self.stream = block, groups, stream
-        self.adding = {layer.name for group in groups for layer in group if layer.adds} if residual else set()
+        compared = stream.original is not None
+        self.adding = {layer.name for group in groups for layer in group if compared and layer.adds}
 
     def __call__(
         self, module: nn.Module | None, batch: int, hidden: Tensor, *, to_the_end: bool = False
@@ -218,7 +214,8 @@ class _Look:
                 raise Stop
 
         additions = Additions(done)
-        with additions, Hooks() as hooks:
+        output = None
+        with additions, ExitStack() as hooks:
             for group, record in zip(self.groups, seen, strict=True):
 
                 def entering(layer: Layer, x: Any, record: Seen = record, group: Sequence[Layer] = group) -> None:
@@ -226,11 +223,12 @@ class _Look:
                     missing[layer.name] -= 1
                     done()
 
-                hooks.before(here[group[0].name], entering)
+                hooks.enter_context(here[group[0].name].before(entering))
                 for layer in group:
                     if layer.name in self.adding:
-                        hooks.after(here[layer.name], additions.watch)
-            output = until_stopped(lambda: self.stream.forward(self.block, module, batch, hidden))
+                        hooks.enter_context(here[layer.name].after(additions.watch))
+            with suppress(Stop):
+                output = self.stream.forward(self.block, module, batch, hidden)
             additions.finish()
         for group, record in zip(self.groups, seen, strict=True):
             for layer in group:
@@ -262,7 +260,7 @@ def try_blocks(model: Model, tokens: Tensor, device: Device) -> dict[str, FirstL
     dtype = device.compute_dtype(model.dtype)
     found: dict[str, FirstLook] = {}
     try:
-        stream = skeleton(model, tokens[:1], device=device.place, dtype=dtype, two_streams=False)
+        stream = skeleton(model, [tokens[:1]], device=device.place, dtype=dtype)
         for block in one_of_each(model):
             with block.on(device.place, dtype, original=False):
                 try:
@@ -298,9 +296,9 @@ def never_run(block: Block, stream: Stream) -> list[str]:
     """Return the layers of a block that one window does not run, nor any that differs from them by a number (an expert)."""
     reached: set[str] = set()
     layers = block.quantized_layers()
-    with Hooks() as hooks:
+    with ExitStack() as hooks:
         for layer in layers:
-            hooks.before(layer, lambda layer, x: reached.add(pattern_of(block.name, layer.name)))
+            hooks.enter_context(layer.before(lambda layer, x: reached.add(pattern_of(block.name, layer.name))))
         stream.forward(block, block.quantized, 0, stream.quantized[0])
     return [layer.name for layer in layers if pattern_of(block.name, layer.name) not in reached]
 

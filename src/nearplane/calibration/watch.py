@@ -1,4 +1,4 @@
-"""Looking into a forward while it runs: hooks on layers, the additions that consume their outputs, stopping early.
+"""What a forward shows while it runs: rows that layers multiply, and the additions that consume their outputs; stopping early.
 
 Knows modules and tensors; not what is computed from what it sees.
 """
@@ -26,36 +26,6 @@ class Stop(Exception):  # noqa: N818  (it ends a forward that has shown what it 
 
 def stop(*_: Any) -> None:
     raise Stop
-
-
-def until_stopped(run: Callable[[], Any]) -> Any:
-    """Run; None if it was stopped."""
-    try:
-        return run()
-    except Stop:
-        return None
-
-
-class Hooks:
-    """Hooks on modules, removed at the end."""
-
-    def __init__(self) -> None:
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> Hooks:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def before(self, layer: Layer, see: Callable[[Layer, Tensor], None]) -> None:
-        """Call `see(layer, input)` when the layer is about to run."""
-        self._handles.append(layer.before(see))
-
-    def after(self, layer: Layer, see: Callable[[Layer, Tensor], None]) -> None:
-        """Call `see(layer, output)` when the layer has run."""
-        self._handles.append(layer.after(see))
 
 
 class Results:

@@ -73,6 +73,12 @@ class Windows:
         assert self.fitted is not None, "nothing looks at the network"
         return self.fitted if self.extra is None else joined([self.fitted, self.extra])
 
+    def batches(self, size: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the fitted windows in batches, the first alone where there are others, and the extra ones in theirs."""
+        assert self.fitted is not None, "nothing looks at the network"
+        others = self.fitted[1:].split(size) if self.count > 1 else ()
+        return [self.fitted[:1], *others], [] if self.extra is None else [*self.extra.split(size)]
+
     def digest(self) -> str:
         """Return the `digest_of` all; empty where there are none."""
         return "" if self.fitted is None else digest_of(self.tokens())

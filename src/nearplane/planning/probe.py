@@ -119,7 +119,7 @@ def probe(
     layers = [layer.name for block in model.blocks for layer in block.layers]
     minded = sensitivity if deep and sensitivity and all(name in sensitivity for name in layers) else None
     batch = min(8, size)
-    stream = skeleton(model, windows, device=device, dtype=dtype, batch=batch, two_streams=False)
+    stream = skeleton(model, windows.split(batch), device=device, dtype=dtype)
     batches = size // batch
     travellers: list[_Traveller] = []
     blocks = logged(model.blocks, "probing", len(model.blocks), blocks=[1] * len(model.blocks))
@@ -232,13 +232,13 @@ def _perturbed(
     found = stages(block, stream)
     groups, routed = [[group for group in found if group[0].routed is kind] for kind in (False, True)]
     if routed:
-        shown = [*seen(block, routed, stream, correct=False)]
+        shown = [*seen(block, routed, stream)]
         for some in ([*range(len(routed))],) if perturbations.together else ([side] for side in range(len(routed))):
             yield from _experts_perturbed(
                 [(routed[i], [[rows[i]] for rows in shown]) for i in some], stream, perturbations, minded
             )
         del shown
-    observations = observe(block, groups, stream, correct=False, onward=True)
+    observations = observe(block, groups, stream, onward=True)
     inputs = {
         layer.name: shared
         for observed in observations
@@ -292,7 +292,7 @@ def _experts_perturbed(
         found: list[tuple[float, tuple[tuple[float, float], ...]]] = []  # rate and shape, by layer
         expected = None if minded is None else 0.0
         for group, shown in sides:
-            for observed in summed([group], shown, stream, correct=False):
+            for observed in summed([group], shown, stream):
                 inputs = Inputs(observed.moments[observed.layers[0].name])
                 for layer in observed.layers:
                     W = layer.read()

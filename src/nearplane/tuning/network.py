@@ -65,15 +65,7 @@ class TunedNetwork:
         self.batches = len(self._tokens)
         self._ends = dict(ends or {})
         first = None if model.embeddings is None else self._ends.get(f"{model.embeddings.name}.weight")
-        self._stream = skeleton(
-            model,
-            windows,
-            device=device,
-            dtype=torch.float32,
-            batch=batch,
-            two_streams=first is not None,
-            embeddings=first,
-        )
+        self._stream = skeleton(model, self._tokens, device=device, dtype=torch.float32, embeddings=first)
         self._entering = list(self._stream.quantized)
         self._blocks: list[_Block] = []
         self._behind = list(self._stream.original or self._entering)  # of the original
