@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -83,7 +84,7 @@ def pass_through(block: Block, stream: Stream, room: int, seen: Seen) -> None:
     for module in (block.quantized, block.original):
         if module is not None:
             module.register_forward_pre_hook(count)
-    with Passage(block, stream, sequential=True, room=room) as passage:
+    with closing(Passage(block, stream, sequential=True, room=room)) as passage:
         for groups, shown in passage:
             for observed in summed(groups, shown, stream, held_out=0.4):
                 seen.moments |= observed.moments
@@ -235,13 +236,13 @@ def test_stages_that_fit_pause_and_the_others_repeat(folder_of: Callable[[str], 
     stream = both(skeleton(model, tokens.split(2), device="cpu", dtype=torch.float64))
     with model.blocks[0].on("cpu", torch.float64) as block:
         look = first_look(block, stream)
-    plans = {plan.stages: (room, plan) for room in range(0, 1 << 19, 1 << 9) for plan in [pauses(look, stream, room)]}
+    plans = {plan[0]: (room, plan[1]) for room in range(0, 1 << 19, 1 << 9) for plan in [pauses(look, stream, room)]}
     assert {0, 3, 4} <= plans.keys()
-    assert plans[4][1].reason == ""
-    assert plans[3][1].reason.startswith("paused at model.layers.0.mlp.down_proj, forwards would hold ")
+    assert plans[4][1] == ""
+    assert plans[3][1].startswith("paused at model.layers.0.mlp.down_proj, forwards would hold ")
     some = way(folder_of("wide"), tokens, plans[3][0])
     equal(some, often)
-    assert some.repeated[0] == plans[3][1].reason
+    assert some.repeated[0] == plans[3][1]
 
 
 def test_what_pauses_takes_what_was_foretold(folder_of: Callable[[str], Path]) -> None:
@@ -255,7 +256,7 @@ def test_what_pauses_takes_what_was_foretold(folder_of: Callable[[str], Path]) -
         held = [x.untyped_storage() for x in living(Tensor)]  # so that nothing takes their memory
         before = {storage.data_ptr() for storage in held}
         found = []
-        with Passage(block, stream, sequential=True, room=MUCH) as passage:
+        with closing(Passage(block, stream, sequential=True, room=MUCH)) as passage:
             for _, shown in passage:
                 for rows in shown:
                     del rows
@@ -275,7 +276,7 @@ def test_an_error_in_a_solve_leaves_no_forward_paused(
     with model.blocks[0].on("cpu", torch.float64) as block:
         error = None
         try:
-            with Passage(block, stream, sequential=True, room=MUCH) as passage:
+            with closing(Passage(block, stream, sequential=True, room=MUCH)) as passage:
                 for index, (_, shown) in enumerate(passage):
                     list(shown)
                     assert len(paused()) == 3 * (1 if index == 3 else 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,7 @@ def test_a_bias_of_positions_is_no_hidden_state_where_it_is_as_large(tmp_path: P
     model = open_model(str(save_translating(tmp_path, "t5")))
     tokens = torch.randint(3, VOCABULARY, (5, 32), generator=torch.Generator().manual_seed(1))
     stream = both(skeleton(model, (tokens[:1], tokens[1:]), **HERE))
-    with model.blocks[0].on(**HERE) as block, Passage(block, stream, sequential=True, room=1 << 40) as passage:
+    with model.blocks[0].on(**HERE) as block, closing(Passage(block, stream, sequential=True, room=1 << 40)) as passage:
         assert [len([*rows]) for _, rows in passage] == [2, 2, 2, 2]
         assert not passage.repeated
 

@@ -125,7 +125,7 @@ def skeleton(
         check_vocabulary(part, len(model.network.get_input_embeddings().weight))
     firsts = [next(i for i, b in enumerate(model.blocks) if b.name.startswith(f"{stack}.")) for stack in model.stacks]
     tape = Tape([block.name for block in model.blocks], firsts)
-    recorders = [Recorder(block.empty, index, tape) for index, block in enumerate(model.blocks)]
+    recorders = [Recorder(block.empty, index=index, tape=tape) for index, block in enumerate(model.blocks)]
     with model.around(recorders, place, dtype) as network, ExitStack() as opening:
         if (head := network.get_output_embeddings()) is not None:
             head.register_forward_pre_hook(stop)
@@ -210,7 +210,7 @@ def _behind(
     model: Model, stream: Stream, device: torch.device, dtype: torch.dtype, *, head: bool
 ) -> Iterator[tuple[PreTrainedModel, End]]:
     """Hold what follows the last block in memory: the network, and what to give the hidden states to."""
-    ends = [End(block.empty, extra) for block, extra in zip(model.blocks, stream.extra, strict=True)]
+    ends = [End(block.empty, extra=extra) for block, extra in zip(model.blocks, stream.extra, strict=True)]
     with model.around(ends, device, dtype, head=head) as network:
         yield network, ends[-1]
 

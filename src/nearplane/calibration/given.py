@@ -24,12 +24,8 @@ from nearplane.models.pretrained import in_a_sentence
 from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.recipe.spellings import SPELLINGS
 
-TEXTS, TOKENS, IMAGES, SOUND = (
-    "texts given in Python",
-    "tokens given in Python",
-    "images given in Python",
-    "sound given in Python",
-)  # in the record, where a path would be
+TEXTS, TOKENS = "texts given in Python", "tokens given in Python"  # in the record, where a path would be
+IMAGES, SOUND = "images given in Python", "sound given in Python"
 EXPECTED = (
     "a path, a list of texts, whole numbers (windows, seqlen), pixel values (images, channels, height, width), or a pair of "
     "tensors or arrays (input_features, token_ids)"

@@ -22,6 +22,8 @@ from nearplane.calibration.watch import Stop, same
 from nearplane.errors import ModelError
 from nearplane.models.kinds import main_input, words
 
+ENCODED = object()  # stands in the arguments of a block for what comes out of the encoder
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
@@ -76,7 +78,9 @@ class Tape:
             given = part.to(device)
             with suppress(Stop):
                 network(main_input(network, given), **words(network, given))
-            self._check()
+            if self._next != len(self._names):
+                name = self._names[self._next]
+                raise ModelError(f"{name} did not run: nearplane needs blocks that run once each, in order.")
             if len(found := self.hidden[-1]) != len(part):
                 raise ModelError(
                     f"{self._names[0]} is given hidden states {tuple(found.shape)} for tokens {tuple(part.shape)}: nearplane "
@@ -157,12 +161,6 @@ class Tape:
         mapped(lambda value: self._given.append(value) if isinstance(value, Tensor) else None, extra)
         return (hidden, *extra)
 
-    def _check(self) -> None:
-        """Raise unless every block has run."""
-        if self._next != len(self._names):
-            name = self._names[self._next]
-            raise ModelError(f"{name} did not run: nearplane needs blocks that run once each, in order.")
-
     def _keep(self, name: str, index: int, leaf: int, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
@@ -189,11 +187,9 @@ class _StandIn(nn.Module):
 
 
 class End(_StandIn):
-    """Returns the hidden states that it was given, or passes on its input, the way the block would return its output."""
+    """Returns the hidden states that it was `given`, or passes on its input, the way the block returns its output, with `extra`."""
 
-    def __init__(self, block: nn.Module, extra: tuple[Any, ...] | None) -> None:
-        super().__init__(block, extra=extra)
-        self.given: Tensor | None = None
+    given: Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = taken_apart(args, kwargs)[0] if self.given is None else self.given
@@ -201,10 +197,7 @@ class End(_StandIn):
 
 
 class Recorder(_StandIn):
-    """Records how the block is called, and returns its input."""
-
-    def __init__(self, block: nn.Module, index: int, tape: Tape) -> None:
-        super().__init__(block, index=index, tape=tape)
+    """Records on a `tape` how the block of an `index` is called, and returns its input."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.tape.record(self.index, args, kwargs)
@@ -236,13 +229,6 @@ def _called(block: nn.Module | None, args: tuple[Any, ...], named: dict[str, Any
     assert block is not None, "first blocks are in memory while they are looked at"
     x = x.clone()  # a block may work in place
     return block(x, *args, **named) if positional else block(hidden_states=x, **named)
-
-
-class Encoded:
-    """Stands in the arguments of a block for what comes out of the encoder."""
-
-
-ENCODED = Encoded()
 
 
 class Between:

@@ -6,7 +6,7 @@ One block is in memory at a time, forwards and then backwards; knows nothing of 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -81,7 +81,7 @@ def sensitivity(
     with torch.no_grad():
         stream = skeleton(model, batches, device=device, dtype=dtype)
     runs: dict[str, tuple[Tensor, ...]] = {}
-    with StatesOnDisk() as entering, torch.no_grad():  # of all blocks, batch after batch
+    with closing(StatesOnDisk()) as entering, torch.no_grad():  # of all blocks, batch after batch
         behind = stream.quantized
         for block in model.blocks:
             entering.extend(behind)
@@ -104,8 +104,7 @@ def sensitivity(
         vocabulary = model.embeddings.layers[0].shape[0]
         often = tokens.flatten().cpu().bincount(minlength=vocabulary) + 1
         found[model.embeddings.name] = (often / (tokens.numel() + vocabulary)).to(device)
-    length = _looked_up(model.embeddings, stream.quantized, batches, device, dtype)
-    G = second_moment(gradients) * length**2
+    G = second_moment(gradients) * _looked_up(model.embeddings, stream.quantized, batches) ** 2
     if model.tied:
         finish(model, Stream(behind, {}, extra=stream.extra), windows)
         G += second_moment(behind)
@@ -129,22 +128,16 @@ def second_moment(states: Sequence[Tensor]) -> Tensor:
     return total / sum(len(x) for x in rows)
 
 
-def _looked_up(
-    embeddings: Block, hidden: Sequence[Tensor], tokens: Sequence[Tensor], device: torch.device, dtype: torch.dtype
-) -> float:
+def _looked_up(embeddings: Block, hidden: Sequence[Tensor], tokens: Sequence[Tensor]) -> float:
     """Return the factor that some networks put on the embeddings that enter the first block."""
-    with embeddings.on(device, dtype, original=False) as block:
+    with embeddings.on(hidden[0].device, hidden[0].dtype, original=False) as block:
         rows = block.quantized_layers()[0].read()
-        pairs = [(rows[part.to(device)], x.to(rows)) for part, x in zip(tokens, hidden, strict=True)]
+        pairs = [(rows[part.to(x.device)], x.to(rows)) for part, x in zip(tokens, hidden, strict=True)]
     return float(sum((row * x).sum() for row, x in pairs) / sum(row.square().sum() for row, _ in pairs))
 
 
 def _from_predictions(
-    model: Model,
-    stream: Stream,
-    tokens: tuple[Tensor, ...],
-    hidden: Sequence[Tensor],
-    seed: int,
+    model: Model, stream: Stream, tokens: tuple[Tensor, ...], hidden: Sequence[Tensor], seed: int
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Return the gradients of the log-likelihood of drawn labels by the hidden states behind the last block.
 

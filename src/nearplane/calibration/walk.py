@@ -237,7 +237,7 @@ def observations(block: Block, stream: Stream | None, recipe: Recipe, room: int)
         for layer in block.quantized_layers():
             yield Observed(layers=(layer,), moments={})
         return
-    with Passage(block, stream, sequential=recipe.calibration.true_sequential, room=room) as passage:
+    with closing(Passage(block, stream, sequential=recipe.calibration.true_sequential, room=room)) as passage:
         if passage.repeated:
             log.info("%s: %s, so that stages are passes of their own", block.name, passage.repeated)
         for groups, shown in passage:  # q/k/v, then o, then gate/up, then down

@@ -247,11 +247,13 @@ class InParts:
 
     Args:
         parts: layers of the experts that are shown together.
-        run: passes all batches through the block and yields what each shows of some layers; true with the last of all passes.
+        run: passes all batches through the block and yields what each shows of some groups of layers; see `stages.seen`.
+        ends: whether the last of these passes is the last of the block.
     """
 
     parts: list[tuple[Layer, ...]]
-    run: Callable[[tuple[Layer, ...], bool], Iterator[list[Rows | RoutedRows]]]
+    run: Callable[..., Iterator[list[Rows | RoutedRows]]]
+    ends: bool
 
     def all(self) -> Iterator[RoutedRows]:
         """Yield what each batch shows of all experts, none kept, in a pass of its own before those of the parts."""
@@ -259,10 +261,10 @@ class InParts:
 
     def of(self, part: tuple[Layer, ...]) -> list[RoutedRows]:
         """Return what each batch shows of a part."""
-        return list(self._shown(part, last=part is self.parts[-1]))
+        return list(self._shown(part, last=self.ends and part is self.parts[-1]))
 
     def _shown(self, layers: tuple[Layer, ...], *, last: bool) -> Iterator[RoutedRows]:
-        for (rows,) in self.run(layers, last):
+        for (rows,) in self.run([layers], last=last):
             assert isinstance(rows, RoutedRows), "only experts are shown in parts"
             yield rows
 

@@ -19,19 +19,15 @@ from nearplane.recipe.patterns import fault_of
 from nearplane.system.safetensors_files import TensorReader
 
 COUNT = re.compile(r"^(num|n|number)_\w+|layers?$|blocks?$|experts$|heads?$|depths?$|labels$|groups$")
-SIZES = re.compile(
-    r"positions|embd|embed|ctx|inner|hidden_size|intermediate|vocab|tokens"
-)  # may be large: nobody counts to them
+# may be large: nobody counts to them
+SIZES = re.compile(r"positions|embd|embed|ctx|inner|hidden_size|intermediate|vocab|tokens")
 PATTERNS = ("re:", "+:", "-:")  # how texts begin that are regular expressions
 MOST = 100_000  # of anything that is counted
-CALLS = (
-    50_000,
-    200,
-)  # of torch while a network is built: at least, and for each tensor of the checkpoint; a block takes about 25
+# of torch while a network is built: at least, and for each tensor of the checkpoint; a block takes about 25
+CALLS = (50_000, 200)
 SLACK = 1 << 20  # elements that a network may have beside what is stored
-PACKED = re.compile(
-    r"\.(weight_packed|qweight|weight_coded|weight_q\d_[01k])$"
-)  # tensors of which every quantized matrix has one
+# tensors of which every quantized matrix has one
+PACKED = re.compile(r"\.(weight_packed|qweight|weight_coded|weight_q\d_[01k])$")
 CODES = {"I32": 16, "U8": 64}  # codes that one element of a packed tensor holds at most; other dtypes are weights
 BUFFERS = 1 << 28  # elements of tables and masks that no checkpoint holds
 

@@ -5,7 +5,6 @@ Knows modules; not what becomes of their weights. Experts, of which many lie in 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self, cast
@@ -18,10 +17,9 @@ from transformers.pytorch_utils import Conv1D
 from nearplane.models.conversion import Weights
 
 Kind = Literal["Linear", "Conv1D", "Conv2d", "Embedding", "Expert"]
-HARMLESS = {"__init__", "extra_repr", "__module__", "__doc__", "__qualname__", "__annotations__", "__constants__"} | {
-    "__static_attributes__",
-    "__firstlineno__",
-}  # what a subclass may have of its own and still compute the same
+# what a subclass may have of its own and still compute the same
+HARMLESS = {"__init__", "extra_repr", "__module__", "__doc__", "__qualname__", "__annotations__", "__constants__"}
+HARMLESS |= {"__static_attributes__", "__firstlineno__"}
 EQUAL = {
     "transformers.models.falcon.modeling_falcon.FalconLinear"
 }  # have a forward of their own that is that of Linear
@@ -29,7 +27,7 @@ NOT_RUN = {"torch.nn.modules.linear.NonDynamicallyQuantizableLinear"}  # torch's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Layer(ABC):
+class Layer:
     """A view of one weight matrix, however its module stores it: `output rows = rows(x) @ read().T + bias`.
 
     A subclass is a kind of layer: it says how the matrix lies in the parameter and which rows it multiplies.
@@ -81,9 +79,9 @@ class Layer(ABC):
         """Return whether a checkpoint made of this one can hold it by a name of its own."""
         return weights.stored_alone(self.parameter)
 
-    @abstractmethod
     def matrix(self) -> Tensor:
         """Return the (out, in) matrix, in the memory of the parameter wherever that can be."""
+        return self.weight
 
     def arranged(self, values: Tensor) -> Tensor:
         """Return (out, in) `values` in the shape of the parameter, the inverse of `matrix`."""
@@ -136,20 +134,12 @@ class LinearLayer(Layer):
     __slots__ = ()
     kind = "Linear"
 
-    def matrix(self) -> Tensor:
-        """Return the parameter, which is (out, in)."""
-        return self.weight
-
 
 class EmbeddingLayer(Layer):
     """Of embeddings, whose rows are looked up: (vocabulary, hidden)."""
 
     __slots__ = ()
     kind = "Embedding"
-
-    def matrix(self) -> Tensor:
-        """Return the parameter, which is (vocabulary, hidden)."""
-        return self.weight
 
 
 class Conv1DLayer(Layer):
