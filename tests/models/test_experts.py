@@ -56,7 +56,7 @@ def test_the_forward_computes_what_transformers_own_does_and_other_copies_keep_t
     shown: list[Routed] = []
     for stack in stacks(copied):
         for side in ("up", "down"):
-            stack.watched.before[side] = {0: shown.append}
+            stack.watched[side] = {0: shown.append}
     assert torch.equal(copied(TOKENS, use_cache=False).logits, found)
     assert len(shown) == 2 * sum(1 for _ in stacks(copied)) > 0
     assert torch.equal(whole(TOKENS, use_cache=False).logits, expected)
@@ -151,10 +151,10 @@ def test_moments_of_an_expert_are_those_of_the_tokens_that_reach_it(model: Model
         for which in ("original", "quantized"):
             (stack,) = stacks(getattr(block, which))
             for side in ("up", "down"):
-                stack.watched.before[side] = {0: seen.setdefault((which, side), []).append}
+                stack.watched[side] = {0: seen.setdefault((which, side), []).append}
             for batch, hidden in enumerate(getattr(stream, which)):
                 stream.forward(block, getattr(block, which), batch, hidden)
-            stack.watched.before.clear()
+            stack.watched.clear()
         found = observe(block, groups, stream)
     assert [[layer.expert for layer in each.layers] for each in found] == [[e] * 2 for e in range(4)] + [
         [e] for e in range(4)

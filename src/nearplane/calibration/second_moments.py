@@ -108,7 +108,9 @@ def summed(
     first_held = windows - min(windows - 1, max(1, round(held_out * windows))) if split else windows
     made = partial(_Sums, stream=stream, first_held=first_held)
     if isinstance(looked, InParts):
-        yield from _in_parts(groups[0], looked, made, split, rare)
+        whole = made(groups[0], crossed=True).summed_over_experts(looked.all())
+        for part in looked.parts:
+            yield from _in_turn(part, looked.of(part), made, split, rare, whole)
         return
     sums, kept = _taken_in([made(group) for group in groups], looked)
     for group in groups:  # nothing of one is held here while the layers of another are solved
@@ -132,15 +134,6 @@ def _taken_in(
             else:
                 sums[index].add(batch, rows)
     return [own for own, rows_of in zip(sums, kept, strict=True) if not rows_of], kept
-
-
-def _in_parts(
-    group: tuple[Layer, ...], looked: InParts, made: Callable[..., _Sums], split: bool, rare: Rare
-) -> Iterator[Observed]:
-    """Yield the layers of one expert after the other, of which some at a time are looked at; see `_in_turn`."""
-    whole = made(group, crossed=True).summed_over_experts(looked.all())
-    for part in looked.parts:
-        yield from _in_turn(part, looked.of(part), made, split, rare, whole)
 
 
 def _in_turn(
@@ -185,11 +178,9 @@ def _in_turn(
 
 def too_rare(name: str, tokens: int, inputs: int) -> str:
     """Return the sentence for an expert that too few tokens reach."""
-    more = (
-        ""
-        if not tokens
-        else f" About {math.ceil(ADVISED * inputs / tokens)} times the --samples would give it as many."
-    )
+    more = ""
+    if tokens:
+        more = f" About {math.ceil(ADVISED * inputs / tokens)} times the --samples would give it as many."
     return (
         f"{tokens:,} calibration tokens reach {name}, fewer than {ADVISED} for each of its {inputs:,} inputs.{more} Ask for more "
         f"--samples, pass text like what the model is for, or take --rare-experts mean, which fills up with the mean over the "
@@ -208,12 +199,7 @@ class _Sums:
     """
 
     def __init__(
-        self,
-        group: tuple[Layer, ...],
-        stream: Stream,
-        *,
-        first_held: int,
-        crossed: bool | None = None,
+        self, group: tuple[Layer, ...], stream: Stream, *, first_held: int, crossed: bool | None = None
     ) -> None:
         self.group, self.fitted = group, stream.fitted
         self._stream, self._first_held, self._crossed = stream, first_held, crossed
@@ -269,12 +255,35 @@ class _Sums:
             self._fitted.blend(whole._fitted, share)
             self._held.blend(whole._held, share)
             more = self._fitted.tokens + self._held.tokens - tokens
-        found = _observed(self.group, self._fitted, self._held, self._extra, split)
-        if not any(layer.routed for layer in self.group):
-            return found
-        alike = self._alike / max(1, tokens) if self._compared else None
-        moments = {name: replace(each, alike=alike, blended=more) for name, each in found.moments.items()}
-        return replace(found, moments=moments)
+        moments = self._moments(split)
+        if any(layer.routed for layer in self.group):
+            alike = self._alike / max(1, tokens) if self._compared else None
+            moments = {name: replace(each, alike=alike, blended=more) for name, each in moments.items()}
+        return Observed(layers=self.group, moments=moments)
+
+    def _moments(self, split: bool) -> dict[str, Moments]:
+        """Return what was summed, by layer name."""
+        fitted, held = self._fitted, self._held
+        split = (
+            split and fitted.tokens > 0 and held.tokens > 0
+        )  # an expert may be reached by the ones or the others alone
+        fitted.absorb(held)
+        total, extra = fitted.means(ALONE.sum_exactly), self._extra.together()
+        apart = held.means(ALONE.sum_exactly, held.dtype) if split else None
+        names = ", ".join(layer.name for layer in self.group)
+        if not total.tokens:
+            raise unreached(names)
+        quantized, original = [total.H], [total.C, *total.lost.values()]
+        if extra is not None:
+            quantized.append(extra.X_hat.square())
+            original.append(None if extra.X is None else extra.X.square())
+        for which, tensors in (("quantized", quantized), ("original", original)):
+            if not all(tensor is None or torch.isfinite(tensor).all() for tensor in tensors):
+                raise CalibrationError(
+                    f"The input of {names} holds NaN or Inf (in the {which} network, or its square overflows). "
+                    f"Check the checkpoint, or compute in a wider dtype."
+                )
+        return {layer.name: replace(total.of(layer.name, apart), extra=extra) for layer in self.group}
 
 
 def _lost_outputs(rows: Rows, group: tuple[Layer, ...]) -> dict[str, Tensor]:
@@ -291,33 +300,6 @@ def _lost_outputs(rows: Rows, group: tuple[Layer, ...]) -> dict[str, Tensor]:
     for name, residual in rows.residual.items():
         outputs[name] += residual
     return outputs
-
-
-def _observed(group: tuple[Layer, ...], fitted: MomentSums, held: MomentSums, rows: ExtraRows, split: bool) -> Observed:
-    split = split and fitted.tokens > 0 and held.tokens > 0  # an expert may be reached by the ones or the others alone
-    fitted.absorb(held)
-    total, apart, extra = (
-        fitted.means(ALONE.sum_exactly),
-        held.means(ALONE.sum_exactly, held.dtype) if split else None,
-        rows.together(),
-    )
-    names = ", ".join(layer.name for layer in group)
-    if not total.tokens:
-        raise unreached(names)
-    sums = (
-        ("quantized", total.H),
-        ("quantized", None if extra is None else extra.X_hat.square()),
-        ("original", total.C),
-        ("original", None if extra is None or extra.X is None else extra.X.square()),
-    )
-    for which, tensor in (*sums, *(("original", lost) for lost in total.lost.values())):
-        if tensor is not None and not torch.isfinite(tensor).all():
-            raise CalibrationError(
-                f"The input of {names} holds NaN or Inf (in the {which} network, or its square overflows). "
-                f"Check the checkpoint, or compute in a wider dtype."
-            )
-    moments = {layer.name: replace(total.of(layer.name, apart), extra=extra) for layer in group}
-    return Observed(layers=group, moments=moments)
 
 
 def shared_inputs(observed: Observed) -> Iterator[Inputs]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,7 +108,7 @@ def first_look(block: Block, stream: Stream) -> FirstLook:
                 rows=min((layer.share(x, states) for states in given), key=lambda share: share % 1),
                 computed=results.count,
                 alive=results.bytes_alive(but=weights),
-                routed=(x.bytes_whole, x.bytes_apart) if layer.routed else None,
+                routed=x.sizes if layer.routed else None,
             )
         )
         held.append(x.untyped_storage())
@@ -121,15 +122,11 @@ def first_look(block: Block, stream: Stream) -> FirstLook:
         additions.finish()
     if unseen := [layer.name for layer in layers if layer.name not in entered]:
         raise unreached(", ".join(unseen))
-    known = {
-        layer.name: replace(
-            layer, calls=len(entered[layer.name]), adds=layer.name in additions.found and len(entered[layer.name]) == 1
-        )
-        for layer in layers
-    }
     groups: dict[tuple[Any, ...], list[Layer]] = {}
+    by_name = {layer.name: layer for layer in layers}
     for name, times in entered.items():
-        groups.setdefault(tuple(each.same for each in times), []).append(known[name])
+        known = replace(by_name[name], calls=len(times), adds=name in additions.found and len(times) == 1)
+        groups.setdefault(tuple(each.same for each in times), []).append(known)
     return FirstLook(
         groups=tuple(map(tuple, groups.values())),
         entered=entered,
@@ -161,7 +158,42 @@ def seen(
     """
     states = stream.original
     assert not stream.ahead, "the original stream has passed the block"
-    look = _Look(block, groups, stream)
+    adding = {layer.name for group in groups for layer in group if layer.adds and states is not None}
+
+    def look(
+        module: nn.Module | None, batch: int, hidden: Tensor, *, to_the_end: bool
+    ) -> tuple[list[Seen], Tensor | None]:
+        """Run a copy of the block just far enough to see the groups' inputs, and what is added to their outputs."""
+        seen = [Seen(inputs=group[0].shape[1]) for group in groups]
+        here = {layer.name: layer for layer in block.layers_of(module)}
+        missing = {group[0].name: group[0].calls for group in groups}  # inputs still to be seen
+        output = None
+
+        def done() -> None:
+            if not to_the_end and not any(missing.values()) and adding <= additions.found.keys():
+                raise Stop
+
+        def entering(record: Seen, group: Sequence[Layer], layer: Layer, x: Any) -> None:
+            record.add(group, x)
+            missing[layer.name] -= 1
+            done()
+
+        additions = Additions(done)
+        with additions, ExitStack() as hooks:
+            for group, record in zip(groups, seen, strict=True):
+                hooks.enter_context(here[group[0].name].before(partial(entering, record, group)))
+                for layer in group:
+                    if layer.name in adding:
+                        hooks.enter_context(here[layer.name].after(additions.watch))
+            with suppress(Stop):
+                output = stream.forward(block, module, batch, hidden)
+            additions.finish()
+        for group, record in zip(groups, seen, strict=True):
+            for layer in group:
+                if layer.name in additions.found:
+                    record.added[layer.name] = total(additions.found[layer.name]).reshape(-1, layer.shape[0])
+        return seen, output
+
     for batch in range(len(stream.sizes)):
         original = None
         if states is not None:
@@ -194,49 +226,6 @@ def before_the_head(block: Block, stream: Stream) -> tuple[Layer, ...]:
     return tuple(block.quantized_layers())
 
 
-class _Look:
-    """Runs copies of a block just far enough to see the inputs of some groups, and what is added to their outputs."""
-
-    def __init__(self, block: Block, groups: Sequence[tuple[Layer, ...]], stream: Stream) -> None:
-        self.block, self.groups, self.stream = block, groups, stream
-        compared = stream.original is not None
-        self.adding = {layer.name for group in groups for layer in group if compared and layer.adds}
-
-    def __call__(
-        self, module: nn.Module | None, batch: int, hidden: Tensor, *, to_the_end: bool = False
-    ) -> tuple[list[Seen], Tensor | None]:
-        seen = [Seen(inputs=group[0].shape[1]) for group in self.groups]
-        here = {layer.name: layer for layer in self.block.layers_of(module)}
-        missing = {group[0].name: group[0].calls for group in self.groups}  # inputs still to be seen
-
-        def done() -> None:
-            if not to_the_end and not any(missing.values()) and self.adding <= additions.found.keys():
-                raise Stop
-
-        additions = Additions(done)
-        output = None
-        with additions, ExitStack() as hooks:
-            for group, record in zip(self.groups, seen, strict=True):
-
-                def entering(layer: Layer, x: Any, record: Seen = record, group: Sequence[Layer] = group) -> None:
-                    record.add(group, x)
-                    missing[layer.name] -= 1
-                    done()
-
-                hooks.enter_context(here[group[0].name].before(entering))
-                for layer in group:
-                    if layer.name in self.adding:
-                        hooks.enter_context(here[layer.name].after(additions.watch))
-            with suppress(Stop):
-                output = self.stream.forward(self.block, module, batch, hidden)
-            additions.finish()
-        for group, record in zip(self.groups, seen, strict=True):
-            for layer in group:
-                if layer.name in additions.found:
-                    record.added[layer.name] = total(additions.found[layer.name]).reshape(-1, layer.shape[0])
-        return seen, output
-
-
 def unreached(names: str) -> CalibrationError:
     return CalibrationError(
         f"No token reached {names}: the block does not run them, or not on this text. Leave them out with --ignore."
@@ -261,7 +250,7 @@ def try_blocks(model: Model, tokens: Tensor, device: Device) -> dict[str, FirstL
     found: dict[str, FirstLook] = {}
     try:
         stream = skeleton(model, [tokens[:1]], device=device.place, dtype=dtype)
-        for block in one_of_each(model):
+        for block in (blocks[0] for blocks in kinds(model) if blocks[0].layers):
             with block.on(device.place, dtype, original=False):
                 try:
                     found[block.name] = first_look(block, stream)
@@ -276,11 +265,6 @@ def try_blocks(model: Model, tokens: Tensor, device: Device) -> dict[str, FirstL
             f"{type(model.network).__name__} does not run on a window of {tokens.shape[1]} tokens ({first_line(error)}). Try "
             f"another --seqlen, or --solver round-to-nearest, which does not run it."
         ) from error
-
-
-def one_of_each(model: Model) -> list[Block]:
-    """Return the first block of each kind that has layers."""
-    return [blocks[0] for blocks in kinds(model) if blocks[0].layers]
 
 
 def kinds(model: Model) -> list[list[Block]]:

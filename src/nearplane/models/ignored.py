@@ -1,20 +1,27 @@
-"""Patterns of layers to leave as they are, or to treat otherwise: which of them name nothing that a model has."""
+"""What of a model is not quantized: patterns of layers to leave as they are, and models of which nothing can be.
+
+Readers quantize every linear layer that config.json does not name as left alone. They look names up in the network that they
+build, or among the tensors of the file; where the two differ both are given. Whole parts are given as patterns, "re:...".
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from posixpath import commonpath
 
 import transformers
 
-from nearplane.errors import ModelError, RecipeError
+from nearplane.errors import RecipeError
 from nearplane.models.kinds import has_head
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
-from nearplane.models.structure import NOT_HANDLED
+from nearplane.models.structure import NOT_HANDLED, dots
 
 NEAR = 3  # names that an error offers
+# of classes of transformers that continue no text
+HEADS = re.compile(r"For(?!CausalLM$|ConditionalGeneration$)[A-Z]\w+$")
 
 
 def refuse_unmatched(model: Model, patterns: Sequence[str], option: str = "--ignore") -> None:
@@ -46,11 +53,9 @@ def refuse_unmatched(model: Model, patterns: Sequence[str], option: str = "--ign
 
 def _names(model: Model) -> list[str]:
     """Return the names of all that has weights, in the order of the network."""
-    modules = [
-        name
-        for name, module in model.network.named_modules()
-        if next(module.parameters(recurse=False), None) is not None
-    ]
+    modules = (
+        name for name, module in model.network.named_modules() if [*module.parameters(recurse=False)]
+    )
     stored = (name.rpartition(".")[0] or name for name in model.reader.names())
     experts = (layer.name for layer in model.layers if layer.routed)
     return list(dict.fromkeys([*modules, *stored, *experts, *model.ignored]))
@@ -78,17 +83,17 @@ def left_dense(model: Model, layers: Sequence[Layer] | None = None) -> list[str]
     layers = model.layers if layers is None else layers
     quantized = {layer.name for layer in layers}
     names = set(model.matrices()) - quantized
-    names |= {stored for name in names if (stored := _stored(model, name)) is not None}
-    parts = {*experts(model), *model.unbuilt, *(_stem(names) for names in model.weights.merged().values())}
+    alone = (f"{name}.weight" for name in names if model.weights.stored_alone(f"{name}.weight"))
+    names |= {model.source_name(parameter).removesuffix(".weight") for parameter in alone}
+    parts = {*experts(model), *model.unbuilt, *map(_stem, model.weights.merged().values())}
     both = quantized | {model.written_name(layer) for layer in layers if layer.routed}
-    holding = {name[:place] for name in both for place, letter in enumerate(name) if letter == "."}
+    holding = {name[:place] for name in both for place in dots(name)}
     return sorted(names) + [_pattern(part) for part in sorted(parts - holding - quantized)]
 
 
 def experts(model: Model) -> list[str]:
     """Return the names of modules that hold several matrices in one parameter and are not quantized."""
-    left = {name for name, _ in model.skipped} | set(model.ignored)
-    return sorted(name for name in left if name in model.stacked())
+    return sorted(model.stacked() & {*model.ignored, *(name for name, _ in model.skipped)})
 
 
 def merged_experts(model: Model, layers: Sequence[Layer] | None = None) -> list[str]:
@@ -103,32 +108,14 @@ def merged_experts(model: Model, layers: Sequence[Layer] | None = None) -> list[
     return sorted(weights)
 
 
-def _stored(model: Model, name: str) -> str | None:
-    """Return the name of a module in the checkpoint, None if its weight is not stored as one tensor."""
-    try:
-        return model.source_name(f"{name}.weight").removesuffix(".weight")
-    except ModelError:
-        return None
-
-
 def _stem(names: Iterable[str]) -> str:
     """Return the module that all names lie in."""
-    shared: list[str] = []
-    for parts in zip(*(name.split(".") for name in names), strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return ".".join(shared)
+    return commonpath(name.replace(".", "/") for name in names).replace("/", ".")
 
 
 def _pattern(part: str) -> str:
     """Return a pattern of a module and all below it."""
     return rf"re:^{re.escape(part)}(\..*)?$"
-
-
-HEADS = re.compile(
-    r"For(?!CausalLM$|ConditionalGeneration$)[A-Z]\w+$"
-)  # of classes of transformers that continue no text
 
 
 def refuse_unsupported(model: Model) -> None:

@@ -178,10 +178,10 @@ def unbuilt_parts(unused: Iterable[str], used: Iterable[str]) -> Counter[str]:
         unused: names of tensors of two or more dimensions without a place.
         used: names of all others. A part is as large as it can be without one of them: "model.layers.61", not its modules.
     """
-    taken = {name[:end] for name in used for end in _dots(name)}
+    taken = {name[:end] for name in used for end in dots(name)}
     parts: Counter[str] = Counter()
     for name in unused:
-        ends = [end for end in _dots(name) if name[:end] not in taken]
+        ends = [end for end in dots(name) if name[:end] not in taken]
         parts[name[: ends[0]] if ends else name] += 1
     return parts
 
@@ -203,19 +203,14 @@ def outside_parts(network: nn.Module, stacks: Collection[str], apart: Collection
 
 def kept_parts(unbuilt: Counter[str], outside: Counter[str]) -> list[tuple[str, str]]:
     """Return (part, why it stays as it is)."""
+    counts = (("outside the stack of blocks", outside), (NOT_BUILT, unbuilt))
     return [
-        *(
-            (part, f"outside the stack of blocks, {_many(count, 'matrix', 'matrices')}")
-            for part, count in outside.items()
-        ),
-        *((part, f"{NOT_BUILT}, {_many(count, 'matrix', 'matrices')}") for part, count in unbuilt.items()),
+        (part, f"{why}, {count:,} {'matrix' if count == 1 else 'matrices'}")
+        for why, parts in counts
+        for part, count in parts.items()
     ]
 
 
-def _many(count: int, one: str, more: str) -> str:
-    return f"{count:,} {one if count == 1 else more}"
-
-
-def _dots(name: str) -> list[int]:
+def dots(name: str) -> list[int]:
     """Return where the dots of a name are."""
     return [place for place, letter in enumerate(name) if letter == "."]
