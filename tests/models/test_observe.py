@@ -152,8 +152,11 @@ def check(statistics: Moments, W: Tensor, name: str, original: Plain, quantized:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gpt_neox"])
-def test_moments_equal_those_of_two_whole_networks(family: str, saved: Saved, loaded: Loaded, tokens: Tensor) -> None:
+def test_moments_equal_those_of_two_whole_networks(
+    family: str, saved: Saved, loaded: Loaded, tokens: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two of five windows are held out: the split falls into the middle of the second batch of two."""
+    monkeypatch.setattr("nearplane.calibration.second_moments.HELD_OUT", 0.4)
     model = open_model(str(saved(family)))
     first, second = model.blocks[0], model.blocks[1]
     network, weights = perturbed(loaded(family), [first.name, second.name])
@@ -166,7 +169,7 @@ def test_moments_equal_those_of_two_whole_networks(family: str, saved: Saved, lo
     with second.on("cpu", torch.float64):
         write(second, weights)
         groups = stages(second, stream)
-        seen = [one for group in groups for one in observe(second, [group], stream, held_out=0.4)]
+        seen = [one for group in groups for one in observe(second, [group], stream)]
     assert sum(len(observed.layers) for observed in seen) == len(original.rows)
     for observed in seen:
         for layer in observed.layers:
@@ -332,7 +335,7 @@ def test_an_input_that_is_not_finite_names_the_layer_and_the_network(which: str,
 def test_convolutions_are_observed_by_the_rows_of_their_patches() -> None:
     """Also where the held-out split falls between two windows of one batch."""
     block, stream = bare(Convolution(), 2, 5, 5)
-    seen = observe(block, stages(block, stream), stream, held_out=0.25)[0]
+    seen = observe(block, stages(block, stream), stream)[0]
     statistics, rows = seen.moments["block.conv"], seen.layers[0].rows(torch.cat(stream.quantized))
     assert (statistics.tokens, statistics.held_out.tokens) == (4 * 25, 25)
     close(statistics.H, rows.T @ rows / len(rows))

@@ -86,7 +86,7 @@ def pass_through(block: Block, stream: Stream, room: int, seen: Seen) -> None:
             module.register_forward_pre_hook(count)
     with closing(Passage(block, stream, sequential=True, room=room)) as passage:
         for groups, shown in passage:
-            for observed in summed(groups, shown, stream, held_out=0.4):
+            for observed in summed(groups, shown, stream):
                 seen.moments |= observed.moments
                 for layer in observed.layers:
                     layer.write(coarse(layer.read(), observed.moments[layer.name]))

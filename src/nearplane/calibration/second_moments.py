@@ -45,13 +45,7 @@ class Observed:
 
 @torch.no_grad()
 def observe(
-    block: Block,
-    groups: Sequence[tuple[Layer, ...]],
-    stream: Stream,
-    *,
-    held_out: float = HELD_OUT,
-    last: bool = False,
-    onward: bool = False,
+    block: Block, groups: Sequence[tuple[Layer, ...]], stream: Stream, *, last: bool = False, onward: bool = False
 ) -> list[Observed]:
     """Sum the second moments of the inputs of some groups of layers, as the block is now.
 
@@ -61,13 +55,12 @@ def observe(
         block: in memory, with its original if the stream has two streams.
         groups: from `stages`; often one of them.
         stream: standing before the block.
-        held_out: see `summed`.
         last, onward: whether the streams move on in the same pass.
 
     Raises:
         CalibrationError: as `summed`, or a layer sees different tokens in the two networks.
     """
-    return [*summed(groups, seen(block, groups, stream, last=last, onward=onward), stream, held_out=held_out)]
+    return [*summed(groups, seen(block, groups, stream, last=last, onward=onward), stream)]
 
 
 # not under torch.no_grad, which would hold what a generator yields until it is asked for more; what it calls is under it
@@ -75,8 +68,6 @@ def summed(
     groups: Sequence[tuple[Layer, ...]],
     looked: Iterable[list[Rows | RoutedRows]] | InParts,
     stream: Stream,
-    *,
-    held_out: float = HELD_OUT,
     rare: Rare = "mean",
 ) -> Iterator[Observed]:
     """Yield some groups of layers with the second moments of their inputs, summed over all batches.
@@ -85,7 +76,8 @@ def summed(
 
     `lost` takes the place of C where that is less work, see `_direct`. Products are taken in float32 (float64 if the activations
     are) batch by batch and summed in float64. Extra windows enter none of this; about `EXTRA_TOKENS` of their rows, evenly
-    spread, are given apart: `Extra`.
+    spread, are given apart: `Extra`; so are, where there is the original network to compare with, the moments of the last `HELD_OUT`
+    of the windows, at least one.
 
     Of experts, which come in one group, the rows of all batches are kept, and the moments of each are summed when its turn comes:
     as many matrices as there are experts never live at once.
@@ -94,8 +86,6 @@ def summed(
         groups: of layers that share an input, or of all experts of a block.
         looked: of every batch, its rows of the input of each group.
         stream: that the batches are of.
-        held_out: fraction of the windows, the last ones, whose moments are also given apart, where there is the original network to
-            compare with; at least one window.
         rare: what becomes of experts that few tokens reach.
 
     Raises:
@@ -104,8 +94,8 @@ def summed(
     if stream.fitted < len(stream.sizes) and ALONE.world > 1:
         raise CalibrationError(f"Extra windows are measured on one rank, and this run has {ALONE.world}.")
     windows = sum(stream.sizes[: stream.fitted])
-    split = stream.original is not None and held_out > 0 and windows > 1
-    first_held = windows - min(windows - 1, max(1, round(held_out * windows))) if split else windows
+    split = stream.original is not None and windows > 1
+    first_held = windows - min(windows - 1, max(1, round(HELD_OUT * windows))) if split else windows
     made = partial(_Sums, stream=stream, first_held=first_held)
     if isinstance(looked, InParts):
         whole = made(groups[0], crossed=True).summed_over_experts(looked.all())

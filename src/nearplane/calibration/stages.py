@@ -20,16 +20,7 @@ from torch import Tensor, nn
 
 from nearplane.calibration.activations import Stream, finite, skeleton
 from nearplane.calibration.recorder import Call
-from nearplane.calibration.watch import (
-    Additions,
-    Results,
-    RoutedRows,
-    Rows,
-    Seen,
-    Stop,
-    rows_of,
-    total,
-)
+from nearplane.calibration.watch import Additions, Results, RoutedRows, Rows, Seen, Stop, rows_of, total
 from nearplane.errors import CalibrationError, ModelError, NearplaneError, first_few, first_line
 from nearplane.models.experts import unwatched
 from nearplane.models.ignored import pattern_of
@@ -137,12 +128,7 @@ def first_look(block: Block, stream: Stream) -> FirstLook:
 
 @torch.no_grad()
 def seen(
-    block: Block,
-    groups: Sequence[tuple[Layer, ...]],
-    stream: Stream,
-    *,
-    last: bool = False,
-    onward: bool = False,
+    block: Block, groups: Sequence[tuple[Layer, ...]], stream: Stream, *, last: bool = False, onward: bool = False
 ) -> Iterator[list[Rows | RoutedRows]]:
     """Yield for each batch what it shows of the inputs of some groups of layers, as the block is now.
 

@@ -198,19 +198,17 @@ class _Walk:
 
     def _through(self, observed: Iterable[Observed], rest: tuple[str, ...] = ()) -> Iterator[Stage]:
         """Yield the layers of a block, stage by stage."""
-        first = True
-        for together in _chunks(observed, self.experts):
+        for number, together in enumerate(_chunks(observed, self.experts)):
             release()  # what forwards took: solving takes as much
             stage = Stage(
                 tuple(layer for each in together for layer in each.layers),
                 tuple(inputs for each in together for inputs in shared_inputs(each)),
                 rest=rest,
-                first=first,
+                first=number == 0,
             )
             together.clear()  # the stage alone holds moments and factors: they are as large as a block
             yield stage
             del stage  # the next one makes its own
-            first = False
 
 
 def _chunks(observed: Iterable[Observed], experts: int) -> Iterator[list[Observed]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import reduce
 from typing import Any
 from weakref import ref
 
@@ -160,10 +161,7 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
 
 def total(operands: Sequence[Tensor]) -> Tensor:
     """Return the sum of operands in the order they were added, in the shape of the first."""
-    r = operands[0]
-    for operand in operands[1:]:
-        r = r + operand.view_as(r)
-    return r
+    return reduce(lambda r, operand: r + operand.view_as(r), operands)
 
 
 def same(a: Tensor, b: Tensor) -> bool:

@@ -127,7 +127,9 @@ def check_sizes(network: nn.Module, reader: TensorReader) -> None:
                 )
         elif name.rpartition(".")[0] not in owners:
             unknown, first = unknown + parameter.numel(), first or name
-    packed, places = sum(bool(PACKED.search(name)) for name in reader.names()), _places(network)
+    packed = sum(bool(PACKED.search(name)) for name in reader.names())
+    shapes = [parameter.shape for parameter in network.parameters() if parameter.dim() >= 2]
+    places = sum(1 if len(shape) == 2 else 2 * shape[0] for shape in shapes)  # of fused experts each slice may be two
     if packed > places:
         raise ModelError(
             f"{reader.folder}: the weight files hold {packed} quantized matrices, the network that config.json describes has "
@@ -145,9 +147,3 @@ def check_sizes(network: nn.Module, reader: TensorReader) -> None:
             f"{reader.folder}: config.json describes tables of {tables:,} numbers beside the weights. Fetch it again, or correct "
             f"its number of positions and sizes of heads."
         )
-
-
-def _places(network: nn.Module) -> int:
-    """Return how many matrices a network can take; of fused experts (experts, out, in) each may be two."""
-    shapes = [parameter.shape for parameter in network.parameters()]
-    return sum(1 if len(shape) == 2 else 2 * shape[0] for shape in shapes if len(shape) >= 2)

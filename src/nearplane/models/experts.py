@@ -202,8 +202,7 @@ class Layout:
     """How a module of experts stores their matrices.
 
     Args:
-        up: name of the parameter of what multiplies hidden states.
-        gated: whether that is gate and up.
+        up: name of the parameter of what multiplies hidden states, "gate_up_proj" if that is gate and up.
         biased: whether there are biases.
         transposed: whether slices are (in, out).
         halves: whether gate and up are one behind the other, not in turns.
@@ -212,7 +211,6 @@ class Layout:
     """
 
     up: str
-    gated: bool
     biased: bool
     transposed: bool
     halves: bool
@@ -227,11 +225,10 @@ def layout_of(module: nn.Module) -> Layout | None:
     """Return how a module stores experts whose forward can be replaced; None of all others."""
     stack: Any = module
     if type(module).__name__ == GIVEN_ROWS:
-        found = Layout(up="gate_up_proj", gated=True, biased=False, transposed=True, halves=True, given="rows")
+        found = Layout(up="gate_up_proj", biased=False, transposed=True, halves=True, given="rows")
     elif all(hasattr(module, mark) for mark in MARKS):
         found = Layout(
             up="gate_up_proj" if stack.has_gate else "up_proj",
-            gated=stack.has_gate,
             biased=stack.has_bias,
             transposed=stack.is_transposed,
             halves=stack.is_concatenated,
@@ -354,7 +351,7 @@ def _computed(self: Any, both: Routed) -> list[Tensor]:
 
 def _activated(self: Any, layout: Layout, x: Tensor) -> Any:
     """Return what down multiplies, of the outputs of gate and up or of up alone."""
-    if not layout.gated:
+    if layout.up != "gate_up_proj":
         return self.act_fn(x)
     if layout.given == "routing":
         return self._apply_gate(x)

@@ -53,9 +53,7 @@ def refuse_unmatched(model: Model, patterns: Sequence[str], option: str = "--ign
 
 def _names(model: Model) -> list[str]:
     """Return the names of all that has weights, in the order of the network."""
-    modules = (
-        name for name, module in model.network.named_modules() if [*module.parameters(recurse=False)]
-    )
+    modules = (name for name, module in model.network.named_modules() if [*module.parameters(recurse=False)])
     stored = (name.rpartition(".")[0] or name for name in model.reader.names())
     experts = (layer.name for layer in model.layers if layer.routed)
     return list(dict.fromkeys([*modules, *stored, *experts, *model.ignored]))

@@ -14,20 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSpeechSeq2Seq,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nearplane.errors import ModelError, NearplaneError, first_line
 from nearplane.models.config_checks import Limited, check_counts, check_patterns, check_sizes
@@ -107,7 +98,7 @@ def empty_network(
     check_counts(plain, reader)
     check_patterns(plain, reader)
     with in_a_sentence(f"transformers builds no language model from {path}"):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         for said in ("quantization_config", "transformers_weights"):
             if hasattr(config, said) and not quantized:
                 delattr(config, said)
@@ -125,17 +116,17 @@ def _builder(config: Any) -> Any:
         ModelError: it is given sound in a way that was never tried.
     """
     if is_headless(config):
-        return AutoModel
+        return transformers.AutoModel
     if is_seq2seq(config):
-        return AutoModelForSeq2SeqLM
+        return transformers.AutoModelForSeq2SeqLM
     if (made := hears_alone(config)) is not None:
         if config.model_type not in HEARD:
             raise ModelError(
                 f"The architecture {made} is not supported: it is given sound, and of such models nearplane knows those of the "
                 f"types {', '.join(HEARD)}. Leave this model as it is, or use another tool for it."
             )
-        return AutoModelForSpeechSeq2Seq
-    return AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
+        return transformers.AutoModelForSpeechSeq2Seq
+    return transformers.AutoModelForImageTextToText if is_multimodal(config) else transformers.AutoModelForCausalLM
 
 
 def network_of(
@@ -187,7 +178,7 @@ def tokenizer_of(folder: Path, *, trust_remote_code: bool = False) -> PreTrained
             f"{' '.join(missing)}"
         )
     with in_a_sentence(f"{folder} holds no tokenizer that transformers can load"):
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
 
 def _there(package: str) -> bool:

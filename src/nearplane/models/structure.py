@@ -23,6 +23,8 @@ from nearplane.models.layers import EmbeddingLayer, Layer, as_layer
 IGNORED = "ignored"
 NOT_HANDLED = "is of no type that is handled"
 GATE = "one output: a gate"
+MATRICES = (nn.Linear, Conv1D, nn.Conv2d)
+NOT_BUILT = "transformers does not build it"
 NamesOf = Callable[[str, int, int], Names]
 
 
@@ -133,11 +135,8 @@ def find_stacks(network: PreTrainedModel) -> list[tuple[str, nn.ModuleList]]:
     if not has_two_stacks(network):
         return [find_blocks(network)]
     names = {part: name for name, part in network.named_modules()}
-    found = []
-    for part in (network.get_encoder(), network.get_decoder()):
-        inner, blocks = find_blocks(part)
-        found.append((f"{names[part]}.{inner}", blocks))
-    return found
+    found = ((part, *find_blocks(part)) for part in (network.get_encoder(), network.get_decoder()))
+    return [(f"{names[part]}.{inner}", blocks) for part, inner, blocks in found]
 
 
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -167,10 +166,6 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     return max(found, key=lambda entry: sum(p.numel() for p in entry[1].parameters()))
 
 
-MATRICES = (nn.Linear, Conv1D, nn.Conv2d)
-NOT_BUILT = "transformers does not build it"
-
-
 def unbuilt_parts(unused: Iterable[str], used: Iterable[str]) -> Counter[str]:
     """Return the parts of a checkpoint that the network has no place for, and how many tensors each holds.
 
@@ -186,27 +181,24 @@ def unbuilt_parts(unused: Iterable[str], used: Iterable[str]) -> Counter[str]:
     return parts
 
 
-def outside_parts(network: nn.Module, stacks: Collection[str], apart: Collection[str]) -> Counter[str]:
-    """Return the parts of a network outside its stack of blocks that hold matrices, and how many each holds.
+def kept_parts(
+    unbuilt: Counter[str], network: nn.Module, stacks: Collection[str], apart: Collection[str]
+) -> list[tuple[str, str]]:
+    """Return (part, why it stays as it is) of parts with matrices that are not built, or lie outside the stack of blocks.
 
     Args:
+        unbuilt: how many matrices each of the first holds.
         network: the whole of it.
         stacks: names of the lists of blocks.
         apart: names of modules that are no part: input embeddings and head.
     """
-    names = [name for name, module in network.named_modules() if isinstance(module, MATRICES)]
     blocks = tuple(f"{stack}." for stack in stacks)
-    outside = [name for name in names if not name.startswith(blocks) and name not in apart]
-    known = [*blocks, *(f"{name}." for name in apart)]
-    return unbuilt_parts((f"{name}." for name in outside), known)
-
-
-def kept_parts(unbuilt: Counter[str], outside: Counter[str]) -> list[tuple[str, str]]:
-    """Return (part, why it stays as it is)."""
-    counts = (("outside the stack of blocks", outside), (NOT_BUILT, unbuilt))
+    names = [name for name, module in network.named_modules() if isinstance(module, MATRICES)]
+    outside = [f"{name}." for name in names if not name.startswith(blocks) and name not in apart]
+    found = unbuilt_parts(outside, [*blocks, *(f"{name}." for name in apart)])
     return [
         (part, f"{why}, {count:,} {'matrix' if count == 1 else 'matrices'}")
-        for why, parts in counts
+        for why, parts in (("outside the stack of blocks", found), (NOT_BUILT, unbuilt))
         for part, count in parts.items()
     ]
 
