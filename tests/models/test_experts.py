@@ -98,19 +98,19 @@ def test_names_are_those_of_the_file_where_it_holds_experts_apart(tmp_path: Path
     mixtral = open_model(str(save_type(tmp_path / "mixtral", "mixtral")))
     layer = next(layer for layer in mixtral.layers if layer.routed and layer.expert == 3)
     assert layer.name == "model.layers.0.mlp.experts.3.w1"
-    assert mixtral.written_name(layer) == "model.layers.0.block_sparse_moe.experts.3.w1"
-    assert mixtral.copies(layer) == ["model.layers.0.block_sparse_moe.experts.3.w1.weight"]
+    assert layer.written(mixtral.weights) == "model.layers.0.block_sparse_moe.experts.3.w1"
+    assert layer.copies(mixtral.weights) == ["model.layers.0.block_sparse_moe.experts.3.w1.weight"]
     fused = open_model(str(save_type(tmp_path / "gpt_oss", "gpt_oss")))
     layer = next(layer for layer in fused.layers if layer.routed and layer.expert == 3)
-    assert layer.name == fused.written_name(layer) == "model.layers.0.mlp.experts.3.gate_proj"
-    assert fused.copies(layer) == ["model.layers.0.mlp.experts.gate_up_proj"]
+    assert layer.name == layer.written(fused.weights) == "model.layers.0.mlp.experts.3.gate_proj"
+    assert layer.copies(fused.weights) == ["model.layers.0.mlp.experts.gate_up_proj"]
 
 
 def test_experts_that_are_stored_in_one_tensor_of_another_order_are_read(tmp_path: Path) -> None:
     """Inkling 2 stores gate and up in turns, which its reader takes apart: matrices are named as where nothing is converted."""
     model = open_model(str(save_type(tmp_path, "inkling2_text")))
     up = next(layer for layer in model.layers if layer.name == "model.layers.0.mlp.experts.1.up_proj")
-    assert model.copies(up) == ["model.llm.layers.0.mlp.experts.w13_weight"]
+    assert up.copies(model.weights) == ["model.llm.layers.0.mlp.experts.w13_weight"]
     whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     with model.blocks[0].on("cpu", torch.float32, original=False) as block:
         (found,) = (layer.read() for layer in block.quantized_layers() if layer.name == up.name)
@@ -222,4 +222,4 @@ def test_names_of_experts_are_names_where_transformers_has_patterns(tmp_path: Pa
     model = open_model(str(save_type(tmp_path / "model", "deepseek_v4")))
     experts = [layer for layer in model.layers if layer.routed]
     assert experts[0].name == "model.layers.0.mlp.experts.0.w1"
-    assert {model.written_name(layer) + ".weight" for layer in experts} <= {*model.reader.names()}
+    assert {layer.written(model.weights) + ".weight" for layer in experts} <= {*model.reader.names()}

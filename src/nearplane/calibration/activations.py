@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,12 +56,12 @@ class Stream:
         assert module is not None, ABSENT
         call = self.calls[block.name][batch]
         whole = hidden.clone()  # a block may work in place
-        hidden, args, kwargs = part_of(whole, call.own), call.args, call.kwargs
         if call.seen is not None:
             assert self.between is not None, "decoders are behind an encoder"
             encoded = self.between(whole[:, call.seen])
-            args, kwargs = mapped(lambda value: encoded if value is ENCODED else value, (args, kwargs))
-        output = module(hidden, *args, **kwargs) if call.positional else module(hidden_states=hidden, **kwargs)
+            args, kwargs = mapped(lambda value: encoded if value is ENCODED else value, (call.args, call.kwargs))
+            call = replace(call, args=args, kwargs=kwargs)
+        output = call.run(module, part_of(whole, call.own))
         states: Tensor = output[0] if isinstance(output, tuple) else output
         return with_part(whole, call.own, states)
 
@@ -167,8 +168,8 @@ def finish(model: Model, stream: Stream, tokens: Tensor) -> None:
         entered.append(args[0])
         raise Stop
 
-    states = stream.quantized[0]
-    with _behind(model, stream, states.device, states.dtype, head=False) as (network, end):
+    first = stream.quantized[0]
+    with _behind(model, stream, first.device, first.dtype, head=False) as (network, end):
         network.get_output_embeddings().register_forward_pre_hook(enter)
         for states in (stream.quantized, stream.original or []):
             for batch, (part, hidden) in enumerate(zip(tokens.split(stream.sizes), states, strict=False)):

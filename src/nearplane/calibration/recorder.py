@@ -1,5 +1,10 @@
 """Stand-ins for the blocks of a network: they record how it calls its blocks, or return what they are given.
 
+Of networks with two stacks of blocks, an encoder and a decoder whose blocks look at what comes out of it (cross-attention), hidden
+states travel as one tensor, those of the encoder first: (windows, positions of both, hidden). So every block of the decoder has the
+encoder's output in the same network at hand, and gradients find their way back. Each block works on its own positions and leaves
+the others as they are.
+
 Knows how blocks are called; not what their hidden states are used for.
 """
 
@@ -8,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, MutableSequence, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -35,6 +40,12 @@ class Call:
     own: slice | None = None  # positions that the block works on; None: all
     seen: slice | None = None  # those of the encoder, which it sees
 
+    def run(self, block: Callable[..., Any], hidden: Tensor) -> Any:
+        """Call a block so, on hidden states."""
+        if self.positional:
+            return block(hidden, *self.args, **self.kwargs)
+        return block(hidden_states=hidden, **self.kwargs)
+
 
 class Tape:
     """What the recorders write on: what enters the first block, and how every block is called.
@@ -44,7 +55,7 @@ class Tape:
         firsts: numbers of those that begin a stack.
 
     Attributes:
-        hidden: what entered the first block, by batch; of two stacks both firsts', see `calibration/encoder_decoder.py`.
+        hidden: what entered the first block, by batch; of two stacks both firsts', see `joined`.
         calls: {block name: its other arguments, by batch}.
         opening: {number: block in memory} of first blocks, of which `probe` leaves those that make something for all.
         between: what leads from the first stack to the second, if there are two.
@@ -111,19 +122,36 @@ class Tape:
         leaf = count()
 
         def keep(value: Any) -> Any:
-            return self._keep(name, index, next(leaf), value)
+            place = next(leaf)
+            if not isinstance(value, Tensor):
+                return value
+            if self.between is not None and value is self.between.output:
+                return ENCODED
+            if any(value is given for given in self._given):
+                raise ModelError(f"The block before {name} hands it more than hidden states: that cannot be replayed.")
+            if id(value) not in self._kept:
+                known = self._pool.setdefault((index, place, value.shape, value.dtype), value)
+                self._kept[id(value)] = (value, known if known is value or torch.equal(known, value) else value)
+            return self._kept[id(value)][1]
 
+        call = Call(args=args, kwargs=named, positional=positional)
         own, seen = self._places(index, hidden)
-        kept = Call(args=mapped(keep, args), kwargs=mapped(keep, named), positional=positional, own=own, seen=seen)
+        kept = replace(call, args=mapped(keep, args), kwargs=mapped(keep, named), own=own, seen=seen)
         self.calls[name].append(kept)
         if first:
-            self._open(index, partial(_called, self.opening.get(index), args, named, positional), hidden)
+            self._handed = self._made_for_all(index, call, hidden)
         self._next, self._current = index + 1, hidden
         if self._next == len(self._names):
             raise Stop
         if self.between is not None and self._next == self._firsts[1]:
             self.between.begin(hidden)
-        return self._returned(index, hidden)
+        if self._handed is not None:
+            return (hidden, *self._handed)
+        if self.extra[index] is None:
+            return hidden
+        extra = zeros(self.extra[index])
+        mapped(lambda value: self._given.append(value) if isinstance(value, Tensor) else None, extra)
+        return (hidden, *extra)
 
     def _places(self, index: int, hidden: Tensor) -> tuple[slice | None, slice | None]:
         """Return which positions a block works on, and which it sees beside; None: all, and none."""
@@ -134,44 +162,20 @@ class Tape:
             return slice(0, own), None
         return slice(places - own, places), slice(0, places - own)
 
-    def _open(self, index: int, run: Callable[[Tensor], Any], hidden: Tensor) -> None:
-        """Run the first block of a stack, where it is not known what it returns, or where it makes that for all."""
-        self._handed = None
+    def _made_for_all(self, index: int, call: Call, hidden: Tensor) -> tuple[Any, ...] | None:
+        """Run the first block of a stack where it is not known what it returns, or makes for all; return the latter."""
         if index not in self.opening:
-            return
-        output = run(hidden)
+            return None
+        run = partial(call.run, self.opening[index])
+        output = run(hidden.clone())  # a block may work in place
         extra = output[1:] if isinstance(output, tuple) else None
-        if not self._probing:
-            self._handed = extra
-            return
-        end = min((other for other in self._firsts if other > index), default=len(self._names))
-        self.extra[index:end] = [extra] * (end - index)
-        if extra is not None and hands_over(run, hidden, extra):
-            self._handed = extra
-        else:
-            del self.opening[index]
-
-    def _returned(self, index: int, hidden: Tensor) -> Any:
-        """Return hidden states the way a block returns its output."""
-        if self._handed is not None:
-            return (hidden, *self._handed)
-        if (extra := self.extra[index]) is None:
-            return hidden
-        extra = zeros(extra)
-        mapped(lambda value: self._given.append(value) if isinstance(value, Tensor) else None, extra)
-        return (hidden, *extra)
-
-    def _keep(self, name: str, index: int, leaf: int, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if self.between is not None and value is self.between.output:
-            return ENCODED
-        if any(value is given for given in self._given):
-            raise ModelError(f"The block before {name} hands it more than hidden states: that cannot be replayed.")
-        if id(value) not in self._kept:
-            first = self._pool.setdefault((index, leaf, value.shape, value.dtype), value)
-            self._kept[id(value)] = (value, first if first is value or torch.equal(first, value) else value)
-        return self._kept[id(value)][1]
+        if self._probing:
+            end = min((other for other in self._firsts if other > index), default=len(self._names))
+            self.extra[index:end] = [extra] * (end - index)
+            if extra is None or not hands_over(run, hidden, extra):
+                del self.opening[index]
+                return None
+        return extra
 
 
 class _StandIn(nn.Module):
@@ -220,15 +224,8 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
-def zeros(extra: tuple[Any, ...]) -> Any:
+def zeros(extra: Any) -> Any:
     return mapped(lambda value: torch.zeros_like(value) if isinstance(value, Tensor) else value, extra)
-
-
-def _called(block: nn.Module | None, args: tuple[Any, ...], named: dict[str, Any], positional: bool, x: Tensor) -> Any:
-    """Run a block on hidden states, with what it is called with beside."""
-    assert block is not None, "first blocks are in memory while they are looked at"
-    x = x.clone()  # a block may work in place
-    return block(x, *args, **named) if positional else block(hidden_states=x, **named)
 
 
 class Between:

@@ -18,7 +18,7 @@ from nearplane.calibration.states_on_disk import StatesOnDisk
 from nearplane.errors import CalibrationError
 from nearplane.models.kinds import has_head
 from nearplane.models.layers import Layer
-from nearplane.models.model import ABSENT, Block, Model
+from nearplane.models.model import Block, Model
 from nearplane.system.memory import release
 
 MOST_TOKENS, LEAST_TOKENS = 16384, 2048
@@ -187,8 +187,6 @@ def _back(
 
     Also returns the sums over tokens of their squares by layer outputs, and of their products within runs of outputs.
     """
-    module = block.quantized
-    assert module is not None, ABSENT
     sums: dict[str, Tensor] = {}
     products: dict[str, list[Tensor]] = {}
 
@@ -207,10 +205,10 @@ def _back(
 
     before = []
     with ExitStack() as hooks, torch.enable_grad():
-        for layer in block.layers_of(module):
+        for layer in block.quantized_layers():
             hooks.enter_context(layer.after(after))
         for i, (x, gradient) in enumerate(zip(entering, gradients, strict=True)):
             leaf = x.detach().requires_grad_()
-            output = stream.forward(block, module, i, leaf)
+            output = stream.forward(block, block.quantized, i, leaf)
             before.append(_finite(torch.autograd.grad(output, leaf, gradient)[0], block.name))
     return before, sums, products

@@ -241,8 +241,8 @@ def try_blocks(model: Model, tokens: Tensor, device: Device) -> dict[str, FirstL
                 try:
                     found[block.name] = first_look(block, stream)
                 except CalibrationError:  # it did not run all layers
-                    if never := never_run(block, stream):
-                        raise CalibrationError(_said(model, block, never)) from None
+                    if never := never_run(model, block, stream):
+                        raise CalibrationError(never) from None
         return found
     except NearplaneError:
         raise
@@ -262,22 +262,20 @@ def kinds(model: Model) -> list[list[Block]]:
 
 
 @torch.no_grad()
-def never_run(block: Block, stream: Stream) -> list[str]:
-    """Return the layers of a block that one window does not run, nor any that differs from them by a number (an expert)."""
+def never_run(model: Model, block: Block, stream: Stream) -> str:
+    """Return what to do about layers that one window does not run, nor any that differs by a number (an expert); or nothing."""
     reached: set[str] = set()
     layers = block.quantized_layers()
     with ExitStack() as hooks:
         for layer in layers:
             hooks.enter_context(layer.before(lambda layer, x: reached.add(pattern_of(block.name, layer.name))))
         stream.forward(block, block.quantized, 0, stream.quantized[0])
-    return [layer.name for layer in layers if pattern_of(block.name, layer.name) not in reached]
-
-
-def _said(model: Model, block: Block, names: list[str]) -> str:
-    """Return what is to be done about layers that never run."""
-    patterns = " ".join(f"'{pattern}'" for pattern in dict.fromkeys(pattern_of(block.name, name) for name in names))
-    kind = type(model.network).__name__
+    never = {layer.name: pattern_of(block.name, layer.name) for layer in layers}
+    never = {name: pattern for name, pattern in never.items() if pattern not in reached}
+    if not never:
+        return ""
+    patterns = " ".join(f"'{pattern}'" for pattern in dict.fromkeys(never.values()))
     return (
-        f"{kind} is not supported as it is: it never runs {first_few(names)} as layers of their own, so "
+        f"{type(model.network).__name__} is not supported as it is: it never runs {first_few([*never])} as layers of their own, so "
         f"nothing shows their inputs. Leave them as they are with --ignore {patterns}."
     )

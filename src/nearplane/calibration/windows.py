@@ -119,18 +119,16 @@ def calibration_windows(model: Model, recipe: Recipe, given: Given | None = None
         if given is None:
             refuse_lost(wanted.calibration)
         raise CalibrationError(f"{type(model.network).__name__} {WAYS[takes]}")
-    if given is not None and given.tokens is not None and takes is Taken.IMAGES:
-        seqlen = _images(model, recipe, given.tokens)
-    elif given is not None and isinstance(given.tokens, Spoken):
-        _check_spoken(model, given.tokens)
+    windows = None if given is None else given.tokens
+    if windows is not None and takes is Taken.IMAGES:
+        seqlen = _images(model, recipe, windows)
+    elif isinstance(windows, Spoken):
+        _check_spoken(model, windows)
     following = extra_windows(wanted.samples, seqlen)
-    if given is not None and given.tokens is not None:
-        windows = given.tokens
-    else:
+    if windows is None:
         texts = wanted.calibration if given is None else given.texts
         refuse_lost(texts)
-        samples = wanted.samples + following
-        tokenizer = model.tokenizer()
+        samples, tokenizer = wanted.samples + following, model.tokenizer()
         edges = around(tokenizer) if is_framed(model.network) else ()
         windows = read_windows(tokenizer, texts, samples=samples, seqlen=seqlen, seed=wanted.seed, between=edges)
     if len(windows) == 1:

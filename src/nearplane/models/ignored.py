@@ -82,9 +82,9 @@ def left_dense(model: Model, layers: Sequence[Layer] | None = None) -> list[str]
     quantized = {layer.name for layer in layers}
     names = set(model.matrices()) - quantized
     alone = (f"{name}.weight" for name in names if model.weights.stored_alone(f"{name}.weight"))
-    names |= {model.source_name(parameter).removesuffix(".weight") for parameter in alone}
+    names |= {model.weights.source_name(parameter).removesuffix(".weight") for parameter in alone}
     parts = {*experts(model), *model.unbuilt, *map(_stem, model.weights.merged().values())}
-    both = quantized | {model.written_name(layer) for layer in layers if layer.routed}
+    both = quantized | {layer.written(model.weights) for layer in layers if layer.routed}
     holding = {name[:place] for name in both for place in dots(name)}
     return sorted(names) + [_pattern(part) for part in sorted(parts - holding - quantized)]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -204,14 +204,12 @@ def is_linear(module: nn.Module) -> bool:
     return called in EQUAL or all(vars(each).keys() <= HARMLESS for each in between)
 
 
-def as_layer(name: str, module: nn.Module) -> Layer | None:
+def as_layer(name: str, module: Any) -> Layer | None:
     """View a module as one matrix; None if it is of no type that is handled."""
-    kind, conv = type(module), cast(Any, module)
-    weight: Any = getattr(module, "weight", None)
     if is_linear(module):
-        return LinearLayer(name=name, shape=tuple(weight.shape), module=module)
-    if kind is Conv1D:
-        return Conv1DLayer(name=name, shape=tuple(weight.shape[::-1]), module=module)
-    if kind is nn.Conv2d and (conv.groups, conv.padding_mode, type(conv.padding)) == (1, "zeros", tuple):
-        return Conv2dLayer(name=name, shape=(weight.shape[0], weight[0].numel()), module=module)
+        return LinearLayer(name=name, shape=tuple(module.weight.shape), module=module)
+    if type(module) is Conv1D:
+        return Conv1DLayer(name=name, shape=tuple(module.weight.shape[::-1]), module=module)
+    if type(module) is nn.Conv2d and (module.groups, module.padding_mode, type(module.padding)) == (1, "zeros", tuple):
+        return Conv2dLayer(name=name, shape=(len(module.weight), module.weight[0].numel()), module=module)
     return None

@@ -184,26 +184,10 @@ class Model:
         save_tokenizer(self.folder, place, trust_remote_code=self.trust_remote_code)
         return place
 
-    def source_name(self, parameter: str) -> str:
-        """Return the name in the checkpoint of a parameter of the network; see `Weights.source_name`."""
-        return self.weights.source_name(parameter)
-
-    def stored_alone(self, layer: Layer) -> bool:
-        """Return whether a checkpoint that is made of this one can hold a layer by a name of its own."""
-        return layer.stored_alone(self.weights)
-
-    def written_name(self, layer: Layer) -> str:
-        """Return the name of a layer in a checkpoint that is made of this one."""
-        return layer.written(self.weights)
-
-    def copies(self, layer: Layer) -> list[str]:
-        """Return the names in the checkpoint of a layer's weight, several where what is tied is stored again."""
-        return layer.copies(self.weights)
-
     @cached_property
     def quantized_names(self) -> frozenset[str]:
         """The names in the checkpoint of the weights of all layers to be quantized, with those of their copies."""
-        return frozenset(name for layer in self.layers for name in self.copies(layer))
+        return frozenset(name for layer in self.layers for name in layer.copies(self.weights))
 
     def block_names(self, index: int) -> list[str]:
         """Return the names in the checkpoint of what belongs to a block."""
@@ -225,9 +209,9 @@ class Model:
     def stacked(self) -> set[str]:
         """Return the names of all modules with several matrices in one parameter: the experts of a block."""
         return {
-            name.rpartition(".")[0]
-            for name, parameter in self.network.named_parameters()
-            if parameter.dim() >= 3 and not isinstance(self.network.get_submodule(name.rpartition(".")[0]), _ConvNd)
+            name
+            for name, module in self.network.named_modules()
+            if not isinstance(module, _ConvNd) and any(p.dim() >= 3 for p in module.parameters(recurse=False))
         }
 
     @contextmanager

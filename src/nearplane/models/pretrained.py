@@ -152,8 +152,8 @@ def network_of(
     options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
     with in_a_sentence(f"transformers loads no language model from {folder}{_needs(folder)}"):
         if weights is None:
-            own = {"trust_remote_code": trust_remote_code}
-            model, found = _builder(empty.config).from_pretrained(folder, **own, **options)
+            options["trust_remote_code"] = trust_remote_code
+            model, found = _builder(empty.config).from_pretrained(folder, **options)
         else:
             model, found = type(empty).from_pretrained(None, config=empty.config, state_dict=weights, **options)
     absent = sorted({*found["missing_keys"], *(str(name) for name, *_ in found["mismatched_keys"])})
@@ -208,8 +208,8 @@ def save_tokenizer(folder: Path, place: Path, *, trust_remote_code: bool = False
 
 def _needs(folder: Path) -> str:
     """Return what transformers needs to load weights as they are quantized, as part of a sentence."""
-    plain = read_object(folder / "config.json", expected="A model's folder has one", error=ModelError)
-    config = plain.get("quantization_config")
+    config = read_object(folder / "config.json", expected="A model's folder has one", error=ModelError)
+    config = config.get("quantization_config")
     if isinstance(config, dict) and config.get("quant_method") == "gptq":
         return f"; its gptq weights need {GPTQ_READERS} to be loaded packed"
     return ""

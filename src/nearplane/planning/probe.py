@@ -387,7 +387,7 @@ def _curves(model: Model, travellers: Sequence[_Traveller], losses: Sequence[flo
     if not tied:
         return list(found.values())
     joined: dict[tuple[str, ...], Curve] = {}
-    stored = {layer.name: model.copies(layer)[0] for layer in model.layers}
+    stored = {layer.name: layer.copies(model.weights)[0] for layer in model.layers}
     for curve in found.values():
         key = tuple(stored[layer] for layer in curve.layers)
         if key in joined:

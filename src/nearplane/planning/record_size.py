@@ -48,7 +48,7 @@ def longest_record(model: Model, record: RunRecord) -> int:
     layers = (
         LayerRecord(
             name=layer.name,
-            stored=model.written_name(layer),
+            stored=layer.written(model.weights),
             out_features=layer.shape[0],
             in_features=layer.shape[1],
             row_losses=(0.0,) * row_groups(*layer.shape),

@@ -199,16 +199,16 @@ def quantization_config(
         grids[layer.name] = recipe.scheme_of(layer.name).with_bits((widths or {}).get(layer.name)).number_format
     own: dict[str, NumberFormat] = {}
     if widths or len(set(grids.values())) > 1:  # by both names, where they differ
-        own = grids | {model.written_name(layer): grids[layer.name] for layer in layers}
+        own = grids | {layer.written(model.weights): grids[layer.name] for layer in layers}
     network = Quantized(
         scheme=recipe.scheme,
         quantized=[layer.name for layer in layers],
         ignore=left_dense(model, layers),
         grids=own,
         experts=merged_experts(model, layers),
-        routed={name for layer in layers if layer.routed for name in (layer.name, model.written_name(layer))},
+        routed={name for layer in layers if layer.routed for name in (layer.name, layer.written(model.weights))},
         layers={  # what is put together from several tensors is refused later, see `loading/rehearsal_check.py`
-            model.written_name(layer): grids[layer.name] for layer in layers if model.stored_alone(layer)
+            layer.written(model.weights): grids[layer.name] for layer in layers if layer.stored_alone(model.weights)
         },
         embeddings=recipe.scheme.dense_ends,
         pre=recipe.pre,

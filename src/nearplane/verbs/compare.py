@@ -201,7 +201,7 @@ class _Measure:
         options: dict[str, Any] = {"device": self.device, "trust_remote_code": self.trust_remote_code}
         given = {"samples": self.samples, "seqlen": self.seqlen, "tokenizer": tokenizer, "progress": self.progress}
         result = evaluate(network, self.text, against=model, **given, **options)
-        reader, again = opened.reader, {name for layer in layers for name in opened.copies(layer)}
+        reader, again = opened.reader, {name for layer in layers for name in layer.copies(opened.weights)}
         rest = sum(reader.nbytes(name) for name in reader.names() if name not in again)
         rate = 8 * size / sum(math.prod(layer.shape) for layer in layers)
         return Row(
