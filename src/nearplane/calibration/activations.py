@@ -69,11 +69,6 @@ class Stream:
         """Return the hidden states in the quantized network that a block is given, without those that it lets be."""
         return part_of(self.quantized[batch], self.calls[block.name][batch].own)
 
-    def encoded(self, block: Block, batch: int) -> list[Tensor]:
-        """Return the hidden states of an encoder that a block sees, if it does."""
-        seen = self.calls[block.name][batch].seen
-        return [] if seen is None else [part_of(self.quantized[batch], seen)]
-
     @torch.no_grad()
     def advance(self, block: Block) -> None:
         """Move both streams past a block; each batch of the old hidden states is freed as the new one is there.
@@ -134,7 +129,6 @@ def skeleton(
             tape.between = Between(network.get_encoder())
         for first in firsts:
             block = opening.enter_context(model.blocks[first].on(place, dtype, original=False))
-            assert block.quantized is not None, ABSENT
             tape.opening[first] = block.quantized
         tape.probe(network, batches[0][:1], place)
         if not tape.opening:

@@ -26,12 +26,9 @@ from nearplane.recipe.spellings import SPELLINGS
 
 TEXTS, TOKENS = "texts given in Python", "tokens given in Python"  # in the record, where a path would be
 IMAGES, SOUND = "images given in Python", "sound given in Python"
-AGAIN: Mapping[object, str] = {
-    TEXTS: "a .jsonl file of them with --calibration, or",
-    TOKENS: "them from Python with --calibration, or",
-    IMAGES: "the same again from Python:",
-    SOUND: "the same again from Python:",
-}  # what to pass in place of what the record does not hold
+# what to pass in place of what the record does not hold
+AGAIN: dict[object, str] = dict.fromkeys((IMAGES, SOUND), "the same again from Python:")
+AGAIN |= {TEXTS: "a .jsonl file of them with --calibration, or", TOKENS: "them from Python with --calibration, or"}
 EXPECTED = (
     "a path, a list of texts, whole numbers (windows, seqlen), pixel values (images, channels, height, width), or a pair of "
     "tensors or arrays (input_features, token_ids)"

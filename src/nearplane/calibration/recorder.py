@@ -65,7 +65,7 @@ class Tape:
     def __init__(self, names: list[str], firsts: Sequence[int]) -> None:
         self.hidden: MutableSequence[Tensor] = []
         self.calls: dict[str, list[Call]] = {name: [] for name in names}
-        self.opening: dict[int, nn.Module] = {}
+        self.opening: dict[int, Any] = {}
         self.between: Between | None = None
         self.extra: list[tuple[Any, ...] | None] = [None for _ in names]
         self._names, self._firsts = names, firsts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -98,32 +99,25 @@ def summed(
     first_held = windows - min(windows - 1, max(1, round(HELD_OUT * windows))) if split else windows
     made = partial(_Sums, stream=stream, first_held=first_held)
     if isinstance(looked, InParts):
-        whole = made(groups[0], crossed=True).summed_over_experts(looked.all())
+        whole = made(groups[0], crossed=True).summed_over_experts(looked.shown(groups[0], last=False))
         for part in looked.parts:
-            yield from _in_turn(part, looked.of(part), made, split, rare, whole)
+            shown = list(looked.shown(part, last=part is looked.parts[-1]))
+            yield from _in_turn(part, shown, made, split, rare, whole)
         return
-    sums, kept = _taken_in([made(group) for group in groups], looked)
-    for group in groups:  # nothing of one is held here while the layers of another are solved
-        if kept[0]:
-            yield from _in_turn(group, kept.pop(0), made, split, rare)
+    sums, kept = {index: made(group) for index, group in enumerate(groups)}, defaultdict[int, list[RoutedRows]](list)
+    with torch.no_grad():
+        for batch, every in enumerate(looked):
+            for index, rows in enumerate(every):
+                if isinstance(rows, RoutedRows):
+                    kept[index].append(rows)
+                else:
+                    sums[index].add(batch, rows)
+        del every, rows
+    for index, group in enumerate(groups):  # nothing of one is held here while the layers of another are solved
+        if index in kept:
+            yield from _in_turn(group, kept.pop(index), made, split, rare)
         else:
-            kept.pop(0)
-            yield sums.pop(0).observed(split)
-
-
-@torch.no_grad()
-def _taken_in(
-    sums: list[_Sums], looked: Iterable[list[Rows | RoutedRows]]
-) -> tuple[list[_Sums], list[list[RoutedRows]]]:
-    """Add what all batches show to the sums of each group; the rows of experts are kept instead, and they have no sums."""
-    kept: list[list[RoutedRows]] = [[] for _ in sums]
-    for batch, shown in enumerate(looked):
-        for index, rows in enumerate(shown):
-            if isinstance(rows, RoutedRows):
-                kept[index].append(rows)
-            else:
-                sums[index].add(batch, rows)
-    return [own for own, rows_of in zip(sums, kept, strict=True) if not rows_of], kept
+            yield sums.pop(index).observed(split)
 
 
 def _in_turn(

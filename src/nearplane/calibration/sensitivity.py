@@ -153,20 +153,19 @@ def _from_predictions(
             for window, state in zip(part, x, strict=True):  # one at a time: logits are large
                 leaf = state[None].detach().requires_grad_()
                 output = logits(window[None], leaf)[0].float()
-                if not has_head(model.network):
+                if has_head(model.network):
+                    predicted = output.log_softmax(-1)
+                    p = predicted.detach().exp()
+                    for total in sums.values():
+                        total += (p * (1 - p)).sum(0)
+                    uniform = torch.rand(len(p), 1, generator=generator).to(device)
+                    labels = torch.searchsorted(p.cumsum(-1), uniform).clamp(max=p.shape[-1] - 1)
+                    likelihood, place = predicted.gather(-1, labels).sum(), "the head"
+                else:
                     drawn = torch.randn(output.shape, generator=generator).to(device)
                     drawn /= output.detach().square().mean(-1, keepdim=True).sqrt().clamp(min=1e-15)
-                    rows.append(_finite(torch.autograd.grad((output * drawn).sum(), leaf)[0], "the end"))
-                    continue
-                predicted = output.log_softmax(-1)
-                for total in sums.values():
-                    p = predicted.detach().exp()
-                    total += (p * (1 - p)).sum(0)
-                uniform = torch.rand(len(predicted), 1, generator=generator).to(device)
-                labels = torch.searchsorted(predicted.detach().exp().cumsum(-1), uniform).clamp(
-                    max=predicted.shape[-1] - 1
-                )
-                rows.append(_finite(torch.autograd.grad(predicted.gather(-1, labels).sum(), leaf)[0], "the head"))
+                    likelihood, place = (output * drawn).sum(), "the end"
+                rows.append(_finite(torch.autograd.grad(likelihood, leaf)[0], place))
             gradients.append(torch.cat(rows))
     return gradients, sums
 

@@ -83,7 +83,8 @@ def first_look(block: Block, stream: Stream) -> FirstLook:
         CalibrationError: layers did not run; the message names them.
     """
     module, hidden = block.quantized, stream.own(block, 0)
-    given = [hidden, *stream.encoded(block, 0)]
+    encoded = stream.calls[block.name][0].seen
+    given = [hidden] if encoded is None else [hidden, stream.quantized[0][:, encoded]]
     assert module is not None, ABSENT
     layers = block.quantized_layers()
     entered: dict[str, list[Entered]] = {}
@@ -97,7 +98,7 @@ def first_look(block: Block, stream: Stream) -> FirstLook:
             Entered(
                 same=layer.same_input(x),
                 rows=min((layer.share(x, states) for states in given), key=lambda share: share % 1),
-                computed=results.count,
+                computed=len(results.numbered),
                 alive=results.bytes_alive(but=weights),
                 routed=x.sizes if layer.routed else None,
             )

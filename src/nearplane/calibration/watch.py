@@ -38,18 +38,16 @@ class Results:
 
     Args:
         hidden: the hidden states, or others of their shape.
+
+    Attributes:
+        numbered: those that have a number so far, in order.
     """
 
     def __init__(self, hidden: Tensor) -> None:
         self._size, self._width = hidden.numel(), hidden.shape[-1]
         self._all: list[ref[Tensor]] = []
         self._fixed: dict[int, ref[Tensor]] = {}  # by id, what is the same in every batch
-        self._numbered: list[tuple[ref[Tensor], int]] = []  # with the version: how often it had been written to
-
-    @property
-    def count(self) -> int:
-        """How many have a number so far."""
-        return len(self._numbered)
+        self.numbered: list[tuple[ref[Tensor], int]] = []  # with the version: how often it had been written to
 
     def note(self, result: Any, given: Iterable[Any]) -> None:
         """Number what a function that was given some arguments returned."""
@@ -61,7 +59,7 @@ class Results:
             if fixed:
                 self._fixed[id(x)] = ref(x)
             elif x.numel() == self._size and x.shape[-1] == self._width:
-                self._numbered.append((ref(x), x._version))
+                self.numbered.append((ref(x), x._version))
 
     def _is_fixed(self, x: Tensor) -> bool:
         known = self._fixed.get(id(x))
@@ -69,7 +67,7 @@ class Results:
 
     def number(self, x: Tensor) -> int | None:
         """Return the number of a tensor as it is now; None if it has none, or was written to since it was noted."""
-        for number, (known, version) in reversed([*enumerate(self._numbered)]):
+        for number, (known, version) in reversed([*enumerate(self.numbered)]):
             tensor = known()
             if tensor is not None and same(tensor, x):
                 return number if version == x._version else None
@@ -77,7 +75,7 @@ class Results:
 
     def get(self, number: int) -> Tensor | None:
         """Return the tensor of a number; None if there is none yet, or no more."""
-        return self._numbered[number][0]() if number < len(self._numbered) else None
+        return self.numbered[number][0]() if number < len(self.numbered) else None
 
     def bytes_alive(self, *, but: set[int]) -> int:
         """Return how much memory hold tensors that still live; storages at the addresses `but` do not count."""
@@ -253,16 +251,9 @@ class InParts:
     run: Callable[..., Iterator[list[Rows | RoutedRows]]]
     ends: bool
 
-    def all(self) -> Iterator[RoutedRows]:
-        """Yield what each batch shows of all experts, none kept, in a pass of its own before those of the parts."""
-        return self._shown(tuple(layer for part in self.parts for layer in part), last=False)
-
-    def of(self, part: tuple[Layer, ...]) -> list[RoutedRows]:
-        """Return what each batch shows of a part."""
-        return list(self._shown(part, last=self.ends and part is self.parts[-1]))
-
-    def _shown(self, layers: tuple[Layer, ...], *, last: bool) -> Iterator[RoutedRows]:
-        for (rows,) in self.run([layers], last=last):
+    def shown(self, layers: tuple[Layer, ...], *, last: bool) -> Iterator[RoutedRows]:
+        """Yield what each batch shows of some layers, in a pass of its own; `last`: of all these passes."""
+        for (rows,) in self.run([layers], last=self.ends and last):
             assert isinstance(rows, RoutedRows), "only experts are shown in parts"
             yield rows
 

@@ -32,11 +32,13 @@ CODES = {"I32": 16, "U8": 64}  # codes that one element of a packed tensor holds
 BUFFERS = 1 << 28  # elements of tables and masks that no checkpoint holds
 
 
-def check_counts(config: Mapping[str, Any], reader: TensorReader) -> None:
+def check_config(config: Mapping[str, Any], reader: TensorReader) -> None:
     """Refuse a config.json that counts more layers, heads or labels than there can be.
 
+    Also texts in a quantization_config that are to be regular expressions and are none.
+
     Raises:
-        ModelError: names the entry.
+        ModelError: names the entry, or the pattern.
     """
     most = max(MOST, len(reader.names()))
     for name, value in _numbers(config):
@@ -47,14 +49,6 @@ def check_counts(config: Mapping[str, Any], reader: TensorReader) -> None:
                 f"{reader.folder}/config.json: {name} is {found}; the weight files hold {len(reader.names())} tensors. The two do "
                 f"not belong together; fetch the folder again."
             )
-
-
-def check_patterns(config: Mapping[str, Any], reader: TensorReader) -> None:
-    """Refuse texts in a quantization_config that are to be regular expressions and are none.
-
-    Raises:
-        ModelError: names the pattern.
-    """
     for text in _texts(config.get("quantization_config")):
         if text.startswith(PATTERNS) and (fault := fault_of(text[3 if text.startswith("re:") else 2 :])) is not None:
             raise ModelError(f"{reader.folder}/config.json: {text[:60]!r} {fault}. Fetch it again.")

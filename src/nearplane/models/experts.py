@@ -143,10 +143,6 @@ class ExpertLayer(Layer):
         found: Tensor = x.rows(self.expert)
         return found
 
-    def share(self, x: Any, hidden: Tensor) -> float:
-        """Return 1: all tokens are shown, with their routing."""
-        return 1.0
-
     def same_input(self, x: Any) -> tuple[Any, ...]:
         """Return what all experts of a block have in common before this side: they are shown together."""
         return ("experts", self.side, x.x.data_ptr(), id(self.module))

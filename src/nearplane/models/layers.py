@@ -106,7 +106,12 @@ class Layer:
         return output.reshape(-1, self.shape[0])
 
     def share(self, x: Tensor, hidden: Tensor) -> float:
-        """Return how often `x` holds a number for every token of the block's input; no integer: some tokens are left out."""
+        """Return how often `x` holds a number for every token of the block's input; no integer: some tokens are left out.
+
+        It is 1 of places of an image, which are no tokens, and of experts, of which all tokens are shown with their routing.
+        """
+        if self.convolves or self.routed:
+            return 1.0
         return x.shape[:-1].numel() / hidden.shape[:-1].numel()
 
     def same_input(self, x: Tensor) -> tuple[Any, ...]:
@@ -176,10 +181,6 @@ class Conv2dLayer(Layer):
     def outputs_of(self, output: Tensor) -> Tensor:
         """Return the outputs of all places, one place a row."""
         return output.movedim(1, -1).reshape(-1, self.shape[0])
-
-    def share(self, x: Tensor, hidden: Tensor) -> float:
-        """Return 1: places are no tokens."""
-        return 1.0
 
     def same_input(self, x: Tensor) -> tuple[Any, ...]:
         """Return also how patches are taken."""

@@ -143,8 +143,7 @@ class Model:
         apart += left
         matrices = sorted(name for name in self.weights.unused if len(reader.shape(name)) >= 2)
         self.unbuilt = unbuilt_parts(matrices, {*reader.names()} - {*self.weights.unused})
-        sides = (network.get_input_embeddings(), outputs)
-        known = {name for name, module in network.named_modules() if module in sides}
+        known = {name for name, part in network.named_modules() if part in (network.get_input_embeddings(), outputs)}
         self.ignored = [layer for layer, reason in apart if reason == IGNORED]
         self.skipped = [entry for entry in apart if entry[1] != IGNORED]
         self.skipped += kept_parts(self.unbuilt, network, self.stacks, known)

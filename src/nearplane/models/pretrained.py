@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nearplane.errors import ModelError, NearplaneError, first_line
-from nearplane.models.config_checks import Limited, check_counts, check_patterns, check_sizes
+from nearplane.models.config_checks import Limited, check_config, check_sizes
 from nearplane.models.kinds import HEARD, hears_alone, is_headless, is_multimodal, is_seq2seq
 from nearplane.system.json_file import read_object
 from nearplane.system.paths import folder_named
@@ -95,8 +95,7 @@ def empty_network(
     refuse_unfinished(folder)
     plain = read_object(path, expected="A model's folder has one that save_pretrained wrote", error=ModelError)
     reader = reader or ShardReader(folder)
-    check_counts(plain, reader)
-    check_patterns(plain, reader)
+    check_config(plain, reader)
     with in_a_sentence(f"transformers builds no language model from {path}"):
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         for said in ("quantization_config", "transformers_weights"):
@@ -208,8 +207,8 @@ def save_tokenizer(folder: Path, place: Path, *, trust_remote_code: bool = False
 
 def _needs(folder: Path) -> str:
     """Return what transformers needs to load weights as they are quantized, as part of a sentence."""
-    config = read_object(folder / "config.json", expected="A model's folder has one", error=ModelError)
-    config = config.get("quantization_config")
+    plain = read_object(folder / "config.json", expected="A model's folder has one", error=ModelError)
+    config = plain.get("quantization_config")
     if isinstance(config, dict) and config.get("quant_method") == "gptq":
         return f"; its gptq weights need {GPTQ_READERS} to be loaded packed"
     return ""
