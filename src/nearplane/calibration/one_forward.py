@@ -14,7 +14,7 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from greenlet import getcurrent, greenlet
@@ -279,8 +279,7 @@ class Passage:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Paused:
+class Paused(NamedTuple):
     """Where a forward waits: before the first layer of a stage, which is given `x`."""
 
     stage: int

@@ -262,10 +262,9 @@ class Between:
             )
         self._module = self._module or deepcopy(made[0])  # the network is freed, this is small
 
-    def __call__(self, states: Tensor) -> Tensor:
+    def __call__(self, states: Tensor) -> Any:
         """Return what the decoder sees, of hidden states behind the encoder's last block."""
-        result: Tensor = states if self._module is None else self._module(states)
-        return result
+        return states if self._module is None else self._module(states)
 
 
 def part_of(whole: Tensor, positions: slice | None) -> Tensor:

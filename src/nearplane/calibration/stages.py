@@ -9,10 +9,11 @@ block (attention a third of the weights): 0 + 1/3 + 1/3 + 1 for each stream and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableSequence, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -143,18 +144,15 @@ def seen(
     Raises:
         CalibrationError: a layer sees different tokens in the two networks, or what comes out of the block is not finite.
     """
-    states = stream.original
+    original = stream.original
     assert not stream.ahead, "the original stream has passed the block"
-    adding = {layer.name for group in groups for layer in group if layer.adds and states is not None}
+    adding = {layer.name for group in groups for layer in group if layer.adds and original is not None}
 
-    def look(
-        module: nn.Module | None, batch: int, hidden: Tensor, *, to_the_end: bool
-    ) -> tuple[list[Seen], Tensor | None]:
+    def look(module: nn.Module | None, states: MutableSequence[Tensor], batch: int, to_the_end: bool) -> list[Seen]:
         """Run a copy of the block just far enough to see the groups' inputs, and what is added to their outputs."""
         seen = [Seen(inputs=group[0].shape[1]) for group in groups]
         here = {layer.name: layer for layer in block.layers_of(module)}
         missing = {group[0].name: group[0].calls for group in groups}  # inputs still to be seen
-        output = None
 
         def done() -> None:
             if not to_the_end and not any(missing.values()) and adding <= additions.found.keys():
@@ -173,32 +171,23 @@ def seen(
                     if layer.name in adding:
                         hooks.enter_context(here[layer.name].after(additions.watch))
             with suppress(Stop):
-                output = stream.forward(block, module, batch, hidden)
+                output = stream.forward(block, module, batch, states[batch])
             additions.finish()
         for group, record in zip(groups, seen, strict=True):
             for layer in group:
                 if layer.name in additions.found:
                     record.added[layer.name] = total(additions.found[layer.name]).reshape(-1, layer.shape[0])
-        return seen, output
+        if to_the_end:
+            states[batch] = finite(output, block)
+        return seen
 
     for batch in range(len(stream.sizes)):
-        original = None
-        if states is not None:
-            original, output = look(block.original, batch, states[batch], to_the_end=last)
-            if last:
-                assert output is not None, "runs to the end"
-                states[batch] = finite(output, block)
-        quantized, output = look(block.quantized, batch, stream.quantized[batch], to_the_end=onward)
-        if onward:
-            assert output is not None, "runs to the end"
-            stream.quantized[batch] = finite(output, block)
-        yield [
-            rows_of(group[0].name, now, None if original is None else original[index])
-            for index, (group, now) in enumerate(zip(groups, quantized, strict=True))
-        ]
-        del original, quantized, output
+        before = repeat(None) if original is None else look(block.original, original, batch, last)
+        now = look(block.quantized, stream.quantized, batch, onward)
+        yield [rows_of(group[0].name, one, other) for group, one, other in zip(groups, now, before, strict=False)]
+        del before, now
         release()  # what the forwards took and freed lies among what is kept
-    stream.ahead = last and states is not None
+    stream.ahead = last and original is not None
 
 
 def before_the_head(block: Block, stream: Stream) -> tuple[Layer, ...]:

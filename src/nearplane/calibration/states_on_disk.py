@@ -67,8 +67,7 @@ class StatesOnDisk(MutableSequence[Tensor]):
         self._items[index] = self._written(state)
 
     def __delitem__(self, index: Any) -> None:
-        self._release(self._items[index])
-        del self._items[index]
+        self._release(self._items.pop(index))
 
     def insert(self, index: int, value: Tensor) -> None:
         """Put a tensor before that of this number."""

@@ -169,7 +169,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 def wide(x: Tensor) -> Tensor:
     """Copy to float32, or float64 if it is that."""
-    return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32, copy=True)
+    return x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,10 +280,6 @@ class Seen:
             self.rows.append(wide(layer.rows(x)))
 
     @property
-    def tokens(self) -> int:
-        return sum(len(x) for x in self.rows)
-
-    @property
     def stacked(self) -> Tensor:
         if not self.rows:
             return torch.empty(0, self.inputs)
@@ -298,12 +294,14 @@ def rows_of(name: str, quantized: Seen, original: Seen | None) -> Rows | RoutedR
     """
     if quantized.routed is not None:
         return RoutedRows(quantized=quantized.routed, original=None if original is None else original.routed)
+    X_hat = quantized.stacked
     if original is None:
-        return Rows(X_hat=quantized.stacked)
-    if original.tokens != quantized.tokens:
+        return Rows(X_hat=X_hat)
+    X = original.stacked
+    if len(X) != len(X_hat):
         raise CalibrationError(
-            f"{name} sees {original.tokens} tokens in the original network and {quantized.tokens} in the quantized one (routed "
+            f"{name} sees {len(X)} tokens in the original network and {len(X_hat)} in the quantized one (routed "
             f"experts do): leave it out with --ignore, or do without correction."
         )
     residual = {layer: original.added[layer] - r_hat for layer, r_hat in quantized.added.items()}
-    return Rows(X_hat=quantized.stacked, X=original.stacked, residual=residual)
+    return Rows(X_hat=X_hat, X=X, residual=residual)

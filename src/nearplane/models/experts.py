@@ -138,10 +138,9 @@ class ExpertLayer(Layer):
         """Put (out, in) `values` in their place in the parameter."""
         self.matrix().detach().copy_(values)
 
-    def rows(self, x: Any) -> Tensor:
+    def rows(self, x: Any) -> Any:
         """Return the rows that this expert multiplies."""
-        found: Tensor = x.rows(self.expert)
-        return found
+        return x.rows(self.expert)
 
     def same_input(self, x: Any) -> tuple[Any, ...]:
         """Return what all experts of a block have in common before this side: they are shown together."""
@@ -290,9 +289,7 @@ def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
     y = _computed(self, Routed(x=hidden_states, token=token, ends=ends, tokens=tokens, apart=False))
     found = torch.cat([*y, hidden_states.new_zeros(left, hidden_states.shape[1])])
     weighted = found * top_k_weights.reshape(-1)[order, None]
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=order.device)
-    return weighted[place].view(tokens, k, -1).sum(1).to(hidden_states.dtype)
+    return weighted[order.argsort()].view(tokens, k, -1).sum(1).to(hidden_states.dtype)
 
 
 def forward_of_rows(self: Any, hidden_states: Tensor) -> Tensor:

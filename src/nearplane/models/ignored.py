@@ -68,7 +68,7 @@ def pattern_of(block: str, layer: str) -> str:
     return rf"{re.sub(r'[0-9]+', '[0-9]+', re.escape(layer.removeprefix(f'{block}.')))}$"
 
 
-def left_dense(model: Model, layers: Sequence[Layer] | None = None) -> list[str]:
+def left_dense(model: Model, layers: Sequence[Layer]) -> list[str]:
     """Return names and patterns of all that is not quantized and that a reader might take for a linear layer.
 
     That is every Linear, Conv1D and Conv2d and what inherits from them, experts in one tensor or stored one by one, and
@@ -76,9 +76,8 @@ def left_dense(model: Model, layers: Sequence[Layer] | None = None) -> list[str]
 
     Args:
         model: the original.
-        layers: what is quantized, if that is not all that can be.
+        layers: what is quantized.
     """
-    layers = model.layers if layers is None else layers
     quantized = {layer.name for layer in layers}
     names = set(model.matrices()) - quantized
     alone = (f"{name}.weight" for name in names if model.weights.stored_alone(f"{name}.weight"))
@@ -94,13 +93,13 @@ def experts(model: Model) -> list[str]:
     return sorted(model.stacked() & {*model.ignored, *(name for name, _ in model.skipped)})
 
 
-def merged_experts(model: Model, layers: Sequence[Layer] | None = None) -> list[str]:
+def merged_experts(model: Model, layers: Sequence[Layer]) -> list[str]:
     """Return the names of modules left alone that transformers puts together from tensors `*.weight`, one for each expert.
 
     Its reader of compressed-tensors then decodes these tensors first, and drops those that are not packed unless the scheme of
     the experts is one of eight-bit floats: "weights that ship no scale pass through untouched".
     """
-    quantized = {layer.parameter for layer in (model.layers if layers is None else layers)}
+    quantized = {layer.parameter for layer in layers}
     merged = {name: parts for name, parts in model.weights.merged().items() if name not in quantized}
     weights = {name.rpartition(".")[0] for name, parts in merged.items() if all(p.endswith(".weight") for p in parts)}
     return sorted(weights)

@@ -90,7 +90,7 @@ class Layer:
     def read(self) -> Tensor:
         """Return the weights in memory of their own: (out, in) float32, or float64 if the module is."""
         values = self.matrix().detach()
-        wide = torch.float64 if values.dtype == torch.float64 else torch.float32
+        wide = torch.promote_types(values.dtype, torch.float32)
         return values.to(wide, copy=True, memory_format=torch.contiguous_format)
 
     def write(self, values: Tensor) -> None:

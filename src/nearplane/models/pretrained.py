@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -182,10 +182,9 @@ def tokenizer_of(folder: Path, *, trust_remote_code: bool = False) -> PreTrained
 
 def _there(package: str) -> bool:
     """Return whether a package can be imported."""
-    try:
+    with suppress(ModuleNotFoundError, ValueError):  # what it lies in is missing, or was made unavailable
         return find_spec(package) is not None
-    except (ModuleNotFoundError, ValueError):  # what it lies in is missing, or was made unavailable
-        return False
+    return False
 
 
 def has_other_tokenizer(folder: Path) -> bool:
