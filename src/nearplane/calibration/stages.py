@@ -260,8 +260,7 @@ def never_run(model: Model, block: Block, stream: Stream) -> str:
         for layer in layers:
             hooks.enter_context(layer.before(lambda layer, x: reached.add(pattern_of(block.name, layer.name))))
         stream.forward(block, block.quantized, 0, stream.quantized[0])
-    never = {layer.name: pattern_of(block.name, layer.name) for layer in layers}
-    never = {name: pattern for name, pattern in never.items() if pattern not in reached}
+    never = {layer.name: kind for layer in layers if (kind := pattern_of(block.name, layer.name)) not in reached}
     if not never:
         return ""
     patterns = " ".join(f"'{pattern}'" for pattern in dict.fromkeys(never.values()))

@@ -219,9 +219,8 @@ def _chunks(observed: Iterable[Observed], experts: int) -> Iterator[list[Observe
     chunk: list[Observed] = []
     for each in observed:
         chunk.append(each)
-        more = each.more
         del each  # the stage is to be the only one that holds it
-        if len(chunk) == experts or not more:
+        if len(chunk) == experts or not chunk[-1].more:
             yield chunk
             chunk = []
 

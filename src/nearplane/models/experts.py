@@ -198,7 +198,6 @@ class Layout:
 
     Args:
         up: name of the parameter of what multiplies hidden states, "gate_up_proj" if that is gate and up.
-        biased: whether there are biases.
         transposed: whether slices are (in, out).
         halves: whether gate and up are one behind the other, not in turns.
         given: how its forward is called: with hidden states and routing, or with the rows of all tokens for every expert, which
@@ -206,7 +205,6 @@ class Layout:
     """
 
     up: str
-    biased: bool
     transposed: bool
     halves: bool
     given: Literal["routing", "rows"]
@@ -220,11 +218,10 @@ def layout_of(module: nn.Module) -> Layout | None:
     """Return how a module stores experts whose forward can be replaced; None of all others."""
     stack: Any = module
     if type(module).__name__ == GIVEN_ROWS:
-        found = Layout(up="gate_up_proj", biased=False, transposed=True, halves=True, given="rows")
+        found = Layout(up="gate_up_proj", transposed=True, halves=True, given="rows")
     elif all(hasattr(module, mark) for mark in MARKS):
         found = Layout(
             up="gate_up_proj" if stack.has_gate else "up_proj",
-            biased=stack.has_bias,
             transposed=stack.is_transposed,
             halves=stack.is_concatenated,
             given="routing",
@@ -284,11 +281,10 @@ def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
     order = torch.sort(top_k_index.reshape(-1), stable=True).indices  # (pairs,)
     counts = top_k_index.reshape(-1).bincount(minlength=experts)[:experts]
     ends = tuple(counts.cumsum(0).tolist())
-    left = tokens * k - ends[-1]  # pairs of no expert
     token = order[: ends[-1]] // k
     y = _computed(self, Routed(x=hidden_states, token=token, ends=ends, tokens=tokens, apart=False))
-    found = torch.cat([*y, hidden_states.new_zeros(left, hidden_states.shape[1])])
-    weighted = found * top_k_weights.reshape(-1)[order, None]
+    none = hidden_states.new_zeros(tokens * k - ends[-1], hidden_states.shape[1])  # of pairs of no expert
+    weighted = torch.cat([*y, none]) * top_k_weights.reshape(-1)[order, None]
     return weighted[order.argsort()].view(tokens, k, -1).sum(1).to(hidden_states.dtype)
 
 
@@ -315,11 +311,12 @@ def _computed(self: Any, both: Routed) -> list[Tensor]:
     """
     layout = layout_of(self)
     assert layout is not None, "only stacks are made observable"
+    biased = getattr(self, "has_bias", False)
 
     def multiplied(side: Side, name: str, routed: Routed) -> list[Tensor]:
         for see in (*self.watched.get(side, {}).values(),):
             see(routed)
-        weight, bias = getattr(self, name), getattr(self, f"{name}_bias") if layout.biased else None
+        weight, bias = getattr(self, name), getattr(self, f"{name}_bias") if biased else None
         outputs = []
         with torch._C.DisableTorchFunction():
             for expert in range(len(weight)):

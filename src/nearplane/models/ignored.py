@@ -82,15 +82,11 @@ def left_dense(model: Model, layers: Sequence[Layer]) -> list[str]:
     names = set(model.matrices()) - quantized
     alone = (f"{name}.weight" for name in names if model.weights.stored_alone(f"{name}.weight"))
     names |= {model.weights.source_name(parameter).removesuffix(".weight") for parameter in alone}
-    parts = {*experts(model), *model.unbuilt, *map(_stem, model.weights.merged().values())}
+    left = {*model.ignored, *(name for name, _ in model.skipped)}
+    parts = {*(model.stacked() & left), *model.unbuilt, *map(_stem, model.weights.merged().values())}
     both = quantized | {layer.written(model.weights) for layer in layers if layer.routed}
     holding = {name[:place] for name in both for place in dots(name)}
-    return sorted(names) + [_pattern(part) for part in sorted(parts - holding - quantized)]
-
-
-def experts(model: Model) -> list[str]:
-    """Return the names of modules that hold several matrices in one parameter and are not quantized."""
-    return sorted(model.stacked() & {*model.ignored, *(name for name, _ in model.skipped)})
+    return sorted(names) + [rf"re:^{re.escape(part)}(\..*)?$" for part in sorted(parts - holding - quantized)]
 
 
 def merged_experts(model: Model, layers: Sequence[Layer]) -> list[str]:
@@ -108,11 +104,6 @@ def merged_experts(model: Model, layers: Sequence[Layer]) -> list[str]:
 def _stem(names: Iterable[str]) -> str:
     """Return the module that all names lie in."""
     return commonpath(name.replace(".", "/") for name in names).replace("/", ".")
-
-
-def _pattern(part: str) -> str:
-    """Return a pattern of a module and all below it."""
-    return rf"re:^{re.escape(part)}(\..*)?$"
 
 
 def refuse_unsupported(model: Model) -> None:

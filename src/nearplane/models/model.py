@@ -143,10 +143,9 @@ class Model:
         apart += left
         matrices = sorted(name for name in self.weights.unused if len(reader.shape(name)) >= 2)
         self.unbuilt = unbuilt_parts(matrices, {*reader.names()} - {*self.weights.unused})
-        known = {name for name, part in network.named_modules() if part in (network.get_input_embeddings(), outputs)}
         self.ignored = [layer for layer, reason in apart if reason == IGNORED]
         self.skipped = [entry for entry in apart if entry[1] != IGNORED]
-        self.skipped += kept_parts(self.unbuilt, network, self.stacks, known)
+        self.skipped += kept_parts(self.unbuilt, network, self.stacks)
 
     @property
     def layers(self) -> list[Layer]:
@@ -224,8 +223,7 @@ class Model:
         shared: dict[int, Any] = {id(config): config for config in self.configs()}
         left = list(stand_ins)
         for stack in self.stacks:
-            blocks = self.network.get_submodule(stack)
-            assert isinstance(blocks, nn.ModuleList), "as it was found"
+            blocks: Any = self.network.get_submodule(stack)  # a ModuleList, as it was found
             shared[id(blocks)] = nn.ModuleList([left.pop(0) for _ in blocks])
         network = deepcopy(self.network, shared)
         last, apart = network.get_output_embeddings(), towers(network)

@@ -40,10 +40,9 @@ def in_a_sentence(what: str) -> Iterator[None]:
     """Turn whatever is raised within into a ModelError that begins with `what`; nearplane's own errors pass."""
     try:
         yield
-    except NearplaneError:
-        raise
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # that of tokenizers, in Rust
+        raised = isinstance(error, Exception) or type(error).__name__ == "PanicException"  # that of tokenizers, in Rust
+        if isinstance(error, NearplaneError) or not raised:
             raise
         said = " ".join(str(error).split())[:LONGEST]  # of several lines the first is often a heading
         raise ModelError(f"{what} ({': '.join(part for part in (type(error).__name__, said) if part)}).") from error

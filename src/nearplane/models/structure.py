@@ -181,17 +181,16 @@ def unbuilt_parts(unused: Iterable[str], used: Iterable[str]) -> Counter[str]:
     return parts
 
 
-def kept_parts(
-    unbuilt: Counter[str], network: nn.Module, stacks: Collection[str], apart: Collection[str]
-) -> list[tuple[str, str]]:
+def kept_parts(unbuilt: Counter[str], network: PreTrainedModel, stacks: Collection[str]) -> list[tuple[str, str]]:
     """Return (part, why it stays as it is) of parts with matrices that are not built, or lie outside the stack of blocks.
 
     Args:
         unbuilt: how many matrices each of the first holds.
         network: the whole of it.
-        stacks: names of the lists of blocks.
-        apart: names of modules that are no part: input embeddings and head.
+        stacks: names of the lists of blocks. Input embeddings and head are no part.
     """
+    ends = (network.get_input_embeddings(), network.get_output_embeddings())
+    apart = {name for name, module in network.named_modules() if module in ends}
     blocks = tuple(f"{stack}." for stack in stacks)
     names = [name for name, module in network.named_modules() if isinstance(module, MATRICES)]
     outside = [f"{name}." for name in names if not name.startswith(blocks) and name not in apart]
