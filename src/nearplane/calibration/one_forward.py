@@ -2,7 +2,7 @@
 
 All batches of both streams run to the first stage (q/k/v), each in a greenlet of its own; what they show is summed, the layers are
 solved and written, and all go on to the next stage. When a forward ends, its output is what enters the next block. That is bit for
-bit what a pass per stage gives (`calibrate.py`), at 2 forwards of a block instead of 4.33, and costs the memory of what is paused.
+bit what a pass per stage gives (`stages.py`), at 2 forwards of a block instead of 4.33, and costs the memory of what is paused.
 Where a block cannot be run so, or only up to some stage, its other stages are passes as there. Knows modules and activations.
 """
 

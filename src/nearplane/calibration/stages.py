@@ -4,7 +4,9 @@ Two streams run side by side, of the original and of the quantized network. A fi
 stages (q/k/v, o, gate/up, down). Here each stage is a pass of both streams, which stops as soon as it has seen what it is for; the
 original stream's last pass is also its way to the next block. In multiplications by weights that is 4.33 forwards of a Llama
 block (attention a third of the weights): 0 + 1/3 + 1/3 + 1 for each stream and 1 for the quantized stream's way on.
-`staged.py` does it in 2 where it can. Knows modules and activations; what is summed over them is `observe.py`'s.
+`one_forward.py` does it in 2 where it can. Knows modules and activations; what is summed over them is `second_moments.py`'s.
+
+A trial of one window through one block of each kind, before anything is solved, finds networks that cannot be calibrated.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""What is in a model: a vocabulary head or none (encoders, which give hidden states alone), and parts that see images or hear.
+"""What kind of network a model is, what it is given and what comes out of it.
 
-Knows configs and networks of transformers; what becomes of the hidden states is for others to say.
+It has a vocabulary head or none (encoders, which give hidden states alone), and parts that see images or hear; it is given text,
+images, or sound with the tokens that are said in it; and how far two networks' predictions, or hidden states, are apart is counted
+here. Knows configs and networks of transformers.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ from transformers.pytorch_utils import Conv1D
 
 from nearplane.models.conversion import Weights
 
-Kind = Literal["Linear", "Conv1D", "Conv2d", "Embedding", "Expert"]
 # what a subclass may have of its own and still compute the same
 HARMLESS = {"__init__", "extra_repr", "__module__", "__doc__", "__qualname__", "__annotations__", "__constants__"}
 HARMLESS |= {"__static_attributes__", "__firstlineno__"}
@@ -51,7 +50,7 @@ class Layer:
     calls: int = 1
     adds: bool = False
 
-    kind: ClassVar[Kind]
+    kind: ClassVar[Literal["Linear", "Conv1D", "Conv2d", "Embedding", "Expert"]]
     convolves: ClassVar[bool] = False
     routed: ClassVar[bool] = False
 

@@ -1,4 +1,7 @@
-"""What of a network can be quantized: its blocks, by structure, and the matrices in them.
+"""What of a network can be quantized: its blocks, by structure, and the matrices in them; and which parts stay as they are.
+
+These are parts of the checkpoint that transformers does not build (multi-token prediction), and parts of the network outside the
+stack of blocks (the vision tower of a multimodal model). Both are copied.
 
 Knows modules; not where their weights come from, nor what becomes of them.
 """
@@ -25,11 +28,10 @@ NOT_HANDLED = "is of no type that is handled"
 GATE = "one output: a gate"
 MATRICES = (nn.Linear, Conv1D, nn.Conv2d)
 NOT_BUILT = "transformers does not build it"
-NamesOf = Callable[[str, int, int], Names]
 
 
 def find_layers(
-    block: nn.Module, prefix: str, ignore: Sequence[str] = (), names: NamesOf | None = None
+    block: nn.Module, prefix: str, ignore: Sequence[str] = (), names: Callable[[str, int, int], Names] | None = None
 ) -> tuple[list[Layer], list[tuple[str, str]]]:
     """Find the matrices of a block.
 
