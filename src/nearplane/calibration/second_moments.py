@@ -75,10 +75,10 @@ def summed(
 
         H = X_hat^T X_hat / tokens        C = X^T X_hat / tokens        lost = (X W^T + r - X_hat W^T - r_hat)^T X_hat / tokens
 
-    `lost` takes the place of C where that is less work, see `_lost_outputs`. Products are taken in float32 (float64 if the activations
-    are) batch by batch and summed in float64. Extra windows enter none of this; about `EXTRA_TOKENS` of their rows, evenly
-    spread, are given apart: `Extra`; so are, where there is the original network to compare with, the moments of the last
-    `HELD_OUT` of the windows, at least one.
+    `lost` takes the place of C where that is less work, see `_lost_outputs`. Products are taken in float32 (float64 if the
+    activations are) batch by batch and summed in float64. Extra windows enter none of this; about `EXTRA_TOKENS` of their rows,
+    evenly spread, are given apart: `Extra`; so are, where there is the original network to compare with, the moments of the
+    last `HELD_OUT` of the windows, at least one.
 
     Of experts, which come in one group, the rows of all batches are kept, and the moments of each are summed when its turn comes:
     as many matrices as there are experts never live at once.
