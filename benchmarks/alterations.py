@@ -27,7 +27,7 @@ from torch import Tensor
 
 import nearplane
 from nearplane import NearplaneError, demo
-from nearplane.calibration.memory_setting import MemorySetting
+from nearplane.calibration.one_forward import MemorySetting
 from nearplane.calibration.walk import walk
 from nearplane.calibration.windows import calibration_windows
 from nearplane.formats.stored import read_matrices

@@ -44,7 +44,8 @@ def random_llama(folder: str, hidden: int, intermediate: int, blocks: int) -> Mo
 def seconds(model: Model, windows: int, room: int) -> float:
     """Return the CPU time of all blocks: forwards of both networks, and the moments."""
     tokens = torch.randint(2, VOCABULARY, (windows, SEQLEN), generator=torch.Generator().manual_seed(1))
-    stream, recipe = skeleton(model, tokens, device="cpu", dtype=torch.float32), Recipe()
+    stream, recipe = skeleton(model, tokens.split(8), device="cpu", dtype=torch.float32), Recipe()
+    stream.original = list(stream.quantized)
     spent = 0.0
     for block in model.blocks:
         with block.on("cpu", torch.float32):

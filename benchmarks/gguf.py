@@ -41,7 +41,7 @@ from nearplane.formats.gguf.gguf_header import FILE
 from nearplane.formats.gguf.mixes import MIXES
 from nearplane.formats.gguf.names import called, rule_of
 from nearplane.formats.gguf.tokenizer import vocabulary
-from nearplane.models.divergence import Divergence, divergence
+from nearplane.models.kinds import Divergence, divergence
 from nearplane.recipe.schemes import BlockScheme
 from nearplane.system.safetensors_files import ShardReader
 

@@ -87,10 +87,10 @@ def observations(chosen: Case, samples: int = 128) -> Iterator[Observed]:
     """Yield the layers of the float model by the input that they share, with its second moments."""
     model = open_model(str(chosen.folder))
     tokens = read_windows(model.tokenizer(), chosen.calibration, samples=samples, seqlen=SEQLEN)
-    stream = skeleton(model, tokens, device="cpu", dtype=torch.float32, two_streams=False)
+    stream = skeleton(model, tokens.split(8), device="cpu", dtype=torch.float32)
     for block in model.blocks:
         with block.on("cpu", torch.float32, original=False):
-            yield from observe(block, stages(block, stream), stream, correct=False)
+            yield from observe(block, stages(block, stream), stream)
             stream.advance(block)
 
 

@@ -156,10 +156,10 @@ def layers(folder: Path, text: Path) -> Iterator[tuple[Tensor, list[Tensor]]]:
     """Yield the Hessian of every group of layers that share their input, and their weights, float64."""
     model = open_model(str(folder))
     tokens = read_windows(model.tokenizer(), text, samples=16, seqlen=256)
-    stream = skeleton(model, tokens, device="cpu", dtype=torch.float32, two_streams=False)
+    stream = skeleton(model, tokens.split(8), device="cpu", dtype=torch.float32)
     for block in model.blocks:
         with block.on("cpu", torch.float32, original=False):
-            for observed in observe(block, stages(block, stream), stream, correct=False):
+            for observed in observe(block, stages(block, stream), stream):
                 weights = [layer.read().double() for layer in observed.layers]
                 yield observed.moments[observed.layers[0].name].H, weights
             stream.advance(block)

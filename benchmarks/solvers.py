@@ -41,7 +41,7 @@ from nearplane.lattice.scale import Steps
 from nearplane.lattice.solve import nearest_plane
 from nearplane.matrix.inputs import Inputs, corrected
 from nearplane.matrix.on_grid import quantize_matrix, solve
-from nearplane.models.divergence import Divergence, divergence
+from nearplane.models.kinds import Divergence, divergence
 from nearplane.recipe.schemes import GridScheme
 from nearplane.verbs.evaluate import load_dense
 from nearplane.verbs.evaluate_networks import log_probabilities

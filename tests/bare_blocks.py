@@ -66,4 +66,10 @@ def bare(module: nn.Module, *shape: int) -> tuple[Block, Stream]:
     generator = torch.Generator().manual_seed(0)
     hidden = [torch.randn(2, *shape, generator=generator, dtype=torch.float64) for _ in range(2)]
     calls = {"block": [Call(args=(), kwargs={}, positional=True) for _ in hidden]}
-    return block, Stream(hidden, calls, two_streams=True)
+    return block, both(Stream(hidden, calls))
+
+
+def both(stream: Stream) -> Stream:
+    """Return a stream with the original network's beside, which starts as the same tensors."""
+    stream.original = list(stream.quantized)
+    return stream

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import nearplane
 from nearplane.demo import HELD_OUT, MODEL
-from nearplane.models.divergence import divergence
+from nearplane.models.kinds import divergence
 
 ASSETS = Path(os.environ.get("ASSETS", "../shared/assets"))
 

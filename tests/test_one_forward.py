@@ -15,7 +15,7 @@ from torch import Tensor
 import nearplane
 from alive import paused
 from families import VOCABULARY, config_of, random_model
-from nearplane.calibration.memory_setting import MemorySetting
+from nearplane.calibration.one_forward import MemorySetting
 from nearplane.calibration.walk import walk
 from nearplane.calibration.windows import Windows
 from nearplane.matrix.inputs import Inputs, corrected

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nearplane.calibration.windows import digest_of
-from nearplane.models.tokens_with_audio import Spoken, cut, joined
+from nearplane.models.kinds import Spoken, cut, joined
 
 IDS = torch.arange(12).view(4, 3)
 SOUND = torch.arange(8.0).view(4, 2)

@@ -12,7 +12,7 @@ import torch
 import nearplane
 from alive import living, paused
 from families import VOCABULARY, config_of, random_model
-from nearplane.calibration.memory_setting import MemorySetting
+from nearplane.calibration.one_forward import MemorySetting
 from nearplane.calibration.walk import walk
 from nearplane.calibration.windows import Windows
 from nearplane.lattice.moments import Moments

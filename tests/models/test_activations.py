@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama import modeling_llama
 
+from bare_blocks import both
 from families import FAMILIES, MOE_FAMILIES, VOCABULARY, config_of, random_model
 from nearplane.calibration.activations import Stream, readout, skeleton
 from nearplane.errors import CalibrationError, ModelError
@@ -39,9 +40,9 @@ def block_outputs(network: PreTrainedModel, names: list[str], tokens: Tensor) ->
     return outputs
 
 
-def started(folder: Path, tokens: Tensor, **options: object) -> tuple[Model, Stream]:
+def started(folder: Path, tokens: Tensor, dtype: torch.dtype = torch.float64) -> tuple[Model, Stream]:
     model = open_model(str(folder))
-    return model, skeleton(model, tokens, device="cpu", **({"batch": 2, "dtype": torch.float64} | options))
+    return model, both(skeleton(model, tokens.split(2), device="cpu", dtype=dtype))
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "bloom", "rwkv"])
@@ -79,8 +80,8 @@ def test_both_streams_start_as_the_same_tensors(saved: Saved, tokens: Tensor) ->
 
 
 def test_one_stream_needs_one_copy_of_each_block(saved: Saved, loaded: Loaded, tokens: Tensor) -> None:
-    model, stream = started(saved("llama"), tokens, two_streams=False)
-    assert stream.original is None
+    model, stream = started(saved("llama"), tokens)
+    stream.original = None
     for block in model.blocks:
         with block.on("cpu", torch.float64, original=False):
             stream.advance(block)

@@ -27,11 +27,11 @@ def test_streams_of_other_embeddings_reach_the_head_as_in_a_network_that_has_the
     weight = network.get_input_embeddings().weight
     other = 0.5 * weight.detach() + 0.1
     model = open_model(str(saved(family)))
-    stream = skeleton(model, tokens, device=CPU, dtype=torch.float64, batch=2, embeddings=other)
+    stream = skeleton(model, tokens.split(2), device=CPU, dtype=torch.float64, embeddings=other)
     for block in model.blocks:
         with block.on(CPU, torch.float64):
             stream.advance(block)
-    finish(model, stream, tokens, device=CPU, dtype=torch.float64)
+    finish(model, stream, tokens)
     torch.testing.assert_close(torch.cat(stream.original), head_inputs(network, tokens))
     kept = weight.detach().clone()
     with torch.no_grad():
@@ -46,7 +46,7 @@ def test_streams_of_other_embeddings_reach_the_head_as_in_a_network_that_has_the
 def test_the_cost_of_errors_in_embeddings_is_measured_at_the_rows_that_are_looked_up(family, saved, loaded, tokens):
     """Against gradients by the looked-up rows, for the same labels; a factor on them (Gemma) is part of it."""
     network, model = loaded(family), open_model(str(saved(family)), embeddings=True)
-    found = sensitivity(model, tokens, device=CPU, dtype=torch.float64, batch=2, seed=5)
+    found = sensitivity(model, tokens, device=CPU, dtype=torch.float64, seed=5)
     generator = torch.Generator().manual_seed(5)
     total = torch.zeros(32, 32, dtype=torch.float64)
     spread = torch.zeros(96, dtype=torch.float64)

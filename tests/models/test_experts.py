@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from bare_blocks import both
 from nearplane.calibration.activations import Stream, skeleton
-from nearplane.calibration.rows import RoutedRows
 from nearplane.calibration.second_moments import Observed, observe, summed
+from nearplane.calibration.watch import RoutedRows
 from nearplane.errors import CalibrationError, RecipeError
 from nearplane.models.experts import ExpertLayer, Routed, by_expert, is_stack, observable
 from nearplane.models.model import Model, open_model
@@ -55,7 +56,7 @@ def test_the_forward_computes_what_transformers_own_does_and_other_copies_keep_t
     shown: list[Routed] = []
     for stack in stacks(copied):
         for side in ("up", "down"):
-            stack.watched.before[side] = {0: shown.append}
+            stack.watched[side] = {0: shown.append}
     assert torch.equal(copied(TOKENS, use_cache=False).logits, found)
     assert len(shown) == 2 * sum(1 for _ in stacks(copied)) > 0
     assert torch.equal(whole(TOKENS, use_cache=False).logits, expected)
@@ -97,19 +98,19 @@ def test_names_are_those_of_the_file_where_it_holds_experts_apart(tmp_path: Path
     mixtral = open_model(str(save_type(tmp_path / "mixtral", "mixtral")))
     layer = next(layer for layer in mixtral.layers if layer.routed and layer.expert == 3)
     assert layer.name == "model.layers.0.mlp.experts.3.w1"
-    assert mixtral.written_name(layer) == "model.layers.0.block_sparse_moe.experts.3.w1"
-    assert mixtral.copies(layer) == ["model.layers.0.block_sparse_moe.experts.3.w1.weight"]
+    assert layer.written(mixtral.weights) == "model.layers.0.block_sparse_moe.experts.3.w1"
+    assert layer.copies(mixtral.weights) == ["model.layers.0.block_sparse_moe.experts.3.w1.weight"]
     fused = open_model(str(save_type(tmp_path / "gpt_oss", "gpt_oss")))
     layer = next(layer for layer in fused.layers if layer.routed and layer.expert == 3)
-    assert layer.name == fused.written_name(layer) == "model.layers.0.mlp.experts.3.gate_proj"
-    assert fused.copies(layer) == ["model.layers.0.mlp.experts.gate_up_proj"]
+    assert layer.name == layer.written(fused.weights) == "model.layers.0.mlp.experts.3.gate_proj"
+    assert layer.copies(fused.weights) == ["model.layers.0.mlp.experts.gate_up_proj"]
 
 
 def test_experts_that_are_stored_in_one_tensor_of_another_order_are_read(tmp_path: Path) -> None:
     """Inkling 2 stores gate and up in turns, which its reader takes apart: matrices are named as where nothing is converted."""
     model = open_model(str(save_type(tmp_path, "inkling2_text")))
     up = next(layer for layer in model.layers if layer.name == "model.layers.0.mlp.experts.1.up_proj")
-    assert model.copies(up) == ["model.llm.layers.0.mlp.experts.w13_weight"]
+    assert up.copies(model.weights) == ["model.llm.layers.0.mlp.experts.w13_weight"]
     whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     with model.blocks[0].on("cpu", torch.float32, original=False) as block:
         (found,) = (layer.read() for layer in block.quantized_layers() if layer.name == up.name)
@@ -141,7 +142,7 @@ def test_rows_are_paired_where_both_networks_send_a_token_to_the_expert() -> Non
 
 def test_moments_of_an_expert_are_those_of_the_tokens_that_reach_it(model: Model) -> None:
     """All experts are one stage before gate and up, and one before down; the sums of each are formed apart."""
-    stream = skeleton(model, TOKENS, device="cpu", dtype=torch.float64, batch=2)
+    stream = both(skeleton(model, TOKENS.split(2), device="cpu", dtype=torch.float64))
     stream.quantized = [x + 0.1 * torch.randn_like(x) for x in stream.quantized]
     with model.blocks[0].on("cpu", torch.float64) as block:
         layers = [layer for layer in block.quantized_layers() if layer.routed]
@@ -150,11 +151,11 @@ def test_moments_of_an_expert_are_those_of_the_tokens_that_reach_it(model: Model
         for which in ("original", "quantized"):
             (stack,) = stacks(getattr(block, which))
             for side in ("up", "down"):
-                stack.watched.before[side] = {0: seen.setdefault((which, side), []).append}
+                stack.watched[side] = {0: seen.setdefault((which, side), []).append}
             for batch, hidden in enumerate(getattr(stream, which)):
                 stream.forward(block, getattr(block, which), batch, hidden)
-            stack.watched.before.clear()
-        found = observe(block, groups, stream, correct=True)
+            stack.watched.clear()
+        found = observe(block, groups, stream)
     assert [[layer.expert for layer in each.layers] for each in found] == [[e] * 2 for e in range(4)] + [
         [e] for e in range(4)
     ]
@@ -193,8 +194,8 @@ def seen_by(rows: Tensor, *counts: int, inputs: int, rare: Any) -> list[Observed
         )
         for e in range(len(counts))
     )  # fmt: skip
-    stream = Stream([rows[:, None]], {}, two_streams=True)
-    return [*summed([layers], iter([[routed(rows, *counts)]]), stream, correct=True, rare=rare)]
+    stream = both(Stream([rows[:, None]], {}))
+    return [*summed([layers], iter([[routed(rows, *counts)]]), stream, rare=rare)]
 
 
 def test_an_expert_with_enough_tokens_has_its_own_moments_alone(generator: torch.Generator) -> None:
@@ -221,4 +222,4 @@ def test_names_of_experts_are_names_where_transformers_has_patterns(tmp_path: Pa
     model = open_model(str(save_type(tmp_path / "model", "deepseek_v4")))
     experts = [layer for layer in model.layers if layer.routed]
     assert experts[0].name == "model.layers.0.mlp.experts.0.w1"
-    assert {model.written_name(layer) + ".weight" for layer in experts} <= {*model.reader.names()}
+    assert {layer.written(model.weights) + ".weight" for layer in experts} <= {*model.reader.names()}

@@ -73,8 +73,8 @@ def test_renamed_parameters_are_found_under_their_name_in_the_checkpoint(tmp_pat
     base = GPT2Model(config_of("gpt2"))
     base.save_pretrained(tmp_path)
     model = open_model(str(tmp_path))
-    assert model.source_name("transformer.h.1.attn.c_attn.weight") == "h.1.attn.c_attn.weight"
-    assert model.source_name("lm_head.weight") == "wte.weight"
+    assert model.weights.source_name("transformer.h.1.attn.c_attn.weight") == "h.1.attn.c_attn.weight"
+    assert model.weights.source_name("lm_head.weight") == "wte.weight"
     assert "h.2.ln_1.bias" in model.block_names(2)
     with model.blocks[1].on("cpu", torch.float32) as block:
         assert torch.equal(block.quantized.attn.c_attn.weight, base.h[1].attn.c_attn.weight)
@@ -93,14 +93,14 @@ def test_unused_tensors_of_a_block_belong_to_it(tmp_path: Path) -> None:
 def test_tied_parameters_resolve_to_the_one_that_is_stored(saved: Saved) -> None:
     model = open_model(str(saved("qwen3")))
     assert "lm_head.weight" not in model.reader.names()
-    assert model.source_name("lm_head.weight") == "model.embed_tokens.weight"
+    assert model.weights.source_name("lm_head.weight") == "model.embed_tokens.weight"
 
 
 def test_fused_parameters_have_no_name_of_their_own(saved: Saved) -> None:
     model = open_model(str(saved("mixtral")))
     assert any(".experts.3." in name for name in model.block_names(0))
     with pytest.raises(ModelError, match="made of 8 tensors"):
-        model.source_name("model.layers.0.mlp.experts.gate_up_proj")
+        model.weights.source_name("model.layers.0.mlp.experts.gate_up_proj")
 
 
 def test_a_model_is_described_without_reading_weights(saved: Saved) -> None:

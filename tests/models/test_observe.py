@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from bare_blocks import Convolution, Routed, bare
+from bare_blocks import Convolution, Routed, bare, both
 from families import config_of, random_model
 from nearplane.calibration.activations import Stream, skeleton
 from nearplane.calibration.second_moments import Observed, observe
@@ -37,7 +37,7 @@ STAGES = {
 
 
 def at(model: Model, tokens: Tensor, dtype: torch.dtype = torch.float64) -> Stream:
-    return skeleton(model, tokens, device="cpu", dtype=dtype, batch=2)
+    return both(skeleton(model, tokens.split(2), device="cpu", dtype=dtype))
 
 
 @pytest.mark.parametrize("family", STAGES)
@@ -152,8 +152,11 @@ def check(statistics: Moments, W: Tensor, name: str, original: Plain, quantized:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gpt_neox"])
-def test_moments_equal_those_of_two_whole_networks(family: str, saved: Saved, loaded: Loaded, tokens: Tensor) -> None:
+def test_moments_equal_those_of_two_whole_networks(
+    family: str, saved: Saved, loaded: Loaded, tokens: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two of five windows are held out: the split falls into the middle of the second batch of two."""
+    monkeypatch.setattr("nearplane.calibration.second_moments.HELD_OUT", 0.4)
     model = open_model(str(saved(family)))
     first, second = model.blocks[0], model.blocks[1]
     network, weights = perturbed(loaded(family), [first.name, second.name])
@@ -166,7 +169,7 @@ def test_moments_equal_those_of_two_whole_networks(family: str, saved: Saved, lo
     with second.on("cpu", torch.float64):
         write(second, weights)
         groups = stages(second, stream)
-        seen = [one for group in groups for one in observe(second, [group], stream, correct=True, held_out=0.4)]
+        seen = [one for group in groups for one in observe(second, [group], stream)]
     assert sum(len(observed.layers) for observed in seen) == len(original.rows)
     for observed in seen:
         for layer in observed.layers:
@@ -175,10 +178,12 @@ def test_moments_equal_those_of_two_whole_networks(family: str, saved: Saved, lo
             check(statistics.held_out, weights[layer.name], name, original, quantized, slice(36, 60))
 
 
-def observed_llama(saved: Saved, tokens: Tensor, **options: object) -> dict[str, Observed]:
+def observed_llama(saved: Saved, tokens: Tensor, *, correct: bool = True) -> dict[str, Observed]:
     """Observe the second block of a Llama whose first is perturbed, stage by stage; by the first layer's last name."""
     model = open_model(str(saved("llama")))
     stream = at(model, tokens)
+    if not correct:
+        stream.original = None
     for block in model.blocks[:2]:
         with block.on("cpu", torch.float64):
             if block is model.blocks[0]:
@@ -187,7 +192,7 @@ def observed_llama(saved: Saved, tokens: Tensor, **options: object) -> dict[str,
                 stream.advance(block)
                 continue
             groups = stages(block, stream)
-            seen = [one for group in groups for one in observe(block, [group], stream, **({"correct": True} | options))]
+            seen = [one for group in groups for one in observe(block, [group], stream)]
     return {observed.layers[0].name.split(".")[-1]: observed for observed in seen}
 
 
@@ -207,16 +212,6 @@ def test_without_correction_there_is_only_a_hessian(saved: Saved, tokens: Tensor
         close(statistics.H, corrected[name].moments[observed.layers[0].name].H)
 
 
-def test_the_residual_can_be_left_out(saved: Saved, tokens: Tensor) -> None:
-    """Then what a layer by itself has lost is what its inputs have."""
-    with_, without = (observed_llama(saved, tokens, residual=residual) for residual in (True, False))
-    for name in ("o_proj", "down_proj"):
-        layer, whole = with_[name].layers[0], with_[name].moments[with_[name].layers[0].name]
-        alone = without[name].moments[layer.name]
-        assert torch.equal(whole.H, alone.H)
-        assert not torch.allclose(whole.lost, alone.lost)
-
-
 def test_one_window_is_not_split_and_two_always_are(saved: Saved, tokens: Tensor) -> None:
     for windows, held in [(1, None), (2, 12), (5, 12)]:
         seen = observed_llama(saved, tokens[:windows])["q_proj"]
@@ -233,8 +228,8 @@ def test_stopping_early_changes_nothing(last: bool, saved: Saved, tokens: Tensor
     with model.blocks[0].on("cpu", torch.float64) as block:
         write(block, {layer.name: 1.05 * layer.read() for layer in block.quantized_layers()})
         groups = stages(block, stream)
-        alone = [one for group in groups for one in observe(block, [group], stream, correct=True)]
-        together = observe(block, groups, stream, correct=True, last=last)
+        alone = [one for group in groups for one in observe(block, [group], stream)]
+        together = observe(block, groups, stream, last=last)
     for a, b in zip(alone, together, strict=True):
         for name in a.moments:
             for key in ("H", "C", "lost"):
@@ -250,7 +245,7 @@ def test_the_original_streams_last_pass_is_its_way_to_the_next_block(saved: Save
         with model.blocks[0].on("cpu", torch.float64) as block:
             groups = stages(block, stream)
             write(block, {layer.name: 1.05 * layer.read() for layer in block.quantized_layers()})
-            observe(block, groups[-1:], stream, correct=True, last=last)
+            observe(block, groups[-1:], stream, last=last)
             assert stream.ahead == last
             stream.advance(block)
         assert not stream.ahead
@@ -265,9 +260,9 @@ def test_one_pass_may_look_and_go_on_to_the_next_block(saved: Saved, tokens: Ten
     states, moments = [], []
     for onward in (False, True):
         model = open_model(str(saved("llama")))
-        stream = skeleton(model, tokens, device="cpu", dtype=torch.float64, batch=2, two_streams=False)
+        stream = skeleton(model, tokens.split(2), device="cpu", dtype=torch.float64)
         with model.blocks[0].on("cpu", torch.float64, original=False) as block:
-            found = observe(block, stages(block, stream), stream, correct=False, onward=onward)
+            found = observe(block, stages(block, stream), stream, onward=onward)
             moments.append([found_of.H for one in found for found_of in one.moments.values()])
             if onward:
                 stream.passed(block)
@@ -297,7 +292,7 @@ def test_a_block_costs_less_than_five_forwards(tokens: Tensor, tmp_path: Path) -
         groups = stages(block, stream)
         probe, work = work, 0
         for group in groups:
-            observe(block, [group], stream, correct=True, last=group is groups[-1])
+            observe(block, [group], stream, last=group is groups[-1])
         stream.advance(block)
     assert probe / one == pytest.approx(2 / 5)
     assert work / one < 4.4
@@ -318,7 +313,7 @@ def test_in_half_precision_moments_are_float64_sums_of_float32_products(saved: S
     with model.blocks[0].on("cpu", torch.bfloat16) as block:
         groups = stages(block, stream)
         X = torch.cat([block.quantized.input_layernorm(x) for x in stream.quantized]).reshape(-1, 32)
-        seen = observe(block, groups[:1], stream, correct=True)[0]
+        seen = observe(block, groups[:1], stream)[0]
     statistics = next(iter(seen.moments.values()))
     assert statistics.H.dtype == statistics.C.dtype == torch.float64
     expected = X.double().T @ X.double() / len(X)
@@ -332,15 +327,15 @@ def test_an_input_that_is_not_finite_names_the_layer_and_the_network(which: str,
     with model.blocks[0].on("cpu", torch.float64) as block:
         groups = stages(block, stream)
         getattr(block, which).self_attn.v_proj.weight[0, 0] = float("nan")
-        observe(block, groups[:1], stream, correct=True)
+        observe(block, groups[:1], stream)
         with pytest.raises(CalibrationError, match=rf"layers\.0\.self_attn\.o_proj holds NaN .*in the {which} network"):
-            observe(block, groups[1:2], stream, correct=True)
+            observe(block, groups[1:2], stream)
 
 
 def test_convolutions_are_observed_by_the_rows_of_their_patches() -> None:
     """Also where the held-out split falls between two windows of one batch."""
     block, stream = bare(Convolution(), 2, 5, 5)
-    seen = observe(block, stages(block, stream), stream, correct=True, held_out=0.25)[0]
+    seen = observe(block, stages(block, stream), stream)[0]
     statistics, rows = seen.moments["block.conv"], seen.layers[0].rows(torch.cat(stream.quantized))
     assert (statistics.tokens, statistics.held_out.tokens) == (4 * 25, 25)
     close(statistics.H, rows.T @ rows / len(rows))
@@ -353,12 +348,13 @@ def test_convolutions_are_observed_by_the_rows_of_their_patches() -> None:
 def test_layers_that_see_other_tokens_in_the_two_networks_are_named() -> None:
     block, stream = bare(Routed(), 6, 4)
     groups = stages(block, stream)
-    assert len(observe(block, groups, stream, correct=True)) == 2
+    assert len(observe(block, groups, stream)) == 2
     with torch.no_grad():
         block.quantized.first.bias[0] += 9.0
     with pytest.raises(CalibrationError, match=r"block\.expert sees \d+ tokens in the original network and 12 in"):
-        observe(block, groups, stream, correct=True)
-    assert observe(block, groups, stream, correct=False)[1].moments["block.expert"].tokens == 24
+        observe(block, groups, stream)
+    stream.original = None
+    assert observe(block, groups, stream)[1].moments["block.expert"].tokens == 24
 
 
 def test_from_pretrained_and_streamed_networks_agree_after_writing(saved: Saved, tokens: Tensor) -> None:

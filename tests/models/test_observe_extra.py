@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from bare_blocks import both
 from families import VOCABULARY
 from nearplane.calibration.activations import skeleton
 from nearplane.calibration.second_moments import observe
@@ -36,14 +37,19 @@ def observed(
 ) -> dict[str, Moments]:
     """Observe the second block of a network whose first is louder."""
     model = open_model(str(folder))
-    stream = skeleton(model, tokens, device="cpu", dtype=torch.float64, batch=2, two_streams=correct, extra=extra)
+    fitted = tokens.split(2)
+    batches = fitted if extra is None else (*fitted, *extra.split(2))
+    stream = skeleton(model, batches, device="cpu", dtype=torch.float64)
+    stream.fitted = len(fitted)
+    if correct:
+        both(stream)
     first, second = model.blocks[:2]
     with first.on("cpu", torch.float64):
         louder(first)
         stream.advance(first)
     with second.on("cpu", torch.float64):
         groups = stages(second, stream)
-        seen = observe(second, groups, stream, correct=correct, last=last)
+        seen = observe(second, groups, stream, last=last)
     return {name: statistics for one in seen for name, statistics in one.moments.items()}
 
 

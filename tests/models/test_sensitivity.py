@@ -41,7 +41,7 @@ def at_once(model, tokens, names, seed, of=lambda rows: rows.square().sum(0)):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma2", "opt"])
 def test_block_by_block_equals_all_at_once(family, saved, loaded, tokens):
     model = open_model(str(saved(family)))
-    found = sensitivity(model, tokens, device=CPU, dtype=torch.float64, batch=2, seed=5).outputs
+    found = sensitivity(model, tokens, device=CPU, dtype=torch.float64, seed=5).outputs
     names = [layer.name for block in model.blocks for layer in block.layers]
     assert set(found) == set(names)
 
@@ -55,7 +55,7 @@ def test_outputs_together_are_products_of_the_gradients_within_runs(family, save
     monkeypatch.setattr("nearplane.calibration.sensitivity.RUN_ROWS", 24)
     model = open_model(str(saved(family)))
     names = [layer.name for layer in model.blocks[-1].layers]
-    found = sensitivity(model, tokens, device=CPU, dtype=torch.float64, batch=2, seed=5, together=names)
+    found = sensitivity(model, tokens, device=CPU, dtype=torch.float64, seed=5, together=names)
     assert set(found.together) == set(names)
 
     expected = at_once(deepcopy(loaded(family)), tokens, names, 5, lambda rows: rows.T @ rows)
@@ -86,7 +86,7 @@ def test_memory_does_not_grow_with_the_number_of_blocks(tmp_path, tokens):
         model = open_model(str(tmp_path / str(blocks)))
         for block in model.blocks:  # forwards, and on the way back
             block.empty.mlp.down_proj.register_forward_hook(count)
-        sensitivity(model, tokens, device=CPU, dtype=torch.float32, batch=2)
+        sensitivity(model, tokens, device=CPU, dtype=torch.float32)
     assert held[2] == held[5] > 0
 
 

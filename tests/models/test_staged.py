@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from alive import living, paused
-from bare_blocks import Convolution, Experts, bare
+from bare_blocks import Convolution, Experts, bare, both
 from families import LLAMA, VOCABULARY, config_of, random_model
 from nearplane.calibration.activations import Stream, skeleton
 from nearplane.calibration.one_forward import Passage, pauses
@@ -83,9 +84,9 @@ def pass_through(block: Block, stream: Stream, room: int, seen: Seen) -> None:
     for module in (block.quantized, block.original):
         if module is not None:
             module.register_forward_pre_hook(count)
-    with Passage(block, stream, sequential=True, room=room) as passage:
+    with closing(Passage(block, stream, sequential=True, room=room)) as passage:
         for groups, shown in passage:
-            for observed in summed(groups, shown, stream, correct=stream.original is not None, held_out=0.4):
+            for observed in summed(groups, shown, stream):
                 seen.moments |= observed.moments
                 for layer in observed.layers:
                     layer.write(coarse(layer.read(), observed.moments[layer.name]))
@@ -126,9 +127,10 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 def way(folder: Path, tokens: Tensor, room: int, *, correct: bool = True, dtype: torch.dtype = torch.float64) -> Seen:
     model = open_model(str(folder))
-    stream = skeleton(
-        model, tokens[:4], device="cpu", dtype=dtype, batch=2, two_streams=correct, extra=tokens[4:]
-    )  # two batches, and one window of its own that enters no sum
+    stream = skeleton(model, tokens.split(2), device="cpu", dtype=dtype)
+    stream.fitted = 2  # two batches, and one window of its own that enters no sum
+    if correct:
+        both(stream)
     return through(model.blocks, stream, room, dtype)
 
 
@@ -231,30 +233,30 @@ def test_stages_that_fit_pause_and_the_others_repeat(folder_of: Callable[[str], 
     """With less and less room fewer stages pause, and down is the first that does not."""
     model = open_model(str(folder_of("wide")))
     often = way(folder_of("wide"), tokens, NOTHING)
-    stream = skeleton(model, tokens[:4], device="cpu", dtype=torch.float64, batch=2, extra=tokens[4:])
+    stream = both(skeleton(model, tokens.split(2), device="cpu", dtype=torch.float64))
     with model.blocks[0].on("cpu", torch.float64) as block:
         look = first_look(block, stream)
-    plans = {plan.stages: (room, plan) for room in range(0, 1 << 19, 1 << 9) for plan in [pauses(look, stream, room)]}
+    plans = {plan[0]: (room, plan[1]) for room in range(0, 1 << 19, 1 << 9) for plan in [pauses(look, stream, room)]}
     assert {0, 3, 4} <= plans.keys()
-    assert plans[4][1].reason == ""
-    assert plans[3][1].reason.startswith("paused at model.layers.0.mlp.down_proj, forwards would hold ")
+    assert plans[4][1] == ""
+    assert plans[3][1].startswith("paused at model.layers.0.mlp.down_proj, forwards would hold ")
     some = way(folder_of("wide"), tokens, plans[3][0])
     equal(some, often)
-    assert some.repeated[0] == plans[3][1].reason
+    assert some.repeated[0] == plans[3][1]
 
 
 def test_what_pauses_takes_what_was_foretold(folder_of: Callable[[str], Path]) -> None:
     """Of every stage but the last, where the original's forwards go on."""
     tokens = torch.randint(3, VOCABULARY, (16, 48), generator=torch.Generator().manual_seed(1))
     model = open_model(str(folder_of("llama")))
-    stream = skeleton(model, tokens, device="cpu", dtype=torch.float64, batch=2)
+    stream = both(skeleton(model, tokens.split(2), device="cpu", dtype=torch.float64))
     with model.blocks[0].on("cpu", torch.float64) as block:
         look = first_look(block, stream)
         foretold = [look.entered[group[0].name][0].alive * 8 * 2 for group in look.groups]
         held = [x.untyped_storage() for x in living(Tensor)]  # so that nothing takes their memory
         before = {storage.data_ptr() for storage in held}
         found = []
-        with Passage(block, stream, sequential=True, room=MUCH) as passage:
+        with closing(Passage(block, stream, sequential=True, room=MUCH)) as passage:
             for _, shown in passage:
                 for rows in shown:
                     del rows
@@ -270,11 +272,11 @@ def test_an_error_in_a_solve_leaves_no_forward_paused(
 ) -> None:
     """While the error, and so every frame that it passed, is still held."""
     model = open_model(str(folder_of("llama")))
-    stream = skeleton(model, tokens, device="cpu", dtype=torch.float64, batch=2)
+    stream = both(skeleton(model, tokens.split(2), device="cpu", dtype=torch.float64))
     with model.blocks[0].on("cpu", torch.float64) as block:
         error = None
         try:
-            with Passage(block, stream, sequential=True, room=MUCH) as passage:
+            with closing(Passage(block, stream, sequential=True, room=MUCH)) as passage:
                 for index, (_, shown) in enumerate(passage):
                     list(shown)
                     assert len(paused()) == 3 * (1 if index == 3 else 2)

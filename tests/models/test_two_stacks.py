@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM
 
+from bare_blocks import both
 from nearplane.calibration.activations import readout, skeleton
-from nearplane.calibration.encoder_decoder import joined
 from nearplane.calibration.one_forward import Passage
-from nearplane.calibration.rows import Rows
+from nearplane.calibration.recorder import joined
 from nearplane.calibration.stages import seen, stages
+from nearplane.calibration.watch import Rows
 from nearplane.errors import ModelError
 from nearplane.models.model import open_model
 from translating import VOCABULARY, predicted, save_translating
@@ -34,7 +36,7 @@ def test_what_comes_out_behind_all_blocks_is_what_the_network_predicts(kind: str
     """T5's first blocks make the bias of positions for all, and its encoder ends in a norm; BART has neither."""
     model = open_model(str(save_translating(tmp_path, kind)))
     assert len(model.stacks) == 2
-    stream = skeleton(model, TOKENS, batch=2, two_streams=False, **HERE)
+    stream = skeleton(model, TOKENS.split(2), **HERE)
     for block in model.blocks:
         with block.on(**HERE, original=False):
             stream.advance(block)
@@ -48,7 +50,7 @@ def test_cross_attention_sees_the_encoder_of_its_own_network(kind: str, tmp_path
     """A layer of the encoder is written; what keys of the decoder see changes in one network, and not in the other."""
     changed, keys = CROSS[kind]
     model = open_model(str(save_translating(tmp_path, kind)))
-    stream = skeleton(model, TOKENS, batch=2, **HERE)
+    stream = both(skeleton(model, TOKENS.split(2), **HERE))
     for block in model.blocks:
         with block.on(**HERE):
             for layer in block.quantized_layers():
@@ -57,7 +59,7 @@ def test_cross_attention_sees_the_encoder_of_its_own_network(kind: str, tmp_path
             groups = [group for group in stages(block, stream) if keys in {layer.name for layer in group}]
             if groups:
                 assert len(groups[0]) == 2, "keys and values see the same"
-                shown = [rows for (rows,) in seen(block, groups, stream, correct=True)]
+                shown = [rows for (rows,) in seen(block, groups, stream)]
                 break
             stream.advance(block)
     assert all(isinstance(rows, Rows) for rows in shown)
@@ -77,8 +79,8 @@ def test_a_bias_of_positions_is_no_hidden_state_where_it_is_as_large(tmp_path: P
     """Of windows as long as hidden states are wide, and as many as there are heads, T5's has the shape of theirs."""
     model = open_model(str(save_translating(tmp_path, "t5")))
     tokens = torch.randint(3, VOCABULARY, (5, 32), generator=torch.Generator().manual_seed(1))
-    stream = skeleton(model, tokens, batch=4, first=1, **HERE)
-    with model.blocks[0].on(**HERE) as block, Passage(block, stream, sequential=True, room=1 << 40) as passage:
+    stream = both(skeleton(model, (tokens[:1], tokens[1:]), **HERE))
+    with model.blocks[0].on(**HERE) as block, closing(Passage(block, stream, sequential=True, room=1 << 40)) as passage:
         assert [len([*rows]) for _, rows in passage] == [2, 2, 2, 2]
         assert not passage.repeated
 

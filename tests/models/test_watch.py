@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from nearplane.calibration.watch import Additions, Hooks, Stop, total, until_stopped
+from nearplane.calibration.watch import Additions, Stop, total
 from nearplane.models.layers import as_layer
 
 
@@ -61,9 +62,9 @@ def found(
     x, r = (torch.randn(3, 4, generator=generator, dtype=torch.float64) for _ in range(2))
     layer = as_layer("it", nn.Linear(4, 4).double())
     additions = Additions(done)
-    with torch.no_grad(), additions, Hooks() as hooks:
-        hooks.after(layer, additions.watch)
-        until_stopped(lambda: body(layer.module(x), r.clone()).exp())
+    with torch.no_grad(), additions, layer.after(additions.watch):
+        with suppress(Stop):
+            body(layer.module(x), r.clone()).exp()
         additions.finish()
     operands = additions.found.get("it")
     return None if operands is None else total(operands), r
@@ -99,9 +100,8 @@ def test_a_forward_can_be_stopped_when_the_sum_is_complete() -> None:
 def test_hooks_are_removed() -> None:
     layer = as_layer("it", nn.Linear(2, 2))
     calls: list[str] = []
-    with Hooks() as hooks:
-        hooks.before(layer, lambda layer, x: calls.append("before"))
-        hooks.after(layer, lambda layer, x: calls.append("after"))
+    before = layer.before(lambda layer, x: calls.append("before"))
+    with before, layer.after(lambda layer, x: calls.append("after")):
         layer.module(torch.ones(1, 2))
     layer.module(input=torch.ones(1, 2))
     assert calls == ["before", "after"]

@@ -6,8 +6,8 @@ Knows how blocks are called; not what is measured on the way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from nearplane.calibration.encoder_decoder import ENCODED, Between, part_of, with_part
-from nearplane.calibration.recorder import Call, End, Recorder, Tape, mapped
+from nearplane.calibration.recorder import ENCODED, Between, Call, End, Recorder, Tape, mapped, part_of, with_part
 from nearplane.calibration.states_on_disk import Keep
 from nearplane.calibration.texts import check_vocabulary
-from nearplane.calibration.watch import Stop, stop, until_stopped
+from nearplane.calibration.watch import Stop, stop
 from nearplane.errors import CalibrationError
 from nearplane.models.kinds import Taken, main_input, read_out, taken_by, words
 from nearplane.models.model import ABSENT, Block, Model
@@ -44,15 +43,11 @@ class Stream:
         hidden: MutableSequence[Tensor],
         calls: dict[str, list[Call]],
         *,
-        two_streams: bool,
+        original: MutableSequence[Tensor] | None = None,
         extra: Sequence[tuple[Any, ...] | None] = (),
-        fitted: int | None = None,
         between: Callable[[Tensor], Tensor] | None = None,
-        keep: Keep = list,
     ) -> None:
-        self.quantized = hidden
-        self.fitted = len(hidden) if fitted is None else fitted
-        self.original = keep(hidden) if two_streams else None
+        self.quantized, self.original, self.fitted = hidden, original, len(hidden)
         self.calls, self.ahead, self.extra, self.between = calls, False, extra, between
         self.sizes = [len(x) for x in hidden]
 
@@ -61,23 +56,18 @@ class Stream:
         assert module is not None, ABSENT
         call = self.calls[block.name][batch]
         whole = hidden.clone()  # a block may work in place
-        hidden, args, kwargs = part_of(whole, call.own), call.args, call.kwargs
         if call.seen is not None:
             assert self.between is not None, "decoders are behind an encoder"
             encoded = self.between(whole[:, call.seen])
-            args, kwargs = mapped(lambda value: encoded if value is ENCODED else value, (args, kwargs))
-        output = module(hidden, *args, **kwargs) if call.positional else module(hidden_states=hidden, **kwargs)
+            args, kwargs = mapped(lambda value: encoded if value is ENCODED else value, (call.args, call.kwargs))
+            call = replace(call, args=args, kwargs=kwargs)
+        output = call.run(module, part_of(whole, call.own))
         states: Tensor = output[0] if isinstance(output, tuple) else output
         return with_part(whole, call.own, states)
 
     def own(self, block: Block, batch: int) -> Tensor:
         """Return the hidden states in the quantized network that a block is given, without those that it lets be."""
         return part_of(self.quantized[batch], self.calls[block.name][batch].own)
-
-    def encoded(self, block: Block, batch: int) -> list[Tensor]:
-        """Return the hidden states of an encoder that a block sees, if it does."""
-        seen = self.calls[block.name][batch].seen
-        return [] if seen is None else [part_of(self.quantized[batch], seen)]
 
     @torch.no_grad()
     def advance(self, block: Block) -> None:
@@ -101,15 +91,11 @@ class Stream:
 @torch.no_grad()
 def skeleton(
     model: Model,
-    tokens: Tensor,
+    batches: Sequence[Tensor],
     *,
     device: torch.device | str,
     dtype: torch.dtype,
-    batch: int = 8,
-    first: int | None = None,
-    two_streams: bool = True,
     embeddings: Tensor | None = None,
-    extra: Tensor | None = None,
     keep: Keep = list,
 ) -> Stream:
     """Run the network without its blocks: learn the inputs of the first one and the other arguments of all.
@@ -119,28 +105,23 @@ def skeleton(
 
     Args:
         model: whose blocks are to be calibrated.
-        tokens: (windows, seqlen) int64, with their sound where the network hears; of networks that take images (images, channels,
-            height, width).
+        batches: (windows, seqlen) int64 each, with their sound where the network hears; of networks that take images (images,
+            channels, height, width). By the first one blocks are looked at before all pass through.
         device, dtype: where and in what to compute; hidden states stay there.
-        batch: windows at a time.
-        first: windows of the first batch, by which blocks are looked at before all pass through; None: as of the others.
-        two_streams: keep hidden states of the original network beside those of the quantized one.
-        embeddings: (vocabulary, hidden) input embeddings of the quantized network; None: those of the original.
-        extra: (windows, seqlen) more tokens, in batches of their own behind the others.
+        embeddings: (vocabulary, hidden) input embeddings of the quantized network, beside whose stream that of the original
+            starts; None: those of the original, and one stream.
         keep: makes the lists that hold hidden states.
 
     Raises:
         ModelError: the blocks do not run one after the other, each on what the one before returned.
         CalibrationError: a token is not in the model's vocabulary.
     """
-    place, alone = torch.device(device), min(first or 0, len(tokens) - 1)
-    fitted = [*tokens[:alone].split(batch), *tokens[alone:].split(batch)] if alone else list(tokens.split(batch))
-    batches = fitted if extra is None else [*fitted, *extra.split(batch)]
+    place = torch.device(device)
     for part in batches if taken_by(model.network) is not Taken.IMAGES else ():
         check_vocabulary(part, len(model.network.get_input_embeddings().weight))
     firsts = [next(i for i, b in enumerate(model.blocks) if b.name.startswith(f"{stack}.")) for stack in model.stacks]
     tape = Tape([block.name for block in model.blocks], firsts)
-    recorders = [Recorder(block.empty, index, tape) for index, block in enumerate(model.blocks)]
+    recorders = [Recorder(block.empty, index=index, tape=tape) for index, block in enumerate(model.blocks)]
     with model.around(recorders, place, dtype) as network, ExitStack() as opening:
         if (head := network.get_output_embeddings()) is not None:
             head.register_forward_pre_hook(stop)
@@ -148,45 +129,31 @@ def skeleton(
             tape.between = Between(network.get_encoder())
         for first in firsts:
             block = opening.enter_context(model.blocks[first].on(place, dtype, original=False))
-            assert block.quantized is not None, ABSENT
             tape.opening[first] = block.quantized
-        tape.probe(network, tokens[:1], place)
+        tape.probe(network, batches[0][:1], place)
         if not tape.opening:
             opening.close()
         original = None
-        if embeddings is not None and two_streams:
-            original = tape.run(network, batches, place, keep)
         if embeddings is not None:
+            original = tape.run(network, batches, place, keep)
             network.get_input_embeddings().weight.copy_(embeddings)
         hidden = tape.run(network, batches, place, keep)
-    stream = Stream(
-        hidden,
-        tape.calls,
-        two_streams=two_streams,
-        extra=tape.extra,
-        fitted=len(fitted),
-        between=tape.between,
-        keep=keep,
-    )
-    stream.original = original or stream.original
-    return stream
+    return Stream(hidden, tape.calls, original=original, extra=tape.extra, between=tape.between)
 
 
 def places(model: Model, windows: Tensor) -> int:
     """Return how many hidden states a network has of a window: of both stacks, of patches of an image and what stands before."""
-    found = skeleton(model, windows[:1], device="cpu", dtype=torch.float32, two_streams=False)
-    return found.quantized[0].shape[1]
+    return skeleton(model, [windows[:1]], device="cpu", dtype=torch.float32).quantized[0].shape[1]
 
 
 @torch.no_grad()
-def finish(model: Model, stream: Stream, tokens: Tensor, *, device: torch.device | str, dtype: torch.dtype) -> None:
+def finish(model: Model, stream: Stream, tokens: Tensor) -> None:
     """Move both streams from behind the last block to the head: past the last norm.
 
     Args:
         model: whose head is a module of its own.
         stream: from `skeleton`, advanced past all blocks.
         tokens: (windows, seqlen) that it was made of, extra ones last.
-        device, dtype: where and in what to compute.
     """
     assert len(model.stacks) == 1, "heads behind a decoder are not quantized"
     entered: list[Tensor] = []
@@ -195,12 +162,14 @@ def finish(model: Model, stream: Stream, tokens: Tensor, *, device: torch.device
         entered.append(args[0])
         raise Stop
 
-    with _behind(model, stream, torch.device(device), dtype, head=False) as (network, end):
+    first = stream.quantized[0]
+    with _behind(model, stream, first.device, first.dtype, head=False) as (network, end):
         network.get_output_embeddings().register_forward_pre_hook(enter)
         for states in (stream.quantized, stream.original or []):
             for batch, (part, hidden) in enumerate(zip(tokens.split(stream.sizes), states, strict=False)):
-                end.given = hidden
-                until_stopped(partial(network, part.to(hidden.device), **words(network, part.to(hidden.device))))
+                end.given, given = hidden, part.to(hidden.device)
+                with suppress(Stop):
+                    network(given, **words(network, given))
                 states[batch] = entered.pop()
 
 
@@ -236,7 +205,7 @@ def _behind(
     model: Model, stream: Stream, device: torch.device, dtype: torch.dtype, *, head: bool
 ) -> Iterator[tuple[PreTrainedModel, End]]:
     """Hold what follows the last block in memory: the network, and what to give the hidden states to."""
-    ends = [End(block.empty, extra) for block, extra in zip(model.blocks, stream.extra, strict=True)]
+    ends = [End(block.empty, extra=extra) for block, extra in zip(model.blocks, stream.extra, strict=True)]
     with model.around(ends, device, dtype, head=head) as network:
         yield network, ends[-1]
 

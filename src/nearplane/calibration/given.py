@@ -19,18 +19,16 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nearplane.errors import CalibrationError, ModelError, RecipeError
-from nearplane.models.kinds import Taken
+from nearplane.models.kinds import Spoken, Taken
 from nearplane.models.pretrained import in_a_sentence
-from nearplane.models.tokens_with_audio import Spoken
 from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.recipe.spellings import SPELLINGS
 
-TEXTS, TOKENS, IMAGES, SOUND = (
-    "texts given in Python",
-    "tokens given in Python",
-    "images given in Python",
-    "sound given in Python",
-)  # in the record, where a path would be
+TEXTS, TOKENS = "texts given in Python", "tokens given in Python"  # in the record, where a path would be
+IMAGES, SOUND = "images given in Python", "sound given in Python"
+# what to pass in place of what the record does not hold
+AGAIN: dict[object, str] = dict.fromkeys((IMAGES, SOUND), "the same again from Python:")
+AGAIN |= {TEXTS: "a .jsonl file of them with --calibration, or", TOKENS: "them from Python with --calibration, or"}
 EXPECTED = (
     "a path, a list of texts, whole numbers (windows, seqlen), pixel values (images, channels, height, width), or a pair of "
     "tensors or arrays (input_features, token_ids)"
@@ -153,12 +151,10 @@ def taken(spellings: Mapping[str, Any]) -> tuple[Given | None, dict[str, Any]]:
     Raises:
         CalibrationError: they are neither.
     """
-    rest = dict(spellings)
     for word, value in spellings.items():
         if SPELLINGS.get(word, word) == "calibration" and (given := Given.of(value, word)) is not None:
-            del rest[word]
-            return given, rest
-    return None, rest
+            return given, {other: spellings[other] for other in spellings if other != word}
+    return None, dict(spellings)
 
 
 def refuse_lost(calibration: object) -> None:
@@ -167,16 +163,10 @@ def refuse_lost(calibration: object) -> None:
     Raises:
         CalibrationError: the record does not hold it; says how to pass it again.
     """
-    if calibration in (IMAGES, SOUND):
+    if calibration in AGAIN:
         raise CalibrationError(
-            f"The calibration was {calibration}, of which the record holds the SHA-256 alone. Pass the same again from Python: "
+            f"The calibration was {calibration}, of which the record holds the SHA-256 alone. Pass {AGAIN[calibration]} "
             f"nearplane.verify(..., calibration=...)."
-        )
-    if calibration in (TEXTS, TOKENS):
-        way = "a .jsonl file of them" if calibration == TEXTS else "them from Python"
-        raise CalibrationError(
-            f"The calibration was {calibration}, of which the record holds the SHA-256 alone. Pass {way} with --calibration, "
-            f"or nearplane.verify(..., calibration=...)."
         )
 
 

@@ -2,7 +2,7 @@
 
 All batches of both streams run to the first stage (q/k/v), each in a greenlet of its own; what they show is summed, the layers are
 solved and written, and all go on to the next stage. When a forward ends, its output is what enters the next block. That is bit for
-bit what a pass per stage gives (`calibrate.py`), at 2 forwards of a block instead of 4.33, and costs the memory of what is paused.
+bit what a pass per stage gives (`stages.py`), at 2 forwards of a block instead of 4.33, and costs the memory of what is paused.
 Where a block cannot be run so, or only up to some stage, its other stages are passes as there. Knows modules and activations.
 """
 
@@ -13,16 +13,17 @@ from contextlib import ExitStack
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
 from nearplane.calibration.activations import Stream, finite
-from nearplane.calibration.rows import InParts, RoutedRows, Rows, Seen, rows_of
 from nearplane.calibration.stages import FirstLook, first_look, seen
-from nearplane.calibration.watch import Additions, Hooks, Results, total, wide
+from nearplane.calibration.watch import Additions, InParts, Results, RoutedRows, Rows, Seen, rows_of, total, wide
 from nearplane.errors import CalibrationError
 from nearplane.models.experts import by_expert
 from nearplane.models.layers import Layer
@@ -32,37 +33,54 @@ from nearplane.system.device import Device
 from nearplane.system.memory import release
 
 SHARE = 2  # one part in so many of the free memory may hold what is paused: solving takes memory too
+BATCH_TOKENS, BATCH_WINDOWS = 2048, 8  # of a batch at most: enough rows for products at full speed
 
 
-def room_for_pauses(device: Device) -> int:
-    """Return how many bytes paused activations may take; ask before a run's first block."""
-    return (device.free() or 0) // SHARE
+def batch_of(seqlen: int) -> int:
+    """Return how many windows of so many tokens pass through a block at a time where memory is not limited."""
+    return max(1, min(BATCH_WINDOWS, BATCH_TOKENS // seqlen))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pauses:
-    """At how many stages of a block, from the first on, forwards pause.
+class MemorySetting:
+    """Where a walk computes, and what trades time for memory. Only `batch` changes the bytes of a checkpoint: the record has it.
 
     Args:
-        stages: that many; the other ones are passes of their own.
-        reason: why not at all; empty if they do.
+        batch: windows that pass through a block at a time; sums of floating-point numbers depend on it.
+        room: bytes that paused activations may take; stages that take more are passes of their own.
+        device: where to compute.
+        disk: whether hidden states between blocks lie in a file.
+        folder: for that file; None: that of the system for temporary files.
+        experts: how many experts of a block are solved together at most; so many have their inputs in memory.
     """
 
-    stages: int
-    reason: str = ""
+    batch: int
+    room: int
+    device: Device
+    disk: bool = False
+    folder: Path | None = None
+    experts: int = 1
+
+    @classmethod
+    def usual(cls, seqlen: int, device: Device, batch: int | None = None) -> MemorySetting:
+        """Return the fastest setting, before a run's first block; `batch` windows at a time, by default those of `batch_of`."""
+        return cls(batch=batch or batch_of(seqlen), room=(device.free() or 0) // SHARE, device=device)
 
 
-def pauses(look: FirstLook, stream: Stream, room: int) -> Pauses:
-    """Decide at which stages of a block forwards pause, and say why not at all.
+def pauses(look: FirstLook, stream: Stream, room: int) -> tuple[int, str]:
+    """Decide at how many stages of a block, from the first on, forwards pause; the other ones are passes of their own.
 
     Args:
         look: how the first batch ran through the block.
         stream: that is to pass through it.
         room: bytes that paused activations may take.
+
+    Returns:
+        That many, and why not at all; empty if they do.
     """
     correct = stream.original is not None
     if reason := never_pauses(look, correct=correct):
-        return Pauses(stages=0, reason=reason)
+        return 0, reason
     batches = sum(stream.sizes) / stream.sizes[0]
     held = [look.entered[group[0].name][0].alive for group in look.groups]
     for stage, (group, now) in enumerate(zip(look.groups, held, strict=True)):
@@ -72,8 +90,8 @@ def pauses(look: FirstLook, stream: Stream, room: int) -> Pauses:
         needed = int(batches * waiting(now, before, state, 1 + correct, last=last))
         if needed > room:
             where = f"paused at {group[0].name}, forwards would hold {size_text(needed)}"
-            return Pauses(stages=stage, reason=f"{where} of the {size_text(room)} that they may")
-    return Pauses(stages=len(held))
+            return stage, f"{where} of the {size_text(room)} that they may"
+    return len(held), ""
 
 
 def never_pauses(look: FirstLook, *, correct: bool) -> str:
@@ -114,7 +132,7 @@ def waiting(alive: int, before: int, state: int, streams: int, *, last: bool) ->
 
 
 class Passage:
-    """The way of the streams through a block, stage by stage; `with Passage(...) as passage: for groups, rows in passage: ...`
+    """The way of the streams through a block, stage by stage; to be closed: `for groups, rows in passage: ...`
 
     Yields groups of layers that share an input, one after the other (all at once if not `sequential`), with an iterator over
     what each batch shows of these inputs, as the block is then. Take all of it, and write the layers, before the next. Behind the
@@ -134,78 +152,67 @@ class Passage:
         self.block, self.stream = block, stream
         self._look, self._room = first_look(block, stream), room
         self._sequential = sequential
-        plan = pauses(self._look, stream, room) if sequential else Pauses(stages=0)
-        self._stages, self.repeated = plan.stages, plan.reason
-        self._whole = 0 < plan.stages == len(self._look.groups)
+        self._stages, self.repeated = pauses(self._look, stream, room) if sequential else (0, "")
+        self._whole = 0 < self._stages == len(self._look.groups)
         self._adding = {layer.name for group in self._look.groups for layer in group if layer.adds}
         self._original: list[_Forward] = []
         self._quantized: list[_Forward] = []
-        self._hooks = Hooks()
+        self._ends = ExitStack()  # removes hooks and ends forwards, wherever they are
         self._running: _Forward | None = None
 
-    def __enter__(self) -> Passage:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._end()
-
     def __iter__(self) -> Iterator[tuple[tuple[tuple[Layer, ...], ...], Iterator[list[Rows | RoutedRows]] | InParts]]:
-        groups, correct = self._look.groups, self.stream.original is not None
+        groups = self._look.groups
         if not self._sequential:
-            yield groups, seen(self.block, groups, self.stream, correct=correct, last=True)
+            yield groups, seen(self.block, groups, self.stream, last=True)
             self.stream.advance(self.block)
             return
+        if self._stages and self.stream.original is not None:
+            self._original = self._forwards(self.block.original, self.stream.original)
         if self._stages:
-            self._begin()
+            self._quantized = self._forwards(self.block.quantized, self.stream.quantized)
         for stage, group in enumerate(groups[: self._stages]):
             yield (group,), self._shown(stage)
         if self._whole:
-            self._finish()
+            for batch, forward in enumerate(self._quantized):
+                self.stream.quantized[batch] = self._output(forward)
+            self.close()
+            self.stream.passed(self.block)
             return
-        self._end()
+        self.close()
         for group in groups[self._stages :]:
-            ends, parts = group is groups[-1], self._parts(group)
+            parts, run = self._parts(group), partial(seen, self.block, stream=self.stream)
             if len(parts) > 1:
-                yield (group,), InParts(parts=parts, run=partial(self._pass, ends))
+                yield (group,), InParts(parts=parts, run=run, ends=group is groups[-1])
             else:
-                yield (group,), self._pass(ends, group, True)
+                yield (group,), run([group], last=group is groups[-1])
         self.stream.advance(self.block)
-
-    def _pass(self, ends: bool, group: tuple[Layer, ...], last: bool) -> Iterator[list[Rows | RoutedRows]]:
-        """Pass both streams through the block as far as some layers, the original one to its end with the last of all."""
-        correct = self.stream.original is not None
-        return seen(self.block, [group], self.stream, correct=correct, last=ends and last)
 
     def _parts(self, group: tuple[Layer, ...]) -> list[tuple[Layer, ...]]:
         """Split experts so that what those of each part multiply may be kept; other layers are one part."""
         batches = sum(self.stream.sizes) / self.stream.sizes[0]
         networks = 1 if self.stream.original is None else 2
-        whole, apart = (
-            int(size * batches) * networks for size in self._look.entered[group[0].name][0].routed or (0, 0)
-        )
-        experts = by_expert(group) if group[0].routed else {}
-        if whole <= self._room or not experts:
+        sizes = self._look.entered[group[0].name][0].routed or (0, 0)
+        whole, apart = (int(size * batches) * networks for size in sizes)
+        if whole <= self._room or not group[0].routed:
             return [group]
+        experts = list(by_expert(group).values())
         share = -(-len(experts) // min(len(experts), -(-apart // max(1, self._room))))
-        numbers = list(experts)
-        chunks = [numbers[first : first + share] for first in range(0, len(numbers), share)]
-        return [tuple(layer for number in chunk for layer in experts[number]) for chunk in chunks]
-
-    def _begin(self) -> None:
-        """Make a forward of every batch, not yet started, and the hooks in which they pause."""
-        if self.stream.original is not None:
-            self._original = self._forwards(self.block.original, self.stream.original)
-        self._quantized = self._forwards(self.block.quantized, self.stream.quantized)
+        chunks = (experts[first : first + share] for first in range(0, len(experts), share))
+        return [tuple(chain.from_iterable(chunk)) for chunk in chunks]
 
     def _forwards(self, module: nn.Module | None, states: MutableSequence[Tensor]) -> list[_Forward]:
+        """Make a forward of every batch, not yet started, and the hooks in which they pause."""
         firsts = {group[0].name: stage for stage, group in enumerate(self._look.groups[: self._stages])}
         for layer in self.block.layers_of(module):
             if layer.name in firsts:
-                self._hooks.before(layer, partial(_pause, firsts[layer.name]))
+                self._ends.enter_context(layer.before(partial(_pause, firsts[layer.name])))
             if layer.name in self._adding:
-                self._hooks.after(layer, self._watch)
+                self._ends.enter_context(layer.after(self._watch))
         own = [self.stream.own(self.block, batch) for batch in range(len(states))]
-        return [_Forward(partial(self._run, module, batch, states), x) for batch, x in enumerate(own)]
+        forwards = [_Forward(partial(self._run, module, batch, states), x) for batch, x in enumerate(own)]
+        for forward in forwards:
+            self._ends.callback(forward.end)
+        return forwards
 
     def _run(self, module: nn.Module | None, batch: int, states: MutableSequence[Tensor]) -> Tensor:
         """Run a copy of the block on a batch: what a greenlet does."""
@@ -239,16 +246,13 @@ class Passage:
         shown = Seen(inputs=group[0].shape[1])
         shown.add(group, said.x, waits=True)
         for layer in (layer for layer in group if layer.adds and self._original):
-            operands = [self._operand(forward, number) for number in self._look.operands[layer.name]]
-            shown.added[layer.name] = total(operands).reshape(-1, layer.shape[0])
+            numbers = (number for number in self._look.operands[layer.name] if number is not None)
+            operands = [forward.results.get(number) for number in numbers]
+            known = [wide(operand) for operand in operands if operand is not None]
+            if len(known) < len(self._look.operands[layer.name]):
+                raise self._astray()
+            shown.added[layer.name] = total(known).reshape(-1, layer.shape[0])
         return shown
-
-    def _operand(self, forward: _Forward, number: int | None) -> Tensor:
-        """Return a copy of what a forward is going to add to the output of a layer."""
-        operand = None if number is None else forward.results.get(number)
-        if operand is None:
-            raise self._astray()
-        return wide(operand)
 
     @torch.no_grad()
     def _shown(self, stage: int) -> Iterator[list[Rows | RoutedRows]]:
@@ -270,19 +274,9 @@ class Passage:
             raise self._astray()
         return finite(said, self.block)
 
-    def _finish(self) -> None:
-        """Let the quantized stream go on to the next block."""
-        for batch, forward in enumerate(self._quantized):
-            self.stream.quantized[batch] = self._output(forward)
-        self._end()
-        self.stream.passed(self.block)
-
-    def _end(self) -> None:
+    def close(self) -> None:
         """End all forwards, wherever they are, and let go of what they hold."""
-        self._hooks.__exit__()
-        with ExitStack() as ends:
-            for forward in (*self._original, *self._quantized):
-                ends.callback(forward.end)
+        self._ends.close()
         self._original, self._quantized = [], []
 
     def _astray(self) -> CalibrationError:
@@ -292,8 +286,7 @@ class Passage:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Paused:
+class Paused(NamedTuple):
     """Where a forward waits: before the first layer of a stage, which is given `x`."""
 
     stage: int

@@ -1,12 +1,19 @@
 """Stand-ins for the blocks of a network: they record how it calls its blocks, or return what they are given.
 
+Of networks with two stacks of blocks, an encoder and a decoder whose blocks look at what comes out of it (cross-attention), hidden
+states travel as one tensor, those of the encoder first: (windows, positions of both, hidden). So every block of the decoder has the
+encoder's output in the same network at hand, and gradients find their way back. Each block works on its own positions and leaves
+the others as they are.
+
 Knows how blocks are called; not what their hidden states are used for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, MutableSequence, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -15,11 +22,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from nearplane.calibration.encoder_decoder import ENCODED, Between, hands_over, joined
 from nearplane.calibration.states_on_disk import Keep
-from nearplane.calibration.watch import Stop, same, until_stopped
+from nearplane.calibration.watch import Stop, same
 from nearplane.errors import ModelError
 from nearplane.models.kinds import main_input, words
+
+ENCODED = object()  # stands in the arguments of a block for what comes out of the encoder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +40,12 @@ class Call:
     own: slice | None = None  # positions that the block works on; None: all
     seen: slice | None = None  # those of the encoder, which it sees
 
+    def run(self, block: Callable[..., Any], hidden: Tensor) -> Any:
+        """Call a block so, on hidden states."""
+        if self.positional:
+            return block(hidden, *self.args, **self.kwargs)
+        return block(hidden_states=hidden, **self.kwargs)
+
 
 class Tape:
     """What the recorders write on: what enters the first block, and how every block is called.
@@ -41,7 +55,7 @@ class Tape:
         firsts: numbers of those that begin a stack.
 
     Attributes:
-        hidden: what entered the first block, by batch; of two stacks both firsts', see `calibration/encoder_decoder.py`.
+        hidden: what entered the first block, by batch; of two stacks both firsts', see `joined`.
         calls: {block name: its other arguments, by batch}.
         opening: {number: block in memory} of first blocks, of which `probe` leaves those that make something for all.
         between: what leads from the first stack to the second, if there are two.
@@ -51,7 +65,7 @@ class Tape:
     def __init__(self, names: list[str], firsts: Sequence[int]) -> None:
         self.hidden: MutableSequence[Tensor] = []
         self.calls: dict[str, list[Call]] = {name: [] for name in names}
-        self.opening: dict[int, nn.Module] = {}
+        self.opening: dict[int, Any] = {}
         self.between: Between | None = None
         self.extra: list[tuple[Any, ...] | None] = [None for _ in names]
         self._names, self._firsts = names, firsts
@@ -73,8 +87,11 @@ class Tape:
         for part in parts:
             self._begin()
             given = part.to(device)
-            until_stopped(partial(network, main_input(network, given), **words(network, given)))
-            self._check()
+            with suppress(Stop):
+                network(main_input(network, given), **words(network, given))
+            if self._next != len(self._names):
+                name = self._names[self._next]
+                raise ModelError(f"{name} did not run: nearplane needs blocks that run once each, in order.")
             if len(found := self.hidden[-1]) != len(part):
                 raise ModelError(
                     f"{self._names[0]} is given hidden states {tuple(found.shape)} for tokens {tuple(part.shape)}: nearplane "
@@ -105,19 +122,36 @@ class Tape:
         leaf = count()
 
         def keep(value: Any) -> Any:
-            return self._keep(name, index, next(leaf), value)
+            place = next(leaf)
+            if not isinstance(value, Tensor):
+                return value
+            if self.between is not None and value is self.between.output:
+                return ENCODED
+            if any(value is given for given in self._given):
+                raise ModelError(f"The block before {name} hands it more than hidden states: that cannot be replayed.")
+            if id(value) not in self._kept:
+                known = self._pool.setdefault((index, place, value.shape, value.dtype), value)
+                self._kept[id(value)] = (value, known if known is value or torch.equal(known, value) else value)
+            return self._kept[id(value)][1]
 
+        call = Call(args=args, kwargs=named, positional=positional)
         own, seen = self._places(index, hidden)
-        kept = Call(args=mapped(keep, args), kwargs=mapped(keep, named), positional=positional, own=own, seen=seen)
+        kept = replace(call, args=mapped(keep, args), kwargs=mapped(keep, named), own=own, seen=seen)
         self.calls[name].append(kept)
         if first:
-            self._open(index, partial(_called, self.opening.get(index), args, named, positional), hidden)
+            self._handed = self._made_for_all(index, call, hidden)
         self._next, self._current = index + 1, hidden
         if self._next == len(self._names):
             raise Stop
         if self.between is not None and self._next == self._firsts[1]:
             self.between.begin(hidden)
-        return self._returned(index, hidden)
+        if self._handed is not None:
+            return (hidden, *self._handed)
+        if self.extra[index] is None:
+            return hidden
+        extra = zeros(self.extra[index])
+        mapped(lambda value: self._given.append(value) if isinstance(value, Tensor) else None, extra)
+        return (hidden, *extra)
 
     def _places(self, index: int, hidden: Tensor) -> tuple[slice | None, slice | None]:
         """Return which positions a block works on, and which it sees beside; None: all, and none."""
@@ -128,50 +162,20 @@ class Tape:
             return slice(0, own), None
         return slice(places - own, places), slice(0, places - own)
 
-    def _open(self, index: int, run: Callable[[Tensor], Any], hidden: Tensor) -> None:
-        """Run the first block of a stack, where it is not known what it returns, or where it makes that for all."""
-        self._handed = None
+    def _made_for_all(self, index: int, call: Call, hidden: Tensor) -> tuple[Any, ...] | None:
+        """Run the first block of a stack where it is not known what it returns, or makes for all; return the latter."""
         if index not in self.opening:
-            return
-        output = run(hidden)
+            return None
+        run = partial(call.run, self.opening[index])
+        output = run(hidden.clone())  # a block may work in place
         extra = output[1:] if isinstance(output, tuple) else None
-        if not self._probing:
-            self._handed = extra
-            return
-        end = min((other for other in self._firsts if other > index), default=len(self._names))
-        self.extra[index:end] = [extra] * (end - index)
-        if extra is not None and hands_over(run, hidden, extra):
-            self._handed = extra
-        else:
-            del self.opening[index]
-
-    def _returned(self, index: int, hidden: Tensor) -> Any:
-        """Return hidden states the way a block returns its output."""
-        if self._handed is not None:
-            return (hidden, *self._handed)
-        if (extra := self.extra[index]) is None:
-            return hidden
-        extra = zeros(extra)
-        mapped(lambda value: self._given.append(value) if isinstance(value, Tensor) else None, extra)
-        return (hidden, *extra)
-
-    def _check(self) -> None:
-        """Raise unless every block has run."""
-        if self._next != len(self._names):
-            name = self._names[self._next]
-            raise ModelError(f"{name} did not run: nearplane needs blocks that run once each, in order.")
-
-    def _keep(self, name: str, index: int, leaf: int, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if self.between is not None and value is self.between.output:
-            return ENCODED
-        if any(value is given for given in self._given):
-            raise ModelError(f"The block before {name} hands it more than hidden states: that cannot be replayed.")
-        if id(value) not in self._kept:
-            first = self._pool.setdefault((index, leaf, value.shape, value.dtype), value)
-            self._kept[id(value)] = (value, first if first is value or torch.equal(first, value) else value)
-        return self._kept[id(value)][1]
+        if self._probing:
+            end = min((other for other in self._firsts if other > index), default=len(self._names))
+            self.extra[index:end] = [extra] * (end - index)
+            if extra is None or not hands_over(run, hidden, extra):
+                del self.opening[index]
+                return None
+        return extra
 
 
 class _StandIn(nn.Module):
@@ -187,11 +191,9 @@ class _StandIn(nn.Module):
 
 
 class End(_StandIn):
-    """Returns the hidden states that it was given, or passes on its input, the way the block would return its output."""
+    """Returns the hidden states that it was `given`, or passes on its input, the way the block returns its output, with `extra`."""
 
-    def __init__(self, block: nn.Module, extra: tuple[Any, ...] | None) -> None:
-        super().__init__(block, extra=extra)
-        self.given: Tensor | None = None
+    given: Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = taken_apart(args, kwargs)[0] if self.given is None else self.given
@@ -199,10 +201,7 @@ class End(_StandIn):
 
 
 class Recorder(_StandIn):
-    """Records how the block is called, and returns its input."""
-
-    def __init__(self, block: nn.Module, index: int, tape: Tape) -> None:
-        super().__init__(block, index=index, tape=tape)
+    """Records on a `tape` how the block of an `index` is called, and returns its input."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.tape.record(self.index, args, kwargs)
@@ -225,12 +224,94 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
-def zeros(extra: tuple[Any, ...]) -> Any:
+def zeros(extra: Any) -> Any:
     return mapped(lambda value: torch.zeros_like(value) if isinstance(value, Tensor) else value, extra)
 
 
-def _called(block: nn.Module | None, args: tuple[Any, ...], named: dict[str, Any], positional: bool, x: Tensor) -> Any:
-    """Run a block on hidden states, with what it is called with beside."""
-    assert block is not None, "first blocks are in memory while they are looked at"
-    x = x.clone()  # a block may work in place
-    return block(x, *args, **named) if positional else block(hidden_states=x, **named)
+class Between:
+    """Watches what an encoder does to the hidden states behind its last block: nothing, or one module, its last norm.
+
+    Attributes:
+        output: of the encoder that ran last.
+    """
+
+    def __init__(self, encoder: nn.Module) -> None:
+        self.output: Tensor | None = None
+        self._behind: Tensor | None = None
+        self._candidates: list[tuple[nn.Module, Tensor]] = []
+        self._module: nn.Module | None = None
+        for module in encoder.modules():
+            module.register_forward_hook(self._left if module is encoder else self._ran)
+
+    def begin(self, behind: Tensor) -> None:
+        """Note what the last block of the encoder returned."""
+        self._behind, self._candidates = behind, []
+
+    def _ran(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._behind is not None and args and isinstance(output, Tensor) and args[0] is self._behind:
+            self._candidates.append((module, output))
+
+    def _left(self, encoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        found = self.output = output[0]
+        if self._behind is None or same(found, self._behind):
+            return
+        made = [module for module, result in self._candidates if same(result, found)]
+        if not made:
+            raise ModelError(
+                f"{type(encoder).__name__} does more behind its last block than one module does: it cannot be run block by block."
+            )
+        self._module = self._module or deepcopy(made[0])  # the network is freed, this is small
+
+    def __call__(self, states: Tensor) -> Any:
+        """Return what the decoder sees, of hidden states behind the encoder's last block."""
+        return states if self._module is None else self._module(states)
+
+
+def part_of(whole: Tensor, positions: slice | None) -> Tensor:
+    """Return the hidden states at some positions; None: all."""
+    return whole if positions is None else whole[:, positions].contiguous()
+
+
+def with_part(whole: Tensor, positions: slice | None, part: Tensor) -> Tensor:
+    """Return hidden states with others at some positions; None: at all."""
+    if positions is None:
+        return part
+    return torch.cat([whole[:, : positions.start], part, whole[:, positions.stop :]], 1)
+
+
+def joined(encoder: Tensor, decoder: Tensor, name: str) -> Tensor:
+    """Return the hidden states that enter both stacks as one tensor.
+
+    Args:
+        encoder: (windows, positions, hidden) that enter the first block.
+        decoder: (windows, positions, hidden) that enter the first block of the decoder.
+        name: of that block.
+
+    Raises:
+        ModelError: they are not of one width.
+    """
+    if encoder.shape[2] != decoder.shape[2]:
+        raise ModelError(
+            f"{name} is given hidden states {decoder.shape[2]} wide, the encoder {encoder.shape[2]}: nearplane passes encoders and "
+            f"decoders of one width."
+        )
+    return torch.cat([encoder, decoder], 1)
+
+
+def hands_over(block: Callable[[Tensor], Any], hidden: Tensor, extra: Any) -> bool:
+    """Whether a block returns tensors beside hidden states that are the same for others: they go from block to block as they are.
+
+    T5's first block makes the bias of positions for all.
+
+    Args:
+        block: from hidden states to its output.
+        hidden: that it was given.
+        extra: that it returned.
+    """
+    if not any(isinstance(value, Tensor) for value in extra):
+        return False
+    other = block(hidden.flip(1) * 0.5)[1:]
+    return all(
+        type(a) is type(b) and (not isinstance(a, Tensor) or torch.equal(a, b))
+        for a, b in zip(extra, other, strict=True)
+    )

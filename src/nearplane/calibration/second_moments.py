@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 
 from nearplane.calibration.activations import Stream
-from nearplane.calibration.rows import ExpertRows, InParts, RoutedRows, Rows
 from nearplane.calibration.stages import seen, unreached
+from nearplane.calibration.watch import ExpertRows, InParts, RoutedRows, Rows
 from nearplane.calibration.windows import EXTRA_TOKENS
 from nearplane.errors import CalibrationError
 from nearplane.lattice.moments import ExtraRows, Moments, MomentSums
@@ -45,34 +46,22 @@ class Observed:
 
 @torch.no_grad()
 def observe(
-    block: Block,
-    groups: Sequence[tuple[Layer, ...]],
-    stream: Stream,
-    *,
-    correct: bool,
-    held_out: float = HELD_OUT,
-    residual: bool = True,
-    last: bool = False,
-    onward: bool = False,
+    block: Block, groups: Sequence[tuple[Layer, ...]], stream: Stream, *, last: bool = False, onward: bool = False
 ) -> list[Observed]:
     """Sum the second moments of the inputs of some groups of layers, as the block is now.
 
     This is a pass of its own; see `seen` for `last` and `onward`, and `summed` for the sums.
 
     Args:
-        block: in memory, with its original if `correct`.
+        block: in memory, with its original if the stream has two streams.
         groups: from `stages`; often one of them.
         stream: standing before the block.
-        correct: whether to compare with the original network: C, `lost` and held-out moments.
-        held_out: see `summed`.
-        residual: whether what layers' outputs are added to counts as well.
         last, onward: whether the streams move on in the same pass.
 
     Raises:
         CalibrationError: as `summed`, or a layer sees different tokens in the two networks.
     """
-    looked = seen(block, groups, stream, correct=correct, residual=residual, last=last, onward=onward)
-    return [*summed(groups, looked, stream, correct=correct, held_out=held_out)]
+    return [*summed(groups, seen(block, groups, stream, last=last, onward=onward), stream)]
 
 
 # not under torch.no_grad, which would hold what a generator yields until it is asked for more; what it calls is under it
@@ -80,18 +69,16 @@ def summed(
     groups: Sequence[tuple[Layer, ...]],
     looked: Iterable[list[Rows | RoutedRows]] | InParts,
     stream: Stream,
-    *,
-    correct: bool,
-    held_out: float = HELD_OUT,
     rare: Rare = "mean",
 ) -> Iterator[Observed]:
     """Yield some groups of layers with the second moments of their inputs, summed over all batches.
 
         H = X_hat^T X_hat / tokens        C = X^T X_hat / tokens        lost = (X W^T + r - X_hat W^T - r_hat)^T X_hat / tokens
 
-    `lost` takes the place of C where that is less work, see `_direct`. Products are taken in float32 (float64 if the activations
-    are) batch by batch and summed in float64. Extra windows enter none of this; about `EXTRA_TOKENS` of their rows, evenly
-    spread, are given apart: `Extra`.
+    `lost` takes the place of C where that is less work, see `_lost_outputs`. Products are taken in float32 (float64 if the
+    activations are) batch by batch and summed in float64. Extra windows enter none of this; about `EXTRA_TOKENS` of their rows,
+    evenly spread, are given apart: `Extra`; so are, where there is the original network to compare with, the moments of the
+    last `HELD_OUT` of the windows, at least one.
 
     Of experts, which come in one group, the rows of all batches are kept, and the moments of each are summed when its turn comes:
     as many matrices as there are experts never live at once.
@@ -100,8 +87,6 @@ def summed(
         groups: of layers that share an input, or of all experts of a block.
         looked: of every batch, its rows of the input of each group.
         stream: that the batches are of.
-        correct: whether rows of the original network are among them.
-        held_out: fraction of the windows, the last ones, whose moments are also given apart; at least one window.
         rare: what becomes of experts that few tokens reach.
 
     Raises:
@@ -110,43 +95,29 @@ def summed(
     if stream.fitted < len(stream.sizes) and ALONE.world > 1:
         raise CalibrationError(f"Extra windows are measured on one rank, and this run has {ALONE.world}.")
     windows = sum(stream.sizes[: stream.fitted])
-    split = correct and held_out > 0 and windows > 1
-    first_held = windows - min(windows - 1, max(1, round(held_out * windows))) if split else windows
+    split = stream.original is not None and windows > 1
+    first_held = windows - min(windows - 1, max(1, round(HELD_OUT * windows))) if split else windows
     made = partial(_Sums, stream=stream, first_held=first_held)
     if isinstance(looked, InParts):
-        yield from _in_parts(groups[0], looked, made, split, rare)
+        whole = made(groups[0], crossed=True).summed_over_experts(looked.shown(groups[0], last=False))
+        for part in looked.parts:
+            shown = list(looked.shown(part, last=part is looked.parts[-1]))
+            yield from _in_turn(part, shown, made, split, rare, whole)
         return
-    sums, kept = _taken_in([made(group) for group in groups], looked)
-    for group in groups:  # nothing of one is held here while the layers of another are solved
-        if kept[0]:
-            yield from _in_turn(group, kept.pop(0), made, split, rare)
+    sums, kept = {index: made(group) for index, group in enumerate(groups)}, defaultdict[int, list[RoutedRows]](list)
+    with torch.no_grad():
+        for batch, every in enumerate(looked):
+            for index, rows in enumerate(every):
+                if isinstance(rows, RoutedRows):
+                    kept[index].append(rows)
+                else:
+                    sums[index].add(batch, rows)
+        del every, rows
+    for index, group in enumerate(groups):  # nothing of one is held here while the layers of another are solved
+        if index in kept:
+            yield from _in_turn(group, kept.pop(index), made, split, rare)
         else:
-            kept.pop(0)
-            yield sums.pop(0).observed(split)
-
-
-@torch.no_grad()
-def _taken_in(
-    sums: list[_Sums], looked: Iterable[list[Rows | RoutedRows]]
-) -> tuple[list[_Sums], list[list[RoutedRows]]]:
-    """Add what all batches show to the sums of each group; the rows of experts are kept instead, and they have no sums."""
-    kept: list[list[RoutedRows]] = [[] for _ in sums]
-    for batch, shown in enumerate(looked):
-        for index, rows in enumerate(shown):
-            if isinstance(rows, RoutedRows):
-                kept[index].append(rows)
-            else:
-                sums[index].add(batch, rows)
-    return [own for own, rows_of in zip(sums, kept, strict=True) if not rows_of], kept
-
-
-def _in_parts(
-    group: tuple[Layer, ...], looked: InParts, made: Callable[..., _Sums], split: bool, rare: Rare
-) -> Iterator[Observed]:
-    """Yield the layers of one expert after the other, of which some at a time are looked at; see `_in_turn`."""
-    whole = made(group, crossed=True).summed_over_experts(looked.all())
-    for part in looked.parts:
-        yield from _in_turn(part, looked.of(part), made, split, rare, whole)
+            yield sums.pop(index).observed(split)
 
 
 def _in_turn(
@@ -191,11 +162,9 @@ def _in_turn(
 
 def too_rare(name: str, tokens: int, inputs: int) -> str:
     """Return the sentence for an expert that too few tokens reach."""
-    more = (
-        ""
-        if not tokens
-        else f" About {math.ceil(ADVISED * inputs / tokens)} times the --samples would give it as many."
-    )
+    more = ""
+    if tokens:
+        more = f" About {math.ceil(ADVISED * inputs / tokens)} times the --samples would give it as many."
     return (
         f"{tokens:,} calibration tokens reach {name}, fewer than {ADVISED} for each of its {inputs:,} inputs.{more} Ask for more "
         f"--samples, pass text like what the model is for, or take --rare-experts mean, which fills up with the mean over the "
@@ -214,12 +183,7 @@ class _Sums:
     """
 
     def __init__(
-        self,
-        group: tuple[Layer, ...],
-        stream: Stream,
-        *,
-        first_held: int,
-        crossed: bool | None = None,
+        self, group: tuple[Layer, ...], stream: Stream, *, first_held: int, crossed: bool | None = None
     ) -> None:
         self.group, self.fitted = group, stream.fitted
         self._stream, self._first_held, self._crossed = stream, first_held, crossed
@@ -275,12 +239,35 @@ class _Sums:
             self._fitted.blend(whole._fitted, share)
             self._held.blend(whole._held, share)
             more = self._fitted.tokens + self._held.tokens - tokens
-        found = _observed(self.group, self._fitted, self._held, self._extra, split)
-        if not any(layer.routed for layer in self.group):
-            return found
-        alike = self._alike / max(1, tokens) if self._compared else None
-        moments = {name: replace(each, alike=alike, blended=more) for name, each in found.moments.items()}
-        return replace(found, moments=moments)
+        moments = self._moments(split)
+        if any(layer.routed for layer in self.group):
+            alike = self._alike / max(1, tokens) if self._compared else None
+            moments = {name: replace(each, alike=alike, blended=more) for name, each in moments.items()}
+        return Observed(layers=self.group, moments=moments)
+
+    def _moments(self, split: bool) -> dict[str, Moments]:
+        """Return what was summed, by layer name."""
+        fitted, held = self._fitted, self._held
+        split = (
+            split and fitted.tokens > 0 and held.tokens > 0
+        )  # an expert may be reached by the ones or the others alone
+        fitted.absorb(held)
+        total, extra = fitted.means(ALONE.sum_exactly), self._extra.together()
+        apart = held.means(ALONE.sum_exactly, held.dtype) if split else None
+        names = ", ".join(layer.name for layer in self.group)
+        if not total.tokens:
+            raise unreached(names)
+        quantized, original = [total.H], [total.C, *total.lost.values()]
+        if extra is not None:
+            quantized.append(extra.X_hat.square())
+            original.append(None if extra.X is None else extra.X.square())
+        for which, tensors in (("quantized", quantized), ("original", original)):
+            if not all(tensor is None or torch.isfinite(tensor).all() for tensor in tensors):
+                raise CalibrationError(
+                    f"The input of {names} holds NaN or Inf (in the {which} network, or its square overflows). "
+                    f"Check the checkpoint, or compute in a wider dtype."
+                )
+        return {layer.name: replace(total.of(layer.name, apart), extra=extra) for layer in self.group}
 
 
 def _lost_outputs(rows: Rows, group: tuple[Layer, ...]) -> dict[str, Tensor]:
@@ -297,33 +284,6 @@ def _lost_outputs(rows: Rows, group: tuple[Layer, ...]) -> dict[str, Tensor]:
     for name, residual in rows.residual.items():
         outputs[name] += residual
     return outputs
-
-
-def _observed(group: tuple[Layer, ...], fitted: MomentSums, held: MomentSums, rows: ExtraRows, split: bool) -> Observed:
-    split = split and fitted.tokens > 0 and held.tokens > 0  # an expert may be reached by the ones or the others alone
-    fitted.absorb(held)
-    total, apart, extra = (
-        fitted.means(ALONE.sum_exactly),
-        held.means(ALONE.sum_exactly, held.dtype) if split else None,
-        rows.together(),
-    )
-    names = ", ".join(layer.name for layer in group)
-    if not total.tokens:
-        raise unreached(names)
-    sums = (
-        ("quantized", total.H),
-        ("quantized", None if extra is None else extra.X_hat.square()),
-        ("original", total.C),
-        ("original", None if extra is None or extra.X is None else extra.X.square()),
-    )
-    for which, tensor in (*sums, *(("original", lost) for lost in total.lost.values())):
-        if tensor is not None and not torch.isfinite(tensor).all():
-            raise CalibrationError(
-                f"The input of {names} holds NaN or Inf (in the {which} network, or its square overflows). "
-                f"Check the checkpoint, or compute in a wider dtype."
-            )
-    moments = {layer.name: replace(total.of(layer.name, apart), extra=extra) for layer in group}
-    return Observed(layers=group, moments=moments)
 
 
 def shared_inputs(observed: Observed) -> Iterator[Inputs]:

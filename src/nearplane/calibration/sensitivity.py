@@ -6,7 +6,9 @@ One block is in memory at a time, forwards and then backwards; knows nothing of 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,10 +18,11 @@ from nearplane.calibration.states_on_disk import StatesOnDisk
 from nearplane.errors import CalibrationError
 from nearplane.models.kinds import has_head
 from nearplane.models.layers import Layer
-from nearplane.models.model import ABSENT, Block, Model
+from nearplane.models.model import Block, Model
 from nearplane.system.memory import release
 
 MOST_TOKENS, LEAST_TOKENS = 16384, 2048
+BATCH = 8  # windows that pass through a block at a time
 RUN_ROWS = 256  # outputs next to each other whose gradients are multiplied with each other, at most
 
 
@@ -47,7 +50,6 @@ def sensitivity(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    batch: int = 8,
     seed: int = 0,
     together: Collection[str] = (),
 ) -> Sensitivity:
@@ -65,7 +67,6 @@ def sensitivity(
         model: on disk.
         tokens: (windows, seqlen) calibration tokens; windows are taken evenly from all of them.
         device, dtype: where and in what to compute; gradients underflow in float16, so that stands for float32.
-        batch: windows at a time.
         seed: of the labels.
         together: layers of whose outputs more than the diagonal is measured.
 
@@ -76,16 +77,17 @@ def sensitivity(
     dtype = torch.float32 if dtype == torch.float16 else dtype
     count = windows_of_the_pass(model, tokens, joined=bool(together))
     windows = tokens[torch.linspace(0, len(tokens) - 1, count).long()]
+    batches = windows.split(BATCH)
     with torch.no_grad():
-        stream = skeleton(model, windows, device=device, dtype=dtype, batch=batch, two_streams=False)
+        stream = skeleton(model, batches, device=device, dtype=dtype)
     runs: dict[str, tuple[Tensor, ...]] = {}
-    with StatesOnDisk() as entering, torch.no_grad():  # of all blocks, batch after batch
+    with closing(StatesOnDisk()) as entering, torch.no_grad():  # of all blocks, batch after batch
         behind = stream.quantized
         for block in model.blocks:
             entering.extend(behind)
             with block.on(device, dtype, original=False):
                 behind = [finite(stream.forward(block, block.quantized, i, x), block) for i, x in enumerate(behind)]
-        gradients, found = _from_predictions(model, stream, windows.split(batch), behind, seed)
+        gradients, found = _from_predictions(model, stream, batches, behind, seed)
         for block in reversed(model.blocks):
             states = [entering.pop() for _ in gradients][::-1]
             with block.on(device, dtype, original=False):
@@ -102,12 +104,9 @@ def sensitivity(
         vocabulary = model.embeddings.layers[0].shape[0]
         often = tokens.flatten().cpu().bincount(minlength=vocabulary) + 1
         found[model.embeddings.name] = (often / (tokens.numel() + vocabulary)).to(device)
-    G = (
-        second_moment(gradients)
-        * _looked_up(model.embeddings, stream.quantized, windows.split(batch), device, dtype) ** 2
-    )
+    G = second_moment(gradients) * _looked_up(model.embeddings, stream.quantized, batches) ** 2
     if model.tied:
-        finish(model, Stream(behind, {}, two_streams=False, extra=stream.extra), windows, device=device, dtype=dtype)
+        finish(model, Stream(behind, {}, extra=stream.extra), windows)
         G += second_moment(behind)
     return Sensitivity(outputs=found, embeddings=G, together=runs)
 
@@ -129,22 +128,16 @@ def second_moment(states: Sequence[Tensor]) -> Tensor:
     return total / sum(len(x) for x in rows)
 
 
-def _looked_up(
-    embeddings: Block, hidden: Sequence[Tensor], tokens: Sequence[Tensor], device: torch.device, dtype: torch.dtype
-) -> float:
+def _looked_up(embeddings: Block, hidden: Sequence[Tensor], tokens: Sequence[Tensor]) -> float:
     """Return the factor that some networks put on the embeddings that enter the first block."""
-    with embeddings.on(device, dtype, original=False) as block:
+    with embeddings.on(hidden[0].device, hidden[0].dtype, original=False) as block:
         rows = block.quantized_layers()[0].read()
-        pairs = [(rows[part.to(device)], x.to(rows)) for part, x in zip(tokens, hidden, strict=True)]
+        pairs = [(rows[part.to(x.device)], x.to(rows)) for part, x in zip(tokens, hidden, strict=True)]
     return float(sum((row * x).sum() for row, x in pairs) / sum(row.square().sum() for row, _ in pairs))
 
 
 def _from_predictions(
-    model: Model,
-    stream: Stream,
-    tokens: tuple[Tensor, ...],
-    hidden: Sequence[Tensor],
-    seed: int,
+    model: Model, stream: Stream, tokens: tuple[Tensor, ...], hidden: Sequence[Tensor], seed: int
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Return the gradients of the log-likelihood of drawn labels by the hidden states behind the last block.
 
@@ -160,20 +153,19 @@ def _from_predictions(
             for window, state in zip(part, x, strict=True):  # one at a time: logits are large
                 leaf = state[None].detach().requires_grad_()
                 output = logits(window[None], leaf)[0].float()
-                if not has_head(model.network):
+                if has_head(model.network):
+                    predicted = output.log_softmax(-1)
+                    p = predicted.detach().exp()
+                    for total in sums.values():
+                        total += (p * (1 - p)).sum(0)
+                    uniform = torch.rand(len(p), 1, generator=generator).to(device)
+                    labels = torch.searchsorted(p.cumsum(-1), uniform).clamp(max=p.shape[-1] - 1)
+                    likelihood, place = predicted.gather(-1, labels).sum(), "the head"
+                else:
                     drawn = torch.randn(output.shape, generator=generator).to(device)
                     drawn /= output.detach().square().mean(-1, keepdim=True).sqrt().clamp(min=1e-15)
-                    rows.append(_finite(torch.autograd.grad((output * drawn).sum(), leaf)[0], "the end"))
-                    continue
-                predicted = output.log_softmax(-1)
-                for total in sums.values():
-                    p = predicted.detach().exp()
-                    total += (p * (1 - p)).sum(0)
-                uniform = torch.rand(len(predicted), 1, generator=generator).to(device)
-                labels = torch.searchsorted(predicted.detach().exp().cumsum(-1), uniform).clamp(
-                    max=predicted.shape[-1] - 1
-                )
-                rows.append(_finite(torch.autograd.grad(predicted.gather(-1, labels).sum(), leaf)[0], "the head"))
+                    likelihood, place = (output * drawn).sum(), "the end"
+                rows.append(_finite(torch.autograd.grad(likelihood, leaf)[0], place))
             gradients.append(torch.cat(rows))
     return gradients, sums
 
@@ -194,36 +186,28 @@ def _back(
 
     Also returns the sums over tokens of their squares by layer outputs, and of their products within runs of outputs.
     """
-    module = block.quantized
-    assert module is not None, ABSENT
     sums: dict[str, Tensor] = {}
     products: dict[str, list[Tensor]] = {}
 
-    def watch(layer: Layer) -> torch.utils.hooks.RemovableHandle:
-        def count(gradient: Tensor) -> None:
-            rows = layer.outputs_of(gradient).double()  # (tokens, out)
-            square = rows.square().sum(0)
-            sums[layer.name] = sums[layer.name] + square if layer.name in sums else square
-            if layer.name in together:
-                parts = [run.T @ run for run in rows.tensor_split(-(-layer.shape[0] // RUN_ROWS), dim=1)]
-                before = products.get(layer.name)
-                products[layer.name] = parts if before is None else [a + b for a, b in zip(before, parts, strict=True)]
+    def count(layer: Layer, gradient: Tensor) -> None:
+        rows = layer.outputs_of(gradient).double()  # (tokens, out)
+        square = rows.square().sum(0)
+        sums[layer.name] = sums[layer.name] + square if layer.name in sums else square
+        if layer.name in together:
+            parts = [run.T @ run for run in rows.tensor_split(-(-layer.shape[0] // RUN_ROWS), dim=1)]
+            before = products.get(layer.name)
+            products[layer.name] = parts if before is None else [a + b for a, b in zip(before, parts, strict=True)]
 
-        def after(_: Layer, output: Tensor) -> None:
-            if output.requires_grad:  # not so where it does not depend on the hidden states (projections of positions)
-                output.register_hook(count)
+    def after(layer: Layer, output: Tensor) -> None:
+        if output.requires_grad:  # not so where it does not depend on the hidden states (projections of positions)
+            output.register_hook(partial(count, layer))
 
-        return layer.after(after)
-
-    handles = [watch(layer) for layer in block.layers_of(module)]
     before = []
-    try:
-        with torch.enable_grad():
-            for i, (x, gradient) in enumerate(zip(entering, gradients, strict=True)):
-                leaf = x.detach().requires_grad_()
-                output = stream.forward(block, module, i, leaf)
-                before.append(_finite(torch.autograd.grad(output, leaf, gradient)[0], block.name))
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.enable_grad():
+        for layer in block.quantized_layers():
+            hooks.enter_context(layer.after(after))
+        for i, (x, gradient) in enumerate(zip(entering, gradients, strict=True)):
+            leaf = x.detach().requires_grad_()
+            output = stream.forward(block, block.quantized, i, leaf)
+            before.append(_finite(torch.autograd.grad(output, leaf, gradient)[0], block.name))
     return before, sums, products

@@ -4,26 +4,32 @@ Two streams run side by side, of the original and of the quantized network. A fi
 stages (q/k/v, o, gate/up, down). Here each stage is a pass of both streams, which stops as soon as it has seen what it is for; the
 original stream's last pass is also its way to the next block. In multiplications by weights that is 4.33 forwards of a Llama
 block (attention a third of the weights): 0 + 1/3 + 1/3 + 1 for each stream and 1 for the quantized stream's way on.
-`staged.py` does it in 2 where it can. Knows modules and activations; what is summed over them is `observe.py`'s.
+`one_forward.py` does it in 2 where it can. Knows modules and activations; what is summed over them is `second_moments.py`'s.
+
+A trial of one window through one block of each kind, before anything is solved, finds networks that cannot be calibrated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableSequence, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nearplane.calibration.activations import Stream, finite
+from nearplane.calibration.activations import Stream, finite, skeleton
 from nearplane.calibration.recorder import Call
-from nearplane.calibration.rows import RoutedRows, Rows, Seen, rows_of
-from nearplane.calibration.watch import Additions, Hooks, Results, Stop, total, until_stopped
-from nearplane.errors import CalibrationError
+from nearplane.calibration.watch import Additions, Results, RoutedRows, Rows, Seen, Stop, rows_of, total
+from nearplane.errors import CalibrationError, ModelError, NearplaneError, first_few, first_line
 from nearplane.models.experts import unwatched
+from nearplane.models.ignored import pattern_of
 from nearplane.models.layers import Layer
-from nearplane.models.model import ABSENT, Block
+from nearplane.models.model import ABSENT, Block, Model
+from nearplane.system.device import Device
 from nearplane.system.memory import release
 
 
@@ -80,7 +86,8 @@ def first_look(block: Block, stream: Stream) -> FirstLook:
         CalibrationError: layers did not run; the message names them.
     """
     module, hidden = block.quantized, stream.own(block, 0)
-    given = [hidden, *stream.encoded(block, 0)]
+    encoded = stream.calls[block.name][0].seen
+    given = [hidden] if encoded is None else [hidden, stream.quantized[0][:, encoded]]
     assert module is not None, ABSENT
     layers = block.quantized_layers()
     entered: dict[str, list[Entered]] = {}
@@ -94,31 +101,27 @@ def first_look(block: Block, stream: Stream) -> FirstLook:
             Entered(
                 same=layer.same_input(x),
                 rows=min((layer.share(x, states) for states in given), key=lambda share: share % 1),
-                computed=results.count,
+                computed=len(results.numbered),
                 alive=results.bytes_alive(but=weights),
-                routed=(x.bytes_whole, x.bytes_apart) if layer.routed else None,
+                routed=x.sizes if layer.routed else None,
             )
         )
         held.append(x.untyped_storage())
 
-    with additions, Hooks() as hooks:
+    with additions, ExitStack() as hooks:
         for layer in layers:
-            hooks.before(layer, entering)
+            hooks.enter_context(layer.before(entering))
             if not layer.routed:
-                hooks.after(layer, additions.watch)
+                hooks.enter_context(layer.after(additions.watch))
         stream.forward(block, module, 0, stream.quantized[0])
         additions.finish()
     if unseen := [layer.name for layer in layers if layer.name not in entered]:
         raise unreached(", ".join(unseen))
-    known = {
-        layer.name: replace(
-            layer, calls=len(entered[layer.name]), adds=layer.name in additions.found and len(entered[layer.name]) == 1
-        )
-        for layer in layers
-    }
     groups: dict[tuple[Any, ...], list[Layer]] = {}
+    by_name = {layer.name: layer for layer in layers}
     for name, times in entered.items():
-        groups.setdefault(tuple(each.same for each in times), []).append(known[name])
+        known = replace(by_name[name], calls=len(times), adds=name in additions.found and len(times) == 1)
+        groups.setdefault(tuple(each.same for each in times), []).append(known)
     return FirstLook(
         groups=tuple(map(tuple, groups.values())),
         entered=entered,
@@ -129,50 +132,64 @@ def first_look(block: Block, stream: Stream) -> FirstLook:
 
 @torch.no_grad()
 def seen(
-    block: Block,
-    groups: Sequence[tuple[Layer, ...]],
-    stream: Stream,
-    *,
-    correct: bool,
-    residual: bool = True,
-    last: bool = False,
-    onward: bool = False,
+    block: Block, groups: Sequence[tuple[Layer, ...]], stream: Stream, *, last: bool = False, onward: bool = False
 ) -> Iterator[list[Rows | RoutedRows]]:
     """Yield for each batch what it shows of the inputs of some groups of layers, as the block is now.
 
     Args:
-        block: in memory, with its original if `correct`.
+        block: in memory, with its original if the stream has two streams.
         groups: from `stages`; often one of them.
         stream: standing before the block.
-        correct: whether to compare with the original network.
-        residual: whether to look at what the layers' outputs are added to.
         last: no other groups of this block follow: the original stream moves on to the next block in the same pass.
         onward: the quantized stream moves on as well, with the block as it is.
 
     Raises:
         CalibrationError: a layer sees different tokens in the two networks, or what comes out of the block is not finite.
     """
-    states = stream.original if correct else None
-    assert not correct or (states is not None and not stream.ahead), "correction needs the original stream"
-    look = _Look(block, groups, stream, residual=correct and residual)
+    original = stream.original
+    assert not stream.ahead, "the original stream has passed the block"
+    adding = {layer.name for group in groups for layer in group if layer.adds and original is not None}
+
+    def look(module: nn.Module | None, states: MutableSequence[Tensor], batch: int, to_the_end: bool) -> list[Seen]:
+        """Run a copy of the block just far enough to see the groups' inputs, and what is added to their outputs."""
+        seen = [Seen(inputs=group[0].shape[1]) for group in groups]
+        here = {layer.name: layer for layer in block.layers_of(module)}
+        missing = {group[0].name: group[0].calls for group in groups}  # inputs still to be seen
+
+        def done() -> None:
+            if not to_the_end and not any(missing.values()) and adding <= additions.found.keys():
+                raise Stop
+
+        def entering(record: Seen, group: Sequence[Layer], layer: Layer, x: Any) -> None:
+            record.add(group, x)
+            missing[layer.name] -= 1
+            done()
+
+        additions = Additions(done)
+        with additions, ExitStack() as hooks:
+            for group, record in zip(groups, seen, strict=True):
+                hooks.enter_context(here[group[0].name].before(partial(entering, record, group)))
+                for layer in group:
+                    if layer.name in adding:
+                        hooks.enter_context(here[layer.name].after(additions.watch))
+            with suppress(Stop):
+                output = stream.forward(block, module, batch, states[batch])
+            additions.finish()
+        for group, record in zip(groups, seen, strict=True):
+            for layer in group:
+                if layer.name in additions.found:
+                    record.added[layer.name] = total(additions.found[layer.name]).reshape(-1, layer.shape[0])
+        if to_the_end:
+            states[batch] = finite(output, block)
+        return seen
+
     for batch in range(len(stream.sizes)):
-        original = None
-        if states is not None:
-            original, output = look(block.original, batch, states[batch], to_the_end=last)
-            if last:
-                assert output is not None, "runs to the end"
-                states[batch] = finite(output, block)
-        quantized, output = look(block.quantized, batch, stream.quantized[batch], to_the_end=onward)
-        if onward:
-            assert output is not None, "runs to the end"
-            stream.quantized[batch] = finite(output, block)
-        yield [
-            rows_of(group[0].name, now, None if original is None else original[index])
-            for index, (group, now) in enumerate(zip(groups, quantized, strict=True))
-        ]
-        del original, quantized, output
+        before = repeat(None) if original is None else look(block.original, original, batch, last)
+        now = look(block.quantized, stream.quantized, batch, onward)
+        yield [rows_of(group[0].name, one, other) for group, one, other in zip(groups, now, before, strict=False)]
+        del before, now
         release()  # what the forwards took and freed lies among what is kept
-    stream.ahead = correct and last
+    stream.ahead = last and original is not None
 
 
 def before_the_head(block: Block, stream: Stream) -> tuple[Layer, ...]:
@@ -187,47 +204,69 @@ def before_the_head(block: Block, stream: Stream) -> tuple[Layer, ...]:
     return tuple(block.quantized_layers())
 
 
-class _Look:
-    """Runs copies of a block just far enough to see the inputs of some groups, and what is added to their outputs."""
-
-    def __init__(self, block: Block, groups: Sequence[tuple[Layer, ...]], stream: Stream, *, residual: bool) -> None:
-        self.block, self.groups, self.stream = block, groups, stream
-        self.adding = {layer.name for group in groups for layer in group if layer.adds} if residual else set()
-
-    def __call__(
-        self, module: nn.Module | None, batch: int, hidden: Tensor, *, to_the_end: bool = False
-    ) -> tuple[list[Seen], Tensor | None]:
-        seen = [Seen(inputs=group[0].shape[1]) for group in self.groups]
-        here = {layer.name: layer for layer in self.block.layers_of(module)}
-        missing = {group[0].name: group[0].calls for group in self.groups}  # inputs still to be seen
-
-        def done() -> None:
-            if not to_the_end and not any(missing.values()) and self.adding <= additions.found.keys():
-                raise Stop
-
-        additions = Additions(done)
-        with additions, Hooks() as hooks:
-            for group, record in zip(self.groups, seen, strict=True):
-
-                def entering(layer: Layer, x: Any, record: Seen = record, group: Sequence[Layer] = group) -> None:
-                    record.add(group, x)
-                    missing[layer.name] -= 1
-                    done()
-
-                hooks.before(here[group[0].name], entering)
-                for layer in group:
-                    if layer.name in self.adding:
-                        hooks.after(here[layer.name], additions.watch)
-            output = until_stopped(lambda: self.stream.forward(self.block, module, batch, hidden))
-            additions.finish()
-        for group, record in zip(self.groups, seen, strict=True):
-            for layer in group:
-                if layer.name in additions.found:
-                    record.added[layer.name] = total(additions.found[layer.name]).reshape(-1, layer.shape[0])
-        return seen, output
-
-
 def unreached(names: str) -> CalibrationError:
     return CalibrationError(
         f"No token reached {names}: the block does not run them, or not on this text. Leave them out with --ignore."
+    )
+
+
+def try_blocks(model: Model, tokens: Tensor, device: Device) -> dict[str, FirstLook]:
+    """Run the first window through one block of each kind, as calibration will; return what was seen, by name of the block.
+
+    Where the window does not reach every expert, nothing is returned of that kind.
+
+    Args:
+        model: to be calibrated.
+        tokens: (windows, seqlen).
+        device: where to compute.
+
+    Raises:
+        ModelError: the network does not run block by block, or not on windows of this length.
+        CalibrationError: a layer never runs, whatever the text.
+    """
+    dtype = device.compute_dtype(model.dtype)
+    found: dict[str, FirstLook] = {}
+    try:
+        stream = skeleton(model, [tokens[:1]], device=device.place, dtype=dtype)
+        for block in (blocks[0] for blocks in kinds(model) if blocks[0].layers):
+            with block.on(device.place, dtype, original=False):
+                try:
+                    found[block.name] = first_look(block, stream)
+                except CalibrationError:  # it did not run all layers
+                    if never := never_run(model, block, stream):
+                        raise CalibrationError(never) from None
+        return found
+    except NearplaneError:
+        raise
+    except Exception as error:  # models are programs of their makers and raise what they like
+        raise ModelError(
+            f"{type(model.network).__name__} does not run on a window of {tokens.shape[1]} tokens ({first_line(error)}). Try "
+            f"another --seqlen, or --solver round-to-nearest, which does not run it."
+        ) from error
+
+
+def kinds(model: Model) -> list[list[Block]]:
+    """Return the blocks by kind; of one kind are those whose modules have the same names and types."""
+    found: dict[frozenset[tuple[str, type]], list[Block]] = {}
+    for block in model.blocks:
+        found.setdefault(frozenset((name, type(part)) for name, part in block.empty.named_modules()), []).append(block)
+    return list(found.values())
+
+
+@torch.no_grad()
+def never_run(model: Model, block: Block, stream: Stream) -> str:
+    """Return what to do about layers that one window does not run, nor any that differs by a number (an expert); or nothing."""
+    reached: set[str] = set()
+    layers = block.quantized_layers()
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.before(lambda layer, x: reached.add(pattern_of(block.name, layer.name))))
+        stream.forward(block, block.quantized, 0, stream.quantized[0])
+    never = {layer.name: kind for layer in layers if (kind := pattern_of(block.name, layer.name)) not in reached}
+    if not never:
+        return ""
+    patterns = " ".join(f"'{pattern}'" for pattern in dict.fromkeys(never.values()))
+    return (
+        f"{type(model.network).__name__} is not supported as it is: it never runs {first_few([*never])} as layers of their own, so "
+        f"nothing shows their inputs. Leave them as they are with --ignore {patterns}."
     )

@@ -6,8 +6,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterable, MutableSequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +31,7 @@ class StatesOnDisk(MutableSequence[Tensor]):
     """A list of tensors whose contents lie in one file without a name, which is gone when the list is, however the program ends.
 
     An item is read anew each time: dtype, shape, device and every bit are those of what was put in, its memory is contiguous and
-    the caller's own, so that changing it does not change the list. What was put in is let go. A slice is a list of items.
+    the caller's own, so that changing it does not change the list. What was put in is let go. Items go in and out one at a time.
     Bytes are read and written, not mapped: they do not count as memory of the process. Items that replace others of the same size
     take their room in the file.
 
@@ -55,42 +54,20 @@ class StatesOnDisk(MutableSequence[Tensor]):
             raise self._refused(error) from error
         self.close = weakref.finalize(self, self._file.close)
         """Delete the file. What is put in or taken out afterwards is a ValueError."""
-        try:
-            self.extend(states)
-        except BaseException:
-            self.close()
-            raise
-
-    def __enter__(self) -> StatesOnDisk:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        self.extend(states)
 
     def __len__(self) -> int:
         return len(self._items)
 
-    @overload
-    def __getitem__(self, index: int) -> Tensor: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Tensor]: ...
-
-    def __getitem__(self, index: int | slice) -> Tensor | list[Tensor]:
-        if isinstance(index, slice):
-            return [self._read(kept) for kept in self._items[index]]
+    def __getitem__(self, index: Any) -> Any:
         return self._read(self._items[index])
 
     def __setitem__(self, index: Any, state: Any) -> None:
-        before = self._items[_one(index)]
-        self._release(before)
+        self._release(self._items[index])
         self._items[index] = self._written(state)
 
     def __delitem__(self, index: Any) -> None:
-        self._release(self._items[_one(index)])
-        del self._items[index]
+        self._release(self._items.pop(index))
 
     def insert(self, index: int, value: Tensor) -> None:
         """Put a tensor before that of this number."""
@@ -129,12 +106,6 @@ class StatesOnDisk(MutableSequence[Tensor]):
             f"Hidden states could not be kept in {self.folder} ({error}). Free some space or choose another folder "
             f"(TMPDIR), and run again."
         )
-
-
-def _one(index: Any) -> int:
-    if isinstance(index, slice):
-        raise TypeError("hidden states on disk are put in and taken out one at a time")
-    return int(index)
 
 
 def _bytes(state: Tensor) -> Tensor:

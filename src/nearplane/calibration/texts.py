@@ -185,8 +185,9 @@ def _text(row: Any, place: str, tokenizer: PreTrainedTokenizerBase) -> str:
             try:
                 return str(tokenizer.apply_chat_template(messages, tokenize=False))
             except Exception as error:  # templates are programs of the model's makers and raise what they like
-                reason = first_line(error)
-                raise CalibrationError(f"{place}: the chat template cannot be applied ({reason}).") from error
+                raise CalibrationError(
+                    f"{place}: the chat template cannot be applied ({first_line(error)})."
+                ) from error
     raise CalibrationError(f"{place} has neither `text` (a string) nor `messages` (a list).")
 
 
@@ -204,7 +205,6 @@ def _rows(source: str, seed: int) -> Iterator[dict[str, Any]]:
         rows = load_dataset(name, config or None, split=split or "train", streaming=True)
         yield from rows.shuffle(seed=seed, buffer_size=SHUFFLED_ROWS)
     except Exception as error:  # whatever the network and the readers of many formats raise
-        reason = first_line(error)
         raise CalibrationError(
-            f"The data set {source} cannot be read ({reason}); pass a .txt or .jsonl file with --calibration."
+            f"The data set {source} cannot be read ({first_line(error)}); pass a .txt or .jsonl file with --calibration."
         ) from error

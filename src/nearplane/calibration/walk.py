@@ -12,15 +12,13 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from nearplane.calibration.activations import Stream, finish, skeleton
-from nearplane.calibration.memory_setting import MemorySetting
-from nearplane.calibration.one_forward import Passage
+from nearplane.calibration.one_forward import MemorySetting, Passage
 from nearplane.calibration.second_moments import Observed, observe, shared_inputs, summed
 from nearplane.calibration.stages import before_the_head
 from nearplane.calibration.states_on_disk import StatesOnDisk
@@ -170,44 +168,36 @@ class _Walk:
         rest = unquantized(model, model.rest())
         if model.head is not None:
             if stream is not None:
-                finish(model, stream, self.windows.tokens(), device=place, dtype=dtype)
+                finish(model, stream, self.windows.tokens())
             with model.head.on(place, dtype, original=False) as block:
-                yield from self._through(observations_of_the_head(block, stream, recipe), rest)
+                yield from self._through(observations_of_the_head(block, stream), rest)
         yield Stage(rest=rest)
 
     def _stream(self, dtype: torch.dtype, embeddings: Tensor | None) -> Stream | None:
         """Return both streams before the first block; None where nothing looks at inputs."""
-        windows = self.windows
-        if windows.fitted is None or not SOLVERS[self.recipe.scheme.solver].needs_inputs:
+        if self.windows.fitted is None or not SOLVERS[self.recipe.scheme.solver].needs_inputs:
             return None
-        return skeleton(
-            self.model,
-            windows.fitted,
-            device=self.setting.device.place,
-            dtype=dtype,
-            batch=self.setting.batch,
-            first=1,
-            two_streams=self.recipe.scheme.correct,
-            embeddings=embeddings,
-            extra=windows.extra,
-            keep=partial(_in_a_file, self.setting.folder) if self.setting.disk else list,
-        )
+        fitted, extra = self.windows.batches(self.setting.batch)
+        keep = partial(StatesOnDisk, self.setting.folder) if self.setting.disk else list
+        place = self.setting.device.place
+        stream = skeleton(self.model, [*fitted, *extra], device=place, dtype=dtype, embeddings=embeddings, keep=keep)
+        stream.fitted = len(fitted)
+        stream.original = (stream.original or keep(stream.quantized)) if self.recipe.scheme.correct else None
+        return stream
 
     def _through(self, observed: Iterable[Observed], rest: tuple[str, ...] = ()) -> Iterator[Stage]:
         """Yield the layers of a block, stage by stage."""
-        first = True
-        for together in _chunks(observed, self.setting.experts):
+        for number, together in enumerate(_chunks(observed, self.setting.experts)):
             release()  # what forwards took: solving takes as much
             stage = Stage(
                 tuple(layer for each in together for layer in each.layers),
                 tuple(inputs for each in together for inputs in shared_inputs(each)),
                 rest=rest,
-                first=first,
+                first=number == 0,
             )
             together.clear()  # the stage alone holds moments and factors: they are as large as a block
             yield stage
             del stage  # the next one makes its own
-            first = False
 
 
 def _chunks(observed: Iterable[Observed], experts: int) -> Iterator[list[Observed]]:
@@ -218,15 +208,10 @@ def _chunks(observed: Iterable[Observed], experts: int) -> Iterator[list[Observe
     chunk: list[Observed] = []
     for each in observed:
         chunk.append(each)
-        more = each.more
         del each  # the stage is to be the only one that holds it
-        if len(chunk) == experts or not more:
+        if len(chunk) == experts or not chunk[-1].more:
             yield chunk
             chunk = []
-
-
-def _in_a_file(folder: Path | None, states: Iterable[Tensor]) -> StatesOnDisk:
-    return StatesOnDisk(folder, states)
 
 
 def observations(block: Block, stream: Stream | None, recipe: Recipe, room: int) -> Generator[Observed]:
@@ -238,23 +223,19 @@ def observations(block: Block, stream: Stream | None, recipe: Recipe, room: int)
         for layer in block.quantized_layers():
             yield Observed(layers=(layer,), moments={})
         return
-    scheme, sequential = recipe.scheme, recipe.calibration.true_sequential
-    with Passage(block, stream, sequential=sequential, room=room) as passage:
+    with closing(Passage(block, stream, sequential=recipe.calibration.true_sequential, room=room)) as passage:
         if passage.repeated:
             log.info("%s: %s, so that stages are passes of their own", block.name, passage.repeated)
         for groups, shown in passage:  # q/k/v, then o, then gate/up, then down
-            rare = recipe.calibration.rare_experts
-            yield from summed(groups, shown, stream, correct=scheme.correct, rare=rare)
+            yield from summed(groups, shown, stream, rare=recipe.calibration.rare_experts)
 
 
-def observations_of_the_head(block: Block, stream: Stream | None, recipe: Recipe) -> Iterator[Observed]:
+def observations_of_the_head(block: Block, stream: Stream | None) -> Iterator[Observed]:
     """Yield the head with the second moments of its inputs; see `observe`. Without a stream nothing is measured."""
     if stream is None:
         yield Observed(layers=tuple(block.quantized_layers()), moments={})
         return
-    head = before_the_head(block, stream)
-    found = observe(block, [head], stream, correct=recipe.scheme.correct, residual=False)
-    yield found.pop()
+    yield observe(block, [before_the_head(block, stream)], stream).pop()
 
 
 def unquantized(model: Model, names: Iterable[str]) -> tuple[str, ...]:

@@ -1,11 +1,14 @@
-"""Looking into a forward while it runs: hooks on layers, the additions that consume their outputs, stopping early.
+"""What a forward shows while it runs: rows that layers multiply, and the additions that consume their outputs; stopping early.
 
 Knows modules and tensors; not what is computed from what it sees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import reduce
 from typing import Any
 from weakref import ref
 
@@ -13,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from nearplane.errors import CalibrationError
+from nearplane.models.experts import ExpertLayer, Routed
 from nearplane.models.layers import Layer
 
 
@@ -24,36 +29,6 @@ def stop(*_: Any) -> None:
     raise Stop
 
 
-def until_stopped(run: Callable[[], Any]) -> Any:
-    """Run; None if it was stopped."""
-    try:
-        return run()
-    except Stop:
-        return None
-
-
-class Hooks:
-    """Hooks on modules, removed at the end."""
-
-    def __init__(self) -> None:
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> Hooks:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def before(self, layer: Layer, see: Callable[[Layer, Tensor], None]) -> None:
-        """Call `see(layer, input)` when the layer is about to run."""
-        self._handles.append(layer.before(see))
-
-    def after(self, layer: Layer, see: Callable[[Layer, Tensor], None]) -> None:
-        """Call `see(layer, output)` when the layer has run."""
-        self._handles.append(layer.after(see))
-
-
 class Results:
     """Numbers the tensors that a block computes in the order they come: the same one of another batch has the same number.
 
@@ -63,18 +38,16 @@ class Results:
 
     Args:
         hidden: the hidden states, or others of their shape.
+
+    Attributes:
+        numbered: those that have a number so far, in order.
     """
 
     def __init__(self, hidden: Tensor) -> None:
         self._size, self._width = hidden.numel(), hidden.shape[-1]
         self._all: list[ref[Tensor]] = []
         self._fixed: dict[int, ref[Tensor]] = {}  # by id, what is the same in every batch
-        self._numbered: list[tuple[ref[Tensor], int]] = []  # with the version: how often it had been written to
-
-    @property
-    def count(self) -> int:
-        """How many have a number so far."""
-        return len(self._numbered)
+        self.numbered: list[tuple[ref[Tensor], int]] = []  # with the version: how often it had been written to
 
     def note(self, result: Any, given: Iterable[Any]) -> None:
         """Number what a function that was given some arguments returned."""
@@ -86,7 +59,7 @@ class Results:
             if fixed:
                 self._fixed[id(x)] = ref(x)
             elif x.numel() == self._size and x.shape[-1] == self._width:
-                self._numbered.append((ref(x), x._version))
+                self.numbered.append((ref(x), x._version))
 
     def _is_fixed(self, x: Tensor) -> bool:
         known = self._fixed.get(id(x))
@@ -94,7 +67,7 @@ class Results:
 
     def number(self, x: Tensor) -> int | None:
         """Return the number of a tensor as it is now; None if it has none, or was written to since it was noted."""
-        for number, (known, version) in reversed([*enumerate(self._numbered)]):
+        for number, (known, version) in reversed([*enumerate(self.numbered)]):
             tensor = known()
             if tensor is not None and same(tensor, x):
                 return number if version == x._version else None
@@ -102,7 +75,7 @@ class Results:
 
     def get(self, number: int) -> Tensor | None:
         """Return the tensor of a number; None if there is none yet, or no more."""
-        return self._numbered[number][0]() if number < len(self._numbered) else None
+        return self.numbered[number][0]() if number < len(self.numbered) else None
 
     def bytes_alive(self, *, but: set[int]) -> int:
         """Return how much memory hold tensors that still live; storages at the addresses `but` do not count."""
@@ -186,10 +159,7 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
 
 def total(operands: Sequence[Tensor]) -> Tensor:
     """Return the sum of operands in the order they were added, in the shape of the first."""
-    r = operands[0]
-    for operand in operands[1:]:
-        r = r + operand.view_as(r)
-    return r
+    return reduce(lambda r, operand: r + operand.view_as(r), operands)
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -199,4 +169,139 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 def wide(x: Tensor) -> Tensor:
     """Copy to float32, or float64 if it is that."""
-    return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32, copy=True)
+    return x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """What one batch showed of the input of layers that share it.
+
+    Args:
+        X_hat: (tokens, in) rows in the quantized network.
+        X: (tokens, in) the same rows in the original network; None without a comparison.
+        residual: (tokens, out) `r - r_hat`, by layer that adds to the residual stream.
+    """
+
+    X_hat: Tensor
+    X: Tensor | None = None
+    residual: dict[str, Tensor] = field(default_factory=dict)
+
+    def before(self, share: Fraction) -> int:
+        """Return how many rows are of the first `share` of the batch's tokens."""
+        return int(len(self.X_hat) * share)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertRows(Rows):
+    """What one batch showed of the input of one expert.
+
+    Args:
+        token: (rows,) token of the batch that each row is of, ascending.
+        tokens: of the batch.
+        alike: how many of them the original network sends to this expert as well; for the others `X` is `X_hat`: nothing is known
+            to be lost before it.
+    """
+
+    token: Tensor
+    tokens: int
+    alike: int = 0
+
+    def before(self, share: Fraction) -> int:
+        """Return how many rows are of the first `share` of the batch's tokens."""
+        return int((self.token < int(self.tokens * share)).sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedRows:
+    """What one batch showed of the inputs of all experts of a block, before gate and up or before down.
+
+    Args:
+        quantized: in the quantized network.
+        original: in the original network; None without a comparison.
+    """
+
+    quantized: Routed
+    original: Routed | None = None
+
+    def of(self, expert: int) -> ExpertRows:
+        """Return what concerns one expert, in memory of its own."""
+        routed = self.quantized
+        token, X_hat = routed.token[routed.of(expert)], wide(routed.rows(expert))
+        if self.original is None:
+            return ExpertRows(X_hat=X_hat, token=token, tokens=routed.tokens)
+        there, X = self.original.token[self.original.of(expert)], X_hat.clone()
+        place = torch.searchsorted(there, token)  # (rows,), of the same token among those of the original
+        both = place < len(there)
+        both[both.clone()] = there[place[both]] == token[both]
+        X[both] = wide(self.original.rows(expert)[place[both]])
+        return ExpertRows(X_hat=X_hat, X=X, token=token, tokens=routed.tokens, alike=int(both.sum()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InParts:
+    """What all batches show of experts, some of them at a time: what all multiply is not kept at once.
+
+    Args:
+        parts: layers of the experts that are shown together.
+        run: passes all batches through the block and yields what each shows of some groups of layers; see `stages.seen`.
+        ends: whether the last of these passes is the last of the block.
+    """
+
+    parts: list[tuple[Layer, ...]]
+    run: Callable[..., Iterator[list[Rows | RoutedRows]]]
+    ends: bool
+
+    def shown(self, layers: tuple[Layer, ...], *, last: bool) -> Iterator[RoutedRows]:
+        """Yield what each batch shows of some layers, in a pass of its own; `last`: of all these passes."""
+        for (rows,) in self.run([layers], last=self.ends and last):
+            assert isinstance(rows, RoutedRows), "only experts are shown in parts"
+            yield rows
+
+
+@dataclass(slots=True)
+class Seen:
+    """What one batch showed of one group in one network: rows of its input, and what is added to the outputs of its layers.
+
+    `routed` takes the place of the rows of experts.
+    """
+
+    rows: list[Tensor] = field(default_factory=list)  # (tokens, in) each
+    added: dict[str, Tensor] = field(default_factory=dict)  # layer name: (tokens, out)
+    inputs: int = 0
+    routed: Routed | None = None
+
+    def add(self, group: Sequence[Layer], x: Any, *, waits: bool = False) -> None:
+        """Take in what layers are given, in memory of its own; of experts as it is where the forward waits there."""
+        layer = group[0]
+        if isinstance(x, Routed):
+            experts = list(dict.fromkeys(each.expert for each in group if isinstance(each, ExpertLayer)))
+            self.routed = x if waits else x.only(experts)
+        else:
+            self.rows.append(wide(layer.rows(x)))
+
+    @property
+    def stacked(self) -> Tensor:
+        if not self.rows:
+            return torch.empty(0, self.inputs)
+        return self.rows[0] if len(self.rows) == 1 else torch.cat(self.rows)
+
+
+def rows_of(name: str, quantized: Seen, original: Seen | None) -> Rows | RoutedRows:
+    """Put together what one batch showed in each network.
+
+    Raises:
+        CalibrationError: the layer sees different tokens in the two networks.
+    """
+    if quantized.routed is not None:
+        return RoutedRows(quantized=quantized.routed, original=None if original is None else original.routed)
+    X_hat = quantized.stacked
+    if original is None:
+        return Rows(X_hat=X_hat)
+    X = original.stacked
+    if len(X) != len(X_hat):
+        raise CalibrationError(
+            f"{name} sees {len(X)} tokens in the original network and {len(X_hat)} in the quantized one (routed "
+            f"experts do): leave it out with --ignore, or do without correction."
+        )
+    residual = {layer: original.added[layer] - r_hat for layer, r_hat in quantized.added.items()}
+    return Rows(X_hat=X_hat, X=X, residual=residual)

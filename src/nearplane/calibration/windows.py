@@ -17,10 +17,9 @@ from nearplane.calibration.given import Given, refuse_lost
 from nearplane.calibration.texts import around, check_start, check_vocabulary, read_windows
 from nearplane.errors import CalibrationError, RecipeError
 from nearplane.lattice.solvers import SOLVERS
-from nearplane.models.kinds import Taken, is_framed, taken_by
+from nearplane.models.kinds import Spoken, Taken, is_framed, joined, taken_by
 from nearplane.models.model import Model
 from nearplane.models.pretrained import in_a_sentence
-from nearplane.models.tokens_with_audio import Spoken, joined
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.schemes import GridScheme
 from nearplane.record.words import LEAST, shortage
@@ -74,6 +73,12 @@ class Windows:
         assert self.fitted is not None, "nothing looks at the network"
         return self.fitted if self.extra is None else joined([self.fitted, self.extra])
 
+    def batches(self, size: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the fitted windows in batches, the first alone where there are others, and the extra ones in theirs."""
+        assert self.fitted is not None, "nothing looks at the network"
+        others = self.fitted[1:].split(size) if self.count > 1 else ()
+        return [self.fitted[:1], *others], [] if self.extra is None else [*self.extra.split(size)]
+
     def digest(self) -> str:
         """Return the `digest_of` all; empty where there are none."""
         return "" if self.fitted is None else digest_of(self.tokens())
@@ -114,18 +119,16 @@ def calibration_windows(model: Model, recipe: Recipe, given: Given | None = None
         if given is None:
             refuse_lost(wanted.calibration)
         raise CalibrationError(f"{type(model.network).__name__} {WAYS[takes]}")
-    if given is not None and given.tokens is not None and takes is Taken.IMAGES:
-        seqlen = _images(model, recipe, given.tokens)
-    elif given is not None and isinstance(given.tokens, Spoken):
-        _check_spoken(model, given.tokens)
+    windows = None if given is None else given.tokens
+    if windows is not None and takes is Taken.IMAGES:
+        seqlen = _images(model, recipe, windows)
+    elif isinstance(windows, Spoken):
+        _check_spoken(model, windows)
     following = extra_windows(wanted.samples, seqlen)
-    if given is not None and given.tokens is not None:
-        windows = given.tokens
-    else:
+    if windows is None:
         texts = wanted.calibration if given is None else given.texts
         refuse_lost(texts)
-        samples = wanted.samples + following
-        tokenizer = model.tokenizer()
+        samples, tokenizer = wanted.samples + following, model.tokenizer()
         edges = around(tokenizer) if is_framed(model.network) else ()
         windows = read_windows(tokenizer, texts, samples=samples, seqlen=seqlen, seed=wanted.seed, between=edges)
     if len(windows) == 1:

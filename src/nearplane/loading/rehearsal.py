@@ -68,7 +68,7 @@ def check_loads(model: Model, recipe: Recipe, configure: Configure) -> None:
     Raises:
         RecipeError: something would not load; names a layer, what its reader does not find or take, and what to do.
     """
-    if merged := [layer for layer in model.layers if not model.stored_alone(layer)]:
+    if merged := [layer for layer in model.layers if not layer.stored_alone(model.weights)]:
         patterns = " ".join(dict.fromkeys(f"'{_pattern(model, layer)}'" for layer in merged))
         raise RecipeError(
             f"{merged[0].name} cannot be written: the checkpoint has no tensor for it alone, transformers makes its weight of "
@@ -147,7 +147,7 @@ def _refuse_unlike_experts(model: Model, recipe: Recipe) -> None:
 
 def tensors_of(model: Model, recipe: Recipe, layers: Sequence[Layer]) -> dict[str, Tensor]:
     """Return all tensors of the checkpoint that will be written, on the meta device."""
-    quantized = {name for layer in layers for name in model.copies(layer)}
+    quantized = {name for layer in layers for name in layer.copies(model.weights)}
     reader = model.reader
     tensors = {
         name: torch.empty(reader.shape(name), dtype=DTYPES.get(reader.dtype(name), torch.uint8), device="meta")
@@ -158,7 +158,7 @@ def tensors_of(model: Model, recipe: Recipe, layers: Sequence[Layer]) -> dict[st
     assert isinstance(layout, GridFormat), "shapes of entropy-coded layers are not known before they are solved"
     for layer in layers:
         format = recipe.scheme_of(layer.name).number_format
-        tensors |= layout.empty(model.written_name(layer), layer.shape, format, model.dtype)
+        tensors |= layout.empty(layer.written(model.weights), layer.shape, format, model.dtype)
     return tensors
 
 

@@ -19,28 +19,26 @@ from nearplane.recipe.patterns import fault_of
 from nearplane.system.safetensors_files import TensorReader
 
 COUNT = re.compile(r"^(num|n|number)_\w+|layers?$|blocks?$|experts$|heads?$|depths?$|labels$|groups$")
-SIZES = re.compile(
-    r"positions|embd|embed|ctx|inner|hidden_size|intermediate|vocab|tokens"
-)  # may be large: nobody counts to them
+# may be large: nobody counts to them
+SIZES = re.compile(r"positions|embd|embed|ctx|inner|hidden_size|intermediate|vocab|tokens")
 PATTERNS = ("re:", "+:", "-:")  # how texts begin that are regular expressions
 MOST = 100_000  # of anything that is counted
-CALLS = (
-    50_000,
-    200,
-)  # of torch while a network is built: at least, and for each tensor of the checkpoint; a block takes about 25
+# of torch while a network is built: at least, and for each tensor of the checkpoint; a block takes about 25
+CALLS = (50_000, 200)
 SLACK = 1 << 20  # elements that a network may have beside what is stored
-PACKED = re.compile(
-    r"\.(weight_packed|qweight|weight_coded|weight_q\d_[01k])$"
-)  # tensors of which every quantized matrix has one
+# tensors of which every quantized matrix has one
+PACKED = re.compile(r"\.(weight_packed|qweight|weight_coded|weight_q\d_[01k])$")
 CODES = {"I32": 16, "U8": 64}  # codes that one element of a packed tensor holds at most; other dtypes are weights
 BUFFERS = 1 << 28  # elements of tables and masks that no checkpoint holds
 
 
-def check_counts(config: Mapping[str, Any], reader: TensorReader) -> None:
+def check_config(config: Mapping[str, Any], reader: TensorReader) -> None:
     """Refuse a config.json that counts more layers, heads or labels than there can be.
 
+    Also texts in a quantization_config that are to be regular expressions and are none.
+
     Raises:
-        ModelError: names the entry.
+        ModelError: names the entry, or the pattern.
     """
     most = max(MOST, len(reader.names()))
     for name, value in _numbers(config):
@@ -51,14 +49,6 @@ def check_counts(config: Mapping[str, Any], reader: TensorReader) -> None:
                 f"{reader.folder}/config.json: {name} is {found}; the weight files hold {len(reader.names())} tensors. The two do "
                 f"not belong together; fetch the folder again."
             )
-
-
-def check_patterns(config: Mapping[str, Any], reader: TensorReader) -> None:
-    """Refuse texts in a quantization_config that are to be regular expressions and are none.
-
-    Raises:
-        ModelError: names the pattern.
-    """
     for text in _texts(config.get("quantization_config")):
         if text.startswith(PATTERNS) and (fault := fault_of(text[3 if text.startswith("re:") else 2 :])) is not None:
             raise ModelError(f"{reader.folder}/config.json: {text[:60]!r} {fault}. Fetch it again.")
@@ -131,7 +121,9 @@ def check_sizes(network: nn.Module, reader: TensorReader) -> None:
                 )
         elif name.rpartition(".")[0] not in owners:
             unknown, first = unknown + parameter.numel(), first or name
-    packed, places = sum(bool(PACKED.search(name)) for name in reader.names()), _places(network)
+    packed = sum(bool(PACKED.search(name)) for name in reader.names())
+    shapes = [parameter.shape for parameter in network.parameters() if parameter.dim() >= 2]
+    places = sum(1 if len(shape) == 2 else 2 * shape[0] for shape in shapes)  # of fused experts each slice may be two
     if packed > places:
         raise ModelError(
             f"{reader.folder}: the weight files hold {packed} quantized matrices, the network that config.json describes has "
@@ -149,9 +141,3 @@ def check_sizes(network: nn.Module, reader: TensorReader) -> None:
             f"{reader.folder}: config.json describes tables of {tables:,} numbers beside the weights. Fetch it again, or correct "
             f"its number of positions and sizes of heads."
         )
-
-
-def _places(network: nn.Module) -> int:
-    """Return how many matrices a network can take; of fused experts (experts, out, in) each may be two."""
-    shapes = [parameter.shape for parameter in network.parameters()]
-    return sum(1 if len(shape) == 2 else 2 * shape[0] for shape in shapes if len(shape) >= 2)

@@ -14,24 +14,18 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    WeightConverter,
-    WeightRenaming,
-    WeightTransform,
-    dot_natural_key,
-    rename_source_key,
-)
 from transformers.initialization import guard_torch_init_functions
 
 from nearplane.errors import ModelError, NumericalError
 from nearplane.system.safetensors_files import TensorReader
 
 PARTS = ("gate_proj", "up_proj")  # of a parameter that holds both, where checkpoints give them no names
-STACKED = [MergeModulelist, Concatenate]  # what makes one parameter of the matrices of all experts
+STACKED = [
+    core_model_loading.MergeModulelist,
+    core_model_loading.Concatenate,
+]  # what makes one parameter of the matrices of all experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +34,7 @@ class Load:
 
     targets: list[str]
     sources: list[tuple[str, str]] = field(default_factory=list)  # (name in the checkpoint, pattern that matched)
-    converter: WeightConverter | None = None
+    converter: core_model_loading.WeightConverter | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +55,9 @@ class Names:
 class Weights:
     """The parameters of a network on the meta device, as a checkpoint holds them.
 
+    Attributes:
+        unused: names in the checkpoint of what the network has no place for, and what theirs would be there.
+
     Raises:
         ModelError: the checkpoint lacks parameters of the network.
     """
@@ -69,7 +66,7 @@ class Weights:
         self.network, self.reader = network, reader
         self._aliases = _aliases(network)
         self._conversions = get_model_conversion_mapping(network)
-        self._loads, self._unused = _plan(network, reader, self._conversions)
+        self._loads, self.unused = _plan(network, reader, self._conversions)
         self._known = {*network.state_dict()}
         names = [name for name, _ in network.named_parameters(remove_duplicate=False)]
         missing = [name for name in names if self._find(name) is None]
@@ -147,14 +144,10 @@ class Weights:
         """Return whether the network has a parameter or buffer of this name that no tensor is for."""
         return name in self._known and self._find(name) is None
 
-    def unused(self) -> list[str]:
-        """Return the names in the checkpoint of what the network has no place for."""
-        return list(self._unused)
-
     def names_below(self, prefix: str) -> list[str]:
         """Return the names in the checkpoint of all that belongs to a submodule, used by it or not."""
         loads = {id(load): load for load in self._loads.values() if any(t.startswith(prefix) for t in load.targets)}
-        unused = [name for name, target in self._unused.items() if target.startswith(prefix)]
+        unused = [name for name, target in self.unused.items() if target.startswith(prefix)]
         return [name for load in loads.values() for name, _ in load.sources] + unused
 
     def fill(
@@ -174,8 +167,7 @@ class Weights:
         """
         parameters = {prefix + name: p for name, p in root.named_parameters(remove_duplicate=False)}
         buffers = {prefix + name: b for name, b in root.named_buffers() if prefix + name in self._loads}
-        wanted = parameters | buffers
-        wanted = {name: empty for name, empty in wanted.items() if not name.startswith(without)}
+        wanted = {name: empty for name, empty in (parameters | buffers).items() if not name.startswith(without)}
         done: set[str] = set()
         for name in wanted:
             if name in done or name in self._computed:
@@ -238,18 +230,22 @@ class Weights:
 
 def renamed(network: PreTrainedModel, names: Iterable[str]) -> set[str]:
     """Return what transformers calls tensors of a checkpoint in the network, by its renaming rules alone."""
-    rules = [entry for entry in get_model_conversion_mapping(network) if isinstance(entry, WeightRenaming)]
+    rules = [
+        entry for entry in get_model_conversion_mapping(network) if isinstance(entry, core_model_loading.WeightRenaming)
+    ]
     known = network.state_dict()
-    return {rename_source_key(name, rules, [], network.base_model_prefix, known)[0] for name in names}
+    return {
+        core_model_loading.rename_source_key(name, rules, [], network.base_model_prefix, known)[0] for name in names
+    }
 
 
-def patterns_apart(conversions: Iterable[WeightTransform], parameter: str) -> list[str] | None:
+def patterns_apart(conversions: Iterable[core_model_loading.WeightTransform], parameter: str) -> list[str] | None:
     """Return what checkpoints call the matrices in a 3-D parameter, "experts.*.gate_proj" for each of its parts.
 
     None: transformers does not put it together.
     """
     for converter in conversions:
-        if not isinstance(converter, WeightConverter) or len(converter.target_patterns) != 1:
+        if not isinstance(converter, core_model_loading.WeightConverter) or len(converter.target_patterns) != 1:
             continue
         target, sources = converter.target_patterns[0], converter.source_patterns
         plain = all(name.count("*") == 1 and name.endswith(".weight") for name in sources)
@@ -261,7 +257,7 @@ def patterns_apart(conversions: Iterable[WeightTransform], parameter: str) -> li
 
 
 def names_apart(
-    conversions: Iterable[WeightTransform], parameter: str, parts: int, experts: int
+    conversions: Iterable[core_model_loading.WeightTransform], parameter: str, parts: int, experts: int
 ) -> tuple[tuple[str, ...], ...]:
     """Return the names of the matrices in a 3-D parameter, by part and expert; see `Weights.stacked`."""
     module, _, last = parameter.rpartition(".")
@@ -280,21 +276,21 @@ def _aliases(network: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _plan(
-    network: PreTrainedModel, reader: TensorReader, conversions: Sequence[WeightTransform]
+    network: PreTrainedModel, reader: TensorReader, conversions: Sequence[core_model_loading.WeightTransform]
 ) -> tuple[dict[str, Load], dict[str, str]]:
     """Work out how every parameter comes out of the checkpoint.
 
     Returns:
         {parameter or buffer: load}, and of tensors that the network does not use {name: what its name would be}.
     """
-    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    renamings = [entry for entry in conversions if isinstance(entry, core_model_loading.WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, core_model_loading.WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     known, base = network.state_dict(), network.base_model_prefix
     loads: dict[str, Load] = {}
     unused: dict[str, str] = {}
-    for name in sorted(reader.names(), key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, base, known)
+    for name in sorted(reader.names(), key=core_model_loading.dot_natural_key):
+        target, pattern = core_model_loading.rename_source_key(name, renamings, converters, base, known)
         if target not in known and name in known:
             target, pattern = name, None
         if target not in known:
@@ -341,8 +337,5 @@ def _put(root: nn.Module, names: Sequence[str], tensor: Tensor) -> None:
 
 def _owner(network: PreTrainedModel, path: str) -> PreTrainedModel:
     """Return the innermost transformers model that holds a module: it knows how the buffers are computed."""
-    owner = network
-    for name, module in network.named_modules():
-        if isinstance(module, PreTrainedModel) and (path == name or path.startswith(f"{name}.")):
-            owner = module
-    return owner
+    models = [(name, module) for name, module in network.named_modules() if isinstance(module, PreTrainedModel)]
+    return [network, *(module for name, module in models if f"{path}.".startswith(f"{name}."))][-1]

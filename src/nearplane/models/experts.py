@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from types import MethodType
 from typing import Any, Literal, cast
@@ -70,26 +70,13 @@ class Routed:
         return replace(self, x=rows, token=token, ends=tuple(accumulate(counts)), apart=True)
 
     @property
-    def bytes_whole(self) -> int:
-        """How many bytes it takes to keep what all experts multiply."""
-        return self.x.nbytes
-
-    @property
-    def bytes_apart(self) -> int:
-        """How many bytes it takes to keep a row for every pair."""
-        return self.ends[-1] * self.x.shape[1] * self.x.itemsize
+    def sizes(self) -> tuple[int, int]:
+        """How many bytes it takes to keep what all experts multiply, and to keep a row for every pair."""
+        return self.x.nbytes, self.ends[-1] * self.x.shape[1] * self.x.itemsize
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the memory that the rows lie in."""
         return self.x.untyped_storage()
-
-
-@dataclass(slots=True)
-class Watched:
-    """Who is to be called as the experts of a module run: before a side with a `Routed`, after a matrix with its outputs."""
-
-    before: dict[str, OrderedDict[int, Callable[[Routed], None]]] = field(default_factory=dict)
-    after: dict[tuple[str, int], OrderedDict[int, Callable[[Tensor], None]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -151,14 +138,9 @@ class ExpertLayer(Layer):
         """Put (out, in) `values` in their place in the parameter."""
         self.matrix().detach().copy_(values)
 
-    def rows(self, x: Any) -> Tensor:
+    def rows(self, x: Any) -> Any:
         """Return the rows that this expert multiplies."""
-        found: Tensor = x.rows(self.expert)
-        return found
-
-    def share(self, x: Any, hidden: Tensor) -> float:
-        """Return 1: all tokens are shown, with their routing."""
-        return 1.0
+        return x.rows(self.expert)
 
     def same_input(self, x: Any) -> tuple[Any, ...]:
         """Return what all experts of a block have in common before this side: they are shown together."""
@@ -166,12 +148,19 @@ class ExpertLayer(Layer):
 
     def before(self, see: Callable[[Layer, Any], None]) -> RemovableHandle:
         """Call `see(layer, routed)` whenever this side of the experts is about to run."""
-        return _held(watched(self.module).before.setdefault(self.side, OrderedDict()), lambda routed: see(self, routed))
+        return self._watch(self.side, lambda routed: see(self, routed))
 
     def after(self, see: Callable[[Layer, Tensor], None]) -> RemovableHandle:
         """Call `see(layer, output)` whenever this expert has run on some rows, with all outputs of the slice."""
-        key = (self.side, self.expert)
-        return _held(watched(self.module).after.setdefault(key, OrderedDict()), lambda output: see(self, output))
+        return self._watch((self.side, self.expert), lambda output: see(self, output))
+
+    def _watch(self, key: Any, call: Callable[[Any], None]) -> RemovableHandle:
+        module: Any = self.module
+        assert hasattr(module, "watched"), "only experts of blocks in memory are watched"
+        callbacks = module.watched.setdefault(key, OrderedDict())
+        handle = RemovableHandle(callbacks)
+        callbacks[handle.id] = call
+        return handle
 
     def outputs_of(self, output: Tensor) -> Tensor:
         """Return (rows, out) those of this matrix."""
@@ -203,20 +192,12 @@ def _slice(parts: Sequence[tuple[ExpertLayer, Tensor]]) -> Tensor:
     return rows.T if parts[0][0].transposed else rows
 
 
-def _held(callbacks: OrderedDict[int, Any], call: Callable[[Any], None]) -> RemovableHandle:
-    handle = RemovableHandle(callbacks)
-    callbacks[handle.id] = call
-    return handle
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """How a module of experts stores their matrices.
 
     Args:
-        up: name of the parameter of what multiplies hidden states.
-        gated: whether that is gate and up.
-        biased: whether there are biases.
+        up: name of the parameter of what multiplies hidden states, "gate_up_proj" if that is gate and up.
         transposed: whether slices are (in, out).
         halves: whether gate and up are one behind the other, not in turns.
         given: how its forward is called: with hidden states and routing, or with the rows of all tokens for every expert, which
@@ -224,8 +205,6 @@ class Layout:
     """
 
     up: str
-    gated: bool
-    biased: bool
     transposed: bool
     halves: bool
     given: Literal["routing", "rows"]
@@ -239,12 +218,10 @@ def layout_of(module: nn.Module) -> Layout | None:
     """Return how a module stores experts whose forward can be replaced; None of all others."""
     stack: Any = module
     if type(module).__name__ == GIVEN_ROWS:
-        found = Layout(up="gate_up_proj", gated=True, biased=False, transposed=True, halves=True, given="rows")
+        found = Layout(up="gate_up_proj", transposed=True, halves=True, given="rows")
     elif all(hasattr(module, mark) for mark in MARKS):
         found = Layout(
             up="gate_up_proj" if stack.has_gate else "up_proj",
-            gated=stack.has_gate,
-            biased=stack.has_bias,
             transposed=stack.is_transposed,
             halves=stack.is_concatenated,
             given="routing",
@@ -280,7 +257,7 @@ def observable(root: nn.Module) -> None:
         layout, stack = layout_of(module), cast(Any, module)
         if layout is None or hasattr(module, "watched"):
             continue
-        stack.watched = Watched()
+        stack.watched = {}  # who is called as they run: before a side with a `Routed`, after a matrix with its outputs
         if layout.given == "rows":
             stack.forward = MethodType(forward_of_rows, module)
             continue
@@ -288,13 +265,6 @@ def observable(root: nn.Module) -> None:
         stack.config._experts_implementation_internal = NAME
         if NAME not in ExpertsInterface._global_mapping:
             ExpertsInterface.register(NAME, forward)
-
-
-def watched(module: nn.Module) -> Watched:
-    """Return who watches the experts of a module."""
-    found: Any = getattr(module, "watched", None)
-    assert found is not None, "only experts of blocks in memory are watched"
-    return found  # type: ignore[no-any-return]
 
 
 def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -311,14 +281,11 @@ def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
     order = torch.sort(top_k_index.reshape(-1), stable=True).indices  # (pairs,)
     counts = top_k_index.reshape(-1).bincount(minlength=experts)[:experts]
     ends = tuple(counts.cumsum(0).tolist())
-    left = tokens * k - ends[-1]  # pairs of no expert
     token = order[: ends[-1]] // k
     y = _computed(self, Routed(x=hidden_states, token=token, ends=ends, tokens=tokens, apart=False))
-    found = torch.cat([*y, hidden_states.new_zeros(left, hidden_states.shape[1])])
-    weighted = found * top_k_weights.reshape(-1)[order, None]
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=order.device)
-    return weighted[place].view(tokens, k, -1).sum(1).to(hidden_states.dtype)
+    none = hidden_states.new_zeros(tokens * k - ends[-1], hidden_states.shape[1])  # of pairs of no expert
+    weighted = torch.cat([*y, none]) * top_k_weights.reshape(-1)[order, None]
+    return weighted[order.argsort()].view(tokens, k, -1).sum(1).to(hidden_states.dtype)
 
 
 def forward_of_rows(self: Any, hidden_states: Tensor) -> Tensor:
@@ -344,18 +311,19 @@ def _computed(self: Any, both: Routed) -> list[Tensor]:
     """
     layout = layout_of(self)
     assert layout is not None, "only stacks are made observable"
+    biased = getattr(self, "has_bias", False)
 
     def multiplied(side: Side, name: str, routed: Routed) -> list[Tensor]:
-        for see in (*self.watched.before.get(side, {}).values(),):
+        for see in (*self.watched.get(side, {}).values(),):
             see(routed)
-        weight, bias = getattr(self, name), getattr(self, f"{name}_bias") if layout.biased else None
+        weight, bias = getattr(self, name), getattr(self, f"{name}_bias") if biased else None
         outputs = []
         with torch._C.DisableTorchFunction():
             for expert in range(len(weight)):
                 W, b = weight[expert], None if bias is None else bias[expert]
                 outputs.append(linear(routed.rows(expert), W.T if layout.transposed else W, b))
         for expert, found in enumerate(outputs):
-            for see in (*self.watched.after.get((side, expert), {}).values(),):
+            for see in (*self.watched.get((side, expert), {}).values(),):
                 see(found)
         return outputs
 
@@ -371,15 +339,14 @@ def _computed(self: Any, both: Routed) -> list[Tensor]:
     return y
 
 
-def _activated(self: Any, layout: Layout, x: Tensor) -> Tensor:
+def _activated(self: Any, layout: Layout, x: Tensor) -> Any:
     """Return what down multiplies, of the outputs of gate and up or of up alone."""
-    if layout.gated and layout.given == "routing":
-        gated: Tensor = self._apply_gate(x)
-        return gated
-    if layout.gated:
-        gate, up = x.chunk(2, dim=-1)
-        return up * self.act_fn(gate)  # type: ignore[no-any-return]
-    return self.act_fn(x)  # type: ignore[no-any-return]
+    if layout.up != "gate_up_proj":
+        return self.act_fn(x)
+    if layout.given == "routing":
+        return self._apply_gate(x)
+    gate, up = x.chunk(2, dim=-1)
+    return up * self.act_fn(gate)
 
 
 def stacked_layers(name: str, module: nn.Module, names: Callable[[str, int, int], Names]) -> Iterator[ExpertLayer]:

@@ -5,10 +5,9 @@ Knows modules; not what becomes of their weights. Experts, of which many lie in 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +16,9 @@ from transformers.pytorch_utils import Conv1D
 
 from nearplane.models.conversion import Weights
 
-Kind = Literal["Linear", "Conv1D", "Conv2d", "Embedding", "Expert"]
-HARMLESS = {"__init__", "extra_repr", "__module__", "__doc__", "__qualname__", "__annotations__", "__constants__"} | {
-    "__static_attributes__",
-    "__firstlineno__",
-}  # what a subclass may have of its own and still compute the same
+# what a subclass may have of its own and still compute the same
+HARMLESS = {"__init__", "extra_repr", "__module__", "__doc__", "__qualname__", "__annotations__", "__constants__"}
+HARMLESS |= {"__static_attributes__", "__firstlineno__"}
 EQUAL = {
     "transformers.models.falcon.modeling_falcon.FalconLinear"
 }  # have a forward of their own that is that of Linear
@@ -29,7 +26,7 @@ NOT_RUN = {"torch.nn.modules.linear.NonDynamicallyQuantizableLinear"}  # torch's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Layer(ABC):
+class Layer:
     """A view of one weight matrix, however its module stores it: `output rows = rows(x) @ read().T + bias`.
 
     A subclass is a kind of layer: it says how the matrix lies in the parameter and which rows it multiplies.
@@ -53,7 +50,7 @@ class Layer(ABC):
     calls: int = 1
     adds: bool = False
 
-    kind: ClassVar[Kind]
+    kind: ClassVar[Literal["Linear", "Conv1D", "Conv2d", "Embedding", "Expert"]]
     convolves: ClassVar[bool] = False
     routed: ClassVar[bool] = False
 
@@ -81,9 +78,9 @@ class Layer(ABC):
         """Return whether a checkpoint made of this one can hold it by a name of its own."""
         return weights.stored_alone(self.parameter)
 
-    @abstractmethod
     def matrix(self) -> Tensor:
         """Return the (out, in) matrix, in the memory of the parameter wherever that can be."""
+        return self.weight
 
     def arranged(self, values: Tensor) -> Tensor:
         """Return (out, in) `values` in the shape of the parameter, the inverse of `matrix`."""
@@ -92,7 +89,7 @@ class Layer(ABC):
     def read(self) -> Tensor:
         """Return the weights in memory of their own: (out, in) float32, or float64 if the module is."""
         values = self.matrix().detach()
-        wide = torch.float64 if values.dtype == torch.float64 else torch.float32
+        wide = torch.promote_types(values.dtype, torch.float32)
         return values.to(wide, copy=True, memory_format=torch.contiguous_format)
 
     def write(self, values: Tensor) -> None:
@@ -108,7 +105,12 @@ class Layer(ABC):
         return output.reshape(-1, self.shape[0])
 
     def share(self, x: Tensor, hidden: Tensor) -> float:
-        """Return how often `x` holds a number for every token of the block's input; no integer: some tokens are left out."""
+        """Return how often `x` holds a number for every token of the block's input; no integer: some tokens are left out.
+
+        It is 1 of places of an image, which are no tokens, and of experts, of which all tokens are shown with their routing.
+        """
+        if self.convolves or self.routed:
+            return 1.0
         return x.shape[:-1].numel() / hidden.shape[:-1].numel()
 
     def same_input(self, x: Tensor) -> tuple[Any, ...]:
@@ -136,20 +138,12 @@ class LinearLayer(Layer):
     __slots__ = ()
     kind = "Linear"
 
-    def matrix(self) -> Tensor:
-        """Return the parameter, which is (out, in)."""
-        return self.weight
-
 
 class EmbeddingLayer(Layer):
     """Of embeddings, whose rows are looked up: (vocabulary, hidden)."""
 
     __slots__ = ()
     kind = "Embedding"
-
-    def matrix(self) -> Tensor:
-        """Return the parameter, which is (vocabulary, hidden)."""
-        return self.weight
 
 
 class Conv1DLayer(Layer):
@@ -187,10 +181,6 @@ class Conv2dLayer(Layer):
         """Return the outputs of all places, one place a row."""
         return output.movedim(1, -1).reshape(-1, self.shape[0])
 
-    def share(self, x: Tensor, hidden: Tensor) -> float:
-        """Return 1: places are no tokens."""
-        return 1.0
-
     def same_input(self, x: Tensor) -> tuple[Any, ...]:
         """Return also how patches are taken."""
         return (*Layer.same_input(self, x), self._unfolding)
@@ -214,14 +204,12 @@ def is_linear(module: nn.Module) -> bool:
     return called in EQUAL or all(vars(each).keys() <= HARMLESS for each in between)
 
 
-def as_layer(name: str, module: nn.Module) -> Layer | None:
+def as_layer(name: str, module: Any) -> Layer | None:
     """View a module as one matrix; None if it is of no type that is handled."""
-    kind, conv = type(module), cast(Any, module)
-    weight: Any = getattr(module, "weight", None)
     if is_linear(module):
-        return LinearLayer(name=name, shape=tuple(weight.shape), module=module)
-    if kind is Conv1D:
-        return Conv1DLayer(name=name, shape=tuple(weight.shape[::-1]), module=module)
-    if kind is nn.Conv2d and (conv.groups, conv.padding_mode, type(conv.padding)) == (1, "zeros", tuple):
-        return Conv2dLayer(name=name, shape=(weight.shape[0], weight[0].numel()), module=module)
+        return LinearLayer(name=name, shape=tuple(module.weight.shape), module=module)
+    if type(module) is Conv1D:
+        return Conv1DLayer(name=name, shape=tuple(module.weight.shape[::-1]), module=module)
+    if type(module) is nn.Conv2d and (module.groups, module.padding_mode, type(module.padding)) == (1, "zeros", tuple):
+        return Conv2dLayer(name=name, shape=(len(module.weight), module.weight[0].numel()), module=module)
     return None

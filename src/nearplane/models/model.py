@@ -25,11 +25,10 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from nearplane.errors import ModelError
 from nearplane.models.conversion import Weights
 from nearplane.models.experts import observable
-from nearplane.models.kept import MATRICES, kept_parts, outside_parts, unbuilt_parts
 from nearplane.models.kinds import padded_positions, towers
 from nearplane.models.layers import Layer
 from nearplane.models.pretrained import empty_network, find_folder, has_other_tokenizer, save_tokenizer, tokenizer_of
-from nearplane.models.structure import IGNORED, find_ends, find_layers, find_stacks
+from nearplane.models.structure import IGNORED, MATRICES, find_ends, find_layers, find_stacks, kept_parts, unbuilt_parts
 from nearplane.system.files import read_object
 from nearplane.system.fp8_mxfp4 import METHODS, WidenedReader, method_of, source_reader
 from nearplane.system.safetensors_files import TensorReader
@@ -67,8 +66,7 @@ def open_model(
             f"{' or '.join(METHODS)} is read."
         )
     reader = source_reader(folder, plain)
-    options: dict[str, Any] = {"dtype": _dtype(reader), "trust_remote_code": trust_remote_code, "reader": reader}
-    network = empty_network(folder, **options).eval()
+    network = empty_network(folder, dtype=_dtype(reader), trust_remote_code=trust_remote_code, reader=reader).eval()
     return Model(folder, network, reader, ignore=ignore, ends=(embeddings, head), trust_remote_code=trust_remote_code)
 
 
@@ -130,26 +128,24 @@ class Model:
         self.stacks = tuple(name for name, _ in stacks)
         self.weights = Weights(network, reader)
         self.blocks: list[Block] = []
-        self.skipped: list[tuple[str, str]] = []
-        self.ignored: list[str] = []
+        apart: list[tuple[str, str]] = []
         self.tuned: dict[str, torch.Tensor] = {}
         for name, module in ((f"{stack}.{i}", block) for stack, blocks in stacks for i, block in enumerate(blocks)):
             layers, left = find_layers(module, name, ignore, self.weights.stacked)
             self.blocks.append(Block(self, name, module, layers))
-            self.skipped += [(layer, reason) for layer, reason in left if reason != IGNORED]
-            self.ignored += [layer for layer, reason in left if reason == IGNORED]
+            apart += left
         first, last, left = find_ends(network, ignore, embeddings=ends[0], head=ends[1])
         self.embeddings, self.head = (
             None if layer is None else Block(self, layer.name, layer.module, [layer]) for layer in (first, last)
         )
         outputs = network.get_output_embeddings()
         self.tied = outputs is not None and outputs.weight is network.get_input_embeddings().weight
-        self.skipped += [entry for entry in left if entry[1] != IGNORED]
-        self.unbuilt = self._unbuilt()
-        sides = (network.get_input_embeddings(), outputs)
-        known = {name for name, module in network.named_modules() if module in sides}
-        self.skipped += kept_parts(self.unbuilt, outside_parts(network, self.stacks, known))
-        self.ignored += [layer for layer, reason in left if reason == IGNORED]
+        apart += left
+        matrices = sorted(name for name in self.weights.unused if len(reader.shape(name)) >= 2)
+        self.unbuilt = unbuilt_parts(matrices, {*reader.names()} - {*self.weights.unused})
+        self.ignored = [layer for layer, reason in apart if reason == IGNORED]
+        self.skipped = [entry for entry in apart if entry[1] != IGNORED]
+        self.skipped += kept_parts(self.unbuilt, network, self.stacks)
 
     @property
     def layers(self) -> list[Layer]:
@@ -186,26 +182,10 @@ class Model:
         save_tokenizer(self.folder, place, trust_remote_code=self.trust_remote_code)
         return place
 
-    def source_name(self, parameter: str) -> str:
-        """Return the name in the checkpoint of a parameter of the network; see `Weights.source_name`."""
-        return self.weights.source_name(parameter)
-
-    def stored_alone(self, layer: Layer) -> bool:
-        """Return whether a checkpoint that is made of this one can hold a layer by a name of its own."""
-        return layer.stored_alone(self.weights)
-
-    def written_name(self, layer: Layer) -> str:
-        """Return the name of a layer in a checkpoint that is made of this one."""
-        return layer.written(self.weights)
-
-    def copies(self, layer: Layer) -> list[str]:
-        """Return the names in the checkpoint of a layer's weight, several where what is tied is stored again."""
-        return layer.copies(self.weights)
-
     @cached_property
     def quantized_names(self) -> frozenset[str]:
         """The names in the checkpoint of the weights of all layers to be quantized, with those of their copies."""
-        return frozenset(name for layer in self.layers for name in self.copies(layer))
+        return frozenset(name for layer in self.layers for name in layer.copies(self.weights))
 
     def block_names(self, index: int) -> list[str]:
         """Return the names in the checkpoint of what belongs to a block."""
@@ -217,8 +197,8 @@ class Model:
         return [name for name in self.reader.names() if name not in taken]
 
     def configs(self) -> list[Any]:
-        """Return the config and those nested in it; copies of the network share them."""
-        return _configs(self.config)
+        """Return the config and those nested in it; copies of the network, or of a block, share them."""
+        return [self.config, *(value for value in vars(self.config).values() if isinstance(value, PreTrainedConfig))]
 
     def matrices(self) -> set[str]:
         """Return the names of all modules that are a Linear, Conv1D or Conv2d or inherit from one, in blocks or not."""
@@ -227,14 +207,10 @@ class Model:
     def stacked(self) -> set[str]:
         """Return the names of all modules with several matrices in one parameter: the experts of a block."""
         return {
-            name.rpartition(".")[0]
-            for name, parameter in self.network.named_parameters()
-            if parameter.dim() >= 3 and not isinstance(self.network.get_submodule(name.rpartition(".")[0]), _ConvNd)
+            name
+            for name, module in self.network.named_modules()
+            if not isinstance(module, _ConvNd) and any(p.dim() >= 3 for p in module.parameters(recurse=False))
         }
-
-    def _unbuilt(self) -> Counter[str]:
-        unused = {name for name in self.weights.unused() if len(self.reader.shape(name)) >= 2}
-        return unbuilt_parts(sorted(unused), {*self.reader.names()} - {*self.weights.unused()})
 
     @contextmanager
     def around(
@@ -244,16 +220,14 @@ class Model:
 
         What sees images or hears beside a language model does not run on text, and stays on disk.
         """
-        shared: dict[int, Any] = {id(config): config for config in _configs(self.config)}
+        shared: dict[int, Any] = {id(config): config for config in self.configs()}
         left = list(stand_ins)
         for stack in self.stacks:
-            blocks = self.network.get_submodule(stack)
-            assert isinstance(blocks, nn.ModuleList), "as it was found"
+            blocks: Any = self.network.get_submodule(stack)  # a ModuleList, as it was found
             shared[id(blocks)] = nn.ModuleList([left.pop(0) for _ in blocks])
         network = deepcopy(self.network, shared)
-        last = None if head else network.get_output_embeddings()
-        where = [path for path, module in network.named_modules() if last is not None and module is last]
-        apart = towers(network)
+        last, apart = network.get_output_embeddings(), towers(network)
+        where = [path for path, module in network.named_modules() if module is last and not head]
         try:
             self.weights.fill(network, "", device, dtype, without=tuple(f"{path}." for path in (*where, *apart)))
             for path in apart:
@@ -282,7 +256,7 @@ class Block:
     @contextmanager
     def on(self, device: torch.device | str, dtype: torch.dtype, *, original: bool = True) -> Iterator[Block]:
         """Hold the block's weights in memory: as `quantized`, and as `original` in memory of its own if asked for."""
-        shared = {id(config): config for config in _configs(self._model.config)}
+        shared = {id(config): config for config in self._model.configs()}
         try:
             self.quantized = deepcopy(self.empty, dict(shared)).eval().requires_grad_(False)
             self._model.weights.fill(self.quantized, f"{self.name}.", torch.device(device), dtype)
@@ -317,8 +291,3 @@ def _dtype(reader: TensorReader) -> torch.dtype:
     if most not in DTYPES:
         raise ModelError(f"{reader.folder}: weights are stored as {most}; nearplane starts from {', '.join(DTYPES)}.")
     return DTYPES[most]
-
-
-def _configs(config: Any) -> list[Any]:
-    """Return a config and those nested in it; copies of a block share them."""
-    return [config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))]

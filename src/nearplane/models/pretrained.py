@@ -8,29 +8,20 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSpeechSeq2Seq,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nearplane.errors import ModelError, NearplaneError, first_line
-from nearplane.models.config_checks import Limited, check_counts, check_patterns, check_sizes
+from nearplane.models.config_checks import Limited, check_config, check_sizes
 from nearplane.models.kinds import HEARD, hears_alone, is_headless, is_multimodal, is_seq2seq
 from nearplane.system.files import read_object
 from nearplane.system.paths import folder_named
@@ -49,10 +40,9 @@ def in_a_sentence(what: str) -> Iterator[None]:
     """Turn whatever is raised within into a ModelError that begins with `what`; nearplane's own errors pass."""
     try:
         yield
-    except NearplaneError:
-        raise
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # that of tokenizers, in Rust
+        raised = isinstance(error, Exception) or type(error).__name__ == "PanicException"  # that of tokenizers, in Rust
+        if isinstance(error, NearplaneError) or not raised:
             raise
         said = " ".join(str(error).split())[:LONGEST]  # of several lines the first is often a heading
         raise ModelError(f"{what} ({': '.join(part for part in (type(error).__name__, said) if part)}).") from error
@@ -104,10 +94,9 @@ def empty_network(
     refuse_unfinished(folder)
     plain = read_object(path, expected="A model's folder has one that save_pretrained wrote", error=ModelError)
     reader = reader or ShardReader(folder)
-    check_counts(plain, reader)
-    check_patterns(plain, reader)
+    check_config(plain, reader)
     with in_a_sentence(f"transformers builds no language model from {path}"):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         for said in ("quantization_config", "transformers_weights"):
             if hasattr(config, said) and not quantized:
                 delattr(config, said)
@@ -125,17 +114,17 @@ def _builder(config: Any) -> Any:
         ModelError: it is given sound in a way that was never tried.
     """
     if is_headless(config):
-        return AutoModel
+        return transformers.AutoModel
     if is_seq2seq(config):
-        return AutoModelForSeq2SeqLM
+        return transformers.AutoModelForSeq2SeqLM
     if (made := hears_alone(config)) is not None:
         if config.model_type not in HEARD:
             raise ModelError(
                 f"The architecture {made} is not supported: it is given sound, and of such models nearplane knows those of the "
                 f"types {', '.join(HEARD)}. Leave this model as it is, or use another tool for it."
             )
-        return AutoModelForSpeechSeq2Seq
-    return AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
+        return transformers.AutoModelForSpeechSeq2Seq
+    return transformers.AutoModelForImageTextToText if is_multimodal(config) else transformers.AutoModelForCausalLM
 
 
 def network_of(
@@ -161,8 +150,8 @@ def network_of(
     options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
     with in_a_sentence(f"transformers loads no language model from {folder}{_needs(folder)}"):
         if weights is None:
-            own = {"trust_remote_code": trust_remote_code}
-            model, found = _builder(empty.config).from_pretrained(folder, **own, **options)
+            options["trust_remote_code"] = trust_remote_code
+            model, found = _builder(empty.config).from_pretrained(folder, **options)
         else:
             model, found = type(empty).from_pretrained(None, config=empty.config, state_dict=weights, **options)
     absent = sorted({*found["missing_keys"], *(str(name) for name, *_ in found["mismatched_keys"])})
@@ -187,15 +176,14 @@ def tokenizer_of(folder: Path, *, trust_remote_code: bool = False) -> PreTrained
             f"{' '.join(missing)}"
         )
     with in_a_sentence(f"{folder} holds no tokenizer that transformers can load"):
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
 
 def _there(package: str) -> bool:
     """Return whether a package can be imported."""
-    try:
+    with suppress(ModuleNotFoundError, ValueError):  # what it lies in is missing, or was made unavailable
         return find_spec(package) is not None
-    except (ModuleNotFoundError, ValueError):  # what it lies in is missing, or was made unavailable
-        return False
+    return False
 
 
 def has_other_tokenizer(folder: Path) -> bool:

@@ -1,4 +1,7 @@
-"""What of a network can be quantized: its blocks, by structure, and the matrices in them.
+"""What of a network can be quantized: its blocks, by structure, and the matrices in them; and which parts stay as they are.
+
+These are parts of the checkpoint that transformers does not build (multi-token prediction), and parts of the network outside the
+stack of blocks (the vision tower of a multimodal model). Both are copied.
 
 Knows modules; not where their weights come from, nor what becomes of them.
 """
@@ -7,11 +10,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
 
 from nearplane.errors import ModelError, RecipeError
 from nearplane.models.conversion import Names
@@ -22,11 +26,12 @@ from nearplane.models.layers import EmbeddingLayer, Layer, as_layer
 IGNORED = "ignored"
 NOT_HANDLED = "is of no type that is handled"
 GATE = "one output: a gate"
-NamesOf = Callable[[str, int, int], Names]
+MATRICES = (nn.Linear, Conv1D, nn.Conv2d)
+NOT_BUILT = "transformers does not build it"
 
 
 def find_layers(
-    block: nn.Module, prefix: str, ignore: Sequence[str] = (), names: NamesOf | None = None
+    block: nn.Module, prefix: str, ignore: Sequence[str] = (), names: Callable[[str, int, int], Names] | None = None
 ) -> tuple[list[Layer], list[tuple[str, str]]]:
     """Find the matrices of a block.
 
@@ -132,11 +137,8 @@ def find_stacks(network: PreTrainedModel) -> list[tuple[str, nn.ModuleList]]:
     if not has_two_stacks(network):
         return [find_blocks(network)]
     names = {part: name for name, part in network.named_modules()}
-    found = []
-    for part in (network.get_encoder(), network.get_decoder()):
-        inner, blocks = find_blocks(part)
-        found.append((f"{names[part]}.{inner}", blocks))
-    return found
+    found = ((part, *find_blocks(part)) for part in (network.get_encoder(), network.get_decoder()))
+    return [(f"{names[part]}.{inner}", blocks) for part, inner, blocks in found]
 
 
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -164,3 +166,44 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
             f"Conv2d. nearplane quantizes models made of a stack of blocks."
         )
     return max(found, key=lambda entry: sum(p.numel() for p in entry[1].parameters()))
+
+
+def unbuilt_parts(unused: Iterable[str], used: Iterable[str]) -> Counter[str]:
+    """Return the parts of a checkpoint that the network has no place for, and how many tensors each holds.
+
+    Args:
+        unused: names of tensors of two or more dimensions without a place.
+        used: names of all others. A part is as large as it can be without one of them: "model.layers.61", not its modules.
+    """
+    taken = {name[:end] for name in used for end in dots(name)}
+    parts: Counter[str] = Counter()
+    for name in unused:
+        ends = [end for end in dots(name) if name[:end] not in taken]
+        parts[name[: ends[0]] if ends else name] += 1
+    return parts
+
+
+def kept_parts(unbuilt: Counter[str], network: PreTrainedModel, stacks: Collection[str]) -> list[tuple[str, str]]:
+    """Return (part, why it stays as it is) of parts with matrices that are not built, or lie outside the stack of blocks.
+
+    Args:
+        unbuilt: how many matrices each of the first holds.
+        network: the whole of it.
+        stacks: names of the lists of blocks. Input embeddings and head are no part.
+    """
+    ends = (network.get_input_embeddings(), network.get_output_embeddings())
+    apart = {name for name, module in network.named_modules() if module in ends}
+    blocks = tuple(f"{stack}." for stack in stacks)
+    names = [name for name, module in network.named_modules() if isinstance(module, MATRICES)]
+    outside = [f"{name}." for name in names if not name.startswith(blocks) and name not in apart]
+    found = unbuilt_parts(outside, [*blocks, *(f"{name}." for name in apart)])
+    return [
+        (part, f"{why}, {count:,} {'matrix' if count == 1 else 'matrices'}")
+        for why, parts in (("outside the stack of blocks", found), (NOT_BUILT, unbuilt))
+        for part, count in parts.items()
+    ]
+
+
+def dots(name: str) -> list[int]:
+    """Return where the dots of a name are."""
+    return [place for place, letter in enumerate(name) if letter == "."]

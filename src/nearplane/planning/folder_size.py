@@ -106,13 +106,15 @@ class Foretold:
 def foretell(model: Model, recipe: Recipe, scheme: RateScheme) -> Foretold:
     """Foretell what a checkpoint will hold beside the codes of its layers."""
     layers, reader = model.layers, model.reader
-    again = {name for layer in layers for name in model.copies(layer)}  # also tied ones, which are not written twice
+    again = {
+        name for layer in layers for name in layer.copies(model.weights)
+    }  # tied ones too, which are not written twice
     kept = {name: reader.nbytes(name) for name in reader.names() if name not in again}
     shards = len(model.blocks) + 1
     said = {name: _of_tensor(name, reader.dtype(name), reader.shape(name), size, shards) for name, size in kept.items()}
     for layer in layers:
         size = math.prod(layer.shape) // 3
-        name = f"{model.written_name(layer)}.{Native.KEY}"
+        name = f"{layer.written(model.weights)}.{Native.KEY}"
         said[layer.name] = _of_tensor(name, "U8", (size,), size, shards) + _of_layer(layer)
     names = [layer.name for layer in layers]
     network = Quantized(scheme=scheme, quantized=names, version=version("nearplane"))
@@ -271,7 +273,7 @@ def longest_record(model: Model, record: RunRecord) -> int:
     layers = (
         LayerRecord(
             name=layer.name,
-            stored=model.written_name(layer),
+            stored=layer.written(model.weights),
             out_features=layer.shape[0],
             in_features=layer.shape[1],
             row_losses=(0.0,) * row_groups(*layer.shape),

@@ -14,10 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nearplane.calibration.memory_setting import MemorySetting
-from nearplane.calibration.one_forward import never_pauses
-from nearplane.calibration.stages import FirstLook
-from nearplane.calibration.trial import kinds
+from nearplane.calibration.one_forward import MemorySetting, never_pauses
+from nearplane.calibration.stages import FirstLook, kinds
 from nearplane.calibration.windows import Windows
 from nearplane.coding.blob import Contents, size
 from nearplane.errors import RecipeError

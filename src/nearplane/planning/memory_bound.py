@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from nearplane.calibration.memory_setting import MemorySetting
-from nearplane.calibration.one_forward import waiting
+from nearplane.calibration.one_forward import MemorySetting, waiting
 from nearplane.planning.probe import HELD, Extent
 from nearplane.record.record import MAX_CERTIFIED_INPUTS
 

@@ -13,16 +13,14 @@ import torch
 from torch import Tensor
 
 from nearplane.calibration.activations import Stream, places, readout, skeleton
-from nearplane.calibration.rows import RoutedRows, Rows
 from nearplane.calibration.second_moments import observe, summed
 from nearplane.calibration.stages import seen, stages
+from nearplane.calibration.watch import RoutedRows, Rows
 from nearplane.errors import CalibrationError
 from nearplane.matrix.inputs import Inputs
-from nearplane.models.divergence import Divergence, distance, divergence
-from nearplane.models.kinds import has_head
+from nearplane.models.kinds import Divergence, cut, distance, divergence, has_head
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block, Model
-from nearplane.models.tokens_with_audio import cut
 from nearplane.planning.allocate import Curve, sum_of
 from nearplane.planning.perturb import Change, Perturbations, measured_blocks, relative_energy, told_losses, within
 from nearplane.system.memory import release
@@ -117,7 +115,7 @@ def probe(
     if not (deep and perturbations.sensitivity.keys() >= layers):
         perturbations = replace(perturbations, sensitivity={})
     batch = min(8, size)
-    stream = skeleton(model, windows, device=device, dtype=dtype, batch=batch, two_streams=False)
+    stream = skeleton(model, windows.split(batch), device=device, dtype=dtype)
     batches = size // batch
     travellers: list[_Traveller] = []
     blocks = logged(model.blocks, "probing", len(model.blocks), blocks=[1] * len(model.blocks))
@@ -219,13 +217,13 @@ def _perturbed(block: Block, stream: Stream, perturbations: Perturbations) -> It
     found = stages(block, stream)
     groups, routed = [[group for group in found if group[0].routed is kind] for kind in (False, True)]
     if routed:
-        shown = [*seen(block, routed, stream, correct=False)]
+        shown = [*seen(block, routed, stream)]
         for some in ([*range(len(routed))],) if perturbations.together else ([side] for side in range(len(routed))):
             sides = [(routed[i], [[rows[i]] for rows in shown]) for i in some]
             yield from _experts_perturbed(sides, stream, perturbations)
         del shown
     inputs: dict[str, Inputs] = {}
-    for observed in observe(block, groups, stream, correct=False, onward=True):
+    for observed in observe(block, groups, stream, onward=True):
         shared = Inputs(observed.moments[observed.layers[0].name])
         inputs |= dict.fromkeys((layer.name for layer in observed.layers), shared)
     sets = _sets(groups, block.name) if perturbations.together else [(layer,) for group in groups for layer in group]
@@ -269,7 +267,7 @@ def _experts_perturbed(
         shapes: list[list[tuple[float, float, int]]] = []  # the same, of those that have one
         expected = 0.0
         for group, shown in sides:
-            for observed in summed([group], shown, stream, correct=False):
+            for observed in summed([group], shown, stream):
                 inputs = Inputs(observed.moments[observed.layers[0].name])
                 for layer in observed.layers:
                     W = layer.read()
@@ -353,7 +351,7 @@ def _curves(model: Model, travellers: Sequence[_Traveller], losses: Sequence[flo
         more = [(rate, max(loss, least) * multiple) for rate, multiple in (*one.shape, (one.rate, 1.0))]
         points.setdefault(one.layers, []).extend(more)
     weights = {layer.name: math.prod(layer.shape) for layer in model.layers}
-    stored = {layer.name: model.copies(layer)[0] if tied else layer.name for layer in model.layers}
+    stored = {layer.name: layer.copies(model.weights)[0] if tied else layer.name for layer in model.layers}
     joined: dict[tuple[str, ...], list[Curve]] = {}
     for layers, found in points.items():
         rates, of_rates = zip(*sorted(found), strict=True)

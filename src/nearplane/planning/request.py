@@ -11,8 +11,7 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-from nearplane.calibration.stages import FirstLook
-from nearplane.calibration.trial import try_blocks
+from nearplane.calibration.stages import FirstLook, try_blocks
 from nearplane.calibration.windows import Windows
 from nearplane.errors import RecipeError
 from nearplane.formats.container import Container, Place
@@ -23,12 +22,10 @@ from nearplane.formats.table import FORMATS, open_container
 from nearplane.lattice.number_formats import NumberFormat, number_format
 from nearplane.loading.rehearsal import check_loads
 from nearplane.models.experts import ExpertLayer
-from nearplane.models.ignored import refuse_unmatched
+from nearplane.models.ignored import left_dense, merged_experts, refuse_unmatched, refuse_unsupported
 from nearplane.models.kinds import has_head, has_two_stacks
 from nearplane.models.layers import Layer
-from nearplane.models.left_dense import left_dense, merged_experts
 from nearplane.models.model import Model, open_model
-from nearplane.models.unsupported import refuse_unsupported
 from nearplane.planning.plan import check_budget
 from nearplane.recipe.recipe import LayerScheme, Recipe
 from nearplane.recipe.schemes import BlockScheme
@@ -233,16 +230,16 @@ def quantization_config(
         grids[layer.name] = recipe.scheme_of(layer.name).with_bits((widths or {}).get(layer.name)).number_format
     own: dict[str, NumberFormat] = {}
     if widths or len(set(grids.values())) > 1:  # by both names, where they differ
-        own = grids | {model.written_name(layer): grids[layer.name] for layer in layers}
+        own = grids | {layer.written(model.weights): grids[layer.name] for layer in layers}
     network = Quantized(
         scheme=recipe.scheme,
         quantized=[layer.name for layer in layers],
         ignore=left_dense(model, layers),
         grids=own,
         experts=merged_experts(model, layers),
-        routed={name for layer in layers if layer.routed for name in (layer.name, model.written_name(layer))},
+        routed={name for layer in layers if layer.routed for name in (layer.name, layer.written(model.weights))},
         layers={  # what is put together from several tensors is refused later, see `loading/rehearsal_check.py`
-            model.written_name(layer): grids[layer.name] for layer in layers if model.stored_alone(layer)
+            layer.written(model.weights): grids[layer.name] for layer in layers if layer.stored_alone(model.weights)
         },
         embeddings=recipe.scheme.dense_ends,
         pre=recipe.pre,

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from nearplane.calibration.given import Given
-from nearplane.calibration.memory_setting import batch_of
+from nearplane.calibration.one_forward import batch_of
 from nearplane.calibration.windows import Windows
 from nearplane.formats.container import Container
 from nearplane.formats.journal_pages import told

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nearplane.calibration.memory_setting import MemorySetting
+from nearplane.calibration.one_forward import MemorySetting
 from nearplane.calibration.walk import walk
 from nearplane.calibration.windows import Windows
 from nearplane.errors import NumericalError, RecipeError

@@ -126,7 +126,7 @@ def windows_of(model: Model, recipe: Recipe, given: Given | None, count: int, le
 def norms_stored(model: Model) -> dict[str, str]:
     """Return the norms that have a tensor of their own in the checkpoint: name of the parameter, name of the tensor."""
     names = [name for name in norms_of(model.network) if model.weights.stored_alone(name)]
-    return {name: model.source_name(name) for name in names}
+    return {name: model.weights.source_name(name) for name in names}
 
 
 def check_recipe(recipe: Recipe, called: str) -> None:

@@ -17,8 +17,8 @@ from torch.func import functional_call
 
 from nearplane.calibration.activations import finite, readout, skeleton
 from nearplane.errors import CalibrationError, ModelError
-from nearplane.models.divergence import Divergence, divergence
 from nearplane.models.experts import parameter_of
+from nearplane.models.kinds import Divergence, divergence
 from nearplane.models.layers import Layer
 from nearplane.models.model import ABSENT, Block, Model
 from nearplane.tuning.parameters import Tuned, TunedLayer, TunedVector
@@ -56,15 +56,7 @@ class TunedNetwork:
         self._device = device = next(leaf.device for each in matrices.values() for leaf in each.trained().values())
         self._ends = dict(ends or {})
         first = None if model.embeddings is None else self._ends.get(f"{model.embeddings.name}.weight")
-        self._stream = skeleton(
-            model,
-            cut.windows,
-            device=device,
-            dtype=torch.float32,
-            batch=cut.batch,
-            two_streams=first is not None,
-            embeddings=first,
-        )
+        self._stream = skeleton(model, self._tokens, device=device, dtype=torch.float32, embeddings=first)
         self._entering = list(self._stream.quantized)
         self._blocks: list[_Block] = []
         self._behind = list(self._stream.original or self._entering)  # of the original

@@ -305,7 +305,7 @@ class _Measure:
                 layer.within(network, "").write(coded.matrix.decode())
                 size += coded.bytes
         seconds = round(time.perf_counter() - began, 6)
-        reader, again = opened.reader, {name for layer in layers for name in opened.copies(layer)}
+        reader, again = opened.reader, {name for layer in layers for name in layer.copies(opened.weights)}
         rest = sum(reader.nbytes(name) for name in reader.names() if name not in again)
         rate = 8 * size / sum(math.prod(layer.shape) for layer in layers)
         row = replace(row, rate=rate, bytes=size + rest, seconds=seconds, note=_off(row, rate))

@@ -21,8 +21,7 @@ from nearplane.calibration.given import Given, called, refuse_tokenizer
 from nearplane.calibration.texts import around, check_start, check_vocabulary, read_windows
 from nearplane.errors import CalibrationError, ModelError, RecipeError
 from nearplane.loading.dense_network import dense_network
-from nearplane.models.divergence import Divergence, divergence
-from nearplane.models.kinds import Taken
+from nearplane.models.kinds import Divergence, Taken, divergence
 from nearplane.models.pretrained import find_folder, in_a_sentence, tokenizer_of
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import fastest

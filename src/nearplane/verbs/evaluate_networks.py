@@ -120,7 +120,7 @@ class Streamed(Network):
         embeddings = model.network.get_input_embeddings().weight
         self.vocabulary, hidden = embeddings.shape
         self.width = hidden * len(model.stacks)
-        skeleton(model, torch.zeros(1, 2, dtype=torch.int64), device=device, dtype=torch.float32, two_streams=False)
+        skeleton(model, [torch.zeros(1, 2, dtype=torch.int64)], device=device, dtype=torch.float32)
 
     def shapes(self) -> list[tuple[int, int]]:
         """Return (out, in) of the layers of its blocks."""
@@ -130,13 +130,13 @@ class Streamed(Network):
     def predicting(self, windows: Tensor, batch: int) -> Iterator[Callable[[int], Tensor]]:
         """Pass the windows through all blocks, then hold what follows them; see `Network`."""
         device, dtype = self.device, torch.float32
-        stream = skeleton(self.model, windows, device=device, dtype=dtype, batch=batch, two_streams=False)
+        parts = windows.split(batch)
+        stream = skeleton(self.model, parts, device=device, dtype=dtype)
         for block in self.model.blocks:
             with torch.no_grad(), block.on(device, dtype, original=False):
                 for index, hidden in enumerate(stream.quantized):
                     stream.quantized[index] = finite(stream.forward(block, block.quantized, index, hidden), block)
             stream.passed(block)
-        parts = windows.split(batch)
         with readout(self.model, stream, device=device, dtype=dtype) as logits:
             yield lambda index: self.said(logits(parts[index], stream.quantized[index]))
 

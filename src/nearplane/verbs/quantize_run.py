@@ -77,7 +77,7 @@ class Run:
         return self.ledger.accepted(packed, stage.rest) if packed else packed
 
     def _packed(self, solved: Solved) -> Solved:
-        name = self.model.written_name(solved.layer)
+        name = solved.layer.written(self.model.weights)
         tensors = self._container.add(name, solved.matrix)
         return solved._replace(record=with_tensors(solved.record, name, tensors.bytes, tensors.checksum))
 

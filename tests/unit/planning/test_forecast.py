@@ -9,7 +9,7 @@ import nearplane
 from families import config_of, random_model
 from killing import contents
 from nearplane import RecipeError
-from nearplane.calibration.memory_setting import MemorySetting, batch_of
+from nearplane.calibration.one_forward import MemorySetting, batch_of
 from nearplane.demo import CALIBRATION, MODEL
 from nearplane.planning.forecast import Forecast
 from nearplane.planning.memory_bound import settings

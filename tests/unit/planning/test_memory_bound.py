@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nearplane.calibration.memory_setting import MemorySetting
+from nearplane.calibration.one_forward import MemorySetting
 from nearplane.planning.memory_bound import (
     SLACK,
     Blocks,
