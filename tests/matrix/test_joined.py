@@ -8,7 +8,7 @@ import torch
 from nearplane.errors import NumericalError
 from nearplane.lattice.number_formats import integers
 from nearplane.lattice.scale import Steps
-from nearplane.lattice.solve import Solution, round_to_nearest
+from nearplane.lattice.solvers import Solution, round_to_nearest
 from nearplane.matrix.joined_rows import DAMP, LEAST_ROWS, solve_joined
 from nearplane.matrix.on_grid import quantize_matrix
 from nearplane.recipe.grids import GridScheme

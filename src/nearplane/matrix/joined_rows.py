@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import NumericalError
-from nearplane.lattice.factor import factorize
+from nearplane.lattice.factor import factorize, one_thread
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.lattice.solve import Solution
-from nearplane.lattice.steady import one_thread
+from nearplane.lattice.solvers import Solution
 
 DAMP = 0.1  # of G, relative to the mean of its diagonal
 PARTS, LEAST_ROWS = 16, 16  # of a run, that are solved one after the other; rows of a part at least

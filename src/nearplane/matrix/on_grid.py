@@ -16,14 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearplane.errors import NumericalError, RecipeError
-from nearplane.lattice.descent import Fit
 from nearplane.lattice.factor import Factor
-from nearplane.lattice.fits import FITS, Wanted
+from nearplane.lattice.fits import FITS
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.moments import Moments
-from nearplane.lattice.polish import refine
-from nearplane.lattice.solve import Solution
-from nearplane.lattice.solvers import SOLVERS, Problem
+from nearplane.lattice.polish import Fit, polish, refine
+from nearplane.lattice.scale import Steps
+from nearplane.lattice.solvers import SOLVERS, Problem, Solution
 from nearplane.matrix.certificate import measure
 from nearplane.matrix.inputs import Inputs, corrected, lattice_problem
 from nearplane.matrix.joined_rows import solve_joined
@@ -98,7 +97,8 @@ def solve(target: Tensor, inputs: Inputs, scheme: GridScheme | BlockScheme, stor
         found = rounded(target, now, factor, scheme, inputs.moments.H)
         return found if found.losses is None else replace(found, losses=found.losses * unit)
 
-    return refine(target, H, grid, fit, once, rounds=rounds, sweeps=sweeps)
+    found = refine(target, H, grid, fit, once, rounds=rounds)
+    return replace(found, matrix=polish(target, found.matrix, H, sweeps=sweeps), losses=None) if sweeps else found
 
 
 def fitted(
@@ -107,7 +107,8 @@ def fitted(
     """Return the grid to begin with, and what fits its steps to codes."""
     importance = inputs.moments.H.diagonal().sqrt() if scheme.calibrated else target.new_ones(target.shape[1])
     format = scheme.number_format
-    return FITS[format.fit](target, importance, Wanted(format, getattr(scheme, "scale", "mse"), storage))
+    steps = Steps(format=format, search=getattr(scheme, "scale", "mse"), storage=storage)
+    return FITS[format.fit](target, importance, steps)
 
 
 def rounded(target: Tensor, grid: Grid, factor: Factor, scheme: Scheme, H: Tensor) -> Solution:

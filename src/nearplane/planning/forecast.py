@@ -158,9 +158,10 @@ def load_libraries(solver: str | None, beam: int, *, coded: bool) -> None:
     steps = Steps(format=integers(4, 128), search="mse", storage=torch.float16)
     factor = factorize(H, "activation", damp=0.1)
     problem = Problem(W=W, grid=steps.grid(W), factor=factor, H=H, shift=factor.shift, beam=beam)
-    matrix = SOLVERS[solver].round(problem).matrix
+    solution = SOLVERS[solver].round(problem)
+    matrix = solution.matrix
     polish(W, matrix, H.float(), storage=torch.float16)
-    certify(W, W, matrix, H, factor)
+    certify(W, W, solution, H, factor)
     if coded:
         columns, rows = torch.zeros(COLUMNS, dtype=torch.int32), torch.zeros(ROWS, dtype=torch.int32)
         grid = ProductGrid(base=1.0, columns=columns, column_resolution=1, rows=rows, row_resolution=1)

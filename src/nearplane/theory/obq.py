@@ -1,6 +1,6 @@
 """Optimal Brain Quantization: every row rounds next the weight that costs least, in an order of its own.
 
-With n inputs a row costs n^3/6 multiplications, as much as the factorization that all rows of `lattice/solve.py` share. The
+With n inputs a row costs n^3/6 multiplications, as much as the factorization that all rows of `lattice/solvers.py` share. The
 torch form here, with the downdate as published, is the readable twin and serves every other device; on the CPU a compiled kernel
 keeps the factor of what was taken away instead of the inverse. The order is exactly the greedy one: without the rule of OBQ's own
 program that weights far outside the grid go first, which mends much of its loss on clipping grids. It does not know how `H` was
@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import NumericalError
-from nearplane.lattice.codebook import Table, position_of, round_code
+from nearplane.lattice.codebook import Table
+from nearplane.lattice.factor import one_thread
 from nearplane.lattice.grid import Grid, QuantizedMatrix, Weights
-from nearplane.lattice.steady import one_thread
+from nearplane.lattice.kernels_cpu import position_of, round_code
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int32]

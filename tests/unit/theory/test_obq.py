@@ -17,7 +17,7 @@ from torch import Tensor
 from nearplane.errors import NumericalError
 from nearplane.lattice.factor import factorize
 from nearplane.lattice.grid import Grid, Weights
-from nearplane.lattice.solve import nearest_plane, round_to_nearest
+from nearplane.lattice.solvers import nearest_plane, round_to_nearest
 from nearplane.theory.obq import MAX_INPUTS, GreedySweep, greedy, greedy_sweep, sweep_rows, sweep_rows_torch
 from oracles import damped, run
 from strategies import UNCLIPPED, Problem, problem, problems
