@@ -9,7 +9,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from nearplane.coding import tans
-from nearplane.coding.bit_stream import MAX_RICE_ONES, read_rice, rice_cost
+from nearplane.coding.bit_stream import best_rice, read_rice, write_rice, zigzag
 from nearplane.coding.layout import Cells, Traversal
 from nearplane.coding.symbols import Escapes, gather, locate
 from nearplane.coding.tans import LANES, PADDING_BYTES, EncoderTables, Lanes, Segments
@@ -17,11 +17,7 @@ from nearplane.coding.tans import LANES, PADDING_BYTES, EncoderTables, Lanes, Se
 _u64 = np.uint64
 
 # what may be wrong with a chunk
-ESCAPES_CUT_SHORT = 1
-LANE_LENGTHS_CUT_SHORT = 2
-LANES_TOO_LONG = 3
-STREAM_END_WRONG = 4
-ESCAPE_COUNT_WRONG = 5
+ESCAPES_CUT_SHORT, LANE_LENGTHS_CUT_SHORT, LANES_TOO_LONG, STREAM_END_WRONG, ESCAPE_COUNT_WRONG = range(1, 6)
 
 
 class Patches(NamedTuple):
@@ -30,14 +26,6 @@ class Patches(NamedTuple):
     rows: NDArray[np.int32]  # (patches,) of the matrix
     columns: NDArray[np.int32]  # (patches,) of the matrix
     delta: NDArray[np.int64]  # (patches,)
-
-
-class _End(NamedTuple):
-    """Where a stream of bits ends."""
-
-    at: int  # bytes written
-    held: np.uint64  # the bits behind them
-    pending: int  # how many these are, fewer than 8
 
 
 @njit(cache=True, nogil=True)
@@ -215,59 +203,26 @@ def listed(symbols: NDArray[np.uint8], begin: int, traversal: Traversal, codes: 
 
 
 @njit(cache=True, nogil=True)
-def _put(out: NDArray[np.uint8], end: _End, value: int, width: int) -> _End:
-    """Append `width` <= 56 bits to a stream; return where it ends then."""
-    at, held, pending = end
-    held |= _u64(value) << _u64(pending)
-    pending += width
-    while pending >= 8:
-        out[at] = np.uint8(held)
-        held >>= _u64(8)
-        at += 1
-        pending -= 8
-    return _End(at, held, pending)
-
-
-@njit(cache=True, nogil=True)
 def write_list(values: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Return a list of escapes, filled up to a byte; its Rice parameter is that of `bit_stream.rice_parameter`."""
-    count = len(values)
-    folded = np.empty(count, np.int64)
-    total = 0
-    for i in range(count):
-        folded[i] = -2 * values[i] - 1 if values[i] < 0 else 2 * values[i]
-        total += int(folded[i])
-    best, parameter = 0, 0
-    if count:
-        mean, guess = total // count, 0
-        while guess < 14 and mean >> guess:
-            guess += 1
-        low = max(0, guess - 2)
-        best, parameter = rice_cost(folded, low), low
-        for k in range(low + 1, min(14, guess + 1) + 1):
-            bits = rice_cost(folded, k)
-            if bits < best:
-                best, parameter = bits, k
+    """Return a list of escapes, filled up to a byte."""
+    count, folded = len(values), zigzag(values)
+    parameter, size = best_rice(folded)
     width = 0
     while (count + 1) >> (width + 1):
         width += 1
-    out = np.empty((best + 2 * width + 1 + 4 + 7) // 8, np.uint8)
-    end = _put(out, _End(0, _u64(0), 0), (1 << width) - 1, width + 1)
-    end = _put(out, end, count + 1 - (1 << width), width)
+    bits = np.zeros(2 * width + 1 + (4 + size if count else 0), np.uint8)  # one per byte
+    bits[:width] = 1
+    for i in range(width):
+        bits[width + 1 + i] = ((count + 1) >> i) & 1
     if count:
-        end = _put(out, end, parameter, 4)
-    for value in folded:
-        quotient = int(value) >> parameter
-        if quotient < MAX_RICE_ONES:
-            rest = int(value) & ((1 << parameter) - 1)
-            end = _put(out, end, ((1 << quotient) - 1) | rest << (quotient + 1), quotient + 1 + parameter)
-        else:
-            end = _put(out, end, ((1 << MAX_RICE_ONES) - 1) | int(value) << MAX_RICE_ONES, MAX_RICE_ONES + 32)
-    size = end.at
-    if end.pending:
-        out[size] = np.uint8(end.held)
-        size += 1
-    return out[:size]
+        rest = bits[2 * width + 1 :]
+        for i in range(4):
+            rest[i] = (parameter >> i) & 1
+        write_rice(folded, parameter, rest[4:])
+    out = np.zeros((len(bits) + 7) // 8, np.uint8)
+    for i in range(len(bits)):
+        out[i >> 3] |= bits[i] << (i & 7)
+    return out
 
 
 @njit(cache=True, nogil=True)

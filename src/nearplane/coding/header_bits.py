@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearplane.coding import frequency_tables
-from nearplane.coding.bit_stream import BitReader, BitWriter, array_bits, rice_parameter, zigzag
+from nearplane.coding.bit_stream import BitReader, BitWriter, array_bits, best_rice, zigzag
 from nearplane.coding.blob_header import (
     MAX_EXPONENT,
     MAX_ROW_LEVEL,
@@ -58,7 +58,7 @@ def write_table(out: BitWriter, table: NDArray[np.uint16], reference: NDArray[np
     out.gamma(top)
     kept = np.concatenate([[0], np.arange(128 - top, 129 + top)])
     difference = table[kept].astype(np.int64) - reference[kept]
-    parameter = rice_parameter(zigzag(difference))
+    parameter, _ = best_rice(zigzag(difference))
     out.put(parameter, 4)
     out.rice(difference, parameter)
 
