@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from nearplane.coding import tans
 from nearplane.coding.bit_stream import best_rice, read_rice, write_rice, zigzag
-from nearplane.coding.layout import Cells, Traversal
+from nearplane.coding.layout import Cells, Layout
 from nearplane.coding.symbols import Escapes, gather, locate
 from nearplane.coding.tans import LANES, PADDING_BYTES, EncoderTables, Lanes, Segments
 
@@ -97,19 +97,17 @@ def _read_lanes(data: NDArray[np.uint8], at: int, lanes: Lanes) -> tuple[int, in
 
 
 @njit(cache=True, nogil=True)
-def place(
-    symbols: NDArray[np.uint8], begin: int, traversal: Traversal, values: NDArray[np.int64]
-) -> tuple[int, Patches]:
-    """Give the values of a list to the escapes among the decoded symbols from `begin` of the traversal.
+def place(symbols: NDArray[np.uint8], begin: int, layout: Layout, values: NDArray[np.int64]) -> tuple[int, Patches]:
+    """Give the values of a list to the escapes among the decoded symbols from `begin` of the layout.
 
     Returns:
         What is wrong, or 0, and the differences from what the symbols decode to.
     """
-    row_order, column_order = traversal.orders
+    row_order, column_order = layout.orders
     count = len(values)
     escapes = Escapes(np.empty(count, np.int32), np.empty(count, np.int32), np.empty(count, np.int32))
     rows, columns, delta, n = np.empty(count, np.int32), np.empty(count, np.int32), np.empty(count, np.int64), 0
-    if locate(symbols, begin, traversal.groups, True, escapes) != count:
+    if locate(symbols, begin, layout.groups, True, escapes) != count:
         return ESCAPE_COUNT_WRONG, Patches(rows[:0], columns[:0], delta[:0])
     for k in range(count):
         if escapes.columns[k] >= 0:
@@ -131,7 +129,7 @@ def _padded(blob: NDArray[np.uint8], first: int, last: int) -> NDArray[np.uint8]
 
 @njit(cache=True, nogil=True)
 def _read_chunk(
-    padded: NDArray[np.uint8], begin: int, traversal: Traversal, entries: NDArray[np.uint32], symbols: NDArray[np.uint8]
+    padded: NDArray[np.uint8], begin: int, layout: Layout, entries: NDArray[np.uint32], symbols: NDArray[np.uint8]
 ) -> tuple[int, Patches]:
     """Decode a chunk, with padding, whose symbols begin at `begin` of the traversal; see `read_chunks`."""
     data = padded[: len(padded) - PADDING_BYTES]
@@ -147,10 +145,10 @@ def _read_chunk(
     wrong, at = _read_lanes(data, (at + 7) >> 3, lanes)
     if wrong:
         return wrong, nothing
-    cells = segments(begin, begin + len(symbols), traversal.cells)
+    cells = segments(begin, begin + len(symbols), layout.cells)
     if not tans.decode_lanes(padded, at, lanes, cells, entries, symbols):
         return STREAM_END_WRONG, nothing
-    return place(symbols, begin, traversal, values)
+    return place(symbols, begin, layout, values)
 
 
 @njit(cache=True, nogil=True)
@@ -158,7 +156,7 @@ def read_chunks(
     blob: NDArray[np.uint8],
     starts: NDArray[np.int64],
     bounds: NDArray[np.int64],
-    traversal: Traversal,
+    layout: Layout,
     entries: NDArray[np.uint32],
     symbols: NDArray[np.uint8],
 ) -> tuple[int, int, Patches]:
@@ -178,7 +176,7 @@ def read_chunks(
     at = 0
     for n in range(len(bounds) - 1):
         padded, into = _padded(blob, starts[n], starts[n + 1]), symbols[bounds[n] : bounds[n + 1]]
-        wrong, found = _read_chunk(padded, bounds[n], traversal, entries, into)
+        wrong, found = _read_chunk(padded, bounds[n], layout, entries, into)
         if wrong:
             return wrong, n, Patches(rows[:0], columns[:0], delta[:0])
         for k in range(len(found.rows)):
@@ -188,13 +186,13 @@ def read_chunks(
 
 
 @njit(cache=True, nogil=True)
-def listed(symbols: NDArray[np.uint8], begin: int, traversal: Traversal, codes: NDArray[np.int32]) -> NDArray[np.int64]:
+def listed(symbols: NDArray[np.uint8], begin: int, layout: Layout, codes: NDArray[np.int32]) -> NDArray[np.int64]:
     """Return the codes of the escapes among the symbols of the stream from `begin` on; 0 for fillings."""
-    row_order, column_order = traversal.orders
+    row_order, column_order = layout.orders
     none = np.empty(0, np.int32)
-    count = locate(symbols, begin, traversal.groups, False, Escapes(none, none, none))
+    count = locate(symbols, begin, layout.groups, False, Escapes(none, none, none))
     escapes = Escapes(np.empty(count, np.int32), np.empty(count, np.int32), np.empty(count, np.int32))
-    locate(symbols, begin, traversal.groups, False, escapes)
+    locate(symbols, begin, layout.groups, False, escapes)
     values = np.zeros(count, np.int64)
     for k in range(count):
         if escapes.columns[k] >= 0:
@@ -230,7 +228,7 @@ def write_chunks(
     codes: NDArray[np.int32],
     staged: NDArray[np.uint8],
     bounds: NDArray[np.int64],
-    traversal: Traversal,
+    layout: Layout,
     kept: NDArray[np.uint8],
     encoder: EncoderTables,
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
@@ -250,9 +248,9 @@ def write_chunks(
     for n in range(chunks):
         begin, end = bounds[n], bounds[n + 1]
         symbols = buffer[: end - begin]
-        gather(staged, begin, traversal.groups, traversal.cells, kept, symbols)
-        escapes = write_list(listed(symbols, begin, traversal, codes))
-        size = tans.encode(symbols, segments(begin, end, traversal.cells), encoder, streams, lanes)
+        gather(staged, begin, layout.groups, layout.cells, kept, symbols)
+        escapes = write_list(listed(symbols, begin, layout, codes))
+        size = tans.encode(symbols, segments(begin, end, layout.cells), encoder, streams, lanes)
         if at + len(escapes) + size + 64 > len(out):
             more = np.empty(2 * len(out) + len(escapes) + size, np.uint8)
             more[:at] = out[:at]
