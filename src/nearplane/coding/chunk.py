@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from nearplane.coding import tans
 from nearplane.coding.bit_stream import best_rice, read_rice, write_rice, zigzag
 from nearplane.coding.layout import Cells, Layout
-from nearplane.coding.symbols import Escapes, gather, locate
+from nearplane.coding.symbols import gather, locate
 from nearplane.coding.tans import LANES, PADDING_BYTES, EncoderTables, Lanes, Segments
 
 _u64 = np.uint64
@@ -98,16 +98,15 @@ def _read_lanes(data: NDArray[np.uint8], at: int, lanes: Lanes) -> tuple[int, in
 
 @njit(cache=True, nogil=True)
 def place(symbols: NDArray[np.uint8], begin: int, layout: Layout, values: NDArray[np.int64]) -> tuple[int, Patches]:
-    """Give the values of a list to the escapes among the decoded symbols from `begin` of the layout.
+    """Give the values of a list to the escapes among the decoded symbols from `begin` of the traversal.
 
     Returns:
         What is wrong, or 0, and the differences from what the symbols decode to.
     """
     row_order, column_order = layout.orders
-    count = len(values)
-    escapes = Escapes(np.empty(count, np.int32), np.empty(count, np.int32), np.empty(count, np.int32))
+    escapes, count = locate(symbols, begin, layout.groups, True), len(values)
     rows, columns, delta, n = np.empty(count, np.int32), np.empty(count, np.int32), np.empty(count, np.int64), 0
-    if locate(symbols, begin, layout.groups, True, escapes) != count:
+    if len(escapes.rows) != count:
         return ESCAPE_COUNT_WRONG, Patches(rows[:0], columns[:0], delta[:0])
     for k in range(count):
         if escapes.columns[k] >= 0:
@@ -189,12 +188,9 @@ def read_chunks(
 def listed(symbols: NDArray[np.uint8], begin: int, layout: Layout, codes: NDArray[np.int32]) -> NDArray[np.int64]:
     """Return the codes of the escapes among the symbols of the stream from `begin` on; 0 for fillings."""
     row_order, column_order = layout.orders
-    none = np.empty(0, np.int32)
-    count = locate(symbols, begin, layout.groups, False, Escapes(none, none, none))
-    escapes = Escapes(np.empty(count, np.int32), np.empty(count, np.int32), np.empty(count, np.int32))
-    locate(symbols, begin, layout.groups, False, escapes)
-    values = np.zeros(count, np.int64)
-    for k in range(count):
+    escapes = locate(symbols, begin, layout.groups, False)
+    values = np.zeros(len(escapes.rows), np.int64)
+    for k in range(len(values)):
         if escapes.columns[k] >= 0:
             values[k] = codes[row_order[escapes.rows[k]], column_order[escapes.columns[k]]]
     return values

@@ -43,8 +43,7 @@ def _store(bits: int) -> Any:
     return store
 
 
-@intrinsic
-def trailing_zeros(typingctx: Any, value: Any) -> Any:
+def _trailing_zeros(typingctx: Any, value: Any) -> Any:
     """Count how many of the low bits of an unsigned 64-bit number are 0; of 0, 64."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -53,8 +52,7 @@ def trailing_zeros(typingctx: Any, value: Any) -> Any:
     return types.uint64(types.uint64), generate
 
 
-@intrinsic
-def keep_apart(typingctx: Any) -> Any:
+def _keep_apart(typingctx: Any) -> Any:
     """Keep the function around this from being merged into its callers. There its inner loop would run out of registers."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -69,3 +67,5 @@ load32 = _load(32, 4)
 load16 = _load(16, 2)
 load8 = _load(8, 1)
 store8, store64 = _store(8), _store(64)
+trailing_zeros: Any = intrinsic(_trailing_zeros)
+keep_apart: Any = intrinsic(_keep_apart)

@@ -131,19 +131,16 @@ def _any_escape(symbols: NDArray[np.uint8], pair: bool, escape: np.uint8) -> boo
 
 
 @njit(cache=True, nogil=True)
-def locate(symbols: NDArray[np.uint8], begin: int, groups: Groups, decoded: bool, escapes: Escapes) -> int:
-    """Count the escapes among the symbols from `begin` of the traversal, and fill in as many as there is room for.
+def locate(symbols: NDArray[np.uint8], begin: int, groups: Groups, decoded: bool) -> Escapes:
+    """Return the escapes among the symbols from `begin` of the traversal.
 
     Args:
         decoded: whether the symbols of byte groups are codes as int8, not code + 128.
-
-    Returns:
-        Escapes: there may be more than there is room for.
     """
     keep_apart()
     offsets, starts, stops, pairs = groups
-    rows, columns, lowest = escapes
-    end, room, n = begin + len(symbols), len(rows), 0
+    end, most, n = begin + len(symbols), 2 * len(symbols), 0
+    rows, columns, lowest = np.empty(most, np.int32), np.empty(most, np.int32), np.empty(most, np.int32)
     for g in range(len(starts)):
         low, high = max(begin, offsets[g]), min(end, offsets[g + 1])
         pair, start, stop = pairs[g], starts[g], stops[g]
@@ -158,12 +155,11 @@ def locate(symbols: NDArray[np.uint8], begin: int, groups: Groups, decoded: bool
                     symbol = (block[i] >> 4 * half) & 15 if pair else block[i]
                     if symbol != escape:
                         continue
-                    if n < room:
-                        rows[n], place = divmod(first + i - offsets[g], per)
-                        column = start + (2 * place + half if pair else place)
-                        columns[n], lowest[n] = column if column < stop else -1, -8 if pair else -128
+                    rows[n], place = divmod(first + i - offsets[g], per)
+                    column = start + (2 * place + half if pair else place)
+                    columns[n], lowest[n] = column if column < stop else -1, -8 if pair else -128
                     n += 1
-    return n
+    return Escapes(rows[:n], columns[:n], lowest[:n])
 
 
 @njit(cache=True, nogil=True)

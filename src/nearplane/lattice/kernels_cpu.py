@@ -86,22 +86,16 @@ def sweep_block(target: Tensor, columns: Columns, U: Tensor, codes: Tensor, E: T
         E: (b, out) written.
         tally: what is added up besides.
     """
-    W, codebook = columns.W, columns.codebook
-    if W.dtype != torch.float32:
+    if columns.W.dtype != torch.float32:
         kernels_torch.sweep_block(target, columns, U, codes, E, tally)
         return
-    b, out = W.shape
+    b, out = columns.W.shape
     UT = U.new_zeros(b + 3, b)  # row j holds what column j needs; the last rows let columns be taken by four
     UT[:b] = U.T
-    given = (x.contiguous().numpy() for x in (target, *columns[:4]))
-    written = (
-        codes.numpy(),
-        E.numpy(),
-        tally.d.to(W.dtype).contiguous().numpy(),
-        tally.loss.numpy(),
-        tally.outside.numpy(),
-    )
-    work = Block(*given, codebook.table(W.dtype), UT.numpy(), *written, tally.moves, codebook.limits)
+    t, w, s, z, group = (x.contiguous().numpy() for x in (target, *columns[:4]))
+    book, d = columns.codebook, tally.d.to(torch.float32).contiguous().numpy()
+    sums = d, tally.loss.numpy(), tally.outside.numpy(), tally.moves, book.limits
+    work = Block(t, w, s, z, group, book.table(torch.float32), UT.numpy(), codes.numpy(), E.numpy(), *sums)
     in_threads(lambda start, stop: _sweep_rows(start, stop, work), out, run=16)  # whole cache lines
 
 

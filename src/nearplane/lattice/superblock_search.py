@@ -74,7 +74,8 @@ def _stored(kind: BlockType, W: Tensor, h: Tensor, step: Tensor, offset: Tensor)
     given = W.view(count, groups, kind.group).numpy(), h.view(-1, groups, kind.group).numpy()
     limits = float(kind.low), float(kind.high), kind.sc, kind.m
     arrays = (part.contiguous().numpy() for part in (step, offset, ds, dmins, d, dmin, sc, m))
-    in_threads(partial(search_blocks, *given, *limits, *arrays), count)
+    kernel: Any = search_blocks
+    in_threads(partial(kernel, *given, *limits, *arrays), count)
     return {"d": d, "sc": sc} | ({"dmin": dmin, "m": m} if kind.m else {})
 
 
