@@ -13,11 +13,10 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from nearplane.coding.intrinsics import keep_apart
+from nearplane.coding.intrinsics import keep_apart, load64, trailing_zeros
 from nearplane.coding.layout import Cells, Groups, Orders
 
 _u64 = np.uint64
-BLOCK = 64  # symbols that are looked through at once for escapes
 
 
 class Escapes(NamedTuple):
@@ -118,19 +117,6 @@ def gather(
 
 
 @njit(cache=True, nogil=True)
-def _any_escape(symbols: NDArray[np.uint8], pair: bool, escape: np.uint8) -> bool:
-    """Return whether any of the symbols is an escape, or of pairs holds one; loops without branches take many at once."""
-    found = False
-    if pair:
-        for symbol in symbols:
-            found |= (symbol < np.uint8(16)) | (symbol & np.uint8(15) == np.uint8(0))
-    else:
-        for symbol in symbols:
-            found |= symbol == escape
-    return found
-
-
-@njit(cache=True, nogil=True)
 def locate(symbols: NDArray[np.uint8], begin: int, groups: Groups, decoded: bool) -> Escapes:
     """Return the escapes among the symbols from `begin` of the traversal.
 
@@ -141,24 +127,61 @@ def locate(symbols: NDArray[np.uint8], begin: int, groups: Groups, decoded: bool
     offsets, starts, stops, pairs = groups
     end, most, n = begin + len(symbols), 2 * len(symbols), 0
     rows, columns, lowest = np.empty(most, np.int32), np.empty(most, np.int32), np.empty(most, np.int32)
+    base = _u64(symbols.ctypes.data)
+    one, ones = _u64(1), _u64(0x1111111111111111)
+    low7 = _u64(0x7F7F7F7F7F7F7F7F)
     for g in range(len(starts)):
         low, high = max(begin, offsets[g]), min(end, offsets[g + 1])
+        if low >= high:
+            continue
         pair, start, stop = pairs[g], starts[g], stops[g]
         per = (stop - start + 1) >> 1 if pair else stop - start
-        escape = np.uint8(128 if decoded and not pair else 0)
-        for first in range(low, high, BLOCK):
-            block = symbols[first - begin : min(first + BLOCK, high) - begin]
-            if not _any_escape(block, pair, escape):
-                continue
-            for i in range(len(block)):
-                for half in range(2 if pair else 1):
-                    symbol = (block[i] >> 4 * half) & 15 if pair else block[i]
-                    if symbol != escape:
-                        continue
-                    rows[n], place = divmod(first + i - offsets[g], per)
-                    column = start + (2 * place + half if pair else place)
-                    columns[n], lowest[n] = column if column < stop else -1, -8 if pair else -128
+        flip = _u64(0x8080808080808080) if decoded and not pair else _u64(0)
+        shift, least = (4, -8) if pair else (8, -128)
+        row = (low - offsets[g]) // per
+        before, after = offsets[g] + row * per, offsets[g] + (row + 1) * per  # of the row, in symbols
+        at, last = low - begin, high - begin
+        while at < last:
+            if at + 32 <= last:
+                found = _u64(0)
+                if pair:
+                    for word in range(at, at + 32, 8):  # nibbles that are 0, by their lowest bits
+                        v = load64(base + _u64(word))
+                        v |= v >> one
+                        found |= ~(v | v >> _u64(2)) & ones
+                else:
+                    for word in range(at, at + 32, 8):  # bytes that are 0, by their highest bits
+                        v = load64(base + _u64(word)) ^ flip
+                        found |= ~(((v & low7) + low7) | v | low7)
+                if found == _u64(0):
+                    at += 32
+                    continue
+            block = min(at + 32, last)
+            while at < block:
+                if at + 8 <= block:
+                    v = load64(base + _u64(at)) ^ flip
+                    step = 8
+                else:
+                    v = _u64(symbols[at]) ^ (flip & _u64(255)) ^ _u64(0xFFFFFFFFFFFFFF00)
+                    step = 1
+                if pair:
+                    v |= v >> one
+                    found = ~(v | v >> _u64(2)) & ones
+                    if step == 1:
+                        v = _u64(symbols[at])
+                        found = (one if v & _u64(15) == _u64(0) else _u64(0)) | (_u64(16) if v < _u64(16) else _u64(0))
+                else:
+                    found = ~(((v & low7) + low7) | v | low7)
+                while found != _u64(0):
+                    place = np.int64(trailing_zeros(found)) // shift
+                    found &= found - one
+                    symbol = begin + at + (place >> 1 if pair else place)
+                    while symbol >= after:
+                        row, before, after = row + 1, after, after + per
+                    column = start + (2 * (symbol - before) + (place & 1) if pair else symbol - before)
+                    rows[n], columns[n], lowest[n] = row, column if column < stop else -1, least
                     n += 1
+                at += step
     return Escapes(rows[:n], columns[:n], lowest[:n])
 
 
