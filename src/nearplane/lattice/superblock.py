@@ -3,7 +3,7 @@
     value = (d * sc) * code - dmin * m
 
 Like any other grid to solvers, descents and certificates: its `scale` is `d * sc`, its `zero` is `dmin * m / (d * sc)`. How the
-numbers are found is in `superblock_fit.py`, how they are stored in `formats/gguf/`.
+numbers are found is in `superblock_search.py`, how they are stored in `formats/gguf/`.
 """
 
 from __future__ import annotations
