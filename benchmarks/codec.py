@@ -24,7 +24,7 @@ from nearplane.coding import blob as blob_file
 from nearplane.coding import chunk, header_bits, layout, payload, tans
 from nearplane.coding.bit_stream import read_rice
 from nearplane.coding.blob import Contents, decode, decode_packed, encode, size, stored_base
-from nearplane.coding.blob_header import Header
+from nearplane.coding.layout import Header
 from nearplane.theory.huffman import coded_bytes, foretold_size
 
 

@@ -31,7 +31,7 @@ from nearplane.calibration.texts import read_windows
 from nearplane.lattice.bounds import limit, quadratic
 from nearplane.lattice.factor import factorize
 from nearplane.lattice.grid import Grid
-from nearplane.lattice.solve import nearest_plane
+from nearplane.lattice.solvers import nearest_plane
 from nearplane.models.model import open_model
 from nearplane.theory.reduction import nearest_plane_reduced, reduce
 

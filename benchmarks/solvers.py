@@ -38,7 +38,7 @@ from nearplane.calibration.second_moments import shared_inputs
 from nearplane.calibration.texts import read_windows
 from nearplane.lattice.bounds import quadratic
 from nearplane.lattice.scale import Steps
-from nearplane.lattice.solve import nearest_plane
+from nearplane.lattice.solvers import nearest_plane
 from nearplane.matrix.inputs import Inputs, corrected
 from nearplane.matrix.on_grid import quantize_matrix, solve
 from nearplane.models.kinds import Divergence, divergence

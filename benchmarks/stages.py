@@ -30,7 +30,7 @@ STAGES = {  # name: (file, functions), whichever of them a commit has
     "layers": ("matrix/__init__.py", ["solve_layer"]),
     "correction": ("matrix/inputs.py", ["corrected"]),
     "steps": ("lattice/scale.py", ["grid"]),
-    "sweeps": ("lattice/solve.py", ["sweep_planes", "nearest_plane"]),
+    "sweeps": ("lattice/solvers.py", ["sweep_planes", "nearest_plane"]),
     "sweeps and refinement": ("lattice/polish.py", ["refine"]),
     "certificates": ("matrix/certificate.py", ["measure"]),
     "of them the limit": ("matrix/inputs.py", ["eigenvalues", "mean_log_eigenvalue"]),

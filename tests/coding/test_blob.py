@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from coding.matrices import any_contents, codes_of, contents_of, gaussian, total_entropy
-from nearplane.coding import counts
+from nearplane.coding import cost
 from nearplane.coding.blob import Contents, Size, decode, decode_packed, encode, shape_of, size, stored_base
 from nearplane.coding.header_bits import read_header
 
@@ -65,8 +65,8 @@ def test_threads_change_no_byte_and_no_code(name: str) -> None:
 @pytest.mark.parametrize("name", LARGE)
 def test_what_the_sample_of_rows_lacks_is_coded_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     codes = LARGE[name].codes.copy()
-    monkeypatch.setattr(counts, "SAMPLED_CODES", 20 * codes.shape[1])
-    seen = counts.sample(*codes.shape)
+    monkeypatch.setattr(cost, "SAMPLED_CODES", 20 * codes.shape[1])
+    seen = cost.sample(*codes.shape)
     others = np.setdiff1d(np.arange(len(codes)), seen)
     assert len(seen) <= 20
     codes[others[::7]] *= 5

@@ -13,7 +13,6 @@ import pytest
 from numpy.typing import NDArray
 
 from coding.matrices import codes_of, contents_of, gaussian
-from nearplane.coding import blob_header as header
 from nearplane.coding import header_bits, layout, payload
 from nearplane.coding.blob import Contents, decode, decode_packed, encode
 from nearplane.errors import FormatError
@@ -106,7 +105,7 @@ def test_damage_with_right_checksums_is_refused_or_decodes_to_some_matrix(name: 
             continue
         decoded += 1
         assert isinstance(found, Contents)
-        assert found.codes.size <= header.MAX_WEIGHTS_PER_BYTE * len(bad)
+        assert found.codes.size <= layout.MAX_WEIGHTS_PER_BYTE * len(bad)
         assert np.array_equal(codes_of(decode_packed(bad)), found.codes)
     assert refused > 0
     assert refused + decoded == ROUNDS // len(BLOBS)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, LlamaForCausalLM
 
 from checkpoints import config_of_grids, random_matrix, write_folder
-from nearplane.coding.words import pack
+from nearplane.coding.packed_words import pack
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.compressed_tensors import FORMAT, PackQuantized
 from nearplane.formats.integers import Integers

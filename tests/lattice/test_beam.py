@@ -21,9 +21,10 @@ from nearplane.lattice.beam import k_best
 from nearplane.lattice.beam_cpu import beam_block, trace
 from nearplane.lattice.factor import Factor, factorize
 from nearplane.lattice.grid import Grid, QuantizedMatrix, Weights
-from nearplane.lattice.solve import nearest_plane, round_to_nearest
+from nearplane.lattice.solvers import nearest_plane, round_to_nearest
 from oracles import closest_vector, run
 from strategies import KINDS, ORDERS, UNCLIPPED, Problem, problem, problems
+from threads import threads_of_torch
 
 TIE = 1e-9
 CLIPPED = tuple(kind for kind in KINDS if kind not in (*UNCLIPPED, "one-sided"))
@@ -42,7 +43,7 @@ def near_a_tie(p: Problem, factor: Factor) -> bool:
     return run("C25 1 relative error", p.W, p.data(factor), p.grid, factor.order)[1].margin <= TIE
 
 
-def swept(p: Problem, factor: Factor, beam: int, sweep=beam_block, **options) -> tuple[Tensor, Tensor, Tensor]:
+def swept(p: Problem, factor: Factor, beam: int, sweep=beam_block) -> tuple[Tensor, Tensor, Tensor]:
     """Sweep all columns as one block: chosen codes, parents and costs of the places."""
     W = p.W[:, factor.order]
     scale, zero = (part.expand(len(W), -1) for part in p.grid.columns(factor.order))
@@ -50,7 +51,7 @@ def swept(p: Problem, factor: Factor, beam: int, sweep=beam_block, **options) ->
     cost[:, 0] = 0
     d = factor.d.masked_fill(factor.dead[factor.order], 0)
     target = W[:, None].repeat(1, beam, 1)
-    chosen, parent = sweep(target, Weights(W, scale, zero, p.grid.codebook), factor.U, d, cost, **options)
+    chosen, parent = sweep(target, Weights(W, scale, zero, p.grid.codebook), factor.U, d, cost)
     return chosen, parent, cost
 
 
@@ -149,7 +150,9 @@ def test_a_wide_beam_finds_the_closest_vector(p: Problem, order: str) -> None:
 def test_both_forms_of_the_block_are_one_algorithm(p: Problem, order: str, beam: int, threads: int) -> None:
     factor = p.factor(order)
     plain = swept(p, factor, beam, kernels_torch.beam_block)
-    for one, other in zip(swept(p, factor, beam, threads=threads), plain, strict=True):
+    with threads_of_torch(threads):
+        compiled = swept(p, factor, beam)
+    for one, other in zip(compiled, plain, strict=True):
         assert torch.equal(one, other)
 
 

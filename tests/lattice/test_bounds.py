@@ -17,7 +17,7 @@ from nearplane.lattice.factor import Factor, factorize
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.moments import Extra
 from nearplane.lattice.polish import polish
-from nearplane.lattice.solve import nearest_plane, round_to_nearest, sweep_planes
+from nearplane.lattice.solvers import Solution, nearest_plane, round_to_nearest, sweep_planes
 from oracles import closest_vector, run
 from strategies import ORDERS, UNCLIPPED, Problem, problem, problems
 
@@ -29,8 +29,13 @@ def close(actual: float, expected: float) -> bool:
 
 def solved(p: Problem, order: str) -> tuple[Factor, QuantizedMatrix, Certificate]:
     factor = p.factor(order)
-    matrix = nearest_plane(p.W, p.grid, factor)
-    return factor, matrix, certify(p.W, p.W, matrix, p.H, factor)
+    solution = sweep_planes(p.W, p.grid, factor)
+    return factor, solution.matrix, certify(p.W, p.W, solution, p.H, factor)
+
+
+def moved_from_the_sweep(p: Problem, factor: Factor, matrix: QuantizedMatrix[Grid]) -> Solution:
+    """Return codes that began with those of the sweep, with what it saw."""
+    return replace(sweep_planes(p.W, p.grid, factor), matrix=matrix)
 
 
 @given(problems(), st.sampled_from(ORDERS))
@@ -97,9 +102,9 @@ def test_the_bound_is_tight_at_the_corner_of_the_cell(p: Problem, order: str, se
     E = torch.empty_like(p.W)
     E[:, factor.order] = torch.linalg.solve_triangular(factor.U, residuals, upper=True, left=False, unitriangular=True)
     W = p.grid.decode(codes) + E
-    matrix = nearest_plane(W, p.grid, factor)
-    assert torch.equal(matrix.codes, codes)
-    certificate = certify(W, W, matrix, p.H, factor)
+    solution = sweep_planes(W, p.grid, factor)
+    assert torch.equal(solution.matrix.codes, codes)
+    certificate = certify(W, W, solution, p.H, factor)
     assert close(certificate.damped_loss, short**2 * certificate.worst_case)
 
 
@@ -114,7 +119,7 @@ def test_the_bound_is_reached_exactly_where_arithmetic_is_exact() -> None:
     grid = Grid(scale=step, zero=torch.zeros_like(step), group=torch.zeros(3, dtype=torch.int64))
     residuals = torch.full((1, 3), 0.25, dtype=torch.float64)
     W = residuals @ torch.linalg.inv(U)
-    certificate = certify(W, W, nearest_plane(W, grid, factor), H, factor)
+    certificate = certify(W, W, sweep_planes(W, grid, factor), H, factor)
     assert certificate.damped_loss == certificate.worst_case == 0.25 / 4 * 5.25 / 3
 
 
@@ -124,7 +129,7 @@ def test_the_mean_loss_on_gaussian_weights_is_the_expected_one(order: str, gener
     p = problem(columns=16, tokens=64, kind="unclipped")
     W = 100 * torch.randn(20_000, 16, generator=generator, dtype=torch.float64)
     factor = p.factor(order)
-    certificate = certify(W, W, nearest_plane(W, p.grid, factor), p.H, factor)
+    certificate = certify(W, W, sweep_planes(W, p.grid, factor), p.H, factor)
     assert certificate.expected == pytest.approx(certificate.worst_case / 3, rel=1e-12)
     assert certificate.damped_loss / certificate.expected == pytest.approx(1, rel=0.05)
 
@@ -161,7 +166,7 @@ def test_equal_planes_give_the_square_root_of_their_number() -> None:
     grid = Grid(scale=step, zero=torch.zeros_like(step), group=torch.zeros(9, dtype=torch.int64))
     W = torch.full((2, 9), 0.3, dtype=torch.float64)
     factor = factorize(H, damp=0.0)
-    assert certify(W, W, nearest_plane(W, grid, factor), H, factor).gamma == 3.0
+    assert certify(W, W, sweep_planes(W, grid, factor), H, factor).gamma == 3.0
 
 
 def test_rows_that_clip_are_counted_and_left_out_of_gamma() -> None:
@@ -170,18 +175,18 @@ def test_rows_that_clip_are_counted_and_left_out_of_gamma() -> None:
     grid = Grid(scale=scale, zero=torch.zeros_like(scale), group=torch.tensor([0, 0, 1, 1]), low=-4, high=3)
     W = torch.tensor([[1, 2, 3, 3], [4, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.float64)
     factor = factorize(H, damp=0.0)
-    certificate = certify(W, W, nearest_plane(W, grid, factor), H, factor)
+    certificate = certify(W, W, sweep_planes(W, grid, factor), H, factor)
     assert (certificate.clipped, certificate.clipped_rows) == (2 / 12, 2 / 3)
     assert certificate.gamma == 2.0
     W[0, 0] = 9
-    assert certify(W, W, nearest_plane(W, grid, factor), H, factor).gamma is None
+    assert certify(W, W, sweep_planes(W, grid, factor), H, factor).gamma is None
 
 
 @given(problems(), st.sampled_from(ORDERS))
 def test_a_matrix_on_the_grid_has_lost_nothing(p: Problem, order: str) -> None:
     values = p.grid.round(p.W, slice(None))[1]
     factor = p.factor(order)
-    certificate = certify(values, values, nearest_plane(values, p.grid, factor), p.H, factor)
+    certificate = certify(values, values, sweep_planes(values, p.grid, factor), p.H, factor)
     assert (certificate.loss, certificate.damped_loss, certificate.relative_loss) == (0.0, 0.0, 0.0)
     assert certificate.clipped == 0.0
 
@@ -198,7 +203,7 @@ def test_a_dead_input_costs_nothing_without_damping(order: str) -> None:
         grid = Grid(scale=step, zero=torch.zeros_like(step), group=torch.zeros(len(columns), dtype=torch.int64))
         part, h = W[:, columns], H[columns][:, columns]
         factor = factorize(h, order, damp=0.0)
-        return certify(part, part, nearest_plane(part, grid, factor), h, factor)
+        return certify(part, part, sweep_planes(part, grid, factor), h, factor)
 
     whole, alone = certificate(torch.arange(4)), certificate(live)
     assert close(whole.worst_case * 4, alone.worst_case * 3)
@@ -248,7 +253,7 @@ def test_strips_of_rows_change_nothing(p: Problem, order: str, strip: int) -> No
     factor, matrix, whole = solved(p, order)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bounds, "MEASURED_ROWS", strip)
-        parts = certify(p.W, p.W, matrix, p.H, factor)
+        parts = certify(p.W, p.W, moved_from_the_sweep(p, factor, matrix), p.H, factor)
     scale = scale_of(p, p.W - round_to_nearest(p.W, p.grid).decode()) + scale_of(p, p.W - matrix.decode())
     for field in fields(Certificate):
         a, b = (getattr(found, field.name) for found in (whole, parts))
@@ -275,15 +280,8 @@ def test_strips_cut_the_sweep_and_the_values_as_they_cut_the_rows(monkeypatch: p
         found = []
         for strip in (1024, 2):
             monkeypatch.setattr(bounds, "MEASURED_ROWS", strip)
-            certificate = certify(
-                p.W,
-                p.W,
-                moved,
-                p.H,
-                factor,
-                outside=sweep_planes(p.W, grid, factor).outside,
-                values=1.01 * moved.decode(),
-            )
+            solution = moved_from_the_sweep(replace(p, grid=grid), factor, moved)
+            certificate = certify(p.W, p.W, solution, p.H, factor, values=1.01 * moved.decode())
             found.append(torch.cat([certificate.row_losses, numbers(certificate)]))
         assert not torch.equal(moved.codes, matrix.codes)
         torch.testing.assert_close(*found, rtol=1e-12, atol=0)
@@ -309,7 +307,7 @@ def test_the_loss_is_the_mean_of_the_rows_losses(p: Problem, order: str) -> None
 def test_the_nearest_loss_is_that_of_round_to_nearest(p: Problem, order: str) -> None:
     factor, _, certificate = solved(p, order)
     matrix = round_to_nearest(p.W, p.grid)
-    rounded = certify(p.W, p.W, matrix, p.H, factor, swept=False)
+    rounded = certify(p.W, p.W, Solution(matrix=matrix), p.H, factor)
     assert close(certificate.nearest_loss, rounded.nearest_loss)
     assert rounded.nearest_loss == rounded.loss
     E = p.W - matrix.decode()
@@ -325,7 +323,7 @@ def test_what_clips_and_the_bounds_are_those_of_the_sweep_and_the_losses_those_o
     factor, matrix, first = solved(p, order)
     H = p.damped_hessian(factor)
     polished = polish(p.W, matrix, H, sweeps=3)
-    found = certify(p.W, p.W, polished, p.H, factor, outside=sweep_planes(p.W, p.grid, factor).outside)
+    found = certify(p.W, p.W, moved_from_the_sweep(p, factor, polished), p.H, factor)
     for name in ("clipped", "clipped_rows", "worst_case", "expected", "gamma", "nearest_loss"):
         assert getattr(found, name) == getattr(first, name)
     assert close(found.damped_loss, float(quadratic(p.W - polished.decode(), H).sum()) / p.W.numel())
@@ -345,7 +343,7 @@ def test_rows_whose_sweep_does_not_clip_keep_the_bound_when_polished(p: Problem,
     bound = (p.grid.steps().square()[:, factor.order] * factor.d).sum(1).expand(len(p.W)) / 4
     rows = quadratic(p.W - polished.decode(), H)
     assert bool((rows[inside] <= bound[inside] * (1 + 1e-12)).all())
-    found = certify(p.W, p.W, polished, p.H, factor, outside=sweep_planes(p.W, p.grid, factor).outside)
+    found = certify(p.W, p.W, moved_from_the_sweep(p, factor, polished), p.H, factor)
     if bool(inside.all()):
         assert found.damped_loss <= found.worst_case * (1 + 1e-12)
 
@@ -355,7 +353,7 @@ def test_no_grid_point_is_nearer_to_polished_codes_than_gamma_says(p: Problem, o
     factor, matrix, _ = solved(p, order)
     H = p.damped_hessian(factor)
     polished = polish(p.W, matrix, H, sweeps=9)
-    gamma = certify(p.W, p.W, polished, p.H, factor, outside=sweep_planes(p.W, p.grid, factor).outside).gamma
+    gamma = certify(p.W, p.W, moved_from_the_sweep(p, factor, polished), p.H, factor).gamma
     errors = quadratic(p.W - polished.decode(), H).tolist()
     for w, s, error in zip(p.W, p.grid.steps().expand_as(p.W), errors, strict=True):
         optimum = closest_vector(w, H, s, within=error)
@@ -368,7 +366,7 @@ def test_values_decide_the_loss_and_codes_the_rest(p: Problem, order: str, gain:
     """As where an entropy-coded matrix is scaled as a whole once it is solved."""
     factor, matrix, plain = solved(p, order)
     V = gain * matrix.decode()
-    found = certify(p.W, p.W, matrix, p.H, factor, values=V)
+    found = certify(p.W, p.W, moved_from_the_sweep(p, factor, matrix), p.H, factor, values=V)
     E = p.W - V
     assert abs(found.loss - float(torch.trace(E @ p.H @ E.T)) / E.numel()) <= 1e-12 * scale_of(p, E)
     for name in ("damped_loss", "worst_case", "expected", "gamma", "clipped", "clipped_rows", "nearest_loss"):

@@ -17,7 +17,7 @@ from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.number_formats import NumberFormat
 from nearplane.lattice.polish import polish
 from nearplane.lattice.scale import Steps
-from nearplane.lattice.solve import nearest_plane, round_to_nearest
+from nearplane.lattice.solvers import nearest_plane, round_to_nearest, sweep_planes
 from nearplane.theory.obq import greedy_sweep
 from strategies import ORDERS, Problem, problems
 
@@ -129,7 +129,7 @@ def test_beams_begin_with_nearest_plane_and_end_with_the_closest_vector(p: Probl
 def test_the_bound_holds_where_nothing_clips(p: Problem) -> None:
     factor = p.factor("natural")
     p = replace(p, grid=replace(p.grid, scale=p.grid.scale * 4))  # twice the range
-    found = certify(p.W, p.W, nearest_plane(p.W, p.grid, factor), p.H, factor)
+    found = certify(p.W, p.W, sweep_planes(p.W, p.grid, factor), p.H, factor)
     assume(not found.clipped_rows)
     assert found.worst_case is not None
     assert found.damped_loss <= found.worst_case * (1 + 1e-9)

@@ -14,11 +14,10 @@ from nearplane.lattice import kernels
 from nearplane.lattice import polish as module
 from nearplane.lattice.beam import k_best
 from nearplane.lattice.bounds import quadratic
-from nearplane.lattice.descent import PlainFit
 from nearplane.lattice.factor import Factor
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.lattice.polish import descend, merge, polish, refine
-from nearplane.lattice.solve import Solution, nearest_plane, round_to_nearest, sweep_planes
+from nearplane.lattice.polish import PlainFit, descend, merge, polish, refine
+from nearplane.lattice.solvers import Solution, nearest_plane, round_to_nearest, sweep_planes
 from oracles import closest_vector
 from strategies import KINDS, ORDERS, UNCLIPPED, Problem, problem, problems
 
@@ -165,7 +164,8 @@ def refined(
             return sweep_planes(p.W, grid, factor)
         return Solution(matrix=k_best(p.W, grid, factor, beam=beam))
 
-    return refine(p.W, H, p.grid, lambda _: PlainFit(torch.float64), solve, rounds=rounds, sweeps=sweeps).matrix
+    found = refine(p.W, H, p.grid, lambda _: PlainFit(torch.float64), solve, rounds=rounds).matrix
+    return polish(p.W, found, H, sweeps=sweeps)
 
 
 def step_of(grid: Grid, i: int) -> tuple[Tensor, Tensor]:
@@ -260,7 +260,7 @@ def test_every_row_is_the_better_of_the_descent_and_a_solve_on_its_steps(
         solved.append(sweep_planes(p.W, grid, factor))
         return solved[-1] if tells else replace(solved[-1], losses=None)
 
-    found = refine(p.W, H, p.grid, lambda _: PlainFit(torch.float64), solve, rounds=rounds, sweeps=0)
+    found = refine(p.W, H, p.grid, lambda _: PlainFit(torch.float64), solve, rounds=rounds)
     first, last = solved
     descended = polish(p.W, first.matrix, H, sweeps=rounds, storage=torch.float64)
     assert torch.equal(last.matrix.grid.scale, descended.grid.scale)
@@ -337,7 +337,7 @@ def test_steps_are_what_storage_holds_before_each_solve(storage: torch.dtype, p:
         assert torch.equal(now.scale.to(storage).double(), now.scale)
         return sweep_planes(p.W, now, factor)
 
-    matrix = refine(p.W, p.damped_hessian(factor), grid, lambda _: PlainFit(storage), solve, rounds=2, sweeps=1).matrix
+    matrix = refine(p.W, p.damped_hessian(factor), grid, lambda _: PlainFit(storage), solve, rounds=2).matrix
     assert torch.equal(matrix.grid.scale.to(storage).double(), matrix.grid.scale)
     assert (matrix.grid.low, matrix.grid.high) == (grid.low, grid.high)
     assert torch.equal(matrix.grid.group, grid.group)
@@ -355,7 +355,6 @@ def test_a_step_that_storage_cannot_hold_is_not_taken() -> None:
         lambda _: PlainFit(torch.float16),
         lambda now: Solution(matrix=round_to_nearest(W, now)),
         rounds=1,
-        sweeps=0,
     ).matrix
     assert fixed.grid.scale.tolist() == [[60000.0, 10.0]]
 

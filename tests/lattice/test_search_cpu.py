@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nearplane.lattice.codebook import Codebook
+from nearplane.lattice.kernels_cpu import best_candidate
 from nearplane.lattice.number_formats import integers
 from nearplane.lattice.scale import Steps
-from nearplane.lattice.search_cpu import best_candidate
+from threads import threads_of_torch
 
 
 def errors(weights, scale, zero, low, high):
@@ -29,7 +30,8 @@ def test_no_candidate_has_a_smaller_error(seed, n, g, threads):
         torch.rand(9, n, generator=generator) + 0.05,
         torch.randint(0, 16, (9, n), generator=generator).float(),
     )
-    found = best_candidate(weights, scale, zero, Codebook(low=0, high=15), threads=threads)
+    with threads_of_torch(threads):
+        found = best_candidate(weights, scale, zero, Codebook(low=0, high=15))
     all_errors = errors(weights, scale, zero, 0, 15)
     assert bool((all_errors.gather(0, found[None])[0] <= all_errors.amin(0) * (1 + 1e-5)).all())
 
@@ -37,10 +39,11 @@ def test_no_candidate_has_a_smaller_error(seed, n, g, threads):
 def test_threads_change_nothing():
     weights = torch.randn(4096, 32, generator=torch.Generator().manual_seed(0))
     scale = torch.rand(20, 4096, generator=torch.Generator().manual_seed(1)) + 0.01
-    one, four = (
-        best_candidate(weights, scale, torch.zeros_like(scale), Codebook(low=-8, high=7), threads=t) for t in (1, 4)
-    )
-    assert torch.equal(one, four)
+    found = []
+    for threads in (1, 4):
+        with threads_of_torch(threads):
+            found.append(best_candidate(weights, scale, torch.zeros_like(scale), Codebook(low=-8, high=7)))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from nearplane.errors import NumericalError
 from nearplane.lattice.factor import factorize
 from nearplane.lattice.grid import Grid
-from nearplane.lattice.solve import nearest_plane, round_to_nearest
+from nearplane.lattice.solvers import nearest_plane, round_to_nearest
 from oracles import ALL, Rounding, damped, gptq, gptq_recursive, lagrange, ql, run, same
 from strategies import KINDS, ORDERS, UNCLIPPED, Kind, Problem, problem, problems
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from nearplane.errors import NumericalError
 from nearplane.lattice.bounds import quadratic
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.lattice.solve import nearest_plane
-from nearplane.lattice.solvers import SOLVERS
+from nearplane.lattice.solvers import SOLVERS, nearest_plane
 from nearplane.lattice.solvers import Problem as Given
 from nearplane.recipe.scheme import Solver
 from nearplane.recipe.schemes import GridScheme

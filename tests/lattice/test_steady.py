@@ -7,8 +7,7 @@ import nearplane
 from families import config_of, random_model
 from killing import contents
 from nearplane.demo import CALIBRATION, MODEL
-from nearplane.lattice.factor import factorize
-from nearplane.lattice.steady import total
+from nearplane.lattice.factor import factorize, total
 from nearplane.theory.qr_factor import factorize_root
 
 THREADS = (1, 2, 3)

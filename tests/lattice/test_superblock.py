@@ -50,7 +50,7 @@ def test_it_is_a_grid_like_any_other(matrix: QuantizedMatrix[SuperGrid]) -> None
 
 def test_rows_merge_and_compare(matrix: QuantizedMatrix[SuperGrid]) -> None:
     one = matrix.grid
-    other = one._with({"d": one.d * 2})
+    other = one.with_parts({"d": one.d * 2})
     chosen = torch.tensor([[True], [False], [True]])
     both = one.merged(chosen, other)
     assert both.of_rows(torch.tensor([0, 2])).same_as(one.of_rows(torch.tensor([0, 2])))
@@ -63,7 +63,7 @@ def test_rows_merge_and_compare(matrix: QuantizedMatrix[SuperGrid]) -> None:
 def test_a_group_without_a_step_means_its_offset() -> None:
     """Files of others have such groups; nothing that is computed of them is NaN."""
     grid = some_grid()
-    none = grid._with({"sc": torch.zeros_like(grid.sc)})
+    none = grid.with_parts({"sc": torch.zeros_like(grid.sc)})
     assert grid.offset is not None
     assert torch.equal(none.decode(torch.full((3, 32), 7)), -grid.offset[:, grid.group])
     assert torch.equal(none.zero, torch.zeros_like(none.scale))

@@ -10,14 +10,13 @@ from torch import Tensor
 
 from nearplane.errors import NumericalError
 from nearplane.formats.gguf.gguf_layers import pack, unpack
-from nearplane.lattice.descent import State
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.number_formats import TYPES, BlockType
-from nearplane.lattice.polish import descend
-from nearplane.lattice.solve import round_to_nearest
+from nearplane.lattice.polish import State, descend
+from nearplane.lattice.solvers import round_to_nearest
 from nearplane.lattice.superblock import SuperGrid
-from nearplane.lattice.superblock_descent import SuperFit
-from nearplane.lattice.superblock_fit import fit_blocks
+from nearplane.lattice.superblock_fit import SuperFit
+from nearplane.lattice.superblock_search import fit_blocks
 
 KINDS = pytest.mark.parametrize("kind", TYPES.values(), ids=TYPES)
 
@@ -102,7 +101,7 @@ def test_steps_alone_come_to_a_least_square(kind: BlockType, W: Tensor, H: Tenso
     """From steps that are a tenth too large, with codes of the right ones: most of what that cost is won back."""
     W, H = W.double(), H.double()
     right = round_to_nearest(W, fitted(kind, W).to(torch.float64))
-    wrong = right.grid._with({"d": (right.grid.d * 1.1).half().double()})
+    wrong = right.grid.with_parts({"d": (right.grid.d * 1.1).half().double()})
     matrix = type(right)(codes=right.codes, grid=wrong)
     fit = SuperFit(wrong, kind)
     found = _only_steps(W, matrix, H, fit)

@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nearplane.lattice.codebook import Codebook
+from nearplane.lattice.kernels_cpu import STRIP_ROWS, sweep_block
 from nearplane.lattice.kernels_torch import Columns, Tally
 from nearplane.lattice.kernels_torch import sweep_block as sweep_block_torch
-from nearplane.lattice.sweep_cpu import STRIP_ROWS, sweep_block
+from threads import threads_of_torch
 
 SHAPES = [
     (1, 1),
@@ -48,17 +49,23 @@ def plain(target, W, scale, zero, group, low, high, U, dtype=torch.float32):
     return codes.int(), E, gap
 
 
-def swept(target, W, scale, zero, group, low, high, U, **options):
+def swept(target, W, scale, zero, group, low, high, U):
     """Codes and errors of the compiled sweep."""
     codes, E = torch.empty(W.shape, dtype=torch.int32), torch.full(W.shape, torch.nan)
-    columns = Columns(scale, zero, group, Codebook(low=low, high=high))
-    sweep_block(target, W, columns, U, codes, E, **options)
+    columns = Columns(W, scale, zero, group, Codebook(low=low, high=high))
+    sweep_block(target, columns, U, codes, E, nothing_added_up(W))
     return codes, E
 
 
-def agree(target, W, scale, zero, group, low, high, U, **options):
+def nothing_added_up(W):
+    """Sums of nothing: columns do not count."""
+    none = torch.zeros(W.shape[1])
+    return Tally(torch.zeros(len(W)), none, none.to(torch.int32), moves=False)
+
+
+def agree(target, W, scale, zero, group, low, high, U):
     """Compare with the float64 loop all rows that stay 1e-3 steps away from rounding boundaries; return their fraction."""
-    codes, E = swept(target, W, scale, zero, group, low, high, U, **options)
+    codes, E = swept(target, W, scale, zero, group, low, high, U)
     expected, _, gap = plain(target, W, scale, zero, group, low, high, U, torch.float64)
     clear = (gap > 1e-3).all(0)
     assert torch.equal(E, W - scale[group] * (codes - zero[group]))
@@ -76,7 +83,8 @@ def test_equals_the_plain_loop(shape, low, high):
 def test_equals_the_plain_loop_on_any_shape(seed, b, out, groups, threads):
     """Any number of columns, rows, groups in any order of columns, threads."""
     *parts, U = problem(b, out, groups=groups, seed=seed)
-    agree(*parts, 0, 15, U, threads=threads)
+    with threads_of_torch(threads):
+        agree(*parts, 0, 15, U)
 
 
 def test_most_rows_of_the_comparison_count():
@@ -105,7 +113,11 @@ def test_ties_round_to_even_as_torch_does(step):
 
 def test_threads_change_nothing():
     *parts, U = problem(64, 1000, groups=3)
-    one, five = swept(*parts, 0, 15, U, threads=1), swept(*parts, 0, 15, U, threads=5)
+    found = []
+    for threads in (1, 5):
+        with threads_of_torch(threads):
+            found.append(swept(*parts, 0, 15, U))
+    one, five = found
     assert torch.equal(one[0], five[0])
     assert torch.equal(one[1], five[1])
 
@@ -121,12 +133,13 @@ def test_below_the_diagonal_nothing_is_read():
 def test_what_is_added_up_is_what_the_torch_form_adds_up(limits, moves):
     """Losses, or what moves changed of them, and targets beyond the limits; to sums that are begun."""
     target, W, scale, zero, group, U = problem(40, 2 * STRIP_ROWS + 5, groups=3)
-    columns = Columns(scale, zero, group, Codebook(low=limits[0], high=limits[1]))
+    columns = Columns(W, scale, zero, group, Codebook(low=limits[0], high=limits[1]))
     d, found = torch.rand(40, generator=torch.Generator().manual_seed(1)) + 0.5, []
-    for sweep, threads in ((sweep_block, {"threads": 1}), (sweep_block, {"threads": 3}), (sweep_block_torch, {})):
+    for sweep, threads in ((sweep_block, 1), (sweep_block, 3), (sweep_block_torch, 1)):
         loss, outside = torch.full((len(W.T),), 2.0), torch.full((len(W.T),), 7, dtype=torch.int32)
         codes, E = torch.empty(W.shape, dtype=torch.int32), torch.empty_like(W)
-        sweep(target, W, columns, U, codes, E, Tally(d, loss, outside, moves), **threads)
+        with threads_of_torch(threads):
+            sweep(target, columns, U, codes, E, Tally(d, loss, outside, moves))
         found.append((codes, loss, outside))
     (codes, loss, outside), threaded, reference = found
     assert all(torch.equal(a, b) for a, b in zip((codes, loss, outside), threaded, strict=True))
@@ -141,8 +154,8 @@ def test_slices_of_larger_tensors_are_written_in_place():
     target, W, scale, zero, group, U = problem(48, 33, groups=2)
     codes, E = torch.zeros(48, 33, dtype=torch.int32), torch.zeros(48, 33)
     middle = slice(16, 32)
-    columns = Columns(scale, zero, group[middle], Codebook(low=0, high=15))
-    sweep_block(target[middle], W[middle], columns, U[middle, middle], codes[middle], E[middle])
+    columns = Columns(W[middle], scale, zero, group[middle], Codebook(low=0, high=15))
+    sweep_block(target[middle], columns, U[middle, middle], codes[middle], E[middle], nothing_added_up(W[middle]))
     expected = swept(target[middle], W[middle], scale, zero, group[middle], 0, 15, U[middle, middle])
     assert torch.equal(codes[middle], expected[0])
     assert torch.equal(E[middle], expected[1])
@@ -154,8 +167,9 @@ def test_codes_may_take_the_memory_of_the_targets():
     *parts, U = problem(70, 300, groups=2)
     expected, E = swept(*parts, 0, 15, U)[0], torch.empty(70, 300)
     target = parts[0].clone()
-    columns = Columns(*parts[2:], Codebook(low=0, high=15))
-    sweep_block(target, parts[1], columns, U, target.view(torch.int32), E, threads=2)
+    columns = Columns(*parts[1:], Codebook(low=0, high=15))
+    with threads_of_torch(2):
+        sweep_block(target, columns, U, target.view(torch.int32), E, nothing_added_up(parts[1]))
     assert torch.equal(target.view(torch.int32), expected)
 
 

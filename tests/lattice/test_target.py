@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nearplane.lattice.factor import Factor, factorize
-from nearplane.lattice.target import correction, mismatch, trust, weighted_difference
+from nearplane.lattice.moments import correction, mismatch, trust, weighted_difference
 from oracles import damped, same
 from strategies import ORDERS, problem
 

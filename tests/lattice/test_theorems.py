@@ -23,7 +23,7 @@ from torch.linalg import inv
 from nearplane.lattice.bounds import certify, quadratic
 from nearplane.lattice.factor import Factor, factorize
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.lattice.solve import nearest_plane
+from nearplane.lattice.solvers import nearest_plane, sweep_planes
 from oracles import ALL, BACK_TO_FRONT, closest_vector, ql, run, same, unit_lower
 from strategies import KINDS, ORDERS, UNCLIPPED, Problem, problems
 
@@ -260,7 +260,7 @@ def test_the_mean_loss_over_all_offsets_is_a_third_of_the_bound(p: Problem, orde
     factor = p.factor(order)
     offsets = torch.cartesian_prod(*[(torch.arange(K, dtype=torch.float64) + 0.5) / K] * p.W.shape[1])
     W = p.W[:1] + p.grid.steps() * offsets.reshape(-1, p.W.shape[1])
-    certificate = certify(W, W, nearest_plane(W, p.grid, factor), p.H, factor)
+    certificate = certify(W, W, sweep_planes(W, p.grid, factor), p.H, factor)
     assert certificate.expected is not None
     ratio = certificate.damped_loss / certificate.expected
     assert (1 - 1 / K**2) * (1 - 1e-9) <= ratio <= (1 + 2 / K**2) * (1 + 1e-9)
@@ -273,8 +273,8 @@ CLIPPED = tuple(kind for kind in KINDS if kind not in UNCLIPPED)
 def test_rows_that_do_not_clip_are_within_gamma_of_the_best_of_all_integers(p: Problem, order: str) -> None:
     """[C25]: limits that no target of a row exceeds play no part: the row's error is at most gamma times the optimum's."""
     factor = p.factor(order)
-    matrix, H = nearest_plane(p.W, p.grid, factor), p.damped_hessian(factor)
-    certificate = certify(p.W, p.W, matrix, p.H, factor)
+    solution, H = sweep_planes(p.W, p.grid, factor), p.damped_hessian(factor)
+    matrix, certificate = solution.matrix, certify(p.W, p.W, solution, p.H, factor)
     targets = torch.empty_like(p.W)
     targets[:, factor.order] = residuals(p.W, matrix, factor) + matrix.decode()[:, factor.order]
     inside = ~p.grid.clipped(targets).any(1)
@@ -294,7 +294,7 @@ def test_gamma_is_reached_by_two_equal_planes() -> None:
     one = torch.ones(1, 1, dtype=torch.float64)
     grid = Grid(scale=one, zero=torch.zeros_like(one), group=torch.zeros(2, dtype=torch.int64))
     factor = factorize(H, damp=0.0)
-    certificate = certify(W, W, nearest_plane(W, grid, factor), H, factor)
+    certificate = certify(W, W, sweep_planes(W, grid, factor), H, factor)
     optimum = closest_vector(W[0], H, torch.ones(2, dtype=torch.float64), within=0.5)
     assert (certificate.damped_loss * 2, optimum) == (0.5, 0.25)
     assert certificate.gamma == pytest.approx(2.0**0.5, rel=1e-15)

@@ -8,7 +8,7 @@ import torch
 from nearplane.errors import NumericalError
 from nearplane.lattice.number_formats import integers
 from nearplane.lattice.scale import Steps
-from nearplane.lattice.solve import Solution, round_to_nearest
+from nearplane.lattice.solvers import Solution, round_to_nearest
 from nearplane.matrix.on_grid import DAMP, LEAST_ROWS, quantize_matrix, solve_joined
 from nearplane.recipe.schemes import GridScheme
 

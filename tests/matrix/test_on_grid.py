@@ -14,11 +14,10 @@ from nearplane.errors import NumericalError, RecipeError
 from nearplane.formats.gguf.gguf_layers import pack, unpack
 from nearplane.lattice.factor import factorize
 from nearplane.lattice.grid import Grid
-from nearplane.lattice.moments import Moments
+from nearplane.lattice.moments import Moments, correction, trust
 from nearplane.lattice.number_formats import TYPES, integers
 from nearplane.lattice.scale import Steps
-from nearplane.lattice.solve import round_to_nearest
-from nearplane.lattice.target import correction, trust
+from nearplane.lattice.solvers import round_to_nearest
 from nearplane.matrix.inputs import Inputs, corrected
 from nearplane.matrix.on_grid import quantize_matrix, with_tensors
 from nearplane.recipe.schemes import BlockScheme, GridScheme, RateScheme

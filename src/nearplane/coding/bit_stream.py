@@ -16,6 +16,7 @@ MAX_RICE_ONES = 24  # ones of a Rice code; after that many, 32 plain bits follow
 ALL_EQUAL = 15  # in place of the Rice parameter: all entries are the centre
 
 
+@njit(cache=True, nogil=True)
 def zigzag(value: NDArray[np.int64]) -> NDArray[np.int64]:
     """Map 0, -1, 1, -2, ... to 0, 1, 2, 3, ..."""
     return np.where(value < 0, -2 * value - 1, 2 * value)
@@ -32,8 +33,8 @@ def rice_cost(folded: NDArray[np.int64], parameter: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def _least_rice(folded: NDArray[np.int64]) -> tuple[int, int]:
-    """Return the parameter that takes the fewest bits, and these."""
+def best_rice(folded: NDArray[np.int64]) -> tuple[int, int]:
+    """Return the parameter, 0 ... 14, that takes the fewest bits, and these."""
     mean = folded.sum() // max(1, len(folded))
     guess = 0
     while mean >> guess and guess < 14:
@@ -46,31 +47,18 @@ def _least_rice(folded: NDArray[np.int64]) -> tuple[int, int]:
     return best, least
 
 
-def rice_parameter(folded: NDArray[np.int64]) -> int:
-    """Return the parameter, 0 ... 14, that takes the fewest bits."""
-    return int(_least_rice(folded)[0])
-
-
 @njit(cache=True, nogil=True)
-def _write_rice(folded: NDArray[np.int64], parameter: int, bits: NDArray[np.uint8]) -> int:
+def write_rice(folded: NDArray[np.int64], parameter: int, bits: NDArray[np.uint8]) -> None:
+    """Fill bits, one per byte, which are 0."""
     at = 0
     for value in folded:
         quotient = value >> parameter
-        if quotient < MAX_RICE_ONES:
-            for _ in range(quotient):
-                bits[at] = 1
-                at += 1
-            at += 1
-            width = parameter
-        else:
-            for _ in range(MAX_RICE_ONES):
-                bits[at] = 1
-                at += 1
-            width = 32
+        ones, zeros, width = (quotient, 1, parameter) if quotient < MAX_RICE_ONES else (MAX_RICE_ONES, 0, 32)
+        bits[at : at + ones] = 1
+        at += ones + zeros
         for i in range(width):
             bits[at] = (value >> i) & 1
             at += 1
-    return at
 
 
 @njit(cache=True, nogil=True)
@@ -130,7 +118,7 @@ class BitWriter:
         """Append integers of either sign, each by the Rice code of its zig-zag."""
         folded = zigzag(values)
         bits = np.zeros(rice_cost(folded, parameter), np.uint8)
-        _write_rice(folded, parameter, bits)
+        write_rice(folded, parameter, bits)
         self.extend(bits)
 
     def array(self, values: NDArray[np.int32]) -> None:
@@ -142,7 +130,7 @@ class BitWriter:
             return
         centre = centre_of(values)
         differences = values.astype(np.int64) - centre
-        parameter = rice_parameter(zigzag(differences))
+        parameter, _ = best_rice(zigzag(differences))
         self.put(parameter, 4)
         self.signed(centre)
         self.rice(differences, parameter)
@@ -172,7 +160,7 @@ def array_bits(values: NDArray[np.int32]) -> int:
     if values.min() == values.max():
         return 4 if values[0] else 0
     folded = zigzag(values.astype(np.int64) - centre_of(values))
-    return 4 + int(_least_rice(folded)[1])
+    return 4 + best_rice(folded)[1]
 
 
 class BitReader:

@@ -12,11 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearplane.coding.bit_stream import varint
-from nearplane.coding.blob_header import MAX_EXPONENT, MAX_SIDE, TANS, VERSION, Header
 from nearplane.coding.chunk import Patches
 from nearplane.coding.encoder_choices import Choices, choose, payload_bits, tally
 from nearplane.coding.header_bits import read_header, read_shape, write_header
-from nearplane.coding.layout import Layout, chunk_edges, frequencies
+from nearplane.coding.layout import MAX_EXPONENT, MAX_SIDE, TANS, VERSION, Header, Layout, chunk_edges, frequencies
 from nearplane.coding.packed_matrix import PackedMatrix, pack
 from nearplane.coding.payload import decode_chunks, encode_chunks, run
 from nearplane.coding.symbols import scatter
@@ -202,8 +201,7 @@ def size(contents: Contents) -> Size:
     header = choices.header
     bits, of_rows = write_header(header, choices.layout)
     start = 1 + len(varint(header.shape[0])) + len(varint(header.shape[1]))
-    codes = _plain(contents.codes)
-    payload = payload_bits(choices, tally(choices, codes))
+    payload = payload_bits(choices, tally(choices, _plain(contents.codes)))
     return Size(side=start + (bits.count - of_rows) // 8 + 4, payload=of_rows + payload)
 
 
@@ -232,6 +230,11 @@ def decode(
 
     run(_threads(threads, arrangement), some, header.shape[0])
     codes[rows, columns] += delta
+    return _contents(header, codes)
+
+
+def _contents(header: Header, codes: NDArray[np.int32]) -> Contents:
+    """Return codes with the scales of a header."""
     return Contents(
         codes=codes,
         base=_base(header.base),
@@ -247,14 +250,7 @@ def decode_packed(
 ) -> PackedMatrix:
     """Return what a runtime multiplies with: nibbles or int8 by groups of columns, and patches. See `decode`."""
     header, arrangement, symbols, patches = _symbols(blob, name, threads, shape)
-    scales = Contents(
-        codes=np.broadcast_to(np.int32(0), header.shape),
-        base=_base(header.base),
-        columns=header.columns,
-        column_resolution=header.column_resolution,
-        rows=header.rows,
-        row_resolution=header.row_resolution,
-    )
+    scales = _contents(header, np.broadcast_to(np.int32(0), header.shape))
     return pack(arrangement, symbols, patches, scales.column_scale, scales.row_scale)
 
 

@@ -9,19 +9,15 @@ from numba import njit
 from numpy.typing import NDArray
 
 from nearplane.coding import tans
-from nearplane.coding.bit_stream import MAX_RICE_ONES, read_rice, rice_cost
-from nearplane.coding.layout import Cells, Traversal
-from nearplane.coding.symbols import Escapes, gather, locate
+from nearplane.coding.bit_stream import best_rice, read_rice, write_rice, zigzag
+from nearplane.coding.layout import Cells, Layout
+from nearplane.coding.symbols import gather, locate
 from nearplane.coding.tans import LANES, PADDING_BYTES, EncoderTables, Lanes, Segments
 
 _u64 = np.uint64
 
 # what may be wrong with a chunk
-ESCAPES_CUT_SHORT = 1
-LANE_LENGTHS_CUT_SHORT = 2
-LANES_TOO_LONG = 3
-STREAM_END_WRONG = 4
-ESCAPE_COUNT_WRONG = 5
+ESCAPES_CUT_SHORT, LANE_LENGTHS_CUT_SHORT, LANES_TOO_LONG, STREAM_END_WRONG, ESCAPE_COUNT_WRONG = range(1, 6)
 
 
 class Patches(NamedTuple):
@@ -30,14 +26,6 @@ class Patches(NamedTuple):
     rows: NDArray[np.int32]  # (patches,) of the matrix
     columns: NDArray[np.int32]  # (patches,) of the matrix
     delta: NDArray[np.int64]  # (patches,)
-
-
-class _End(NamedTuple):
-    """Where a stream of bits ends."""
-
-    at: int  # bytes written
-    held: np.uint64  # the bits behind them
-    pending: int  # how many these are, fewer than 8
 
 
 @njit(cache=True, nogil=True)
@@ -109,19 +97,16 @@ def _read_lanes(data: NDArray[np.uint8], at: int, lanes: Lanes) -> tuple[int, in
 
 
 @njit(cache=True, nogil=True)
-def place(
-    symbols: NDArray[np.uint8], begin: int, traversal: Traversal, values: NDArray[np.int64]
-) -> tuple[int, Patches]:
+def place(symbols: NDArray[np.uint8], begin: int, layout: Layout, values: NDArray[np.int64]) -> tuple[int, Patches]:
     """Give the values of a list to the escapes among the decoded symbols from `begin` of the traversal.
 
     Returns:
         What is wrong, or 0, and the differences from what the symbols decode to.
     """
-    row_order, column_order = traversal.orders
-    count = len(values)
-    escapes = Escapes(np.empty(count, np.int32), np.empty(count, np.int32), np.empty(count, np.int32))
+    row_order, column_order = layout.orders
+    escapes, count = locate(symbols, begin, layout.groups, True), len(values)
     rows, columns, delta, n = np.empty(count, np.int32), np.empty(count, np.int32), np.empty(count, np.int64), 0
-    if locate(symbols, begin, traversal.groups, True, escapes) != count:
+    if len(escapes.rows) != count:
         return ESCAPE_COUNT_WRONG, Patches(rows[:0], columns[:0], delta[:0])
     for k in range(count):
         if escapes.columns[k] >= 0:
@@ -143,7 +128,7 @@ def _padded(blob: NDArray[np.uint8], first: int, last: int) -> NDArray[np.uint8]
 
 @njit(cache=True, nogil=True)
 def _read_chunk(
-    padded: NDArray[np.uint8], begin: int, traversal: Traversal, entries: NDArray[np.uint32], symbols: NDArray[np.uint8]
+    padded: NDArray[np.uint8], begin: int, layout: Layout, entries: NDArray[np.uint32], symbols: NDArray[np.uint8]
 ) -> tuple[int, Patches]:
     """Decode a chunk, with padding, whose symbols begin at `begin` of the traversal; see `read_chunks`."""
     data = padded[: len(padded) - PADDING_BYTES]
@@ -159,10 +144,10 @@ def _read_chunk(
     wrong, at = _read_lanes(data, (at + 7) >> 3, lanes)
     if wrong:
         return wrong, nothing
-    cells = segments(begin, begin + len(symbols), traversal.cells)
+    cells = segments(begin, begin + len(symbols), layout.cells)
     if not tans.decode_lanes(padded, at, lanes, cells, entries, symbols):
         return STREAM_END_WRONG, nothing
-    return place(symbols, begin, traversal, values)
+    return place(symbols, begin, layout, values)
 
 
 @njit(cache=True, nogil=True)
@@ -170,7 +155,7 @@ def read_chunks(
     blob: NDArray[np.uint8],
     starts: NDArray[np.int64],
     bounds: NDArray[np.int64],
-    traversal: Traversal,
+    layout: Layout,
     entries: NDArray[np.uint32],
     symbols: NDArray[np.uint8],
 ) -> tuple[int, int, Patches]:
@@ -190,7 +175,7 @@ def read_chunks(
     at = 0
     for n in range(len(bounds) - 1):
         padded, into = _padded(blob, starts[n], starts[n + 1]), symbols[bounds[n] : bounds[n + 1]]
-        wrong, found = _read_chunk(padded, bounds[n], traversal, entries, into)
+        wrong, found = _read_chunk(padded, bounds[n], layout, entries, into)
         if wrong:
             return wrong, n, Patches(rows[:0], columns[:0], delta[:0])
         for k in range(len(found.rows)):
@@ -200,74 +185,38 @@ def read_chunks(
 
 
 @njit(cache=True, nogil=True)
-def listed(symbols: NDArray[np.uint8], begin: int, traversal: Traversal, codes: NDArray[np.int32]) -> NDArray[np.int64]:
+def listed(symbols: NDArray[np.uint8], begin: int, layout: Layout, codes: NDArray[np.int32]) -> NDArray[np.int64]:
     """Return the codes of the escapes among the symbols of the stream from `begin` on; 0 for fillings."""
-    row_order, column_order = traversal.orders
-    none = np.empty(0, np.int32)
-    count = locate(symbols, begin, traversal.groups, False, Escapes(none, none, none))
-    escapes = Escapes(np.empty(count, np.int32), np.empty(count, np.int32), np.empty(count, np.int32))
-    locate(symbols, begin, traversal.groups, False, escapes)
-    values = np.zeros(count, np.int64)
-    for k in range(count):
+    row_order, column_order = layout.orders
+    escapes = locate(symbols, begin, layout.groups, False)
+    values = np.zeros(len(escapes.rows), np.int64)
+    for k in range(len(values)):
         if escapes.columns[k] >= 0:
             values[k] = codes[row_order[escapes.rows[k]], column_order[escapes.columns[k]]]
     return values
 
 
 @njit(cache=True, nogil=True)
-def _put(out: NDArray[np.uint8], end: _End, value: int, width: int) -> _End:
-    """Append `width` <= 56 bits to a stream; return where it ends then."""
-    at, held, pending = end
-    held |= _u64(value) << _u64(pending)
-    pending += width
-    while pending >= 8:
-        out[at] = np.uint8(held)
-        held >>= _u64(8)
-        at += 1
-        pending -= 8
-    return _End(at, held, pending)
-
-
-@njit(cache=True, nogil=True)
 def write_list(values: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Return a list of escapes, filled up to a byte; its Rice parameter is that of `bit_stream.rice_parameter`."""
-    count = len(values)
-    folded = np.empty(count, np.int64)
-    total = 0
-    for i in range(count):
-        folded[i] = -2 * values[i] - 1 if values[i] < 0 else 2 * values[i]
-        total += int(folded[i])
-    best, parameter = 0, 0
-    if count:
-        mean, guess = total // count, 0
-        while guess < 14 and mean >> guess:
-            guess += 1
-        low = max(0, guess - 2)
-        best, parameter = rice_cost(folded, low), low
-        for k in range(low + 1, min(14, guess + 1) + 1):
-            bits = rice_cost(folded, k)
-            if bits < best:
-                best, parameter = bits, k
+    """Return a list of escapes, filled up to a byte."""
+    count, folded = len(values), zigzag(values)
+    parameter, size = best_rice(folded)
     width = 0
     while (count + 1) >> (width + 1):
         width += 1
-    out = np.empty((best + 2 * width + 1 + 4 + 7) // 8, np.uint8)
-    end = _put(out, _End(0, _u64(0), 0), (1 << width) - 1, width + 1)
-    end = _put(out, end, count + 1 - (1 << width), width)
+    bits = np.zeros(2 * width + 1 + (4 + size if count else 0), np.uint8)  # one per byte
+    bits[:width] = 1
+    for i in range(width):
+        bits[width + 1 + i] = ((count + 1) >> i) & 1
     if count:
-        end = _put(out, end, parameter, 4)
-    for value in folded:
-        quotient = int(value) >> parameter
-        if quotient < MAX_RICE_ONES:
-            rest = int(value) & ((1 << parameter) - 1)
-            end = _put(out, end, ((1 << quotient) - 1) | rest << (quotient + 1), quotient + 1 + parameter)
-        else:
-            end = _put(out, end, ((1 << MAX_RICE_ONES) - 1) | int(value) << MAX_RICE_ONES, MAX_RICE_ONES + 32)
-    size = end.at
-    if end.pending:
-        out[size] = np.uint8(end.held)
-        size += 1
-    return out[:size]
+        rest = bits[2 * width + 1 :]
+        for i in range(4):
+            rest[i] = (parameter >> i) & 1
+        write_rice(folded, parameter, rest[4:])
+    out = np.zeros((len(bits) + 7) // 8, np.uint8)
+    for i in range(len(bits)):
+        out[i >> 3] |= bits[i] << (i & 7)
+    return out
 
 
 @njit(cache=True, nogil=True)
@@ -275,7 +224,7 @@ def write_chunks(
     codes: NDArray[np.int32],
     staged: NDArray[np.uint8],
     bounds: NDArray[np.int64],
-    traversal: Traversal,
+    layout: Layout,
     kept: NDArray[np.uint8],
     encoder: EncoderTables,
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
@@ -295,9 +244,9 @@ def write_chunks(
     for n in range(chunks):
         begin, end = bounds[n], bounds[n + 1]
         symbols = buffer[: end - begin]
-        gather(staged, begin, traversal.groups, traversal.cells, kept, symbols)
-        escapes = write_list(listed(symbols, begin, traversal, codes))
-        size = tans.encode(symbols, segments(begin, end, traversal.cells), encoder, streams, lanes)
+        gather(staged, begin, layout.groups, layout.cells, kept, symbols)
+        escapes = write_list(listed(symbols, begin, layout, codes))
+        size = tans.encode(symbols, segments(begin, end, layout.cells), encoder, streams, lanes)
         if at + len(escapes) + size + 64 > len(out):
             more = np.empty(2 * len(out) + len(escapes) + size, np.uint8)
             more[:at] = out[:at]

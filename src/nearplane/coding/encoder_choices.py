@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -16,11 +17,9 @@ from numpy.typing import NDArray
 
 from nearplane.coding import frequency_tables
 from nearplane.coding.bit_stream import BitWriter, array_bits, varint, zigzag
-from nearplane.coding.blob_header import MAX_COLUMN_LEVEL, MAX_ROW_LEVEL, Header, predict
-from nearplane.coding.cost import list_bits, paired_stream_bits, stream_bits, table_bits
-from nearplane.coding.counts import Counts, beyond, sample
+from nearplane.coding.cost import Counts, list_bits, paired_stream_bits, sample, stream_bits, table_bits
 from nearplane.coding.header_bits import write_table
-from nearplane.coding.layout import Layout, chunk_edges, lay_out
+from nearplane.coding.layout import MAX_COLUMN_LEVEL, MAX_ROW_LEVEL, Header, Layout, chunk_edges, lay_out, predict
 
 MAX_ESCAPE_SHARE_IN_PAIRS = 2e-4  # share of codes outside the nibble up to which a group is coded in pairs
 MIXTURE_SAMPLE_COLUMNS = 384  # columns that the family's member is chosen on
@@ -82,12 +81,7 @@ def _totals(
 
 @njit(cache=True, nogil=True)
 def _pick(
-    cost: NDArray[np.float32],
-    predicted: NDArray[np.int64],
-    shift: int,
-    step: int,
-    limit: int,
-    tried: Corrections,
+    cost: NDArray[np.float32], predicted: NDArray[np.int64], shift: int, step: int, limit: int, tried: Corrections
 ) -> tuple[NDArray[np.int32], float]:
     """Choose for every row of the cost the correction that takes the fewest bits; return also the cost alone."""
     last = cost.shape[1] - 1
@@ -131,13 +125,9 @@ def tally(choices: Choices, codes: NDArray[np.int32]) -> Tally:
     if len(counts.rows) < len(codes):
         counts = Counts(codes, header.row_levels, np.arange(len(codes)))
     spreads = header.spread_of(header.column_levels()[:, None], counts.levels[None, :])
-    found = counts.by_spread(spreads)
-    count = int(counts.signed[:, :, -1].sum(dtype=np.int64))  # none where the largest code is at most 127
-    return Tally(
-        counts=found,
-        shares=_shares_of_pairs(header, choices.layout, spreads, counts),
-        beyond=beyond(codes, count) if count else np.empty(0, np.int64),
-    )
+    far = codes[(codes < -127) | (codes > 127)] if counts.signed[:, :, -1].any() else codes[:0, 0]
+    shares = _shares_of_pairs(header, choices.layout, spreads, counts)
+    return Tally(counts=counts.by_spread(spreads), shares=shares, beyond=far.astype(np.int64))
 
 
 def _levels_of_columns(header: Header, counts: Counts) -> tuple[Header, float]:
@@ -171,19 +161,17 @@ def member(
     """Choose slope, spread and shape of the tables on a sample of columns, without corrections of their levels."""
     cost = counts.costs(2, row_step, pick)
     cheapest = cost.argmin(1)
-    best: tuple[float, int, int] | None = None
+    tried = []
     for slope in slopes:
         levels = _predicted(header, slope)[pick]  # at 8 levels per octave
         free = int(np.median(cheapest - 2 * levels))
         totals = _totals(cost, levels, 2, free - 10, 21)
         at = int(totals.argmin())
-        if best is None or totals[at] < best[0]:
-            best = (float(totals[at]), slope, free - 10 + at)
-    assert best is not None
-    _, slope, spread = best
+        tried.append((float(totals[at]), slope, free - 10 + at))
+    _, slope, spread = min(tried, key=itemgetter(0))  # the first of equals
     levels = 2 * _predicted(header, slope)[pick]
-    mixture, spread = _best_mixture(counts, pick, row_step, spread + levels, range(frequency_tables.SHAPES), spread)
-    return replace(header, mixture=mixture, slope=slope), spread
+    mixture, shift = _best_mixture(counts, pick, row_step, spread + levels, range(frequency_tables.SHAPES))
+    return replace(header, mixture=mixture, slope=slope), spread + shift
 
 
 def _predicted(header: Header, slope: int) -> NDArray[np.int64]:
@@ -191,14 +179,9 @@ def _predicted(header: Header, slope: int) -> NDArray[np.int64]:
 
 
 def _best_mixture(
-    counts: Counts,
-    pick: NDArray[np.int64],
-    row_step: int,
-    spreads: NDArray[np.int64],
-    mixtures: range,
-    spread: int = 0,
+    counts: Counts, pick: NDArray[np.int64], row_step: int, spreads: NDArray[np.int64], mixtures: range
 ) -> tuple[int, int]:
-    """Return the shape, of those given, and the spread that take the fewest bits for columns at the given spreads."""
+    """Return the shape, of those given, and the shift of all spreads that take the fewest bits for columns at given ones."""
     best: dict[int, tuple[float, int]] = {}
 
     def total(mixture: int) -> float:
@@ -213,7 +196,7 @@ def _best_mixture(
     while True:
         following = min((at, at - 1, at + 1), key=total)
         if following == at:
-            return at, spread + best[at][1]
+            return at, best[at][1]
         at = following
 
 
@@ -223,7 +206,8 @@ def _corrected(header: Header, cost: NDArray[np.float32], spread: int, doubt: fl
     `doubt` is the gain, in bits, that a correction must have over what it takes: a sample's gains are partly chance.
     """
     width = header.shape[1]
-    best: tuple[float, Header] | None = None
+    none = np.zeros(width, np.int32)
+    found: list[tuple[float, Header]] = []
     for resolution in (8, 4, 2, 1):
         step = 16 // resolution
         predicted = predict(header.columns, header.column_resolution, header.slope, resolution)
@@ -231,18 +215,15 @@ def _corrected(header: Header, cost: NDArray[np.float32], spread: int, doubt: fl
         totals = _totals(cost, levels, step, spread - 3, 7)
         shift = int(np.clip(spread - 3 + int(totals.argmin()), 0, frequency_tables.SPREADS - 1))
         bits = float(_totals(cost, levels, step, shift, 1)[0]) + 4
-        if best is None or bits < best[0]:
-            none = np.zeros(width, np.int32)
-            best = (bits, replace(header, level_resolution=resolution, spread=shift, corrections=none))
+        found.append((bits, replace(header, level_resolution=resolution, spread=shift, corrections=none)))
         for parameter in (0, 1, 2):
             rice = _rice(CORRECTIONS_TRIED, parameter) + np.where(CORRECTIONS_TRIED, doubt, 0.0)
             tried = Corrections(CORRECTIONS_TRIED, rice)
             corrections, bits = _pick(cost, predicted, shift, step, MAX_COLUMN_LEVEL, tried)
             bits += array_bits(corrections)
-            if bits < best[0]:
-                best = (bits, replace(header, level_resolution=resolution, spread=shift, corrections=corrections))
-    assert best is not None
-    return best[1], best[0]
+            found.append((bits, replace(header, level_resolution=resolution, spread=shift, corrections=corrections)))
+    bits, header = min(found, key=itemgetter(0))
+    return header, bits
 
 
 def _rice(values: NDArray[np.int64], parameter: int) -> NDArray[np.float64]:
@@ -265,9 +246,8 @@ def _levels_of_rows(header: Header, codes: NDArray[np.int32]) -> Header | None:
     width = len(spreads)
     pick = np.arange(width)
     if width > ROW_LEVEL_SAMPLE_COLUMNS:  # sixteen neighbours at a time: memory is read in lines
-        pick = (
-            np.linspace(0, width - 16, ROW_LEVEL_SAMPLE_COLUMNS // 16).astype(np.int64)[:, None] + np.arange(16)
-        ).reshape(-1)
+        starts = np.linspace(0, width - 16, ROW_LEVEL_SAMPLE_COLUMNS // 16).astype(np.int64)
+        pick = (starts[:, None] + np.arange(16)).reshape(-1)
     spreads = spreads[pick]
     shifts = np.arange(-64, 65)
     count = np.bincount(spreads, minlength=frequency_tables.SPREADS)
@@ -275,7 +255,7 @@ def _levels_of_rows(header: Header, codes: NDArray[np.int32]) -> Header | None:
     per = count[used] * (slope[used] / np.maximum(variance[used], 1e-3))
     expected = (per[:, None] * mean[np.clip(used[:, None] + shifts[None, :], 0, frequency_tables.SPREADS - 1)]).sum(0)
     shift = np.interp(_weighed(codes, pick, weights[pick]), np.maximum.accumulate(expected), shifts)
-    best: tuple[float, Header] | None = None
+    found: list[tuple[float, Header]] = []
     gained = 0.72 * information
     tried, level = np.arange(-MAX_ROW_LEVEL, MAX_ROW_LEVEL + 1), np.zeros(len(shift), np.int64)
     for resolution in (1, 2, 4):
@@ -284,11 +264,10 @@ def _levels_of_rows(header: Header, codes: NDArray[np.int32]) -> Header | None:
             corrections = Corrections(tried, _rice(tried, parameter))
             levels, bits = _pick(each, level, MAX_ROW_LEVEL, 1, MAX_ROW_LEVEL, corrections)
             bits += array_bits(levels)
-            if levels.any() and (best is None or bits < best[0]):
-                best = (bits, replace(header, row_level_resolution=resolution, row_levels=levels))
-    if best is None or best[0] > gained * float((shift**2).sum()):
-        return None
-    return best[1]
+            if levels.any():
+                found.append((bits, replace(header, row_level_resolution=resolution, row_levels=levels)))
+    bits, header = min(found, key=itemgetter(0), default=(np.inf, header))
+    return None if bits > gained * float((shift**2).sum()) else header
 
 
 def _choose_pairs(header: Header, counts: Counts) -> Header:
@@ -343,10 +322,8 @@ def stored_tables(
             rare[128] = False
             kept[frequency_tables.ESCAPE] += kept[1:][rare[1:]].sum()
             kept[1:][rare[1:]] = 0
-        if sampled:
-            kept[frequency_tables.ESCAPE] = max(
-                1, kept[frequency_tables.ESCAPE]
-            )  # other rows may hold what the sample lacks
+        if sampled:  # other rows may hold what the sample lacks
+            kept[frequency_tables.ESCAPE] = max(1, kept[frequency_tables.ESCAPE])
         table = frequency_tables.normalise(kept)
         out = BitWriter()
         write_table(out, table, reference)
@@ -363,10 +340,7 @@ def payload_bits(choices: Choices, tally: Tally) -> float:
     bits = 0.0
     listed = np.zeros(256)
     for spread, count in tally.counts.items():
-        table = header.stored.get(spread)
-        if table is None:
-            table = frequency_tables.parametric(spread, header.mixture)
-        share = tally.shares[spread]
+        table, share = header.table(spread), tally.shares[spread]
         if share < 1:
             more, more_listed = stream_bits(count, table)
             bits += (1 - share) * more

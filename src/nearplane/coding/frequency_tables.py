@@ -25,9 +25,8 @@ ESCAPE = 0
 MAX_BYTE_CODE = 127  # of the codes that are symbols of a byte table
 MAX_NIBBLE_CODE = 7
 
-_GAUSSIAN_TAIL = np.array(
-    [round(2**31 * math.erfc(i / 64 / math.sqrt(2)) / 2) for i in range(424)], np.int64
-)  # 2^31 Q(i/64)
+# 2^31 Q(i/64)
+_GAUSSIAN_TAIL = np.array([round(2**31 * math.erfc(i / 64 / math.sqrt(2)) / 2) for i in range(424)], np.int64)
 _OCTAVE_STEPS = np.array([round(2**20 * 2 ** (-j / 16)) for j in range(16)], np.int64)
 _MIXTURE_WEIGHTS = np.array([1, 8, 28, 56, 70, 56, 28, 8, 1], np.int64)  # sums to 256
 _LAST_TAIL = len(_GAUSSIAN_TAIL) - 1

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearplane.coding import frequency_tables
-from nearplane.coding.bit_stream import BitReader, BitWriter, array_bits, rice_parameter, zigzag
-from nearplane.coding.blob_header import (
+from nearplane.coding.bit_stream import BitReader, BitWriter, array_bits, best_rice, zigzag
+from nearplane.coding.layout import (
     MAX_EXPONENT,
     MAX_ROW_LEVEL,
     MAX_SIDE,
@@ -15,8 +15,9 @@ from nearplane.coding.blob_header import (
     TANS,
     VERSION,
     Header,
+    Layout,
+    lay_out,
 )
-from nearplane.coding.layout import Layout, lay_out
 from nearplane.errors import FormatError
 
 
@@ -37,18 +38,12 @@ def write_header(header: Header, layout: Layout) -> tuple[BitWriter, int]:
     if header.row_levels.any():
         out.put(header.row_level_resolution.bit_length() - 1, 2)
     out.gamma(header.pairs)
-    _write_tables(out, header, layout)
-    return out, array_bits(header.rows) + array_bits(header.row_levels)
-
-
-def _write_tables(out: BitWriter, header: Header, layout: Layout) -> None:
     out.put(bool(header.stored), 1)
-    if header.stored:
-        for spread in sorted({spread for spread, _ in layout.keys}):
-            table = header.stored.get(spread)
-            out.put(table is not None, 1)
-            if table is not None:
-                write_table(out, table, frequency_tables.parametric(spread, header.mixture))
+    for spread in sorted({spread for spread, _ in layout.keys}) if header.stored else ():
+        out.put(spread in header.stored, 1)
+        if spread in header.stored:
+            write_table(out, header.stored[spread], frequency_tables.parametric(spread, header.mixture))
+    return out, array_bits(header.rows) + array_bits(header.row_levels)
 
 
 def write_table(out: BitWriter, table: NDArray[np.uint16], reference: NDArray[np.uint16]) -> None:
@@ -58,7 +53,7 @@ def write_table(out: BitWriter, table: NDArray[np.uint16], reference: NDArray[np
     out.gamma(top)
     kept = np.concatenate([[0], np.arange(128 - top, 129 + top)])
     difference = table[kept].astype(np.int64) - reference[kept]
-    parameter = rice_parameter(zigzag(difference))
+    parameter, _ = best_rice(zigzag(difference))
     out.put(parameter, 4)
     out.rice(difference, parameter)
 

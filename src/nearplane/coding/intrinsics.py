@@ -43,34 +43,23 @@ def _store(bits: int) -> Any:
     return store
 
 
-def _trailing_zeros() -> Any:
-    """Make an intrinsic that counts how many of the low bits of an unsigned 64-bit number are 0; of 0, 64."""
+def _trailing_zeros(typingctx: Any, value: Any) -> Any:
+    """Count how many of the low bits of an unsigned 64-bit number are 0; of 0, 64."""
 
-    @intrinsic
-    def count(typingctx: Any, value: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
 
-        return types.uint64(types.uint64), generate
-
-    return count
+    return types.uint64(types.uint64), generate
 
 
-def _keep_apart() -> Any:
-    """Make an intrinsic that keeps the function around it from being merged into its callers.
+def _keep_apart(typingctx: Any) -> Any:
+    """Keep the function around this from being merged into its callers. There its inner loop would run out of registers."""
 
-    There its inner loop would run out of registers.
-    """
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.function.attributes.add("noinline")
+        return context.get_dummy_value()
 
-    @intrinsic
-    def keep(typingctx: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            builder.function.attributes.add("noinline")
-            return context.get_dummy_value()
-
-        return types.void(), generate
-
-    return keep
+    return types.void(), generate
 
 
 load64 = _load(64, 1)
@@ -78,5 +67,5 @@ load32 = _load(32, 4)
 load16 = _load(16, 2)
 load8 = _load(8, 1)
 store8, store64 = _store(8), _store(64)
-trailing_zeros = _trailing_zeros()
-keep_apart = _keep_apart()
+trailing_zeros: Any = intrinsic(_trailing_zeros)
+keep_apart: Any = intrinsic(_keep_apart)

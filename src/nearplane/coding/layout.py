@@ -1,17 +1,71 @@
-"""The order of the symbols of a coded matrix, its tables and its chunks: what follows from a header by rule."""
+"""The header of a coded matrix, and what follows from it by rule: the order of the symbols, the tables and the chunks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nearplane.coding import frequency_tables
-from nearplane.coding.blob_header import Header
 
+VERSION = 2
+TANS = 0  # number of the coder
+MAX_WEIGHTS_PER_BYTE = 1 << 14  # weights per byte: no encoder reaches that, so a blob that claims it is refused
+MAX_COLUMN_LEVEL = 40  # a column's level is clamped to -40 ... 40
+MAX_ROW_LEVEL = 8  # a row's lies within -8 ... 8
+MAX_EXPONENT = 1 << 15  # bound on the exponents of scales
+MAX_SIDE = 1 << 28  # bound on rows and on columns
 CHUNK_SYMBOLS = 1 << 17  # symbols of a chunk, about
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """All that precedes the codes: scales, and which table codes each column and row.
+
+    Levels are steps of 16/level_resolution sixteenths of an octave of spread.
+    """
+
+    shape: tuple[int, int]
+    base: int  # u16 of the ladder 2 ** ((base - 32768) / 256)
+    column_resolution: int
+    row_resolution: int
+    columns: NDArray[np.int32]  # (in,)
+    rows: NDArray[np.int32]  # (out,)
+    spread: int = 0
+    mixture: int = 0  # shape of the family
+    slope: int = 0  # quarters: how many levels a column's exponent predicts
+    level_resolution: int = 1  # 1, 2, 4, 8
+    row_level_resolution: int = 1
+    corrections: NDArray[np.int32] = field(repr=False)  # (in,) of the predicted levels
+    row_levels: NDArray[np.int32] = field(repr=False)  # (out,)
+    pairs: int = 0  # groups, from the lowest level on, whose symbols are pairs
+    stored: dict[int, NDArray[np.uint16]] = field(default_factory=dict)  # spread -> frequencies, where not the family's
+
+    def column_levels(self) -> NDArray[np.int64]:
+        """Return the level of every column (in,)."""
+        predicted = predict(self.columns, self.column_resolution, self.slope, self.level_resolution)
+        levels: NDArray[np.int64] = np.clip(predicted + self.corrections, -MAX_COLUMN_LEVEL, MAX_COLUMN_LEVEL)
+        return levels
+
+    def table(self, spread: int) -> NDArray[np.uint16]:
+        """Return the frequencies (256,) of single codes of a spread: those stored, or the family's."""
+        stored = self.stored.get(spread)
+        return frequency_tables.parametric(spread, self.mixture) if stored is None else stored
+
+    def spread_of(self, column_level: NDArray[Any] | int, row_level: NDArray[Any] | int) -> NDArray[np.int64]:
+        """Return the spreads of cells, the index of their tables in the family."""
+        step, row_step = 16 // self.level_resolution, 16 // self.row_level_resolution
+        spreads: NDArray[np.int64] = self.spread + step * np.asarray(column_level) + row_step * np.asarray(row_level)
+        return spreads.clip(0, frequency_tables.SPREADS - 1)
+
+
+def predict(columns: NDArray[np.int32], resolution: int, slope: int, level_resolution: int) -> NDArray[np.int64]:
+    """Return the levels (in,) that exponents predict: -(exponent - centre) * slope/4 octaves, rounded half up."""
+    middle = np.partition(columns, (len(columns) - 1) // 2)[(len(columns) - 1) // 2]
+    doubled = -2 * (columns.astype(np.int64) - int(middle)) * slope * level_resolution
+    return (doubled + 4 * resolution) // (8 * resolution)
 
 
 class Groups(NamedTuple):
@@ -37,35 +91,18 @@ class Cells(NamedTuple):
     tables: NDArray[np.int64]  # (cells,) index into the keys of the layout
 
 
-class Traversal(NamedTuple):
-    """The order of the symbols, as compiled functions take it."""
+class Layout(NamedTuple):
+    """The order of the symbols: groups of columns of one level, in them classes of rows of one level, row by row."""
 
     groups: Groups
     orders: Orders
     cells: Cells
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """The order of the symbols: groups of columns of one level, in them classes of rows of one level, row by row."""
-
-    traversal: Traversal
-    keys: list[tuple[int, bool]]  # (spread, whether symbols are pairs) of every table that occurs, in increasing order
+    tags: NDArray[np.int64]  # (tables,) increasing: twice the spread, and 1 where symbols are pairs
 
     @property
-    def groups(self) -> Groups:
-        """Groups of columns."""
-        return self.traversal.groups
-
-    @property
-    def orders(self) -> Orders:
-        """Orders of rows and columns."""
-        return self.traversal.orders
-
-    @property
-    def cells(self) -> Cells:
-        """Runs of symbols that share a table."""
-        return self.traversal.cells
+    def keys(self) -> list[tuple[int, bool]]:
+        """Spread, and whether symbols are pairs, of every table that occurs, in increasing order."""
+        return [(int(tag) >> 1, bool(tag & 1)) for tag in self.tags]
 
     @property
     def total(self) -> int:
@@ -95,13 +132,9 @@ def lay_out(header: Header) -> Layout:
     spreads = header.spread_of(found[:, None], row_found.astype(np.int64)[None, :])  # (groups, classes)
     tags, tables = np.unique((spreads * 2 + pairs[:, None]).reshape(-1), return_inverse=True)
     counts = (widths[:, None] * sizes[None, :]).reshape(-1)
-    cells = Cells(
-        edges=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64), tables=tables.reshape(-1).astype(np.int64)
-    )
-    return Layout(
-        traversal=Traversal(groups=groups, orders=orders, cells=cells),
-        keys=[(int(tag) >> 1, bool(tag & 1)) for tag in tags],
-    )
+    edges = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    cells = Cells(edges=edges, tables=tables.reshape(-1).astype(np.int64))
+    return Layout(groups=groups, orders=orders, cells=cells, tags=tags)
 
 
 def chunk_edges(total: int) -> list[int]:
@@ -114,8 +147,5 @@ def frequencies(header: Header, layout: Layout) -> NDArray[np.uint16]:
     """Return the frequencies (tables, 256) that the coder uses, in the order of the layout's keys."""
     found = np.empty((len(layout.keys), 256), np.uint16)
     for row, (spread, pairs) in zip(found, layout.keys, strict=True):
-        single = header.stored.get(spread)
-        if single is None:
-            single = frequency_tables.parametric(spread, header.mixture)
-        row[:] = frequency_tables.paired(single) if pairs else single
+        row[:] = frequency_tables.paired(header.table(spread)) if pairs else header.table(spread)
     return found

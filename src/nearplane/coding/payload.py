@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from nearplane.coding import chunk as kernels
 from nearplane.coding import tans
 from nearplane.coding.bit_stream import BitReader
-from nearplane.coding.blob_header import Header
 from nearplane.coding.chunk import Patches
-from nearplane.coding.layout import Layout, chunk_edges, frequencies
+from nearplane.coding.layout import Header, Layout, chunk_edges, frequencies
 from nearplane.coding.symbols import stage
 from nearplane.errors import FormatError
 
@@ -33,25 +32,6 @@ def run(threads: int, function: Callable[[int, int], R], count: int) -> list[R]:
     edges = [i * count // parts for i in range(parts + 1)]
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(function, edges[:-1], edges[1:]))
-
-
-def _staged(layout: Layout, codes: NDArray[np.int32], threads: int) -> NDArray[np.uint8]:
-    """Return codes as bytes (out, in) in the order of the traversal, see `stage`."""
-    out = np.empty(codes.shape, np.uint8)
-    run(threads, lambda begin, end: stage(codes, layout.orders, begin, end, out), len(codes))
-    return out
-
-
-def _kept(tables: NDArray[np.uint16]) -> NDArray[np.uint8]:
-    """Return of every table which symbols it has (tables, 256): the symbol, or 0, which is an escape, or two."""
-    return np.where(tables > 0, np.arange(256, dtype=np.uint8), np.uint8(0))
-
-
-def _entries(header: Header, layout: Layout) -> NDArray[np.uint32]:
-    """Return the decoder's entries; byte tables emit code as int8 in place of code + 128."""
-    entries = tans.build(frequencies(header, layout))[0]
-    entries[[not pairs for _, pairs in layout.keys]] ^= 128 << 8
-    return entries
 
 
 def _damage(wrong: int, where: str) -> FormatError:
@@ -72,11 +52,14 @@ def encode_chunks(
     """Return the chunks of a matrix."""
     edges = chunk_edges(layout.total)
     encoder = tans.build(tables)[1]
-    staged, kept = _staged(layout, codes, threads), _kept(tables)
+    staged = np.empty(codes.shape, np.uint8)
+    run(threads, lambda begin, end: stage(codes, layout.orders, begin, end, staged), len(codes))
+    # (tables, 256) the symbols that a table has, and 0, which is an escape, or two, for others
+    kept = np.where(tables > 0, np.arange(256, dtype=np.uint8), np.uint8(0))
 
     def some(first: int, last: int) -> list[memoryview]:
         bounds = np.array(edges[first : last + 1])
-        coded, starts = kernels.write_chunks(codes, staged, bounds, layout.traversal, kept, encoder)
+        coded, starts = kernels.write_chunks(codes, staged, bounds, layout, kept, encoder)
         return [coded.data[start:end] for start, end in itertools.pairwise(starts)]
 
     return [chunk for part in run(threads, some, len(edges) - 1) for chunk in part]
@@ -88,7 +71,8 @@ def decode_chunks(bits: BitReader, header: Header, layout: Layout, threads: int)
     edges = chunk_edges(layout.total)
     chunks = len(edges) - 1
     starts, checksums = _directory(bits, chunks)
-    entries = _entries(header, layout)
+    entries = tans.build(frequencies(header, layout))[0]
+    entries[layout.tags & 1 == 0] ^= 128 << 8  # byte tables emit code as int8 in place of code + 128
     symbols = np.empty(layout.total, np.uint8)
 
     def some(first: int, last: int) -> list[Patches]:
@@ -99,7 +83,7 @@ def decode_chunks(bits: BitReader, header: Header, layout: Layout, threads: int)
                     f"{where(chunk)}: the checksum of its {len(data)} bytes is wrong; the file is damaged, get it again"
                 )
         bounds = np.array(starts[first : last + 1]), np.array(edges[first : last + 1])
-        wrong, chunk, patches = kernels.read_chunks(blob, *bounds, layout.traversal, entries, symbols)
+        wrong, chunk, patches = kernels.read_chunks(blob, *bounds, layout, entries, symbols)
         if wrong:
             raise _damage(wrong, where(first + chunk))
         return [patches]

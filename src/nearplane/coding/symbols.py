@@ -117,19 +117,16 @@ def gather(
 
 
 @njit(cache=True, nogil=True)
-def locate(symbols: NDArray[np.uint8], begin: int, groups: Groups, decoded: bool, escapes: Escapes) -> int:
-    """Count the escapes among the symbols from `begin` of the traversal, and fill in as many as there is room for.
+def locate(symbols: NDArray[np.uint8], begin: int, groups: Groups, decoded: bool) -> Escapes:
+    """Return the escapes among the symbols from `begin` of the traversal.
 
     Args:
         decoded: whether the symbols of byte groups are codes as int8, not code + 128.
-
-    Returns:
-        Escapes: there may be more than there is room for.
     """
     keep_apart()
     offsets, starts, stops, pairs = groups
-    rows, columns, lowest = escapes
-    end, room, n = begin + len(symbols), len(rows), 0
+    end, most, n = begin + len(symbols), 2 * len(symbols), 0
+    rows, columns, lowest = np.empty(most, np.int32), np.empty(most, np.int32), np.empty(most, np.int32)
     base = _u64(symbols.ctypes.data)
     one, ones = _u64(1), _u64(0x1111111111111111)
     low7 = _u64(0x7F7F7F7F7F7F7F7F)
@@ -178,15 +175,14 @@ def locate(symbols: NDArray[np.uint8], begin: int, groups: Groups, decoded: bool
                 while found != _u64(0):
                     place = np.int64(trailing_zeros(found)) // shift
                     found &= found - one
-                    if n < room:
-                        symbol = begin + at + (place >> 1 if pair else place)
-                        while symbol >= after:
-                            row, before, after = row + 1, after, after + per
-                        column = start + (2 * (symbol - before) + (place & 1) if pair else symbol - before)
-                        rows[n], columns[n], lowest[n] = row, column if column < stop else -1, least
+                    symbol = begin + at + (place >> 1 if pair else place)
+                    while symbol >= after:
+                        row, before, after = row + 1, after, after + per
+                    column = start + (2 * (symbol - before) + (place & 1) if pair else symbol - before)
+                    rows[n], columns[n], lowest[n] = row, column if column < stop else -1, least
                     n += 1
                 at += step
-    return n
+    return Escapes(rows[:n], columns[:n], lowest[:n])
 
 
 @njit(cache=True, nogil=True)

@@ -11,7 +11,7 @@ tables, and unaligned loads are preceded by a bound on how far the reads that fo
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -112,16 +112,21 @@ def build(frequencies: NDArray[np.uint16]) -> tuple[NDArray[np.uint32], EncoderT
 
 
 @njit(cache=True, nogil=True)
+def _encode_one(read: np.uint64, tables: _Addresses, bits: Any, held: Any, x: Any) -> Any:
+    """Code the symbol at an address; return the bits of the lane, how many are not yet written, and the state."""
+    symbol = load8(read) << _u64(3)
+    width = (x + load64(tables.widths + symbol)) >> _u64(16)
+    bits = (bits << width) | (x & ((_u64(1) << width) - _u64(1)))
+    return bits, held + width, load16(tables.states + (((x >> width) + load64(tables.offsets + symbol)) << _u64(1)))
+
+
+@njit(cache=True, nogil=True)
 def _encode_some(end: np.uint64, count: np.uint64, tables: _Addresses, lane: _Writer) -> _Writer:
     """Code the `count` symbols before address `end` in one lane, from the last to the first; see `encode`."""
     at, bits, held, x = lane
     for _ in range(count):
         end -= _u64(1)
-        symbol = load8(end) << _u64(3)
-        width = (x + load64(tables.widths + symbol)) >> _u64(16)
-        bits = (bits << width) | (x & ((_u64(1) << width) - _u64(1)))
-        held += width
-        x = load16(tables.states + (((x >> width) + load64(tables.offsets + symbol)) << _u64(1)))
+        bits, held, x = _encode_one(end, tables, bits, held, x)
         store64(at - _u64(8), bits << ((_u64(64) - held) & _u64(63)))
         at -= held >> _u64(3)
         held &= _u64(7)
@@ -157,12 +162,12 @@ def encode(
         at[lane] = base + _u64(last if lane == LANES - 1 else (lane + 1) * capacity)
     base_in, base_state = _u64(symbols.ctypes.data), _u64(tables.states.ctypes.data)
     base_width, base_offset = _u64(tables.widths.ctypes.data), _u64(tables.offsets.ctypes.data)
-    one, s3, s16, seven, eight, m63, c64 = _u64(1), _u64(3), _u64(16), _u64(7), _u64(8), _u64(63), _u64(64)
+    one, s3, seven, eight, m63, c64 = _u64(1), _u64(3), _u64(7), _u64(8), _u64(63), _u64(64)
     first = len(symbols)
     for segment in range(len(counts) - 1, -1, -1):
         count, table = counts[segment], segments.tables[segment]
-        width_of, offset_of = base_width + _u64(table << 11), base_offset + _u64(table << 11)
-        state_of = base_state + _u64(table << 13)
+        entry, row = _u64(table << 11), _u64(table << 13)
+        lookup = _Addresses(base_width + entry, base_offset + entry, base_state + row)
         first -= count
         share = count // LANES
         fours = share >> 2
@@ -170,8 +175,7 @@ def encode(
             end = first + (count if lane == LANES - 1 else (lane + 1) * share)
             some = end - first - lane * share - 4 * fours
             writer = _Writer(at[lane], bits[lane], held[lane], state[lane])
-            writer = _encode_some(base_in + _u64(end), some, _Addresses(width_of, offset_of, state_of), writer)
-            at[lane], bits[lane], held[lane], state[lane] = writer
+            at[lane], bits[lane], held[lane], state[lane] = _encode_some(base_in + _u64(end), some, lookup, writer)
         for h in range(0, LANES if fours else 0, 4):
             a0, a1, a2, a3 = at[h], at[h + 1], at[h + 2], at[h + 3]
             b0, b1, b2, b3 = bits[h], bits[h + 1], bits[h + 2], bits[h + 3]
@@ -181,26 +185,10 @@ def encode(
             for _ in range(fours):
                 for _ in range(4):
                     read -= one
-                    s = load8(read) << s3
-                    width = (x0 + load64(width_of + s)) >> s16
-                    b0 = (b0 << width) | (x0 & ((one << width) - one))
-                    h0 += width
-                    x0 = load16(state_of + (((x0 >> width) + load64(offset_of + s)) << one))
-                    s = load8(read + stride) << s3
-                    width = (x1 + load64(width_of + s)) >> s16
-                    b1 = (b1 << width) | (x1 & ((one << width) - one))
-                    h1 += width
-                    x1 = load16(state_of + (((x1 >> width) + load64(offset_of + s)) << one))
-                    s = load8(read + stride + stride) << s3
-                    width = (x2 + load64(width_of + s)) >> s16
-                    b2 = (b2 << width) | (x2 & ((one << width) - one))
-                    h2 += width
-                    x2 = load16(state_of + (((x2 >> width) + load64(offset_of + s)) << one))
-                    s = load8(read + stride + stride + stride) << s3
-                    width = (x3 + load64(width_of + s)) >> s16
-                    b3 = (b3 << width) | (x3 & ((one << width) - one))
-                    h3 += width
-                    x3 = load16(state_of + (((x3 >> width) + load64(offset_of + s)) << one))
+                    b0, h0, x0 = _encode_one(read, lookup, b0, h0, x0)
+                    b1, h1, x1 = _encode_one(read + stride, lookup, b1, h1, x1)
+                    b2, h2, x2 = _encode_one(read + stride + stride, lookup, b2, h2, x2)
+                    b3, h3, x3 = _encode_one(read + stride + stride + stride, lookup, b3, h3, x3)
                 store64(a0 - eight, b0 << ((c64 - h0) & m63))  # at most 7 + 4 * 12 bits
                 store64(a1 - eight, b1 << ((c64 - h1) & m63))
                 store64(a2 - eight, b2 << ((c64 - h2) & m63))
@@ -224,6 +212,15 @@ def encode(
             out[size + i] = out[begin + i]
         size += ends.lengths[lane]
     return size
+
+
+@njit(cache=True, nogil=True)
+def _decode_one(write: np.uint64, table: np.uint64, bits: Any, at: Any, x: Any) -> Any:
+    """Decode a symbol to an address; return the bits that follow, where they begin, and the state."""
+    entry = load32(table + (x << _u64(2)))
+    width = entry & _u64(63)
+    store8(write, entry >> _u64(8))
+    return bits >> width, at + width, (entry >> _u64(16)) + (bits & ((_u64(1) << width) - _u64(1)))
 
 
 @njit(cache=True, nogil=True)
@@ -251,7 +248,7 @@ def decode_lanes(
     base, base_out, base_table = _u64(data.ctypes.data), _u64(out.ctypes.data), _u64(entries.ctypes.data)
     limit = 8 * (len(data) - 8)  # the last bit that an unaligned load may be for
     at, state = np.empty(LANES, np.uint64), np.empty(LANES, np.uint64)  # bits from the start of the data
-    one, two, m63, s3, s8, s16, seven = _u64(1), _u64(2), _u64(63), _u64(3), _u64(8), _u64(16), _u64(7)
+    one, s3, seven = _u64(1), _u64(3), _u64(7)
     end = start
     for lane in range(LANES):
         at[lane], state[lane] = _u64(8 * end + (words[lane] >> 12)), _u64(words[lane] & 4095)
@@ -278,30 +275,10 @@ def decode_lanes(
                     b2 = load64(base + (p2 >> s3)) >> (p2 & seven)
                     b3 = load64(base + (p3 >> s3)) >> (p3 & seven)
                     for _ in range(4):
-                        e = load32(table + (x0 << two))
-                        width = e & m63
-                        store8(write, e >> s8)
-                        x0 = (e >> s16) + (b0 & ((one << width) - one))
-                        b0 >>= width
-                        p0 += width
-                        e = load32(table + (x1 << two))
-                        width = e & m63
-                        store8(write + stride, e >> s8)
-                        x1 = (e >> s16) + (b1 & ((one << width) - one))
-                        b1 >>= width
-                        p1 += width
-                        e = load32(table + (x2 << two))
-                        width = e & m63
-                        store8(write + stride + stride, e >> s8)
-                        x2 = (e >> s16) + (b2 & ((one << width) - one))
-                        b2 >>= width
-                        p2 += width
-                        e = load32(table + (x3 << two))
-                        width = e & m63
-                        store8(write + stride + stride + stride, e >> s8)
-                        x3 = (e >> s16) + (b3 & ((one << width) - one))
-                        b3 >>= width
-                        p3 += width
+                        b0, p0, x0 = _decode_one(write, table, b0, p0, x0)
+                        b1, p1, x1 = _decode_one(write + stride, table, b1, p1, x1)
+                        b2, p2, x2 = _decode_one(write + stride + stride, table, b2, p2, x2)
+                        b3, p3, x3 = _decode_one(write + stride + stride + stride, table, b3, p3, x3)
                         write += one
             at[h], at[h + 1], at[h + 2], at[h + 3] = p0, p1, p2, p3
             state[h], state[h + 1], state[h + 2], state[h + 3] = x0, x1, x2, x3
@@ -311,11 +288,7 @@ def decode_lanes(
                 for i in range(first + lane * share + done, first + (count if lane == 7 else (lane + 1) * share)):
                     if np.int64(p) > limit:
                         return False
-                    e = load32(table + (x << two))
-                    width = e & m63
-                    out[i] = np.uint8(e >> s8)
-                    x = (e >> s16) + ((load64(base + (p >> s3)) >> (p & seven)) & ((one << width) - one))
-                    p += width
+                    _, p, x = _decode_one(base_out + _u64(i), table, load64(base + (p >> s3)) >> (p & seven), p, x)
                 at[lane], state[lane] = p, x
             first += count
     end = start

@@ -20,7 +20,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from nearplane.coding.words import pack, unpack, words_of
+from nearplane.coding.packed_words import pack, unpack, words_of
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.beside import GPTQ_CONFIG
 from nearplane.formats.container import Format

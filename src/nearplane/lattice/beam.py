@@ -1,7 +1,7 @@
 """Several nearest planes at once: a beam of candidates for every row, nested so that a wider one is never worse.
 
 Column by column every candidate proposes codes, and a fixed number of them survives (the M-algorithm). Inside a block of columns
-candidates carry their own targets; what a block did wrong reaches the later columns as one matrix product, as in `solve.py`. A
+candidates carry their own targets; what a block did wrong reaches the later columns as one matrix product, as in `solvers.py`. A
 block is swept by a kernel of the device (`kernels.py`).
 """
 

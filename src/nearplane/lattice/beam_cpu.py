@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numba
 import numpy as np
@@ -11,8 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from nearplane.lattice.codebook import Table, position_of, round_code, round_integer
+from nearplane.lattice.codebook import Table
 from nearplane.lattice.grid import Weights
+from nearplane.lattice.kernels_cpu import in_threads, position_of, round_code, round_integer
 
 Floats = npt.NDArray[np.float64]  # or float32: the kernel is compiled for either
 Indices = npt.NDArray[np.int64]
@@ -75,21 +75,14 @@ def _trace_rows(chosen: Floats, parent: Indices, codes: Integers, ancestor: Indi
             ancestor[row, end] = place
 
 
-def beam_block(
-    target: Tensor, weights: Weights, U: Tensor, d: Tensor, cost: Tensor, *, threads: int | None = None
-) -> tuple[Tensor, Tensor]:
+def beam_block(target: Tensor, weights: Weights, U: Tensor, d: Tensor, cost: Tensor) -> tuple[Tensor, Tensor]:
     """Sweep one block of columns on the CPU, compiled, some rows at a time. As the torch form."""
     out, beam, width = target.shape
     chosen, parent = target.new_empty(width, out, beam), torch.empty(width, out, beam, dtype=torch.int64)
     t, W, s, z = (x.contiguous().numpy() for x in (target, weights.W, weights.scale, weights.zero))
     table = weights.codebook.table(target.dtype)
     work = Block(t, W, s, z, table, U.contiguous().numpy(), d.numpy(), cost.numpy(), chosen.numpy(), parent.numpy())
-    kernel: Any = _sweep_rows
-    threads = threads or torch.get_num_threads()
-    share = -(-out // (threads * ROWS)) * ROWS  # whole runs of lanes
-    with ThreadPoolExecutor(threads) as pool:
-        for part in [pool.submit(kernel, a, min(a + share, out), work) for a in range(0, out, share)]:
-            part.result()
+    in_threads(lambda start, stop: _sweep_rows(start, stop, work), out, run=ROWS)
     return chosen, parent
 
 

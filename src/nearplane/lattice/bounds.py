@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nearplane.lattice.factor import Factor
+from nearplane.lattice.factor import Factor, total
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.moments import Extra
-from nearplane.lattice.steady import total
+from nearplane.lattice.solvers import Solution
 
 MEASURED_ROWS = 256  # at once: what is in memory beside the matrix does not grow with it, and stays in the caches
 BLOCK = 512  # columns of a triangle at once
@@ -73,36 +73,26 @@ def _form(E: Tensor, triangle: Tensor) -> Tensor:
 
 
 def certify(
-    W: Tensor,
-    target: Tensor,
-    matrix: QuantizedMatrix,
-    H: Tensor,
-    factor: Factor,
-    *,
-    swept: bool = True,
-    outside: Tensor | None = None,
-    values: Tensor | None = None,
+    W: Tensor, target: Tensor, solution: Solution, H: Tensor, factor: Factor, *, values: Tensor | None = None
 ) -> Certificate:
     """Measure a quantized matrix against its target, some rows at a time.
 
     Args:
         W: (out, in) weights, whose energy under `H` the relative loss refers to.
         target: (out, in) what was quantized: the weights, or the corrected target.
-        matrix: codes and the grid that was swept.
+        solution: codes, and the grid that was swept, with the targets of the sweep that lay beyond its codes. Without these every
+            weight was rounded on its own, and the bounds do not hold.
         H: (in, in) undamped, in the dtype that the certificate is computed in. The loss is `damped_loss - lambda mean(E^2)`: as
             good as that dtype while damping does not outweigh it by many powers of ten.
         factor: of the damped `H`, in the order of the sweep.
-        swept: whether the codes come from a sweep, or from one and then lost less; else every weight was rounded on its own.
-        outside: (out,) how many targets of that sweep, on the same grid, lay beyond its codes, where codes have moved since; None:
-            the codes are those of the sweep, and tell.
         values: (out, in) what the codes were made to mean afterwards; None: what their grid says.
     """
-    dtype = H.dtype
+    dtype, matrix = H.dtype, solution.matrix
+    swept = solution.outside is not None
     order, U = factor.order, factor.U.to(dtype)
     d = factor.d.to(dtype).masked_fill(factor.dead[order], factor.shift)  # a dead input has no length
     rough = folded(H, torch.promote_types(W.dtype, torch.float32))  # for errors not small in its strong directions
-    names = ("losses", "damped", "nearest", "energy", "bounds", "gammas", "outside")
-    found: dict[str, list[Tensor]] = {name: [] for name in names}  # each (rows,)
+    parts: list[tuple[Tensor, ...]] = []  # each (rows,)
     for rows in torch.split(torch.arange(len(target), device=target.device), MEASURED_ROWS):
         part, codes, t = matrix.grid.of_rows(rows).to(dtype), matrix.codes[rows], target[rows].to(dtype)
         book, (scale, zero) = part.codebook, part.columns(slice(None))  # (rows or 1, in) each
@@ -119,35 +109,25 @@ def certify(
         same = not swept and values is None and torch.equal(plain, codes.to(plain))
         missed = (t - scale * (book.position(plain) - zero)).to(rough.dtype)
         bounds, gammas = _bounds((scale * book.widest)[:, order].expand(len(t), -1), d)
-        beyond = None if outside is None or not swept else outside[rows]
-        if (
-            beyond is None
-        ):  # what was rounded is the target, or of a sweep the target with the errors before it fed forward
-            fed = t.index_add(1, order, residual - E[:, order]) if swept else t
-            beyond = book.outside(fed / scale + zero).sum(1)
-        found["losses"].append(loss)
-        found["damped"].append(damped)
-        found["nearest"].append(loss if same else _form(missed, rough).to(dtype))
-        found["energy"].append(_form(W[rows].to(rough.dtype), rough).to(dtype))
-        found["bounds"].append(bounds)
-        found["gammas"].append(gammas)
-        found["outside"].append(beyond)
-    each = {name: torch.cat(parts) for name, parts in found.items()}
+        beyond = book.outside(t / scale + zero).sum(1) if solution.outside is None else solution.outside[rows]
+        nearest = loss if same else _form(missed, rough).to(dtype)
+        energy = _form(W[rows].to(rough.dtype), rough).to(dtype)
+        parts.append((loss, damped, nearest, energy, bounds, gammas, beyond))
+    losses, damped, nearest, energy, bounds, gammas, outside = (torch.cat(each) for each in zip(*parts, strict=True))
     size, columns = target.numel(), target.shape[1]
-    rows = each["outside"] == 0
-    bound = float(each["bounds"].mean() / columns)
-    loss = each["losses"].sum()
+    inside = outside == 0
+    bound, loss = float(bounds.mean() / columns), losses.sum()
     return Certificate(
         loss=float(loss / size),
-        row_losses=each["losses"] / columns,
-        relative_loss=float(loss / each["energy"].sum().clamp(min=torch.finfo(dtype).tiny)),
-        nearest_loss=float(each["nearest"].sum() / size),
-        damped_loss=float(each["damped"].sum() / size),
+        row_losses=losses / columns,
+        relative_loss=float(loss / energy.sum().clamp(min=torch.finfo(dtype).tiny)),
+        nearest_loss=float(nearest.sum() / size),
+        damped_loss=float(damped.sum() / size),
         worst_case=bound if swept else None,
         expected=bound / 3 if swept else None,
-        gamma=float(each["gammas"][rows].max()) if swept and bool(rows.any()) else None,
-        clipped=int(each["outside"].sum()) / size,
-        clipped_rows=float((~rows).double().mean()),
+        gamma=float(gammas[inside].max()) if swept and bool(inside.any()) else None,
+        clipped=int(outside.sum()) / size,
+        clipped_rows=float((~inside).double().mean()),
     )
 
 

@@ -1,7 +1,7 @@
 """Rounding one position to a code: the nearest integer between two limits, or the nearest entry of a table of levels.
 
-The only place where that is written down: `Codebook` for tensors, `round_code` and `position_of` for compiled kernels. A position
-is a weight in steps, `weight / scale + zero`; a code stands for the position that `position_of` returns.
+`round_code` and `position_of` in `kernels_cpu.py` are the same for compiled kernels; nothing else writes it down. A position is a
+weight in steps, `weight / scale + zero`; a code stands for the position that `Codebook.position` returns.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -100,27 +99,3 @@ class Codebook:
         low, high = (-np.inf if self.low is None else self.low), (np.inf if self.high is None else self.high)
         levels: npt.NDArray[Any] = np.empty(0, kind) if self.levels is None else self.levels.cpu().numpy().astype(kind)
         return Table(kind(low), kind(high), levels, (levels[1:] + levels[:-1]) / kind(2))
-
-
-@numba.njit(nogil=True, cache=True, error_model="numpy")
-def round_integer(position: Any, low: Any, high: Any) -> Any:
-    """Return the integer nearest to a position within limits. NaN stays NaN, and a loop of it stays free of branches."""
-    code = np.rint(position)
-    code = low if code < low else code
-    return high if code > high else code
-
-
-@numba.njit(nogil=True, cache=True, error_model="numpy")
-def round_code(position: Any, table: Table) -> Any:
-    """Return the code nearest to a position."""
-    if len(table.levels) == 0:
-        return round_integer(position, table.low, table.high)
-    return table.low + np.searchsorted(table.middles, position)
-
-
-@numba.njit(nogil=True, cache=True, error_model="numpy")
-def position_of(code: Any, table: Table) -> Any:
-    """Return what a code stands for, in steps; of a code beyond the levels the position of the last one."""
-    if len(table.levels) == 0:
-        return code
-    return table.levels[max(0, min(int(code), len(table.levels) - 1))]

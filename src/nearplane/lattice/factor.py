@@ -1,10 +1,17 @@
 """One factorization of the Hessian, no inverse: `H[p][:, p] = U diag(d) U^T`, and the orders `p` in which columns are rounded.
 
 `sqrt(d_j)` is the length of the j-th Gram-Schmidt vector of the layer's inputs; every bound and every loss is read off `d`.
+
+The last bits of decompositions and sums here do not depend on how many threads compute: the same command gives the same bytes.
+torch splits a sum over all entries of a large tensor among its threads, MKL decompositions and triangular solves; they then add
+in another order. Products of matrices and sums along one dimension are the same for any number (measured with torch 2.13; a test
+keeps to it).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,14 +19,14 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import NumericalError
-from nearplane.lattice.pivot import pivoted_order
-from nearplane.lattice.steady import one_thread, triangular
 
 Order = Literal["natural", "reversed", "activation", "pivoted"]
 AUTO_DAMPS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 TRUSTED = 1e3  # condition up to which "auto" factors in float32
 BLOCK = 192  # columns that are factored at once
-ROWS = 512  # that are permuted at once
+ROWS = 512  # that are permuted at once, or updated by one product
+TRIANGLE = 96  # rows of one that one thread solves
+SERIAL = 1 << 14  # entries that torch sums in one thread, whatever their number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,3 +179,105 @@ def order_by(diagonal: Tensor, order: Order) -> Tensor:
             return torch.argsort(diagonal, descending=True, stable=True)
         case "pivoted":
             raise NumericalError("The pivoted order needs all of the Hessian, not its diagonal: use rounding_order.")
+
+
+def pivoted_order(H: Tensor, *, panel: int = 64) -> Tensor:
+    """Return the rounding order (in,) by minimal pivots, of equal ones the lowest index first.
+
+        S = H ;  k_i = argmin_k S_kk over the columns left ;  S -= S_{:,k} S_{k,:} / S_kk ;  p = (k_n, ..., k_1)
+
+    At each step the smallest remaining Schur complement goes first; the column eliminated last is rounded first (Chen, Hoefler,
+    Alistarh 2025, Algorithm 4). This is LAPACK's `pstrf` with the smallest instead of the largest pivot, blocked the same way:
+    nearly all of the work is matrix products. A pivot that is only rounding error (`H` is singular) is passed over without an
+    update: `p` is a permutation always.
+
+    Args:
+        H: (in, in) symmetric, finite, on any device; the order is computed in its dtype.
+        panel: columns eliminated between two updates of the remaining matrix.
+    """
+    n = len(H)
+    S = H.clone()  # (left, left) Schur complement as of the last update, lower triangle
+    left = torch.arange(n, device=H.device)  # (left,) the columns that S holds, ascending
+    floor = torch.finfo(H.dtype).eps * H.diagonal()
+    diagonal = H.diagonal().clone()  # (left,) of the Schur complement as of the last pivot; infinite where eliminated
+    order = torch.empty(n, dtype=torch.long, device=H.device)
+    for start in range(0, n, panel):
+        if len(left) - (n - start) > len(left) // 4:  # dropping what is eliminated costs a copy: not at every panel
+            kept = torch.isfinite(diagonal).nonzero()[:, 0]
+            left, diagonal, S = left[kept], diagonal[kept], S[kept[:, None], kept]
+        picked, L = _eliminate(S, diagonal, floor[left], min(panel, n - start))
+        order[start : start + panel] = left[picked]
+        for a in range(0, len(left), ROWS):
+            b = a + ROWS
+            S[a:b, :b].addmm_(L[:, a:b].T, L[:, :b], alpha=-1)
+    return order.flip(0)
+
+
+def _eliminate(S: Tensor, diagonal: Tensor, floor: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """Eliminate the smallest pivots one by one. Updates `diagonal`; `S` is due for `S -= L^T L`.
+
+    Returns:
+        Where the pivots were (steps,), and L (steps, left).
+    """
+    L = S.new_zeros(steps, len(S))
+    picked = torch.empty(steps, dtype=torch.long, device=S.device)
+    index = torch.arange(len(S), device=S.device)
+    for i in range(steps):
+        k = diagonal.argmin(keepdim=True)  # (1,), never read back: no step waits for the device
+        column = torch.where(index < k, S.index_select(0, k)[0], S.index_select(1, k)[:, 0])  # (left,)
+        column = torch.addmv(column, L[:i].T, L[:i].index_select(1, k)[:, 0], alpha=-1)
+        L[i] = torch.where(diagonal[k] > floor[k], column / diagonal[k].sqrt(), 0)
+        diagonal -= L[i].square()
+        diagonal.index_fill_(0, k, torch.inf)
+        picked[i : i + 1] = k
+    return picked, L
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let this thread's tensors be computed by one thread inside: for decompositions of small matrices, or of rare ones."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def triangular(A: Tensor, B: Tensor, *, upper: bool, unit: bool = False) -> Tensor:
+    """Return (n, m) the solution X of `A X = B`.
+
+    By halves down to `TRIANGLE` rows: what the half that is solved adds to the other is a product, which all threads share.
+
+    Args:
+        A: (n, n) triangular; what is on the other side of its diagonal is not looked at.
+        B: (n, m).
+        upper: whether it is upper triangular.
+        unit: whether its diagonal counts as 1.
+    """
+    X = B.clone()
+    _solve(A, X, upper, unit)
+    return X
+
+
+def _solve(A: Tensor, X: Tensor, upper: bool, unit: bool) -> None:
+    n = len(A)
+    if n <= TRIANGLE:
+        with one_thread():
+            X.copy_(torch.linalg.solve_triangular(A, X, upper=upper, unitriangular=unit))
+        return
+    half = -(-n // 2 // TRIANGLE) * TRIANGLE
+    first, second = (slice(half, n), slice(0, half)) if upper else (slice(0, half), slice(half, n))
+    _solve(A[first, first], X[first], upper, unit)
+    X[second].addmm_(A[second, first], X[first], alpha=-1)
+    _solve(A[second, second], X[second], upper, unit)
+
+
+def total(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return () the sum of all entries of a tensor of any shape, taken in `dtype`."""
+    sums = x.reshape(-1)
+    while len(sums) > SERIAL:
+        whole = len(sums) // SERIAL * SERIAL
+        rows, rest = sums[:whole].view(-1, SERIAL), sums[whole:]
+        sums = torch.cat([rows.sum(1, dtype=dtype), rest.sum(dtype=dtype)[None]])
+    return sums.sum(dtype=dtype)

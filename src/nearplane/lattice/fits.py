@@ -7,46 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from nearplane.lattice.descent import Fit, PlainFit
 from nearplane.lattice.grid import Grid
-from nearplane.lattice.number_formats import BlockType, NumberFormat
-from nearplane.lattice.scale import Search, Steps
-from nearplane.lattice.superblock_descent import SuperFit
-from nearplane.lattice.superblock_fit import fit_blocks
+from nearplane.lattice.number_formats import BlockType
+from nearplane.lattice.polish import Fit, PlainFit
+from nearplane.lattice.scale import Steps
+from nearplane.lattice.superblock_fit import SuperFit
 
-Begin = Callable[[Tensor, Tensor, "Wanted"], tuple[Grid, Callable[[Grid], Fit]]]
+Begin = Callable[[Tensor, Tensor, Steps], tuple[Grid, Callable[[Grid], Fit]]]
 """From a target (out, in) and how much errors of each column count (in,) to a grid, and to what fits the steps of such a grid."""
 
 
-class Wanted(NamedTuple):
-    """What steps are to be.
-
-    Args:
-        format: of the weights.
-        search: how steps are found, where the fit offers a choice.
-        storage: dtype in which steps are stored, where the format does not say it.
-    """
-
-    format: NumberFormat
-    search: Search
-    storage: torch.dtype
-
-
-def plain(target: Tensor, importance: Tensor, wanted: Wanted) -> tuple[Grid, Callable[[Grid], Fit]]:
+def plain(target: Tensor, importance: Tensor, steps: Steps) -> tuple[Grid, Callable[[Grid], Fit]]:
     """Fit one step, and where the format is asymmetric a zero-point, to every group; importance is not looked at."""
     del importance
-    steps = Steps(format=wanted.format, search=wanted.search, storage=wanted.storage)
     return steps.grid(target), lambda _: PlainFit(steps.stored_in)
 
 
-def blocks(target: Tensor, importance: Tensor, wanted: Wanted) -> tuple[Grid, Callable[[Grid], Fit]]:
+def blocks(target: Tensor, importance: Tensor, steps: Steps) -> tuple[Grid, Callable[[Grid], Fit]]:
     """Fit steps on two levels, those of llama.cpp."""
-    kind = wanted.format
+    from nearplane.lattice.superblock_search import fit_blocks  # compiles
+
+    kind = steps.format
     assert isinstance(kind, BlockType), "of the formats that name this fit"
     return fit_blocks(kind, target, importance), partial(SuperFit, kind=kind)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Generic, NamedTuple, cast
+from typing import Any, ClassVar, Generic, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
@@ -76,10 +76,24 @@ class Grid:
         scale, zero = self.columns(slice(None))
         return self.codebook.outside(targets / scale + zero)
 
-    def of_rows(self, rows: Tensor) -> Grid:
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """Return the numbers that make up the grid, by name, rows first."""
+        return {"scale": self.scale, "zero": self.zero}
+
+    def with_parts(self, parts: dict[str, Tensor]) -> Self:
+        """Return the grid with other numbers."""
+        changes: dict[str, Any] = parts
+        return replace(self, **changes)
+
+    def of_rows(self, rows: Tensor) -> Self:
         """Return the grid of some rows."""
-        scale, zero = (part[rows] if len(part) > 1 else part for part in (self.scale, self.zero))
-        return replace(self, scale=scale, zero=zero)
+        return self.with_parts({name: part[rows] if len(part) > 1 else part for name, part in self.parts.items()})
+
+    def merged(self, chosen: Tensor, other: Grid) -> Self:
+        """Return this grid in the rows where `chosen` (out, 1) bool, and another of the same groups and limits in the rest."""
+        theirs = other.parts
+        return self.with_parts({name: torch.where(chosen, part, theirs[name]) for name, part in self.parts.items()})
 
     def row_weight(self) -> Tensor:
         """Return (out or 1,) float64 ones: an error counts the same in every row."""
@@ -125,10 +139,13 @@ class Grid:
             and bool((self.scale == other.scale).all() and (self.zero == other.zero).all())
         )
 
-    def to(self, target: torch.dtype | torch.device | str) -> Grid:
-        """Return the grid with steps and offsets in another dtype, or all of it on another device."""
-        group = self.group if isinstance(target, torch.dtype) else self.group.to(target)
-        return replace(self, scale=self.scale.to(target), zero=self.zero.to(target), group=group)
+    def to(self, target: torch.dtype | torch.device | str) -> Self:
+        """Return the grid with steps and offsets computed in another dtype, or all of it on another device."""
+        if isinstance(target, torch.dtype):
+            kept = ("sc", "m")  # integers, which multiply the others
+            return self.with_parts({name: part.to(target) for name, part in self.parts.items() if name not in kept})
+        moved = self.with_parts({name: part.to(target) for name, part in self.parts.items()})
+        return replace(moved, group=self.group.to(target))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,11 +37,11 @@ class Kernels:
 
 @cache
 def _numba() -> Kernels:
-    from nearplane.lattice import beam_cpu, search_cpu, sweep_cpu
+    from nearplane.lattice import beam_cpu, kernels_cpu
 
     return Kernels(
-        sweep=sweep_cpu.sweep_block,
-        search=search_cpu.best_candidate,
+        sweep=kernels_cpu.sweep_block,
+        search=kernels_cpu.best_candidate,
         beam=beam_cpu.beam_block,
         trace=beam_cpu.trace,
         memory=beam_cpu.memory,

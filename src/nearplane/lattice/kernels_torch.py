@@ -15,14 +15,16 @@ MEMORY = 128 << 20  # bytes of a beam where the device does not say what is free
 
 
 class Columns(NamedTuple):
-    """The grid of some columns, as sweeps take it: a row for every column or group.
+    """Some columns as sweeps take them, a row for every column or group.
 
     Args:
-        scale, zero: (groups, out).
+        W: (b, out) weights.
+        scale, zero: (groups, out) of the grid.
         group: (b,) group of every column, int64.
         codebook: of all of them.
     """
 
+    W: Tensor
     scale: Tensor
     zero: Tensor
     group: Tensor
@@ -45,29 +47,28 @@ class Tally(NamedTuple):
     moves: bool
 
 
-def sweep_block(
-    target: Tensor, WT: Tensor, grid: Columns, U: Tensor, codes: Tensor, E: Tensor, tally: Tally | None = None
-) -> None:
+def sweep_block(target: Tensor, columns: Columns, U: Tensor, codes: Tensor, E: Tensor, tally: Tally) -> None:
     """Sweep one block of columns; fills `codes` and `E`. The oracle of the compiled kernel.
 
     Args:
         target: (b, out) weights with the error of earlier blocks fed forward.
-        WT: (b, out) weights.
-        grid: of these columns.
+        columns: weights and grid.
         U: (b, b) the block's own triangle.
+        codes: (b, out) int32, written.
+        E: (b, out) written.
         tally: what is added up besides.
     """
-    for j, g in enumerate(grid.group.tolist()):
+    W, scale, zero, group, codebook = columns
+    for j, g in enumerate(group.tolist()):
         t = target[j] + U[:j, j] @ E[:j]
-        position = t / grid.scale[g] + grid.zero[g]
-        code = grid.codebook.nearest(position)
+        position = t / scale[g] + zero[g]
+        code = codebook.nearest(position)
         codes[j] = code
-        E[j] = WT[j] - grid.scale[g] * (grid.codebook.position(code) - grid.zero[g])
-        if tally is not None:
-            missed, before = (t - WT[j] + E[j]).square(), (t - WT[j]).square()
-            tally.loss.add_(tally.d[j].to(t) * (missed - before if tally.moves else missed))
-            if len(tally.outside):
-                tally.outside.add_(grid.codebook.outside(position))
+        E[j] = W[j] - scale[g] * (codebook.position(code) - zero[g])
+        missed, before = (t - W[j] + E[j]).square(), (t - W[j]).square()
+        tally.loss.add_(tally.d[j].to(t) * (missed - before if tally.moves else missed))
+        if len(tally.outside):
+            tally.outside.add_(codebook.outside(position))
 
 
 def best_candidate(weights: Tensor, scale: Tensor, zero: Tensor, codebook: Codebook) -> Tensor:
@@ -137,10 +138,8 @@ def _survivors(t: Tensor, nearest: Tensor, column: Weights, length: float, cost:
     """
     out, beam = t.shape
     _, s, z, codebook = column
-    low, high = (
-        (-torch.inf if codebook.low is None else codebook.low),
-        (torch.inf if codebook.high is None else codebook.high),
-    )
+    low = -torch.inf if codebook.low is None else codebook.low
+    high = torch.inf if codebook.high is None else codebook.high
     side = torch.tensor([-1, 1], device=t.device, dtype=t.dtype).repeat(beam).expand(out, -1)  # (out, 2 beam)
     code = torch.stack([nearest, nearest + 1], 2).view(out, -1)
     t, before = t.repeat_interleave(2, 1), cost.repeat_interleave(2, 1)

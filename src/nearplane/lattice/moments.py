@@ -1,6 +1,9 @@
-"""Second moments of the rows that a layer multiplies, and the sums that they are made of: plain tensors.
+"""Second moments of the rows that a layer multiplies, the sums that they are made of, and the target that follows from them.
 
-Knows neither layers nor where rows come from.
+The network upstream is quantized, so the layer really sees `X_hat`, while its target is `X W^T` of the original network.
+Minimising `||X W^T + r - X_hat values^T - r_hat||^2` moves the target of the lattice problem from `W` to `W + Delta`.
+
+Knows neither layers nor where rows come from: plain tensors.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from nearplane.lattice.factor import Factor, total
 
 SPAN = 256  # columns of a block of `X^T X`; of symmetric sums half of the blocks are formed
 
@@ -105,24 +110,17 @@ class MomentSums:
 
     def absorb(self, other: MomentSums) -> None:
         """Add other sums to these, in place."""
-        self.H, self.C, self.alive = (
-            self._sum(*pair) for pair in ((self.H, other.H), (self.C, other.C), (self.alive, other.alive))
-        )
+        pairs = (self.H, other.H), (self.C, other.C), (self.alive, other.alive)
+        self.H, self.C, self.alive = (self._sum(*pair) for pair in pairs)
         for name, lost in other.lost.items():
             self.lost[name] = self.lost[name].add_(lost) if name in self.lost else lost.clone()
         self.tokens += other.tokens
 
     def blend(self, other: MomentSums, share: float) -> None:
         """Add a share of other sums, which stay as they are."""
-        H, C = other.H, other.C
-        part = MomentSums(
-            H=None if H is None else H * share,
-            alive=other.alive,
-            C=None if C is None else C * share,
-            tokens=round(other.tokens * share),
-        )
+        H, C = (None if sums is None else sums * share for sums in (other.H, other.C))
         self.dtype = self.dtype if self.tokens else other.dtype
-        self.absorb(part)
+        self.absorb(MomentSums(H=H, alive=other.alive, C=C, tokens=round(other.tokens * share)))
 
     @staticmethod
     def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -141,10 +139,9 @@ class MomentSums:
             return total(x).div_(tokens).to(dtype)
 
         lost = {name: mean(self.lost.pop(name)) for name in [*self.lost]}
-        H, self.H = None if self.H is None else mean(self.H), None
+        H, self.H = None if self.H is None else _mirrored(mean(self.H)), None
         C, self.C = None if self.C is None else mean(self.C), None
         alive = None if self.alive is None else total(self.alive) > 0
-        _mirror(H)
         return MomentSums(H=H, alive=alive, C=C, lost=lost, tokens=tokens)
 
     def of(self, name: str, held: MomentSums | None) -> Moments:
@@ -152,14 +149,8 @@ class MomentSums:
         assert self.H is not None, "no row was added"
         apart = None if held is None else held.of(name, None)
         lost = self.lost.get(name)
-        return Moments(
-            H=self.H,
-            C=self.C if lost is None else None,
-            lost=lost,
-            tokens=self.tokens,
-            held_out=apart,
-            alive=self.alive,
-        )
+        C = self.C if lost is None else None
+        return Moments(H=self.H, C=C, lost=lost, tokens=self.tokens, held_out=apart, alive=self.alive)
 
 
 @dataclass(slots=True)
@@ -184,21 +175,67 @@ class ExtraRows:
         return extra
 
 
-def _plus_gram(total: Tensor | None, X: Tensor) -> Tensor:
-    """Add `X^T X` of rows (rows, in), of which only the blocks on and above the diagonal are formed: see `_mirror`."""
+def mismatch(W: Tensor, H: Tensor, C: Tensor, S: Tensor | None) -> Tensor:
+    """Return (out, in) `W (C - H) + S`: the part of the output that the quantized inputs lost, against those inputs.
+
+    Products are formed in the dtype of `W`, of differences that are formed in that of the moments.
+
+    Args:
+        W: (out, in).
+        H: (in, in) `X_hat^T X_hat / tokens`, undamped.
+        C: (in, in) `X^T X_hat / tokens`.
+        S: (out, in) `E[(r - r_hat) x_hat^T]` of the residual stream that the output is added to, or None.
+    """
+    apart = torch.empty(H.shape, dtype=W.dtype, device=W.device)
+    for rows in torch.arange(len(H), device=W.device).split(512):  # never all of it in the dtype of the moments
+        apart[rows] = (C[rows] - H[rows]).to(W.dtype)
+    lost = W @ apart
+    return lost if S is None else lost.add_(S)
+
+
+def correction(lost: Tensor, factor: Factor) -> Tensor:
+    """Return (out, in) `Delta = lost (H + lambda I)^-1`, the full correction of the weights."""
+    return factor.solve(lost)
+
+
+def trust(lost_held_out: Tensor, H_held_out: Tensor, Delta: Tensor) -> float:
+    """Return in closed form how far to go along `Delta`: `rho` in [0, 1] with the least error on held-out tokens.
+
+        rho = <lost_v, Delta> / tr(Delta H_v Delta^T)
+
+    Args:
+        lost_held_out: (out, in) `mismatch` of the held-out tokens.
+        H_held_out: (in, in) of the held-out tokens.
+        Delta: (out, in) correction fitted on the other tokens.
+    """
+    wide = H_held_out.dtype
+    energy = float(total((Delta @ H_held_out.to(Delta.dtype)) * Delta, wide))
+    if energy <= 0:
+        return 0.0
+    return min(1.0, max(0.0, float(total(lost_held_out * Delta, wide)) / energy))
+
+
+def weighted_difference(whole: Tensor, tokens: int, part: Tensor, part_tokens: int) -> Tensor:
+    """Return the average over the tokens of `whole` that are not in `part`, both averages over their tokens."""
+    rest = tokens - part_tokens
+    return (whole * (tokens / rest)).sub_(part, alpha=part_tokens / rest)
+
+
+def _plus_gram(sums: Tensor | None, X: Tensor) -> Tensor:
+    """Add `X^T X` of rows (rows, in), of which only the blocks on and above the diagonal are formed: see `_mirrored`."""
     n = X.shape[1]
-    total = torch.zeros(n, n, dtype=torch.float64, device=X.device) if total is None else total
+    sums = torch.zeros(n, n, dtype=torch.float64, device=X.device) if sums is None else sums
     for a in range(0, n, SPAN):
-        total[a : a + SPAN, a:].add_(X[:, a : a + SPAN].T @ X[:, a:])
-    return total
+        sums[a : a + SPAN, a:].add_(X[:, a : a + SPAN].T @ X[:, a:])
+    return sums
 
 
-def _mirror(total: Tensor | None) -> None:
+def _mirrored(H: Tensor) -> Tensor:
     """Fill in the blocks below the diagonal, in place."""
-    for a in range(0, 0 if total is None else len(total), SPAN):
-        assert total is not None
-        total[a + SPAN :, a : a + SPAN] = total[a : a + SPAN, a + SPAN :].T
+    for a in range(0, len(H), SPAN):
+        H[a + SPAN :, a : a + SPAN] = H[a : a + SPAN, a + SPAN :].T
+    return H
 
 
-def _plus(total: Tensor | None, product: Tensor) -> Tensor:
-    return product.double() if total is None else total.add_(product)
+def _plus(sums: Tensor | None, product: Tensor) -> Tensor:
+    return product.double() if sums is None else sums.add_(product)

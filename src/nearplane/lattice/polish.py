@@ -9,19 +9,104 @@ serves both. Knows no rules or records.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from nearplane.lattice.descent import Fit, PlainFit, State
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.kernels import kernels_of
 from nearplane.lattice.kernels_torch import Columns, Tally
-from nearplane.lattice.solve import Solution
-from nearplane.lattice.superblock import SuperGrid
+from nearplane.lattice.scale import stored
+from nearplane.lattice.solvers import Solution
 
 SPAN = 256  # columns, of whole groups where steps are fitted, that one product with the Hessian serves
+
+
+@dataclass(slots=True)
+class State:
+    """A matrix during a descent on codes and steps, columns first, so that the rows of a block are contiguous.
+
+    Args:
+        grid: groups and codes, not steps.
+        scale, zero: (groups, out).
+        codes: (in, out) int32.
+        E: (in, out) weights minus values.
+        H: (in, in).
+        diagonal: (in,) of H, infinite for a dead input, which stays what it is.
+        gained: (out,) what moves of codes changed the loss by, and `fitted` (out,) what moves of steps did.
+    """
+
+    grid: Grid
+    scale: Tensor
+    zero: Tensor
+    codes: Tensor
+    E: Tensor
+    H: Tensor
+    diagonal: Tensor
+    gained: Tensor
+    fitted: Tensor
+
+    def positions(self, a: int, b: int) -> Tensor:
+        """Return (b - a, out) what the codes of some columns stand for, in steps."""
+        return self.grid.codebook.position(self.codes[a:b], self.E.dtype)
+
+    def in_steps(self, a: int, b: int) -> Tensor:
+        """Return (b - a, out) the same less their zeros."""
+        return self.positions(a, b) - self.zero[self.grid.group[a:b]]
+
+
+class Fit(Protocol):
+    """How the steps of a grid are fitted to codes while a descent runs."""
+
+    def fit(self, state: State, a: int, b: int, EH: Tensor) -> bool:
+        """Fit the steps of the columns from `a` to `b`, whole groups, everything else given.
+
+        Args:
+            state: scale, zero, E and what was gained are kept up to date.
+            a, b: columns.
+            EH: (b - a, out) `(E H)^T` of these columns, kept up to date.
+
+        Returns:
+            Whether any changed.
+        """
+
+    def grid(self, state: State, begun: Grid) -> Grid:
+        """Return the grid that a descent on `begun` has come to."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlainFit:
+    """Steps of a plain grid by least squares, rounded to the dtype in which they are stored."""
+
+    storage: torch.dtype
+
+    def fit(self, state: State, a: int, b: int, EH: Tensor) -> bool:
+        """Fit the groups one after another; see `Fit`."""
+        group, end, changed = state.grid.group[a:b], a, False
+        for g, size in zip(*(part.tolist() for part in group.unique_consecutive(return_counts=True)), strict=True):
+            start, end = end, end + size
+            v = state.in_steps(start, end)  # (size, out)
+            vH = state.H[a:b, start:end] @ v  # (b - a, out)
+            own = slice(start - a, end - a)
+            energy, due = (v * vH[own]).sum(0), (v * EH[own]).sum(0)  # (out,) each
+            old = state.scale[g]
+            new = torch.where(energy > 0, old + due / energy, old)
+            kept = (new > old / 3) & (new < (old * 3).clamp(max=torch.finfo(self.storage).max))
+            move = stored(torch.where(kept, new, old), self.storage) - old
+            change = move * (move * energy - 2 * due)
+            move = torch.where(kept & (change < 0), move, 0)
+            state.fitted += torch.where(move == 0, 0, change)
+            state.scale[g] += move
+            state.E[start:end] -= v * move
+            EH -= vH.mul_(move)
+            changed = bool(move.any()) or changed
+        return changed
+
+    def grid(self, state: State, begun: Grid) -> Grid:
+        """Return the grid with the steps that were fitted."""
+        return replace(begun, scale=state.scale.T.to(begun.scale.dtype).contiguous())
 
 
 def polish(
@@ -68,9 +153,8 @@ def refine(
     solve: Callable[[Grid], Solution],
     *,
     rounds: int,
-    sweeps: int,
 ) -> Solution:
-    """Solve, descend on steps and codes together, solve again on the fitted steps, keep the better codes of every row, polish.
+    """Solve, descend on steps and codes together, solve again on the fitted steps, keep the better codes of every row.
 
     No row loses more than the first solve, nor than the last, which is on the grid that is returned: bounds of a solver hold.
 
@@ -81,25 +165,20 @@ def refine(
         fit: gives what fits the steps of a grid while codes move.
         solve: rounds `W` to a grid; losses of its solutions, where it tells them, are under `H`.
         rounds: passes over steps and codes together; without any the second solve is left out too.
-        sweeps: of polish at the end.
     """
     found = solve(grid)
-    if rounds:
-        before = _losses(W, found, H)
-        matrix, gained = descend(W, found.matrix, H, sweeps=rounds, fit=fit(found.matrix.grid))
-        found = solve(matrix.grid)
-        chosen = (before + gained <= _losses(W, found, H))[:, None]
-        found = replace(found, matrix=merge(chosen, matrix, found.matrix), losses=None)  # those of the solve
-    return replace(found, matrix=polish(W, found.matrix, H, sweeps=sweeps), losses=None) if sweeps else found
+    if not rounds:
+        return found
+    before = _losses(W, found, H)
+    matrix, gained = descend(W, found.matrix, H, sweeps=rounds, fit=fit(found.matrix.grid))
+    found = solve(matrix.grid)
+    chosen = (before + gained <= _losses(W, found, H))[:, None]
+    return replace(found, matrix=merge(chosen, matrix, found.matrix), losses=None)  # those of the solve
 
 
 def merge(chosen: Tensor, one: QuantizedMatrix[Grid], other: QuantizedMatrix[Grid]) -> QuantizedMatrix[Grid]:
     """Take the rows where `chosen` (out, 1) bool from one matrix, the rest from the other; their groups and limits are the same."""
-    a, b = one.grid, other.grid
-    if isinstance(a, SuperGrid) and isinstance(b, SuperGrid):
-        return QuantizedMatrix(codes=torch.where(chosen, one.codes, other.codes), grid=a.merged(chosen, b))
-    grid = replace(b, scale=torch.where(chosen, a.scale, b.scale), zero=torch.where(chosen, a.zero, b.zero))
-    return QuantizedMatrix(codes=torch.where(chosen, one.codes, other.codes), grid=grid)
+    return QuantizedMatrix(codes=torch.where(chosen, one.codes, other.codes), grid=one.grid.merged(chosen, other.grid))
 
 
 def _losses(W: Tensor, solution: Solution, H: Tensor) -> Tensor:
@@ -111,13 +190,7 @@ def _losses(W: Tensor, solution: Solution, H: Tensor) -> Tensor:
 
 
 def descend(
-    W: Tensor,
-    matrix: QuantizedMatrix[Grid],
-    H: Tensor,
-    *,
-    sweeps: int,
-    fit: Fit | None = None,
-    block: int = 128,
+    W: Tensor, matrix: QuantizedMatrix[Grid], H: Tensor, *, sweeps: int, fit: Fit | None = None, block: int = 128
 ) -> tuple[QuantizedMatrix[Grid], Tensor]:
     """Descend as `polish` does; also returns (out,) float64 by how much the loss of every row changed."""
     begun, grid, H, dtype = matrix, matrix.grid, H.to(W.dtype), W.dtype
@@ -182,15 +255,8 @@ def _pass(state: State, a: int, b: int, fit: Fit | None, block: int) -> bool:
         U = state.H[i:k, i:k] / d  # what a column's move means for those after it; only the triangle is read
         tally = Tally(d.masked_fill(d == torch.inf, 0), state.gained, state.codes.new_empty(0), moves=True)
         moved = delta[: k - i]  # the value before minus the value now
-        sweep(
-            target,
-            V,
-            Columns(state.scale, state.zero, grid.group[i:k], grid.codebook),
-            U.triu(1),
-            state.codes[i:k],
-            moved,
-            tally,
-        )
+        columns = Columns(V, state.scale, state.zero, grid.group[i:k], grid.codebook)
+        sweep(target, columns, U.triu(1), state.codes[i:k], moved, tally)
         changed = bool(moved.any()) or changed
         state.E[i:k] += moved
         if k < b:

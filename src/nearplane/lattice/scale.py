@@ -66,14 +66,10 @@ class Steps:
             return scale, zero
         tried = [self._from_range(minimum * shrink, maximum * shrink) for shrink in SHRINKS]
         scales, zeros = (torch.stack(parts) for parts in zip(*tried, strict=True))  # (candidates, ...)
-        best = self._least_error(weights, scales, zeros)[None]
+        flat = weights.reshape(-1, weights.shape[-1]), scales.flatten(1), zeros.flatten(1)
+        # (1, ...) which candidate has the least error; the first of equals
+        best = kernels_of(weights).search(*flat, self.codebook).view(1, *weights.shape[:-1])
         return scales.gather(0, best)[0], zeros.gather(0, best)[0]
-
-    def _least_error(self, weights: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-        """Return (...) which candidate step (candidates, ...) has the least error; the first of equals."""
-        size = weights.shape[-1]
-        flat = weights.reshape(-1, size), scales.flatten(1), zeros.flatten(1)
-        return kernels_of(weights).search(*flat, self.codebook).view(weights.shape[:-1])
 
     def _from_range(self, minimum: Tensor, maximum: Tensor) -> tuple[Tensor, Tensor]:
         """Return the smallest step, and the zero, whose grid reaches from `minimum` <= 0 to `maximum` >= 0."""

@@ -1,19 +1,43 @@
-"""The solvers: what rounds a matrix to a grid. Adding one is a function and a line of the table below.
+"""The solvers: what rounds a matrix to a grid. Nearest plane (Babai's, = GPTQ) and plain rounding stand here, any grid, any device.
 
-Knows what each needs and promises; not how it works.
+Adding one is a function and a line of the table at the end, which says what each needs and promises.
+
+The sweep runs in rounding order on the transposed matrix (columns first, so that the rows of a block are contiguous). Blocks of
+columns are swept one by one; what earlier blocks did wrong reaches a block as one matrix product. Inside a block a kernel of the
+device does the work (`kernels.py`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from nearplane.errors import NumericalError
 from nearplane.lattice.beam import k_best
 from nearplane.lattice.factor import Factor
-from nearplane.lattice.grid import Grid
-from nearplane.lattice.solve import Solution, round_to_nearest, sweep_planes
+from nearplane.lattice.grid import Grid, QuantizedMatrix
+from nearplane.lattice.kernels import kernels_of
+from nearplane.lattice.kernels_torch import Columns, Tally
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """What a solver found, and what its sweep saw on the way.
+
+    Args:
+        matrix: codes and grid.
+        losses: (out,) float64 `sum_j d_j (t_j - values_j)^2` of every row: its loss under the damped Hessian; None: not known.
+        outside: (out,) how many targets of the nearest-plane sweep that the codes begin with lay beyond the codes of the grid,
+            by more than half a step; None where no such sweep was made on this grid.
+    """
+
+    matrix: QuantizedMatrix[Grid]
+    losses: Tensor | None = None
+    outside: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +74,76 @@ class Solver:
     round: Callable[[Problem], Solution]
     bounded: bool
     needs_inputs: bool = True
+
+
+def round_to_nearest(W: Tensor, grid: Grid) -> QuantizedMatrix[Grid]:
+    """Round every weight of `W` (out, in) on its own.
+
+    Raises:
+        NumericalError: `W` is not finite.
+    """
+    if not bool(torch.isfinite(W).all()):
+        raise NumericalError("A weight is NaN or Inf.")
+    codes, _ = grid.round(W)
+    return QuantizedMatrix(codes=codes.to(torch.int32), grid=grid)
+
+
+def nearest_plane(W: Tensor, grid: Grid, factor: Factor, *, block: int = 128) -> QuantizedMatrix[Grid]:
+    """Round each row of `W` to the lattice of `grid` by Babai's nearest-plane algorithm.
+
+    Column by column, in `factor.order`, the error already made is fed forward:
+
+        codes_j = round((W_j + E_{<j} U_{<j,j}) / scale_j + zero_j)
+
+    Args:
+        W: (out, in) weights, float32 or float64; the sweep runs in their dtype.
+        grid: steps and limits of every column; see `Grid`.
+        factor: of the layer's Hessian; see `factorize`.
+        block: columns swept before the error is propagated as one matrix product.
+
+    Returns:
+        Codes int32 in the column order of `W`, and the grid.
+
+    Raises:
+        NumericalError: `W` or the factor is not finite.
+
+    Babai (1986); equal to GPTQ (Frantar et al., 2022) with the same order (Chen et al., 2025, Theorem 1).
+    """
+    return sweep_planes(W, grid, factor, block=block).matrix
+
+
+def sweep_planes(W: Tensor, grid: Grid, factor: Factor, *, block: int = 128) -> Solution:
+    """Round as `nearest_plane`, and add up what the sweep saw: the loss of every row, and targets that the grid clips."""
+    if not (bool(torch.isfinite(torch.stack(W.aminmax())).all()) and bool(torch.isfinite(factor.d).all())):
+        raise NumericalError("A weight or the factor of the Hessian is NaN or Inf.")
+    order, out = factor.order, len(W)
+    target = W.T.clone(memory_format=torch.contiguous_format)
+    WT = target.index_select(0, order)  # (in, out), in rounding order
+    target.copy_(WT)  # (in, out), with all errors so far fed forward
+    # in the same memory: a column's targets are read before its codes are written
+    codes = target.view(torch.int32)[:, :out]
+    E = W.new_empty(min(block, len(WT)), out)  # weight minus value, of one block
+    scale, zero = (
+        part.to(W.dtype).expand(out, -1).T.clone(memory_format=torch.contiguous_format)
+        for part in (grid.scale, grid.zero)
+    )
+    group = grid.group[order]  # (in,)
+    d = factor.d.masked_fill(factor.dead[order], factor.shift)  # a dead input has no length
+    _, octave = math.frexp(float(d.mean()))
+    d = d * 2.0**-octave  # large weights times large inputs overflow float32
+    loss, outside = W.new_zeros(out), torch.zeros(out, dtype=torch.int32, device=W.device)
+    sweep = kernels_of(WT).sweep
+    for a in range(0, len(WT), block):
+        b = min(a + block, len(WT))
+        columns = Columns(WT[a:b], scale, zero, group[a:b], grid.codebook)
+        tally = Tally(d[a:b], loss, outside, moves=False)
+        U = factor.U[a:b, a:].to(W.dtype)  # (b - a, columns that are left)
+        sweep(target[a:b], columns, U[:, : b - a], codes[a:b], E[: b - a], tally)
+        target[b:].addmm_(U[:, b - a :].T, E[: b - a])
+    # again no new memory: touching it first costs most
+    back = WT.view(torch.int32)[:, :out].index_copy_(0, order, codes)
+    matrix = QuantizedMatrix(codes=back.T.clone(memory_format=torch.contiguous_format), grid=grid)
+    return Solution(matrix=matrix, losses=loss.double() * 2.0**octave, outside=outside)
 
 
 SOLVERS: Mapping[str | None, Solver] = {

@@ -3,13 +3,13 @@
     value = (d * sc) * code - dmin * m
 
 Like any other grid to solvers, descents and certificates: its `scale` is `d * sc`, its `zero` is `dmin * m / (d * sc)`. How the
-numbers are found is in `superblock_fit.py`, how they are stored in `formats/gguf/`.
+numbers are found is in `superblock_search.py`, how they are stored in `formats/gguf/`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -66,15 +66,6 @@ class SuperGrid(Grid):
         offset = self.offset
         return values if offset is None else values.sub_(offset[:, self.group])
 
-    def of_rows(self, rows: Tensor) -> SuperGrid:
-        """Return the grid of some rows."""
-        return self._with({name: part[rows] for name, part in self.parts.items()})
-
-    def merged(self, chosen: Tensor, other: SuperGrid) -> SuperGrid:
-        """Return this grid in the rows where `chosen` (out, 1) bool, and another of the same groups in the rest."""
-        theirs = other.parts
-        return self._with({name: torch.where(chosen, part, theirs[name]) for name, part in self.parts.items()})
-
     def unlike(self, format: NumberFormat, codes: Tensor) -> Iterator[str]:
         """Yield what codes (out, in) and grid have that a number format has not."""
         yield from Grid.unlike(self, format, codes)
@@ -98,17 +89,6 @@ class SuperGrid(Grid):
                 ours[name].shape == part.shape and bool((ours[name] == part).all()) for name, part in theirs.items()
             )
         )
-
-    def to(self, target: torch.dtype | torch.device | str) -> SuperGrid:
-        """Return the grid with steps and offsets computed in another dtype, or all of it on another device."""
-        if isinstance(target, torch.dtype):
-            return self._with({name: part.to(target) for name, part in self.parts.items() if name in ("d", "dmin")})
-        moved = self._with({name: part.to(target) for name, part in self.parts.items()})
-        return replace(moved, group=self.group.to(target))
-
-    def _with(self, parts: dict[str, Tensor]) -> SuperGrid:
-        changes: dict[str, Any] = parts
-        return replace(self, **changes)
 
 
 def on_two_levels(matrix: QuantizedMatrix[Any]) -> QuantizedMatrix[SuperGrid] | None:

@@ -1,18 +1,82 @@
-"""The search for steps on two levels on the CPU, compiled by Numba; `superblock_fit.py` says what is searched.
+"""Steps on two levels, from the weights by search on the CPU, compiled by Numba. `superblock_fit.py` fits them to codes.
 
+They are rounded to what is stored before anything is measured with them.
 Every kernel measures a group by `sum_k h_k |e_k|^p` of what rounding its weights to nearest leaves, p = 2.5 as in `scale.py`.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numba
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from nearplane.errors import NumericalError
+from nearplane.lattice.kernels_cpu import in_threads
+from nearplane.lattice.number_formats import BlockType
+from nearplane.lattice.superblock import SuperGrid
+from nearplane.lattice.superblock_fit import rounded
 
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int32]
+ENDS = tuple(1 - 0.65 * i / 17 for i in range(18))  # fractions of the range at which groups end
+SHRUNK = (1.0, 0.97, 0.94, 0.9, 0.86, 0.8)  # of the largest integer, to which the largest step of a block is scaled
+REACH = 2  # integers tried on either side of the nearest one
+
+
+def fit_blocks(kind: BlockType, W: Tensor, importance: Tensor) -> SuperGrid:
+    """Fit every block of `W` (out, in), in two searches: the groups' own steps and offsets, then what blocks can hold of them.
+
+    Args:
+        kind: of the blocks; it divides the columns.
+        W: finite.
+        importance: (in,) how much errors of a column count, not negative.
+
+    Raises:
+        NumericalError: a step or an offset is too large for 16-bit floating point.
+    """
+    out, columns = W.shape
+    blocks, groups = columns // kind.columns, columns // kind.group
+    weights = W.float().contiguous().cpu()
+    spread = importance.to(weights).clamp(min=0)
+    h = (spread / spread.mean().clamp(min=torch.finfo(torch.float32).tiny)).clamp(min=1e-6).view(groups, kind.group)
+    step, offset = torch.zeros(2, out * groups).unbind()
+    limits, ends = (float(kind.low), float(kind.high)), torch.tensor(ENDS).numpy()
+    given = weights.view(-1, kind.group).numpy(), h.numpy(), limits, ends, kind.single, step.numpy(), offset.numpy()
+    in_threads(partial(search_groups, *given), len(step))
+    if kind.single:
+        one = torch.ones(len(step), dtype=torch.int32)
+        parts = {"d": rounded(step), "sc": one}
+        parts |= {"dmin": offset.half().float(), "m": one} if kind.m else {}
+    else:
+        parts = _stored(kind, weights, h, step, offset)
+    if not all(bool(torch.isfinite(part).all()) for part in parts.values()):
+        raise NumericalError("A step does not fit 16-bit floating point: the weights are too large for it.")
+    counts = {"d": blocks, "dmin": blocks, "sc": groups, "m": groups}
+    numbers: Any = {name: part.view(out, counts[name]).to(W.device) for name, part in parts.items()}
+    group = torch.arange(columns, device=W.device) // kind.group
+    return SuperGrid(**numbers, group=group, low=kind.low, high=kind.high)
+
+
+def _stored(kind: BlockType, W: Tensor, h: Tensor, step: Tensor, offset: Tensor) -> dict[str, Tensor]:
+    """Return the numbers of blocks of several groups, near the groups' own (n,) steps and offsets."""
+    groups = kind.columns // kind.group
+    step, offset = step.view(-1, groups), offset.view(-1, groups)
+    shrunk, count = torch.tensor(SHRUNK), len(step)
+    ds = rounded(step.abs().amax(1, keepdim=True) / (max(kind.sc) * shrunk).round())  # (blocks, candidates)
+    dmins = rounded(offset.amax(1, keepdim=True) / (kind.m * shrunk).round()) if kind.m else ds[:, :1].clone()
+    d, dmin = torch.zeros(2, count).unbind()
+    sc, m = torch.zeros(2, count, groups, dtype=torch.int32).unbind()
+    given = W.view(count, groups, kind.group).numpy(), h.view(-1, groups, kind.group).numpy()
+    limits = float(kind.low), float(kind.high), kind.sc, kind.m
+    arrays = (part.contiguous().numpy() for part in (step, offset, ds, dmins, d, dmin, sc, m))
+    kernel: Any = search_blocks
+    in_threads(partial(kernel, *given, *limits, *arrays), count)
+    return {"d": d, "sc": sc} | ({"dmin": dmin, "m": m} if kind.m else {})
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
@@ -30,27 +94,19 @@ def error_of(w: Floats, h: Floats, s: Any, o: Any, low: Any, high: Any) -> Any:
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def search_groups(
-    W: Floats,
-    h: Floats,
-    low: float,
-    high: float,
-    ends: Floats,
-    signed: bool,
-    step: Floats,
-    offset: Floats,
-    start: int,
-    stop: int,
+    W: Floats, h: Floats, limits: Any, ends: Floats, signed: bool, step: Floats, offset: Floats, start: int, stop: int
 ) -> None:
     """Find step and offset, real numbers, of the groups from `start` to `stop`.
 
     Args:
         W: (n, g) weights.
         h: (groups of a row, g).
-        low, high: limits of the codes; low < 0 for grids without offset.
+        limits: of the codes; the lower one is negative for grids without offset.
         ends: (k,) fractions of the range that are tried, of both ends on their own where there is an offset.
         signed: whether offsets may be negative.
         step, offset: (n,) are filled.
     """
+    low, high = limits
     for i in range(start, stop):
         w, weight = W[i], h[i % h.shape[0]]
         smallest, largest = np.float32(0), np.float32(0)
@@ -87,7 +143,7 @@ def search_groups(
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def search_blocks(
-    W: Floats, h: Floats, low: float, high: float, sc_limits: Any, m_limit: int, reach: int,
+    W: Floats, h: Floats, low: float, high: float, sc_limits: Any, m_limit: int,
     step: Floats, offset: Floats, ds: Floats, dmins: Floats, d: Floats, dmin: Floats, sc: Integers, m: Integers,
     start: int, stop: int,
 ) -> None:  # fmt: skip
@@ -101,7 +157,6 @@ def search_blocks(
         h: (blocks of a row, groups, g).
         low, high: limits of the codes.
         sc_limits, m_limit: of the integers; no step is 0.
-        reach: how far around integers are tried.
         step, offset: (blocks, groups) of the groups on their own.
         ds, dmins: (blocks, candidates), not 0.
         d, dmin, sc, m: (blocks,) and (blocks, groups) are filled.
@@ -122,11 +177,11 @@ def search_blocks(
         for g in range(groups):
             middle = _multiple(step[b, g], kept_d, sc_limits)
             best = np.float32(np.inf)
-            for i in range(max(sc_limits[0], middle - reach), min(sc_limits[1], middle + reach) + 1):
+            for i in range(max(sc_limits[0], middle - REACH), min(sc_limits[1], middle + REACH) + 1):
                 if i == 0:
                     continue
                 first = _offset(offset[b, g], kept_dmin, m_limit)
-                for k in range(max(0, first - reach), min(m_limit, first + reach) + 1):
+                for k in range(max(0, first - REACH), min(m_limit, first + REACH) + 1):
                     error = error_of(W[b, g], weight[g], np.float32(kept_d * i), np.float32(kept_dmin * k), low, high)
                     if error < best:
                         best, sc[b, g], m[b, g] = error, i, k

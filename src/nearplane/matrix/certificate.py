@@ -14,8 +14,7 @@ from torch import Tensor
 from nearplane.coding.blob import Contents, size
 from nearplane.lattice.bounds import certify, limit, limit_of_all, losses_beside
 from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
-from nearplane.lattice.solve import sweep_planes
-from nearplane.lattice.solvers import SOLVERS
+from nearplane.lattice.solvers import SOLVERS, Solution, sweep_planes
 from nearplane.matrix.inputs import Inputs, corrected
 from nearplane.recipe.schemes import AnyScheme
 from nearplane.record.record import MAX_CERTIFIED_INPUTS, LayerRecord, row_groups
@@ -78,12 +77,16 @@ def measure(
     damped, sweep = inputs.damped_for_the_correction(scheme), inputs.factor_of_the_sweep(scheme)
     on_grid = QuantizedMatrix(codes=matrix.codes, grid=grid.scaled_to(base))  # what was swept
     bounded = SOLVERS[scheme.solver].bounded and not known.tuned and not scheme.joins_rows
-    # where a sweep clips, other codes than its own do not show it
-    if outside is None and bounded and not scheme.entropy_coded:
+    if not bounded:
+        outside = None
+    elif scheme.entropy_coded:  # codes have no limits
+        outside = torch.zeros(len(target), dtype=torch.int32, device=target.device)
+    elif outside is None:  # where a sweep clips, other codes than its own do not show it
         wide = target.to(torch.promote_types(W.dtype, torch.float32))
         outside = sweep_planes(wide, cast(Grid, grid), sweep).outside
     values = None if base is None else matrix.decode()
-    found = certify(W, target, on_grid, H, sweep, swept=bounded, outside=outside, values=values)
+    solution = Solution(matrix=cast("QuantizedMatrix[Grid]", on_grid), outside=outside)
+    found = certify(W, target, solution, H, sweep, values=values)
     extra: tuple[float | None, ...] = (None, None, None)
     if (beside := moments.extra) is not None:
         extra = losses_beside(W, target, on_grid, beside, values=values)

@@ -14,10 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearplane.errors import NumericalError
-from nearplane.lattice.factor import Factor, factorize
-from nearplane.lattice.moments import Moments
-from nearplane.lattice.steady import one_thread
-from nearplane.lattice.target import correction, mismatch, trust, weighted_difference
+from nearplane.lattice.factor import Factor, factorize, one_thread
+from nearplane.lattice.moments import Moments, correction, mismatch, trust, weighted_difference
 from nearplane.recipe.scheme import Order, Scheme
 from nearplane.system.memory import release
 

@@ -25,14 +25,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearplane.errors import NumericalError, RecipeError
-from nearplane.lattice.factor import Factor, factorize
-from nearplane.lattice.fits import FITS, Wanted
+from nearplane.lattice.factor import Factor, factorize, one_thread
+from nearplane.lattice.fits import FITS
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.moments import Moments
-from nearplane.lattice.polish import refine
-from nearplane.lattice.solve import Solution
-from nearplane.lattice.solvers import SOLVERS, Problem
-from nearplane.lattice.steady import one_thread
+from nearplane.lattice.polish import polish, refine
+from nearplane.lattice.scale import Steps
+from nearplane.lattice.solvers import SOLVERS, Problem, Solution
 from nearplane.matrix.certificate import Known, measure
 from nearplane.matrix.inputs import Inputs, corrected, lattice_problem
 from nearplane.recipe.scheme import Scheme
@@ -96,8 +95,8 @@ def solve(target: Tensor, inputs: Inputs, scheme: GridScheme | BlockScheme, stor
     """Fit a grid to the target, round the target to it, and refine both."""
     factor = inputs.factor_of_the_sweep(scheme)
     importance = inputs.moments.H.diagonal().sqrt() if scheme.calibrated else target.new_ones(target.shape[1])
-    format = scheme.number_format
-    grid, fit = FITS[format.fit](target, importance, Wanted(format, getattr(scheme, "scale", "mse"), storage))
+    steps = Steps(format=scheme.number_format, search=getattr(scheme, "scale", "mse"), storage=storage)
+    grid, fit = FITS[steps.format.fit](target, importance, steps)
     rounds, sweeps = scheme.rounds or 0, scheme.polish or 0
     if not rounds and not sweeps:
         return rounded(target, grid, factor, scheme, inputs.moments.H)
@@ -110,7 +109,8 @@ def solve(target: Tensor, inputs: Inputs, scheme: GridScheme | BlockScheme, stor
         found = rounded(target, now, factor, scheme, inputs.moments.H)
         return found if found.losses is None else replace(found, losses=found.losses * unit)
 
-    return refine(target, H, grid, fit, once, rounds=rounds, sweeps=sweeps)
+    found = refine(target, H, grid, fit, once, rounds=rounds)
+    return replace(found, matrix=polish(target, found.matrix, H, sweeps=sweeps), losses=None) if sweeps else found
 
 
 def rounded(target: Tensor, grid: Grid, factor: Factor, scheme: Scheme, H: Tensor) -> Solution:

@@ -20,7 +20,7 @@ from nearplane.formats.gguf.mixes import fitting
 from nearplane.lattice.factor import Factor
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.scale import high_rate_step
-from nearplane.lattice.solve import sweep_planes
+from nearplane.lattice.solvers import sweep_planes
 from nearplane.matrix.inputs import Inputs
 from nearplane.matrix.on_grid import solve
 from nearplane.models.model import Block

@@ -17,7 +17,7 @@ from torch import Tensor
 from nearplane.lattice.bounds import certify, quadratic
 from nearplane.lattice.factor import Order, factorize
 from nearplane.lattice.grid import Grid
-from nearplane.lattice.solve import nearest_plane, round_to_nearest
+from nearplane.lattice.solvers import nearest_plane, round_to_nearest, sweep_planes
 
 Method = Literal["optimum", "round to nearest", "nearest plane", "nearest plane, reversed"]
 METHODS: tuple[Method, ...] = Method.__args__  # type: ignore[attr-defined]
@@ -254,7 +254,7 @@ def bounds(H: Tensor, order: Order) -> tuple[float, float]:
     """Return the certificate's expected and worst squared error of a row in an order: `sum d / 12` and `sum d / 4`."""
     W = torch.zeros(1, 2, dtype=H.dtype)
     factor = factorize(H, order, damp=0.0)
-    certificate = certify(W, W, nearest_plane(W, STEPS_OF_ONE, factor), H, factor)
+    certificate = certify(W, W, sweep_planes(W, STEPS_OF_ONE, factor), H, factor)
     assert certificate.expected is not None
     assert certificate.worst_case is not None
     return 2 * certificate.expected, 2 * certificate.worst_case  # of two weights; certificates hold means over weights

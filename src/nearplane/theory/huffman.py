@@ -18,12 +18,10 @@ from numpy.typing import NDArray
 from nearplane.coding import frequency_tables
 from nearplane.coding.bit_stream import varint
 from nearplane.coding.blob import Size
-from nearplane.coding.blob_header import Header
-from nearplane.coding.cost import list_bits, stream_bits
-from nearplane.coding.counts import Counts, sample
+from nearplane.coding.cost import Counts, list_bits, sample, stream_bits
 from nearplane.coding.encoder_choices import Choices, member, sampled_columns, stored_tables, tally
 from nearplane.coding.header_bits import write_header
-from nearplane.coding.layout import chunk_edges, lay_out
+from nearplane.coding.layout import Header, chunk_edges, lay_out
 
 MAX_CODE_BITS = 12
 LARGE = 1 << 17  # codes from which on a matrix stands in chunks

@@ -1,6 +1,6 @@
 """Optimal Brain Quantization: every row rounds next the weight that costs least, in an order of its own.
 
-With n inputs a row costs n^3/6 multiplications, as much as the factorization that all rows of `lattice/solve.py` share; here the
+With n inputs a row costs n^3/6 multiplications, as much as the factorization that all rows of `lattice/solvers.py` share; here the
 whole inverse is downdated at every step, as published, which is six times that. The order is exactly the greedy one: without the
 rule of OBQ's own program that weights far outside the grid go first, which mends much of its loss on clipping grids. It does not
 know how `H` was damped.
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import NumericalError
+from nearplane.lattice.factor import one_thread
 from nearplane.lattice.grid import Grid, QuantizedMatrix, Weights
-from nearplane.lattice.steady import one_thread
 
 MAX_INPUTS = 4096  # there the inverse of a row takes 128 MiB
 

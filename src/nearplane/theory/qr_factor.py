@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import NumericalError
-from nearplane.lattice.factor import AUTO_DAMPS, Factor, Order, order_by, rounding_order
-from nearplane.lattice.steady import one_thread
+from nearplane.lattice.factor import AUTO_DAMPS, Factor, Order, one_thread, order_by, rounding_order
 
 TALL = 2  # rows of a block over columns: R below it is a quarter of the work, and three of such blocks fit in memory
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from nearplane.errors import NumericalError
 from nearplane.lattice.factor import Factor
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.lattice.solve import nearest_plane
+from nearplane.lattice.solvers import nearest_plane
 
 Floats = npt.NDArray[np.float64]
 

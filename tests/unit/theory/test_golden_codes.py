@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nearplane.lattice.grid import Grid
-from nearplane.lattice.solve import nearest_plane
+from nearplane.lattice.solvers import nearest_plane
 from nearplane.recipe.recipe import Calibration
 from nearplane.theory.hptq import hptq, hptq_recipe
 from nearplane.theory.obq import greedy_sweep

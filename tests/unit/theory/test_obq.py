@@ -16,7 +16,7 @@ from torch import Tensor
 from nearplane.errors import NumericalError
 from nearplane.lattice.factor import factorize
 from nearplane.lattice.grid import Grid, Weights
-from nearplane.lattice.solve import nearest_plane, round_to_nearest
+from nearplane.lattice.solvers import nearest_plane, round_to_nearest
 from nearplane.theory.obq import MAX_INPUTS, GreedySweep, greedy_sweep, sweep_rows
 from oracles import damped, run
 from strategies import UNCLIPPED, Problem, problem, problems

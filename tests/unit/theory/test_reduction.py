@@ -13,7 +13,7 @@ from nearplane.errors import NumericalError
 from nearplane.lattice.bounds import quadratic
 from nearplane.lattice.factor import Factor, factorize
 from nearplane.lattice.grid import Grid
-from nearplane.lattice.solve import nearest_plane
+from nearplane.lattice.solvers import nearest_plane
 from nearplane.theory.reduction import _sweeps, nearest_plane_reduced, reduce
 from oracles import closest_vector
 from strategies import problem, problems

@@ -8,7 +8,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nearplane.coding.words import pack, unpack
+from nearplane.coding.packed_words import pack, unpack
 
 ALL_BITS = range(2, 9)
 

@@ -1,11 +1,13 @@
-"""The sweep of a block of columns on the CPU in float32, compiled by Numba; `kernels_torch.py` has the same algorithm in torch.
+"""The sweep of a block of columns, and the search for steps, on the CPU in float32, compiled by Numba.
 
-Rows are independent, so they are taken in strips that fit the cache: a strip goes through all columns of the block before
-the next one starts. Threads share the rows and never wait for each other. The first call ever compiles, for a second or two.
+`kernels_torch.py` has the same algorithms in torch. Rows are independent, and so are groups: threads share them and never wait for
+each other. The sweep takes rows in strips that fit the cache: a strip goes through all columns of the block before the next one
+starts. The first call ever compiles, for a second or two.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nearplane.lattice import kernels_torch
-from nearplane.lattice.codebook import Table, position_of, round_code, round_integer
+from nearplane.lattice.codebook import Codebook, Table
 from nearplane.lattice.kernels_torch import Columns, Tally
 
 Floats = npt.NDArray[np.float32]
@@ -24,6 +26,7 @@ Integers = npt.NDArray[np.int32]
 Indices = npt.NDArray[np.int64]
 
 STRIP_ROWS = 256  # the errors of a strip, STRIP_ROWS * block * 4 bytes, stay in the second-level cache
+SEARCHED = 10_000  # weights, at least, that a thread searches
 
 
 class Block(NamedTuple):
@@ -45,17 +48,29 @@ class Block(NamedTuple):
     limits: tuple[float, float]
 
 
-def sweep_block(
-    target: Tensor,
-    W: Tensor,
-    grid: Columns,
-    U: Tensor,
-    codes: Tensor,
-    E: Tensor,
-    tally: Tally | None = None,
-    *,
-    threads: int | None = None,
-) -> None:
+class Groups(NamedTuple):
+    """What the compiled search reads, and what it writes; see `best_candidate`."""
+
+    weights: Floats
+    scale: Floats
+    zero: Floats
+    table: Table
+    best: Indices
+
+
+def in_threads(kernel: Callable[[int, int], Any], count: int, *, run: int = 1) -> None:
+    """Call a kernel with the parts `start, stop` of `range(count)`, whole runs, from as many threads as torch has."""
+    threads = torch.get_num_threads()
+    share = -(-count // (run * threads)) * run
+    if share >= count:
+        kernel(0, count)
+        return
+    starts = range(0, count, share)
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(kernel, starts, [*starts[1:], count]))
+
+
+def sweep_block(target: Tensor, columns: Columns, U: Tensor, codes: Tensor, E: Tensor, tally: Tally) -> None:
     """Sweep one block of columns, columns first; fills `codes` and `E`.
 
         t_j = target_j + sum_{k<j} E_k U_kj
@@ -65,34 +80,67 @@ def sweep_block(
 
     Args:
         target: (b, out) weights with the error of earlier blocks fed forward.
-        W: (b, out) weights; other dtypes than float32 are left to torch.
-        grid: of these columns.
+        columns: weights and grid; other dtypes than float32 are left to torch.
         U: (b, b) the block's own triangle, unit upper.
         codes: (b, out) int32, written; may be the memory of `target`.
         E: (b, out) written.
-        tally: what is added up besides; None: nothing.
-        threads: None takes as many as torch does.
+        tally: what is added up besides.
     """
-    if W.dtype != torch.float32:
-        kernels_torch.sweep_block(target, W, grid, U, codes, E, tally)
+    if columns.W.dtype != torch.float32:
+        kernels_torch.sweep_block(target, columns, U, codes, E, tally)
         return
-    b, out = W.shape
+    b, out = columns.W.shape
     UT = U.new_zeros(b + 3, b)  # row j holds what column j needs; the last rows let columns be taken by four
     UT[:b] = U.T
-    t, w, s, z, group = (x.contiguous().numpy() for x in (target, W, grid.scale, grid.zero, grid.group))
-    nothing = W.new_empty(0)
-    d, loss, outside, moves = tally or Tally(nothing, nothing, nothing.to(torch.int32), False)
-    sums = (d.to(W.dtype).contiguous().numpy(), loss.numpy(), outside.numpy(), moves, grid.codebook.limits)
-    work = Block(t, w, s, z, group, grid.codebook.table(W.dtype), UT.numpy(), codes.numpy(), E.numpy(), *sums)
-    kernel: Any = _sweep_rows
-    threads = threads or torch.get_num_threads()
-    share = -(-out // (16 * threads)) * 16  # rows of one thread, whole cache lines
-    if share >= out:
-        kernel(0, out, work)
-        return
-    with ThreadPoolExecutor(threads) as pool:
-        for part in [pool.submit(kernel, a, min(a + share, out), work) for a in range(0, out, share)]:
-            part.result()
+    t, w, s, z, group = (x.contiguous().numpy() for x in (target, *columns[:4]))
+    book, d = columns.codebook, tally.d.to(torch.float32).contiguous().numpy()
+    sums = d, tally.loss.numpy(), tally.outside.numpy(), tally.moves, book.limits
+    work = Block(t, w, s, z, group, book.table(torch.float32), UT.numpy(), codes.numpy(), E.numpy(), *sums)
+    in_threads(lambda start, stop: _sweep_rows(start, stop, work), out, run=16)  # whole cache lines
+
+
+def best_candidate(weights: Tensor, scale: Tensor, zero: Tensor, codebook: Codebook) -> Tensor:
+    """Return (n,) the first candidate with the least error in every group.
+
+        error = sum_k |e_k|^2.5,  e = weights - scale (codes - zero)
+
+    Args:
+        weights: (n, g); other dtypes than float32 are left to torch.
+        scale, zero: (candidates, n).
+        codebook: of all groups.
+    """
+    if weights.dtype != torch.float32:
+        return kernels_torch.best_candidate(weights, scale, zero, codebook)
+    n, size = weights.shape
+    best = torch.empty(n, dtype=torch.int64)
+    w, s, z = (x.contiguous().numpy() for x in (weights, scale.T, zero.T))
+    groups = Groups(w, s, z, codebook.table(weights.dtype), best.numpy())
+    in_threads(lambda start, stop: _search(start, stop, groups), n, run=-(-SEARCHED // size))
+    return best
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def round_integer(position: Any, low: Any, high: Any) -> Any:
+    """Return the integer nearest to a position within limits. NaN stays NaN, and a loop of it stays free of branches."""
+    code = np.rint(position)
+    code = low if code < low else code
+    return high if code > high else code
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def round_code(position: Any, table: Table) -> Any:
+    """Return the code nearest to a position."""
+    if len(table.levels) == 0:
+        return round_integer(position, table.low, table.high)
+    return table.low + np.searchsorted(table.middles, position)
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def position_of(code: Any, table: Table) -> Any:
+    """Return what a code stands for, in steps; of a code beyond the levels the position of the last one."""
+    if len(table.levels) == 0:
+        return code
+    return table.levels[max(0, min(int(code), len(table.levels) - 1))]
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})
@@ -178,7 +226,42 @@ def _sweep_rows(start: int, stop: int, block: Block) -> None:
                     _feed(t[i], e[k], UT[j, k])
                 g = group[j]
                 _round(t[i, : c - a], W[j, a:c], scale[g, a:c], zero[g, a:c], table, codes[j, a:c], E[j, a:c], e[j])
-                if len(loss) > 0:
-                    _tally(t[i, : c - a], W[j, a:c], e[j, : c - a], d[j], loss[a:c], moves)
+                _tally(t[i, : c - a], W[j, a:c], e[j, : c - a], d[j], loss[a:c], moves)
                 if len(outside) > 0:
                     _count(t[i, : c - a], scale[g, a:c], zero[g, a:c], low, high, outside[a:c])
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
+def _plain(w: Floats, s: float, z: float, low: float, high: float) -> np.float32:
+    total = np.float32(0)
+    for k in range(w.shape[0]):
+        e = np.abs(w[k] - s * (round_integer(w[k] / s + z, low, high) - z))
+        total += e * e * np.sqrt(e)
+    return total
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def _on_levels(w: Floats, s: float, z: float, table: Table) -> np.float32:
+    total = np.float32(0)
+    for k in range(w.shape[0]):
+        e = np.abs(w[k] - s * (position_of(round_code(w[k] / s + z, table), table) - z))
+        total += e * e * np.sqrt(e)
+    return total
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def _search(start: int, stop: int, groups: Groups) -> None:
+    """Search the groups from `start` to `stop`."""
+    weights, scale, zero, table, best = groups
+    for i in range(start, stop):
+        least = np.float32(np.inf)
+        best[i] = 0
+        for c in range(scale.shape[1]):
+            w, s, z = weights[i], scale[i, c], zero[i, c]
+            if len(table.levels) > 0:
+                error = _on_levels(w, s, z, table)
+            else:
+                error = _plain(w, s, z, table.low, table.high)
+            if error < least:
+                least = error
+                best[i] = c
