@@ -9,7 +9,7 @@ import pytest
 import nearplane
 from nearplane import FormatError, RecipeError
 from nearplane.errors import printable
-from nearplane.formats.integers import matches
+from nearplane.formats.layer_format import matches
 from nearplane.recipe.patterns import fault_of
 
 NAME = "model.layers.10.self_attn.q_proj"

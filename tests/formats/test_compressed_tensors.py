@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, LlamaFor
 from checkpoints import config_of_grids, random_matrix, write_folder
 from nearplane.coding.packed_words import pack
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.compressed_tensors import FORMAT, PackQuantized
+from nearplane.formats.compressed_tensors import FORMAT
 from nearplane.formats.integers import Integers
+from nearplane.formats.packed_integers import PackQuantized
 from nearplane.formats.stored import read_dense
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.number_formats import integers

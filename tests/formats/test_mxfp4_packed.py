@@ -14,7 +14,8 @@ from families import VOCABULARY
 from native_checkpoints import save_tiny
 from nearplane import RecipeError
 from nearplane.errors import FormatError
-from nearplane.formats.compressed_tensors import FORMAT, MXFP4Packed
+from nearplane.formats.compressed_tensors import FORMAT
+from nearplane.formats.mxfp4_packed import MXFP4Packed
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.number_formats import MXFP4, number_format
 from nearplane.lattice.scale import Steps

@@ -24,8 +24,8 @@ from nearplane.coding.packed_words import pack, unpack, words_of
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.beside import GPTQ_CONFIG
 from nearplane.formats.container import Format
-from nearplane.formats.integers import Integers, consecutive, expect, group_size_of, matches, object_of, of_kind
-from nearplane.formats.layer_format import ConfigFile, GridFormat, Quantized, json_text
+from nearplane.formats.integers import Integers, consecutive, expect, group_size_of, object_of, of_kind
+from nearplane.formats.layer_format import ConfigFile, GridFormat, Quantized, json_text, matches
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.number_formats import NumberFormat, integers
 

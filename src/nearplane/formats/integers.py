@@ -16,7 +16,6 @@ from torch import Tensor
 from nearplane.errors import FormatError
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.number_formats import NumberFormat, integers
-from nearplane.recipe.patterns import compiled, fault_of
 
 T = TypeVar("T")
 
@@ -104,17 +103,6 @@ def of_kind(called: str, value: Any, kind: type[T], expected: str) -> T:
 def object_of(called: str, value: Any) -> dict[str, Any]:
     """Return an object of a config; null is an empty one."""
     return of_kind(called, {} if value is None else value, dict, "an object")
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Return whether a regular expression of a config matches the beginning of a layer's name, as readers take them.
-
-    Raises:
-        FormatError: it is none.
-    """
-    if (fault := fault_of(pattern)) is not None:
-        raise FormatError(f"{pattern[:60]!r} in quantization_config {fault}. Fetch config.json again.")
-    return compiled(pattern).match(name) is not None
 
 
 def expect(

@@ -4,7 +4,7 @@
       state.json          what the run was told, and how far it is; the last page that is written
       NAME.pt             tensors that it needs to go on from there
 
-Knows what makes two runs the same and how pages get to disk; not what is on them: `journal.py` says it of a solve,
+Knows what makes two runs the same and how pages get to disk; not what is on them: `quantize_journal.py` says it of a solve,
 `tuning/loop.py` of tuning.
 """
 

@@ -16,9 +16,11 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from nearplane.errors import FormatError
 from nearplane.formats.beside import CONFIG
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.number_formats import NumberFormat
+from nearplane.recipe.patterns import compiled, fault_of
 from nearplane.recipe.scheme import Scheme
 from nearplane.system.files import read_object
 
@@ -136,7 +138,7 @@ class LayerFormat(ABC):
 class GridFormat(LayerFormat):
     """A format of grids that transformers reads: the shapes of its tensors follow from shape and number format alone.
 
-    A run loads them without contents before it begins, see `loading/rehearsal_check.py`; what is no `GridFormat` is not tried.
+    A run loads them without contents before it begins, see `loading/rehearsal.py`; what is no `GridFormat` is not tried.
     """
 
     @abstractmethod
@@ -219,3 +221,14 @@ def read_config(folder: Path) -> dict[str, Any]:
         FormatError: there is none, or it is no JSON object.
     """
     return read_object(folder / CONFIG, expected="A model's folder has one that save_pretrained or quantize wrote")
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Return whether a regular expression of a config matches the beginning of a layer's name, as readers take them.
+
+    Raises:
+        FormatError: it is none.
+    """
+    if (fault := fault_of(pattern)) is not None:
+        raise FormatError(f"{pattern[:60]!r} in quantization_config {fault}. Fetch config.json again.")
+    return compiled(pattern).match(name) is not None

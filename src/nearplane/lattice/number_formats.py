@@ -137,10 +137,8 @@ NAMED: dict[str, NumberFormat] = {each.name: each for each in (*TYPES.values(), 
 
 def integers(bits: int, group: int | None, *, symmetric: bool = True) -> NumberFormat:
     """Return the format of codes that are their own positions, with a step and maybe a zero-point for every group or row."""
-    groups = "row" if group is None else f"g{group}"
-    return NumberFormat(
-        name=f"int{bits}-{groups}{'' if symmetric else '-asym'}", bits=bits, group=group, symmetric=symmetric
-    )
+    name = f"int{bits}-{'row' if group is None else f'g{group}'}{'' if symmetric else '-asym'}"
+    return NumberFormat(name=name, bits=bits, group=group, symmetric=symmetric)
 
 
 def number_format(name: str) -> NumberFormat:

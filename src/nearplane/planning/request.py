@@ -238,7 +238,7 @@ def quantization_config(
         grids=own,
         experts=merged_experts(model, layers),
         routed={name for layer in layers if layer.routed for name in (layer.name, layer.written(model.weights))},
-        layers={  # what is put together from several tensors is refused later, see `loading/rehearsal_check.py`
+        layers={  # what is put together from several tensors is refused later, see `loading/rehearsal.py`
             layer.written(model.weights): grids[layer.name] for layer in layers if layer.stored_alone(model.weights)
         },
         embeddings=recipe.scheme.dense_ends,

@@ -163,7 +163,7 @@ class RunRecord:
         source: The model as the user named it.
         versions: Of the packages that computed it.
         device: That it ran on.
-        stored: How the makers of the model store its weights, if in few bits: fp8, mxfp4. See `widened.py`.
+        stored: How the makers of the model store its weights, if in few bits: fp8, mxfp4. See `fp8_mxfp4.py`.
         products: Which library multiplied float32 matrices, from a trial at the start of the run; None: torch's default, untried.
         windows, seqlen, tokens: Calibration windows that are fitted, their length, and their product.
         extra_windows: Windows of the same text that enter no sum, on which losses are measured besides.

@@ -1,7 +1,7 @@
 """The folder beside OUT in which a checkpoint is written: locked by one run, put in the place of OUT once it is whole.
 
     OUT.unfinished        what is written, marked INCOMPLETE until it is whole; a killed run leaves it
-    OUT.unfinished/journal   what the same command needs to go on there, see `journal.py`; gone when all is whole
+    OUT.unfinished/journal   what the same command needs to go on there, see `quantize_journal.py`; gone when all is whole
     OUT.unfinished.lock   locked by the run that writes; the lock ends with its process, however that ends
     OUT/journal/old       what OUT was, until it is deleted
 

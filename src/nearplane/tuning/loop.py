@@ -58,7 +58,7 @@ class Snapshots:
 
     Args:
         container: of the tuned checkpoint, just entered.
-        told: what tuning is told, see `notebook.told`.
+        told: what tuning is told, see `journal_pages.told`.
         began: when it began, by `time.perf_counter`.
 
     Raises:

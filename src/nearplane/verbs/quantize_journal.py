@@ -6,7 +6,7 @@
       behind-00007.0.pt   hidden states of both networks behind block 7: some of the batches
 
 A block counts once its shard, these hidden states and then the state are on disk, in this order; until then the block before
-counts. What goes on continues to the last bit as the run would have that was stopped. How pages get to disk: `notebook.py`.
+counts. What goes on continues to the last bit as the run would have that was stopped. How pages get to disk: `journal_pages.py`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Journal:
 
     Args:
         container: that the run writes, just entered.
-        told: what the run is told, see `notebook.told`.
+        told: what the run is told, see `journal_pages.told`.
 
     Attributes:
         before: what a run that was told the same had done; None: nothing that was kept, or all, see `Container.whole`.
@@ -130,20 +130,15 @@ class Journal:
     def _write(self, blocks: int, pages: Mapping[str, Any]) -> None:
         ledger = self._ledger
         assert ledger is not None, "begun"
-        record = replace(
-            self._record,
-            layers=tuple(ledger.layers),
-        )
+        record = replace(self._record, layers=tuple(ledger.layers))
         state = {"blocks": blocks, "plan": ledger.planned.state(), "record": record.to_json()}
         self._notebook.write(state, pages, replaced=_behind("*", "*"))
 
 
 def _pages(stream: Stream) -> list[list[tuple[str, int]]]:
     """Share out the hidden states of both networks, as (attribute of the stream, batch), to pages of about `PAGE` bytes."""
-    window, networks = (
-        stream.quantized[0].nbytes / stream.sizes[0],
-        ["quantized", "original"][: 1 + (stream.original is not None)],
-    )
+    window = stream.quantized[0].nbytes / stream.sizes[0]
+    networks = ["quantized", "original"][: 1 + (stream.original is not None)]
     found: list[list[tuple[str, int]]] = [[]]
     size = 0.0
     for name in networks:

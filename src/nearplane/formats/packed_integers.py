@@ -1,0 +1,114 @@
+"""compressed-tensors `pack-quantized`: integers of 2 to 8 bits.
+
+    NAME.weight_packed  (out, ceil(in*bits/32)) int32    codes + 2^(bits-1), a dense bit stream along the inputs
+    NAME.weight_scale   (out, groups)           model's  groups of neighbours; 1 group where group_size is None
+    NAME.weight_shape   (2,)                    int64    out, in
+
+Reading knows also `NAME.weight_zero_point` (ceil(out*bits/32), groups) int32, packed along the outputs, and
+`NAME.weight_g_idx` (in,).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nearplane.coding.packed_words import pack, unpack, words_of
+from nearplane.errors import FormatError, RecipeError
+from nearplane.formats.integers import Integers, consecutive, expect, group_size_of, of_kind
+from nearplane.formats.packing import SCALES, Packing, refuse_unknown
+from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.lattice.number_formats import NumberFormat, integers
+
+
+class PackQuantized(Packing):
+    """Integers, as a dense stream of bits."""
+
+    SUFFIXES = (Packing.KEY, "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+    BITS = (2, 3, 4, 5, 6, 7, 8)
+    FORMAT = "pack-quantized"
+    TYPE = "int"
+    WORDS = torch.int32
+
+    def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
+        """Refuse what transformers does not load: anything but symmetric Linear layers of whole groups."""
+        super().check(name, shape, kind, format)
+        if not format.symmetric:
+            raise RecipeError(
+                f"{name}: asymmetric weights in compressed-tensors do not load in transformers 5.23.0, which expects their "
+                f"packed zero-points in another shape. Use --format gptq_v2, or symmetric weights."
+            )
+        if format.bits not in self.BITS:
+            raise RecipeError(f"{name}: {format.bits} bits asked for; compressed-tensors holds 2 to 8.")
+
+    def number_format(self, weights: Mapping[str, Any]) -> NumberFormat:
+        """Return the integers that a config says."""
+        refuse_unknown(
+            {
+                "weights.type": (weights.get("type"), {"int"}),
+                "weights.strategy": (weights.get("strategy"), {"group", "channel"}),
+                "weights.num_bits": (weights.get("num_bits"), set(self.BITS)),
+            }
+        )
+        group_size = None
+        if weights["strategy"] == "group":
+            group_size = group_size_of("compressed-tensors: weights.group_size", weights.get("group_size"), ())
+        said = weights.get("symmetric", True)
+        symmetric = of_kind("compressed-tensors: weights.symmetric", said, bool, "true or false")
+        return integers(int(weights["num_bits"]), group_size, symmetric=symmetric)
+
+    def pack(self, name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the tensors of a symmetric layer."""
+        stored = Integers.of(name, matrix, dtype)
+        if not stored.format.symmetric:
+            raise FormatError(f"{name}: an asymmetric matrix; compressed-tensors is written for symmetric ones only.")
+        return {
+            f"{name}.weight_packed": pack(stored.codes, stored.format.bits),
+            f"{name}.weight_scale": stored.scale.contiguous(),
+            f"{name}.weight_shape": torch.tensor(matrix.codes.shape, dtype=torch.int64),
+        }
+
+    def empty(self, name: str, shape: tuple[int, int], format: NumberFormat, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the tensors of one layer without contents."""
+        out, columns = shape
+        groups = format.groups(columns)
+        return {
+            f"{name}.weight_packed": torch.empty(out, words_of(columns, format.bits), dtype=torch.int32, device="meta"),
+            f"{name}.weight_scale": torch.empty(out, groups, dtype=self.scale_dtype(dtype), device="meta"),
+            f"{name}.weight_shape": torch.empty(2, dtype=torch.int64, device="meta"),
+        }
+
+    def shape_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+        """Return (out, in) as the layer says it."""
+        out, columns = (int(n) for n in expect(name, tensors, "weight_shape", (2,), {torch.int64, torch.int32}))
+        return out, columns
+
+    def unpack(self, name: str, tensors: Mapping[str, Tensor], format: NumberFormat) -> QuantizedMatrix:
+        """Return the matrix of one layer, which other programs may have written asymmetric or in activation order."""
+        bits = format.bits
+        out, columns = self.shape_of(name, tensors)
+        groups = format.groups(columns)
+        dense, padded = words_of(columns, bits), -(-columns // (32 // bits))
+        found = tensors.get(f"{name}.weight_packed")
+        if found is not None and found.shape[-1] == padded != dense:
+            raise FormatError(
+                f"{name}.weight_packed has {padded} words a row: {bits}-bit codes padded to whole words, as "
+                f"compressed-tensors wrote them before it packed densely ({dense} words). Dense packing is expected: write "
+                f"the checkpoint again with a newer version."
+            )
+        words = expect(name, tensors, "weight_packed", (out, dense), {torch.int32})
+        scale = expect(name, tensors, "weight_scale", (out, groups), SCALES)
+        zeros = torch.full((out, groups), 2 ** (bits - 1), dtype=torch.uint8)
+        if not format.symmetric:
+            packed = expect(name, tensors, "weight_zero_point", (words_of(out, bits), groups), {torch.int32})
+            zeros = unpack(packed.T.contiguous(), bits, out).T
+        group = consecutive(columns, format.group)
+        if f"{name}.weight_g_idx" in tensors:
+            group = expect(name, tensors, "weight_g_idx", (columns,), {torch.int32, torch.int64}).to(torch.int64)
+            if bool(((group < 0) | (group >= groups)).any()):
+                raise FormatError(f"{name}.weight_g_idx names groups outside 0 to {groups - 1}.")
+        codes = unpack(words, bits, columns)
+        return Integers(codes=codes, zeros=zeros, scale=scale, group=group, format=format).matrix()
