@@ -96,7 +96,11 @@ class Checkout:
 
     @cached_property
     def exported(self) -> set[tuple[str, str]]:
-        """(module, name) of what the package's __all__ hands out."""
+        """(module, name) of what the package hands out: by its stub where there is one, else by its __all__."""
+        stub = self.source / "__init__.pyi"
+        if stub.exists():
+            found = [node for node in ast.parse(stub.read_text()).body if isinstance(node, ast.ImportFrom)]
+            return {(str(node.module), alias.name) for node in found for alias in node.names}
         tree = self.package.modules[self.package.name].tree
         lists = [each.value for each in tree.body if isinstance(each, ast.Assign) and "__all__" in names_in(each)]
         names: list[str] = ast.literal_eval(lists[0]) if lists else []

@@ -7,70 +7,18 @@
 Importing does nothing: torch and transformers are imported when something is called.
 """
 
-from __future__ import annotations
-
+import ast
 from importlib import import_module, metadata
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from nearplane.errors import CalibrationError, FormatError, ModelError, NearplaneError, NumericalError, RecipeError
-from nearplane.recipe.recipe import Calibration, LayerScheme, Recipe
-from nearplane.recipe.schemes import BlockScheme, GridScheme, RateScheme
-
-if TYPE_CHECKING:
-    from nearplane.loading.from_pretrained import load, register
-    from nearplane.matrix.on_grid import quantize_matrix
-    from nearplane.matrix.to_rate import quantize_matrix_to_rate
-    from nearplane.verbs.compare import compare
-    from nearplane.verbs.evaluate import evaluate
-    from nearplane.verbs.export import export
-    from nearplane.verbs.generate import generate
-    from nearplane.verbs.quantize_api import quantize
-    from nearplane.verbs.report import write_report
-    from nearplane.verbs.tune import tune
-    from nearplane.verbs.verify import verify
-
-__all__ = [
-    "BlockScheme",
-    "Calibration",
-    "CalibrationError",
-    "FormatError",
-    "GridScheme",
-    "LayerScheme",
-    "ModelError",
-    "NearplaneError",
-    "NumericalError",
-    "RateScheme",
-    "Recipe",
-    "RecipeError",
-    "compare",
-    "evaluate",
-    "export",
-    "generate",
-    "load",
-    "quantize",
-    "quantize_matrix",
-    "quantize_matrix_to_rate",
-    "register",
-    "tune",
-    "verify",
-    "write_report",
-]
-
-
-HOMES = {
-    "quantize": "nearplane.verbs.quantize_api",
-    "compare": "nearplane.verbs.compare",
-    "evaluate": "nearplane.verbs.evaluate",
-    "export": "nearplane.verbs.export",
-    "generate": "nearplane.verbs.generate",
-    "load": "nearplane.loading.from_pretrained",
-    "quantize_matrix": "nearplane.matrix.on_grid",
-    "quantize_matrix_to_rate": "nearplane.matrix.to_rate",
-    "register": "nearplane.loading.from_pretrained",
-    "tune": "nearplane.verbs.tune",
-    "verify": "nearplane.verbs.verify",
-    "write_report": "nearplane.verbs.report",
+HOMES = {  # public names, by the stub beside this file, which type checkers read
+    alias.name: str(node.module)
+    for node in ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")).body
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
 }
+__all__ = [*HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,40 @@
+"""The public names of the package, each where it is at home; `__init__.py` reads this list. A new verb is one line here."""
+
+from nearplane.errors import (
+    CalibrationError as CalibrationError,
+)
+from nearplane.errors import (
+    FormatError as FormatError,
+)
+from nearplane.errors import (
+    ModelError as ModelError,
+)
+from nearplane.errors import (
+    NearplaneError as NearplaneError,
+)
+from nearplane.errors import (
+    NumericalError as NumericalError,
+)
+from nearplane.errors import (
+    RecipeError as RecipeError,
+)
+from nearplane.loading.from_pretrained import load as load
+from nearplane.loading.from_pretrained import register as register
+from nearplane.matrix.on_grid import quantize_matrix as quantize_matrix
+from nearplane.matrix.to_rate import quantize_matrix_to_rate as quantize_matrix_to_rate
+from nearplane.recipe.recipe import Calibration as Calibration
+from nearplane.recipe.recipe import LayerScheme as LayerScheme
+from nearplane.recipe.recipe import Recipe as Recipe
+from nearplane.recipe.schemes import BlockScheme as BlockScheme
+from nearplane.recipe.schemes import GridScheme as GridScheme
+from nearplane.recipe.schemes import RateScheme as RateScheme
+from nearplane.verbs.compare import compare as compare
+from nearplane.verbs.evaluate import evaluate as evaluate
+from nearplane.verbs.export import export as export
+from nearplane.verbs.generate import generate as generate
+from nearplane.verbs.quantize_api import quantize as quantize
+from nearplane.verbs.report import write_report as write_report
+from nearplane.verbs.tune import tune as tune
+from nearplane.verbs.verify import verify as verify
+
+__version__: str
