@@ -330,13 +330,21 @@ def figures_and_rest(told: dict[str, Any], *, inside: bool) -> tuple[dict[str, A
         inside: whether it is in the file of weights as well: the size of that is then not compared, as the record's is in it.
     """
     record = stable(told, VOLATILE | DELETED)
-    layers = {layer["name"]: layer for layer in record.pop("layers", ())}
+    layers = {layer["name"]: with_format(layer) for layer in record.pop("layers", ())}
     figures = {name: {key: layer[key] for key in layer if key in FIGURES} for name, layer in layers.items()}
     rest = {name: {key: layer[key] for key in layer if key not in FIGURES} for name, layer in layers.items()}
     record["files"] = sorted(record.get("files", ()))  # their contents are compared themselves
     if inside:
         record.pop("bytes", None)
     return figures, record | {"layers": rest, "order of layers": list(layers)}
+
+
+def with_format(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a record says of a layer with the name of its number format, which records of 0.1.0 said in four fields."""
+    bits, group, symmetric, blocks = (layer.get(name) for name in ("bits", "group_size", "symmetric", "blocks"))
+    name = f"int{bits}-{f'g{group}' if group else 'row'}{'' if symmetric else '-asym'}" if bits else "coded"
+    said = {key: value for key, value in layer.items() if key not in ("bits", "group_size", "symmetric", "blocks")}
+    return {"format": blocks or name} | said
 
 
 def stable(value: Any, without: set[str] = VOLATILE) -> Any:
