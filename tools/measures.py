@@ -50,13 +50,9 @@ READER_PATHS = {  # by the main path: what a reader opens to follow a 4-bit run 
         *("formats/__init__.py", "formats/container.py", "formats/unfinished.py"),
     ),
     "verbs/quantize.py": (
-        *("cli/app.py", "cli/flags.py", "cli/terminal.py", "cli/printing.py"),
-        *("verbs/quantize.py", "planning/request.py", "planning/start.py"),
-        *("calibration/windows.py", "calibration/walk.py", "calibration/second_moments.py"),
-        *("models/model.py", "calibration/activations.py", "calibration/one_forward.py"),
-        *("matrix/solve_layer.py", "matrix/on_grid.py"),
-        *("planning/ledger.py", "verbs/quantize_journal.py", "formats/journal_pages.py"),
-        *("formats/table.py", "formats/container.py", "system/output_folder.py"),
+        *("cli/app.py", "cli/quantize_command.py", "verbs/quantize_api.py", "verbs/quantize.py"),
+        *("planning/start.py", "verbs/quantize_run.py", "calibration/walk.py"),
+        *("matrix/solve_layer.py", "matrix/on_grid.py", "formats/container.py", "system/output_folder.py"),
     ),
 }  # keep them true when files or the flow of a run change
 
@@ -234,6 +230,8 @@ def largest_file(checkout: Checkout) -> Figure:
 def reader_files(checkout: Checkout) -> Figure:
     """Files that a reader opens to follow a 4-bit run from main() to the rename of OUT, as listed in READER_PATHS.
 
+    Those that hold a step of it, from call to call. What a call's name and first sentence tell is not opened: mathematics,
+    transformers, what is checked or refused, and what does nothing in such a run (budgets, --memory, going on).
     A listed file that is not there is said on standard error and counts, with no lines, until the list is put right.
     """
     lines = {file: lines for lines, file in file_lines(checkout)}

@@ -2,7 +2,8 @@
 
 Two streams run, of the original and of the quantized network. At every stage, the layers that share one input, the walk sums the
 second moments of that input and waits: whoever walks gives the layers' values, and the layers behind see the quantized ones before
-them. `quantize` solves for the values, `verify` and `tune` read them from files.
+them. `quantize` solves for the values, `verify` and `tune` read them from files. The way of the data: `walk`, `observations` of a
+block, its forwards in `one_forward.py`, sums over their rows in `second_moments.py`, one `Inputs` a layer, a `Stage`.
 """
 
 from __future__ import annotations
@@ -161,11 +162,11 @@ class _Walk:
             resumed.restore(stream)
         for index, block in enumerate(model.blocks[behind:], behind):
             with block.on(place, dtype, original=recipe.scheme.correct and stream is not None):
-                rest = unquantized(model, model.block_names(index))
+                rest = model.unquantized(index)
                 with closing(observations(block, stream, recipe, self.setting.room)) as observed:
                     yield from self._through(observed, rest)
             yield Stage(rest=rest, blocks=index + 1, stream=stream)  # the end of the block: no layers, a shard to write
-        rest = unquantized(model, model.rest())
+        rest = model.unquantized()
         if model.head is not None:
             if stream is not None:
                 finish(model, stream, self.windows.tokens())
@@ -236,8 +237,3 @@ def observations_of_the_head(block: Block, stream: Stream | None) -> Iterator[Ob
         yield Observed(layers=tuple(block.quantized_layers()), moments={})
         return
     yield observe(block, [before_the_head(block, stream)], stream).pop()
-
-
-def unquantized(model: Model, names: Iterable[str]) -> tuple[str, ...]:
-    """Leave out the names in the checkpoint of the weights of quantized layers."""
-    return tuple(name for name in names if name not in model.quantized_names)

@@ -187,6 +187,11 @@ class Model:
         """The names in the checkpoint of the weights of all layers to be quantized, with those of their copies."""
         return frozenset(name for layer in self.layers for name in layer.copies(self.weights))
 
+    def unquantized(self, block: int | None = None) -> tuple[str, ...]:
+        """Return the names in the checkpoint of what is not quantized of a block; None: of what belongs to none."""
+        names = self.rest() if block is None else self.block_names(block)
+        return tuple(name for name in names if name not in self.quantized_names)
+
     def block_names(self, index: int) -> list[str]:
         """Return the names in the checkpoint of what belongs to a block."""
         return self.weights.names_below(f"{self.blocks[index].name}.")

@@ -14,11 +14,10 @@ from typing import Any
 from nearplane.calibration.stages import FirstLook, try_blocks
 from nearplane.calibration.windows import Windows
 from nearplane.errors import RecipeError
-from nearplane.formats.container import Container, Place
 from nearplane.formats.gguf.mixes import role_of, type_of
 from nearplane.formats.gptq import FUSED
 from nearplane.formats.layer_format import Quantized
-from nearplane.formats.table import FORMATS, open_container
+from nearplane.formats.table import FORMATS
 from nearplane.lattice.number_formats import NumberFormat, number_format
 from nearplane.loading.rehearsal import check_loads
 from nearplane.models.experts import ExpertLayer
@@ -40,48 +39,6 @@ def open_original(source: str | Path, recipe: Recipe, *, trust_remote_code: bool
     return open_model(
         str(source), trust_remote_code=trust_remote_code, ignore=recipe.ignore, embeddings=embeddings, head=head
     )
-
-
-def open_settled(source: str, recipe: Recipe, *, trust_remote_code: bool) -> tuple[Model, Recipe]:
-    """Open the model that a recipe quantizes; return it, and the recipe as it is settled for it.
-
-    Raises:
-        NearplaneError: it cannot be quantized so.
-    """
-    model = open_original(source, recipe, trust_remote_code=trust_remote_code)
-    recipe = settled(model, recipe)
-    check_request(model, recipe)
-    return model, recipe
-
-
-def container_for(
-    model: Model,
-    recipe: Recipe,
-    out: Path,
-    config: Mapping[str, Any] | None = None,
-    *,
-    overwrite: bool,
-    trust_remote_code: bool,
-) -> Container:
-    """Return the checkpoint of a model that is to be written into `out`; it knows what a stopped run had written.
-
-    Args:
-        model: the original.
-        recipe: that made its layers.
-        out, overwrite, trust_remote_code: see `Place`.
-        config: the quantization_config; None: that of the recipe.
-    """
-    place = Place(
-        out=out,
-        source=model.folder,
-        overwrite=overwrite,
-        trust_remote_code=trust_remote_code,
-        network=model.config.to_dict(),
-        tokenizer=model.tokenizer_folder() if recipe.files.for_llama_cpp else None,
-        resumes=True,
-    )
-    config = quantization_config(model, recipe) if config is None else config
-    return open_container(place, config, dtype=model.dtype, shards=len(model.blocks) + 1)
 
 
 def settled(model: Model, recipe: Recipe) -> Recipe:

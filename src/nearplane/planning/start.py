@@ -1,24 +1,24 @@
-"""What a run decides before its first layer is solved: libraries for products, how it spares memory, and what every layer may take.
-
-Measured here; of a run that was stopped, what it had decided is taken up again.
-"""
+"""The start of a run: its model opened, its checkpoint to be, and what is decided before the first layer, or taken up again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from nearplane.calibration.given import Given
 from nearplane.calibration.one_forward import batch_of
 from nearplane.calibration.windows import Windows
-from nearplane.formats.container import Container
+from nearplane.formats.container import Container, Place
 from nearplane.formats.journal_pages import told
+from nearplane.formats.table import open_container
 from nearplane.models.model import Model
 from nearplane.planning.folder_size import free_layers, longest_record
 from nearplane.planning.forecast import Forecast, forecast
 from nearplane.planning.plan import Plan, plan
+from nearplane.planning.request import check_request, open_original, quantization_config, settled
 from nearplane.recipe.recipe import Recipe
 from nearplane.record.record import RunRecord, versions
 from nearplane.system.device import Device
@@ -110,6 +110,48 @@ class Decided(NamedTuple):
     forecast: Forecast
 
 
+def open_settled(source: str, recipe: Recipe, *, trust_remote_code: bool) -> tuple[Model, Recipe]:
+    """Open the model that a recipe quantizes; return it, and the recipe as it is settled for it.
+
+    Raises:
+        NearplaneError: it cannot be quantized so.
+    """
+    model = open_original(source, recipe, trust_remote_code=trust_remote_code)
+    recipe = settled(model, recipe)
+    check_request(model, recipe)
+    return model, recipe
+
+
+def container_for(
+    model: Model,
+    recipe: Recipe,
+    out: Path,
+    config: Mapping[str, Any] | None = None,
+    *,
+    overwrite: bool,
+    trust_remote_code: bool,
+) -> Container:
+    """Return the checkpoint of a model that is to be written into `out`; it knows what a stopped run had written.
+
+    Args:
+        model: the original.
+        recipe: that made its layers.
+        out, overwrite, trust_remote_code: see `Place`.
+        config: the quantization_config; None: that of the recipe.
+    """
+    place = Place(
+        out=out,
+        source=model.folder,
+        overwrite=overwrite,
+        trust_remote_code=trust_remote_code,
+        network=model.config.to_dict(),
+        tokenizer=model.tokenizer_folder() if recipe.files.for_llama_cpp else None,
+        resumes=True,
+    )
+    config = quantization_config(model, recipe) if config is None else config
+    return open_container(place, config, dtype=model.dtype, shards=len(model.blocks) + 1)
+
+
 @contextmanager
 def decide(job: Job, container: Container, before: Before | None) -> Iterator[Decided]:
     """Decide how a run goes about its job; its products are computed so within this context.
@@ -128,23 +170,14 @@ def decide(job: Job, container: Container, before: Before | None) -> Iterator[De
         container.room = longest_record(model, record)
         with repeated(record.products, device):
             batch = record.batch or batch_of(windows.seqlen)  # sums depend on it
-            yield Decided(record, before.plan, _forecast(job, batch))
+            foreseen = forecast(model, job.recipe, windows, device, job.options.memory, batch)
+            yield Decided(record, before.plan, foreseen)
         return
     with fastest([layer.shape for layer in model.layers], windows.count * windows.seqlen, device) as products:
-        foreseen = _forecast(job)
+        foreseen = forecast(model, job.recipe, windows, device, job.options.memory)
         batch = foreseen.setting.batch
         record = replace(job.record(), products=products, batch=None if batch == batch_of(windows.seqlen) else batch)
         container.room = longest_record(model, record)
         free = free_layers(model, job.asked, job.recipe, container, record)
         planned = plan(model, job.recipe, windows.fitted, device, job.options.progress, free=free)
         yield Decided(record, planned, foreseen)
-
-
-def _forecast(job: Job, batch: int | None = None) -> Forecast:
-    """Rehearse the run; say what it will take and choose how it keeps within its limit.
-
-    Raises:
-        NearplaneError: see `decide`.
-    """
-    options = job.options
-    return forecast(job.model, job.recipe, job.windows, options.device, options.memory, batch)

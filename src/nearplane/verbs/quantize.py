@@ -3,9 +3,9 @@
 A model is quantized one block at a time: its weights stay on disk, two activation streams (of the original and of the
 quantized network) pass through the block that is in memory, and each layer is written as soon as it is solved.
 
-What users call, `quantize`, is in `quantize_api.py`. Behind this file, in the order of a run: `planning/start.py` decides,
-`calibration/walk.py` yields stages, `matrix/solve_layer.py` solves one layer, `quantize_run.py` gives it to the checkpoint,
-`formats/container.py` writes that and puts it in the place of OUT.
+What users call, `quantize`, is in `quantize_api.py`. Behind this file, in the order of a run: `planning/start.py` opens the
+model and decides, `calibration/walk.py` yields stages, `matrix/solve_layer.py` solves one layer, `quantize_run.py` gives it to
+the checkpoint, `formats/container.py` writes that and puts it in the place of OUT.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from nearplane.calibration.walk import Stage, walk
 from nearplane.calibration.windows import calibration_windows, check_tokens
 from nearplane.matrix.solve_layer import solve_layer
 from nearplane.planning.ledger import Solved
-from nearplane.planning.request import container_for, open_settled
-from nearplane.planning.start import Job, Options
+from nearplane.planning.start import Job, Options, container_for, open_settled
 from nearplane.recipe.recipe import Recipe
 from nearplane.record.record import RunRecord, read_record
 from nearplane.verbs.quantize_journal import Journal

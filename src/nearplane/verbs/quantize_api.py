@@ -19,8 +19,7 @@ from nearplane.calibration.windows import calibration_windows
 from nearplane.errors import NearplaneError, RecipeError
 from nearplane.formats.container import check_apart
 from nearplane.models.pretrained import find_folder
-from nearplane.planning.request import open_settled
-from nearplane.planning.start import Job, Options
+from nearplane.planning.start import Job, Options, open_settled
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.sizes import bytes_in
 from nearplane.record.record import RunRecord, read_record

@@ -20,7 +20,6 @@ from typing import Any
 from torch import Tensor
 
 from nearplane.calibration.activations import Stream
-from nearplane.calibration.walk import unquantized
 from nearplane.errors import FormatError
 from nearplane.formats.container import Container
 from nearplane.formats.journal_pages import EXPECTED, Notebook
@@ -112,8 +111,7 @@ class Journal:
         """
         self._ledger, self._record = ledger, record
         if self.before is not None:
-            blocks = (model.block_names(index) for index in range(self.blocks))
-            ledger.restore(self.before.record, [name for names in blocks for name in unquantized(model, names)])
+            ledger.restore(self.before.record, [name for i in range(self.blocks) for name in model.unquantized(i)])
             return
         if not self._notebook.wanted():
             return

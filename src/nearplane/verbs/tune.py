@@ -20,7 +20,6 @@ from torch import Tensor
 
 from nearplane.calibration.given import Given, with_text
 from nearplane.calibration.texts import DEFAULT_DATASET
-from nearplane.calibration.walk import unquantized
 from nearplane.calibration.windows import Windows, calibration_windows, digest_of
 from nearplane.errors import CalibrationError, FormatError
 from nearplane.formats.container import Container, written
@@ -33,7 +32,8 @@ from nearplane.matrix.to_rate import TOLERANCE
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block
 from nearplane.planning.folder_size import most_bytes
-from nearplane.planning.request import container_for, open_original, settled
+from nearplane.planning.request import open_original, settled
+from nearplane.planning.start import container_for
 from nearplane.record.record import LayerRecord, RunRecord, read_record, versions
 from nearplane.record.tuning_record import APART, Solved, Tuning
 from nearplane.system.device import Device
@@ -271,9 +271,9 @@ def _write(trained: Trained, container: Container) -> tuple[LayerRecord, ...]:
     add(model.embeddings)
     for index, block in enumerate(model.blocks):
         add(block)
-        container.close_block(rest(unquantized(model, model.block_names(index))))
+        container.close_block(rest(model.unquantized(index)))
     add(model.head)
-    container.close_block(rest(unquantized(model, model.rest())))
+    container.close_block(rest(model.unquantized()))
     return tuple(layers)
 
 
