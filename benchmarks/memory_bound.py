@@ -27,7 +27,7 @@ LEAST, MOST = 0.7, 1.0  # of peak / bound
 STATED = re.compile(r"quantizing takes at most ([\d.,]+ [A-Za-z]+) of memory \(while (.*?)\)")
 ASKED = re.compile(r"Use --memory ([\d.]+GB)")
 DEMO_TEXT = {"calibration": str(CALIBRATION), "samples": 8, "seqlen": 128}
-SMALL_MODELS = ("stories260K", "babyllama105")
+SMALL_MODELS = ("models/stories260K", "models/babyllama105")
 
 
 class Shape(NamedTuple):

@@ -49,8 +49,7 @@ def generate(
         source: a folder that `quantize` wrote in any format, or any folder or hub id that transformers loads.
         prompt: to go on from; special tokens are put before it as the tokenizer does.
         tokens: to add at most; fewer where the model ends or has no positions left.
-        temperature: of the draws; 0 takes the likeliest token each time.
-        seed: of the draws.
+        temperature, seed: of the draws; temperature 0 takes the likeliest token each time.
         say: is called with every piece of text when it is there.
         device: where to compute; llama.cpp chooses itself.
         trust_remote_code: run model code that comes with the checkpoint.
@@ -90,9 +89,8 @@ def generate(
 
 def runs_in_llama_cpp(folder: Path) -> bool:
     """Return whether a folder is a GGUF and llama-cpp-python is there to run it."""
-    config = quantization_of(folder)
     known = sys.modules.get(LLAMA) is not None or (LLAMA not in sys.modules and find_spec(LLAMA) is not None)
-    method = None if config is None else config.get("quant_method")
+    method = (quantization_of(folder) or {}).get("quant_method")
     return isinstance(method, str) and FILE_FORMATS.get(method, FileFormat()).for_llama_cpp and known
 
 
@@ -118,13 +116,10 @@ class _Pieces(BaseStreamer):  # type: ignore[misc]
         self._tell(self._decoded())
 
     def _decoded(self) -> str:
-        text = self._tokenizer.decode(self._ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str), "of one list of tokens"
-        return text
+        return str(self._tokenizer.decode(self._ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def _tell(self, text: str) -> None:
-        piece = text[self._prompt + len(self.text) :]
-        if piece:
+        if piece := text[self._prompt + len(self.text) :]:
             self.text += piece
             self._say(piece)
 
@@ -154,11 +149,9 @@ def _by_llama_cpp(folder: Path, prompt: str, tokens: int, temperature: float, se
         ids = model.tokenize(prompt.encode(), add_bos=True)
         built = model.metadata.get(f"{model.metadata.get('general.architecture')}.context_length")
         tokens = _room(len(ids), None if built is None else int(built), tokens)
-        text, plain = "", dict(top_k=0, top_p=1.0, min_p=0.0, repeat_penalty=1.0)
+        text, plain = "", dict(top_k=0, top_p=1.0, min_p=0.0, repeat_penalty=1.0, seed=seed, stream=True)
         try:
-            for part in model.create_completion(
-                ids, max_tokens=tokens, temperature=temperature, seed=seed, stream=True, **plain
-            ):
+            for part in model.create_completion(ids, max_tokens=tokens, temperature=temperature, **plain):
                 piece = part["choices"][0]["text"]
                 text += piece
                 say(piece)
