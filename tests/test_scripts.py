@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import sys
 from collections.abc import Iterator
@@ -68,3 +69,16 @@ def test_a_script_is_imported_and_says_what_it_does(
 def test_the_page_of_files_is_up_to_date(as_from_a_shell: pytest.MonkeyPatch) -> None:
     as_from_a_shell.setattr(sys, "argv", ["files_page.py", "--check"])
     runpy.run_path(str(ROOT / "tools" / "files_page.py"), run_name="__main__")
+
+
+def test_files_that_docs_and_docstrings_name_are_there() -> None:
+    """The log and the results tell of files that were."""
+    there = [path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py") if ".venv" not in path.parts]
+    pages = [page for page in (ROOT / "docs").glob("*.md") if page.name not in ("log.md", "results.md")]
+    missing = {
+        f"{page.relative_to(ROOT)}: {name}"
+        for page in (*pages, ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "src").rglob("*.py"))
+        for name in re.findall(r"`([\w/]+\.py)`", page.read_text())
+        if not any(f"/{path}".endswith(f"/{name}") for path in there)
+    }
+    assert not missing - {"docs/extending.md: verbs/NAME.py"}
