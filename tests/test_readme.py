@@ -11,6 +11,8 @@ import pytest
 import nearplane
 import nearplane.demo
 from checkpoints import save_part_of_the_demo
+from nearplane.cli.commands import COMMANDS
+from nearplane.cli.quantize_command import quantize
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
@@ -48,7 +50,7 @@ def test_the_readme_is_short():
 def test_every_command_in_the_readme_exists():
     """And every flag that it shows."""
     text = (ROOT / "README.md").read_text()
-    commands = "quantize|evaluate|compare|export|inspect|verify|report|geometry|tune|demo|generate"
+    commands = "|".join(each.__name__ for each in (quantize, *COMMANDS))
     help_of = {}
     for command in ("", *commands.split("|")):
         words = [sys.executable, "-m", "nearplane", *command.split(), "--help"]

@@ -182,7 +182,7 @@ def test_the_table_of_grids_has_a_row_for_every_layer():
     assert second["relative loss"] == "3.000e-02"
     assert after == [
         "* some rows clip: for them the worst case does not hold",
-        "on extra: outputs against the original's, on 1 windows to which nothing was fitted",
+        "on extra: outputs against the original's, on 1 window to which nothing was fitted",
         "total: 4.000 bits per quantized weight, weight files 1.25 MB",
     ]
 

@@ -47,7 +47,7 @@ READER_PATHS = {  # by the main path: what a reader opens to follow a 4-bit run 
         *("models/model.py", "models/activations.py", "models/staged.py"),
         *("matrix/__init__.py", "matrix/on_grid.py"),
         *("budget/ledger.py", "journal.py", "notebook.py"),
-        *("formats/__init__.py", "formats/container.py", "formats/unfinished.py"),
+        *("formats/__init__.py", "formats/container.py", "formats/folder.py", "formats/unfinished.py"),
     ),
     "verbs/quantize.py": (
         *("cli/app.py", "cli/quantize_command.py", "verbs/quantize_api.py", "verbs/quantize.py"),

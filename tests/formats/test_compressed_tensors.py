@@ -23,7 +23,7 @@ from nearplane.formats.integers import Integers
 from nearplane.formats.packed_integers import PackQuantized
 from nearplane.formats.stored import read_dense
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.lattice.number_formats import integers
+from nearplane.lattice.number_formats import MXFP4, NumberFormat, integers
 
 layout = FORMAT.layers
 IDS = torch.arange(48)[None] % 64
@@ -314,3 +314,12 @@ def test_layers_that_no_scheme_names_or_several_do_are_refused(targets: tuple[li
 def test_a_target_that_is_no_pattern_is_refused() -> None:
     with pytest.raises(FormatError, match="not a regular expression"):
         unpacked("a", {}, schemes(["re:("], ["b"]))
+
+
+def test_numbers_that_no_packing_holds_are_refused_before_work_begins() -> None:
+    """Those of other levels, and those of the levels of mxfp4 whose steps are stored otherwise."""
+    for levels, group in (((-1.0, 0.0, 1.0), 32), (MXFP4.levels, 64)):
+        format = NumberFormat(name="other", bits=4, group=group, levels=levels)
+        with pytest.raises(RecipeError, match=r"layer: other asked for; .* holds integers of 2 to 8 bits and mxfp4"):
+            FORMAT.layers.check("layer", (64, 64), "Linear", format)
+    FORMAT.layers.check("layer", (64, 64), "Linear", MXFP4)

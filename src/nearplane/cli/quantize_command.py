@@ -56,7 +56,7 @@ def quantize(
         model: A local folder of safetensors, or a hub id.
         out: Folder to write.
         format: Of the checkpoint: compressed-tensors (vLLM, transformers; the default), gptq or gptq_v2 (most GPTQ readers), or
-            nearplane (entropy-coded; the default with --rate or --size), or gguf (llama.cpp; the default with --grid).
+            nearplane (entropy-coded; the default with --rate or --size), or gguf (llama.cpp; the default with --grid q4_k_m).
         layer: Other options for some layers, as 'down_proj=bits:4' or 'down_proj=grid:int8-g32': behind the regular
             expression what differs there. May be repeated; the first that matches counts. A --rate is then that of the
             other layers.

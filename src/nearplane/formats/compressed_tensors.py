@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearplane.errors import FormatError
+from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.container import Format
 from nearplane.formats.integers import expect, object_of, of_kind
 from nearplane.formats.layer_format import ConfigFile, GridFormat, Quantized, matches
@@ -29,7 +29,7 @@ PACKINGS: tuple[Packing, ...] = (PackQuantized(), MXFP4Packed())
 def packing_of(format: NumberFormat | Grid) -> Packing:
     """Return the packing that holds a number format, or the codes of a grid; that of integers where none does."""
     levels = format.levels if not isinstance(format.levels, Tensor) else tuple(format.levels.tolist())
-    return next((each for each in PACKINGS if levels == each.LEVELS), PACKINGS[0])
+    return next((each for each in PACKINGS if each.HOLDS is not None and levels == each.HOLDS.levels), PACKINGS[0])
 
 
 class CompressedTensors(GridFormat):
@@ -40,8 +40,15 @@ class CompressedTensors(GridFormat):
     BITS = PackQuantized.BITS
 
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
-        """Refuse what transformers does not load."""
-        packing_of(format).check(name, shape, kind, format)
+        """Refuse what no packing holds, and what transformers does not load."""
+        packing = packing_of(format)
+        if format.levels is not None and format != packing.HOLDS:
+            held = ", ".join(each.HOLDS.name for each in PACKINGS if each.HOLDS is not None)
+            raise RecipeError(
+                f"{name}: {format.name} asked for; compressed-tensors holds integers of 2 to 8 bits and {held}. "
+                f"Use one of these with --grid."
+            )
+        packing.check(name, shape, kind, format)
 
     def stays_packed(self, config: Mapping[str, Any], dtype: torch.dtype | None) -> bool:
         """Return whether what is packed is decoded to the network's dtype."""

@@ -31,7 +31,7 @@ class MXFP4Packed(Packing):
     SUFFIXES = (Packing.KEY, "weight_scale")
     FORMAT = "mxfp4-pack-quantized"
     TYPE = "float"
-    LEVELS = MXFP4.levels
+    HOLDS = MXFP4
     WORDS = torch.uint8
     DECODED = torch.bfloat16
 

@@ -21,7 +21,7 @@ class Packing(GridFormat):
     Attributes:
         FORMAT: its name in config.json.
         TYPE: what config.json calls its numbers.
-        LEVELS: of the number formats that it holds; None: integers.
+        HOLDS: the number format that it holds; None: integers.
         WORDS: dtype of `weight_packed`.
         DECODED: dtype to which transformers decodes it, whatever the network's; None: the network's.
     """
@@ -29,7 +29,7 @@ class Packing(GridFormat):
     KEY = "weight_packed"
     FORMAT: ClassVar[str]
     TYPE: ClassVar[str]
-    LEVELS: ClassVar[tuple[float, ...] | None] = None
+    HOLDS: ClassVar[NumberFormat | None] = None
     WORDS: ClassVar[torch.dtype]
     DECODED: ClassVar[torch.dtype | None] = None
 

@@ -6,7 +6,7 @@ device, write a function that imports such a `Kernels`, and one line of the tabl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -50,7 +50,8 @@ def _numba() -> Kernels:
 
 
 @cache
-def _torch() -> Kernels:
+def torch_kernels() -> Kernels:
+    """Return the torch forms, which every device can run."""
     from nearplane.lattice import kernels_torch as forms
 
     return Kernels(
@@ -62,9 +63,9 @@ def _torch() -> Kernels:
     )
 
 
-KERNELS: Mapping[str, Callable[[], Kernels]] = {"cpu": _numba}
+KERNELS: dict[str, Callable[[], Kernels]] = {"cpu": _numba}
 
 
 def kernels_of(tensor: Tensor) -> Kernels:
     """Return the kernels for a tensor's device; the torch forms where it has none of its own."""
-    return KERNELS.get(tensor.device.type, _torch)()
+    return KERNELS.get(tensor.device.type, torch_kernels)()

@@ -37,7 +37,7 @@ class Tally(NamedTuple):
     Args:
         d: (b,) weight of every column: its squared length, or its diagonal entry of the Hessian.
         loss: (out,) gets `sum_j d_j ((t_j - value_j)^2 - (t_j - W_j)^2)` if `moves`, else `sum_j d_j (t_j - value_j)^2`.
-        outside: (out,) int32, gets how many targets lay more than half a step beyond the codes.
+        outside: (out,) int32, gets how many targets lay more than half a step beyond the codes; (0,) where nobody asks.
         moves: whether `W` are values that the codes leave, and not weights.
     """
 
@@ -51,9 +51,9 @@ def sweep_block(target: Tensor, columns: Columns, U: Tensor, codes: Tensor, E: T
     """Sweep one block of columns; fills `codes` and `E`. The oracle of the compiled kernel.
 
     Args:
-        target: (b, out) weights with the error of earlier blocks fed forward.
+        target: (b, out) weights with the error of earlier blocks fed forward; maybe the memory of `codes`: row j is read first.
         columns: weights and grid.
-        U: (b, b) the block's own triangle.
+        U: (b, b) the block's own triangle, contiguous or not.
         codes: (b, out) int32, written.
         E: (b, out) written.
         tally: what is added up besides.

@@ -46,7 +46,7 @@ class Task:
 
 
 def solve_layer(task: Task) -> tuple[QuantizedMatrix, LayerRecord]:
-    """Quantize one layer by its scheme; a pure function of its task.
+    """Quantize one layer by its scheme: the same task gives the same codes. `Inputs` keep factors for the layers that share them.
 
     Raises:
         NumericalError: a weight is not finite, or the Hessian not positive definite.

@@ -274,7 +274,8 @@ def _unfit(format: str, scheme: AnyScheme) -> str:
         given = f"--size {scheme.size}" if scheme.grid is None else f"--grid {scheme.grid}"
         holds, found, instead = "no grids of llama.cpp", f"{given} is for these", "give --bits"
     else:
-        holds, found = "entropy-coded weights", f"--bits {scheme.bits} is for fixed grids"
+        given = f"--bits {scheme.bits}" if scheme.grid is None else f"--grid {scheme.grid}"
+        holds, found = "entropy-coded weights", f"{given} is for fixed grids"
         instead = f"give --rate {scheme.bits}, or --size"
     return (
         f"--format {format} holds {holds}, and {found}. For that format {instead}; for such weights leave out --format, and they "

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nearplane.recipe.sizes import counted, size_text, three_places
 from nearplane.record.record import LayerRecord, RunRecord
-from nearplane.record.words import calibrated, exceeding, left, remarks
+from nearplane.record.words import UNSEEN, calibrated, exceeding, left, remarks
 
 
 def summary(record: RunRecord, out: Path) -> Iterator[str]:
@@ -64,7 +64,7 @@ def _losses(record: RunRecord) -> Iterator[str]:
         if layer.extra_relative_loss is not None
     ]
     if found:
-        where, there = f" on {counted(record.extra_windows, 'extra window')}, to which nothing was fitted", " there"
+        where, there = f" on {counted(record.extra_windows, 'extra window')}, {UNSEEN}", " there"
     else:
         found = [(layer.relative_loss, layer.nearest_loss, layer.loss, layer.name) for layer in record.layers]
         if record.tokens and not record.extra_windows:
@@ -93,7 +93,7 @@ def layer_table(record: RunRecord) -> tuple[list[str], tuple[str, ...], Iterator
     if record.extra_windows:
         after.insert(
             0,
-            f"on extra: outputs against the original's, on {record.extra_windows} windows to which nothing was fitted",
+            f"on extra: outputs against the original's, on {counted(record.extra_windows, 'window')} {UNSEEN}",
         )
     if any(layer.worst_case and layer.clipped_rows for layer in record.layers):
         after.insert(0, "* some rows clip: for them the worst case does not hold")

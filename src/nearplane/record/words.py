@@ -15,6 +15,7 @@ from nearplane.recipe.schemes import BlockScheme
 from nearplane.recipe.sizes import bytes_in, counted
 from nearplane.record.record import RunRecord
 
+UNSEEN = "to which nothing was fitted"  # windows of the text besides those of calibration
 LEAST, ADVISED = 1, 4  # calibration tokens for each input of the widest layer: below the first a run is refused
 
 

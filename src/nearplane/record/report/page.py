@@ -21,7 +21,7 @@ from nearplane.recipe.sizes import counted, size_text
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.record.report.drawing import NO_VALUE, TIMES, Scale, Tick, curve, percent, plot, short, spanning
 from nearplane.record.report.figures import figures, kinds, legend
-from nearplane.record.words import calibrated, remarks
+from nearplane.record.words import UNSEEN, calibrated, remarks
 
 
 def render(record: RunRecord) -> str:
@@ -92,7 +92,7 @@ def _cards(record: RunRecord) -> list[tuple[str, str, str]]:
         cards.append(("worst relative loss", percent(worst.relative_loss), worst.name))
     if extra := [(layer.extra_relative_loss, layer.name) for layer in layers if layer.extra_relative_loss is not None]:
         most, name = max(extra)
-        windows = f"{record.extra_windows} windows to which nothing was fitted"
+        windows = f"{counted(record.extra_windows, 'window')} {UNSEEN}"
         cards.append(("worst on extra windows", percent(most), f"{name}, {windows}"))
     if known := [layer for layer in layers if layer.above_limit is not None and math.isfinite(layer.above_limit)]:
         counts = [layer.out_features * layer.in_features for layer in known]
@@ -154,9 +154,8 @@ TERMS = {
     "outputs, both squared: 0.01 is 1 %, or 20 dB below. It compares layers.",
     "loss": "The same without the share: mean squared error of an output, divided by the number of inputs. Unit: that "
     "of an output, squared.",
-    "on extra windows": "How far outputs are from those of the original network, on windows of the text to which "
-    "nothing was fitted: with what the layers before lost, so more than the relative loss. If much more, there were too few "
-    "tokens.",
+    "on extra windows": f"How far outputs are from those of the original network, on windows of the text {UNSEEN}: "
+    "with what the layers before lost, so more than the relative loss. If much more, there were too few tokens.",
     "nearest / this": "How many times the loss would be if every weight were rounded to nearest, with the same steps.",
     "worst case, expected": "What Babai's theorem allows at most, and a third of that, which it makes probable. They "
     "bound the loss under the damped Hessian, row by row, where nothing clips.",
