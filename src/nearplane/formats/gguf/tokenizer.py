@@ -13,11 +13,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
-
-from gguf import SpecialVocab
-from gguf import TokenType as Kind
 
 from nearplane.errors import RecipeError
 from nearplane.system.files import read_object
@@ -49,6 +47,17 @@ SPACE = "▁"
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 
 
+class Kind(IntEnum):
+    """Of a token, as llama.cpp numbers them."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
     """What a file says of a tokenizer.
@@ -74,6 +83,8 @@ class Vocabulary:
 
     def write(self, writer: Any, folder: Path) -> None:
         """Add it to a `gguf.GGUFWriter`, with the ids of special tokens and the template of chats that the folder has."""
+        from gguf import SpecialVocab
+
         writer.add_tokenizer_model(self.model)
         if self.model == "none":
             return
