@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -105,19 +105,25 @@ def summed(
             yield from _in_turn(part, shown, made, split, rare, whole)
         return
     sums, kept = {index: made(group) for index, group in enumerate(groups)}, defaultdict[int, list[RoutedRows]](list)
-    with torch.no_grad():
-        for batch, every in enumerate(looked):
-            for index, rows in enumerate(every):
-                if isinstance(rows, RoutedRows):
-                    kept[index].append(rows)
-                else:
-                    sums[index].add(batch, rows)
-        del every, rows
+    _take_in(looked, sums, kept)
     for index, group in enumerate(groups):  # nothing of one is held here while the layers of another are solved
         if index in kept:
             yield from _in_turn(group, kept.pop(index), made, split, rare)
         else:
             yield sums.pop(index).observed(split)
+
+
+@torch.no_grad()
+def _take_in(
+    looked: Iterable[list[Rows | RoutedRows]], sums: Mapping[int, _Sums], kept: Mapping[int, list[RoutedRows]]
+) -> None:
+    """Add what all batches show to the sums of each group; the rows of experts are kept instead."""
+    for batch, every in enumerate(looked):
+        for index, rows in enumerate(every):
+            if isinstance(rows, RoutedRows):
+                kept[index].append(rows)
+            else:
+                sums[index].add(batch, rows)
 
 
 def _in_turn(
