@@ -9,12 +9,13 @@ Importing does nothing: torch and transformers are imported when something is ca
 
 import ast
 from importlib import import_module, metadata
-from pathlib import Path
+from importlib.util import find_spec
+from pkgutil import get_data
 from typing import Any
 
 HOMES = {  # public names, by the stub beside this file, which type checkers read
     alias.name: str(node.module)
-    for node in ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")).body
+    for node in ast.parse(get_data(__name__, "__init__.pyi") or b"").body
     if isinstance(node, ast.ImportFrom)
     for alias in node.names
 }
@@ -24,6 +25,8 @@ __all__ = [*HOMES]
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return metadata.version("nearplane")
+    if name not in HOMES and find_spec(f"nearplane.{name}") is not None:
+        return import_module(f"nearplane.{name}")
     if name not in HOMES:
         raise AttributeError(f"module 'nearplane' has no attribute {name!r}")
     return getattr(import_module(HOMES[name]), name)

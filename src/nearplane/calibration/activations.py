@@ -147,13 +147,14 @@ def places(model: Model, windows: Tensor) -> int:
 
 
 @torch.no_grad()
-def finish(model: Model, stream: Stream, tokens: Tensor) -> None:
+def finish(model: Model, stream: Stream, tokens: Tensor, dtype: torch.dtype) -> None:
     """Move both streams from behind the last block to the head: past the last norm.
 
     Args:
         model: whose head is a module of its own.
         stream: from `skeleton`, advanced past all blocks.
         tokens: (windows, seqlen) that it was made of, extra ones last.
+        dtype: in which to compute.
     """
     assert len(model.stacks) == 1, "heads behind a decoder are not quantized"
     entered: list[Tensor] = []
@@ -162,8 +163,7 @@ def finish(model: Model, stream: Stream, tokens: Tensor) -> None:
         entered.append(args[0])
         raise Stop
 
-    first = stream.quantized[0]
-    with _behind(model, stream, first.device, first.dtype, head=False) as (network, end):
+    with _behind(model, stream, stream.quantized[0].device, dtype, head=False) as (network, end):
         network.get_output_embeddings().register_forward_pre_hook(enter)
         for states in (stream.quantized, stream.original or []):
             for batch, (part, hidden) in enumerate(zip(tokens.split(stream.sizes), states, strict=False)):

@@ -101,8 +101,8 @@ def summed(
     if isinstance(looked, InParts):
         whole = made(groups[0], crossed=True).summed_over_experts(looked.shown(groups[0], last=False))
         for part in looked.parts:
-            shown = list(looked.shown(part, last=part is looked.parts[-1]))
-            yield from _in_turn(part, shown, made, split, rare, whole)
+            last = part is looked.parts[-1]  # rows are an argument alone: two parts would be in memory at once
+            yield from _in_turn(part, list(looked.shown(part, last=last)), made, split, rare, whole)
         return
     sums, kept = {index: made(group) for index, group in enumerate(groups)}, defaultdict[int, list[RoutedRows]](list)
     _take_in(looked, sums, kept)

@@ -106,7 +106,7 @@ def sensitivity(
         found[model.embeddings.name] = (often / (tokens.numel() + vocabulary)).to(device)
     G = second_moment(gradients) * _looked_up(model.embeddings, stream.quantized, batches) ** 2
     if model.tied:
-        finish(model, Stream(behind, {}, extra=stream.extra), windows)
+        finish(model, Stream(behind, {}, extra=stream.extra), windows, dtype)
         G += second_moment(behind)
     return Sensitivity(outputs=found, embeddings=G, together=runs)
 

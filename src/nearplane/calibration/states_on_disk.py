@@ -54,7 +54,11 @@ class StatesOnDisk(MutableSequence[Tensor]):
             raise self._refused(error) from error
         self.close = weakref.finalize(self, self._file.close)
         """Delete the file. What is put in or taken out afterwards is a ValueError."""
-        self.extend(states)
+        try:
+            self.extend(states)
+        except BaseException:
+            self.close()
+            raise
 
     def __len__(self) -> int:
         return len(self._items)

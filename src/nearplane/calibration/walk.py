@@ -169,7 +169,7 @@ class _Walk:
         rest = model.unquantized()
         if model.head is not None:
             if stream is not None:
-                finish(model, stream, self.windows.tokens())
+                finish(model, stream, self.windows.tokens(), dtype)
             with model.head.on(place, dtype, original=False) as block:
                 yield from self._through(observations_of_the_head(block, stream), rest)
         yield Stage(rest=rest)

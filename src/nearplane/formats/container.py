@@ -77,7 +77,7 @@ class Container(ABC):
     ) -> None:
         check_apart(place.out, place.source)
         self.place, self.layers, self.says, self.config = place, format.layers, format.config, dict(config)
-        self.shards, self.overwrite = shards, place.overwrite
+        self.shards = shards
         self.record_json: str | None = None
         self.room = 0
         self.size = 0  # bytes of what `close_block` wrote so far

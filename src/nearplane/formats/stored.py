@@ -61,7 +61,7 @@ class Stack:
 
     def joined(self, values: Iterable[Tensor]) -> Tensor:
         """Return the whole, of the (out, in) values of all matrices in their order."""
-        whole = torch.empty(self.shape)
+        whole = torch.empty(self.shape, dtype=torch.float32)
         for matrix, (index, outputs, transposed) in zip(values, self.places, strict=True):
             part = whole[index].T if transposed else whole[index]
             part[outputs] = matrix

@@ -43,6 +43,7 @@ from nearplane.system.safetensors_files import NAMES
 
 Configure = Callable[[Recipe, Sequence[Layer]], dict[str, Any]]  # quantization_config where these layers are quantized
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
+SAYS_SO = ("transformers", "compressed_tensors")  # loggers that are quiet meanwhile: what they would say is returned
 log = logging.getLogger("nearplane")
 
 
@@ -262,10 +263,12 @@ def _module(name: str) -> str:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keep warnings and progress bars of the loaders from the terminal: what they would say is returned."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
+    before = [(logger, logger.level) for logger in map(logging.getLogger, SAYS_SO)]
     try:
+        for logger, _ in before:
+            logger.setLevel(logging.CRITICAL)
         with redirect_stderr(io.StringIO()):
             yield
     finally:
-        logging.disable(before)
+        for logger, level in before:
+            logger.setLevel(level)
