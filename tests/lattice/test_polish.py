@@ -146,7 +146,7 @@ def test_the_compiled_kernel_finds_what_the_torch_form_finds(kind: str, monkeypa
     W, H = p.W.float(), p.damped_hessian(p.factor("natural")).float()
     matrix = round_to_nearest(W, p.grid.to(torch.float32))
     compiled = polish(W, matrix, H, sweeps=3, block=32)
-    monkeypatch.setattr(module, "kernels_of", lambda _: kernels._torch())
+    monkeypatch.setattr(module, "kernels_of", lambda _: kernels.torch_kernels())
     reference = polish(W, matrix, H, sweeps=3, block=32)
     assert compiled.codes.dtype == reference.codes.dtype == torch.int32
     assert float((compiled.codes != reference.codes).any(1).double().mean()) < 0.02
