@@ -102,11 +102,11 @@ def test_layers_of_a_size_have_types():
         (["--size", "1GB", "--no-symmetric"], "--symmetric is for weights on a fixed grid, --size"),
         (
             ["--grid", "q4_k", "--bits", "3"],
-            "--bits is for weights on a fixed grid, --grid for weights on llama.cpp's grids",
+            "--bits is for weights on a fixed grid, --grid for weights on a grid that it names",
         ),
         (
             ["--grid", "q4_k", "--rate", "3"],
-            "--grid is for weights on llama.cpp's grids, --rate for entropy-coded weights",
+            "--grid is for weights on a grid that it names, --rate for entropy-coded weights",
         ),
         (["--include-head", "--polish", "3"], "--polish is for weights on a fixed grid, --include-head"),
     ],

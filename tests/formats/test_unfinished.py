@@ -301,3 +301,18 @@ def test_a_folder_that_fills_while_the_run_works_is_left_alone(tmp_path: Path) -
         fill_meanwhile(tmp_path / "out")
     assert contents(tmp_path)["out/thesis.tex"] == "mine"
     assert contents(tmp_path)["out.unfinished/model.safetensors"] == "new"
+
+
+def test_a_folder_that_has_its_name_is_whole_even_where_that_cannot_be_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(_: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with Unfinished(tmp_path / "out") as place:
+        monkeypatch.setattr("nearplane.system.output_folder.flush", full)
+        (place.folder / "part").write_text("whole")
+        (place.folder / "INCOMPLETE").unlink()
+    assert (tmp_path / "out" / "part").read_text() == "whole"
+    assert os.listdir(tmp_path) == ["out"]
+    assert "out is whole; a power cut now could still take its name away" in caplog.text

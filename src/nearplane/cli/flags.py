@@ -83,7 +83,7 @@ BlockFlags, RateFlags = flags_of(BlockScheme), flags_of(RateScheme)
 CalibrationFlags = flags_of(Calibration)
 KINDS = {
     GridFlags: "for weights on a fixed grid",
-    BlockFlags: "for weights on llama.cpp's grids",
+    BlockFlags: "for weights on a grid that it names",
     RateFlags: "for entropy-coded weights, which have none",
 }
 

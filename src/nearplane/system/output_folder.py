@@ -22,7 +22,6 @@ from contextlib import ExitStack, suppress
 from datetime import datetime
 from fnmatch import fnmatch
 from pathlib import Path
-from types import TracebackType
 
 from nearplane.errors import FormatError, NearplaneError, RecipeError
 from nearplane.system.files import alone, flush, flush_all, swap
@@ -153,9 +152,7 @@ class Unfinished:
             f"Move it away, or choose another folder."
         )
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         try:
             if error is None:
                 self._put_in_place()
@@ -211,7 +208,10 @@ class Unfinished:
                 ) from error
             error.add_note(f"{self.folder} is whole: rename it to {self.out}.")
             raise
-        flush(self._place.parent)
+        try:
+            flush(self._place.parent)
+        except OSError as error:
+            log.warning("%s is whole; a power cut now could still take its name away (%s).", self.out, error)
         self._settle()
 
     def _undo(self) -> None:
