@@ -31,7 +31,7 @@ def test_streams_of_other_embeddings_reach_the_head_as_in_a_network_that_has_the
     for block in model.blocks:
         with block.on(CPU, torch.float64):
             stream.advance(block)
-    finish(model, stream, tokens)
+    finish(model, stream, tokens, torch.float64)
     torch.testing.assert_close(torch.cat(stream.original), head_inputs(network, tokens))
     kept = weight.detach().clone()
     with torch.no_grad():
