@@ -7,7 +7,7 @@
         --traced                             # also the files that a 4-bit run of the demo enters (20 seconds); needs
                                              # torch: in this Python, or in the .venv of FOLDER or of this checkout
 
-Definitions stand in measures.py.
+Definitions stand in measures.py and language.py.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import inspect
 from collections.abc import Callable
 from pathlib import Path
 
+import language
 import measures
 from measures import LONG_LINE, MAX_BODY, MAX_PARAMETERS, Checkout, Figure
 
@@ -59,6 +60,13 @@ FIGURES: dict[str, Callable[[Checkout], Figure]] = {
     "file names that occur twice": measures.same_names,
     **{name: measures.smell(*what) for name, what in SMELLS.items()},
     f"lines over {LONG_LINE} characters in README and docs": measures.long_lines,
+    "docstrings of modules that begin with a question's word": language.question_modules,
+    "documented arguments and fields": language.argument_entries,
+    "documented arguments that begin in their name": language.fragment_entries,
+    "assignments to vague names": language.vague_names,
+    "adjectives as constants": language.adjective_constants,
+    "sentences in README and docs": language.all_sentences,
+    f"sentences over {language.MAX_SENTENCE} words in README and docs": language.long_sentences,
 }
 TRACED = {"files that a traced run enters": measures.entered_files}
 
