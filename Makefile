@@ -28,11 +28,12 @@ test: $(VENV)/.tested-with
 
 nightly: $(VENV)/.tested-with   # what `make test` leaves out; 500 problems for every theorem instead of 25, 154 types of models instead of 4
 	$(VENV)/bin/python -m pytest -m nightly
-	HYPOTHESIS_PROFILE=nightly $(VENV)/bin/python -m pytest tests/lattice tests/unit/theory tests/matrix/test_inputs.py tests/test_edits.py tests/readers
+	HYPOTHESIS_PROFILE=nightly $(VENV)/bin/python -m pytest tests/unit/lattice tests/unit/theory tests/unit/matrix/test_inputs.py \
+		tests/unit/loading tests/journeys/test_edits.py tests/journeys/test_left_dense.py tests/journeys/test_survey.py tests/journeys/test_threads.py
 
 test-llama: $(LLAMA)/.installed   # GGUF files in llama.cpp itself, which pip builds first: about six minutes
 	$(LLAMA)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --force-reinstall .
-	OMP_NUM_THREADS=1 PYTHONPATH=tests $(LLAMA)/bin/python -m pytest tests/formats/gguf/test_llama_cpp.py -m nightly
+	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(LLAMA)/bin/python -m pytest tests/journeys/test_llama_cpp.py -m nightly
 
 bench: $(VENV)/.tested-with
 	$(PIP) --no-deps --force-reinstall .

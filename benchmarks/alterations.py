@@ -4,7 +4,7 @@ python benchmarks/alterations.py [--model FOLDER --text FILE] [--count 1000] [--
 
 Half are crude: a byte, a file, a number of the record, the hashes as they were; they are to be found from the files alone. Half
 are forged: a code by one, a step by 1 %, a bit of another tensor, a field of a certificate by 1 %, and every hash made
-to fit; they are to be found with the original and its text. `tests/forgery.py` makes
+to fit; they are to be found with the original and its text. `tests/support/forgery.py` makes
 both. The default model is the one in the package.
 """
 
@@ -41,7 +41,7 @@ from nearplane.system.device import Device
 from nearplane.verbs.verify import TOLERANCE, verify
 from nearplane.verbs.verify_files import Fault
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from forgery import CRUDE, FORGED, move_one
 
 WAYS: Mapping[str, Mapping[str, Any]] = {

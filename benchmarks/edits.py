@@ -3,8 +3,8 @@
 python benchmarks/edits.py [--count 300] [--first 0]
 
 Edits of config.json, nearplane.json, the index and the tokenizer's files: keys deleted, values of other types and sizes, paths,
-escapes for the terminal, truncated and deeply nested text. `tests/edits.py` makes them. Ends with code 1 if a call ends in a
-traceback, opens a file outside of the folder, or gives another result that `nearplane verify` says nothing of.
+escapes for the terminal, truncated and deeply nested text. `tests/support/edits.py` makes them. Ends with code 1 if a call ends
+in a traceback, opens a file outside of the folder, or gives another result that `nearplane verify` says nothing of.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from edits import GOOD, calls, copied, edit, made, outcomes, results
 
 

@@ -1,6 +1,6 @@
 """Which layers the programs that read GPTQ replace, by rule: they need versions of other packages that exclude ours.
 
-The rules are those of optimum 2.3 with gptqmodel 7.6, through which transformers reads GPTQ. tests/readers/test_survey.py
+The rules are those of optimum 2.3 with gptqmodel 7.6, through which transformers reads GPTQ. tests/journeys/test_survey.py
 holds them against the programs where these are installed.
 """
 

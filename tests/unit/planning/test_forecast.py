@@ -7,7 +7,7 @@ import torch
 
 import nearplane
 from families import config_of, random_model
-from killing import contents
+from killing import contents, stopped_behind
 from nearplane import RecipeError
 from nearplane.calibration.one_forward import MemorySetting, batch_of
 from nearplane.demo import CALIBRATION, MODEL
@@ -15,7 +15,6 @@ from nearplane.planning.forecast import Forecast
 from nearplane.planning.memory_bound import settings
 from nearplane.record.record import read_record
 from nearplane.system.device import Device
-from test_journal import stopped_behind
 
 CPU = Device(torch.device("cpu"))
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coding.matrices import gaussian, total_entropy
+from coded_matrices import gaussian, total_entropy
 from nearplane.coding import frequency_tables
 from nearplane.coding.blob import encode
 from nearplane.theory import huffman

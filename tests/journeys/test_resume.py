@@ -1,0 +1,334 @@
+"""A run that is killed at any moment goes on when the same command is given again, and ends with the same bytes."""
+
+import importlib
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import nearplane
+from families import config_of, random_model
+from killing import (
+    StoppedError,
+    check_goes_on,
+    check_goes_on_after_a_full_disk,
+    check_goes_on_with_a_file_cut_short,
+    contents,
+    stopped_behind,
+)
+from nearplane import FormatError, RecipeError
+from nearplane.demo import CALIBRATION, MODEL
+from nearplane.formats import journal_pages as notebook
+from nearplane.formats.gguf.gguf_header import read_header
+from nearplane.record.record import read_record
+from nearplane.system.device import Device
+from nearplane.system.output_folder import Unfinished
+
+BLOCKS = 3
+WAYS = {
+    "grid": dict(bits=4, group_size=16),
+    "widths by slope": dict(bits=3, group_size=16, allocate="slope", symmetric=False, format="gptq_v2", two_sided=True),
+    "rate, embeddings and head": dict(rate=3.0, include_embeddings=True, include_head=True),
+    "size": dict(size="700kB"),
+    "blocks of llama.cpp, embeddings too": dict(grid="q4_0"),
+    "rounded to nearest": dict(bits=4, group_size=16, solver="round-to-nearest"),
+}
+TEXT = dict(samples=24, seqlen=40, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    config = config_of("llama", vocab_size=2048, num_hidden_layers=BLOCKS, tie_word_embeddings=False)
+    random_model(config).float().save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((MODEL / name).read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(CALIBRATION.read_text()[:20000])
+    return path
+
+
+@pytest.fixture(autouse=True)
+def every_block(monkeypatch):
+    """Keep every block, however quick it is."""
+    monkeypatch.setattr("nearplane.formats.journal_pages.SHARE", math.inf)
+
+
+@pytest.fixture(scope="module")
+def whole(model, text, tmp_path_factory):
+    """Return a function from a key of WAYS to the folder of a run that nobody stopped."""
+    folders = {}
+
+    def folder_of(way):
+        if way not in folders:
+            folders[way] = tmp_path_factory.mktemp("whole") / "out"
+            nearplane.quantize(model, folders[way], calibration=str(text), **WAYS[way], **TEXT)
+        return folders[way]
+
+    return folder_of
+
+
+@pytest.mark.parametrize(
+    ("way", "many"),
+    [
+        ("grid", 2),
+        ("rate, embeddings and head", 3),
+        *(pytest.param(way, 12, marks=pytest.mark.nightly) for way in WAYS),
+    ],
+)
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_run_that_is_killed_goes_on_and_ends_with_the_same_bytes(model, text, whole, tmp_path, way, many):
+    options = dict(calibration=str(text), **WAYS[way], **TEXT)
+    check_goes_on(lambda out: nearplane.quantize(model, out, **options), contents(whole(way)), tmp_path, many)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_full_disk_or_a_newest_file_cut_short_at_any_moment(model, text, whole, tmp_path, way):
+    def run(out, **more):
+        nearplane.quantize(model, out, calibration=str(text), **WAYS[way], **TEXT, **more)
+
+    (tmp_path / "full").mkdir()
+    (tmp_path / "short").mkdir()
+    check_goes_on_after_a_full_disk(run, contents(whole(way)), tmp_path / "full", 8)
+    check_goes_on_with_a_file_cut_short(run, contents(whole(way)), tmp_path / "short", 8)
+
+
+@pytest.mark.parametrize("way", ["widths by slope", "size", "rounded to nearest"])
+def test_no_finished_block_is_solved_again(model, text, whole, tmp_path, monkeypatch, caplog, way):
+    options, wanted = dict(calibration=str(text), **WAYS[way], **TEXT), contents(whole(way))
+    stopped_behind(2, model, tmp_path / "out", monkeypatch, **options)
+    solved = []
+    program = importlib.import_module("nearplane.verbs.quantize")
+    solve = program.solve_layer
+    monkeypatch.setattr(program, "solve_layer", lambda task: (solved.append(task.name), solve(task))[1])
+    monkeypatch.setattr("nearplane.planning.start.plan", None)
+    with caplog.at_level("INFO", "nearplane"):
+        nearplane.quantize(model, tmp_path / "out", **options)
+    assert {name.split(".")[2] for name in solved} == {"2"}
+    assert "going on behind block 2, where a run was stopped that had taken" in caplog.text
+    assert contents(tmp_path / "out") == wanted
+
+
+def test_a_run_that_is_killed_when_all_is_written_is_put_in_place(model, text, whole, tmp_path, monkeypatch):
+    options, rename, wanted = dict(calibration=str(text), **WAYS["grid"], **TEXT), Path.rename, contents(whole("grid"))
+
+    def stopped(self, place):
+        if self.name == "out.unfinished":
+            raise StoppedError
+        return rename(self, place)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", stopped)
+        with pytest.raises(StoppedError):
+            nearplane.quantize(model, tmp_path / "out", **options)
+    assert (tmp_path / "out.unfinished" / "journal" / "state.json").is_file()
+    monkeypatch.setattr(importlib.import_module("nearplane.verbs.quantize"), "walk", None)
+    shard = tmp_path / "out.unfinished" / "model-00002-of-00004.safetensors"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1])
+    with pytest.raises(FormatError, match=shard.name):
+        nearplane.quantize(model, tmp_path / "out", **options)
+    shard.write_bytes(content)
+    nearplane.quantize(model, tmp_path / "out", **options)
+    assert contents(tmp_path / "out") == wanted
+
+
+def test_a_run_that_is_told_something_else_does_not_go_on(model, text, whole, tmp_path, monkeypatch):
+    out, options = tmp_path / "out", dict(calibration=str(text), **WAYS["grid"], **TEXT)
+    stopped_behind(1, model, out, monkeypatch, **options)
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text()[5000:])
+    wider = shutil.copytree(model, tmp_path / "wider")
+    path = wider / "model.safetensors"
+    tensors = {name: 1.01 * tensor for name, tensor in load_file(path).items()}
+    save_file(tensors, path, {"format": "pt"})
+    for said, run in (
+        ("bits was 4, is 3", dict(bits=3)),
+        ("calibration text was ", dict(calibration=str(other))),
+        ("the model's model.safetensors was ", dict(model=wider)),
+    ):
+        words = {"model": model, **options, **run}
+        with pytest.raises(RecipeError, match=said):
+            nearplane.quantize(words.pop("model"), out, **words)
+    nearplane.quantize(model, out, overwrite=True, **{**options, "bits": 3})
+    assert read_record(out).recipe.scheme.bits == 3
+    shutil.rmtree(out)
+    stopped_behind(1, model, out, monkeypatch, **options)
+    nearplane.quantize(model, out, overwrite=True, **options)
+    assert contents(out) == contents(whole("grid"))
+
+
+@pytest.mark.parametrize(
+    "name", ["model-00002-of-00004.safetensors", "journal/behind-00002.0.pt", "journal/state.json"]
+)
+def test_a_file_that_is_cut_short_is_named_and_may_be_replaced(model, text, whole, tmp_path, monkeypatch, name):
+    out, options = tmp_path / "out", dict(calibration=str(text), **WAYS["grid"], **TEXT)
+    stopped_behind(2, model, out, monkeypatch, **options)
+    path = Path(f"{out}.unfinished") / name
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(FormatError, match=f"{path.name}.*--overwrite"):
+        nearplane.quantize(model, out, **options)
+    if name == "journal/state.json":  # the others are replaced in the same way
+        nearplane.quantize(model, out, overwrite=True, **options)
+        assert contents(out) == contents(whole("grid"))
+
+
+def test_what_a_run_of_another_version_left_is_refused_by_name_and_may_be_replaced(
+    model, text, whole, tmp_path, monkeypatch
+):
+    out, options = tmp_path / "out", dict(calibration=str(text), **WAYS["grid"], **TEXT)
+    stopped_behind(1, model, out, monkeypatch, **options)
+    path = Path(f"{out}.unfinished") / "journal" / "state.json"
+    state = json.loads(path.read_text())
+    path.write_text(json.dumps(state | {"version": 3, "told": state["told"] | {"version of nearplane": "0.1.0"}}))
+    said = r"out\.unfinished was left by a run of nearplane 0\.1\.0, .*found journal version 3.*--overwrite, or finish it with"
+    with pytest.raises(FormatError, match=said):
+        nearplane.quantize(model, out, **options)
+    nearplane.quantize(model, out, overwrite=True, **options)
+    assert contents(out) == contents(whole("grid"))
+
+
+@pytest.mark.parametrize(("way", "page"), [("grid", "behind-00002.0.pt"), ("rate, embeddings and head", "plan.pt")])
+def test_one_bit_of_a_page_that_is_wrong_is_noticed(model, text, tmp_path, monkeypatch, way, page):
+    out, options = tmp_path / "out", dict(calibration=str(text), **WAYS[way], **TEXT)
+    stopped_behind(2, model, out, monkeypatch, **options)
+    path = Path(f"{out}.unfinished") / "journal" / page
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(FormatError, match=f"{page} is not what was written.*--overwrite"):
+        nearplane.quantize(model, out, **options)
+
+
+def test_shards_below_the_folder_count(tmp_path):
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "a.json").mkdir()  # no file
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"x": "parts/1.safetensors"}}')
+    said = []
+    for content in (b"one", b"other"):
+        (tmp_path / "parts" / "1.safetensors").write_bytes(content)
+        said.append(notebook.told({}, {"model": tmp_path}, "", {}, Device(torch.device("cpu"))))
+    names = ["config.json", "model.safetensors.index.json", "parts/1.safetensors"]
+    assert [name for name in said[0] if "the model's" in name] == [f"the model's {name}" for name in names]
+    assert {name for name in said[0] if said[0][name] != said[1][name]} == {"the model's parts/1.safetensors"}
+
+
+def test_a_disk_that_fills_while_pages_are_written_keeps_the_state_before(model, text, whole, tmp_path, monkeypatch):
+    """Pages that no state names take no room from the run."""
+    out, options, save = tmp_path / "out", dict(calibration=str(text), **WAYS["grid"], **TEXT), torch.save
+    monkeypatch.setattr("nearplane.verbs.quantize_journal.PAGE", 1)  # a batch of one network a page
+
+    def full(page, path):
+        if Path(path).name == "behind-00002.1.pt.part":
+            raise OSError(28, "No space left on device")
+        save(page, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("nearplane.formats.journal_pages.torch.save", full)
+        stopped_behind(2, model, out, patch, **options)
+    there = {path.name.split(".")[0] for path in (tmp_path / "out.unfinished" / "journal").iterdir()}
+    assert there == {"state", "plan", "behind-00001"}
+    nearplane.quantize(model, out, **options)
+    assert contents(out) == contents(whole("grid"))
+
+
+def test_a_gguf_that_is_damaged_is_named_and_may_be_replaced(model, text, whole, tmp_path, monkeypatch):
+    way = "blocks of llama.cpp, embeddings too"
+    out, options = tmp_path / "out", dict(calibration=str(text), **WAYS[way], **TEXT)
+    stopped_behind(2, model, out, monkeypatch, **options)
+    path = Path(f"{out}.unfinished") / "model.gguf"
+    data = bytearray(path.read_bytes())
+    info = next(each for each in read_header(path).tensors if each.name == "blk.0.attn_v.weight")
+    data[info.begin] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(FormatError, match=r"v_proj\.weight is not what was written"):
+        nearplane.quantize(model, out, **options)
+    nearplane.quantize(model, out, overwrite=True, **options)
+    assert contents(out) == contents(whole(way))
+
+
+def test_another_processor_is_said(model, text, whole, tmp_path, monkeypatch, caplog):
+    out, options = tmp_path / "out", dict(calibration=str(text), **WAYS["grid"], **TEXT)
+    stopped_behind(2, model, out, monkeypatch, **options)
+    monkeypatch.setattr("nearplane.formats.journal_pages._processor", lambda: "another")
+    nearplane.quantize(model, out, **options)
+    assert "ran on" in caplog.text
+    assert "this is another" in caplog.text
+    assert contents(out) == contents(whole("grid"))
+
+
+def test_another_command_does_not_delete_what_can_be_gone_on_with(model, text, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    stopped_behind(1, model, out, monkeypatch, calibration=str(text), **WAYS["grid"], **TEXT)
+    there = sorted(path.name for path in Path(f"{out}.unfinished").iterdir())
+    with pytest.raises(RecipeError, match="the command that began it goes on there"), Unfinished(out):
+        pass
+    assert sorted(path.name for path in Path(f"{out}.unfinished").iterdir()) == there
+    with Unfinished(out, overwrite=True) as place:
+        assert [path.name for path in place.folder.iterdir()] == ["INCOMPLETE"]
+
+
+def test_a_disk_that_is_full_costs_the_journal_not_the_run(model, text, whole, tmp_path, monkeypatch, caplog):
+    def full(*args, **words):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("nearplane.formats.journal_pages.Notebook._saved", full)
+        nearplane.quantize(model, tmp_path / "out", calibration=str(text), **WAYS["grid"], **TEXT)
+    assert "what follows is lost" in caplog.text
+    assert contents(tmp_path / "out") == contents(whole("grid"))
+    caplog.clear()
+    monkeypatch.setattr(
+        "nearplane.formats.journal_pages.shutil.disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6, 10)
+    )
+    nearplane.quantize(model, tmp_path / "again", calibration=str(text), **WAYS["grid"], **TEXT)
+    assert "would leave too little" in caplog.text
+
+
+def test_a_full_disk_in_the_middle_is_gone_on_with(model, text, whole, tmp_path, monkeypatch):
+    options, save, written = (
+        dict(calibration=str(text), **WAYS["grid"], **TEXT),
+        nearplane.system.safetensors_files.save_file,
+        [],
+    )
+
+    def full(tensors, path, *more):
+        written.append(path)
+        if len(written) == 3:
+            raise OSError(28, "No space left on device")
+        save(tensors, path, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("nearplane.system.safetensors_files.save_file", full)
+        with pytest.raises(FormatError, match="No space left"):
+            nearplane.quantize(model, tmp_path / "out", **options)
+    nearplane.quantize(model, tmp_path / "out", **options)
+    assert contents(tmp_path / "out") == contents(whole("grid"))
+
+
+def test_quick_blocks_are_not_all_kept(model, text, tmp_path, monkeypatch):
+    """Keeping hidden states may take a twentieth of the time: of a run of a second not more than the first is."""
+    monkeypatch.setattr("nearplane.formats.journal_pages.SHARE", 1e-9)
+    kept = []
+    write = notebook.Notebook.write
+
+    def noted(self, state, pages, **words):
+        kept.append(state["blocks"])
+        write(self, state, pages, **words)
+
+    monkeypatch.setattr("nearplane.formats.journal_pages.Notebook.write", noted)
+    nearplane.quantize(model, tmp_path / "out", calibration=str(text), **WAYS["grid"], **TEXT)
+    assert kept == [1]

@@ -1,0 +1,102 @@
+"""The guards: what is called slower, that baselines are those of their cases; what fingerprints compare and call different."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def check():
+    spec = importlib.util.spec_from_file_location("check", BENCHMARKS / "check.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_more_than_fifteen_percent_above_the_baseline_is_slower(check):
+    baseline = {"run": 100.0, "matrix": 10.0}
+    assert check.slower({"run": 114.9, "matrix": 5.0}, baseline, check.LOSS) == []
+    assert check.slower({"run": 115.1, "matrix": 11.4}, baseline, check.LOSS) == ["run"]
+
+
+def test_a_case_without_baseline_is_refused(check):
+    with pytest.raises(SystemExit, match=r"new stand.*--write"):
+        check.slower({"new": 1.0}, {}, check.LOSS)
+
+
+def test_every_processor_has_a_baseline_of_every_case(check, tmp_path):
+    known = json.loads((BENCHMARKS / "baselines.json").read_text())
+    assert known
+    for baselines in known.values():
+        assert baselines.keys() == check.cases(tmp_path).keys()
+        assert all(ratio > 0 for ratio in baselines.values())
+
+
+@pytest.fixture(scope="module")
+def fingerprint():
+    spec = importlib.util.spec_from_file_location("fingerprint", BENCHMARKS / "fingerprint.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def result(tensor="F32 (2,) 0", loss=0.5, width=4, **more):
+    layer = {"name": "q_proj", "loss": loss, "order": "natural", "seconds": 1.0}
+    record = {"recipe": {"scheme": {"bits": width, "factor": "qr"}}, "layers": [layer], "files": {"a": "0"}, **more}
+    files = {"config.json": {"hidden_size": 4, "quantization_config": {"written_by": "nearplane 0"}}}
+    return {"written": {"tensors": {"q_proj": tensor}, "files": files, "records": {"nearplane.json": record}}}
+
+
+def test_times_versions_deleted_fields_and_empty_ones_do_not_count(fingerprint, capsys):
+    more = dict(
+        seconds=3.0, peak_memory=1, versions={"torch": "2"}, profiles=[1], pace={"limit": 1}, removed={}, tuning=None
+    )
+    assert fingerprint.compared("rate 3", result(), result(**more), []) == "same"
+    assert capsys.readouterr().out.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (dict(tensor="F32 (2,) 1"), "tensors: q_proj: "),
+        (dict(loss=0.5000000000000001), "layers: q_proj: loss: 0.5 -> 0.5000000000000001"),
+        (dict(width=3), "record: nearplane.json: recipe: scheme: bits: 4 -> 3"),
+        (dict(stored="fp8"), 'record: nearplane.json: stored: (not there) -> "fp8"'),
+    ],
+)
+def test_whatever_else_differs_is_told_by_its_key(fingerprint, capsys, change, said):
+    assert fingerprint.compared("rate 3", result(), result(**change), []) == "DIFFERENT"
+    assert said in capsys.readouterr().out
+    part = said.split(":")[0]
+    assert fingerprint.compared("rate 3", result(), result(**change), [part]) == "same"
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "verdict"),
+    [
+        ("size", "RecipeError: method is not a keyword of quantize(). Did you mean order?", "gone"),
+        ("size", "RecipeError: solver is 'obq'; expected one of nearest-plane, k-best.", "gone"),
+        ("--memory", 'nearplane ended with code 1: Unknown option: "--memory"', "gone"),
+        ("obq", "KeyError: 'obq'", "gone"),
+        ("size", "RecipeError: --size 3MB is too little.", "DIFFERENT"),
+        ("size", "KeyError: 'obq'", "DIFFERENT"),
+    ],
+)
+def test_a_run_that_is_refused_as_its_option_was_removed_is_gone(fingerprint, name, error, verdict):
+    assert fingerprint.compared(name, result(), {"error": error}, []) == verdict
+
+
+def test_a_run_that_the_first_side_does_not_make_proves_nothing(fingerprint):
+    failed = {"error": "RecipeError: --format gguf needs the package gguf"}
+    assert fingerprint.compared("gguf q4_k_m", failed, failed, []) == "BROKEN"
+
+
+def test_names_of_runs_are_names_of_runs(fingerprint):
+    groups = (fingerprint.PLAIN, fingerprint.EXPERTS, fingerprint.TUNED, fingerprint.COMMANDS, fingerprint.KILLED)
+    assert len(fingerprint.RUNS) == sum(map(len, groups))
+    assert fingerprint.RUNS.keys() >= fingerprint.QUICK | fingerprint.GONE
+    assert len({fingerprint.file_of("x", name) for name in fingerprint.RUNS}) == len(fingerprint.RUNS)

@@ -1,0 +1,84 @@
+"""Every script of benchmarks, tools and examples is imported and says what it does."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted(
+    path.relative_to(ROOT)
+    for folder in ("benchmarks", "tools", "examples")
+    for path in (ROOT / folder).rglob("*.py")
+    if "__pycache__" not in path.parts
+)
+OTHERS = {
+    "gptqmodel",
+    "llmcompressor",
+    "auto_round",
+    "optimum",
+    "llama_cpp",
+    "constriction",
+}  # in environments of their own
+
+
+@pytest.fixture
+def as_from_a_shell(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Leave paths, variables and modules beside the scripts as they were: all run in this process, which is much faster."""
+    modules, environment = set(sys.modules), dict(os.environ)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield monkeypatch
+    os.environ.clear()
+    os.environ.update(environment)
+    for name in set(sys.modules) - modules:
+        if str(getattr(sys.modules[name], "__file__", None) or "").startswith(
+            tuple(f"{ROOT / p.parent}/" for p in SCRIPTS)
+        ):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=str)
+def test_a_script_is_imported_and_says_what_it_does(
+    script: Path, as_from_a_shell: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that read no arguments are imported only."""
+    path = ROOT / script
+    helps = "argparse" in path.read_text()
+    sys.path.insert(0, str(path.parent))
+    as_from_a_shell.setattr(sys, "argv", [str(path), "--help"])
+    try:
+        if not helps:
+            runpy.run_path(str(path), run_name="imported")
+            return
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(path), run_name="__main__")
+    except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] not in OTHERS:
+            raise
+        pytest.skip(f"needs {error.name}, which is installed in an environment of its own")
+    assert not end.value.code
+    assert "usage:" in capsys.readouterr().out
+
+
+def test_the_page_of_files_is_up_to_date(as_from_a_shell: pytest.MonkeyPatch) -> None:
+    as_from_a_shell.setattr(sys, "argv", ["files_page.py", "--check"])
+    runpy.run_path(str(ROOT / "tools" / "files_page.py"), run_name="__main__")
+
+
+def test_files_that_docs_and_docstrings_name_are_there() -> None:
+    """The log and the results tell of files that were."""
+    there = [path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py") if ".venv" not in path.parts]
+    pages = [page for page in (ROOT / "docs").glob("*.md") if page.name not in ("log.md", "results.md")]
+    missing = {
+        f"{page.relative_to(ROOT)}: {name}"
+        for page in (*pages, ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "src").rglob("*.py"))
+        for name in re.findall(r"`([\w/]+\.py)`", page.read_text())
+        if not any(f"/{path}".endswith(f"/{name}") for path in there)
+    }
+    assert not missing - {"docs/extending.md: verbs/NAME.py"}
