@@ -37,14 +37,14 @@ test-llama: $(LLAMA)/.installed   # GGUF files in llama.cpp itself, which pip bu
 
 bench: $(VENV)/.tested-with
 	$(PIP) --no-deps --force-reinstall .
-	$(VENV)/bin/python benchmarks/solver.py
-	$(VENV)/bin/python benchmarks/codec.py
-	$(VENV)/bin/python benchmarks/loading.py
-	$(VENV)/bin/python benchmarks/limit.py
+	$(VENV)/bin/python benchmarks/speed/solver.py
+	$(VENV)/bin/python benchmarks/speed/codec.py
+	$(VENV)/bin/python benchmarks/speed/loading.py
+	$(VENV)/bin/python benchmarks/speed/limit.py
 
-bench-check: $(VENV)/.tested-with   # is anything more than 15 % slower than benchmarks/baselines.json says?
+bench-check: $(VENV)/.tested-with   # is anything more than 15 % slower than benchmarks/guard/baselines.json says?
 	$(PIP) --no-deps --force-reinstall .
-	$(VENV)/bin/python benchmarks/check.py
+	$(VENV)/bin/python benchmarks/guard/check.py
 
 bench-peers: $(VENV)/.tested-with $(PEERS)/gptqmodel/.installed $(PEERS)/llmcompressor/.installed $(PEERS)/auto-round/.installed
 	$(PIP) --no-deps --force-reinstall .
@@ -53,8 +53,8 @@ bench-peers: $(VENV)/.tested-with $(PEERS)/gptqmodel/.installed $(PEERS)/llmcomp
 bench-gguf: $(VENV)/.tested-with $(LLAMA)/.installed   # beside llama.cpp's own quantizer, and run by llama.cpp
 	$(PIP) --no-deps --force-reinstall .
 	$(LLAMA)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --force-reinstall .
-	$(VENV)/bin/python benchmarks/gguf.py --llama $(LLAMA)/bin/python
-	$(LLAMA)/bin/python benchmarks/llama_client.py
+	$(VENV)/bin/python benchmarks/quality/gguf.py --llama $(LLAMA)/bin/python
+	$(LLAMA)/bin/python benchmarks/quality/llama_client.py
 
 $(LLAMA)/.installed:
 	$(PYTHON) -m venv $(LLAMA)
@@ -72,7 +72,7 @@ $(PEERS)/%/.installed:   # torch first and pinned: the peers' own pins may pull 
 	touch $@
 
 fingerprint: $(VENV)/.tested-with   # OLD=<commit>: does the checkout write the same weights as that commit?
-	$(VENV)/bin/python benchmarks/fingerprint.py $(OLD)
+	$(VENV)/bin/python benchmarks/guard/fingerprint.py $(OLD)
 
 $(VENV)/.torch:
 	$(PYTHON) -c 'import sys; sys.exit(f"Python 3.11 or newer is needed, found {sys.version}") if sys.version_info < (3, 11) else None'

@@ -1,4 +1,4 @@
-"""Draw what tuning gains against what it costs, from what benchmarks/tuning.py measured.
+"""Draw what tuning gains against what it costs, from what benchmarks/quality/tuning.py measured.
 
 python tools/draw_tuning.py docs/tuning.json docs/tuning.svg        (needs the extra "figures")
 """

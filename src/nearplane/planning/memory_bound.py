@@ -4,7 +4,7 @@
 
 What lives is counted part by part: `calibration/` holds hidden states, waiting activations and second moments, `matrix/` what a
 layer is solved with, `planning/probe.py` what is measured before the first layer. A change there is a change here;
-`benchmarks/memory_bound.py` compares the bound with measured peaks.
+`benchmarks/speed/memory_bound.py` compares the bound with measured peaks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How fast codes are coded, beside copying memory, and how near the coded size is to the entropies.
 
-    python benchmarks/codec.py [--side 4096] [--repeats 7]
+    python benchmarks/speed/codec.py [--side 4096] [--repeats 7]
 
 One core, one run, in turns: every repeat times a copy of 64 MiB and then each part of the codec, and the figures are
 medians of the repeats' ratios, so that they hold on a busy machine. "1/n" is n times the time that copying as many bytes as

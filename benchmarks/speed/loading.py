@@ -1,6 +1,6 @@
 """How long does a coded checkpoint take to load, next to its bf16 form read by safetensors with copies?
 
-python benchmarks/loading.py [--hidden 2048] [--intermediate 5632] [--blocks 10] [--bits 3]
+python benchmarks/speed/loading.py [--hidden 2048] [--intermediate 5632] [--blocks 10] [--bits 3]
 
 The model is random: codes are Gaussian, and their spread differs by column as water-filling makes it. Files are warm (in the
 page cache) and compiled code is loaded; each time is the first load of a process of its own, for a second one reuses memory.

@@ -1,8 +1,8 @@
 """Our GGUF beside llama.cpp's own quantizer: same types, same bytes, same calibration text, KL of the decoded weights.
 
-    python benchmarks/gguf.py [ROWS.json] --llama PYTHON [--grids q4_k q4_k_m ...] [--tune] [--offsets 0 20000 ...]
+    python benchmarks/quality/gguf.py [ROWS.json] --llama PYTHON [--grids q4_k q4_k_m ...] [--tune] [--offsets 0 20000 ...]
         [--model FOLDER --calibration TXT --text TXT]
-    python benchmarks/gguf.py [ROWS.json] --parts [--grids q4_0 q4_k q3_k q2_k]
+    python benchmarks/quality/gguf.py [ROWS.json] --parts [--grids q4_0 q4_k q3_k q2_k]
 
 PYTHON is that of an environment with llama-cpp-python; without --model it is the demo's model on its own texts. Every file, of
 theirs and of ours, is decoded by the `gguf` package, and its layers and norms are put into the original network in place of its

@@ -1,6 +1,6 @@
 """What forwards and moments of calibration take, in CPU time: forwards that pause at every stage, against a pass for every stage.
 
-    OMP_NUM_THREADS=1 taskset -c 1 python benchmarks/forwards.py [--hidden H] [--intermediate I] [--blocks N] [--windows N]
+    OMP_NUM_THREADS=1 taskset -c 1 python benchmarks/speed/forwards.py [--hidden H] [--intermediate I] [--blocks N] [--windows N]
 
 A random Llama passes its windows of 512 tokens through all blocks, corrected and true-sequentially; nothing is solved, but every
 layer is written. Both ways are run in turns, after a short run of each that does not count.

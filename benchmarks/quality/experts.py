@@ -1,8 +1,8 @@
 """Mixtures of experts: what quantizing costs predictions, and the peak memory of blocks as wide as a large model's.
 
-python benchmarks/experts.py quality MODEL [--only WORD]    # MODEL from tools/train_moe.py; means over calibrations
-python benchmarks/experts.py peer MODEL --peers FOLDER      # the same by GPTQModel, which make bench-peers installs there
-python benchmarks/experts.py memory [--experts 128] [--blocks 2] [--samples 16]    # random, shaped like Qwen3-30B-A3B
+python benchmarks/quality/experts.py quality MODEL [--only WORD]    # MODEL from tools/train_moe.py; means over calibrations
+python benchmarks/quality/experts.py peer MODEL --peers FOLDER      # the same by GPTQModel, which make bench-peers installs there
+python benchmarks/quality/experts.py memory [--experts 128] [--blocks 2] [--samples 16]    # random, shaped like Qwen3-30B-A3B
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def quality(model: str, only: str) -> None:
 
 def peer(model: str, peers: Path) -> None:
     """Let GPTQModel quantize a model on the same calibrations to 4, 3 and 2 bits, and print means."""
-    sys.path.append(str(Path(__file__).parent / "peers"))
+    sys.path.append(str(Path(__file__).parents[1] / "peers"))
     from run import run_once
 
     for bits in (4, 3, 2):

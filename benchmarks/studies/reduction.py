@@ -1,6 +1,6 @@
 """Whether LLL reduction pays: Babai with one step in several orders and in the reduced basis, beside water-filling steps.
 
-    python benchmarks/reduction.py $ASSETS [--rates 2.125 3.125] [--damp 0.01] [--models babyllama105 stories260K]
+    python benchmarks/studies/reduction.py $ASSETS [--rates 2.125 3.125] [--damp 0.01] [--models babyllama105 stories260K]
 
 Every linear layer of real models (16 windows of 256 tokens, inputs of the float model) and Gaussian weights under a rotated
 spectrum k^-1.6. No group, no clipping, no correction; codes are the integers of the original columns in every row of the

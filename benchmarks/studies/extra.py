@@ -1,6 +1,6 @@
 """What few calibration tokens do, and which loss shows it: the table of docs/results.md.
 
-ASSETS=... python benchmarks/extra.py [--model babyllama105] [--tokens 2 16 512 1024 4096 16384] [--seqlen 128]
+ASSETS=... python benchmarks/studies/extra.py [--model babyllama105] [--tokens 2 16 512 1024 4096 16384] [--seqlen 128]
 """
 
 from __future__ import annotations

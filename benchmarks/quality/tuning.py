@@ -1,6 +1,6 @@
 """What tuning gains against what it costs: KL after over KL before, by model, grid, calibration and steps, with CPU times.
 
-ASSETS=... python benchmarks/tuning.py docs/tuning.json [--models babyllama105 stories260K demo] [--grids 4 3 2 r2.125 r1.5]
+ASSETS=... python benchmarks/quality/tuning.py docs/tuning.json [--models babyllama105 stories260K demo] [--grids 4 3 2 r2.125 r1.5]
     [--steps 64 192 0] [--offsets 0 300000]
 
 Adds to the file what it does not hold yet, so that it may be stopped. A grid is a width (asymmetric, groups of 32 on babyllama105,

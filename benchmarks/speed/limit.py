@@ -1,6 +1,6 @@
 """How far above the rate-distortion limit coded matrices are: Gaussian weights, known spectra, every byte counted.
 
-python benchmarks/limit.py [--quick]
+python benchmarks/speed/limit.py [--quick]
 """
 
 from __future__ import annotations

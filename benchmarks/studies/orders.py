@@ -1,6 +1,6 @@
 """What the rounding order does to the Gram-Schmidt lengths of real layers: the trace of `d` and its unevenness.
 
-    ASSETS=... python benchmarks/orders.py [--models demo babyllama105 stories260K] [--damps 0.01 0.1]
+    ASSETS=... python benchmarks/studies/orders.py [--models demo babyllama105 stories260K] [--damps 0.01 0.1]
 
 Inputs of the float model, 128 windows of 256 tokens; 0.01 is the usual damping, 0.1 that of the sweep where targets are
 corrected. No order changes the determinant of `d`, so that traces compare as spreads do:

@@ -1,6 +1,6 @@
 """Is measured peak memory within 0.7 to 1 of the bound that a run states before it begins?
 
-    OMP_NUM_THREADS=1 python benchmarks/memory_bound.py [--small] [--assets FOLDER] [--shapes 0 1 2] [--limits]
+    OMP_NUM_THREADS=1 python benchmarks/speed/memory_bound.py [--small] [--assets FOLDER] [--shapes 0 1 2] [--limits]
 
 Small runs: the demo at 4 bits and at a rate of 2.5, two small models in ASSETS where it is given, and a random model of two blocks
 with 1,024 hidden values. Without --small, random models of realistic widths follow, at 4 bits in groups of 128 and at a rate of 3.

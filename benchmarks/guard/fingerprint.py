@@ -1,9 +1,9 @@
 """Whether two commits write the same checkpoints: a fixed list of runs on a small model, and hashes of what each of them writes.
 
-    make fingerprint OLD=<commit>               # or: python benchmarks/fingerprint.py OLD
-    python benchmarks/fingerprint.py OLD --quick             # some runs that take every path, in a fifth of the time
-    python benchmarks/fingerprint.py OLD --only gguf tuned   # runs whose name has one of these words
-    python benchmarks/fingerprint.py --threads 1 2           # whether the checkout writes the same with one thread and with two
+    make fingerprint OLD=<commit>               # or: python benchmarks/guard/fingerprint.py OLD
+    python benchmarks/guard/fingerprint.py OLD --quick             # some runs that take every path, in a fifth of the time
+    python benchmarks/guard/fingerprint.py OLD --only gguf tuned   # runs whose name has one of these words
+    python benchmarks/guard/fingerprint.py --threads 1 2           # whether the checkout writes the same with one thread and two
 
 The runs are made twice on this machine, by the code of OLD in a worktree of its own and by that of the checkout, each in a process
 of its own, with one thread. Both quantize the same model with the same text: --model and --text, by default the demo's of OLD.
@@ -44,7 +44,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / "build" / "fingerprint"
 DEMO = Path("src/nearplane/demo")  # of a commit: the model and the text of the runs
 PARTS = ("tensors", "layers", "config", "record")

@@ -1,6 +1,6 @@
 """Perplexity of a model quantized in several ways; the table of docs/results.md.
 
-ASSETS=... python benchmarks/quality.py [--model babyllama105] [--group-size 32] [--windows 0 128]
+ASSETS=... python benchmarks/quality/quality.py [--model babyllama105] [--group-size 32] [--windows 0 128]
 """
 
 from __future__ import annotations

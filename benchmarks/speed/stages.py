@@ -1,6 +1,6 @@
 """What every stage of a run costs: CPU time by parts, as multiples of the products that the layers' shapes stand for.
 
-    OMP_NUM_THREADS=1 taskset -c 1 python benchmarks/stages.py [SRC ...]
+    OMP_NUM_THREADS=1 taskset -c 1 python benchmarks/speed/stages.py [SRC ...]
 
 Quantizes a random Llama of two blocks (hidden 1024, intermediate 3072) to 4 bits, groups of 128, on windows of 512 random
 tokens, in a process of its own for every SRC, the `src` folder of some commit (default: that of the checkout), one after
@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 LETTERS = 512  # of the alphabet
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SHAPES = 2 * [(1024, 1024), (512, 1024), (512, 1024), (1024, 1024), (3072, 1024), (3072, 1024), (1024, 3072)]
 STAGES = {  # name: (file, functions), whichever of them a commit has
     "moments": ("lattice/moments.py", ["add"]),

@@ -1,7 +1,7 @@
 """What solvers, polish and rounds are worth on fixed grids, and what they cost: losses, divergence and perplexity.
 
-    ASSETS=... python benchmarks/solvers.py [--models demo babyllama105 stories260K] [--bits 3 2] [--only REGEX]
-    python benchmarks/solvers.py --models --large 4096
+    ASSETS=... python benchmarks/studies/solvers.py [--models demo babyllama105 stories260K] [--bits 3 2] [--only REGEX]
+    python benchmarks/studies/solvers.py --models --large 4096
 
 Asymmetric grids, p-norm steps, groups of 32 (one step a row where 32 does not divide all layers). Three measurements:
 
@@ -13,7 +13,7 @@ Asymmetric grids, p-norm steps, groups of 32 (one step a row where 32 does not d
 - `--large N`: seconds on one Gaussian N x N matrix in groups of 128 under a rotated spectrum k^-1.6.
 
 `--quick` leaves out the whole models. Reduction (LLL) needs grids without limits and one step for all rows: it has its own
-table, `benchmarks/reduction.py`.
+table, `benchmarks/studies/reduction.py`.
 """
 
 from __future__ import annotations

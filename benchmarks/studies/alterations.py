@@ -1,6 +1,6 @@
 """Does `nearplane verify` find every alteration of a checkpoint? A thousand random ones, and what moving any one code shows.
 
-python benchmarks/alterations.py [--model FOLDER --text FILE] [--count 1000] [--first 0] [--every-code]
+python benchmarks/studies/alterations.py [--model FOLDER --text FILE] [--count 1000] [--first 0] [--every-code]
 
 Half are crude: a byte, a file, a number of the record, the hashes as they were; they are to be found from the files alone. Half
 are forged: a code by one, a step by 1 %, a bit of another tensor, a field of a certificate by 1 %, and every hash made
@@ -41,7 +41,7 @@ from nearplane.system.device import Device
 from nearplane.verbs.verify import TOLERANCE, verify
 from nearplane.verbs.verify_files import Fault
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 from forgery import CRUDE, FORGED, move_one
 
 WAYS: Mapping[str, Mapping[str, Any]] = {

@@ -1,7 +1,7 @@
 """Our GGUF files in llama.cpp itself: does it compute what we compute, cut text alike, and take as many bytes?
 
-    PYTHON benchmarks/llama_client.py [--grids q4_0 q4_k_m ...] [--model FOLDER --calibration TXT --text TXT --ignore PATTERN
-        --embeddings TYPE]
+    PYTHON benchmarks/quality/llama_client.py [--grids q4_0 q4_k_m ...] [--model FOLDER --calibration TXT --text TXT
+        --ignore PATTERN --embeddings TYPE]
 
 PYTHON is that of an environment with nearplane and llama-cpp-python (0.3.36). A line for each type and mix:
 

@@ -1,6 +1,6 @@
 """How long would larger models take, and how much memory? Measured on small stacks of blocks, extrapolated by counting.
 
-    OMP_NUM_THREADS=1 python benchmarks/reach.py [--quick]
+    OMP_NUM_THREADS=1 python benchmarks/speed/reach.py [--quick]
 
 Random Llamas of one to eight blocks are quantized to 4 bits, each in a process of its own. CPU time is taken to be
 `fixed + a * (multiplications that grow with tokens) + b * (those that do not)`, memory `fixed + c * (what is counted below)`; the

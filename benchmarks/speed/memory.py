@@ -1,6 +1,6 @@
 """Does peak memory grow with depth? Quantizes random models of 4 and 16 blocks, each in a process of its own.
 
-python benchmarks/memory.py [--hidden 1024] [--blocks 4 16]
+python benchmarks/speed/memory.py [--hidden 1024] [--blocks 4 16]
 """
 
 from __future__ import annotations

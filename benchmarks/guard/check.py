@@ -1,7 +1,7 @@
 """Has something become slower? CPU times as multiples of a product's, beside those in baselines.json.
 
     make bench-check                       # ends with 1 if a ratio is more than 15 % above its baseline
-    python benchmarks/check.py --write     # makes today's ratios the baselines of this processor
+    python benchmarks/guard/check.py --write     # makes today's ratios the baselines of this processor
 
 Every case and the product of reference (1024 x 1024 by 1024, float32, by the library that is fastest here) run in turns in one
 thread; a ratio is the median of a case's CPU times over the median of the product's. What looks slower is measured again, in
@@ -90,7 +90,7 @@ def slower(found: Mapping[str, float], baseline: Mapping[str, float], allowed: f
     if unlike := found.keys() ^ baseline.keys():
         sys.exit(
             f"Cases and baselines differ: {', '.join(sorted(unlike))} stand in one of the two only. Expected a baseline for "
-            f"every case: run benchmarks/check.py --write on a commit that is known to be fast."
+            f"every case: run benchmarks/guard/check.py --write on a commit that is known to be fast."
         )
     return [name for name, ratio in found.items() if ratio > baseline[name] * (1 + allowed)]
 

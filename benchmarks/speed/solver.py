@@ -1,6 +1,6 @@
 """How fast a layer is solved, beside textbook GPTQ and beside a matrix product of as many operations.
 
-    python benchmarks/solver.py [--columns 4096] [--rows 4096 1024] [--repeats 3]
+    python benchmarks/speed/solver.py [--columns 4096] [--rows 4096 1024] [--repeats 3]
 
 One thread, one run, in turns; times are medians of that thread's CPU time, so that ratios hold on a busy machine.
 Textbook GPTQ is Cholesky, inverse, Cholesky and a loop over columns with lazy blocks of 128 (Frantar et al., 2022),

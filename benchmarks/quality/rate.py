@@ -1,6 +1,7 @@
 """Perplexity at true bits on disk: nearplane's rate mode, what each part of it is worth, and rounding to nearest.
 
-ASSETS=... python benchmarks/rate.py [--models babyllama105 stories260K demo] [--rates 1.5 2.125 3.125 4.125] [--rows default]
+ASSETS=... python benchmarks/quality/rate.py [--models babyllama105 stories260K demo] [--rates 1.5 2.125 3.125 4.125]
+    [--rows default]
 """
 
 from __future__ import annotations

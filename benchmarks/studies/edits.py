@@ -1,6 +1,6 @@
 """What do load, evaluate, verify, inspect, report and export make of a checkpoint whose text files somebody edited at random?
 
-python benchmarks/edits.py [--count 300] [--first 0]
+python benchmarks/studies/edits.py [--count 300] [--first 0]
 
 Edits of config.json, nearplane.json, the index and the tokenizer's files: keys deleted, values of other types and sizes, paths,
 escapes for the terminal, truncated and deeply nested text. `tests/support/edits.py` makes them. Ends with code 1 if a call ends
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 from edits import GOOD, calls, copied, edit, made, outcomes, results
 
 

@@ -1,6 +1,6 @@
 """A model larger than memory should be: peak memory, wall and CPU time of quantizing a random Llama, and of measuring it.
 
-    OMP_NUM_THREADS=1 python benchmarks/large.py [--blocks 2 8] [--modes bits rate] [--evaluate] [--place FOLDER]
+    OMP_NUM_THREADS=1 python benchmarks/speed/large.py [--blocks 2 8] [--modes bits rate] [--evaluate] [--place FOLDER]
 
 The model has hidden size 2,048, intermediate size 5,632, 16 heads for keys and a vocabulary of 32,000: 96 MB of bf16 a block, and
 with 80 blocks 7.8 GB. It is written block by block into a folder below PLACE, which is deleted at the end. Each run is a process
