@@ -1,4 +1,4 @@
-"""Perplexity of a model quantized in several ways; the table of docs/results.md.
+"""Perplexity of a model quantized in several ways; the table of docs/results/quality-on-grids.md.
 
 ASSETS=... python benchmarks/quality/quality.py [--model babyllama105] [--group-size 32] [--windows 0 128]
 """

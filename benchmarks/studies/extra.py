@@ -1,4 +1,4 @@
-"""What few calibration tokens do, and which loss shows it: the table of docs/results.md.
+"""What few calibration tokens do, and which loss shows it: the table of docs/results/quality-on-grids.md.
 
 ASSETS=... python benchmarks/studies/extra.py [--model babyllama105] [--tokens 2 16 512 1024 4096 16384] [--seqlen 128]
 """

@@ -1,7 +1,8 @@
 """Every type of model: what is written loads and computes what our decoded weights do, or is refused before work starts.
 
 No third outcome. Plain transformers loads fixed grids, `nearplane.load` rates, which plain transformers must not load.
-`make nightly` runs all of `types.py`, every other run a few. With -s each test prints a line of the table in docs/results.md.
+`make nightly` runs all of `types.py`, every other run a few. With -s each test prints a line of the table in
+docs/results/model-types.md.
 """
 
 from __future__ import annotations
