@@ -173,11 +173,11 @@ def test_pruned_neurons_are_told_from_inputs_that_the_original_never_uses(model,
     assert (down.dead, down.pruned) == (7, 5)
     said = list(summary(record, tmp_path))
     assert (
-        "5 neurons were pruned: quantization made these inputs 0 for every calibration token, and their weights are 0 now: "
+        "5 neurons were pruned: quantization made their outputs 0 for every calibration token, and the weights for them were set to 0: "
         f"{DOWN} (5 of 96)"
     ) in said
     assert (
-        "2 inputs were 0 for every calibration token, in the original network too; their weights are 0 now: "
+        "2 inputs were 0 for every calibration token, also in the original model; the weights for them were set to 0: "
         f"{DOWN} (2 of 96)"
     ) in said
     assert verify(tmp_path / "out", against=str(folder)).faults == ()

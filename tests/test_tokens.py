@@ -44,7 +44,7 @@ def test_less_than_one_token_for_each_input_is_refused_before_anything_is_writte
     wanted = -(-4 * 96 // seqlen)
     assert str(refusal.value).startswith(f"{samples * seqlen} calibration tokens are ")
     assert f"each of the 96 inputs of {WIDEST}" in str(refusal.value)
-    assert f"Ask for --samples {wanted} or more (windows of {seqlen} tokens)." in str(refusal.value)
+    assert f"Use --samples {wanted} or more (windows of {seqlen} tokens)." in str(refusal.value)
     assert not (tmp_path / "out").exists()
 
 
