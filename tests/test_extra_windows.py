@@ -149,7 +149,7 @@ def test_of_a_single_window_they_are_none_and_the_summary_says_so(model, tmp_pat
     assert all(
         layer.extra_loss is layer.extra_relative_loss is layer.extra_nearest_loss is None for layer in record.layers
     )
-    assert any("as the text has no windows besides" in line for line in summary(record, tmp_path))
+    assert any("as the text has no further windows" in line for line in summary(record, tmp_path))
     assert verify(tmp_path / "out", against=str(model)).faults == ()
 
 
