@@ -33,9 +33,10 @@ def text_of(node: ast.AST) -> str | None:
         return node.value if isinstance(node.value, str) else None
     if isinstance(node, ast.JoinedStr):
         parts = (
-            part.value if isinstance(part, ast.Constant) else f"{{{ast.unparse(part)[3:-2]}}}" for part in node.values
+            str(part.value) if isinstance(part, ast.Constant) else f"{{{ast.unparse(getattr(part, 'value', part))}}}"
+            for part in node.values
         )
-        return "".join(map(str, parts))
+        return "".join(parts)
     return None
 
 
