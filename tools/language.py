@@ -1,4 +1,5 @@
 """Figures of how a checkout's code and documents read; counts.py prints them."""
+# ruff: noqa: SIM905 -- lists of words are easier to read without a quote around each
 
 from __future__ import annotations
 
@@ -14,15 +15,15 @@ MAX_SENTENCE = 30  # words
 QUESTION = re.compile(r"(What|How|Which|Whether|Where)\b")
 FRAGMENTS = frozenset(
     "of what that how where which whose who to in on at by with from for as is are has makes wraps keeps keep holds "
-    "does whether standing".split()  # noqa: SIM905 (quotes around every word are harder to read)
+    "does whether standing".split()
 )  # first words of a description that only makes sense read after the argument's name
-VAGUE = frozenset("found own wanted apart told rest result res data tmp".split())  # noqa: SIM905
+VAGUE = frozenset("found own wanted apart told rest result res data tmp".split())
 ADJECTIVES = frozenset(
     "ABSENT AGAIN ALONE APART AROUND ASKED BESIDE BIG CALLED CARRIED CHOSEN CLOSE CODED DEEPEST DROPPED ENCODED EQUAL "
     "EVERY EVERYDAY EXACT EXPECTED FEW FEWER FIRST FUSED GIVEN HARMLESS HEARD HELD HERE IGNORED LARGE LONG LONGEST "
     "MADE MARGIN MIXED MOST NAMED NARROW NEAR OLD ORIGINAL OTHERS OURS OWN PACKED PLAIN PRINTED READ REPLACED REST "
     "SEARCHED SHARE SHRUNK SINGLE SLACK SMALL SOLVING STACKED SWAY SYMMETRIC TALL TINY TRIED TRUSTED TUNED "
-    "UNCALIBRATED UNKNOWN UNSEEN VARIED WARM WHOLE WIDE WORTH".split()  # noqa: SIM905
+    "UNCALIBRATED UNKNOWN UNSEEN VARIED WARM WHOLE WIDE WORTH".split()
 )  # also adverbs, participles and nouns without a thing or unit: what is close, and by how much?
 SECTION = re.compile(r"(Args|Attributes|Fields|Parameters):\s*$")
 ENTRY = re.compile(r"    (\*{0,2}[\w, `*]+?)(?: \([^)]*\))?: +(\S+)")

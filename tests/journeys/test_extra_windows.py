@@ -149,7 +149,7 @@ def test_of_a_single_window_they_are_none_and_the_summary_says_so(model, tmp_pat
     assert all(
         layer.extra_loss is layer.extra_relative_loss is layer.extra_nearest_loss is None for layer in record.layers
     )
-    assert any("as the text has no windows besides" in line for line in summary(record, tmp_path))
+    assert any("as the text has no further windows" in line for line in summary(record, tmp_path))
     assert verify(tmp_path / "out", against=str(model)).faults == ()
 
 
@@ -173,11 +173,11 @@ def test_pruned_neurons_are_told_from_inputs_that_the_original_never_uses(model,
     assert (down.dead, down.pruned) == (7, 5)
     said = list(summary(record, tmp_path))
     assert (
-        "5 neurons were pruned: quantization made these inputs 0 for every calibration token, and their weights are 0 now: "
+        "5 neurons were pruned: quantization made their outputs 0 for every calibration token, and the weights for them were set to 0: "
         f"{DOWN} (5 of 96)"
     ) in said
     assert (
-        "2 inputs were 0 for every calibration token, in the original network too; their weights are 0 now: "
+        "2 inputs were 0 for every calibration token, also in the original model; the weights for them were set to 0: "
         f"{DOWN} (2 of 96)"
     ) in said
     assert verify(tmp_path / "out", against=str(folder)).faults == ()

@@ -67,7 +67,7 @@ def test_layers_that_transformers_does_not_build_are_copied_named_and_said(
     assert record.skipped == (
         (MTP, "transformers does not build it, 8 matrices"), ("mtp", "transformers does not build it, 1 matrix"),
     )  # fmt: skip
-    assert f"left as it is: {MTP} (transformers does not build it, 8 matrices)" in list(summary(record, tmp_path))
+    assert f"not quantized: {MTP} (transformers does not build it, 8 matrices)" in list(summary(record, tmp_path))
 
 
 def test_a_part_is_as_large_as_it_can_be() -> None:

@@ -504,5 +504,5 @@ def test_layers_above_max_loss_are_named_and_the_command_ends_with_2(tuned_of, t
         cli.main()
     assert ended.value.code == 2
     said = capsys.readouterr().out
-    assert f"more is lost than --max-loss 1e-06 in {len(record.layers)} layers" in said
+    assert f"{len(record.layers)} layers with a relative loss above --max-loss 1e-06" in said
     assert read_record(folder).exceeding[0].name in said

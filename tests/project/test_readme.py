@@ -44,7 +44,7 @@ def test_the_example_of_one_layer_runs(tmp_path, monkeypatch, capsys):
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 140
 
 
 def test_every_command_in_the_readme_exists():

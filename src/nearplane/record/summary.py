@@ -1,4 +1,4 @@
-"""What the command line says of a run, in words and tables: from its record alone. Needs no torch."""
+"""Summaries of a run for the command line, in sentences and tables, from its record alone. Needs no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from pathlib import Path
 
 from nearplane.recipe.sizes import counted, size_text, three_places
 from nearplane.record.record import LayerRecord, RunRecord
-from nearplane.record.words import UNSEEN, calibrated, exceeding, left, remarks
+from nearplane.record.words import UNSEEN, calibrated, exceeding, left, next_commands, remarks
+
+NOTABLE_LOSS = 0.05  # share of a layer's output energy; at 4 bits most layers lose less than a tenth of it
+MAX_NAMED = 3  # layers with the largest losses that the summary names
 
 
 def summary(record: RunRecord, out: Path) -> Iterator[str]:
@@ -16,24 +19,19 @@ def summary(record: RunRecord, out: Path) -> Iterator[str]:
         f"{len(record.layers)} layers quantized to {record.rate:.3f} bits per weight{_of_codes(record)} in "
         f"{record.seconds:.1f} s: {out}"
     )
-    memory = f", peak memory {size_text(record.peak_memory)}" if record.peak_memory else ""
+    memory = f"; peak memory {size_text(record.peak_memory)}" if record.peak_memory else ""
     yield (
-        f"weight files {size_text(record.bytes)}, the whole folder {size_text(record.folder)}, "
-        f"{calibrated(record)}{memory}"
+        f"weight files {size_text(record.bytes)}, whole folder {size_text(record.folder)}; {calibrated(record)}{memory}"
     )
     if record.tuning is not None:
         yield record.tuning.sentence()
     yield from _losses(record)
     yield from remarks(record)
-    if record.recipe.files.by_nearplane:
-        yield (
-            f'load it with nearplane.load("{out}"), or in transformers after nearplane.register(): without that call transformers '
-            f"stops with an error. For other programs: nearplane export"
-        )
+    yield from next_commands(record, out)
 
 
 def _of_codes(record: RunRecord) -> str:
-    """Return how many of the bits are codes, where all layers have the same; the rest are steps and zero-points."""
+    """Return how the bits divide into codes and steps with zero-points, where all layers have codes of one width."""
     formats = [layer.number_format for layer in record.layers]
     widths = {format.bits for format in formats}
     bits = widths.pop() if len(widths) == 1 else 0
@@ -44,37 +42,48 @@ def _of_codes(record: RunRecord) -> str:
 
 def tuned(record: RunRecord, out: Path) -> Iterator[str]:
     """Yield the lines that `nearplane tune` prints."""
-    assert record.tuning is not None, "of a tuned checkpoint"
+    assert record.tuning is not None, "expected the record of a tuned checkpoint"
     yield f"{record.tuning.sentence()}: {out}"
     yield record.tuning.looked_at()
-    yield "losses are measured again, those before tuning stand in the record"
+    yield "the losses below were measured again after tuning; the record also keeps those from before"
     yield from _losses(record)
     yield from exceeding(record)
+    yield from next_commands(record, out)
 
 
 def _losses(record: RunRecord) -> Iterator[str]:
-    """Yield what was lost: on the extra windows where there are some, as losses on what was fitted look better than they are.
+    """Yield what the layers lost: on the extra windows where there are some, else on the windows that were fitted.
 
-    Those are of outputs against the original network's: what the layers before lost is in them.
+    Losses on windows that were fitted look better than they are. Losses on extra windows compare the outputs with those
+    of the original network, so they include what the layers before lost.
     """
-    where, there = "", ""
-    found = [
+    losses = [
         (layer.extra_relative_loss, layer.extra_nearest_loss, layer.extra_loss, layer.name)
         for layer in record.layers
         if layer.extra_relative_loss is not None
     ]
-    if found:
-        where, there = f" on {counted(record.extra_windows, 'extra window')}, {UNSEEN}", " there"
+    if losses:
+        where = f" on {counted(record.extra_windows, 'extra window')}, {UNSEEN}"
     else:
-        found = [(layer.relative_loss, layer.nearest_loss, layer.loss, layer.name) for layer in record.layers]
+        losses = [(layer.relative_loss, layer.nearest_loss, layer.loss, layer.name) for layer in record.layers]
+        where = ""
         if record.tokens and not record.extra_windows:
-            where = " on the tokens that were fitted, as the text has no windows besides"
-    worst, _, _, name = max(found, key=lambda losses: losses[0])
-    yield f"relative loss{where}: mean {sum(losses[0] for losses in found) / len(found):.2e}, worst {worst:.2e} ({name})"
-    better = sorted(nearest / loss for _, nearest, loss, _ in found if nearest and loss)
+            where = " on the calibration tokens, as the text has no further windows"
+    worst = sorted(losses, key=lambda loss: loss[0], reverse=True)
+    above = sum(loss > NOTABLE_LOSS for loss, *_ in losses)
+    yield (
+        f"share of a layer's output that is lost{where}: {_percent(worst[len(worst) // 2][0])} in the median layer, more than "
+        f"{_percent(NOTABLE_LOSS)} in {above or 'none'} of {counted(len(losses), 'layer')}"
+    )
+    yield "most is lost in " + ", ".join(f"{name} ({_percent(loss)})" for loss, _, _, name in worst[:MAX_NAMED])
+    better = sorted(nearest / loss for _, nearest, loss, _ in losses if nearest and loss)
     if record.tokens and better:
         times = better[len(better) // 2]
-        yield f"rounding the same targets to nearest would lose {times:.1f} times as much{there} (median layer)"
+        yield f"rounding every weight to the nearest value of the same grids would lose {times:.1f} times as much (median layer)"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %"
 
 
 def layer_table(record: RunRecord) -> tuple[list[str], tuple[str, ...], Iterator[tuple[str, ...]], list[str]]:

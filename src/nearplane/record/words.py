@@ -1,4 +1,4 @@
-"""Sentences about a record that the summary and the HTML page share. Needs no torch."""
+"""Sentences about a run record that the summary and the HTML report share. Needs no torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
+from pathlib import Path
 
 from nearplane.errors import first_few
 from nearplane.lattice.number_formats import TYPES
@@ -15,20 +16,20 @@ from nearplane.recipe.schemes import BlockScheme
 from nearplane.recipe.sizes import bytes_in, counted
 from nearplane.record.record import RunRecord
 
-UNSEEN = "to which nothing was fitted"  # windows of the text besides those of calibration
-LEAST, ADVISED = 1, 4  # calibration tokens for each input of the widest layer: below the first a run is refused
+UNSEEN = "to which nothing was fitted"  # said of windows that follow the calibration windows in the text
+LEAST, ADVISED = 1, 4  # of the widest layer; a run with fewer than the first is refused
 
 
 def calibrated(record: RunRecord) -> str:
     """Return what the run was calibrated on."""
     if not record.tokens:
-        return "without calibration: every loss is that of independent inputs"
-    more = f", measured on {counted(record.extra_windows, 'window')} more" if record.extra_windows else ""
-    return f"calibrated on {record.tokens:,} tokens ({counted(record.windows, 'window')} of {record.seqlen}){more}"
+        return "not calibrated: losses are computed as if all inputs of a layer were independent"
+    measured = f", measured on {counted(record.extra_windows, 'extra window')}" if record.extra_windows else ""
+    return f"calibrated on {record.tokens:,} tokens ({counted(record.windows, 'window')} of {record.seqlen}){measured}"
 
 
 def remarks(record: RunRecord) -> Iterator[str]:
-    """Yield a sentence for everything that went otherwise than asked, was left out, or is to be known before use."""
+    """Yield a sentence for everything that differs from the request, was left out, or matters before the checkpoint is used."""
     if record.missed is not None:
         yield record.missed
     if not record.layers:
@@ -49,33 +50,33 @@ def remarks(record: RunRecord) -> Iterator[str]:
 
 
 def _short_text(record: RunRecord) -> Iterator[str]:
-    """Yield a sentence if the text gave fewer windows than were asked for."""
+    """Yield a sentence if the calibration text has fewer windows than were asked for."""
     asked = record.recipe.calibration.samples
     if record.tokens and record.windows < asked:
-        yield f"the calibration text holds {counted(record.windows, 'window')} of {record.seqlen} tokens, {asked} were asked for"
+        yield f"the calibration text has {counted(record.windows, 'window')} of {record.seqlen} tokens; {asked} were asked for"
 
 
 def shortage(windows: int, seqlen: int, samples: int, widest: str, inputs: int) -> str | None:
-    """Return a sentence if there are fewer tokens than advised, else None.
+    """Return a sentence if there are fewer calibration tokens than advised, else None.
 
-    A Hessian of fewer tokens than inputs has directions of length 0, in which any error looks free; with a few more tokens than
-    inputs the losses on the tokens that were fitted are still far below those on other text.
+    With fewer tokens than inputs, the Hessian has directions of length 0, in which every error looks free. With only a few
+    more tokens than inputs, the losses on the calibration tokens are still far below those on other text.
 
     Args:
-        windows, seqlen: those that are fitted, and tokens of each.
-        samples: windows that were asked for.
-        widest: name of the layer with most inputs.
-        inputs: of that layer.
+        windows, seqlen: The number of calibration windows, and the tokens of each.
+        samples: The number of windows that were asked for.
+        widest: The name of the layer with the most inputs.
+        inputs: The number of inputs of that layer.
     """
     tokens = windows * seqlen
     if tokens >= ADVISED * inputs:
         return None
-    wanted = math.ceil(ADVISED * inputs / seqlen)
-    least = f"at least {LEAST} is needed, {ADVISED} or more are advised"
-    short = f" The text holds no more than {windows} windows to fit: pass a longer one." if windows < samples else ""
+    enough = math.ceil(ADVISED * inputs / seqlen)
+    short = f" The text has only {windows} such windows: pass a longer text." if windows < samples else ""
     return (
-        f"{tokens:,} calibration tokens are {tokens / inputs:.2g} for each of the {inputs:,} inputs of {widest}; {least}. "
-        f"Ask for --samples {wanted} or more (windows of {seqlen} tokens).{short}"
+        f"{tokens:,} calibration tokens are {tokens / inputs:.2g} for each of the {inputs:,} inputs of {widest}; at least "
+        f"{LEAST} is needed, {ADVISED} or more are advised. Use --samples {enough} or more "
+        f"(windows of {seqlen} tokens).{short}"
     )
 
 
@@ -84,143 +85,163 @@ def _few_tokens(record: RunRecord) -> Iterator[str]:
     if not record.tokens or not record.recipe.scheme.calibrated:
         return
     widest = max(record.layers, key=lambda layer: layer.in_features)
-    said = shortage(record.windows, record.seqlen, record.recipe.calibration.samples, widest.name, widest.in_features)
-    if said is not None:
-        yield f"too few tokens to trust the losses: {said}"
+    sentence = shortage(
+        record.windows, record.seqlen, record.recipe.calibration.samples, widest.name, widest.in_features
+    )
+    if sentence is not None:
+        yield f"too few tokens to trust the losses: {sentence}"
 
 
 def _experts(record: RunRecord) -> Iterator[str]:
-    """Yield how many tokens reached experts, and what became of those that few reached."""
+    """Yield how many calibration tokens were routed to experts, and what was done for experts with few tokens."""
     matrices = [layer for layer in record.layers if layer.blended is not None]
     if not matrices:
         return
     experts = {layer.name.rpartition(".")[0]: layer for layer in matrices}  # one matrix of each
     counts = sorted(layer.tokens for layer in experts.values())
-    said = (
-        f"{counted(len(counts), 'expert')}: {counts[0]:,} to {counts[-1]:,} of the {record.tokens:,} calibration tokens"
+    yield (
+        f"{counted(len(counts), 'expert')}: each gets {counts[0]:,} to {counts[-1]:,} of the {record.tokens:,} calibration "
+        f"tokens, {counts[len(counts) // 2]:,} in the median"
     )
-    said = f"{said} reached one, {counts[len(counts) // 2]:,} in the median"
     compared = [(layer.alike, layer.tokens) for layer in matrices if layer.alike is not None]
     if total := sum(tokens for _, tokens in compared):
         share = sum(alike * tokens for alike, tokens in compared) / total
-        said = f"{said}; {100 * share:.1f} % of these pairs are those of the original network, and corrected"
-    yield said
+        yield (
+            f"{100 * share:.1f} % of the tokens are routed to the same expert as in the original model; only these are corrected"
+        )
     few = [layer for layer in matrices if layer.tokens < ADVISED * layer.in_features]
     rare = {layer.name.rpartition(".")[0] for layer in few}
     filled = {layer.name.rpartition(".")[0] for layer in few if layer.blended}
     if not rare:
         return
-    times = max((ADVISED * layer.in_features / layer.tokens for layer in few if layer.tokens), default=1.0)
+    factor = max((ADVISED * layer.in_features / layer.tokens for layer in few if layer.tokens), default=1.0)
     yield (
-        f"{counted(len(rare), 'expert')} of them saw fewer than {ADVISED} tokens for each input; about --samples "
-        f"{math.ceil(times * record.windows):,}, {times:.1f} times as many, would reach all that any token reached"
+        f"{counted(len(rare), 'expert')} got fewer than the advised {ADVISED} tokens for each input; about "
+        f"--samples {math.ceil(factor * record.windows):,} ({factor:.1f} times as many) would be enough for every expert that any "
+        f"token reached"
     )
     if filled:
         yield (
-            f"{counted(len(filled), 'expert')} saw fewer than {LEAST} for each: their Hessian is filled up with the mean over "
-            f"the experts of the block (--rare-experts mean)"
+            f"{counted(len(filled), 'expert')} got fewer than {LEAST} token for each input: the mean Hessian of the "
+            f"experts of the block was added to theirs (--rare-experts mean)"
         )
     if never := sorted(name for name in rare if not experts[name].tokens):
-        yield f"no token reached {first_few(never)}: more of such text may not help"
+        yield f"no token was routed to {first_few(never)}: more of such text may not help"
 
 
 def _dead_inputs(record: RunRecord) -> Iterator[str]:
-    """Yield sentences about inputs that were 0 for every calibration token, with the layers they are of.
+    """Yield sentences about inputs that were 0 for every calibration token, with the names of their layers.
 
-    Where a row of a layer was rounded to 0 as a whole, as may be of up and gate at few bits, an input of the layer behind became 0.
+    An input can become 0 by quantization: at few bits, a whole row of an up or gate projection may be rounded to 0.
     """
     known = [(layer, layer.pruned) for layer in record.layers if layer.pruned is not None]
     original = [(layer, layer.dead - count) for layer, count in known]
     unknown = [(layer, layer.dead) for layer in record.layers if layer.pruned is None]
     for counts, what in (
-        (known, "neurons were pruned: quantization made these inputs 0 for every calibration token, and"),
-        (original, "inputs were 0 for every calibration token, in the original network too;"),
+        (known, "neurons were pruned: quantization made their outputs 0 for every calibration token, and"),
+        (original, "inputs were 0 for every calibration token, also in the original model;"),
         (unknown, "inputs were 0 for every calibration token;"),
     ):
         if names := [f"{layer.name} ({count} of {layer.in_features})" for layer, count in counts if count]:
-            yield f"{sum(count for _, count in counts):,} {what} their weights are 0 now: {first_few(names)}"
+            yield f"{sum(count for _, count in counts):,} {what} the weights for them were set to 0: {first_few(names)}"
 
 
 def _stored(record: RunRecord) -> Iterator[str]:
-    """Yield a sentence if the original has its weights in few bits."""
+    """Yield a sentence if the original model is itself stored in few bits."""
     if record.stored:
         yield f"the original is stored in {record.stored}; losses are measured against its weights decoded to bfloat16"
 
 
 def left(record: RunRecord) -> Iterator[str]:
-    """Yield what was left as it is, in one sentence what differs by numbers alone."""
+    """Yield what was not quantized, with one sentence for all names that differ only by numbers."""
     alike: dict[tuple[str, str], list[str]] = {}
     for name, reason in record.skipped:
         alike.setdefault((re.sub(r"\d+", "*", name), reason), []).append(name)
     for (pattern, reason), names in alike.items():
         if len(names) == 1:
-            yield f"left as it is: {names[0]} ({reason})"
+            yield f"not quantized: {names[0]} ({reason})"
         else:
-            yield f"left as they are: {pattern}, {len(names):,} of them ({reason})"
+            yield f"not quantized: {pattern}, {len(names):,} of them ({reason})"
     if record.recipe.ignore:
-        how = ", those in F32 as F16, as llama.cpp has them" if record.recipe.files.for_llama_cpp else ""
-        yield f"left as they are{how}: all layers that --ignore {' '.join(record.recipe.ignore)} names"
+        how = " (float32 is stored as F16, as llama.cpp does)" if record.recipe.files.for_llama_cpp else ""
+        yield f"not quantized{how}: all layers that match --ignore {' '.join(record.recipe.ignore)}"
 
 
 def exceeding(record: RunRecord) -> Iterator[str]:
-    """Yield a sentence about the layers that lose more than was asked for."""
+    """Yield a sentence about the layers that lose more than --max-loss allows."""
     if layers := record.exceeding:
         names = [f"{each.name} ({each.relative_loss:.3e} at {each.rate:.3f} bits per weight)" for each in layers]
-        yield f"more is lost than --max-loss {record.recipe.max_loss:g} in {counted(len(names), 'layer')}: {first_few(names)}"
+        yield f"{counted(len(names), 'layer')} with a relative loss above --max-loss {record.recipe.max_loss:g}: {first_few(names)}"
 
 
 def _types(record: RunRecord) -> Iterator[str]:
-    """Yield which types of llama.cpp's blocks layers have, where they are not all as asked for."""
+    """Yield how many layers got each GGUF type, where not all have the type that was asked for."""
     scheme = record.recipe.scheme
     if not isinstance(scheme, BlockScheme):
         return
-    found = Counter(layer.format for layer in record.layers)
-    if set(found) == {scheme.grid}:
+    types = Counter(layer.format for layer in record.layers)
+    if set(types) == {scheme.grid}:
         return
-    said = ", ".join(f"{name} in {counted(count, 'layer')}" for name, count in found.most_common())
+    list_of_types = ", ".join(f"{name} in {counted(count, 'layer')}" for name, count in types.most_common())
     if scheme.size is None:
-        yield f"{f'{scheme.grid} bits per weight' if scheme.measured else f'--grid {scheme.grid}'}: {said}"
+        yield f"{f'{scheme.grid} bits per weight' if scheme.measured else f'--grid {scheme.grid}'}: {list_of_types}"
     else:
         reached = 100 * record.folder / bytes_in(scheme.size)
-        yield f"--size {scheme.size}: {said}; the folder has {reached:.2f} % of that"
-    if (asked := TYPES.get(str(scheme.grid))) is None:
+        yield f"--size {scheme.size}: {list_of_types}; the folder takes {reached:.2f} % of that size"
+    if (asked := TYPES.get(str(scheme.grid).removesuffix("_s").removesuffix("_m"))) is None:
         return
     for layer in record.layers:
         if layer.in_features % asked.columns:
             yield (
-                f"blocks of {asked.columns} weights do not divide the {layer.in_features} inputs of {layer.name}: such layers "
-                f"get the type that llama.cpp takes for them"
+                f"the {layer.in_features} inputs of {layer.name} cannot be divided into blocks of {asked.columns} weights: such "
+                f"layers get the type that llama.cpp uses instead"
             )
             return
 
 
 def _wide_steps(record: RunRecord) -> Iterator[str]:
-    """Yield a line if steps take 32 bits, which they do where the model is stored so."""
+    """Yield a line if steps are stored in 32 bits, as they are where the model is stored in float32."""
     layer = record.layers[0]
     format = layer.number_format
     if not record.recipe.files.steps_of_model:
         return
-    words = -(-layer.in_features * format.bits // 32)  # of codes, a row
+    words = -(-layer.in_features * format.bits // 32)  # 32-bit words of codes in a row
     steps = layer.out_features * format.groups(layer.in_features)
     if layer.bytes - 4 * words * layer.out_features >= 4 * steps:
         yield (
-            "each step takes 32 bits, as the model is in float32 and readers of compressed-tensors want steps in its dtype: 16 "
-            "in --format gptq, or of the model in bfloat16"
+            "each step takes 32 bits: the model is stored in float32, and compressed-tensors stores steps in the model's dtype. "
+            "With --format gptq, or with the model in bfloat16, a step takes 16 bits"
         )
 
 
 def _smaller_groups(record: RunRecord) -> Iterator[str]:
-    """Yield a line if no one gave a group size and the default does not divide the inputs."""
+    """Yield a line if no group size was given and the default does not divide the inputs."""
     size = record.layers[0].number_format.group
     if getattr(record.recipe.scheme, "group_size", None) != "auto" or size == FITTING[0]:
         return
     narrow = next((x for x in record.layers if x.in_features % (2 * size if size else FITTING[-1])), None)
-    if narrow is None:  # else it is why they are not larger
+    if narrow is None:  # all layers could have larger groups
         return
     if size is None:
         yield (
-            f"one step a row: no group of {FITTING[-1]} or more divides the {narrow.in_features} inputs of {narrow.name}; a "
-            f"smaller --group-size loses less and takes more bits"
+            f"each row has a single step: no group of {FITTING[-1]} or more divides the {narrow.in_features} inputs of "
+            f"{narrow.name}; a smaller --group-size loses less and takes more bits"
         )
     else:
         yield f"groups of {size}: the default, {FITTING[0]}, does not divide the {narrow.in_features} inputs of {narrow.name}"
+
+
+def next_commands(record: RunRecord, out: Path) -> Iterator[str]:
+    """Yield the commands that say what was lost as a whole, and those that use the checkpoint."""
+    if record.tokens:
+        yield f"how far predictions are from the original's: nearplane evaluate {out} --against {record.source} --text TEXT"
+    yield f"figures of every layer: nearplane inspect {out}"
+    if record.recipe.files.for_llama_cpp:
+        yield f"run it: llama-cli -m {out / 'model.gguf'}"
+    elif record.recipe.files.by_nearplane:
+        yield (
+            f'load it: nearplane.load("{out}"), or transformers after nearplane.register() (without that call transformers stops '
+            f"with an error); for other programs: nearplane export {out} FOLDER"
+        )
+    else:
+        yield f'use it: vllm serve {out}, or from_pretrained("{out}") in transformers'

@@ -44,7 +44,7 @@ def test_less_than_one_token_for_each_input_is_refused_before_anything_is_writte
     wanted = -(-4 * 96 // seqlen)
     assert str(refusal.value).startswith(f"{samples * seqlen} calibration tokens are ")
     assert f"each of the 96 inputs of {WIDEST}" in str(refusal.value)
-    assert f"Ask for --samples {wanted} or more (windows of {seqlen} tokens)." in str(refusal.value)
+    assert f"Use --samples {wanted} or more (windows of {seqlen} tokens)." in str(refusal.value)
     assert not (tmp_path / "out").exists()
 
 
@@ -52,7 +52,7 @@ def test_less_than_four_tokens_for_each_input_are_a_warning_that_says_how_many_t
     with caplog.at_level(logging.WARNING, logger="nearplane"):
         quantized(model, tmp_path / "out", samples=12, seqlen=16)
     assert said(caplog) == [
-        f"192 calibration tokens are 2 for each of the 96 inputs of {WIDEST}; at least 1 is needed, 4 or more are advised. Ask for "
+        f"192 calibration tokens are 2 for each of the 96 inputs of {WIDEST}; at least 1 is needed, 4 or more are advised. Use "
         f"--samples 24 or more (windows of 16 tokens)."
     ]
 
@@ -65,7 +65,7 @@ def test_as_many_as_the_warning_asks_for_are_enough(model, tmp_path, caplog):
 
 def test_a_short_text_is_said_to_be_short(model, tmp_path):
     (tmp_path / "text.txt").write_text(CALIBRATION.read_text()[:100])
-    with pytest.raises(CalibrationError, match=r"no more than [1-9] windows to fit: pass a longer one"):
+    with pytest.raises(CalibrationError, match=r"has only [1-9] such windows: pass a longer text"):
         quantized(model, tmp_path / "out", calibration=str(tmp_path / "text.txt"), samples=100, seqlen=8)
 
 

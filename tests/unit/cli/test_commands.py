@@ -192,7 +192,7 @@ def test_layers_that_lose_more_than_max_loss_are_named_and_the_command_ends_with
              "--seqlen", 40)  # fmt: skip
     code, printed, _ = command(monkeypatch, capsys, *words, "--max-loss", (losses[-2] + losses[-1]) / 2)
     assert code == 2
-    assert "more is lost than --max-loss" in printed
+    assert "with a relative loss above --max-loss" in printed
     assert read_record(tmp_path / "out").exceeding[0].name in printed
     assert command(monkeypatch, capsys, "verify", tmp_path / "out")[0] == 0
     assert command(monkeypatch, capsys, *words, "--overwrite", "--max-loss", 0.99)[0] == 0

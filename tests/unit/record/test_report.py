@@ -195,13 +195,13 @@ def test_what_is_wrong_is_said_in_words():
     said = " ".join(findings(wrong))
     for words in (
         "2 bits per weight asked for, 4.5 found",
-        "The calibration text holds 3 windows of",
+        "The calibration text has 3 windows of",
         "Too few tokens to trust the losses",
         f"{layers[3].name} (7 of 128)",
         "Rows clip in 14 of 35 layers",
         f"nearest would have lost less on the calibration text in 1 layer: {layers[4].name}",
         f"1 layer lost more than the worst case of rows that do not clip: {layers[6].name}",
-        "Left as they are: block.*.router, 2 of them (odd)",
+        "Not quantized: block.*.router, 2 of them (odd)",
     ):
         assert words in said
     assert findings(CODED) == []
@@ -260,7 +260,7 @@ def test_losses_on_extra_windows_stand_beside_those_on_what_was_fitted():
     assert float(found["worst on extra windows"][0].split()[0]) == pytest.approx(400 * worst.relative_loss, rel=0.005)
     assert found["worst on extra windows"][1] == f"{worst.name}, 7 windows to which nothing was fitted"
     assert f"2.00 {TIMES} on extra windows" in found["rounding to nearest"][1]
-    assert "measured on 7 windows more" in page
+    assert "measured on 7 extra windows" in page
     assert page.count(">relative loss on extra windows<") == page.count(">nearest / this on extra windows<") == 1
     assert "relative loss on extra windows<" not in render(CODED).split("No layer has")[0]
 
