@@ -45,7 +45,7 @@ def _numba() -> Kernels:
         beam=beam_cpu.beam_block,
         trace=beam_cpu.trace,
         memory=beam_cpu.memory,
-        lanes=beam_cpu.ROWS,
+        lanes=beam_cpu.LANES,
     )
 
 
