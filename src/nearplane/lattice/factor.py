@@ -108,8 +108,8 @@ def factorize(
             lengths = U.diagonal().clone()
             return Factor(order=p, U=U.div_(lengths), d=lengths.square(), damp=candidate, shift=shift, dead=dead)
     raise NumericalError(
-        f"The Hessian is not positive definite: the pivot of column {int(p[failed])} is not positive with damping {damp}. "
-        "Use more calibration tokens, a larger --damp, or --damp auto."
+        f"The Hessian is not positive definite: the pivot of column {int(p[failed])} is not positive with damping {damp}."
+        " Use more calibration tokens, a larger --damp, or --damp auto."
     )
 
 
@@ -179,9 +179,7 @@ def order_by(diagonal: Tensor, order: Order) -> Tensor:
         case "activation":
             return torch.argsort(diagonal, descending=True, stable=True)
         case "pivoted":
-            raise NumericalError(
-                "The pivoted order needs all of the Hessian, not only its diagonal; use rounding_order."
-            )
+            raise NumericalError("The pivoted order needs the Hessian, not only its diagonal; use rounding_order.")
 
 
 def pivoted_order(H: Tensor, *, panel: int = 64) -> Tensor:
@@ -205,8 +203,8 @@ def pivoted_order(H: Tensor, *, panel: int = 64) -> Tensor:
     order = torch.empty(n, dtype=torch.long, device=H.device)
     for start in range(0, n, panel):
         if len(left) - (n - start) > len(left) // 4:  # dropping eliminated columns costs a copy, so not at every panel
-            open_ = torch.isfinite(diagonal).nonzero()[:, 0]
-            left, diagonal, S = left[open_], diagonal[open_], S[open_[:, None], open_]
+            active = torch.isfinite(diagonal).nonzero()[:, 0]
+            left, diagonal, S = left[active], diagonal[active], S[active[:, None], active]
         picked, L = _eliminate(S, diagonal, floor[left], min(panel, n - start))
         order[start : start + panel] = left[picked]
         for a in range(0, len(left), ROWS_AT_ONCE):
@@ -249,8 +247,7 @@ def one_thread() -> Iterator[None]:
 def triangular(A: Tensor, B: Tensor, *, upper: bool, unit: bool = False) -> Tensor:
     """Return (n, m) the solution X of `A X = B`.
 
-    Recursion by halves down to `MAX_TRIANGLE` rows: the solved half enters the other one by a product, which uses all
-    threads.
+    Recursion by halves down to `MAX_TRIANGLE` rows: the first half enters the second by a product of all threads.
 
     Args:
         A: (n, n) triangular; the entries on the other side of the diagonal are ignored.
