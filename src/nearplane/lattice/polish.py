@@ -122,22 +122,19 @@ def polish(
 
         t_j = values_j + (E H)_j / H_jj ;  codes_j = round(t_j / scale_j + zero_j) clipped to the grid ;  E = W - values
 
-    With `storage`, the step of every group is fitted by least squares just before its codes move, everything else
-    fixed:
+    With `storage`, the step of every group is fitted by least squares just before its codes move, with fixed codes:
 
         scale_g += sum_{j in g} v_j (E H)_j / sum_{j, k in g} v_j H_jk v_k ;  v = codes - zero
 
     The loss `tr(E H E^T)` never rises, except by rounding errors of the dtype of `W`. A step stays if the new one is
     outside [1/3, 3] times the old one, does not fit `storage`, or would increase the loss after rounding to it. `E H`
-    of many columns is one matrix product: `out * in^2` multiplications per sweep, twice those of the nearest-plane
-    sweep.
+    of many columns is one matrix product: `out * in^2` multiplications per sweep, twice those of nearest-plane.
 
     Args:
         W: (out, in) target, float32 or float64; the descent runs in its dtype.
         matrix: Initial codes on a `Grid`.
         H: (in, in) positive semi-definite, damped as in the problem to solve. Codes of inputs with `H_jj = 0` stay.
-        sweeps: Maximum number of passes over all columns in natural order (with `storage`, group by group); the descent
-            stops early when a pass changes nothing.
+        sweeps: Limit of passes over all columns in order, with `storage` by group; fewer if a pass changes nothing.
         storage: Dtype in which steps are stored; None: steps are not fitted.
         block: Columns that a compiled sweep handles at a time.
 
@@ -159,8 +156,7 @@ def refine(
 ) -> Solution:
     """Solve, descend over steps and codes, solve again on the fitted steps, and keep the better codes of every row.
 
-    The loss of no row exceeds that of the first or the last solve. The last one is on the returned grid, so the bounds
-    of a solver hold.
+    No row has a larger loss than in either solve. The last one is on the returned grid: bounds of a solver hold.
 
     Args:
         W: (out, in) target.
@@ -246,7 +242,7 @@ def _spans(group: Tensor, *, fitted: bool) -> list[tuple[int, int]]:
 
 
 def _pass(state: State, a: int, b: int, fit: Fit | None, block: int) -> bool:
-    """Fit the steps of the columns from `a` to `b` if `fit` is given, and move their codes; return whether any moved."""
+    """Fit the steps of columns `a` to `b` if `fit` is given, and move their codes; return whether any changed."""
     EH = state.H[a:b] @ state.E  # (b - a, out), updated for the later columns
     changed = fit is not None and fit.fit(state, a, b, EH)
     grid, moves_buffer = state.grid, torch.empty_like(EH[:block])

@@ -1,4 +1,4 @@
-"""Solvers, which round a matrix to a grid: nearest-plane (Babai, equal to GPTQ), rounding to nearest, and the table of all.
+"""Solvers that round a matrix to a grid: nearest-plane (Babai, equal to GPTQ), rounding to nearest, and their table.
 
 To add one, write a function and one line of the table at the end, which states its needs and guarantees.
 
@@ -51,7 +51,7 @@ class Problem:
         factor: Factor of `H + shift I`, in rounding order.
         H: (in, in) undamped Hessian.
         shift: Number that damping added to the diagonal of H.
-        beam: Number of candidates of every row, for solvers that keep several.
+        beam: Number of candidates of every row, if a solver keeps several.
     """
 
     W: Tensor

@@ -58,7 +58,7 @@ class SuperGrid(Grid):
         return {name: part for name, part in parts.items() if part is not None}
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Turn (out, in) codes into (out, in) values in the dtype of `d`; in float32 they equal those of llama.cpp exactly.
+        """Turn (out, in) codes into (out, in) values in the dtype of `d`; in float32 exactly those of llama.cpp.
 
         `d * sc * code` and `dmin * m` have at most 24 bits, so that only the subtraction rounds.
         """

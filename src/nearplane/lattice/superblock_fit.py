@@ -137,21 +137,19 @@ class SuperFit:
         index = best[None]
         self.parts["sc"][g] = torch.where(better, candidates.gather(0, index)[0], sc)
         x = torch.where(better, x.gather(0, index)[0], 0)
-        values_change, H_change = q.mul_(x), qH.mul_(x)
+        moves, H_moves = q.mul_(x), qH.mul_(x)
         if self.kind.m:
             self.parts["m"][g] = torch.where(better, integers.gather(0, index)[0], m)
             y = torch.where(better, y.gather(0, index)[0], 0)
-            values_change, H_change = values_change.sub_(y), H_change.sub_(ones[:, None] * y)
+            moves, H_moves = moves.sub_(y), H_moves.sub_(ones[:, None] * y)
         self._update_grid(state, g)
-        return self._apply(state, EH, start, values_change, H_change, torch.where(better, least, 0))
+        return self._apply(state, EH, start, moves, H_moves, torch.where(better, least, 0))
 
-    def _apply(
-        self, state: State, EH: Tensor, start: int, values_change: Tensor, H_change: Tensor, change: Tensor
-    ) -> bool:
+    def _apply(self, state: State, EH: Tensor, start: int, moves: Tensor, H_moves: Tensor, change: Tensor) -> bool:
         """Subtract (size, out) changes of values from E, and (b - a, out) their products with H from EH."""
         state.fitted += change
-        state.E[start : start + len(values_change)] -= values_change
-        EH -= H_change
+        state.E[start : start + len(moves)] -= moves
+        EH -= H_moves
         return bool(change.any())
 
 
