@@ -165,17 +165,14 @@ def search_blocks(
     for b in range(start, stop):
         weight = h[b % h.shape[0]]
         least, best_d, best_dmin = np.float32(np.inf), ds[b, 0], dmins[b, 0]
-        for d_try in ds[b]:
-            for dmin_try in dmins[b]:
+        for d0 in ds[b]:
+            for dmin0 in dmins[b]:
                 total = np.float32(0)
                 for g in range(groups):
-                    s, o = (
-                        d_try * _multiple(step[b, g], d_try, sc_limits),
-                        dmin_try * _offset(offset[b, g], dmin_try, m_limit),
-                    )
+                    s, o = d0 * _multiple(step[b, g], d0, sc_limits), dmin0 * _offset(offset[b, g], dmin0, m_limit)
                     total += error_of(W[b, g], weight[g], s, o, low, high)
                 if total < least:
-                    least, best_d, best_dmin = total, d_try, dmin_try
+                    least, best_d, best_dmin = total, d0, dmin0
         d[b], dmin[b] = best_d, best_dmin
         for g in range(groups):
             center = _multiple(step[b, g], best_d, sc_limits)
