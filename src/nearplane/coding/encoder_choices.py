@@ -55,9 +55,7 @@ class Tally:
 
 
 @njit(cache=True, nogil=True)
-def _weighted_sums(
-    codes: NDArray[np.int32], pick: NDArray[np.int64], weights: NDArray[np.float64]
-) -> NDArray[np.float64]:
+def _row_sums(codes: NDArray[np.int32], pick: NDArray[np.int64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the weighted sums of min(|code|, 127) over some columns (out,)."""
     sums = np.empty(codes.shape[0])
     for i in range(codes.shape[0]):
@@ -256,7 +254,7 @@ def _guess_row_levels(header: Header, codes: NDArray[np.int32]) -> Header | None
     used = np.flatnonzero(count)
     w = count[used] * (slope[used] / np.maximum(variance[used], 1e-3))
     expected = (w[:, None] * mean[np.clip(used[:, None] + shifts[None, :], 0, frequency_tables.SPREADS - 1)]).sum(0)
-    shift = np.interp(_weighted_sums(codes, pick, weights[pick]), np.maximum.accumulate(expected), shifts)
+    shift = np.interp(_row_sums(codes, pick, weights[pick]), np.maximum.accumulate(expected), shifts)
     candidates: list[tuple[float, Header]] = []
     gain = 0.72 * information
     tried, level = np.arange(-MAX_ROW_LEVEL, MAX_ROW_LEVEL + 1), np.zeros(len(shift), np.int64)
