@@ -97,7 +97,7 @@ def _read_lanes(chunk: NDArray[np.uint8], at: int, lanes: Lanes) -> tuple[int, i
 
 
 @njit(cache=True, nogil=True)
-def place(symbols: NDArray[np.uint8], begin: int, layout: Layout, values: NDArray[np.int64]) -> tuple[int, Patches]:
+def resolve(symbols: NDArray[np.uint8], begin: int, layout: Layout, values: NDArray[np.int64]) -> tuple[int, Patches]:
     """Assign the values of a list to the escapes among the decoded symbols from `begin` of the traversal.
 
     Returns:
@@ -147,7 +147,7 @@ def _read_chunk(
     cells = segments(begin, begin + len(symbols), layout.cells)
     if not tans.decode_lanes(padded, at, lanes, cells, entries, symbols):
         return STREAM_END_WRONG, no_patches
-    return place(symbols, begin, layout, values)
+    return resolve(symbols, begin, layout, values)
 
 
 @njit(cache=True, nogil=True)
@@ -166,7 +166,8 @@ def read_chunks(
         bounds: (chunks + 1,) first symbol of every chunk, and the end.
 
     Returns:
-        The fault of the first damaged chunk or 0, the index of this chunk, and the patches of all chunks; see `place`.
+        The fault of the first damaged chunk or 0, the index of this chunk, and the patches of all chunks; see
+        `resolve`.
     """
     total = np.int64(0)
     for n in range(len(bounds) - 1):
@@ -185,7 +186,7 @@ def read_chunks(
 
 
 @njit(cache=True, nogil=True)
-def listed(symbols: NDArray[np.uint8], begin: int, layout: Layout, codes: NDArray[np.int32]) -> NDArray[np.int64]:
+def escapes_of(symbols: NDArray[np.uint8], begin: int, layout: Layout, codes: NDArray[np.int32]) -> NDArray[np.int64]:
     """Return the codes of the escapes among the symbols of the stream from `begin` on; 0 for padding."""
     row_order, column_order = layout.orders
     escapes = locate(symbols, begin, layout.groups, False)
@@ -222,7 +223,7 @@ def write_list(values: NDArray[np.int64]) -> NDArray[np.uint8]:
 @njit(cache=True, nogil=True)
 def write_chunks(
     codes: NDArray[np.int32],
-    staged: NDArray[np.uint8],
+    dense: NDArray[np.uint8],
     bounds: NDArray[np.int64],
     layout: Layout,
     kept: NDArray[np.uint8],
@@ -244,8 +245,8 @@ def write_chunks(
     for n in range(chunks):
         begin, end = bounds[n], bounds[n + 1]
         symbols = buffer[: end - begin]
-        gather(staged, begin, layout.groups, layout.cells, kept, symbols)
-        escapes = write_list(listed(symbols, begin, layout, codes))
+        gather(dense, begin, layout.groups, layout.cells, kept, symbols)
+        escapes = write_list(escapes_of(symbols, begin, layout, codes))
         size = tans.encode(symbols, segments(begin, end, layout.cells), encoder, streams, lanes)
         if at + len(escapes) + size + 64 > len(out):
             larger = np.empty(2 * len(out) + len(escapes) + size, np.uint8)

@@ -93,7 +93,7 @@ class Counts:
 
     def __init__(self, codes: NDArray[np.int32], row_levels: NDArray[np.int32], rows: NDArray[np.int64]) -> None:
         self.rows, self.out = rows, len(codes)
-        self.doubt = 2.0 * (self.out / len(rows) - 1)
+        self.min_gain = 2.0 * (self.out / len(rows) - 1)
         self.top = min(frequency_tables.MAX_BYTE_CODE, int(_largest_magnitude(codes, rows)))
         self.levels, classes = np.unique(row_levels[rows], return_inverse=True)
         self.signed = np.zeros((len(self.levels), codes.shape[1], 2 * self.top + 2), np.int32)

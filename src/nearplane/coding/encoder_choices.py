@@ -107,9 +107,9 @@ def choose(header: Header, codes: NDArray[np.int32]) -> Choices:
     guess = _guess_row_levels(header, codes)
     if guess is not None:
         guess_counts = Counts(codes, guess.row_levels, counts.rows)
-        tried, tried_bits = _choose_column_levels(guess, guess_counts)
-        if tried_bits + array_bits(guess.row_levels) + 2 < bits + 4:
-            header, counts = tried, guess_counts
+        guessed, guessed_bits = _choose_column_levels(guess, guess_counts)
+        if guessed_bits + array_bits(guess.row_levels) + 2 < bits + 4:
+            header, counts = guessed, guess_counts
     header = _choose_pairs(header, counts)
     arrangement = lay_out(header)
     spreads = header.spread_of(header.column_levels()[:, None], counts.levels[None, :])
@@ -138,13 +138,13 @@ def _choose_column_levels(header: Header, counts: Counts) -> tuple[Header, float
     slopes = (0,) if header.columns.min() == header.columns.max() else CANDIDATE_SLOPES
     header, spread = member(header, counts, pick, slopes, row_step)
     cost = counts.costs(header.mixture, row_step)
-    header, bits = _correct(header, cost, spread, counts.doubt)
+    header, bits = _correct(header, cost, spread, counts.min_gain)
     if header.corrections.any():  # choose the shape again: a part of the tails came from columns at a wrong level
         sample = header.column_levels()[pick] * (16 // header.level_resolution)
         mixture, _ = _best_mixture(counts, pick, row_step, header.spread + sample, range(header.mixture + 1))
         if mixture != header.mixture:
             other = replace(header, mixture=mixture, corrections=np.zeros(width, np.int32))
-            other, other_bits = _correct(other, counts.costs(mixture, row_step), header.spread, counts.doubt)
+            other, other_bits = _correct(other, counts.costs(mixture, row_step), header.spread, counts.min_gain)
             if other_bits < bits:
                 return other, other_bits
     return header, bits
@@ -200,10 +200,10 @@ def _best_mixture(
         chosen = neighbour
 
 
-def _correct(header: Header, cost: NDArray[np.float32], spread: int, doubt: float) -> tuple[Header, float]:
+def _correct(header: Header, cost: NDArray[np.float32], spread: int, min_gain: float) -> tuple[Header, float]:
     """Choose levels per octave, spread and corrections for the columns; return the header and its bits.
 
-    `doubt` is the gain in bits that a correction needs beyond its own bits: a sample's gains are partly chance.
+    A correction must gain `min_gain` bits more than it takes, because gains on a sample are partly chance.
     """
     width = header.shape[1]
     zeros = np.zeros(width, np.int32)
@@ -217,7 +217,7 @@ def _correct(header: Header, cost: NDArray[np.float32], spread: int, doubt: floa
         bits = float(_total_bits(cost, levels, step, shift, 1)[0]) + 4
         options.append((bits, replace(header, level_resolution=resolution, spread=shift, corrections=zeros)))
         for parameter in (0, 1, 2):
-            rice = _rice_bits(CANDIDATE_CORRECTIONS, parameter) + np.where(CANDIDATE_CORRECTIONS, doubt, 0.0)
+            rice = _rice_bits(CANDIDATE_CORRECTIONS, parameter) + np.where(CANDIDATE_CORRECTIONS, min_gain, 0.0)
             tried = Corrections(CANDIDATE_CORRECTIONS, rice)
             corrections, bits = _best_corrections(cost, predicted, shift, step, MAX_COLUMN_LEVEL, tried)
             bits += array_bits(corrections)

@@ -52,7 +52,7 @@ def _trailing_zeros(typingctx: Any, value: Any) -> Any:
     return types.uint64(types.uint64), generate
 
 
-def _keep_apart(typingctx: Any) -> Any:
+def _prevent_inlining(typingctx: Any) -> Any:
     """Prevent inlining of the calling function, whose inner loop would run out of registers in its callers."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -68,4 +68,4 @@ load16 = _load(16, 2)
 load8 = _load(8, 1)
 store8, store64 = _store(8), _store(64)
 trailing_zeros: Any = intrinsic(_trailing_zeros)
-keep_apart: Any = intrinsic(_keep_apart)
+prevent_inlining: Any = intrinsic(_prevent_inlining)

@@ -16,7 +16,7 @@ from nearplane.coding import tans
 from nearplane.coding.bit_stream import BitReader
 from nearplane.coding.chunk import Patches
 from nearplane.coding.layout import Header, Layout, chunk_edges, frequencies
-from nearplane.coding.symbols import stage
+from nearplane.coding.symbols import write_symbols
 from nearplane.errors import FormatError
 
 R = TypeVar("R")
@@ -52,14 +52,14 @@ def encode_chunks(
     """Return the chunks of a matrix."""
     edges = chunk_edges(layout.total)
     encoder = tans.build(tables)[1]
-    staged = np.empty(codes.shape, np.uint8)
-    run(threads, lambda begin, end: stage(codes, layout.orders, begin, end, staged), len(codes))
+    dense = np.empty(codes.shape, np.uint8)
+    run(threads, lambda begin, end: write_symbols(codes, layout.orders, begin, end, dense), len(codes))
     # (tables, 256) each symbol that a table has, else 0 (one escape, or two in a pair)
     coded_symbols = np.where(tables > 0, np.arange(256, dtype=np.uint8), np.uint8(0))
 
     def process(first: int, last: int) -> list[memoryview]:
         bounds = np.array(edges[first : last + 1])
-        coded, starts = kernels.write_chunks(codes, staged, bounds, layout, coded_symbols, encoder)
+        coded, starts = kernels.write_chunks(codes, dense, bounds, layout, coded_symbols, encoder)
         return [coded.data[start:end] for start, end in itertools.pairwise(starts)]
 
     return [chunk for part in run(threads, process, len(edges) - 1) for chunk in part]

@@ -13,7 +13,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from nearplane.coding.intrinsics import keep_apart, load64, trailing_zeros
+from nearplane.coding.intrinsics import load64, prevent_inlining, trailing_zeros
 from nearplane.coding.layout import Cells, Groups, Orders
 
 _u64 = np.uint64
@@ -28,7 +28,7 @@ class Escapes(NamedTuple):
 
 
 @njit(cache=True, nogil=True)
-def stage(codes: NDArray[np.int32], orders: Orders, begin: int, end: int, out: NDArray[np.uint8]) -> None:
+def write_symbols(codes: NDArray[np.int32], orders: Orders, begin: int, end: int, out: NDArray[np.uint8]) -> None:
     """Write code + 128 (0 where |code| > 127) of rows begin ... end - 1 to `out`, in the order of the traversal."""
     row_order, column_order = orders
     width = len(column_order)
@@ -37,14 +37,14 @@ def stage(codes: NDArray[np.int32], orders: Orders, begin: int, end: int, out: N
         sorted_already &= column_order[j] == j
     buffer = np.empty(width, np.uint8)
     for i in range(begin, end):
-        row, staged_row = codes[row_order[i]], out[i]
-        target = staged_row if sorted_already else buffer
+        row, symbol_row = codes[row_order[i]], out[i]
+        target = symbol_row if sorted_already else buffer
         for j in range(width):
             code = row[j]
             target[j] = np.uint8(code + 128) if (code >= -127) & (code <= 127) else np.uint8(0)
         if not sorted_already:
             for j in range(width):
-                staged_row[j] = buffer[_u64(column_order[j])]  # unsigned: no test for negative indices
+                symbol_row[j] = buffer[_u64(column_order[j])]  # unsigned: no test for negative indices
 
 
 @njit(cache=True, nogil=True)
@@ -74,15 +74,15 @@ def _nibble(symbol: np.uint8) -> np.uint8:
 
 @njit(cache=True, nogil=True)
 def gather(
-    staged: NDArray[np.uint8], begin: int, groups: Groups, cells: Cells, kept: NDArray[np.uint8], out: NDArray[np.uint8]
+    dense: NDArray[np.uint8], begin: int, groups: Groups, cells: Cells, kept: NDArray[np.uint8], out: NDArray[np.uint8]
 ) -> None:
     """Fill `out` with the symbols of the traversal from `begin` on; symbols that their tables lack are escaped.
 
     Args:
-        staged: (out, in) symbols written by `stage`.
+        dense: (out, in) symbols written by `write_symbols`.
         kept: (tables, 256) each symbol that the table has, else 0.
     """
-    keep_apart()
+    prevent_inlining()
     offsets, starts, stops, pairs = groups
     end = begin + len(out)
     for g in range(len(starts)):
@@ -93,7 +93,7 @@ def gather(
         row_symbols = (width + 1) >> 1 if pairs[g] else width
         i, j, at = (low - offsets[g]) // row_symbols, (low - offsets[g]) % row_symbols, low - begin
         while at < high - begin:
-            row = staged[i]
+            row = dense[i]
             stop_column = min(row_symbols, j + high - begin - at)
             count = stop_column - j
             target = out[at : at + count]
@@ -123,7 +123,7 @@ def locate(symbols: NDArray[np.uint8], begin: int, groups: Groups, decoded: bool
     Args:
         decoded: Whether the symbols of byte groups are codes as int8 instead of code + 128.
     """
-    keep_apart()
+    prevent_inlining()
     offsets, starts, stops, pairs = groups
     end, capacity, n = begin + len(symbols), 2 * len(symbols), 0
     rows, columns, lowest = np.empty(capacity, np.int32), np.empty(capacity, np.int32), np.empty(capacity, np.int32)
@@ -135,11 +135,11 @@ def locate(symbols: NDArray[np.uint8], begin: int, groups: Groups, decoded: bool
         if low >= high:
             continue
         pair, start, stop = pairs[g], starts[g], stops[g]
-        per = (stop - start + 1) >> 1 if pair else stop - start
+        row_symbols = (stop - start + 1) >> 1 if pair else stop - start
         flip = _u64(0x8080808080808080) if decoded and not pair else _u64(0)
         shift, least = (4, -8) if pair else (8, -128)
-        row = (low - offsets[g]) // per
-        row_start, row_end = offsets[g] + row * per, offsets[g] + (row + 1) * per  # in symbols
+        row = (low - offsets[g]) // row_symbols
+        row_start, row_end = offsets[g] + row * row_symbols, offsets[g] + (row + 1) * row_symbols  # in symbols
         at, last = low - begin, high - begin
         while at < last:
             if at + 32 <= last:
@@ -177,7 +177,7 @@ def locate(symbols: NDArray[np.uint8], begin: int, groups: Groups, decoded: bool
                     zeros &= zeros - one
                     symbol = begin + at + (position >> 1 if pair else position)
                     while symbol >= row_end:
-                        row, row_start, row_end = row + 1, row_end, row_end + per
+                        row, row_start, row_end = row + 1, row_end, row_end + row_symbols
                     column = start + (2 * (symbol - row_start) + (position & 1) if pair else symbol - row_start)
                     rows[n], columns[n], lowest[n] = row, column if column < stop else -1, least
                     n += 1

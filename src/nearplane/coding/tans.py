@@ -17,7 +17,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from nearplane.coding.intrinsics import keep_apart, load8, load16, load32, load64, store8, store64
+from nearplane.coding.intrinsics import load8, load16, load32, load64, prevent_inlining, store8, store64
 
 LANES = 8
 PADDING_BYTES = 64  # bytes after the end of a stream that must be readable
@@ -149,7 +149,7 @@ def encode(
     Returns:
         The number of bytes written.
     """
-    keep_apart()
+    prevent_inlining()
     counts = segments.counts
     capacity = 16
     for count in counts:
@@ -243,7 +243,7 @@ def decode_lanes(
     Returns:
         Whether every lane ended in state 0 with all its bits used.
     """
-    keep_apart()
+    prevent_inlining()
     lengths, words, counts = lanes.lengths, lanes.words, segments.counts
     base, base_out, base_table = _u64(padded.ctypes.data), _u64(out.ctypes.data), _u64(entries.ctypes.data)
     limit = 8 * (len(padded) - 8)  # last bit position allowed for an unaligned load

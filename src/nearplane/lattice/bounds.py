@@ -91,7 +91,8 @@ def certify(
     swept = solution.outside is not None
     order, U = factor.order, factor.U.to(dtype)
     d = factor.d.to(dtype).masked_fill(factor.dead[order], factor.shift)  # a dead input has no length
-    triangle = folded(H, torch.promote_types(W.dtype, torch.float32))  # for `W`, large along strong directions
+    # for errors that are large along strong directions of `H`, where float32 is accurate enough
+    triangle = folded(H, torch.promote_types(W.dtype, torch.float32))
     parts: list[tuple[Tensor, ...]] = []  # each (rows,)
     for rows in torch.split(torch.arange(len(target), device=target.device), MEASURED_ROWS):
         part, codes, t = matrix.grid.of_rows(rows).to(dtype), matrix.codes[rows], target[rows].to(dtype)

@@ -191,7 +191,7 @@ def _reduce_window(L: Floats, V: Floats, a: int, b: int, delta: float) -> int:
     L[a:b, :a] = transform @ L[a:b, :a]
     L[b:, a:b] = L[b:, a:b] @ rotation
     V[a:b] = transform @ V[a:b]
-    _size_reduce(L, V, a, b)  # before integers can grow
+    _size_reduce(L, V, a, b)  # before integers grow
     return swaps
 
 
