@@ -266,7 +266,7 @@ def _symbols(
     stored = shape_of(blob, name=name)
     if shape is not None and tuple(shape) != stored:
         raise FormatError(
-            f"{name}: holds {stored[0]} x {stored[1]} weights, expected {shape[0]} x {shape[1]}; the file is damaged"
+            f"{name}: holds {stored[0]} x {stored[1]} weights, expected {shape[0]} x {shape[1]}. The file is damaged."
         )
     header, arrangement, bits = read_header(blob, name)
     return header, arrangement, *decode_chunks(bits, header, arrangement, _thread_count(threads, arrangement))

@@ -2,8 +2,8 @@
 
 A table gives each symbol a frequency out of 4096. All tables belong to one family: scale mixtures of Gaussians,
 integrated over the unit bins around the integers. The index of a table is its spread (sixteenths of an octave) and its
-shape (0 is Gaussian, larger shapes have heavier tails). A stored table is a correction of a member of the family. The
-coder uses no floats: the two constants below are rounded once, far from any tie, and all else is integer arithmetic.
+shape (0 is Gaussian, larger shapes have heavier tails). A stored table is a correction of a member of the family. No
+float reaches the coder: the two constants below are rounded once, far from any tie, and all else is integer arithmetic.
 
 Symbols of a byte table are `code + 128` for |code| <= 127, of a pair table two nibbles `code + 8` for |code| <= 7, the
 first column low. Symbol 0 (in a pair: nibble 0) is the escape: its code is in a separate list.

@@ -136,7 +136,7 @@ def read_shape(blob: NDArray[np.uint8], name: str) -> tuple[tuple[int, int], int
     version, tag = int(blob[0]) >> 4, int(blob[0]) & 15
     if version != VERSION:
         raise FormatError(
-            f"{name}: the format has version {version}, but this nearplane reads version {VERSION}. "
+            f"{name}: coded in version {version} of the format; this nearplane reads version {VERSION}. "
             "Use the nearplane that wrote the file, or get the file again if it is damaged."
         )
     if tag != TANS:

@@ -80,7 +80,7 @@ def decode_chunks(bits: BitReader, header: Header, layout: Layout, threads: int)
             coded = blob[starts[chunk] : starts[chunk + 1]]
             if zlib.crc32(coded.data) != checksums[chunk]:
                 raise FormatError(
-                    f"{where(chunk)}: the checksum of its {len(coded)} bytes is wrong. The file is damaged; get it again."
+                    f"{where(chunk)}: the checksum of {len(coded)} bytes is wrong. The file is damaged; get it again."
                 )
         bounds = np.array(starts[first : last + 1]), np.array(edges[first : last + 1])
         fault, chunk, patches = kernels.read_chunks(blob, *bounds, layout, entries, symbols)

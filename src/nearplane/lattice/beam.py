@@ -36,7 +36,7 @@ def k_best(
     vectors is searched exhaustively. The usual rule, which keeps the cheapest of all proposals, has no such guarantee:
     on synthetic Hessians 4 % to 30 % of the rows ended worse than with some narrower beam. Compared with it, places
     cost 0 to 7 % of the mean loss at widths 2 and 4 and at most 3 % at 8 and 16. Keeping the best of all widths 1, 2,
-    4, ... takes twice the time and mostly gained less than a beam of twice the width.
+    4, ... takes twice the time and mostly gains less than a beam of twice the width.
 
     Args:
         W: (out, in) weights, float32 or float64; the sweep runs in their dtype.

@@ -35,7 +35,7 @@ class Certificate:
         damped_loss: Loss under `H + lambda I`; after a sweep equal to `sum_j d_j ||t_j - values_j||^2 / (out * in)`.
         worst_case: Upper bound of `damped_loss` where nothing clips: mean over rows of `1/4 sum_j d_j s_j^2 / in`.
         expected: Expected `damped_loss` for a uniform offset of the grid: a third of `worst_case`.
-        gamma: Over rows that do not clip, no grid point is closer than 1/gamma times the error; None if all rows clip.
+        gamma: Upper bound of the error over the distance to the closest grid point, in rows that do not clip, or None.
         clipped: Fraction of codes whose target lay outside the grid.
         clipped_rows: Fraction of rows with such a code; the bounds do not hold for these rows.
 
@@ -78,7 +78,7 @@ def certify(
     """Measure a quantized matrix against its target, some rows at a time.
 
     Args:
-        W: (out, in) weights; the relative loss is relative to their energy under `H`.
+        W: (out, in) weights; the relative loss is the loss over their energy under `H`.
         target: (out, in) matrix that was quantized: the weights, or the corrected target.
         solution: Codes, their grid, and the counts of sweep targets outside the grid. Without these counts every weight
             was rounded separately, and the bounds do not hold.
@@ -190,7 +190,7 @@ def limit(loss: float, row_energy: Tensor, eigenvalues: Tensor) -> float:
     This is a reference, not a strict bound for real weights: other distributions of the same energy need fewer bits.
 
     Args:
-        loss: Target loss `tr(E H E^T) / (out * in)`.
+        loss: Loss `tr(E H E^T) / (out * in)`, of a result or as a goal.
         row_energy: (out,) `sigma_i^2`, mean square of every row.
         eigenvalues: (in,) eigenvalues of `H`.
     """

@@ -108,8 +108,8 @@ def factorize(
             lengths = U.diagonal().clone()
             return Factor(order=p, U=U.div_(lengths), d=lengths.square(), damp=candidate, shift=shift, dead=dead)
     raise NumericalError(
-        f"The Hessian is not positive definite: the pivot of column {int(p[failed])} is not positive with damping {damp}."
-        " Use more calibration tokens, a larger --damp, or --damp auto."
+        f"The Hessian is not positive definite: the pivot of column {int(p[failed])} is not positive with damping "
+        f"{damp}. Use more calibration tokens, a larger --damp, or --damp auto."
     )
 
 
@@ -124,14 +124,14 @@ def condition(H: Tensor, factor: Factor) -> float:
 
 
 def _damped(H: Tensor, damping: Tensor) -> Tensor:
-    """Return (in, in) `H + diag(added)`, in the dtype of `added`."""
+    """Return (in, in) `H + diag(damping)`, in the dtype of `damping`."""
     damped = H.to(damping.dtype, copy=True)
     damped.diagonal().add_(damping)
     return damped
 
 
 def permuted(H: Tensor, order: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return (in, in) `H[order][:, order]` in a dtype; only some rows at a time are copied besides."""
+    """Return (in, in) `H[order][:, order]` in a dtype, copied some rows at a time."""
     H_p = torch.empty(H.shape, dtype=dtype, device=H.device)
     for a in range(0, len(H), ROWS_AT_ONCE):
         H_p[a : a + ROWS_AT_ONCE] = H[order[a : a + ROWS_AT_ONCE, None], order]
@@ -247,7 +247,7 @@ def one_thread() -> Iterator[None]:
 def triangular(A: Tensor, B: Tensor, *, upper: bool, unit: bool = False) -> Tensor:
     """Return (n, m) the solution X of `A X = B`.
 
-    Recursion by halves down to `MAX_TRIANGLE` rows: the first half enters the second by a product of all threads.
+    Recursion by halves down to `MAX_TRIANGLE` rows: the products that join two halves use all threads.
 
     Args:
         A: (n, n) triangular; the entries on the other side of the diagonal are ignored.

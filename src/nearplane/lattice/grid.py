@@ -92,7 +92,7 @@ class Grid:
         return self.with_parts({name: part[rows] if len(part) > 1 else part for name, part in self.parts.items()})
 
     def merged(self, chosen: Tensor, other: Grid) -> Self:
-        """Return a grid with rows of this one where `chosen` (out, 1), else of `other`; groups and limits are the same."""
+        """Take the rows of this grid where `chosen` (out, 1) bool, else of `other`; groups and limits are the same."""
         theirs = other.parts
         return self.with_parts({name: torch.where(chosen, part, theirs[name]) for name, part in self.parts.items()})
 
@@ -151,7 +151,7 @@ class Grid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductGrid:
-    """Unbounded codes times a row scale and a column scale, both powers of two with short integers as exponents.
+    """Unbounded codes times a row scale and a column scale, both fractional powers of two, stored as short integers.
 
         value = 2^(rows / row_resolution) * code * base * 2^(columns / column_resolution)
 

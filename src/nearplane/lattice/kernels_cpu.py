@@ -59,7 +59,7 @@ class SearchGroups(NamedTuple):
 
 
 def in_threads(kernel: Callable[[int, int], Any], count: int, *, run: int = 1) -> None:
-    """Call a kernel with parts `start, stop` of `range(count)`, multiples of `run`, from torch's number of threads."""
+    """Call a kernel in torch's number of threads, with parts `start, stop` of `range(count)` in multiples of `run`."""
     threads = torch.get_num_threads()
     share = -(-count // (run * threads)) * run
     if share >= count:

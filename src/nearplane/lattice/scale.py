@@ -25,7 +25,7 @@ SHRINKS = tuple(1 - 0.8 * i / 80 for i in range(80))  # factors by which the sea
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """Settings of the initial fit of steps, which a call applies to weights.
+    """Settings for the initial fit of steps to weights.
 
     Args:
         format: Number format: symmetric, with integer zero points, or with levels and no zero points.

@@ -26,7 +26,7 @@ class SuperGrid(Grid):
     Args:
         d: (out, blocks) step of every block, exact in 16-bit floating point; may be negative.
         sc: (out, groups) integers, multiples of `d`; every block has the same number of groups, in order.
-        dmin: (out, blocks) offset of every block, exact in 16-bit floating point; None: there are no offsets.
+        dmin: (out, blocks) offset of every block, exact in 16-bit floating point, may be negative; None: no offsets.
         m: (out, groups) integers, multiples of `dmin`.
         scale: (out, groups) `d * sc` in the dtype of `d`; computed.
         zero: (out, groups) `dmin * m / (d * sc)`, 0 where the step is 0; computed.

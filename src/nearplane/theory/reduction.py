@@ -88,11 +88,11 @@ def reduce(factor: Factor, *, step: Tensor | None = None, delta: float = 0.75, w
         L = _lower(V @ start)
         drift = abs(float(np.log(L.diagonal()).mean()))  # 0 in exact arithmetic: the unit is the geometric mean
         if not drift < REDUCED_TOLERANCE:
-            raise _lost(f"the geometric mean of its lengths moved by a factor of 1 + {drift:.2g}")
+            raise _precision_error(f"the geometric mean of its lengths moved by a factor of 1 + {drift:.2g}")
         if is_reduced(torch.from_numpy(L), delta):
             break
     else:
-        raise _lost(f"the basis is not reduced after {MAX_REFRESHES} refreshed factorizations")
+        raise _precision_error(f"the basis is not reduced after {MAX_REFRESHES} refreshed factorizations")
     R = torch.from_numpy(L).flip(0, 1)
     T = torch.empty(n, n, dtype=torch.int64)
     T[factor.order] = torch.from_numpy(V).flip(0, 1).T.to(torch.int64)
@@ -174,7 +174,7 @@ def _sweeps(L: Floats, V: Floats, delta: float, window: int) -> None:
             return
         decrease, potential = potential - _potential(L), _potential(L)
         if not decrease >= 0.99 * swaps * abs(math.log(delta)):  # each divides a determinant by 1 / delta or more
-            raise _lost(f"{swaps} exchanges lowered the potential by only {decrease:.3g}, so they may go on for ever")
+            raise _precision_error(f"{swaps} exchanges lowered the potential by {decrease:.3g} and may go on for ever")
         starts.reverse()
 
 
@@ -184,7 +184,7 @@ def _reduce_window(L: Floats, V: Floats, a: int, b: int, delta: float) -> int:
     transform, rotation = np.eye(b - a), np.eye(b - a)
     swaps = int(_textbook(part, transform, rotation, delta))
     if swaps < 0 or np.abs(transform).sum(1).max() * np.abs(V[a:b]).max() > MAX_EXACT_INTEGER:
-        raise _lost("an integer of the transformation is above 2^52")
+        raise _precision_error("an integer of the transformation is above 2^52")
     if swaps == 0:
         return 0
     L[a:b, a:b] = part
@@ -198,7 +198,7 @@ def _reduce_window(L: Floats, V: Floats, a: int, b: int, delta: float) -> int:
 def _size_reduce(L: Floats, V: Floats, a: int, b: int) -> None:
     """Make |mu_ki| <= 1/2 for all i < k in the rows from `a` to `b`."""
     if not all(_size_reduce_row(L, V, k) for k in range(a, b)):
-        raise _lost("a vector cannot be size-reduced, or an integer of the transformation is above 2^52")
+        raise _precision_error("a vector cannot be size-reduced, or an integer of the transformation is above 2^52")
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
@@ -295,10 +295,10 @@ def _inverse(T: Tensor) -> Tensor:
         if not bool(residual.any()):
             return inverse
         inverse = inverse + (guess @ residual.double()).round().to(torch.int64)
-    raise _lost("the inverse of the transformation is not made of integers")
+    raise _precision_error("the inverse of the transformation is not made of integers")
 
 
-def _lost(reason: str) -> NumericalError:
+def _precision_error(reason: str) -> NumericalError:
     return NumericalError(
         f"The lattice cannot be reduced in float64: {reason}. It is nearly singular; use a larger --damp, or steps "
         "that differ less."
