@@ -10,7 +10,7 @@ from torch import Tensor
 from nearplane.lattice.codebook import Codebook
 from nearplane.lattice.grid import Weights
 
-ERROR_NORM = 2.5  # exponent in the search for steps; 2.4 in GPTQ, here a square times a square root
+NORM = 2.5  # exponent in the search for steps; 2.4 in GPTQ, here a square times a square root
 BEAM_BYTES = 128 << 20  # of a beam on devices that do not report their free memory
 
 
@@ -86,7 +86,7 @@ def best_candidate(weights: Tensor, scale: Tensor, zero: Tensor, codebook: Codeb
     best = torch.zeros_like(least, dtype=torch.int64)
     for c, (s, z) in enumerate(zip(scale, zero, strict=True)):
         codes = codebook.nearest((weights / s[:, None]).add_(z[:, None]))
-        error = (codebook.position(codes) - z[:, None]).mul_(s[:, None]).sub_(weights).abs_().pow_(ERROR_NORM).sum(-1)
+        error = (codebook.position(codes) - z[:, None]).mul_(s[:, None]).sub_(weights).abs_().pow_(NORM).sum(-1)
         best.masked_fill_(error < least, c)
         least = torch.minimum(error, least)
     return best

@@ -133,7 +133,7 @@ CODED = NumberFormat(name="coded", bits=0)  # codes without limits, entropy-code
 E2M1 = (-6.0, -4.0, -3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # four-bit floats, 0 once
 MXFP4 = NumberFormat(name="mxfp4", bits=4, group=32, levels=E2M1, steps="float8_e8m0fnu")
 FLOATS: tuple[NumberFormat, ...] = (MXFP4,)  # formats with tables of levels
-FORMATS: dict[str, NumberFormat] = {each.name: each for each in (*TYPES.values(), *FLOATS, CODED)}
+NAMED: dict[str, NumberFormat] = {each.name: each for each in (*TYPES.values(), *FLOATS, CODED)}
 
 
 def integers(bits: int, group: int | None, *, symmetric: bool = True) -> NumberFormat:
@@ -149,7 +149,7 @@ def number_format(name: str) -> NumberFormat:
         RecipeError: No format has this name.
     """
     if (format := find_format(name)) is None:
-        raise RecipeError(f"{name!r} is not a number format; expected {INTEGERS}, or one of {', '.join(FORMATS)}.")
+        raise RecipeError(f"{name!r} is not a number format; expected {INTEGERS}, or one of {', '.join(NAMED)}.")
     return format
 
 
@@ -157,4 +157,4 @@ def find_format(name: str) -> NumberFormat | None:
     """Return the format of this name, or None."""
     if (parts := re.fullmatch(r"int([2-8])-(?:row|g([1-9][0-9]{0,8}))(-asym)?", name)) is not None:
         return integers(int(parts[1]), int(parts[2]) if parts[2] else None, symmetric=parts[3] is None)
-    return FORMATS.get(name)
+    return NAMED.get(name)
