@@ -35,7 +35,7 @@ class Certificate:
         damped_loss: Loss under `H + lambda I`; after a sweep equal to `sum_j d_j ||t_j - values_j||^2 / (out * in)`.
         worst_case: Upper bound of `damped_loss` where nothing clips: mean over rows of `1/4 sum_j d_j s_j^2 / in`.
         expected: Expected `damped_loss` for a uniform offset of the grid: a third of `worst_case`.
-        gamma: Upper bound of the error over the distance to the closest grid point, in rows that do not clip, or None.
+        gamma: Upper bound of the error over the distance to the closest grid point where nothing clips, or None.
         clipped: Fraction of codes whose target lay outside the grid.
         clipped_rows: Fraction of rows with such a code; the bounds do not hold for these rows.
 

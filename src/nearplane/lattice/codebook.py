@@ -53,7 +53,7 @@ class Codebook:
             raise RecipeError(f"The levels are {self.levels.tolist()}; expected two or more ascending numbers.")
         if (self.low, self.high) != (0, len(self.levels) - 1):
             raise RecipeError(
-                f"Codes of {len(self.levels)} levels go from 0 to {len(self.levels) - 1}, not {self.low} to {self.high}."
+                f"{len(self.levels)} levels have the codes 0 to {len(self.levels) - 1}, not {self.low} to {self.high}."
             )
 
     @property
