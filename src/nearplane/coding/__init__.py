@@ -1,1 +1,1 @@
-"""Integers to bytes and back. Knows no grids, files or models."""
+"""Entropy coding of integer matrices to bytes and back, independent of grids, files and models."""

@@ -1,6 +1,6 @@
-"""A stream of bits, low bit first: plain, gamma-coded and Rice-coded integers; varints.
+"""Bit streams, low bit first: plain, gamma-coded and Rice-coded integers, and varints.
 
-A reader checks every length before it uses it and raises FormatError where the bytes end early.
+The reader checks every length before it is used, and raises FormatError where the bytes end too early.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from nearplane.coding.intrinsics import load64, trailing_zeros
 from nearplane.errors import FormatError
 
 MAX_RICE_ONES = 24  # ones of a Rice code; after that many, 32 plain bits follow
-ALL_EQUAL = 15  # in place of the Rice parameter: all entries are the centre
+ALL_EQUAL = 15  # value of the Rice parameter that means: all entries equal the centre
 
 
 @njit(cache=True, nogil=True)
@@ -24,7 +24,7 @@ def zigzag(value: NDArray[np.int64]) -> NDArray[np.int64]:
 
 @njit(cache=True, nogil=True)
 def rice_cost(folded: NDArray[np.int64], parameter: int) -> int:
-    """Return the bits that zig-zagged numbers take."""
+    """Return the number of bits in the Rice codes of zig-zagged numbers."""
     total = 0
     for value in folded:
         quotient = value >> parameter
@@ -34,22 +34,22 @@ def rice_cost(folded: NDArray[np.int64], parameter: int) -> int:
 
 @njit(cache=True, nogil=True)
 def best_rice(folded: NDArray[np.int64]) -> tuple[int, int]:
-    """Return the parameter, 0 ... 14, that takes the fewest bits, and these."""
+    """Return the parameter, 0 ... 14, with the fewest bits, and their number."""
     mean = folded.sum() // max(1, len(folded))
-    guess = 0
-    while mean >> guess and guess < 14:
-        guess += 1
-    best, least = -1, 0
-    for parameter in range(max(0, guess - 2), min(14, guess + 1) + 1):
+    start = 0
+    while mean >> start and start < 14:
+        start += 1
+    best, fewest = -1, 0
+    for parameter in range(max(0, start - 2), min(14, start + 1) + 1):
         bits = rice_cost(folded, parameter)
-        if best < 0 or bits < least:
-            best, least = parameter, bits
-    return best, least
+        if best < 0 or bits < fewest:
+            best, fewest = parameter, bits
+    return best, fewest
 
 
 @njit(cache=True, nogil=True)
 def write_rice(folded: NDArray[np.int64], parameter: int, bits: NDArray[np.uint8]) -> None:
-    """Fill bits, one per byte, which are 0."""
+    """Write Rice codes to `bits`, one per byte, which are 0 before."""
     at = 0
     for value in folded:
         quotient = value >> parameter
@@ -62,22 +62,22 @@ def write_rice(folded: NDArray[np.int64], parameter: int, bits: NDArray[np.uint8
 
 
 @njit(cache=True, nogil=True)
-def read_rice(data: NDArray[np.uint8], at: int, parameter: int, values: NDArray[np.int64]) -> int:
-    """Fill values from bit `at` on; return the bit after them, or -1 where the data end before that."""
-    end = 8 * len(data)
-    base, one = np.uint64(data.ctypes.data), np.uint64(1)
-    rest = (one << np.uint64(parameter)) - one
+def read_rice(stream: NDArray[np.uint8], at: int, parameter: int, values: NDArray[np.int64]) -> int:
+    """Fill `values` from bit `at` on; return the position after them, or -1 if the stream ends earlier."""
+    end = 8 * len(stream)
+    base, one = np.uint64(stream.ctypes.data), np.uint64(1)
+    low_mask = (one << np.uint64(parameter)) - one
     for n in range(len(values)):
-        if at + 64 <= end:  # a code has at most 56 bits, and 57 or more are loaded
+        if at + 64 <= end:  # a code has at most 56 bits; a load gives at least 57
             word = load64(base + np.uint64(at >> 3)) >> np.uint64(at & 7)
         else:
             word = np.uint64(0)
-            for i in range(at >> 3, len(data)):
-                word |= np.uint64(data[i]) << np.uint64(8 * (i - (at >> 3)))
+            for i in range(at >> 3, len(stream)):
+                word |= np.uint64(stream[i]) << np.uint64(8 * (i - (at >> 3)))
             word >>= np.uint64(at & 7)
         ones = trailing_zeros(~word)
         if ones < np.uint64(MAX_RICE_ONES):
-            value = np.int64(ones << np.uint64(parameter) | (word >> (ones + one)) & rest)
+            value = np.int64(ones << np.uint64(parameter) | (word >> (ones + one)) & low_mask)
             at += int(np.int64(ones)) + 1 + parameter
         else:
             value = np.int64((word >> np.uint64(MAX_RICE_ONES)) & np.uint64(0xFFFFFFFF))
@@ -105,7 +105,7 @@ class BitWriter:
         self.extend(((value >> np.arange(width)) & 1).astype(np.uint8))
 
     def gamma(self, value: int) -> None:
-        """Append value >= 0: as many ones as value + 1 has bits below its highest, a zero, and those bits."""
+        """Append value >= 0: one 1 for each bit of value + 1 below its highest, a 0, then these bits."""
         width = (value + 1).bit_length() - 1
         self.put((1 << width) - 1, width + 1)
         self.put(value + 1 - (1 << width), width)
@@ -136,7 +136,7 @@ class BitWriter:
         self.rice(differences, parameter)
 
     def optional(self, values: NDArray[np.int32]) -> None:
-        """Append a bit that says whether any of the integers is not zero, and if so the array."""
+        """Append a flag, and the array only if an integer is not zero."""
         self.put(bool(values.any()), 1)
         if values.any():
             self.array(values)
@@ -146,7 +146,7 @@ class BitWriter:
         return np.concatenate(self._parts) if self._parts else np.zeros(0, np.uint8)
 
     def bytes(self) -> bytes:
-        """Return the stream, filled up with zero bits."""
+        """Return the stream, padded with zero bits to whole bytes."""
         return np.packbits(self.bits(), bitorder="little").tobytes()
 
 
@@ -156,7 +156,7 @@ def centre_of(values: NDArray[np.int32]) -> int:
 
 
 def array_bits(values: NDArray[np.int32]) -> int:
-    """Return the bits that `BitWriter.array` takes, without the centre."""
+    """Return the number of bits that `BitWriter.array` writes, without the centre."""
     if values.min() == values.max():
         return 4 if values[0] else 0
     folded = zigzag(values.astype(np.int64) - centre_of(values))
@@ -164,15 +164,15 @@ def array_bits(values: NDArray[np.int32]) -> int:
 
 
 class BitReader:
-    """Read what a BitWriter wrote from `data`, beginning with bit `at`."""
+    """Reader of the bit stream of a BitWriter in `data`, from bit `at` on."""
 
     def __init__(self, data: NDArray[np.uint8], at: int, name: str) -> None:
         self.data, self.at, self.name = data, at, name
 
     def truncated(self, what: str) -> FormatError:
-        """Return the error of data that end within `what`."""
+        """Return the error for a stream that ends within the part `what`."""
         return FormatError(
-            f"{self.name}: {len(self.data)} bytes end within the {what}; the matrix is cut short, get the file again"
+            f"{self.name}: the {len(self.data)} bytes end within the {what}. The file is truncated; get it again."
         )
 
     def take(self, width: int, what: str = "header") -> int:
@@ -191,7 +191,7 @@ class BitReader:
         while self.take(1, what):
             width += 1
             if width > 31:
-                raise FormatError(f"{self.name}: a number of the {what} has more than 31 bits; the file is damaged")
+                raise FormatError(f"{self.name}: a number in the {what} has more than 31 bits. The file is damaged.")
         return (1 << width) + self.take(width, what) - 1
 
     def signed(self, what: str = "header") -> int:
@@ -220,17 +220,17 @@ class BitReader:
         low, high = int(values.min()), int(values.max())
         if max(-low, high) > limit:
             raise FormatError(
-                f"{self.name}: the {what} reach from {low} to {high}, at most {limit} is possible; the file is damaged"
+                f"{self.name}: the {what} range from {low} to {high}, but the limit is {limit}. The file is damaged."
             )
         return values.astype(np.int32)
 
     def optional(self, count: int, what: str, limit: int) -> NDArray[np.int32]:
-        """Return `count` integers that a bit may say to be all zero."""
+        """Return `count` integers; all are zero if the flag before them is 0."""
         return self.array(count, what, limit) if self.take(1, what) else np.zeros(count, np.int32)
 
 
 def varint(value: int) -> bytes:
-    """Return value >= 0 in groups of seven bits, low first, the high bit set on all but the last."""
+    """Return value >= 0 in groups of seven bits, low group first; the high bit is set on all bytes but the last."""
     out = bytearray()
     while value > 127:
         out.append(value & 127 | 128)

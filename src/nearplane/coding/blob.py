@@ -1,4 +1,4 @@
-"""A matrix of integers and its scales as one run of bytes: encode, decode, size. docs/format.md specifies the bytes."""
+"""Coded matrix of integers and scales in one array of bytes: encode, decode, size; specified in docs/format.md."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Ladders(Protocol):
-    """Scales of rows and columns in tensors, see `Contents`: what `lattice.grid.ProductGrid` is, which coding does not import."""
+    """Scales of rows and columns, see `Contents`; `lattice.grid.ProductGrid` has them, but is not imported here."""
 
     @property
     def base(self) -> float: ...
@@ -46,20 +46,20 @@ class Ladders(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """A matrix of unbounded integers and the logarithmic scales it is decoded with.
+    """A matrix of unbounded integers with logarithmic scales of rows and columns.
 
         value[i, j] = row_scale[i] * codes[i, j] * column_scale[j]
 
     Args:
         codes: (out, in) int32.
-        base: of the column scales, positive, a fixed point of `stored_base`.
-        columns: (in,) int32 exponents in steps of 1/column_resolution octave, at most 32768 in magnitude.
-        column_resolution: a power of two, 1 ... 64.
-        rows: (out,) int32 exponents; all zero costs nothing.
-        row_resolution: a power of two, 1 ... 64.
+        base: Base of the column scales, positive, a fixed point of `stored_base`.
+        columns: (in,) int32 exponents in units of 1/column_resolution octave, at most 32768 in magnitude.
+        column_resolution: Number of exponents per octave, a power of two, 1 ... 64.
+        rows: (out,) int32 exponents; if all are zero they take no bits.
+        row_resolution: Number of exponents per octave, a power of two, 1 ... 64.
 
     Raises:
-        ValueError: a shape, a dtype or a value is not one of these.
+        ValueError: A shape, a dtype or a value is invalid.
     """
 
     codes: NDArray[np.int32]
@@ -71,7 +71,7 @@ class Contents:
 
     def __post_init__(self) -> None:
         if self.codes.ndim != 2 or 0 in self.codes.shape or max(self.codes.shape) > MAX_SIDE:
-            raise ValueError(f"codes of shape {self.codes.shape}; a matrix of at least 1 x 1 can be coded")
+            raise ValueError(f"The codes have shape {self.codes.shape}; expected a matrix of at least 1 x 1.")
         out, width = self.codes.shape
         for name, array, shape in (
             ("codes", self.codes, (out, width)),
@@ -79,24 +79,24 @@ class Contents:
             ("rows", self.rows, (out,)),
         ):
             if array.dtype != np.int32 or array.shape != shape:
-                raise ValueError(f"{name}: expected {shape} of int32, found {array.shape} of {array.dtype}")
+                raise ValueError(f"{name}: expected {shape} of int32, got {array.shape} of {array.dtype}.")
         for name, array in (("columns", self.columns), ("rows", self.rows)):
             if max(int(array.max()), -int(array.min())) > MAX_EXPONENT:
-                raise ValueError(f"{name}: exponents reach {np.abs(array).max()}, at most {MAX_EXPONENT} can be stored")
+                raise ValueError(f"{name}: exponents reach {np.abs(array).max()}; the limit is {MAX_EXPONENT}.")
         for resolution in (self.column_resolution, self.row_resolution):
             if resolution not in (1, 2, 4, 8, 16, 32, 64):
-                raise ValueError(f"a ladder of {resolution} steps per octave; 1, 2, 4 ... 64 are possible")
+                raise ValueError(f"The scales have {resolution} steps per octave; expected 1, 2, 4 ... 64.")
         if not (self.base > 0 and math.isfinite(self.base) and stored_base(self.base) == self.base):
-            raise ValueError(f"base {self.base} cannot be stored; the nearest that can is stored_base(base)")
+            raise ValueError(f"The base {self.base} cannot be stored; use stored_base(base).")
 
     @classmethod
     def of(cls, codes: Tensor, ladders: Ladders) -> Self:
-        """Return codes (out, in) in a tensor, on any device, with their scales."""
-        found, columns, rows = (
+        """Return the contents of codes (out, in) in a tensor on any device, with their scales."""
+        integers, columns, rows = (
             np.ascontiguousarray(part.cpu().numpy(), np.int32) for part in (codes, ladders.columns, ladders.rows)
         )
         return cls(
-            codes=found,
+            codes=integers,
             base=ladders.base,
             columns=columns,
             column_resolution=ladders.column_resolution,
@@ -119,67 +119,67 @@ class Contents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """What a matrix takes: `side` bytes that do not grow with its rows, and `payload` bits that do."""
+    """Size of a coded matrix: `side` bytes that do not grow with its rows, and `payload` bits that do."""
 
     side: int
     payload: float
 
     @property
     def bits(self) -> float:
-        """All of it."""
+        """Total size in bits."""
         return 8 * self.side + self.payload
 
     @property
     def bytes(self) -> int:
-        """All of it, in whole bytes."""
+        """Total size in whole bytes."""
         return self.side + math.ceil(self.payload / 8)
 
 
 def stored_base(x: float) -> float:
     """Return the base nearest to x > 0 that can be stored: float32 of 2 ** (k / 256), k = -32768 ... 32767."""
-    return _base(_rung(x))
+    return _base(_base_exponent(x))
 
 
-def _rung(x: float) -> int:
-    """Return the number, 0 ... 65535, that stands for the stored base nearest to x."""
+def _base_exponent(x: float) -> int:
+    """Return the number 0 ... 65535 that is stored for the base nearest to x."""
     return min(max(round(256 * math.log2(x)) + 32768, 0), 65535)
 
 
-def _base(rung: int) -> float:
-    """Return the base that a stored number stands for."""
-    return float(np.float32(2.0 ** ((rung - 32768) / 256)))
+def _base(exponent: int) -> float:
+    """Return the base for a stored number."""
+    return float(np.float32(2.0 ** ((exponent - 32768) / 256)))
 
 
 def encode(contents: Contents, *, threads: int | None = None) -> NDArray[np.uint8]:
     """Code a matrix; the bytes do not depend on the number of threads.
 
     Args:
-        threads: at most so many at a time; None takes one per core. A chunk is the work of one.
+        threads: Maximum number of threads; None: one per core. Each chunk is coded by one thread.
 
     Returns:
-        The bytes, one-dimensional uint8.
+        The bytes as one-dimensional uint8.
     """
     choices = _choices(contents)
     header, arrangement = choices.header, choices.layout
     bits, _ = write_header(header, arrangement)
     start = bytes([VERSION << 4 | TANS]) + varint(header.shape[0]) + varint(header.shape[1])
     tables = frequencies(header, arrangement)
-    coded = encode_chunks(arrangement, tables, _plain(contents.codes), _threads(threads, arrangement))
+    coded = encode_chunks(arrangement, tables, _as_kernel_input(contents.codes), _thread_count(threads, arrangement))
     head = start + bits.bytes() + b"".join(varint(len(c)) + zlib.crc32(c).to_bytes(4, "little") for c in coded)
     return np.frombuffer(bytearray().join([head, zlib.crc32(head).to_bytes(4, "little"), *coded]), np.uint8)
 
 
-def _plain(codes: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return codes in rows, in memory that may be written, though nothing does: kernels are compiled once, for such."""
+def _as_kernel_input(codes: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return codes in contiguous writable memory, the only kind that kernels are compiled for; nothing writes to it."""
     return np.require(codes, requirements=["C", "W"])
 
 
 def _choices(contents: Contents) -> Choices:
-    """Return a header for a matrix, and the layout that follows from it."""
+    """Return the encoder's choices for a matrix: header, layout and sample."""
     out, width = contents.codes.shape
     header = Header(
         shape=(out, width),
-        base=_rung(contents.base),
+        base=_base_exponent(contents.base),
         columns=contents.columns,
         column_resolution=contents.column_resolution,
         rows=contents.rows,
@@ -187,48 +187,50 @@ def _choices(contents: Contents) -> Choices:
         corrections=np.zeros(width, np.int32),
         row_levels=np.zeros(out, np.int32),
     )
-    return choose(header, _plain(contents.codes))
+    return choose(header, _as_kernel_input(contents.codes))
 
 
-def _threads(threads: int | None, layout: Layout) -> int:
-    """Return how many threads work: as many as given, or one per core, and at most one per chunk."""
+def _thread_count(threads: int | None, layout: Layout) -> int:
+    """Return the number of threads to use: `threads` or one per core, at most one per chunk."""
     return min(threads or os.cpu_count() or 1, len(chunk_edges(layout.total)) - 1)
 
 
 def size(contents: Contents) -> Size:
-    """Return what `encode` would take: from histograms, without coding."""
+    """Return the size of the result of `encode`, estimated from histograms without coding."""
     choices = _choices(contents)
     header = choices.header
     bits, of_rows = write_header(header, choices.layout)
     start = 1 + len(varint(header.shape[0])) + len(varint(header.shape[1]))
-    payload = payload_bits(choices, tally(choices, _plain(contents.codes)))
+    payload = payload_bits(choices, tally(choices, _as_kernel_input(contents.codes)))
     return Size(side=start + (bits.count - of_rows) // 8 + 4, payload=of_rows + payload)
 
 
 def shape_of(blob: NDArray[np.uint8], *, name: str = "matrix") -> tuple[int, int]:
-    """Return (out, in) from the first bytes, which are not checked against the checksum."""
+    """Return (out, in) from the first bytes; the checksum is not verified."""
     return read_shape(blob, name)[0]
 
 
 def decode(
     blob: NDArray[np.uint8], *, name: str = "matrix", threads: int | None = None, shape: tuple[int, int] | None = None
 ) -> Contents:
-    """Return exactly what was encoded.
+    """Return exactly the contents that were encoded.
 
     Args:
-        name: of the matrix, for messages.
-        shape: (out, in) that the caller expects; refused before memory is taken where the header says otherwise.
+        blob: Bytes of the coded matrix.
+        name: Name of the matrix for messages.
+        threads: Maximum number of threads; None: one per core.
+        shape: Expected (out, in); another shape is refused before memory is allocated.
 
     Raises:
-        FormatError: the bytes are damaged, cut short, or of another version; says where.
+        FormatError: The bytes are damaged, truncated, or of another version of the format.
     """
     header, arrangement, symbols, (rows, columns, delta) = _symbols(blob, name, threads, shape)
     codes = np.empty(header.shape, np.int32)
 
-    def some(begin: int, end: int) -> None:
+    def scatter_rows(begin: int, end: int) -> None:
         scatter(symbols, arrangement.groups, arrangement.orders, begin, end, codes)
 
-    run(_threads(threads, arrangement), some, header.shape[0])
+    run(_thread_count(threads, arrangement), scatter_rows, header.shape[0])
     codes[rows, columns] += delta
     return _contents(header, codes)
 
@@ -248,7 +250,7 @@ def _contents(header: Header, codes: NDArray[np.int32]) -> Contents:
 def decode_packed(
     blob: NDArray[np.uint8], *, name: str = "matrix", threads: int | None = None, shape: tuple[int, int] | None = None
 ) -> PackedMatrix:
-    """Return what a runtime multiplies with: nibbles or int8 by groups of columns, and patches. See `decode`."""
+    """Return the matrix in the form of a runtime: nibbles or int8 by groups of columns, and patches. See `decode`."""
     header, arrangement, symbols, patches = _symbols(blob, name, threads, shape)
     scales = _contents(header, np.broadcast_to(np.int32(0), header.shape))
     return pack(arrangement, symbols, patches, scales.column_scale, scales.row_scale)
@@ -257,14 +259,14 @@ def decode_packed(
 def _symbols(
     blob: NDArray[np.uint8], name: str, threads: int | None, shape: tuple[int, int] | None
 ) -> tuple[Header, Layout, NDArray[np.uint8], Patches]:
-    """Decode all symbols, and what is to be added to codes that were escaped."""
+    """Decode all symbols, and the patches that are added to escaped codes."""
     if blob.dtype != np.uint8 or blob.ndim != 1:
-        raise ValueError(f"a coded matrix is one-dimensional uint8, found {blob.ndim} dimensions of {blob.dtype}")
-    blob = np.require(blob, requirements=["C", "W"])  # kernels are compiled once, for memory that may be written
-    found = shape_of(blob, name=name)
-    if shape is not None and tuple(shape) != found:
+        raise ValueError(f"A coded matrix must be one-dimensional uint8; got {blob.ndim} dimensions of {blob.dtype}.")
+    blob = np.require(blob, requirements=["C", "W"])  # kernels are compiled for writable memory only
+    stored = shape_of(blob, name=name)
+    if shape is not None and tuple(shape) != stored:
         raise FormatError(
-            f"{name}: holds {found[0]} x {found[1]} weights, expected {shape[0]} x {shape[1]}; the file is damaged"
+            f"{name}: holds {stored[0]} x {stored[1]} weights, expected {shape[0]} x {shape[1]}. The file is damaged."
         )
     header, arrangement, bits = read_header(blob, name)
-    return header, arrangement, *decode_chunks(bits, header, arrangement, _threads(threads, arrangement))
+    return header, arrangement, *decode_chunks(bits, header, arrangement, _thread_count(threads, arrangement))

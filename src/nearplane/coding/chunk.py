@@ -1,4 +1,4 @@
-"""Chunks of a matrix to bytes and back, compiled: many in one call, during which other threads run."""
+"""Compiled coding and decoding of chunks: one call handles many chunks while other threads run."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from nearplane.coding.tans import LANES, PADDING_BYTES, EncoderTables, Lanes, Se
 
 _u64 = np.uint64
 
-# what may be wrong with a chunk
+# faults of a chunk; 0 stands for none
 ESCAPES_CUT_SHORT, LANE_LENGTHS_CUT_SHORT, LANES_TOO_LONG, STREAM_END_WRONG, ESCAPE_COUNT_WRONG = range(1, 6)
 
 
 class Patches(NamedTuple):
-    """What is added to codes that symbols do not hold."""
+    """Corrections that are added to escaped codes."""
 
-    rows: NDArray[np.int32]  # (patches,) of the matrix
-    columns: NDArray[np.int32]  # (patches,) of the matrix
-    delta: NDArray[np.int64]  # (patches,)
+    rows: NDArray[np.int32]  # (patches,) row of the matrix
+    columns: NDArray[np.int32]  # (patches,) column of the matrix
+    delta: NDArray[np.int64]  # (patches,) number to add to the code
 
 
 @njit(cache=True, nogil=True)
 def segments(begin: int, end: int, cells: Cells) -> Segments:
-    """Return how many of the symbols begin ... end - 1 lie in each cell that has any, and its table."""
+    """Return the segments of the symbols begin ... end - 1: their count in each cell that has any, and its table."""
     edges = cells.edges
     counts, tables, n = np.empty(len(cells.tables), np.int64), np.empty(len(cells.tables), np.int64), 0
     for cell in range(len(cells.tables)):
@@ -42,17 +42,17 @@ def segments(begin: int, end: int, cells: Cells) -> Segments:
 
 
 @njit(cache=True, nogil=True)
-def _read_count(data: NDArray[np.uint8]) -> tuple[int, int, int]:
-    """Return the bit behind the head of a list of escapes, or -1 if it is cut short; their number; the parameter."""
-    bits, width = 8 * len(data), 0
-    while width < bits and (data[width >> 3] >> (width & 7)) & 1:
+def _read_count(chunk: NDArray[np.uint8]) -> tuple[int, int, int]:
+    """Return the position after the head of a list of escapes (-1 if truncated), their number, and Rice parameter."""
+    bits, width = 8 * len(chunk), 0
+    while width < bits and (chunk[width >> 3] >> (width & 7)) & 1:
         width += 1
     at = width + 1
     if width > 31 or at + width > bits:
         return -1, 0, 0
     count = 1 << width
     for i in range(width):
-        count += int(np.int64((data[at >> 3] >> (at & 7)) & 1)) << i
+        count += int(np.int64((chunk[at >> 3] >> (at & 7)) & 1)) << i
         at += 1
     count -= 1
     parameter = 0
@@ -60,19 +60,19 @@ def _read_count(data: NDArray[np.uint8]) -> tuple[int, int, int]:
         if at + 4 > bits:
             return -1, 0, 0
         for i in range(4):
-            parameter |= int(np.int64((data[at >> 3] >> (at & 7)) & 1)) << i
+            parameter |= int(np.int64((chunk[at >> 3] >> (at & 7)) & 1)) << i
             at += 1
     return (at, count, parameter) if count * (parameter + 1) <= bits - at else (-1, 0, 0)
 
 
 @njit(cache=True, nogil=True)
-def _read_lanes(data: NDArray[np.uint8], at: int, lanes: Lanes) -> tuple[int, int]:
-    """Fill in the lanes that byte `at` begins to describe; return what is wrong, or 0, and the first lane's byte."""
+def _read_lanes(chunk: NDArray[np.uint8], at: int, lanes: Lanes) -> tuple[int, int]:
+    """Fill `lanes` from their description at byte `at`; return the fault or 0, and the first byte of the first lane."""
     lengths, words = lanes
-    if at + 2 * LANES > len(data):
+    if at + 2 * LANES > len(chunk):
         return LANE_LENGTHS_CUT_SHORT, 0
     for lane in range(LANES):
-        words[lane] = np.int64(data[at]) | np.int64(data[at + 1]) << 8
+        words[lane] = np.int64(chunk[at]) | np.int64(chunk[at + 1]) << 8
         at += 2
         if words[lane] >> 15:
             return LANES_TOO_LONG, 0
@@ -80,11 +80,11 @@ def _read_lanes(data: NDArray[np.uint8], at: int, lanes: Lanes) -> tuple[int, in
     for lane in range(LANES - 1):
         value, shift = np.int64(0), 0
         while True:
-            if at >= len(data):
+            if at >= len(chunk):
                 return LANE_LENGTHS_CUT_SHORT, 0
             if shift > 28:
                 return LANES_TOO_LONG, 0
-            byte = np.int64(data[at])
+            byte = np.int64(chunk[at])
             at += 1
             value |= (byte & 127) << shift
             shift += 7
@@ -92,16 +92,16 @@ def _read_lanes(data: NDArray[np.uint8], at: int, lanes: Lanes) -> tuple[int, in
                 break
         lengths[lane] = value
         total += value
-    lengths[LANES - 1] = len(data) - at - total
+    lengths[LANES - 1] = len(chunk) - at - total
     return (LANES_TOO_LONG if lengths[LANES - 1] < 0 else 0), at
 
 
 @njit(cache=True, nogil=True)
-def place(symbols: NDArray[np.uint8], begin: int, layout: Layout, values: NDArray[np.int64]) -> tuple[int, Patches]:
-    """Give the values of a list to the escapes among the decoded symbols from `begin` of the traversal.
+def resolve(symbols: NDArray[np.uint8], begin: int, layout: Layout, values: NDArray[np.int64]) -> tuple[int, Patches]:
+    """Assign the values of a list to the escapes among the decoded symbols from `begin` of the traversal.
 
     Returns:
-        What is wrong, or 0, and the differences from what the symbols decode to.
+        The fault or 0, and patches with the differences from the decoded codes.
     """
     row_order, column_order = layout.orders
     escapes, count = locate(symbols, begin, layout.groups, True), len(values)
@@ -118,7 +118,7 @@ def place(symbols: NDArray[np.uint8], begin: int, layout: Layout, values: NDArra
 
 @njit(cache=True, nogil=True)
 def _padded(blob: NDArray[np.uint8], first: int, last: int) -> NDArray[np.uint8]:
-    """Return the bytes first ... last - 1 of the blob with `PADDING_BYTES` more, copied only where it ends before."""
+    """Return the bytes first ... last - 1 of the blob and `PADDING_BYTES` more; copied only if the blob ends before."""
     if last + PADDING_BYTES <= len(blob):
         return blob[first : last + PADDING_BYTES]
     padded = np.zeros(last - first + PADDING_BYTES, np.uint8)
@@ -130,24 +130,24 @@ def _padded(blob: NDArray[np.uint8], first: int, last: int) -> NDArray[np.uint8]
 def _read_chunk(
     padded: NDArray[np.uint8], begin: int, layout: Layout, entries: NDArray[np.uint32], symbols: NDArray[np.uint8]
 ) -> tuple[int, Patches]:
-    """Decode a chunk, with padding, whose symbols begin at `begin` of the traversal; see `read_chunks`."""
-    data = padded[: len(padded) - PADDING_BYTES]
-    nothing = Patches(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int64))
-    at, count, parameter = _read_count(data)
+    """Decode a padded chunk whose symbols begin at `begin` of the traversal; see `read_chunks`."""
+    chunk = padded[: len(padded) - PADDING_BYTES]
+    no_patches = Patches(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int64))
+    at, count, parameter = _read_count(chunk)
     if at < 0:
-        return ESCAPES_CUT_SHORT, nothing
+        return ESCAPES_CUT_SHORT, no_patches
     values = np.empty(count, np.int64)
-    at = read_rice(data, at, parameter, values)
+    at = read_rice(chunk, at, parameter, values)
     if at < 0:
-        return ESCAPES_CUT_SHORT, nothing
+        return ESCAPES_CUT_SHORT, no_patches
     lanes = Lanes(np.empty(LANES, np.int64), np.empty(LANES, np.int64))
-    wrong, at = _read_lanes(data, (at + 7) >> 3, lanes)
-    if wrong:
-        return wrong, nothing
+    fault, at = _read_lanes(chunk, (at + 7) >> 3, lanes)
+    if fault:
+        return fault, no_patches
     cells = segments(begin, begin + len(symbols), layout.cells)
     if not tans.decode_lanes(padded, at, lanes, cells, entries, symbols):
-        return STREAM_END_WRONG, nothing
-    return place(symbols, begin, layout, values)
+        return STREAM_END_WRONG, no_patches
+    return resolve(symbols, begin, layout, values)
 
 
 @njit(cache=True, nogil=True)
@@ -162,11 +162,12 @@ def read_chunks(
     """Decode neighbouring chunks into the symbols of the matrix.
 
     Args:
-        starts: (chunks + 1,) first bytes in the blob, and the end.
-        bounds: (chunks + 1,) first symbols, and the end.
+        starts: (chunks + 1,) first byte of every chunk in the blob, and the end.
+        bounds: (chunks + 1,) first symbol of every chunk, and the end.
 
     Returns:
-        What is wrong with the first chunk that is damaged, or 0; which one it is; patches as those of `place`.
+        The fault of the first damaged chunk or 0, the index of this chunk, and the patches of all chunks; see
+        `resolve`.
     """
     total = np.int64(0)
     for n in range(len(bounds) - 1):
@@ -174,19 +175,19 @@ def read_chunks(
     rows, columns, delta = np.empty(total, np.int32), np.empty(total, np.int32), np.empty(total, np.int64)
     at = 0
     for n in range(len(bounds) - 1):
-        padded, into = _padded(blob, starts[n], starts[n + 1]), symbols[bounds[n] : bounds[n + 1]]
-        wrong, found = _read_chunk(padded, bounds[n], layout, entries, into)
-        if wrong:
-            return wrong, n, Patches(rows[:0], columns[:0], delta[:0])
-        for k in range(len(found.rows)):
-            rows[at], columns[at], delta[at] = found.rows[k], found.columns[k], found.delta[k]
+        padded, chunk_symbols = _padded(blob, starts[n], starts[n + 1]), symbols[bounds[n] : bounds[n + 1]]
+        fault, patches = _read_chunk(padded, bounds[n], layout, entries, chunk_symbols)
+        if fault:
+            return fault, n, Patches(rows[:0], columns[:0], delta[:0])
+        for k in range(len(patches.rows)):
+            rows[at], columns[at], delta[at] = patches.rows[k], patches.columns[k], patches.delta[k]
             at += 1
     return 0, 0, Patches(rows[:at], columns[:at], delta[:at])
 
 
 @njit(cache=True, nogil=True)
-def listed(symbols: NDArray[np.uint8], begin: int, layout: Layout, codes: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Return the codes of the escapes among the symbols of the stream from `begin` on; 0 for fillings."""
+def escapes_of(symbols: NDArray[np.uint8], begin: int, layout: Layout, codes: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Return the codes of the escapes among the symbols of the stream from `begin` on; 0 for padding."""
     row_order, column_order = layout.orders
     escapes = locate(symbols, begin, layout.groups, False)
     values = np.zeros(len(escapes.rows), np.int64)
@@ -198,7 +199,7 @@ def listed(symbols: NDArray[np.uint8], begin: int, layout: Layout, codes: NDArra
 
 @njit(cache=True, nogil=True)
 def write_list(values: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Return a list of escapes, filled up to a byte."""
+    """Return the bytes of a list of escapes."""
     count, folded = len(values), zigzag(values)
     parameter, size = best_rice(folded)
     width = 0
@@ -209,20 +210,20 @@ def write_list(values: NDArray[np.int64]) -> NDArray[np.uint8]:
     for i in range(width):
         bits[width + 1 + i] = ((count + 1) >> i) & 1
     if count:
-        rest = bits[2 * width + 1 :]
+        tail = bits[2 * width + 1 :]
         for i in range(4):
-            rest[i] = (parameter >> i) & 1
-        write_rice(folded, parameter, rest[4:])
-    out = np.zeros((len(bits) + 7) // 8, np.uint8)
+            tail[i] = (parameter >> i) & 1
+        write_rice(folded, parameter, tail[4:])
+    packed = np.zeros((len(bits) + 7) // 8, np.uint8)
     for i in range(len(bits)):
-        out[i >> 3] |= bits[i] << (i & 7)
-    return out
+        packed[i >> 3] |= bits[i] << (i & 7)
+    return packed
 
 
 @njit(cache=True, nogil=True)
 def write_chunks(
     codes: NDArray[np.int32],
-    staged: NDArray[np.uint8],
+    dense: NDArray[np.uint8],
     bounds: NDArray[np.int64],
     layout: Layout,
     kept: NDArray[np.uint8],
@@ -231,7 +232,7 @@ def write_chunks(
     """Code neighbouring chunks; see `read_chunks`, `gather` and `tans.encode`.
 
     Returns:
-        Their bytes one after another, and where each starts, and the end.
+        The bytes of all chunks, and (chunks + 1,) the start of each and the end.
     """
     chunks = len(bounds) - 1
     longest = np.int64(0)
@@ -239,18 +240,18 @@ def write_chunks(
         longest = max(longest, bounds[n + 1] - bounds[n])
     buffer, streams = np.empty(longest, np.uint8), np.empty(2 * longest + 16 * LANES, np.uint8)
     lanes = Lanes(np.empty(LANES, np.int64), np.empty(LANES, np.int64))
-    out = np.empty(2 * (bounds[chunks] - bounds[0]) + 128 * chunks, np.uint8)  # grows where there are many escapes
+    out = np.empty(2 * (bounds[chunks] - bounds[0]) + 128 * chunks, np.uint8)  # grows if there are many escapes
     starts, at = np.zeros(chunks + 1, np.int64), 0
     for n in range(chunks):
         begin, end = bounds[n], bounds[n + 1]
         symbols = buffer[: end - begin]
-        gather(staged, begin, layout.groups, layout.cells, kept, symbols)
-        escapes = write_list(listed(symbols, begin, layout, codes))
+        gather(dense, begin, layout.groups, layout.cells, kept, symbols)
+        escapes = write_list(escapes_of(symbols, begin, layout, codes))
         size = tans.encode(symbols, segments(begin, end, layout.cells), encoder, streams, lanes)
         if at + len(escapes) + size + 64 > len(out):
-            more = np.empty(2 * len(out) + len(escapes) + size, np.uint8)
-            more[:at] = out[:at]
-            out = more
+            larger = np.empty(2 * len(out) + len(escapes) + size, np.uint8)
+            larger[:at] = out[:at]
+            out = larger
         out[at : at + len(escapes)] = escapes
         at += len(escapes)
         for word in lanes.words:

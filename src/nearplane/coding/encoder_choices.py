@@ -1,7 +1,7 @@
-"""What the encoder chooses: which table codes each column and row, which tables are stored, what is coded in pairs.
+"""Choices of the encoder: the table of each column and row, the tables to store, and the groups coded in pairs.
 
-Every choice is the one of fewest bits in all. Works on histograms of |code| per column, of a fixed sample of the rows
-where a matrix is large, so that it costs little beside coding. A decoder needs none of this.
+Each choice minimizes the total number of bits. Choices are made on histograms of |code| per column, for large matrices
+of a fixed sample of rows, so that they take little time beside coding. A decoder needs none of this.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from nearplane.coding.cost import Counts, list_bits, paired_stream_bits, sample,
 from nearplane.coding.header_bits import write_table
 from nearplane.coding.layout import MAX_COLUMN_LEVEL, MAX_ROW_LEVEL, Header, Layout, chunk_edges, lay_out, predict
 
-MAX_ESCAPE_SHARE_IN_PAIRS = 2e-4  # share of codes outside the nibble up to which a group is coded in pairs
-MIXTURE_SAMPLE_COLUMNS = 384  # columns that the family's member is chosen on
-ROW_LEVEL_SAMPLE_COLUMNS = 1024  # columns, about, that levels of rows are guessed from
-# of a column's level
-CORRECTIONS_TRIED = np.array([*range(-6, 7), -8, 8, -11, 11, -15, 15, -20, 20, -27, 27, -36, 36])
-SLOPES_TRIED = (4, 3, 5, 2, 6, 1, 7, 0)
+MAX_ESCAPE_SHARE_IN_PAIRS = 2e-4  # largest share of codes outside a nibble in groups coded in pairs
+MIXTURE_SAMPLE_COLUMNS = 384  # columns from which the shape of the tables is chosen
+ROW_LEVEL_SAMPLE_COLUMNS = 1024  # approximate number of columns from which levels of rows are guessed
+# corrections of a column's level to try
+CANDIDATE_CORRECTIONS = np.array([*range(-6, 7), -8, 8, -11, 11, -15, 15, -20, 20, -27, 27, -36, 36])
+CANDIDATE_SLOPES = (4, 3, 5, 2, 6, 1, 7, 0)
 
 
 class Corrections(NamedTuple):
-    """Corrections of a level that are tried, and about what each takes to store."""
+    """Candidate corrections of a level, and the approximate bits to store each."""
 
-    values: NDArray[np.int64]  # (tried,)
-    bits: NDArray[np.float64]  # (tried,)
+    values: NDArray[np.int64]  # (candidates,)
+    bits: NDArray[np.float64]  # (candidates,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """A header, its layout, and the sample that they were chosen for."""
+    """A header, its layout, and the sample from which they were chosen."""
 
     header: Header
     layout: Layout
@@ -55,7 +55,7 @@ class Tally:
 
 
 @njit(cache=True, nogil=True)
-def _weighed(codes: NDArray[np.int32], pick: NDArray[np.int64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+def _row_sums(codes: NDArray[np.int32], pick: NDArray[np.int64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the weighted sums of min(|code|, 127) over some columns (out,)."""
     sums = np.empty(codes.shape[0])
     for i in range(codes.shape[0]):
@@ -67,7 +67,7 @@ def _weighed(codes: NDArray[np.int32], pick: NDArray[np.int64], weights: NDArray
 
 
 @njit(cache=True, nogil=True)
-def _totals(
+def _total_bits(
     cost: NDArray[np.float32], levels: NDArray[np.int64], step: int, first: int, count: int
 ) -> NDArray[np.float64]:
     """Return the bits of all columns at the spreads first + i + step * level, i < count."""
@@ -80,36 +80,36 @@ def _totals(
 
 
 @njit(cache=True, nogil=True)
-def _pick(
+def _best_corrections(
     cost: NDArray[np.float32], predicted: NDArray[np.int64], shift: int, step: int, limit: int, tried: Corrections
 ) -> tuple[NDArray[np.int32], float]:
-    """Choose for every row of the cost the correction that takes the fewest bits; return also the cost alone."""
+    """Return the correction with the fewest bits for every row of `cost`, and the cost without storing corrections."""
     last = cost.shape[1] - 1
-    found = np.empty(len(predicted), np.int32)
+    corrections = np.empty(len(predicted), np.int32)
     total = 0.0
     for j in range(len(predicted)):
-        best, own = 1e30, 0.0
+        best_total, best_bits = 1e30, 0.0
         for n in range(len(tried.values)):
             level = min(max(predicted[j] + tried.values[n], -limit), limit)
             bits = cost[j, min(max(shift + step * level, 0), last)]
-            if bits + tried.bits[n] < best:
-                best, own = bits + tried.bits[n], bits
-                found[j] = tried.values[n]
-        total += own
-    return found, total
+            if bits + tried.bits[n] < best_total:
+                best_total, best_bits = bits + tried.bits[n], bits
+                corrections[j] = tried.values[n]
+        total += best_bits
+    return corrections, total
 
 
 def choose(header: Header, codes: NDArray[np.int32]) -> Choices:
-    """Choose what a header says of the tables, for codes (out, in); its scales and shape are given, levels are all 0."""
+    """Complete a header, which has scales, shape and zero levels, by the choice of tables for codes (out, in)."""
     out, width = codes.shape
     counts = Counts(codes, header.row_levels, sample(out, width))
-    header, bits = _levels_of_columns(header, counts)
-    guess = _levels_of_rows(header, codes)
+    header, bits = _choose_column_levels(header, counts)
+    guess = _guess_row_levels(header, codes)
     if guess is not None:
-        other = Counts(codes, guess.row_levels, counts.rows)
-        tried, tried_bits = _levels_of_columns(guess, other)
-        if tried_bits + array_bits(guess.row_levels) + 2 < bits + 4:
-            header, counts = tried, other
+        guess_counts = Counts(codes, guess.row_levels, counts.rows)
+        guessed, guessed_bits = _choose_column_levels(guess, guess_counts)
+        if guessed_bits + array_bits(guess.row_levels) + 2 < bits + 4:
+            header, counts = guessed, guess_counts
     header = _choose_pairs(header, counts)
     arrangement = lay_out(header)
     spreads = header.spread_of(header.column_levels()[:, None], counts.levels[None, :])
@@ -120,7 +120,7 @@ def choose(header: Header, codes: NDArray[np.int32]) -> Choices:
 
 
 def tally(choices: Choices, codes: NDArray[np.int32]) -> Tally:
-    """Count all codes of the matrix (out, in) that the choices are for."""
+    """Count all codes of the matrix (out, in) for which the choices were made."""
     header, counts = choices.header, choices.sample
     if len(counts.rows) < len(codes):
         counts = Counts(codes, header.row_levels, np.arange(len(codes)))
@@ -130,113 +130,113 @@ def tally(choices: Choices, codes: NDArray[np.int32]) -> Tally:
     return Tally(counts=counts.by_spread(spreads), shares=shares, beyond=far.astype(np.int64))
 
 
-def _levels_of_columns(header: Header, counts: Counts) -> tuple[Header, float]:
-    """Choose shape and spread of the tables, the slope and the columns' levels; return the header and its bits."""
+def _choose_column_levels(header: Header, counts: Counts) -> tuple[Header, float]:
+    """Choose shape and spread of the tables, slope and column levels; return the header and its bits."""
     width = header.shape[1]
     row_step = 16 // header.row_level_resolution
     pick = sampled_columns(width)
-    slopes = (0,) if header.columns.min() == header.columns.max() else SLOPES_TRIED
+    slopes = (0,) if header.columns.min() == header.columns.max() else CANDIDATE_SLOPES
     header, spread = member(header, counts, pick, slopes, row_step)
     cost = counts.costs(header.mixture, row_step)
-    header, bits = _corrected(header, cost, spread, counts.doubt)
-    if header.corrections.any():  # the family's member once more: part of the tails was columns at a wrong level
+    header, bits = _correct(header, cost, spread, counts.min_gain)
+    if header.corrections.any():  # choose the shape again: a part of the tails came from columns at a wrong level
         sample = header.column_levels()[pick] * (16 // header.level_resolution)
         mixture, _ = _best_mixture(counts, pick, row_step, header.spread + sample, range(header.mixture + 1))
         if mixture != header.mixture:
-            again = replace(header, mixture=mixture, corrections=np.zeros(width, np.int32))
-            again, again_bits = _corrected(again, counts.costs(mixture, row_step), header.spread, counts.doubt)
-            if again_bits < bits:
-                return again, again_bits
+            other = replace(header, mixture=mixture, corrections=np.zeros(width, np.int32))
+            other, other_bits = _correct(other, counts.costs(mixture, row_step), header.spread, counts.min_gain)
+            if other_bits < bits:
+                return other, other_bits
     return header, bits
 
 
 def sampled_columns(width: int) -> NDArray[np.int64]:
-    """Return the columns that the family's member is chosen on."""
+    """Return the columns from which the shape of the tables is chosen."""
     return np.unique(np.linspace(0, width - 1, min(width, MIXTURE_SAMPLE_COLUMNS)).round().astype(np.int64))
 
 
 def member(
     header: Header, counts: Counts, pick: NDArray[np.int64], slopes: tuple[int, ...], row_step: int
 ) -> tuple[Header, int]:
-    """Choose slope, spread and shape of the tables on a sample of columns, without corrections of their levels."""
+    """Choose slope, spread and shape of the tables from a sample of columns, without corrections of levels."""
     cost = counts.costs(2, row_step, pick)
     cheapest = cost.argmin(1)
-    tried = []
+    candidates = []
     for slope in slopes:
-        levels = _predicted(header, slope)[pick]  # at 8 levels per octave
-        free = int(np.median(cheapest - 2 * levels))
-        totals = _totals(cost, levels, 2, free - 10, 21)
-        at = int(totals.argmin())
-        tried.append((float(totals[at]), slope, free - 10 + at))
-    _, slope, spread = min(tried, key=itemgetter(0))  # the first of equals
-    levels = 2 * _predicted(header, slope)[pick]
+        levels = _predicted_levels(header, slope)[pick]  # at 8 levels per octave
+        center = int(np.median(cheapest - 2 * levels))
+        totals = _total_bits(cost, levels, 2, center - 10, 21)
+        best = int(totals.argmin())
+        candidates.append((float(totals[best]), slope, center - 10 + best))
+    _, slope, spread = min(candidates, key=itemgetter(0))  # ties: the first
+    levels = 2 * _predicted_levels(header, slope)[pick]
     mixture, shift = _best_mixture(counts, pick, row_step, spread + levels, range(frequency_tables.SHAPES))
     return replace(header, mixture=mixture, slope=slope), spread + shift
 
 
-def _predicted(header: Header, slope: int) -> NDArray[np.int64]:
+def _predicted_levels(header: Header, slope: int) -> NDArray[np.int64]:
     return np.clip(predict(header.columns, header.column_resolution, slope, 8), -MAX_COLUMN_LEVEL, MAX_COLUMN_LEVEL)
 
 
 def _best_mixture(
     counts: Counts, pick: NDArray[np.int64], row_step: int, spreads: NDArray[np.int64], mixtures: range
 ) -> tuple[int, int]:
-    """Return the shape, of those given, and the shift of all spreads that take the fewest bits for columns at given ones."""
+    """Return the shape among `mixtures` and the shift of the given spreads that need the fewest bits."""
     best: dict[int, tuple[float, int]] = {}
 
     def total(mixture: int) -> float:
         if mixture not in mixtures:
             return float("inf")
         if mixture not in best:
-            totals = _totals(counts.costs(mixture, row_step, pick), spreads, 1, -6, 13)
+            totals = _total_bits(counts.costs(mixture, row_step, pick), spreads, 1, -6, 13)
             best[mixture] = (float(totals.min()), int(totals.argmin()) - 6)
         return best[mixture][0]
 
-    at = min((0, 2, 4, 7, 11), key=total)
+    chosen = min((0, 2, 4, 7, 11), key=total)
     while True:
-        following = min((at, at - 1, at + 1), key=total)
-        if following == at:
-            return at, best[at][1]
-        at = following
+        neighbour = min((chosen, chosen - 1, chosen + 1), key=total)
+        if neighbour == chosen:
+            return chosen, best[chosen][1]
+        chosen = neighbour
 
 
-def _corrected(header: Header, cost: NDArray[np.float32], spread: int, doubt: float) -> tuple[Header, float]:
+def _correct(header: Header, cost: NDArray[np.float32], spread: int, min_gain: float) -> tuple[Header, float]:
     """Choose levels per octave, spread and corrections for the columns; return the header and its bits.
 
-    `doubt` is the gain, in bits, that a correction must have over what it takes: a sample's gains are partly chance.
+    A correction must gain `min_gain` bits more than it takes, because gains on a sample are partly chance.
     """
     width = header.shape[1]
-    none = np.zeros(width, np.int32)
-    found: list[tuple[float, Header]] = []
+    zeros = np.zeros(width, np.int32)
+    options: list[tuple[float, Header]] = []
     for resolution in (8, 4, 2, 1):
         step = 16 // resolution
         predicted = predict(header.columns, header.column_resolution, header.slope, resolution)
         levels = np.clip(predicted, -MAX_COLUMN_LEVEL, MAX_COLUMN_LEVEL)
-        totals = _totals(cost, levels, step, spread - 3, 7)
+        totals = _total_bits(cost, levels, step, spread - 3, 7)
         shift = int(np.clip(spread - 3 + int(totals.argmin()), 0, frequency_tables.SPREADS - 1))
-        bits = float(_totals(cost, levels, step, shift, 1)[0]) + 4
-        found.append((bits, replace(header, level_resolution=resolution, spread=shift, corrections=none)))
+        bits = float(_total_bits(cost, levels, step, shift, 1)[0]) + 4
+        options.append((bits, replace(header, level_resolution=resolution, spread=shift, corrections=zeros)))
         for parameter in (0, 1, 2):
-            rice = _rice(CORRECTIONS_TRIED, parameter) + np.where(CORRECTIONS_TRIED, doubt, 0.0)
-            tried = Corrections(CORRECTIONS_TRIED, rice)
-            corrections, bits = _pick(cost, predicted, shift, step, MAX_COLUMN_LEVEL, tried)
+            rice = _rice_bits(CANDIDATE_CORRECTIONS, parameter) + np.where(CANDIDATE_CORRECTIONS, min_gain, 0.0)
+            tried = Corrections(CANDIDATE_CORRECTIONS, rice)
+            corrections, bits = _best_corrections(cost, predicted, shift, step, MAX_COLUMN_LEVEL, tried)
             bits += array_bits(corrections)
-            found.append((bits, replace(header, level_resolution=resolution, spread=shift, corrections=corrections)))
-    bits, header = min(found, key=itemgetter(0))
+            options.append((bits, replace(header, level_resolution=resolution, spread=shift, corrections=corrections)))
+    bits, header = min(options, key=itemgetter(0))
     return header, bits
 
 
-def _rice(values: NDArray[np.int64], parameter: int) -> NDArray[np.float64]:
-    """Return the bits of single integers, about."""
+def _rice_bits(values: NDArray[np.int64], parameter: int) -> NDArray[np.float64]:
+    """Return the approximate bits of the Rice codes of single integers."""
     quotients: NDArray[np.int64] = np.minimum(zigzag(values) >> parameter, 32)
     return np.float64(1 + parameter) + quotients.astype(np.float64)
 
 
-def _levels_of_rows(header: Header, codes: NDArray[np.int32]) -> Header | None:
-    """Guess levels of rows from the weighted sums of |code|, or None where they would not pay.
+def _guess_row_levels(header: Header, codes: NDArray[np.int32]) -> Header | None:
+    """Return a header with row levels guessed from weighted sums of |code|, or None if levels would not save bits.
 
-    The weights make the sum as good an estimate of a row's spread as its columns allow; the gain of a level is that of
-    Gaussians nearby, 0.72 * information * shift^2 bits.
+    The weights give the best estimate of a row's spread from its columns; the gain of a level is approximated by that
+    of Gaussians, 0.72 * information * shift^2 bits.
     """
     mean, variance = frequency_tables.family_moments()
     slope = np.gradient(mean)  # per sixteenth of an octave
@@ -245,60 +245,60 @@ def _levels_of_rows(header: Header, codes: NDArray[np.int32]) -> Header | None:
     information = float((weights * slope[spreads]).sum())
     width = len(spreads)
     pick = np.arange(width)
-    if width > ROW_LEVEL_SAMPLE_COLUMNS:  # sixteen neighbours at a time: memory is read in lines
+    if width > ROW_LEVEL_SAMPLE_COLUMNS:  # sixteen neighbouring columns fill a cache line
         starts = np.linspace(0, width - 16, ROW_LEVEL_SAMPLE_COLUMNS // 16).astype(np.int64)
         pick = (starts[:, None] + np.arange(16)).reshape(-1)
     spreads = spreads[pick]
     shifts = np.arange(-64, 65)
     count = np.bincount(spreads, minlength=frequency_tables.SPREADS)
     used = np.flatnonzero(count)
-    per = count[used] * (slope[used] / np.maximum(variance[used], 1e-3))
-    expected = (per[:, None] * mean[np.clip(used[:, None] + shifts[None, :], 0, frequency_tables.SPREADS - 1)]).sum(0)
-    shift = np.interp(_weighed(codes, pick, weights[pick]), np.maximum.accumulate(expected), shifts)
-    found: list[tuple[float, Header]] = []
-    gained = 0.72 * information
+    w = count[used] * (slope[used] / np.maximum(variance[used], 1e-3))
+    expected = (w[:, None] * mean[np.clip(used[:, None] + shifts[None, :], 0, frequency_tables.SPREADS - 1)]).sum(0)
+    shift = np.interp(_row_sums(codes, pick, weights[pick]), np.maximum.accumulate(expected), shifts)
+    candidates: list[tuple[float, Header]] = []
+    gain = 0.72 * information
     tried, level = np.arange(-MAX_ROW_LEVEL, MAX_ROW_LEVEL + 1), np.zeros(len(shift), np.int64)
     for resolution in (1, 2, 4):
-        each = (gained * (shift[:, None] - 16 // resolution * tried[None, :]) ** 2).astype(np.float32)
+        cost = (gain * (shift[:, None] - 16 // resolution * tried[None, :]) ** 2).astype(np.float32)
         for parameter in (0, 1, 2):
-            corrections = Corrections(tried, _rice(tried, parameter))
-            levels, bits = _pick(each, level, MAX_ROW_LEVEL, 1, MAX_ROW_LEVEL, corrections)
+            corrections = Corrections(tried, _rice_bits(tried, parameter))
+            levels, bits = _best_corrections(cost, level, MAX_ROW_LEVEL, 1, MAX_ROW_LEVEL, corrections)
             bits += array_bits(levels)
             if levels.any():
-                found.append((bits, replace(header, row_level_resolution=resolution, row_levels=levels)))
-    bits, header = min(found, key=itemgetter(0), default=(np.inf, header))
-    return None if bits > gained * float((shift**2).sum()) else header
+                candidates.append((bits, replace(header, row_level_resolution=resolution, row_levels=levels)))
+    bits, header = min(candidates, key=itemgetter(0), default=(np.inf, header))
+    return None if bits > gain * float((shift**2).sum()) else header
 
 
 def _choose_pairs(header: Header, counts: Counts) -> Header:
-    """Choose the groups that are coded in pairs and make their widths even by moving single columns up a level."""
+    """Choose the groups coded in pairs, and make their widths even by moving single columns up a level."""
     levels = header.column_levels()
     top = counts.top
     outside = counts.signed.sum(0, dtype=np.int64)  # (in, symbols)
     total = outside.sum(1)
     outside = total - outside[:, max(0, top - 7) : top + 8][:, : 2 * top + 1].sum(1) if top > 7 else outside[:, -1]
-    found = np.unique(levels)
+    distinct_levels = np.unique(levels)
     pairs = 0
-    while pairs < len(found):
-        here = levels == found[pairs]
-        if outside[here].sum() > MAX_ESCAPE_SHARE_IN_PAIRS * total[here].sum():
+    while pairs < len(distinct_levels):
+        members = levels == distinct_levels[pairs]
+        if outside[members].sum() > MAX_ESCAPE_SHARE_IN_PAIRS * total[members].sum():
             break
         pairs += 1
     predicted = predict(header.columns, header.column_resolution, header.slope, header.level_resolution)
     corrections = header.corrections.copy()
-    for level, above in itertools.pairwise(found[: pairs + 1]):
-        here = np.flatnonzero(levels == level)
-        if len(here) % 2:
-            corrections[here[-1]] = above - predicted[here[-1]]
-            levels[here[-1]] = above
-    pairs = len(np.unique(levels[levels <= found[pairs - 1]])) if pairs else 0
+    for level, above in itertools.pairwise(distinct_levels[: pairs + 1]):
+        members = np.flatnonzero(levels == level)
+        if len(members) % 2:
+            corrections[members[-1]] = above - predicted[members[-1]]
+            levels[members[-1]] = above
+    pairs = len(np.unique(levels[levels <= distinct_levels[pairs - 1]])) if pairs else 0
     return replace(header, pairs=pairs, corrections=corrections)
 
 
 def _shares_of_pairs(
     header: Header, arrangement: Layout, spreads: NDArray[np.int64], counts: Counts
 ) -> dict[int, float]:
-    """Return of every spread which share of its codes stands in pairs."""
+    """Return the share of codes in pairs for every spread."""
     paired = np.zeros(header.shape[1], bool)
     for start, stop, pairs in zip(*arrangement.groups[1:], strict=True):
         paired[arrangement.orders.columns[start:stop]] = pairs
@@ -311,47 +311,47 @@ def _shares_of_pairs(
 def stored_tables(
     header: Header, counts: dict[int, NDArray[np.int64]], shares: dict[int, float], sampled: bool
 ) -> dict[int, NDArray[np.uint16]]:
-    """Return the tables that pay for themselves; `sampled` if the counts are of some rows."""
-    found: dict[int, NDArray[np.uint16]] = {}
+    """Return the tables that save more bits than they take; `sampled` means that counts cover only some rows."""
+    tables: dict[int, NDArray[np.uint16]] = {}
     saved = 0.0
     for spread, count in counts.items():
         reference = frequency_tables.parametric(spread, header.mixture)
-        kept = count.copy()
+        coded = count.copy()
         if shares[spread] == 0.0:
             rare = (count << 14) < count.sum()
             rare[128] = False
-            kept[frequency_tables.ESCAPE] += kept[1:][rare[1:]].sum()
-            kept[1:][rare[1:]] = 0
-        if sampled:  # other rows may hold what the sample lacks
-            kept[frequency_tables.ESCAPE] = max(1, kept[frequency_tables.ESCAPE])
-        table = frequency_tables.normalise(kept)
+            coded[frequency_tables.ESCAPE] += coded[1:][rare[1:]].sum()
+            coded[1:][rare[1:]] = 0
+        if sampled:  # other rows may have codes that the sample lacks
+            coded[frequency_tables.ESCAPE] = max(1, coded[frequency_tables.ESCAPE])
+        table = frequency_tables.normalise(coded)
         out = BitWriter()
         write_table(out, table, reference)
         gain = table_bits(count, reference) - table_bits(count, table) - out.count - 1
         if gain > 0:
-            found[spread] = table
+            tables[spread] = table
             saved += gain
-    return found if saved > len(counts) else {}
+    return tables if saved > len(counts) else {}
 
 
 def payload_bits(choices: Choices, tally: Tally) -> float:
-    """Return the bits of codes and escapes, and of the chunks around them; pairs as if neighbours were independent."""
+    """Return the bits of codes, escapes and chunk overhead; pairs are taken as independent codes."""
     header = choices.header
     bits = 0.0
     listed = np.zeros(256)
     for spread, count in tally.counts.items():
         table, share = header.table(spread), tally.shares[spread]
         if share < 1:
-            more, more_listed = stream_bits(count, table)
-            bits += (1 - share) * more
-            listed += (1 - share) * more_listed
+            part_bits, part_listed = stream_bits(count, table)
+            bits += (1 - share) * part_bits
+            listed += (1 - share) * part_listed
         if share > 0:
-            more, more_listed = paired_stream_bits(count, frequency_tables.paired(table))
-            bits += share * more
-            listed += share * more_listed
+            part_bits, part_listed = paired_stream_bits(count, frequency_tables.paired(table))
+            bits += share * part_bits
+            listed += share * part_listed
     bits += list_bits(listed, tally.beyond)
     chunks = len(chunk_edges(choices.layout.total)) - 1
-    each = bits / 8 / chunks  # bytes of a chunk's lanes
-    lengths = len(varint(int(each))) + 7 * len(varint(int(each / 8)))
-    around = lengths + 4 + 1 + 8 * 2 + 8 * 0.5  # with the checksum, the count of escapes, the words, ends of lanes
-    return bits + 8 * chunks * around
+    lane_bytes = bits / 8 / chunks  # of one chunk
+    lengths = len(varint(int(lane_bytes))) + 7 * len(varint(int(lane_bytes / 8)))
+    overhead = lengths + 4 + 1 + 8 * 2 + 8 * 0.5  # also checksum, count of escapes, words, ends of lanes
+    return bits + 8 * chunks * overhead

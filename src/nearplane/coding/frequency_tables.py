@@ -1,12 +1,12 @@
-"""Probability tables of the coder: integer frequencies, which every machine computes alike.
+"""Probability tables of the coder, as integer frequencies that every machine computes identically.
 
-A table gives each symbol a frequency out of 4096. Tables come from one family, a scale mixture of Gaussians that are
-integrated over the unit bins around the integers; it is indexed by a spread (sixteenths of an octave) and a shape (0 is
-Gaussian, larger has heavier tails). A stored table is a correction of a member of the family. Floats never reach the
-coder: the two constants below are rounded once, far from any tie, and everything after them is integer arithmetic.
+A table gives each symbol a frequency out of 4096. All tables belong to one family: scale mixtures of Gaussians,
+integrated over the unit bins around the integers. The index of a table is its spread (sixteenths of an octave) and its
+shape (0 is Gaussian, larger shapes have heavier tails). A stored table is a correction of a member of the family. No
+float reaches the coder: the two constants below are rounded once, far from any tie, and all else is integer arithmetic.
 
 Symbols of a byte table are `code + 128` for |code| <= 127, of a pair table two nibbles `code + 8` for |code| <= 7, the
-first column low. Symbol 0 (in a pair: nibble 0) is the escape: its code stands in a list of its own.
+first column low. Symbol 0 (in a pair: nibble 0) is the escape: its code is in a separate list.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-FREQUENCY_SUM = 4096  # frequencies of a table sum to this
+FREQUENCY_SUM = 4096  # sum of the frequencies of a table
 SPREADS = 161  # sigma = 2 ** ((spread - 48) / 16): 1/8 ... 128
 SHAPES = 16  # a mixture over sigma * 2 ** (shape * m / 16), m = -4 ... 4
 ESCAPE = 0
-MAX_BYTE_CODE = 127  # of the codes that are symbols of a byte table
-MAX_NIBBLE_CODE = 7
+MAX_BYTE_CODE = 127  # largest |code| with a symbol in a byte table
+MAX_NIBBLE_CODE = 7  # largest |code| with a nibble in a pair table
 
 # 2^31 Q(i/64)
 _GAUSSIAN_TAIL = np.array([round(2**31 * math.erfc(i / 64 / math.sqrt(2)) / 2) for i in range(424)], np.int64)
@@ -47,20 +47,20 @@ def _tail(odd: int, spread: int) -> int:
 
 @njit(cache=True, nogil=True)
 def parametric(spread: int, shape: int) -> NDArray[np.uint16]:
-    """Return the (256,) frequencies for a spread and a shape; symmetric, and 0, +-1 and the escape always have some."""
-    weight = np.zeros(MAX_BYTE_CODE + 2, np.int64)  # of |code|, one side; the last: beyond, both sides
+    """Return the (256,) frequencies for a spread and a shape; symmetric, and positive for 0, +-1 and the escape."""
+    weight = np.zeros(MAX_BYTE_CODE + 2, np.int64)  # of |code| on one side; last: beyond, on both sides
     parts = 9 if shape else 1
     for part in range(parts):
-        at = spread + (part - 4) * shape if shape else spread
+        part_spread = spread + (part - 4) * shape if shape else spread
         share = _MIXTURE_WEIGHTS[part] if shape else 1
-        before = np.int64(1) << 30
+        above = np.int64(1) << 30
         for k in range(MAX_BYTE_CODE + 1):
-            after = np.int64(_tail(2 * k + 1, at))
-            weight[k] += share * ((before - after) * 2 if k == 0 else before - after)
-            before = after
-            if after == 0:
+            below = np.int64(_tail(2 * k + 1, part_spread))
+            weight[k] += share * ((above - below) * 2 if k == 0 else above - below)
+            above = below
+            if below == 0:
                 break
-        weight[MAX_BYTE_CODE + 1] += share * 2 * before
+        weight[MAX_BYTE_CODE + 1] += share * 2 * above
     unallocated = np.int64(1 << 31) * (256 if shape else 1)
     escaped = weight[MAX_BYTE_CODE + 1]
     top = MAX_BYTE_CODE
@@ -68,18 +68,18 @@ def parametric(spread: int, shape: int) -> NDArray[np.uint16]:
         escaped += 2 * weight[top]
         top -= 1
     frequency = np.zeros(256, np.uint16)
-    free = np.int64(FREQUENCY_SUM)
-    slots = min(max(1, (escaped * free + unallocated // 2) // unallocated), free - 2 * top - 1)
+    left = np.int64(FREQUENCY_SUM)
+    slots = min(max(1, (escaped * left + unallocated // 2) // unallocated), left - 2 * top - 1)
     frequency[ESCAPE] = slots
-    free -= slots
+    left -= slots
     unallocated -= escaped
-    for k in range(top, 0, -1):  # from the tails inwards: codes nearer to 0 absorb the rounding
-        slots = min(max(1, (weight[k] * free + unallocated // 2) // max(1, unallocated)), (free - 2 * k + 1) // 2)
+    for k in range(top, 0, -1):  # from the tails inwards: codes near 0 absorb the rounding
+        slots = min(max(1, (weight[k] * left + unallocated // 2) // max(1, unallocated)), (left - 2 * k + 1) // 2)
         frequency[128 + k] = slots
         frequency[128 - k] = slots
-        free -= 2 * slots
+        left -= 2 * slots
         unallocated -= 2 * weight[k]
-    frequency[128] = free
+    frequency[128] = left
     return frequency
 
 
@@ -98,21 +98,21 @@ def _allocate(weight: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np
         if weight[symbol] > 0:
             count += 1
             unallocated += weight[symbol]
-    free = np.int64(FREQUENCY_SUM)
+    left = np.int64(FREQUENCY_SUM)
     for symbol in order:
         if weight[symbol] > 0:
             count -= 1
-            slots = min(max(1, (weight[symbol] * free + unallocated // 2) // unallocated), free - count)
+            slots = min(max(1, (weight[symbol] * left + unallocated // 2) // unallocated), left - count)
             if count == 0:
-                slots = free
+                slots = left
             frequency[symbol] = slots
-            free -= slots
+            left -= slots
             unallocated -= weight[symbol]
     return frequency
 
 
 def paired(single: NDArray[np.uint16]) -> NDArray[np.uint16]:
-    """Return the (256,) frequencies of two independent codes as nibbles; what is rarer than 2^-14 is escaped."""
+    """Return the (256,) frequencies of two independent codes as nibbles; pairs rarer than 2^-14 are escaped."""
     nibble = np.empty(16, np.int64)
     nibble[1:] = single[128 - MAX_NIBBLE_CODE : 129 + MAX_NIBBLE_CODE]
     nibble[0] = FREQUENCY_SUM - nibble[1:].sum()
@@ -126,7 +126,7 @@ def paired(single: NDArray[np.uint16]) -> NDArray[np.uint16]:
 
 @functools.cache
 def family_costs(mixture: int) -> NDArray[np.float32]:
-    """Return the bits of |code| = 0 ... 127 and, last, of anything beyond: (spreads, 129); escapes with their list."""
+    """Return (spreads, 129) bits of |code| = 0 ... 127 and, last, of larger ones; escapes include their list entry."""
     half = np.zeros((SPREADS, MAX_BYTE_CODE + 2))
     escape = np.empty(SPREADS)
     for spread in range(SPREADS):
@@ -140,7 +140,7 @@ def family_costs(mixture: int) -> NDArray[np.float32]:
 
 @functools.cache
 def family_moments() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return of |code| the mean and the variance at every spread of the Gaussian members: two of (spreads,)."""
+    """Return (spreads,) mean and (spreads,) variance of |code| under the Gaussian tables."""
     magnitude = np.arange(MAX_BYTE_CODE + 1.0)
     mean, variance = np.empty(SPREADS), np.empty(SPREADS)
     for spread in range(SPREADS):

@@ -1,4 +1,4 @@
-"""The header of a coded matrix as bits: write it, read it, refuse what is damaged."""
+"""Header of a coded matrix as bits: writing, reading, and refusal of damaged ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nearplane.errors import FormatError
 
 
 def write_header(header: Header, layout: Layout) -> tuple[BitWriter, int]:
-    """Return the header's bits after the tag and the shape, and how many of them grow with the rows."""
+    """Return the header's bits after the tag and the shape, and the number of bits that grow with the rows."""
     out = BitWriter()
     out.put(header.base, 16)
     out.put(header.column_resolution.bit_length() - 1, 3)
@@ -47,42 +47,42 @@ def write_header(header: Header, layout: Layout) -> tuple[BitWriter, int]:
 
 
 def write_table(out: BitWriter, table: NDArray[np.uint16], reference: NDArray[np.uint16]) -> None:
-    """Write frequencies as what they differ by from the family's: largest |code|, Rice parameter, escape, codes."""
+    """Write frequencies as differences from the family's: largest |code|, Rice parameter, escape, codes."""
     used = np.flatnonzero(table[1:])
     top = int(np.abs(used - 127).max()) if len(used) else 0
     out.gamma(top)
-    kept = np.concatenate([[0], np.arange(128 - top, 129 + top)])
-    difference = table[kept].astype(np.int64) - reference[kept]
+    symbols = np.concatenate([[0], np.arange(128 - top, 129 + top)])
+    difference = table[symbols].astype(np.int64) - reference[symbols]
     parameter, _ = best_rice(zigzag(difference))
     out.put(parameter, 4)
     out.rice(difference, parameter)
 
 
-def read_header(data: NDArray[np.uint8], name: str) -> tuple[Header, Layout, BitReader]:
+def read_header(blob: NDArray[np.uint8], name: str) -> tuple[Header, Layout, BitReader]:
     """Read and check a header.
 
     Returns:
-        The header, its layout, and the reader behind its last bit.
+        The header, its layout, and the reader positioned after its last bit.
 
     Raises:
-        FormatError: the bytes are not a header of this version, or end early.
+        FormatError: The bytes are not a header of this version, or end too early.
     """
-    shape, at = read_shape(data, name)
+    shape, at = read_shape(blob, name)
     out, width = shape
-    if out * width > MAX_WEIGHTS_PER_BYTE * len(data):
+    if out * width > MAX_WEIGHTS_PER_BYTE * len(blob):
         raise FormatError(
-            f"{name}: {len(data)} bytes claim to hold {out} x {width} weights; the matrix is damaged or cut short"
+            f"{name}: {len(blob)} bytes claim to hold {out} x {width} weights. The matrix is damaged or truncated."
         )
-    bits = BitReader(data, 8 * at, name)
+    bits = BitReader(blob, 8 * at, name)
     base, column_resolution, row_resolution = bits.take(16), 1 << bits.take(3), 1 << bits.take(3)
     if max(column_resolution, row_resolution) > 64:
-        raise FormatError(f"{name}: a ladder has 128 steps per octave, at most 64 are possible; the file is damaged")
+        raise FormatError(f"{name}: the scales have 128 steps per octave; the limit is 64. The file is damaged.")
     columns = bits.array(width, "column exponents", MAX_EXPONENT)
     rows = bits.optional(out, "row exponents", MAX_EXPONENT)
     spread, mixture, slope, level_resolution = bits.take(8), bits.take(4), bits.take(3), 1 << bits.take(2)
     if spread >= frequency_tables.SPREADS:
         raise FormatError(
-            f"{name}: the spread is {spread}, at most {frequency_tables.SPREADS - 1} is possible; the file is damaged"
+            f"{name}: the spread is {spread}; the limit is {frequency_tables.SPREADS - 1}. The file is damaged."
         )
     corrections = bits.optional(width, "column levels", MAX_EXPONENT)
     row_levels = bits.optional(out, "row levels", MAX_ROW_LEVEL)
@@ -106,7 +106,7 @@ def read_header(data: NDArray[np.uint8], name: str) -> tuple[Header, Layout, Bit
     layout = lay_out(header)
     if header.pairs > len(layout.groups.starts):
         raise FormatError(
-            f"{name}: {header.pairs} groups of pairs, there are {len(layout.groups.starts)} groups; the file is damaged"
+            f"{name}: {header.pairs} of {len(layout.groups.starts)} groups are coded in pairs. The file is damaged."
         )
     if bits.take(1):
         for key in sorted({key for key, _ in layout.keys}):
@@ -118,42 +118,42 @@ def read_header(data: NDArray[np.uint8], name: str) -> tuple[Header, Layout, Bit
 def _read_table(bits: BitReader, reference: NDArray[np.uint16]) -> NDArray[np.uint16]:
     top = bits.gamma("tables")
     if top > frequency_tables.MAX_BYTE_CODE:
-        raise FormatError(f"{bits.name}: a table reaches to {top}, at most 127 is possible; the file is damaged")
-    kept = np.concatenate([[0], np.arange(128 - top, 129 + top)])
+        raise FormatError(f"{bits.name}: a table reaches to code {top}; the limit is 127. The file is damaged.")
+    symbols = np.concatenate([[0], np.arange(128 - top, 129 + top)])
     table = np.zeros(256, np.int64)
-    table[kept] = reference[kept] + bits.rice(len(kept), bits.take(4, "tables"), "tables")
+    table[symbols] = reference[symbols] + bits.rice(len(symbols), bits.take(4, "tables"), "tables")
     if table.min() < 0 or table.sum() != frequency_tables.FREQUENCY_SUM:
         raise FormatError(
-            f"{bits.name}: the frequencies of a table sum to {table.sum()}, not 4096; the file is damaged"
+            f"{bits.name}: the frequencies of a table sum to {table.sum()}, not 4096. The file is damaged."
         )
     return table.astype(np.uint16)
 
 
-def read_shape(data: NDArray[np.uint8], name: str) -> tuple[tuple[int, int], int]:
+def read_shape(blob: NDArray[np.uint8], name: str) -> tuple[tuple[int, int], int]:
     """Return the shape and the byte after it."""
-    if len(data) < 8:
-        raise FormatError(f"{name}: {len(data)} bytes, a coded matrix has at least 8; the file is cut short")
-    version, tag = int(data[0]) >> 4, int(data[0]) & 15
+    if len(blob) < 8:
+        raise FormatError(f"{name}: {len(blob)} bytes, but a coded matrix has at least 8. The file is truncated.")
+    version, tag = int(blob[0]) >> 4, int(blob[0]) & 15
     if version != VERSION:
         raise FormatError(
-            f"{name}: coded in version {version} of the format, this nearplane reads version {VERSION}; "
-            "read it with the nearplane that wrote it, or get the file again if it is damaged"
+            f"{name}: coded in version {version} of the format; this nearplane reads version {VERSION}. "
+            "Use the nearplane that wrote the file, or get the file again if it is damaged."
         )
     if tag != TANS:
-        raise FormatError(f"{name}: coder {tag} is unknown, known is 0 (tans); a newer nearplane may read it")
+        raise FormatError(f"{name}: coder {tag} is unknown; expected 0 (tans). A newer nearplane may read the file.")
     sides, at = [], 1
     for _ in range(2):
         value, shift = 0, 0
         while True:
-            if at >= len(data) or shift > 28:
-                raise FormatError(f"{name}: the shape does not end; the file is damaged")
-            byte = int(data[at])
+            if at >= len(blob) or shift > 28:
+                raise FormatError(f"{name}: the shape does not end. The file is damaged.")
+            byte = int(blob[at])
             at += 1
             value |= (byte & 127) << shift
             shift += 7
             if byte < 128:
                 break
         if not 1 <= value <= MAX_SIDE:
-            raise FormatError(f"{name}: a side of {value}, expected 1 ... {MAX_SIDE}; the file is damaged")
+            raise FormatError(f"{name}: a side has length {value}; expected 1 ... {MAX_SIDE}. The file is damaged.")
         sides.append(value)
     return (sides[0], sides[1]), at

@@ -1,6 +1,6 @@
-"""Loads and stores at any address, and other instructions that Numba has no words for, for compiled functions to call.
+"""Loads and stores at any address, and other machine instructions that Numba lacks, for compiled functions.
 
-None of them checks anything: that an address can be read or written is for the caller to know.
+They check nothing: the caller must ensure that an address can be read or written.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ def _load(bits: int, align: int) -> Any:
     @intrinsic
     def load(typingctx: Any, address: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            found = builder.load(builder.inttoptr(arguments[0], ir.IntType(bits).as_pointer()))
-            found.align = align
-            return builder.zext(found, ir.IntType(64)) if bits < 64 else found
+            number = builder.load(builder.inttoptr(arguments[0], ir.IntType(bits).as_pointer()))
+            number.align = align
+            return builder.zext(number, ir.IntType(64)) if bits < 64 else number
 
         return types.uint64(types.uint64), generate
 
@@ -44,7 +44,7 @@ def _store(bits: int) -> Any:
 
 
 def _trailing_zeros(typingctx: Any, value: Any) -> Any:
-    """Count how many of the low bits of an unsigned 64-bit number are 0; of 0, 64."""
+    """Count the trailing zero bits of an unsigned 64-bit number; 64 for 0."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
@@ -52,8 +52,8 @@ def _trailing_zeros(typingctx: Any, value: Any) -> Any:
     return types.uint64(types.uint64), generate
 
 
-def _keep_apart(typingctx: Any) -> Any:
-    """Keep the function around this from being merged into its callers. There its inner loop would run out of registers."""
+def _prevent_inlining(typingctx: Any) -> Any:
+    """Prevent inlining of the calling function, whose inner loop would run out of registers in its callers."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.function.attributes.add("noinline")
@@ -68,4 +68,4 @@ load16 = _load(16, 2)
 load8 = _load(8, 1)
 store8, store64 = _store(8), _store(64)
 trailing_zeros: Any = intrinsic(_trailing_zeros)
-keep_apart: Any = intrinsic(_keep_apart)
+prevent_inlining: Any = intrinsic(_prevent_inlining)

@@ -1,4 +1,4 @@
-"""The header of a coded matrix, and what follows from it by rule: the order of the symbols, the tables and the chunks."""
+"""Header of a coded matrix, and the layout derived from it: order of the symbols, tables and chunks."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from nearplane.coding import frequency_tables
 
 VERSION = 2
 TANS = 0  # number of the coder
-MAX_WEIGHTS_PER_BYTE = 1 << 14  # weights per byte: no encoder reaches that, so a blob that claims it is refused
+MAX_WEIGHTS_PER_BYTE = 1 << 14  # no encoder reaches this, so blobs that claim more are refused
 MAX_COLUMN_LEVEL = 40  # a column's level is clamped to -40 ... 40
-MAX_ROW_LEVEL = 8  # a row's lies within -8 ... 8
+MAX_ROW_LEVEL = 8  # a row's level lies within -8 ... 8
 MAX_EXPONENT = 1 << 15  # bound on the exponents of scales
 MAX_SIDE = 1 << 28  # bound on rows and on columns
-CHUNK_SYMBOLS = 1 << 17  # symbols of a chunk, about
+CHUNK_SYMBOLS = 1 << 17  # approximate number of symbols per chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """All that precedes the codes: scales, and which table codes each column and row.
+    """Everything before the codes: scales, and the table of each column and row.
 
-    Levels are steps of 16/level_resolution sixteenths of an octave of spread.
+    Levels are in units of 16/level_resolution sixteenths of an octave of spread.
     """
 
     shape: tuple[int, int]
-    base: int  # u16 of the ladder 2 ** ((base - 32768) / 256)
+    base: int  # u16, stands for 2 ** ((base - 32768) / 256)
     column_resolution: int
     row_resolution: int
     columns: NDArray[np.int32]  # (in,)
     rows: NDArray[np.int32]  # (out,)
     spread: int = 0
     mixture: int = 0  # shape of the family
-    slope: int = 0  # quarters: how many levels a column's exponent predicts
+    slope: int = 0  # quarters of an octave of spread that a column's exponent predicts per octave
     level_resolution: int = 1  # 1, 2, 4, 8
     row_level_resolution: int = 1
-    corrections: NDArray[np.int32] = field(repr=False)  # (in,) of the predicted levels
+    corrections: NDArray[np.int32] = field(repr=False)  # (in,) added to the predicted levels
     row_levels: NDArray[np.int32] = field(repr=False)  # (out,)
     pairs: int = 0  # groups, from the lowest level on, whose symbols are pairs
-    stored: dict[int, NDArray[np.uint16]] = field(default_factory=dict)  # spread -> frequencies, where not the family's
+    stored: dict[int, NDArray[np.uint16]] = field(default_factory=dict)  # spread -> frequencies, if not the family's
 
     def column_levels(self) -> NDArray[np.int64]:
         """Return the level of every column (in,)."""
@@ -50,12 +50,12 @@ class Header:
         return levels
 
     def table(self, spread: int) -> NDArray[np.uint16]:
-        """Return the frequencies (256,) of single codes of a spread: those stored, or the family's."""
+        """Return the frequencies (256,) of single codes of a spread: the stored ones, or the family's."""
         stored = self.stored.get(spread)
         return frequency_tables.parametric(spread, self.mixture) if stored is None else stored
 
     def spread_of(self, column_level: NDArray[Any] | int, row_level: NDArray[Any] | int) -> NDArray[np.int64]:
-        """Return the spreads of cells, the index of their tables in the family."""
+        """Return the spreads of cells, which are the indices of their tables in the family."""
         step, row_step = 16 // self.level_resolution, 16 // self.row_level_resolution
         spreads: NDArray[np.int64] = self.spread + step * np.asarray(column_level) + row_step * np.asarray(row_level)
         return spreads.clip(0, frequency_tables.SPREADS - 1)
@@ -63,22 +63,22 @@ class Header:
 
 def predict(columns: NDArray[np.int32], resolution: int, slope: int, level_resolution: int) -> NDArray[np.int64]:
     """Return the levels (in,) that exponents predict: -(exponent - centre) * slope/4 octaves, rounded half up."""
-    middle = np.partition(columns, (len(columns) - 1) // 2)[(len(columns) - 1) // 2]
-    doubled = -2 * (columns.astype(np.int64) - int(middle)) * slope * level_resolution
+    center = np.partition(columns, (len(columns) - 1) // 2)[(len(columns) - 1) // 2]
+    doubled = -2 * (columns.astype(np.int64) - int(center)) * slope * level_resolution
     return (doubled + 4 * resolution) // (8 * resolution)
 
 
 class Groups(NamedTuple):
-    """Groups of columns of one level: the symbols of a group stand together."""
+    """Groups of columns of one level; the symbols of a group are contiguous."""
 
     offsets: NDArray[np.int64]  # (groups + 1,) first symbol of every group, and the end
     starts: NDArray[np.int64]  # (groups,) first column, a position in the column order
     stops: NDArray[np.int64]  # (groups,) the column after the last
-    pairs: NDArray[np.bool_]  # (groups,) whether a symbol is two columns
+    pairs: NDArray[np.bool_]  # (groups,) whether a symbol holds two columns
 
 
 class Orders(NamedTuple):
-    """Which row and column of the matrix stands at each position."""
+    """Row and column of the matrix at each position of the order."""
 
     rows: NDArray[np.int32]  # (out,)
     columns: NDArray[np.int32]  # (in,)
@@ -106,22 +106,22 @@ class Layout(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Symbols of the matrix."""
+        """Number of symbols of the matrix."""
         return int(self.groups.offsets[-1])
 
 
 def lay_out(header: Header) -> Layout:
-    """Derive the order of the symbols from the header; every reader must come to the same."""
+    """Derive the order of the symbols from the header; all readers must derive the same order."""
     levels, row_levels = header.column_levels(), header.row_levels
     orders = Orders(
         rows=np.argsort(row_levels, kind="stable").astype(np.int32),
         columns=np.argsort(levels, kind="stable").astype(np.int32),
     )
-    found = np.unique(levels)
-    starts = np.searchsorted(levels[orders.columns], found)
+    unique_levels = np.unique(levels)
+    starts = np.searchsorted(levels[orders.columns], unique_levels)
     stops = np.append(starts[1:], len(levels))
-    row_found, sizes = np.unique(row_levels, return_counts=True)
-    pairs = np.arange(len(found)) < header.pairs
+    row_classes, sizes = np.unique(row_levels, return_counts=True)
+    pairs = np.arange(len(unique_levels)) < header.pairs
     widths = np.where(pairs, (stops - starts + 1) // 2, stops - starts)  # (groups,) symbols of a row
     groups = Groups(
         offsets=np.concatenate([[0], np.cumsum(widths * header.shape[0])]).astype(np.int64),
@@ -129,7 +129,7 @@ def lay_out(header: Header) -> Layout:
         stops=stops.astype(np.int64),
         pairs=pairs,
     )
-    spreads = header.spread_of(found[:, None], row_found.astype(np.int64)[None, :])  # (groups, classes)
+    spreads = header.spread_of(unique_levels[:, None], row_classes.astype(np.int64)[None, :])  # (groups, classes)
     tags, tables = np.unique((spreads * 2 + pairs[:, None]).reshape(-1), return_inverse=True)
     counts = (widths[:, None] * sizes[None, :]).reshape(-1)
     edges = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
@@ -138,14 +138,14 @@ def lay_out(header: Header) -> Layout:
 
 
 def chunk_edges(total: int) -> list[int]:
-    """Return the first symbols of the chunks, all of nearly one length, and the end."""
+    """Return the first symbol of each chunk and the end; all chunks have nearly the same length."""
     chunks = max(1, (total + CHUNK_SYMBOLS // 2) // CHUNK_SYMBOLS)
     return [i * total // chunks for i in range(chunks + 1)]
 
 
 def frequencies(header: Header, layout: Layout) -> NDArray[np.uint16]:
-    """Return the frequencies (tables, 256) that the coder uses, in the order of the layout's keys."""
-    found = np.empty((len(layout.keys), 256), np.uint16)
-    for row, (spread, pairs) in zip(found, layout.keys, strict=True):
+    """Return the frequencies (tables, 256) used by the coder, in the order of the layout's keys."""
+    tables = np.empty((len(layout.keys), 256), np.uint16)
+    for row, (spread, pairs) in zip(tables, layout.keys, strict=True):
         row[:] = frequency_tables.paired(header.table(spread)) if pairs else header.table(spread)
-    return found
+    return tables

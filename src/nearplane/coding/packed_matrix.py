@@ -1,4 +1,4 @@
-"""A decoded matrix as a runtime holds it: nibbles or int8 by groups of columns, and the few codes that do not fit."""
+"""Decoded matrix in the form of a runtime: nibbles or int8 by groups of columns, and patches for other codes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from nearplane.coding.layout import Layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnGroup:
-    """Neighbouring columns of `PackedMatrix.column_order` that are stored alike.
+    """Neighbouring columns of `PackedMatrix.column_order` that are stored in the same way.
 
     Args:
-        start, stop: positions in the column order.
-        nibbles: whether a byte holds two codes + 8, the first column low; an odd last column's partner is 8, code 0.
+        start, stop: Positions in the column order.
+        nibbles: Whether a byte holds two codes + 8, the first column low; a last odd column is paired with 8, code 0.
         array: (out, ceil((stop - start) / 2)) uint8, or (out, stop - start) int8; rows in the row order.
     """
 
@@ -30,20 +30,20 @@ class ColumnGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedMatrix:
-    """A decoded matrix as a runtime multiplies with it: codes in groups of columns, scales, patches.
+    """A decoded matrix for multiplication: codes in groups of columns, scales and patches.
 
         value[i, j] = row_scale[i] * code[i, j] * column_scale[j]
 
     Rows and columns of scales and patches are those of the matrix.
 
     Args:
-        shape: (out, in).
-        column_order: (in,) position -> column.
-        row_order: (out,) position -> row.
-        groups: they cover the column order.
-        patch_rows, patch_columns, patch_delta: (patches,) what to add to single codes.
-        column_scale: (in,) float32.
-        row_scale: (out,) float32.
+        shape: (out, in) of the matrix.
+        column_order: (in,) column at each position.
+        row_order: (out,) row at each position.
+        groups: Groups that cover the column order.
+        patch_rows, patch_columns, patch_delta: (patches,) places of single codes, and numbers to add there.
+        column_scale: (in,) float32 scales of the columns.
+        row_scale: (out,) float32 scales of the rows.
     """
 
     shape: tuple[int, int]
@@ -85,7 +85,7 @@ def pack(
     column_scale: NDArray[np.float32],
     row_scale: NDArray[np.float32],
 ) -> PackedMatrix:
-    """Hand over the decoder's symbols as they are; groups of bytes that fit are packed to nibbles."""
+    """Return a packed matrix that shares the decoder's symbols; groups of bytes that fit are packed to nibbles."""
     out = len(layout.orders.rows)
     groups = []
     for g in range(len(layout.groups.starts)):

@@ -1,11 +1,11 @@
-"""Small integers in 32-bit words: the dense little-endian bit stream of GPTQ and compressed-tensors.
+"""Packing of small integers in 32-bit words: the dense little-endian bit stream of GPTQ and compressed-tensors.
 
 Code `i` of a row takes the bits `i*bits ... (i+1)*bits - 1` of the row's stream, and word `r` holds the bits
 `32*r ... 32*r + 31`, low bits first. So 32 codes fill `bits` words exactly, and codes straddle words only where `bits`
 does not divide 32 (3, 5, 6, 7).
 
-Eight codes take `bits` whole bytes: they are collected in one 64-bit integer whose low `bits` bytes are copied out.
-This takes a little-endian machine for granted.
+Eight codes take `bits` whole bytes: they are collected in a 64-bit integer, whose low `bits` bytes are copied. This
+requires a little-endian machine.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ BITS = range(2, 9)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack unsigned integers along the last axis; the last word of a row is filled up with zero bits.
+    """Pack unsigned integers along the last axis; the last word of a row is padded with zero bits.
 
     Args:
-        codes: (..., n) of any integer dtype, in 0 ... 2^bits - 1.
-        bits: 2 ... 8.
+        codes: (..., n) codes of any integer dtype, in 0 ... 2^bits - 1.
+        bits: Bits per code, 2 ... 8.
 
     Returns:
         (..., ceil(n*bits / 32)) int32 words.
@@ -33,7 +33,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     if codes.numel():
         low, high = (int(limit) for limit in codes.aminmax())
         if low < 0 or high >= 2**bits:
-            raise ValueError(f"codes must lie in 0 ... {2**bits - 1}, found {low} ... {high}")
+            raise ValueError(f"The codes must lie in 0 ... {2**bits - 1}, found {low} ... {high}.")
     n = codes.shape[-1]
     blocks = -(-n // 32)
     codes = torch.nn.functional.pad(codes.to(torch.uint8), (0, 32 * blocks - n))
@@ -49,21 +49,21 @@ def unpack(words: Tensor, bits: int, n: int) -> Tensor:
     """Read `n` integers from every row of packed words: the inverse of `pack`.
 
     Args:
-        words: (..., ceil(n*bits / 32)) int32.
-        bits: 2 ... 8.
-        n: codes per row.
+        words: (..., ceil(n*bits / 32)) int32 words.
+        bits: Bits per code, 2 ... 8.
+        n: Number of codes per row.
 
     Returns:
         (..., n) uint8 codes in 0 ... 2^bits - 1.
 
     Raises:
-        ValueError: `bits` is outside its range, or the words are not int32 or not as many as `n` codes take.
+        ValueError: `bits` is outside its range, or the words are not int32 or not those of `n` codes.
     """
     _check(bits)
     if words.dtype != torch.int32 or words.shape[-1] != words_of(n, bits):
         raise ValueError(
             f"{n} codes of {bits} bits take {words_of(n, bits)} words of torch.int32, "
-            f"found {words.shape[-1]} of {words.dtype}"
+            f"found {words.shape[-1]} of {words.dtype}."
         )
     blocks = -(-n // 32)
     words = torch.nn.functional.pad(words, (0, blocks * bits - words.shape[-1])).contiguous()
@@ -82,4 +82,4 @@ def words_of(n: int, bits: int) -> int:
 
 def _check(bits: int) -> None:
     if bits not in BITS:
-        raise ValueError(f"codes of {BITS[0]} to {BITS[-1]} bits can be packed, found {bits}")
+        raise ValueError(f"Only codes of {BITS[0]} to {BITS[-1]} bits can be packed, found {bits}.")

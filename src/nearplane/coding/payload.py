@@ -1,4 +1,4 @@
-"""The symbols of a matrix to bytes and back, in chunks that threads share."""
+"""Coding and decoding of the symbols of a matrix in chunks, which threads divide among them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from nearplane.coding import tans
 from nearplane.coding.bit_stream import BitReader
 from nearplane.coding.chunk import Patches
 from nearplane.coding.layout import Header, Layout, chunk_edges, frequencies
-from nearplane.coding.symbols import stage
+from nearplane.coding.symbols import write_symbols
 from nearplane.errors import FormatError
 
 R = TypeVar("R")
-# parts of the work for each thread: few, since every hand-over stops the others, yet enough to even out
+# few, because starting a part blocks the other threads, but enough to balance the load
 PARTS_PER_THREAD = 4
 
 
 def run(threads: int, function: Callable[[int, int], R], count: int) -> list[R]:
-    """Call the function with parts begin, end of range(count), from so many threads; return the results in order."""
+    """Call a function with parts begin, end of range(count) in `threads` threads; return the results in order."""
     if threads == 1:
         return [function(0, count)]
     parts = min(count, PARTS_PER_THREAD * threads)
@@ -34,16 +34,16 @@ def run(threads: int, function: Callable[[int, int], R], count: int) -> list[R]:
         return list(pool.map(function, edges[:-1], edges[1:]))
 
 
-def _damage(wrong: int, where: str) -> FormatError:
-    """Return the error of a chunk that a kernel refused."""
+def _damage(fault: int, where: str) -> FormatError:
+    """Return the error for a chunk that a kernel refused."""
     what = {
         kernels.ESCAPES_CUT_SHORT: "its bytes end within the list of escapes",
         kernels.LANE_LENGTHS_CUT_SHORT: "its bytes end within the lengths of the lanes",
         kernels.LANES_TOO_LONG: "its lanes are longer than its bytes",
         kernels.STREAM_END_WRONG: "a stream does not end where its symbols do",
         kernels.ESCAPE_COUNT_WRONG: "its symbols do not have the escapes of its list",
-    }[wrong]
-    return FormatError(f"{where}: {what}; the file is damaged, get it again")
+    }[fault]
+    return FormatError(f"{where}: {what}. The file is damaged; get it again.")
 
 
 def encode_chunks(
@@ -52,21 +52,21 @@ def encode_chunks(
     """Return the chunks of a matrix."""
     edges = chunk_edges(layout.total)
     encoder = tans.build(tables)[1]
-    staged = np.empty(codes.shape, np.uint8)
-    run(threads, lambda begin, end: stage(codes, layout.orders, begin, end, staged), len(codes))
-    # (tables, 256) the symbols that a table has, and 0, which is an escape, or two, for others
-    kept = np.where(tables > 0, np.arange(256, dtype=np.uint8), np.uint8(0))
+    dense = np.empty(codes.shape, np.uint8)
+    run(threads, lambda begin, end: write_symbols(codes, layout.orders, begin, end, dense), len(codes))
+    # (tables, 256) each symbol that a table has, else 0 (one escape, or two in a pair)
+    coded_symbols = np.where(tables > 0, np.arange(256, dtype=np.uint8), np.uint8(0))
 
-    def some(first: int, last: int) -> list[memoryview]:
+    def process(first: int, last: int) -> list[memoryview]:
         bounds = np.array(edges[first : last + 1])
-        coded, starts = kernels.write_chunks(codes, staged, bounds, layout, kept, encoder)
+        coded, starts = kernels.write_chunks(codes, dense, bounds, layout, coded_symbols, encoder)
         return [coded.data[start:end] for start, end in itertools.pairwise(starts)]
 
-    return [chunk for part in run(threads, some, len(edges) - 1) for chunk in part]
+    return [chunk for part in run(threads, process, len(edges) - 1) for chunk in part]
 
 
 def decode_chunks(bits: BitReader, header: Header, layout: Layout, threads: int) -> tuple[NDArray[np.uint8], Patches]:
-    """Read the directory and the chunks behind a header: decoded symbols, and the patches."""
+    """Read the directory and the chunks after a header; return the decoded symbols and the patches."""
     blob, name = bits.data, bits.name
     edges = chunk_edges(layout.total)
     chunks = len(edges) - 1
@@ -75,53 +75,53 @@ def decode_chunks(bits: BitReader, header: Header, layout: Layout, threads: int)
     entries[layout.tags & 1 == 0] ^= 128 << 8  # byte tables emit code as int8 in place of code + 128
     symbols = np.empty(layout.total, np.uint8)
 
-    def some(first: int, last: int) -> list[Patches]:
+    def process(first: int, last: int) -> list[Patches]:
         for chunk in range(first, last):
-            data = blob[starts[chunk] : starts[chunk + 1]]
-            if zlib.crc32(data.data) != checksums[chunk]:
+            coded = blob[starts[chunk] : starts[chunk + 1]]
+            if zlib.crc32(coded.data) != checksums[chunk]:
                 raise FormatError(
-                    f"{where(chunk)}: the checksum of its {len(data)} bytes is wrong; the file is damaged, get it again"
+                    f"{where(chunk)}: the checksum of {len(coded)} bytes is wrong. The file is damaged; get it again."
                 )
         bounds = np.array(starts[first : last + 1]), np.array(edges[first : last + 1])
-        wrong, chunk, patches = kernels.read_chunks(blob, *bounds, layout, entries, symbols)
-        if wrong:
-            raise _damage(wrong, where(first + chunk))
+        fault, chunk, patches = kernels.read_chunks(blob, *bounds, layout, entries, symbols)
+        if fault:
+            raise _damage(fault, where(first + chunk))
         return [patches]
 
     def where(chunk: int) -> str:
         return f"{name}, chunk {chunk} of {chunks}"
 
-    parts = [patches for part in run(threads, some, chunks) for patches in part]
+    parts = [patches for part in run(threads, process, chunks) for patches in part]
     if len(parts) == 1:
         return symbols, parts[0]
     return symbols, Patches(*(np.concatenate(part) for part in zip(*parts, strict=True)))
 
 
 def _directory(bits: BitReader, chunks: int) -> tuple[list[int], list[int]]:
-    """Return where the chunks start, and the end, and their checksums."""
+    """Return the starts of the chunks and the end, and the checksums of the chunks."""
     blob, name = bits.data, bits.name
     bits.at = (bits.at + 7) // 8 * 8
     lengths, checksums = [], []
-    text, at = blob[bits.at // 8 : bits.at // 8 + 9 * chunks].tobytes(), 0
+    directory, at = blob[bits.at // 8 : bits.at // 8 + 9 * chunks].tobytes(), 0
     for _ in range(chunks):
         length = shift = 0
-        while at < len(text) and text[at] > 127 and shift < 28:
-            length |= (text[at] & 127) << shift
+        while at < len(directory) and directory[at] > 127 and shift < 28:
+            length |= (directory[at] & 127) << shift
             shift, at = shift + 7, at + 1
-        if at + 5 > len(text):
+        if at + 5 > len(directory):
             raise bits.truncated("directory")
-        lengths.append(length | (text[at] & 127) << shift)
-        checksums.append(int.from_bytes(text[at + 1 : at + 5], "little"))
+        lengths.append(length | (directory[at] & 127) << shift)
+        checksums.append(int.from_bytes(directory[at + 1 : at + 5], "little"))
         at += 5
     bits.at += 8 * at
-    head = bits.at // 8
-    if zlib.crc32(blob[:head].data) != bits.take(32, "directory"):
-        raise FormatError(f"{name}: the checksum of its header is wrong; the file is damaged, get it again")
-    starts = [head + 4]
+    header_end = bits.at // 8
+    if zlib.crc32(blob[:header_end].data) != bits.take(32, "directory"):
+        raise FormatError(f"{name}: the checksum of its header is wrong. The file is damaged; get it again.")
+    starts = [header_end + 4]
     for length in lengths:
         starts.append(starts[-1] + length)
     if starts[-1] != len(blob):
         raise FormatError(
-            f"{name}: its chunks take {starts[-1]} bytes, it has {len(blob)}; the file is cut short or damaged"
+            f"{name}: its chunks take {starts[-1]} bytes, but it has {len(blob)}. The file is truncated or damaged."
         )
     return starts, checksums

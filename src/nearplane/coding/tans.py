@@ -1,12 +1,12 @@
-"""The tANS entropy coder: symbols to bits and back by tables of 4,096 states, in eight lanes.
+"""tANS entropy coder: coding of symbols with tables of 4,096 states, in eight lanes.
 
-Tabled asymmetric numeral systems (Duda, 2013). All tables have 4096 states, so a state is carried from table to table.
-An entry of a decoding table is `bits to read | symbol << 8 | next state before those bits << 16`.
+Tabled asymmetric numeral systems (Duda, 2013). All tables have 4096 states, so the state carries over from table to
+table. An entry of a decoding table is `bits to read | symbol << 8 | next state before those bits << 16`.
 
-A lane is read forwards, low bit first, and was therefore written from its last symbol to its first. The state before
-the first symbol is stored; after the last one it is 0, and the lane's bits are used up exactly: both are checked.
-No kernel reads or writes outside its buffers, whatever the bytes: states stay below 4096 by the construction of the
-tables, and unaligned loads are preceded by a bound on how far the reads that follow can advance.
+A lane is read forwards, low bit first, and therefore written from its last symbol to its first. The state before the
+first symbol is stored. After the last one it must be 0, with all bits of the lane used; the decoder checks both.
+For any bytes, kernels stay inside their buffers: states stay below 4096 by the construction of the tables, and before
+unaligned loads there is a bound on the bits that the next reads can consume.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from nearplane.coding.intrinsics import keep_apart, load8, load16, load32, load64, store8, store64
+from nearplane.coding.intrinsics import load8, load16, load32, load64, prevent_inlining, store8, store64
 
 LANES = 8
-PADDING_BYTES = 64  # readable bytes after the last that belongs to a stream
-STATE_STRIDE = 2563  # between the states of a symbol; odd, so it visits all 4096
+PADDING_BYTES = 64  # bytes after the end of a stream that must be readable
+STATE_STRIDE = 2563  # distance between the states of a symbol; odd, so that all 4096 are visited
 _u64 = np.uint64
 
 
 class EncoderTables(NamedTuple):
-    """What the encoder looks up by symbol and state; a state has 4096 added to it."""
+    """Lookup tables of the encoder by symbol and state; 4096 is added to states."""
 
-    widths: NDArray[np.uint64]  # (tables, 256) what is added to a state, so that bits 16 and up say how many to write
-    offsets: NDArray[np.uint64]  # (tables, 256) where a symbol's states begin in `states`, less its frequency
-    states: NDArray[np.uint16]  # (tables, 4096)
+    widths: NDArray[np.uint64]  # (tables, 256) added to a state: bits 16 and up of the sum count the bits to write
+    offsets: NDArray[np.uint64]  # (tables, 256) start of a symbol's states in `states`, minus its frequency
+    states: NDArray[np.uint16]  # (tables, 4096) next states
 
 
 class Segments(NamedTuple):
     """Runs of symbols of a chunk that share a table."""
 
-    counts: NDArray[np.int64]  # (segments,) symbols
-    tables: NDArray[np.int64]  # (segments,) which table
+    counts: NDArray[np.int64]  # (segments,) number of symbols
+    tables: NDArray[np.int64]  # (segments,) index of the table
 
 
 class Lanes(NamedTuple):
-    """Where the lanes of a chunk begin and end."""
+    """Lengths and first words of the lanes of a chunk."""
 
-    lengths: NDArray[np.int64]  # (8,) bytes
+    lengths: NDArray[np.int64]  # (8,) in bytes
     words: NDArray[np.int64]  # (8,) first state | unused low bits of the first byte << 12
 
 
 class _Addresses(NamedTuple):
-    """Where the encoder tables of a segment lie in memory."""
+    """Addresses of the encoder tables of a segment."""
 
     widths: np.uint64
     offsets: np.uint64
@@ -56,28 +56,28 @@ class _Addresses(NamedTuple):
 
 
 class _Writer(NamedTuple):
-    """A lane that is being written from its end."""
+    """State of a lane during encoding, which proceeds from its end."""
 
-    at: np.uint64  # address of the byte behind those that are still to be written
-    bits: np.uint64  # of which the low `held` ones are not yet written
+    at: np.uint64  # address after the bytes that are still to be written
+    bits: np.uint64  # the low `held` bits are not yet written
     held: np.uint64
     state: np.uint64
 
 
 @njit(cache=True, nogil=True)
 def build(frequencies: NDArray[np.uint16]) -> tuple[NDArray[np.uint32], EncoderTables]:
-    """Build the tables of the machine from (tables, 256) frequencies that each sum to 4096.
+    """Build the tables of the coder from (tables, 256) frequencies, of which each row sums to 4096.
 
     Returns:
-        Entries for decoding (tables, 4096), and the tables of the encoder.
+        (tables, 4096) entries for decoding, and the tables of the encoder.
     """
     tables = len(frequencies)
     entries = np.empty((tables, 4096), np.uint32)
-    widths = np.zeros((tables, 256), np.uint64)  # what is negative wraps around
+    widths = np.zeros((tables, 256), np.uint64)  # negative numbers wrap around
     offsets = np.zeros((tables, 256), np.uint64)
     states = np.empty((tables, 4096), np.uint16)
     symbol_of = np.empty(4096, np.uint8)
-    following = np.empty(256, np.int64)
+    next_state = np.empty(256, np.int64)
     fill = np.empty(256, np.int64)
     for t in range(tables):
         frequency = frequencies[t].astype(np.int64)
@@ -89,19 +89,19 @@ def build(frequencies: NDArray[np.uint16]) -> tuple[NDArray[np.uint32], EncoderT
         start = 0
         for symbol in range(256):
             f = frequency[symbol]
-            following[symbol] = f
+            next_state[symbol] = f
             fill[symbol] = start
             if f > 0:
                 width = 0
-                while (f << width) < 4096:  # bits that the largest states write
+                while (f << width) < 4096:  # number of bits that the largest states write
                     width += 1
                 widths[t, symbol] = np.uint64((width << 16) - (f << width))
                 offsets[t, symbol] = np.uint64(start - f)
             start += f
         for state in range(4096):
             symbol = symbol_of[state]
-            x = following[symbol]
-            following[symbol] += 1
+            x = next_state[symbol]
+            next_state[symbol] += 1
             width = 0
             while (x << width) < 4096:
                 width += 1
@@ -113,7 +113,7 @@ def build(frequencies: NDArray[np.uint16]) -> tuple[NDArray[np.uint32], EncoderT
 
 @njit(cache=True, nogil=True)
 def _encode_one(read: np.uint64, tables: _Addresses, bits: Any, held: Any, x: Any) -> Any:
-    """Code the symbol at an address; return the bits of the lane, how many are not yet written, and the state."""
+    """Code the symbol at an address; return the bits of the lane, the number not yet written, and the state."""
     symbol = load8(read) << _u64(3)
     width = (x + load64(tables.widths + symbol)) >> _u64(16)
     bits = (bits << width) | (x & ((_u64(1) << width) - _u64(1)))
@@ -137,24 +137,24 @@ def _encode_some(end: np.uint64, count: np.uint64, tables: _Addresses, lane: _Wr
 def encode(
     symbols: NDArray[np.uint8], segments: Segments, tables: EncoderTables, out: NDArray[np.uint8], ends: Lanes
 ) -> int:
-    """Code the segments of a chunk lane after lane into `out`.
+    """Code the segments of a chunk into `out`, lane after lane.
 
-    Lane k takes the k-th eighth of every segment, count // 8 symbols, and the last lane what remains. Lanes are coded
-    four at a time, four symbols each.
+    Lane k holds the k-th eighth of every segment, count // 8 symbols; the last lane also holds the remainder. Four
+    lanes are coded together, four symbols of each at a time.
 
     Args:
-        out: 2 bytes per symbol and 16 per lane are enough.
-        ends: filled in.
+        out: Output buffer; 2 bytes per symbol and 16 per lane are enough.
+        ends: Lengths and words of the lanes, filled in.
 
     Returns:
-        Bytes written.
+        The number of bytes written.
     """
-    keep_apart()
+    prevent_inlining()
     counts = segments.counts
     capacity = 16
     for count in counts:
         capacity += 2 * (count // LANES)
-    last = 2 * len(symbols) + 16 * LANES  # of the last lane, which has more
+    last = 2 * len(symbols) + 16 * LANES  # end of the last lane, which is longer
     base = _u64(out.ctypes.data)
     bits, held, state = np.zeros(LANES, np.uint64), np.zeros(LANES, np.uint64), np.full(LANES, 4096, np.uint64)
     at = np.empty(LANES, np.uint64)  # every lane is filled from its end
@@ -171,11 +171,11 @@ def encode(
         first -= count
         share = count // LANES
         fours = share >> 2
-        for lane in range(LANES):  # what is not coded four symbols at a time, from the lane's end
+        for lane in range(LANES):  # the remainder of four symbols at a time, at the lane's end
             end = first + (count if lane == LANES - 1 else (lane + 1) * share)
-            some = end - first - lane * share - 4 * fours
+            remaining = end - first - lane * share - 4 * fours
             writer = _Writer(at[lane], bits[lane], held[lane], state[lane])
-            at[lane], bits[lane], held[lane], state[lane] = _encode_some(base_in + _u64(end), some, lookup, writer)
+            at[lane], bits[lane], held[lane], state[lane] = _encode_some(base_in + _u64(end), remaining, lookup, writer)
         for h in range(0, LANES if fours else 0, 4):
             a0, a1, a2, a3 = at[h], at[h + 1], at[h + 2], at[h + 3]
             b0, b1, b2, b3 = bits[h], bits[h + 1], bits[h + 2], bits[h + 3]
@@ -216,7 +216,7 @@ def encode(
 
 @njit(cache=True, nogil=True)
 def _decode_one(write: np.uint64, table: np.uint64, bits: Any, at: Any, x: Any) -> Any:
-    """Decode a symbol to an address; return the bits that follow, where they begin, and the state."""
+    """Decode a symbol to an address; return the bits after it, their position, and the state."""
     entry = load32(table + (x << _u64(2)))
     width = entry & _u64(63)
     store8(write, entry >> _u64(8))
@@ -225,7 +225,7 @@ def _decode_one(write: np.uint64, table: np.uint64, bits: Any, at: Any, x: Any) 
 
 @njit(cache=True, nogil=True)
 def decode_lanes(
-    data: NDArray[np.uint8],
+    padded: NDArray[np.uint8],
     start: int,
     lanes: Lanes,
     segments: Segments,
@@ -235,19 +235,19 @@ def decode_lanes(
     """Decode the eight lanes of a chunk, four at a time.
 
     Args:
-        data: at least PADDING_BYTES bytes stand after the last lane.
-        start: byte of the first lane.
-        lanes: as `encode` gives them.
-        out: as many bytes as the counts sum to.
+        padded: Bytes of the chunk, with at least PADDING_BYTES bytes after the last lane.
+        start: First byte of the first lane.
+        lanes: Lengths and words of the lanes, as written by `encode`.
+        out: Output buffer of as many bytes as there are symbols.
 
     Returns:
-        Whether every lane ended in state 0 with its bits used up.
+        Whether every lane ended in state 0 with all its bits used.
     """
-    keep_apart()
+    prevent_inlining()
     lengths, words, counts = lanes.lengths, lanes.words, segments.counts
-    base, base_out, base_table = _u64(data.ctypes.data), _u64(out.ctypes.data), _u64(entries.ctypes.data)
-    limit = 8 * (len(data) - 8)  # the last bit that an unaligned load may be for
-    at, state = np.empty(LANES, np.uint64), np.empty(LANES, np.uint64)  # bits from the start of the data
+    base, base_out, base_table = _u64(padded.ctypes.data), _u64(out.ctypes.data), _u64(entries.ctypes.data)
+    limit = 8 * (len(padded) - 8)  # last bit position allowed for an unaligned load
+    at, state = np.empty(LANES, np.uint64), np.empty(LANES, np.uint64)  # in bits from the start of the bytes
     one, s3, seven = _u64(1), _u64(3), _u64(7)
     end = start
     for lane in range(LANES):
@@ -262,13 +262,13 @@ def decode_lanes(
             p0, p1, p2, p3 = at[h], at[h + 1], at[h + 2], at[h + 3]
             x0, x1, x2, x3 = state[h], state[h + 1], state[h + 2], state[h + 3]
             write, stride = base_out + _u64(first + h * share), _u64(share)
-            left = share >> 2
-            while left > 0:
-                furthest = np.int64(max(max(p0, p1), max(p2, p3)))
-                rounds = min(left, (limit - furthest) // 48)  # a round of four symbols takes at most 48 bits
+            rounds_left = share >> 2
+            while rounds_left > 0:
+                max_position = np.int64(max(max(p0, p1), max(p2, p3)))
+                rounds = min(rounds_left, (limit - max_position) // 48)  # a round of four symbols reads at most 48 bits
                 if rounds <= 0:
                     break
-                left -= rounds
+                rounds_left -= rounds
                 for _ in range(rounds):
                     b0 = load64(base + (p0 >> s3)) >> (p0 & seven)
                     b1 = load64(base + (p1 >> s3)) >> (p1 & seven)
@@ -282,8 +282,8 @@ def decode_lanes(
                         write += one
             at[h], at[h + 1], at[h + 2], at[h + 3] = p0, p1, p2, p3
             state[h], state[h + 1], state[h + 2], state[h + 3] = x0, x1, x2, x3
-            done = ((share >> 2) - left) << 2
-            for lane in range(h, h + 4):  # what four symbols at a time left over
+            done = ((share >> 2) - rounds_left) << 2
+            for lane in range(h, h + 4):  # the remainder of four symbols at a time
                 p, x = at[lane], state[lane]
                 for i in range(first + lane * share + done, first + (count if lane == 7 else (lane + 1) * share)):
                     if np.int64(p) > limit:

@@ -1,4 +1,4 @@
-"""A beam through a block of columns on the CPU, compiled by Numba; `kernels_torch.py` has the same algorithm in torch."""
+"""Beam search through a block of columns on the CPU, compiled by Numba; its torch form is in `kernels_torch.py`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from nearplane.lattice.codebook import Table
 from nearplane.lattice.grid import Weights
 from nearplane.lattice.kernels_cpu import in_threads, position_of, round_code, round_integer
 
-Floats = npt.NDArray[np.float64]  # or float32: the kernel is compiled for either
+Floats = npt.NDArray[np.float64]  # or float32: the kernels are compiled for either
 Indices = npt.NDArray[np.int64]
 Integers = npt.NDArray[np.int32]
 
-ROWS = 32  # that are swept at a time, each a lane of the registers
-MEMORY = 128 << 20  # bytes of the targets and codes of rows that are worked on at a time
+LANES = 32  # rows that are swept together, one per lane of the vector registers
+BEAM_BYTES = 128 << 20  # targets and codes of the rows in work at a time: about the size of the caches
 
 
-class Places(NamedTuple):
-    """What the compiled sweep of a strip of rows works on, (sides, candidates, rows) of one column; see `_fill`."""
+class PlaceBuffers(NamedTuple):
+    """Work arrays (sides, candidates, rows) for one column of a strip of rows; see `_fill_places`."""
 
     before: Floats
     code: Floats
@@ -34,8 +34,8 @@ class Places(NamedTuple):
     parent: Integers
 
 
-class Block(NamedTuple):
-    """What the compiled sweep of a block reads, and `cost`, `chosen` and `parent`, which it writes; see `beam_block`."""
+class BeamBlock(NamedTuple):
+    """Inputs of the compiled sweep of a block, and its outputs `cost`, `chosen` and `parent`; see `beam_block`."""
 
     target: Floats
     W: Floats
@@ -50,12 +50,12 @@ class Block(NamedTuple):
 
 
 def memory(_: torch.device) -> int:
-    """Return the bytes that targets and codes may take: about what the caches hold."""
-    return MEMORY
+    """Return the limit in bytes for the targets and codes of the rows in work."""
+    return BEAM_BYTES
 
 
 def trace(chosen: Tensor, parent: Tensor) -> tuple[Tensor, Tensor]:
-    """Follow the candidates at the end of a block back to its start. As the torch form."""
+    """Follow the candidates at the end of a block back to its start, as the torch form does."""
     width, out, beam = chosen.shape
     codes, ancestor = torch.empty(out, beam, width, dtype=torch.int32), torch.empty(out, beam, dtype=torch.int64)
     _trace_rows(chosen.numpy(), parent.numpy(), codes.numpy(), ancestor.numpy())
@@ -64,7 +64,7 @@ def trace(chosen: Tensor, parent: Tensor) -> tuple[Tensor, Tensor]:
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def _trace_rows(chosen: Floats, parent: Indices, codes: Integers, ancestor: Indices) -> None:
-    """Write `trace` of all rows."""
+    """Fill in the codes and ancestors of `trace`, row by row."""
     width, out, beam = chosen.shape
     for row in range(out):
         for end in range(beam):
@@ -76,20 +76,20 @@ def _trace_rows(chosen: Floats, parent: Indices, codes: Integers, ancestor: Indi
 
 
 def beam_block(target: Tensor, weights: Weights, U: Tensor, d: Tensor, cost: Tensor) -> tuple[Tensor, Tensor]:
-    """Sweep one block of columns on the CPU, compiled, some rows at a time. As the torch form."""
+    """Sweep one block of columns, `LANES` rows at a time, as the torch form does."""
     out, beam, width = target.shape
     chosen, parent = target.new_empty(width, out, beam), torch.empty(width, out, beam, dtype=torch.int64)
     t, W, s, z = (x.contiguous().numpy() for x in (target, weights.W, weights.scale, weights.zero))
     table = weights.codebook.table(target.dtype)
-    work = Block(t, W, s, z, table, U.contiguous().numpy(), d.numpy(), cost.numpy(), chosen.numpy(), parent.numpy())
-    in_threads(lambda start, stop: _sweep_rows(start, stop, work), out, run=ROWS)
+    work = BeamBlock(t, W, s, z, table, U.contiguous().numpy(), d.numpy(), cost.numpy(), chosen.numpy(), parent.numpy())
+    in_threads(lambda start, stop: _sweep_rows(start, stop, work), out, run=LANES)
     return chosen, parent
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def _nearest(t: Floats, s: Floats, z: Floats, table: Table, code: Floats) -> None:
     """Write the codes nearest to the targets of some rows."""
-    if len(table.levels) == 0:  # a loop of its own, which takes many rows at once
+    if len(table.levels) == 0:  # a separate loop, which the compiler vectorizes
         for r in range(len(t)):
             code[r] = round_integer(t[r] / s[r] + z[r], table.low, table.high)
         return
@@ -98,79 +98,81 @@ def _nearest(t: Floats, s: Floats, z: Floats, table: Table, code: Floats) -> Non
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def _price(
+def _costs_of(
     t: Floats, s: Floats, z: Floats, table: Table, length: float, before: Floats, code: Floats, total: Floats
 ) -> None:
-    """Write what candidates of some rows cost with some codes."""
-    none = t.dtype.type(np.inf)
+    """Write the costs of candidates of some rows with the given codes; infinite above the grid."""
+    infinite = t.dtype.type(np.inf)
     if len(table.levels) == 0:
         for r in range(len(t)):
-            ahead = t[r] - s[r] * (code[r] - z[r])
-            price = before[r] + length * (ahead * ahead)
-            total[r] = none if code[r] > table.high else price
+            residual = t[r] - s[r] * (code[r] - z[r])
+            candidate_cost = before[r] + length * (residual * residual)
+            total[r] = infinite if code[r] > table.high else candidate_cost
         return
     for r in range(len(t)):
-        ahead = t[r] - s[r] * (position_of(code[r], table) - z[r])
-        total[r] = none if code[r] > table.high else before[r] + length * (ahead * ahead)
+        residual = t[r] - s[r] * (position_of(code[r], table) - z[r])
+        total[r] = infinite if code[r] > table.high else before[r] + length * (residual * residual)
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def _least(totals: Floats, best: Floats, at: Integers) -> None:
-    """Write the least of totals (candidates, rows), and the first candidate that has it."""
+def _argmin_candidates(totals: Floats, best: Floats, at: Integers) -> None:
+    """Write the minimum over candidates of `totals` (candidates, rows), and the first candidate that reaches it."""
     for r in range(len(best)):
         best[r], at[r] = totals[0, r], 0
     for i in range(1, len(totals)):
-        total, here = totals[i], np.int32(i)
+        total, candidate = totals[i], np.int32(i)
         for r in range(len(best)):
-            less = total[r] < best[r]
-            best[r] = total[r] if less else best[r]
-            at[r] = here if less else at[r]
+            cheaper = total[r] < best[r]
+            best[r] = total[r] if cheaper else best[r]
+            at[r] = candidate if cheaper else at[r]
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def _fill(t: Floats, s: Floats, z: Floats, table: Table, length: float, cost: Floats, places: Places) -> None:
-    """Fill the places of some rows in one column; all is (candidates, rows), with rows as lanes.
+def _fill_places(
+    t: Floats, s: Floats, z: Floats, table: Table, length: float, cost: Floats, places: PlaceBuffers
+) -> None:
+    """Fill the places of some rows in one column; arrays are (candidates, rows), with rows as lanes.
 
-    Updates `cost`: what stood there is kept in `places.before`, as a candidate may propose again.
+    Updates `cost`; its old entries are kept in `places.before`, because a candidate may propose again.
     """
     before, code, total, cheaper, at, chosen, parent = places
-    one, none = t.dtype.type(1), t.dtype.type(np.inf)
+    one, infinite = t.dtype.type(1), t.dtype.type(np.inf)
     before[:] = cost
     for i in range(len(t)):
         below, above = code[0, i], code[1, i]
         _nearest(t[i], s, z, table, below)
         for r in range(len(s)):
             above[r] = below[r] + one
-        _price(t[i], s, z, table, length, before[i], below, total[0, i])
-        _price(t[i], s, z, table, length, before[i], above, total[1, i])
+        _costs_of(t[i], s, z, table, length, before[i], below, total[0, i])
+        _costs_of(t[i], s, z, table, length, before[i], above, total[1, i])
         _cheaper(total[0, i], total[1, i], cheaper[i])
     integers = len(table.levels) == 0
     for place in range(len(t)):
-        least, took, proposer = cost[place], chosen[place], parent[place]
-        _least(cheaper[: place + 1], least, at)
+        least, taken_code, proposer = cost[place], chosen[place], parent[place]
+        _argmin_candidates(cheaper[: place + 1], least, at)
         for r in range(len(s)):
             k = np.uint64(at[r])
             side = np.uint64(total[1, k, r] < total[0, k, r] and place > 0)
-            took[r], proposer[r], least[r] = code[side, k, r], at[r], total[side, k, r]
-            following = code[side, k, r] + (one if side else -one)
-            position = following if integers else position_of(following, table)
-            ahead = t[k, r] - s[r] * (position - z[r])
-            price = before[k, r] + length * (ahead * ahead)
-            price = none if following < table.low or following > table.high else price
-            code[side, k, r], total[side, k, r] = following, price
-            cheaper[k, r] = min(price, total[np.uint64(1) - side, k, r])
+            taken_code[r], proposer[r], least[r] = code[side, k, r], at[r], total[side, k, r]
+            next_code = code[side, k, r] + (one if side else -one)
+            position = next_code if integers else position_of(next_code, table)
+            residual = t[k, r] - s[r] * (position - z[r])
+            next_cost = before[k, r] + length * (residual * residual)
+            next_cost = infinite if next_code < table.low or next_code > table.high else next_cost
+            code[side, k, r], total[side, k, r] = next_code, next_cost
+            cheaper[k, r] = min(next_cost, total[np.uint64(1) - side, k, r])
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def _cheaper(one: Floats, other: Floats, least: Floats) -> None:
-    """Write the lesser of two prices."""
+    """Write the elementwise minimum of two costs."""
     for r in range(len(least)):
         least[r] = min(one[r], other[r])
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def _errors(w: Floats, s: Floats, z: Floats, table: Table, chosen: Floats, E: Floats) -> None:
-    """Write weights minus values of the codes that the places of some rows took."""
+    """Write the errors of the chosen codes, weights minus values, for some rows."""
     for i in range(len(chosen)):
         if len(table.levels) == 0:
             for r in range(len(w)):
@@ -181,57 +183,57 @@ def _errors(w: Floats, s: Floats, z: Floats, table: Table, chosen: Floats, E: Fl
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def _moved(now: Floats, parent: Integers, E: Floats, u: Floats, first: int, then: Floats) -> None:
-    """Bring targets (rows, candidates, columns) to their new places, from the column `first` on, with the errors fed forward.
+def _reorder_targets(target: Floats, parent: Integers, E: Floats, u: Floats, first: int, reordered: Floats) -> None:
+    """Move targets (rows, candidates, columns) to their new places and feed the errors forward, from column `first` on.
 
-    Slices from 0 on are what the compiler takes many at a time: with indices that may be negative it does not.
+    Slices that start at 0 let the compiler vectorize the loop; it cannot where indices may be negative.
     """
     u = u[first:]
-    for r in range(now.shape[0]):
-        for i in range(now.shape[1]):
-            before, e, after = now[r, parent[i, r], first:], E[i, r], then[r, i, first:]
+    for r in range(target.shape[0]):
+        for i in range(target.shape[1]):
+            before, e, new = target[r, parent[i, r], first:], E[i, r], reordered[r, i, first:]
             for c in range(len(u)):
-                after[c] = before[c] + e * u[c]
+                new[c] = before[c] + e * u[c]
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def _sweep_rows(start: int, stop: int, block: Block) -> None:
-    """Sweep the rows from `start` to `stop`, `ROWS` at a time; targets change places between two arrays."""
+def _sweep_rows(start: int, stop: int, block: BeamBlock) -> None:
+    """Sweep the rows from `start` to `stop`, `LANES` at a time; targets go back and forth between two arrays."""
     target, W, scale, zero, table, U, d, cost, chosen, parent = block
     beam, width = target.shape[1:]
-    now, then = np.empty((ROWS, beam, width), W.dtype), np.empty((ROWS, beam, width), W.dtype)
-    t, E, costs = np.empty((beam, ROWS), W.dtype), np.empty((beam, ROWS), W.dtype), np.empty((beam, ROWS), W.dtype)
-    w, s, z = np.empty(ROWS, W.dtype), np.empty(ROWS, W.dtype), np.empty(ROWS, W.dtype)
-    places = Places(
-        np.empty((beam, ROWS), W.dtype),
-        np.empty((2, beam, ROWS), W.dtype),
-        np.empty((2, beam, ROWS), W.dtype),
-        np.empty((beam, ROWS), W.dtype),
-        np.empty(ROWS, np.int32),
-        np.empty((beam, ROWS), W.dtype),
-        np.empty((beam, ROWS), np.int32),
+    targets, reordered = np.empty((LANES, beam, width), W.dtype), np.empty((LANES, beam, width), W.dtype)
+    t, E, costs = np.empty((beam, LANES), W.dtype), np.empty((beam, LANES), W.dtype), np.empty((beam, LANES), W.dtype)
+    w, s, z = np.empty(LANES, W.dtype), np.empty(LANES, W.dtype), np.empty(LANES, W.dtype)
+    places = PlaceBuffers(
+        np.empty((beam, LANES), W.dtype),
+        np.empty((2, beam, LANES), W.dtype),
+        np.empty((2, beam, LANES), W.dtype),
+        np.empty((beam, LANES), W.dtype),
+        np.empty(LANES, np.int32),
+        np.empty((beam, LANES), W.dtype),
+        np.empty((beam, LANES), np.int32),
     )
-    for a in range(start, stop, ROWS):
-        rows = np.minimum(np.arange(a, a + ROWS), stop - 1)  # the last one stands for those that are lacking
-        for r in range(ROWS):
-            now[r] = target[rows[r]]
+    for a in range(start, stop, LANES):
+        rows = np.minimum(np.arange(a, a + LANES), stop - 1)  # the last row is repeated to fill the lanes
+        for r in range(LANES):
+            targets[r] = target[rows[r]]
             costs[:, r] = cost[rows[r]]
         for j in range(width):
-            for r in range(ROWS):
+            for r in range(LANES):
                 w[r], s[r], z[r] = W[rows[r], j], scale[rows[r], j], zero[rows[r], j]
                 for i in range(beam):
-                    t[i, r] = now[r, i, j]
+                    t[i, r] = targets[r, i, j]
             if d[j] > 0:
-                _fill(t, s, z, table, d[j], costs, places)
+                _fill_places(t, s, z, table, d[j], costs, places)
             else:
                 for i in range(beam):
                     _nearest(t[i], s, z, table, places.chosen[i])
                     places.parent[i] = i
             _errors(w, s, z, table, places.chosen, E)
-            for r in range(min(ROWS, stop - a)):
+            for r in range(min(LANES, stop - a)):
                 for i in range(beam):
                     chosen[j, a + r, i], parent[j, a + r, i] = places.chosen[i, r], places.parent[i, r]
-            _moved(now, places.parent, E, U[j], (j + 1) // 8 * 8, then)
-            now, then = then, now
-        for r in range(ROWS):
+            _reorder_targets(targets, places.parent, E, U[j], (j + 1) // 8 * 8, reordered)
+            targets, reordered = reordered, targets
+        for r in range(LANES):
             cost[rows[r]] = costs[:, r]

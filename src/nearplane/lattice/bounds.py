@@ -1,7 +1,7 @@
-"""What was lost in one matrix: exact losses, the worst case that Babai's theorem allows, and the expected loss.
+"""Certificate of one matrix: exact losses, the worst case that Babai's theorem allows, and the expected loss.
 
-All losses are means over out * in. `loss` is measured under the undamped `H`: what the user cares about. The bounds hold for
-the damped problem, row by row, where nothing clips.
+All losses are means over out * in. `loss` is measured under the undamped `H`, that is, on the layer's outputs.
+The bounds hold for the damped problem, in rows where no code is clipped.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.moments import Extra
 from nearplane.lattice.solvers import Solution
 
-MEASURED_ROWS = 256  # at once: what is in memory beside the matrix does not grow with it, and stays in the caches
-BLOCK = 512  # columns of a triangle at once
-PAIRS = 1 << 19  # of rows and eigenvalues that a limit is computed from one by one
-BINS = 1 << 12  # that rows are put in where there are more
+MEASURED_ROWS = 256  # rows measured at once: working memory stays in the caches and does not grow with the matrix
+BLOCK_COLUMNS = 512  # columns of a triangle that are multiplied at once
+MAX_PAIRS = 1 << 19  # pairs of a row and an eigenvalue; of more pairs, `limit` puts the rows into bins
+MAX_BINS = 1 << 12  # bins of rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,18 +29,18 @@ class Certificate:
 
     Args:
         loss: `tr(E H E^T) / (out * in)`, E the target minus the values.
-        row_losses: (out,) the same of every row, / in.
-        relative_loss: `loss` over `tr(W H W^T) / (out * in)`.
-        nearest_loss: `loss` of rounding the target to nearest on the grid of the sweep.
-        damped_loss: the same under `H + lambda I`; equals `sum_j d_j ||t_j - values_j||^2 / (out * in)` of a sweep.
-        worst_case: `1/4 sum_j d_j s_j^2`, mean over rows, / in: bounds `damped_loss` where nothing clips.
-        expected: a third of it, the mean for a uniform offset.
-        gamma: no grid point is closer than 1/gamma times this error, the largest over rows that do not clip; None if all do.
-        clipped: fraction of codes at which what was rounded lay outside the grid.
-        clipped_rows: fraction of rows with such a code: the bounds do not hold for them.
+        row_losses: (out,) loss of every row, divided by in.
+        relative_loss: Ratio of `loss` to `tr(W H W^T) / (out * in)`.
+        nearest_loss: Loss of rounding the target to nearest on the grid of the sweep.
+        damped_loss: Loss under `H + lambda I`; after a sweep equal to `sum_j d_j ||t_j - values_j||^2 / (out * in)`.
+        worst_case: Upper bound of `damped_loss` where nothing clips: mean over rows of `1/4 sum_j d_j s_j^2 / in`.
+        expected: Expected `damped_loss` for a uniform offset of the grid: a third of `worst_case`.
+        gamma: Upper bound of the error over the distance to the closest grid point where nothing clips, or None.
+        clipped: Fraction of codes whose target lay outside the grid.
+        clipped_rows: Fraction of rows with such a code; the bounds do not hold for these rows.
 
-    The bounds are those of Babai's algorithm, and of whatever begins with its codes and never loses more; for other codes
-    worst_case, expected and gamma are None.
+    The bounds hold for Babai's algorithm, and for solvers that start from its codes and never increase the loss; for
+    other codes worst_case, expected and gamma are None.
     """
 
     loss: float
@@ -61,15 +61,15 @@ def quadratic(E: Tensor, H: Tensor) -> Tensor:
 
 
 def folded(H: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the upper triangle (in, in) with the same quadratic form as the symmetric `H`: half of the products do."""
+    """Return the upper triangle (in, in) with the quadratic form of the symmetric `H`, at half the products."""
     triangle = H.to(dtype, copy=True).triu_()
     triangle.diagonal().mul_(0.5)
     return triangle.mul_(2)
 
 
-def _form(E: Tensor, triangle: Tensor) -> Tensor:
+def _quadratic_form(E: Tensor, triangle: Tensor) -> Tensor:
     """Return (rows,) the quadratic form of an upper triangle, see `folded`, of every row of `E`."""
-    return (_through(E, triangle) * E).sum(1)
+    return (_times_triangle(E, triangle) * E).sum(1)
 
 
 def certify(
@@ -78,41 +78,42 @@ def certify(
     """Measure a quantized matrix against its target, some rows at a time.
 
     Args:
-        W: (out, in) weights, whose energy under `H` the relative loss refers to.
-        target: (out, in) what was quantized: the weights, or the corrected target.
-        solution: codes, and the grid that was swept, with the targets of the sweep that lay beyond its codes. Without these every
-            weight was rounded on its own, and the bounds do not hold.
-        H: (in, in) undamped, in the dtype that the certificate is computed in. The loss is `damped_loss - lambda mean(E^2)`: as
-            good as that dtype while damping does not outweigh it by many powers of ten.
-        factor: of the damped `H`, in the order of the sweep.
-        values: (out, in) what the codes were made to mean afterwards; None: what their grid says.
+        W: (out, in) weights; the relative loss is the loss over their energy under `H`.
+        target: (out, in) matrix that was quantized: the weights, or the corrected target.
+        solution: Codes, their grid, and the counts of sweep targets outside the grid. Without these counts every weight
+            was rounded separately, and the bounds do not hold.
+        H: (in, in) undamped Hessian, in the dtype of the computation. The loss is `damped_loss - lambda mean(E^2)`,
+            as accurate as that dtype unless damping exceeds `H` by many powers of ten.
+        factor: Factor of the damped `H`, in the order of the sweep.
+        values: (out, in) decoded weights if they were changed after the sweep; None: those of the grid.
     """
     dtype, matrix = H.dtype, solution.matrix
     swept = solution.outside is not None
     order, U = factor.order, factor.U.to(dtype)
     d = factor.d.to(dtype).masked_fill(factor.dead[order], factor.shift)  # a dead input has no length
-    rough = folded(H, torch.promote_types(W.dtype, torch.float32))  # for errors not small in its strong directions
+    # for errors that are large along strong directions of `H`, where float32 is accurate enough
+    triangle = folded(H, torch.promote_types(W.dtype, torch.float32))
     parts: list[tuple[Tensor, ...]] = []  # each (rows,)
     for rows in torch.split(torch.arange(len(target), device=target.device), MEASURED_ROWS):
         part, codes, t = matrix.grid.of_rows(rows).to(dtype), matrix.codes[rows], target[rows].to(dtype)
         book, (scale, zero) = part.codebook, part.columns(slice(None))  # (rows or 1, in) each
         E = t - scale * (book.position(codes, dtype) - zero)  # (rows, in)
-        residual = _through(E[:, order], U)  # (rows, in), in rounding order
+        residual = _times_triangle(E[:, order], U)  # (rows, in), in rounding order
         damped = (residual.square() * d).sum(1)
         if values is not None:
-            final = t - values[rows].to(dtype)
-            loss = (_through(final[:, order], U).square() * d).sum(1) - factor.shift * final.square().sum(1)
+            error = t - values[rows].to(dtype)
+            loss = (_times_triangle(error[:, order], U).square() * d).sum(1) - factor.shift * error.square().sum(1)
         else:
             loss = damped - factor.shift * E.square().sum(1)
         loss = loss.clamp(min=0)
-        plain = book.nearest(t / scale + zero)
-        same = not swept and values is None and torch.equal(plain, codes.to(plain))
-        missed = (t - scale * (book.position(plain) - zero)).to(rough.dtype)
+        nearest_codes = book.nearest(t / scale + zero)
+        equals_nearest = not swept and values is None and torch.equal(nearest_codes, codes.to(nearest_codes))
+        nearest_error = (t - scale * (book.position(nearest_codes) - zero)).to(triangle.dtype)
         bounds, gammas = _bounds((scale * book.widest)[:, order].expand(len(t), -1), d)
-        beyond = book.outside(t / scale + zero).sum(1) if solution.outside is None else solution.outside[rows]
-        nearest = loss if same else _form(missed, rough).to(dtype)
-        energy = _form(W[rows].to(rough.dtype), rough).to(dtype)
-        parts.append((loss, damped, nearest, energy, bounds, gammas, beyond))
+        outside_part = book.outside(t / scale + zero).sum(1) if solution.outside is None else solution.outside[rows]
+        nearest = loss if equals_nearest else _quadratic_form(nearest_error, triangle).to(dtype)
+        energy = _quadratic_form(W[rows].to(triangle.dtype), triangle).to(dtype)
+        parts.append((loss, damped, nearest, energy, bounds, gammas, outside_part))
     losses, damped, nearest, energy, bounds, gammas, outside = (torch.cat(each) for each in zip(*parts, strict=True))
     size, columns = target.numel(), target.shape[1]
     inside = outside == 0
@@ -134,17 +135,17 @@ def certify(
 def losses_beside(
     W: Tensor, target: Tensor, matrix: QuantizedMatrix, extra: Extra, *, values: Tensor | None = None
 ) -> tuple[float, float, float]:
-    """Measure outputs `V x_hat` of a quantized matrix against `W x` of the original, on rows that nothing was fitted to.
+    """Measure outputs `V x_hat` of a quantized matrix against outputs `W x` of the original, on the extra windows.
 
-    Outputs are computed in the dtype of `W`, some of them at a time; what they differ by is squared and summed in float64.
+    Outputs are computed in the dtype of `W`, some rows of `W` at a time; squared differences are summed in float64.
 
     Args:
-        W, target, matrix, values: as for `certify`.
-        extra: the rows; without those of the original network `x` is `x_hat`.
+        W, target, matrix, values: Weights, target, codes on a grid, and changed values; see `certify`.
+        extra: Inputs of the layer on the extra windows; without those of the original model, `x` is `x_hat`.
 
     Returns:
-        The mean of `(W x - V x_hat)^2` over outputs and rows, / in; the same over that of `(W x)^2`; and as the first, of rounding
-        `target` to nearest on the grid.
+        The mean of `(W x - V x_hat)^2` over outputs and rows, divided by in; its ratio to the mean of `(W x)^2`; and
+        the first figure again, for rounding `target` to nearest on the grid.
     """
     dtype = torch.promote_types(W.dtype, torch.float32)
     X_hat = extra.X_hat.to(dtype).T  # (in, tokens)
@@ -154,44 +155,44 @@ def losses_beside(
         part = matrix.grid.of_rows(rows).to(dtype)
         V = part.decode(matrix.codes[rows]) if values is None else values[rows]
         outputs = W[rows].to(dtype) @ X  # (rows, tokens)
-        energy += _squared(outputs)
-        loss += _squared(torch.addmm(outputs, V.to(dtype), X_hat, alpha=-1))
-        nearest += _squared(outputs.addmm_(part.round(target[rows].to(dtype))[1], X_hat, alpha=-1))
+        energy += _sum_of_squares(outputs)
+        loss += _sum_of_squares(torch.addmm(outputs, V.to(dtype), X_hat, alpha=-1))
+        nearest += _sum_of_squares(outputs.addmm_(part.round(target[rows].to(dtype))[1], X_hat, alpha=-1))
     size = target.numel() * X.shape[1]
     return loss / size, loss / max(energy, torch.finfo(dtype).tiny), nearest / size
 
 
-def _squared(x: Tensor) -> float:
+def _sum_of_squares(x: Tensor) -> float:
     """Return the sum of squares, in float64."""
     return float(total(torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).square()))
 
 
 def _bounds(steps: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (rows,) `1/4 sum_j d_j s_j^2` and gamma of steps (rows, in) and lengths `d` (in,), both in rounding order."""
+    """Return (rows,) `1/4 sum_j d_j s_j^2` and gamma for steps (rows, in) and lengths `d` (in,) in rounding order."""
     profile = (steps.square() * d).flip(1)
     tails = profile.cumsum(1)
     return tails[:, -1] / 4, torch.where(profile > 0, tails.div_(profile), 1).amax(1).sqrt()
 
 
-def _through(E: Tensor, U: Tensor) -> Tensor:
-    """Return (rows, in) `E U`, of which the zeros below the diagonal of `U` are left out block by block."""
-    spans = [(a, a + BLOCK) for a in range(0, len(U), BLOCK)]
+def _times_triangle(E: Tensor, U: Tensor) -> Tensor:
+    """Return (rows, in) `E U`; zeros below the diagonal of `U` are skipped block by block."""
+    spans = [(a, a + BLOCK_COLUMNS) for a in range(0, len(U), BLOCK_COLUMNS)]
     return torch.cat([E[:, :b] @ U[:b, a:b] for a, b in spans], dim=1)
 
 
 def limit(loss: float, row_energy: Tensor, eigenvalues: Tensor) -> float:
-    """Return the rate, in bits per weight, below which no code whatever reaches `loss` on a Gaussian matrix like this one.
+    """Return the rate in bits per weight below which no code reaches `loss` on a Gaussian matrix of this kind.
 
-    Reverse water-filling over rows `w_i ~ N(0, sigma_i^2 I)` and the eigenvalues of `H`:
+    Reverse water-filling over `v_ik = sigma_i^2 lambda_k`, rows `w_i ~ N(0, sigma_i^2 I)` and the eigenvalues of `H`:
 
-        D(theta) = mean_ik min(theta, sigma_i^2 lambda_k) ;  R(theta) = mean_ik max(0, 1/2 log2(sigma_i^2 lambda_k / theta))
+        D(theta) = mean_ik min(theta, v_ik) ;  R(theta) = mean_ik max(0, 1/2 log2(v_ik / theta))
 
-    A Gaussian reference, not a strict bound for real weights: other distributions of the same energy need fewer bits.
+    This is a reference, not a strict bound for real weights: other distributions of the same energy need fewer bits.
 
     Args:
-        loss: `tr(E H E^T) / (out * in)`, reached or wanted.
+        loss: Loss `tr(E H E^T) / (out * in)`, of a result or as a goal.
         row_energy: (out,) `sigma_i^2`, mean square of every row.
-        eigenvalues: (in,) of `H`.
+        eigenvalues: (in,) eigenvalues of `H`.
     """
     log_rows = row_energy[row_energy > 0].double().log2()
     log_lengths = eigenvalues[eigenvalues > 0].double().log2()
@@ -203,30 +204,30 @@ def limit(loss: float, row_energy: Tensor, eigenvalues: Tensor) -> float:
     if loss <= 0:
         return math.inf
     for _ in range(60):  # bisection in log2 theta
-        middle = (low + high) / 2
-        water = variances.clamp(max=middle).mul_(math.log(2)).exp_()  # exp2 differs by where threads share it out
-        distortion = float(total(water.mul_(weights))) / count
-        low, high = (middle, high) if distortion < loss else (low, middle)
+        center = (low + high) / 2
+        capped = variances.clamp(max=center).mul_(math.log(2)).exp_()  # exp2 depends on how threads divide the tensor
+        distortion = float(total(capped.mul_(weights))) / count
+        low, high = (center, high) if distortion < loss else (low, center)
     return float(total((variances - low).clamp(min=0) * weights)) / (2 * count)
 
 
 def limit_of_all(loss: float, row_energy: Tensor, mean_log: float) -> float:
-    """Return what `limit` does where every `sigma_i^2 lambda_k` is above `loss`: no eigenvalue is needed then, but `log det H`.
+    """Return the same as `limit` where every `sigma_i^2 lambda_k` exceeds `loss`; only `log det H` is needed then.
 
         theta = D ;  R(D) = 1/2 (mean_i log2 sigma_i^2 + mean_k log2 lambda_k - log2 D)
 
     Args:
-        loss, row_energy: as for `limit`; positive.
-        mean_log: of the base-2 logarithms of all eigenvalues of `H`.
+        loss, row_energy: Loss and (out,) mean square of every row, as for `limit`; positive.
+        mean_log: Mean base-2 logarithm of the eigenvalues of `H`.
     """
     return 0.5 * (float(row_energy.double().log2().mean()) + mean_log - math.log2(loss))
 
 
 def _pairwise_sums(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return all sums `a_i + b_k` and how often each occurs; of more than `PAIRS` pairs, `a` in bins of equal count."""
-    if a.numel() * b.numel() > PAIRS:
-        keep = max(1, PAIRS // b.numel())
-        parts = a.sort().values.tensor_split(min(keep, BINS, len(a)))
+    """Return all sums `a_i + b_k` and their counts; beyond `MAX_PAIRS` pairs, `a` is put into bins of equal count."""
+    if a.numel() * b.numel() > MAX_PAIRS:
+        bins = max(1, MAX_PAIRS // b.numel())
+        parts = a.sort().values.tensor_split(min(bins, MAX_BINS, len(a)))
         a, counts = torch.stack([part.mean() for part in parts]), torch.tensor([float(len(part)) for part in parts])
     else:
         counts = torch.ones(len(a))

@@ -1,7 +1,7 @@
-"""Rounding one position to a code: the nearest integer between two limits, or the nearest entry of a table of levels.
+"""Rounding of a position to a code: the nearest integer between two limits, or the nearest entry of a table of levels.
 
-`round_code` and `position_of` in `kernels_cpu.py` are the same for compiled kernels; nothing else writes it down. A position is a
-weight in steps, `weight / scale + zero`; a code stands for the position that `Codebook.position` returns.
+`round_code` and `position_of` in `kernels_cpu.py` are the same for compiled kernels; there are no other copies of the
+formula. A position is a weight in steps, `weight / scale + zero`; `Codebook.position` returns the position of a code.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from nearplane.errors import RecipeError
 
 
 class Table(NamedTuple):
-    """A codebook as compiled kernels take it, all in one floating-point type.
+    """A codebook for compiled kernels, all in one floating-point type.
 
     Args:
-        low, high: limits of integer codes, infinite where there are none.
-        levels: ascending positions of codes 0, 1, ...; empty where codes are integers.
-        middles: between neighbouring levels.
+        low, high: Limits of integer codes, infinite where there are none.
+        levels: Ascending positions of codes 0, 1, ...; empty where codes are integers.
+        middles: Midpoints of neighbouring levels.
     """
 
     low: Any
@@ -35,10 +35,10 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codebook:
-    """Which codes there are, and the positions that they stand for.
+    """The codes of a grid and their positions.
 
     Args:
-        low, high: limits of the codes, inclusive; None where codes are unbounded.
+        low, high: Limits of the codes, inclusive; None where codes are unbounded.
         levels: (codes,) ascending positions of the codes 0, 1, ...; None where a code is its own position.
     """
 
@@ -50,10 +50,10 @@ class Codebook:
         if self.levels is None:
             return
         if self.levels.dim() != 1 or len(self.levels) < 2 or bool((self.levels.diff() <= 0).any()):
-            raise RecipeError(f"Levels are {self.levels.tolist()}; expected two or more ascending numbers.")
+            raise RecipeError(f"The levels are {self.levels.tolist()}; expected two or more ascending numbers.")
         if (self.low, self.high) != (0, len(self.levels) - 1):
             raise RecipeError(
-                f"Codes of {len(self.levels)} levels go from 0 to {len(self.levels) - 1}, found {self.low} to {self.high}."
+                f"{len(self.levels)} levels have the codes 0 to {len(self.levels) - 1}, not {self.low} to {self.high}."
             )
 
     @property
@@ -67,7 +67,7 @@ class Codebook:
         return 1.0 if self.levels is None else float(self.levels.diff().max())
 
     def nearest(self, position: Tensor) -> Tensor:
-        """Return the codes nearest to positions, in their shape and dtype; of two the even integer, or the lower level."""
+        """Return the nearest codes, in the shape and dtype of positions; ties: the even integer or the lower level."""
         if self.levels is not None:
             levels = self.levels.to(position)
             return torch.bucketize(position, (levels[1:] + levels[:-1]) / 2).to(position.dtype)
@@ -75,7 +75,7 @@ class Codebook:
         return code.clamp_(self.low, self.high) if self.bounded else code
 
     def position(self, codes: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return what codes stand for, in steps."""
+        """Return the positions of codes, in steps."""
         if self.levels is None:
             return codes if dtype is None else codes.to(dtype)
         levels = self.levels.to(device=codes.device, dtype=dtype or codes.dtype)
@@ -83,13 +83,13 @@ class Codebook:
 
     @property
     def limits(self) -> tuple[float, float]:
-        """Return the positions half a step, of levels the widest, below and above all codes; infinite where there are none."""
+        """Return the positions half a (widest) step below and above all codes; infinite where codes are unbounded."""
         low, high = (self.low, self.high) if self.levels is None else (float(self.levels[0]), float(self.levels[-1]))
         half = 0.5 * self.widest
         return -math.inf if low is None else low - half, math.inf if high is None else high + half
 
     def outside(self, position: Tensor) -> Tensor:
-        """Return a bool tensor: where positions lie beyond the limits."""
+        """Return a bool tensor that marks the positions beyond the limits."""
         low, high = self.limits
         return (position < low) | (position > high)
 

@@ -1,11 +1,11 @@
-"""One factorization of the Hessian, no inverse: `H[p][:, p] = U diag(d) U^T`, and the orders `p` in which columns are rounded.
+"""Factorization `H[p][:, p] = U diag(d) U^T` of the Hessian without an inverse, and rounding orders `p` of its columns.
 
-`sqrt(d_j)` is the length of the j-th Gram-Schmidt vector of the layer's inputs; every bound and every loss is read off `d`.
+`sqrt(d_j)` is the length of the j-th Gram-Schmidt vector of the layer's inputs; all bounds and losses follow from `d`.
 
-The last bits of decompositions and sums here do not depend on how many threads compute: the same command gives the same bytes.
-torch splits a sum over all entries of a large tensor among its threads, MKL decompositions and triangular solves; they then add
-in another order. Products of matrices and sums along one dimension are the same for any number (measured with torch 2.13; a test
-keeps to it).
+Decompositions and sums here do not depend on the number of threads, to the last bit: the same command gives the same
+bytes. torch divides a sum over all entries of a large tensor among its threads, MKL decompositions and triangular
+solves; the order of additions then changes. Matrix products and sums along one dimension are the same for any number
+of threads (measured with torch 2.13; a test checks it).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from nearplane.errors import NumericalError
 
 Order = Literal["natural", "reversed", "activation", "pivoted"]
 AUTO_DAMPS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-TRUSTED = 1e3  # condition up to which "auto" factors in float32
-BLOCK = 192  # columns that are factored at once
-ROWS = 512  # that are permuted at once, or updated by one product
-TRIANGLE = 96  # rows of one that one thread solves
-SERIAL = 1 << 14  # entries that torch sums in one thread, whatever their number
+MAX_FLOAT32_CONDITION = 1e3  # "auto" factors in float64 above this condition
+CHOLESKY_BLOCK = 192  # columns factored at once
+ROWS_AT_ONCE = 512  # rows permuted at once, or updated by one product
+MAX_TRIANGLE = 96  # rows of a triangular system that one thread solves
+MAX_SERIAL_SUM = 1 << 14  # entries that torch sums in one thread, for any number of threads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +34,12 @@ class Factor:
     """`(H + shift I)[p][:, p] = U diag(d) U^T`, everything in rounding order.
 
     Args:
-        order: (in,) column that is rounded first, second, ...
+        order: (in,) columns in the order in which they are rounded.
         U: (in, in) unit upper triangular.
         d: (in,) squared Gram-Schmidt lengths, positive.
-        damp: damping that was used, relative to the mean of the diagonal of H.
-        shift: the same in the units of H: what was added to the diagonal.
-        dead: (in,) bool in the *original* column order: inputs that were always 0.
+        damp: Damping that was used, relative to the mean of the diagonal of H.
+        shift: Number that damping added to the diagonal, in the units of H.
+        dead: (in,) bool in the *original* column order; True where the input was always 0.
     """
 
     order: Tensor
@@ -71,82 +71,83 @@ def factorize(
 
     Args:
         H: (in, in) symmetric positive semi-definite.
-        order: a name, or a permutation (in,) to use as it is.
-        damp: relative damping; "auto" takes the first of 1e-4, 1e-3, ..., 1 that factors.
-        dtype: of the factorization; None takes that of `H`, "auto" float32 where that is good to a thousandth (`condition`).
+        order: Name of a rounding order, or a permutation (in,).
+        damp: Relative damping; "auto" takes the first of 1e-4, 1e-3, ..., 1 for which the factorization succeeds.
+        dtype: Dtype of the factorization; None: that of `H`; "auto": float32 where its relative error is below 1/1000
+            (see `condition`), else float64.
 
     Raises:
-        NumericalError: `H` is not finite, or not positive definite with this damping; names column and pivot.
+        NumericalError: `H` is not finite, or not positive definite with this damping.
 
-    Equal to the three factorizations of GPTQ (Cholesky, inverse, Cholesky) at a quarter of the work.
+    Equivalent to the three factorizations of GPTQ (Cholesky, inverse, Cholesky) at a quarter of the work.
     """
     if dtype == "auto":
         try:
             single = factorize(H, order, damp=damp, dtype=torch.float32)
         except NumericalError:
             single = None
-        trusted = single is not None and condition(H, single) < TRUSTED
-        return single if single is not None and trusted else factorize(H, order, damp=damp, dtype=torch.float64)
+        accurate = single is not None and condition(H, single) < MAX_FLOAT32_CONDITION
+        return single if single is not None and accurate else factorize(H, order, damp=damp, dtype=torch.float64)
     dtype = dtype or H.dtype
     diagonal = torch.empty(len(H), 2, dtype=dtype, device=H.device)[:, 0]
-    diagonal.copy_(H.diagonal())  # with gaps as in H: sums are taken in that order
+    diagonal.copy_(H.diagonal())  # strided as in H, so that sums are taken in the same order
     if not bool(torch.isfinite(torch.stack(H.aminmax()).to(dtype)).all()):
         raise NumericalError("The Hessian holds NaN or Inf: the calibration inputs of this layer are not finite.")
     dead = diagonal == 0
     mean = float(diagonal.mean())
     for candidate in AUTO_DAMPS if damp == "auto" else (float(damp),):
         shift = candidate * mean
-        added = torch.full_like(diagonal, shift)
-        added.masked_fill_(dead & (shift == 0), 1)  # any length does: nothing hangs on it
+        damping = torch.full_like(diagonal, shift)
+        damping.masked_fill_(dead & (shift == 0), 1)  # inputs that were always 0: any length is equally good
         if isinstance(order, Tensor):
             p = order.to(H.device)
         else:
-            p = pivoted_order(_damped(H, added)) if order == "pivoted" else order_by(diagonal, order)
-        U, failed = _reverse_cholesky(permuted(H, p, dtype), added[p])
+            p = pivoted_order(_damped(H, damping)) if order == "pivoted" else order_by(diagonal, order)
+        U, failed = _reverse_cholesky(permuted(H, p, dtype), damping[p])
         if failed is None:
             lengths = U.diagonal().clone()
             return Factor(order=p, U=U.div_(lengths), d=lengths.square(), damp=candidate, shift=shift, dead=dead)
     raise NumericalError(
-        f"The Hessian is not positive definite: the pivot of column {int(p[failed])} is not positive with damping {damp}. "
-        "Use more calibration tokens, a larger --damp, or --damp auto."
+        f"The Hessian is not positive definite: the pivot of column {int(p[failed])} is not positive with damping "
+        f"{damp}. Use more calibration tokens, a larger --damp, or --damp auto."
     )
 
 
 def condition(H: Tensor, factor: Factor) -> float:
-    """Return how much rounding errors of a factorization are enlarged: the largest ratio of a diagonal entry to its pivot.
+    """Return the amplification of rounding errors in a factorization: the largest ratio of diagonal entry to pivot.
 
-    Does not change when columns are scaled, as the error of Cholesky does not. Measured on spectra up to k^-3 with damping down
-    to 1e-8: the relative error of a float32 `d` is at most 5e-7 times this.
+    Like the error of Cholesky, it does not change when columns are scaled. Measured on spectra up to k^-3 with damping
+    down to 1e-8: the relative error of a float32 `d` is at most 5e-7 times this ratio.
     """
     diagonal = H.diagonal()[factor.order] + factor.shift
     return float((diagonal / factor.d).max())
 
 
-def _damped(H: Tensor, added: Tensor) -> Tensor:
-    """Return (in, in) `H + diag(added)`, in the dtype of `added`."""
-    damped = H.to(added.dtype, copy=True)
-    damped.diagonal().add_(added)
+def _damped(H: Tensor, damping: Tensor) -> Tensor:
+    """Return (in, in) `H + diag(damping)`, in the dtype of `damping`."""
+    damped = H.to(damping.dtype, copy=True)
+    damped.diagonal().add_(damping)
     return damped
 
 
 def permuted(H: Tensor, order: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return (in, in) `H[order][:, order]` in a dtype; beside it some rows at a time are in memory."""
-    found = torch.empty(H.shape, dtype=dtype, device=H.device)
-    for a in range(0, len(H), ROWS):
-        found[a : a + ROWS] = H[order[a : a + ROWS, None], order]
-    return found
+    """Return (in, in) `H[order][:, order]` in a dtype, copied some rows at a time."""
+    H_p = torch.empty(H.shape, dtype=dtype, device=H.device)
+    for a in range(0, len(H), ROWS_AT_ONCE):
+        H_p[a : a + ROWS_AT_ONCE] = H[order[a : a + ROWS_AT_ONCE, None], order]
+    return H_p
 
 
-def _reverse_cholesky(H: Tensor, added: Tensor) -> tuple[Tensor, int | None]:
-    """Return the upper triangular R with `H + diag(added) = R R^T`, in the memory of `H`, or the first pivot that is not positive.
+def _reverse_cholesky(H: Tensor, damping: Tensor) -> tuple[Tensor, int | None]:
+    """Return the upper triangular R of `H + diag(damping) = R R^T` in the memory of `H`, and the first failing pivot.
 
     Blocks of columns from the last to the first: one matrix product, one small Cholesky and one triangular solve each.
     """
     R = H  # columns to the right of a block are R's, the others H's
-    for b in range(len(H), 0, -BLOCK):
-        a = max(b - BLOCK, 0)
+    for b in range(len(H), 0, -CHOLESKY_BLOCK):
+        a = max(b - CHOLESKY_BLOCK, 0)
         S = torch.addmm(H[:b, a:b], R[:b, b:], R[a:b, b:].T, alpha=-1)  # (b, b - a), Schur complement of this block
-        S[a:].diagonal().add_(added[a:b])
+        S[a:].diagonal().add_(damping[a:b])
         with one_thread():
             L, info = torch.linalg.cholesky_ex(S[a:].flip(0, 1))
         positive = L.diagonal() > 0
@@ -161,14 +162,14 @@ def _reverse_cholesky(H: Tensor, added: Tensor) -> tuple[Tensor, int | None]:
 def rounding_order(H: Tensor, order: Order) -> Tensor:
     """Return the permutation (in,) of a named order: `p[0]` is rounded first.
 
-    natural: 0, 1, ...; activation: descending diagonal of `H` ("act-order"); pivoted: the smallest remaining Schur complement
-    is eliminated first and rounded last (Chen, Hoefler, Alistarh 2025, Algorithm 4).
+    natural: 0, 1, ...; activation: descending diagonal of `H` ("act-order"); pivoted: the smallest remaining Schur
+    complement is eliminated first and rounded last (Chen, Hoefler, Alistarh 2025, Algorithm 4).
     """
     return pivoted_order(H) if order == "pivoted" else order_by(H.diagonal(), order)
 
 
 def order_by(diagonal: Tensor, order: Order) -> Tensor:
-    """Return the permutation (in,) of an order that the diagonal (in,) of `H` decides."""
+    """Return the permutation (in,) of an order that depends on the diagonal (in,) of `H` only."""
     n = len(diagonal)
     match order:
         case "natural":
@@ -178,52 +179,51 @@ def order_by(diagonal: Tensor, order: Order) -> Tensor:
         case "activation":
             return torch.argsort(diagonal, descending=True, stable=True)
         case "pivoted":
-            raise NumericalError("The pivoted order needs all of the Hessian, not its diagonal: use rounding_order.")
+            raise NumericalError("The pivoted order needs the Hessian, not only its diagonal; use rounding_order.")
 
 
 def pivoted_order(H: Tensor, *, panel: int = 64) -> Tensor:
-    """Return the rounding order (in,) by minimal pivots, of equal ones the lowest index first.
+    """Return the rounding order (in,) by minimal pivots; of equal pivots the lowest index is eliminated first.
 
         S = H ;  k_i = argmin_k S_kk over the columns left ;  S -= S_{:,k} S_{k,:} / S_kk ;  p = (k_n, ..., k_1)
 
-    At each step the smallest remaining Schur complement goes first; the column eliminated last is rounded first (Chen, Hoefler,
-    Alistarh 2025, Algorithm 4). This is LAPACK's `pstrf` with the smallest instead of the largest pivot, blocked the same way:
-    nearly all of the work is matrix products. A pivot that is only rounding error (`H` is singular) is passed over without an
-    update: `p` is a permutation always.
+    The column eliminated last is rounded first (Chen, Hoefler, Alistarh 2025, Algorithm 4). This is LAPACK's `pstrf`
+    with the smallest instead of the largest pivot, blocked the same way: nearly all of the work is matrix products. A
+    pivot that is only rounding error (`H` is singular) causes no update, so that `p` is always a permutation.
 
     Args:
         H: (in, in) symmetric, finite, on any device; the order is computed in its dtype.
-        panel: columns eliminated between two updates of the remaining matrix.
+        panel: Number of columns eliminated between two updates of the remaining matrix.
     """
     n = len(H)
-    S = H.clone()  # (left, left) Schur complement as of the last update, lower triangle
+    S = H.clone()  # (left, left) Schur complement after the last update, lower triangle
     left = torch.arange(n, device=H.device)  # (left,) the columns that S holds, ascending
     floor = torch.finfo(H.dtype).eps * H.diagonal()
-    diagonal = H.diagonal().clone()  # (left,) of the Schur complement as of the last pivot; infinite where eliminated
+    diagonal = H.diagonal().clone()  # (left,) of the Schur complement after the last pivot; infinite where eliminated
     order = torch.empty(n, dtype=torch.long, device=H.device)
     for start in range(0, n, panel):
-        if len(left) - (n - start) > len(left) // 4:  # dropping what is eliminated costs a copy: not at every panel
-            kept = torch.isfinite(diagonal).nonzero()[:, 0]
-            left, diagonal, S = left[kept], diagonal[kept], S[kept[:, None], kept]
+        if len(left) - (n - start) > len(left) // 4:  # dropping eliminated columns costs a copy, so not at every panel
+            active = torch.isfinite(diagonal).nonzero()[:, 0]
+            left, diagonal, S = left[active], diagonal[active], S[active[:, None], active]
         picked, L = _eliminate(S, diagonal, floor[left], min(panel, n - start))
         order[start : start + panel] = left[picked]
-        for a in range(0, len(left), ROWS):
-            b = a + ROWS
+        for a in range(0, len(left), ROWS_AT_ONCE):
+            b = a + ROWS_AT_ONCE
             S[a:b, :b].addmm_(L[:, a:b].T, L[:, :b], alpha=-1)
     return order.flip(0)
 
 
 def _eliminate(S: Tensor, diagonal: Tensor, floor: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """Eliminate the smallest pivots one by one. Updates `diagonal`; `S` is due for `S -= L^T L`.
+    """Eliminate the smallest pivots one by one. Updates `diagonal`; the caller updates `S -= L^T L`.
 
     Returns:
-        Where the pivots were (steps,), and L (steps, left).
+        The columns of the pivots (steps,), and L (steps, left).
     """
     L = S.new_zeros(steps, len(S))
     picked = torch.empty(steps, dtype=torch.long, device=S.device)
     index = torch.arange(len(S), device=S.device)
     for i in range(steps):
-        k = diagonal.argmin(keepdim=True)  # (1,), never read back: no step waits for the device
+        k = diagonal.argmin(keepdim=True)  # (1,), kept on the device: reading it back would make every step wait
         column = torch.where(index < k, S.index_select(0, k)[0], S.index_select(1, k)[:, 0])  # (left,)
         column = torch.addmv(column, L[:i].T, L[:i].index_select(1, k)[:, 0], alpha=-1)
         L[i] = torch.where(diagonal[k] > floor[k], column / diagonal[k].sqrt(), 0)
@@ -235,7 +235,7 @@ def _eliminate(S: Tensor, diagonal: Tensor, floor: Tensor, steps: int) -> tuple[
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let this thread's tensors be computed by one thread inside: for decompositions of small matrices, or of rare ones."""
+    """Compute with one thread in this context: for decompositions that are small or rare."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -247,13 +247,13 @@ def one_thread() -> Iterator[None]:
 def triangular(A: Tensor, B: Tensor, *, upper: bool, unit: bool = False) -> Tensor:
     """Return (n, m) the solution X of `A X = B`.
 
-    By halves down to `TRIANGLE` rows: what the half that is solved adds to the other is a product, which all threads share.
+    Recursion by halves down to `MAX_TRIANGLE` rows: the products that join two halves use all threads.
 
     Args:
-        A: (n, n) triangular; what is on the other side of its diagonal is not looked at.
-        B: (n, m).
-        upper: whether it is upper triangular.
-        unit: whether its diagonal counts as 1.
+        A: (n, n) triangular; the entries on the other side of the diagonal are ignored.
+        B: (n, m) right-hand sides.
+        upper: Whether `A` is upper triangular.
+        unit: Whether the diagonal of `A` is taken as 1.
     """
     X = B.clone()
     _solve(A, X, upper, unit)
@@ -262,11 +262,11 @@ def triangular(A: Tensor, B: Tensor, *, upper: bool, unit: bool = False) -> Tens
 
 def _solve(A: Tensor, X: Tensor, upper: bool, unit: bool) -> None:
     n = len(A)
-    if n <= TRIANGLE:
+    if n <= MAX_TRIANGLE:
         with one_thread():
             X.copy_(torch.linalg.solve_triangular(A, X, upper=upper, unitriangular=unit))
         return
-    half = -(-n // 2 // TRIANGLE) * TRIANGLE
+    half = -(-n // 2 // MAX_TRIANGLE) * MAX_TRIANGLE
     first, second = (slice(half, n), slice(0, half)) if upper else (slice(0, half), slice(half, n))
     _solve(A[first, first], X[first], upper, unit)
     X[second].addmm_(A[second, first], X[first], alpha=-1)
@@ -276,8 +276,8 @@ def _solve(A: Tensor, X: Tensor, upper: bool, unit: bool) -> None:
 def total(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return () the sum of all entries of a tensor of any shape, taken in `dtype`."""
     sums = x.reshape(-1)
-    while len(sums) > SERIAL:
-        whole = len(sums) // SERIAL * SERIAL
-        rows, rest = sums[:whole].view(-1, SERIAL), sums[whole:]
-        sums = torch.cat([rows.sum(1, dtype=dtype), rest.sum(dtype=dtype)[None]])
+    while len(sums) > MAX_SERIAL_SUM:
+        whole = len(sums) // MAX_SERIAL_SUM * MAX_SERIAL_SUM
+        rows, remainder = sums[:whole].view(-1, MAX_SERIAL_SUM), sums[whole:]
+        sums = torch.cat([rows.sum(1, dtype=dtype), remainder.sum(dtype=dtype)[None]])
     return sums.sum(dtype=dtype)

@@ -1,6 +1,6 @@
-"""How the steps of a number format are fitted, by the name that it gives: a search before the solve, a fit to codes after it.
+"""Table of the ways to fit a number format's steps: a search before the solve, and a fit to the codes after it.
 
-To add one: a function from a target to a grid and to what fits the steps of such grids, and one line in `FITS`.
+To add one, write a function that returns a grid and a constructor of its `Fit`, and add one line to `FITS`.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from nearplane.lattice.polish import Fit, PlainFit
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.superblock_fit import SuperFit
 
-Begin = Callable[[Tensor, Tensor, Steps], tuple[Grid, Callable[[Grid], Fit]]]
-"""From a target (out, in) and how much errors of each column count (in,) to a grid, and to what fits the steps of such a grid."""
+GridFit = Callable[[Tensor, Tensor, Steps], tuple[Grid, Callable[[Grid], Fit]]]
+"""Function from a target (out, in), a weight of each column's errors (in,), and `Steps` to a grid and its `Fit`."""
 
 
 def plain(target: Tensor, importance: Tensor, steps: Steps) -> tuple[Grid, Callable[[Grid], Fit]]:
-    """Fit one step, and where the format is asymmetric a zero-point, to every group; importance is not looked at."""
+    """Fit one step to every group, and a zero point if the format is asymmetric; `importance` is ignored."""
     del importance
     return steps.grid(target), lambda _: PlainFit(steps.stored_in)
 
 
 def blocks(target: Tensor, importance: Tensor, steps: Steps) -> tuple[Grid, Callable[[Grid], Fit]]:
-    """Fit steps on two levels, those of llama.cpp."""
-    from nearplane.lattice.superblock_search import fit_blocks  # compiles
+    """Fit steps on two levels, as llama.cpp stores them."""
+    from nearplane.lattice.superblock_search import fit_blocks  # imports Numba kernels
 
     kind = steps.format
-    assert isinstance(kind, BlockType), "of the formats that name this fit"
+    assert isinstance(kind, BlockType), "only block types name this fit"
     return fit_blocks(kind, target, importance), partial(SuperFit, kind=kind)
 
 
-FITS: Mapping[str, Begin] = {"plain": plain, "blocks": blocks}
+FITS: Mapping[str, GridFit] = {"plain": plain, "blocks": blocks}

@@ -1,7 +1,7 @@
-"""The grid that weights are rounded to, and a matrix that has been rounded to one.
+"""Grids that weights are rounded to, and matrices that have been rounded to one.
 
-A grid is data: per tensor, per row, grouped, in activation order, per column or unclipped are all the same class, and the
-solver never asks which. It does not know how its steps were chosen (`scale.py`) nor how codes are stored (`formats/`).
+A grid is data: one class covers steps per tensor, row, group or column, groups in activation order, and unbounded
+codes; solvers treat all alike. Steps are chosen in `scale.py`; codes are stored by `formats/`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ class Grid:
     With levels a code is the number of its level: `value = scale[:, group] * (levels[code] - zero[:, group])`.
 
     Args:
-        scale: (out or 1, groups) steps, positive.
+        scale: (out or 1, groups) positive steps.
         zero: (out or 1, groups) offsets in steps; 0 on symmetric grids.
         group: (in,) group of every column.
-        low, high: limits of the codes, inclusive; None where codes are unbounded.
-        levels: (high + 1,) ascending positions of the codes 0 to `high`, in steps (FP4, NF4); None: a code is its own position.
+        low, high: Limits of the codes, inclusive; None where codes are unbounded.
+        levels: (high + 1,) ascending positions of the codes 0 to `high`, in steps (FP4, NF4); None: a code is its own
+            position.
     """
 
     scale: Tensor
@@ -40,11 +41,11 @@ class Grid:
     high: int | None = None
     levels: Tensor | None = None
 
-    base: ClassVar[None] = None  # of ladders, see `ProductGrid`
+    base: ClassVar[None] = None  # only a `ProductGrid` has a base step
 
     @property
     def codebook(self) -> Codebook:
-        """Return the codes that there are, and their positions."""
+        """Return the codes and their positions."""
         return Codebook(low=self.low, high=self.high, levels=self.levels)
 
     def columns(self, index: Tensor | slice | int) -> tuple[Tensor, Tensor]:
@@ -64,7 +65,7 @@ class Grid:
         return scale * (self.codebook.position(codes, scale.dtype) - zero)
 
     def in_steps(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        """Turn (out, in) codes into (out, in) values over their steps: positions less zeros."""
+        """Turn (out, in) codes into (out, in) values divided by their steps: positions minus zeros."""
         return (self.codebook.position(codes, self.zero.dtype) - self.zero[:, self.group]).to(dtype)
 
     def steps(self) -> Tensor:
@@ -72,7 +73,7 @@ class Grid:
         return self.scale[:, self.group] * self.codebook.widest
 
     def clipped(self, targets: Tensor) -> Tensor:
-        """Return (out, in) bool: where `targets` lie more than half a step beyond the limits of the grid."""
+        """Return (out, in) bool, True where `targets` lie more than half a step beyond the limits of the grid."""
         scale, zero = self.columns(slice(None))
         return self.codebook.outside(targets / scale + zero)
 
@@ -91,40 +92,40 @@ class Grid:
         return self.with_parts({name: part[rows] if len(part) > 1 else part for name, part in self.parts.items()})
 
     def merged(self, chosen: Tensor, other: Grid) -> Self:
-        """Return this grid in the rows where `chosen` (out, 1) bool, and another of the same groups and limits in the rest."""
+        """Take the rows of this grid where `chosen` (out, 1) bool, else of `other`; groups and limits are the same."""
         theirs = other.parts
         return self.with_parts({name: torch.where(chosen, part, theirs[name]) for name, part in self.parts.items()})
 
     def row_weight(self) -> Tensor:
-        """Return (out or 1,) float64 ones: an error counts the same in every row."""
+        """Return (out or 1,) float64 ones: errors have the same weight in every row."""
         return torch.ones(len(self.scale), dtype=torch.float64, device=self.scale.device)
 
     def scaled_to(self, base: float | None) -> Grid:
-        """Return the grid itself: its steps were never scaled as a whole; see `ProductGrid`."""
+        """Return the grid itself, which has no base step; see `ProductGrid`."""
         del base
         return self
 
     def unlike(self, format: NumberFormat, codes: Tensor) -> Iterator[str]:
-        """Yield what codes (out, in) and grid have that a number format has not."""
+        """Yield the differences of codes (out, in) and grid from a number format."""
         low, high, groups = self.low, self.high, format.groups(codes.shape[1])
         if not format.bits or low is None or high is None:
-            yield f"it is on a fixed grid, which {format.name} is not"
+            yield f"it is on a fixed grid; {format.name} is not"
             return
         if (low, high, self.scale.shape[1]) != (format.low, format.high, groups):
             yield (
-                f"its codes are {low} to {high} in {self.scale.shape[1]} groups a row; {format.name} has {format.low} to "
-                f"{format.high} in {groups}"
+                f"its codes are {low} to {high} in {self.scale.shape[1]} groups per row; {format.name} has "
+                f"{format.low} to {format.high} in {groups}"
             )
         if not self.sound:
             yield "a step is not a positive number"
-        for what, values in (("code", codes), ("zero", self.zero)):
-            least, most = (float(x) for x in values.aminmax())
-            if (what == "code" and (least < low or most > high)) or not math.isfinite(most - least):
-                yield f"a {what} is {least:g} or {most:g}, the grid is {low} to {high}"
+        for kind, values in (("code", codes), ("zero", self.zero)):
+            smallest, largest = (float(x) for x in values.aminmax())
+            if (kind == "code" and (smallest < low or largest > high)) or not math.isfinite(largest - smallest):
+                yield f"its {kind}s range from {smallest:g} to {largest:g}; the grid is {low} to {high}"
 
     @property
     def sound(self) -> bool:
-        """Whether steps are what they may be: positive numbers."""
+        """Whether all steps are positive numbers."""
         return bool((torch.isfinite(self.scale) & (self.scale > 0)).all())
 
     def same_as(self, other: Grid | ProductGrid) -> bool:
@@ -140,9 +141,9 @@ class Grid:
         )
 
     def to(self, target: torch.dtype | torch.device | str) -> Self:
-        """Return the grid with steps and offsets computed in another dtype, or all of it on another device."""
+        """Return the grid with steps and offsets in another dtype, or the whole grid on another device."""
         if isinstance(target, torch.dtype):
-            kept = ("sc", "m")  # integers, which multiply the others
+            kept = ("sc", "m")  # integer factors of steps and offsets
             return self.with_parts({name: part.to(target) for name, part in self.parts.items() if name not in kept})
         moved = self.with_parts({name: part.to(target) for name, part in self.parts.items()})
         return replace(moved, group=self.group.to(target))
@@ -150,16 +151,16 @@ class Grid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductGrid:
-    """Unbounded codes times a scale of the row and a scale of the column, both on logarithmic ladders of short integers.
+    """Unbounded codes times a row scale and a column scale, both fractional powers of two, stored as short integers.
 
         value = 2^(rows / row_resolution) * code * base * 2^(columns / column_resolution)
 
     Args:
-        base: step of exponent 0.
-        columns: (in,) int32 exponents, in `1 / column_resolution` octaves.
-        column_resolution: steps of the ladder in an octave, a power of two.
-        rows: (out,) int32 exponents; 0 where rows have no scale of their own.
-        row_resolution: likewise.
+        base: Step at exponent 0.
+        columns: (in,) int32 column exponents, in units of `1 / column_resolution` octaves.
+        column_resolution: Number of column exponents per octave, a power of two.
+        rows: (out,) int32 row exponents, in units of `1 / row_resolution` octaves; 0 where rows have no scale.
+        row_resolution: Number of row exponents per octave, a power of two.
     """
 
     base: float
@@ -177,20 +178,20 @@ class ProductGrid:
         return torch.exp2(self.rows.double() / self.row_resolution).float()
 
     def row_weight(self) -> Tensor:
-        """Return (out,) float64 `1 / row_scale^2`: how much an error of each row counts if steps were chosen for that."""
+        """Return (out,) float64 `1 / row_scale^2`: the weight of each row's errors for which its step is optimal."""
         return torch.exp2(-2 * self.rows.double() / self.row_resolution)
 
     def scaled_to(self, base: float | None) -> ProductGrid:
-        """Return the grid with another step of exponent 0: that of the sweep, where the matrix was scaled after it."""
+        """Return the grid with another base step: that of the sweep, if the matrix was scaled afterwards."""
         return self if base is None else replace(self, base=base)
 
     def unlike(self, format: NumberFormat, codes: Tensor) -> Iterator[str]:
-        """Yield what the grid has that a number format has not; codes are as they are."""
+        """Yield the differences of the grid from a number format; any codes are valid."""
         del codes
         if format.bits:
-            yield f"it is entropy-coded, which {format.name} is not"
+            yield f"it is entropy-coded; {format.name} is not"
         if not (math.isfinite(self.base) and self.base > 0):
-            yield f"its step is {self.base}"
+            yield f"its step is {self.base}, not a positive number"
 
     def same_as(self, other: Grid | ProductGrid) -> bool:
         """Return whether another grid has the same scales of rows and columns."""
@@ -201,7 +202,7 @@ class ProductGrid:
         )
 
     def of_rows(self, rows: Tensor) -> Grid:
-        """Return some rows as a `Grid` with a step for every weight, float64, not rounded as decoded values are."""
+        """Return some rows as a float64 `Grid` with a step for every weight; steps are not rounded as in `decode`."""
         columns = self.columns.double() / self.column_resolution
         scale = torch.exp2(self.rows[rows].double() / self.row_resolution)[:, None] * (self.base * torch.exp2(columns))
         return Grid(scale=scale, zero=torch.zeros_like(scale), group=torch.arange(len(columns), device=scale.device))
@@ -216,7 +217,7 @@ class ProductGrid:
 
 
 class Weights(NamedTuple):
-    """Weights with a step and a zero of their own, (rows, columns) each, as solvers take them that go row by row."""
+    """Weights with a step and a zero for each entry, (rows, columns) each, for solvers that work row by row."""
 
     W: Tensor
     scale: Tensor
@@ -233,7 +234,7 @@ class QuantizedMatrix(Generic[G]):
 
     Args:
         codes: (out, in) int32, in the column order of the weight.
-        grid: steps and limits; its scales are already what the format stores.
+        grid: Steps and limits; the steps are already rounded to what the format stores.
     """
 
     codes: Tensor
@@ -248,15 +249,15 @@ class QuantizedMatrix(Generic[G]):
         return torch.equal(self.codes, other.codes.to(torch.int32)) and self.grid.same_as(other.grid)
 
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return all tensors by name, and what else makes up the grid: what has to be sent to another process."""
+        """Return all tensors by name, and all other parts of the grid, for sending to another process."""
         parts = {each.name: getattr(self.grid, each.name) for each in fields(self.grid) if each.init}
         tensors = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
-        plain = {name: part for name, part in parts.items() if name not in tensors}
-        return {"codes": self.codes} | tensors, {"kind": type(self.grid)} | plain
+        others = {name: part for name, part in parts.items() if name not in tensors}
+        return {"codes": self.codes} | tensors, {"kind": type(self.grid)} | others
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> QuantizedMatrix[G]:
-        """Return the matrix that `tensors` gave these parts of."""
+        """Return the matrix with these parts, which `tensors` returned."""
         parts = {**tensors, **plain}
         codes, kind = parts.pop("codes"), parts.pop("kind")
         return cls(codes=codes, grid=kind(**parts))

@@ -1,7 +1,7 @@
-"""Kernels: what is computed column by column or step by step, looked up by a tensor's own device and imported on first use.
+"""Kernels of the loops over columns and candidate steps, looked up by the device of a tensor, imported on first use.
 
-Numba compiles them for the CPU; every other device has the torch forms, which are also the oracles of the compiled ones. To add a
-device, write a function that imports such a `Kernels`, and one line of the table below.
+Numba compiles them for the CPU; all other devices use the torch forms, against which the compiled ones are tested. To
+add a device, write a function that imports its kernels and returns a `Kernels`, and add one line to the table below.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """The kernels of a device; each takes and does what its form in `kernels_torch.py` says.
+    """The kernels of a device; each has the arguments and the effect of its form in `kernels_torch.py`.
 
     Args:
-        sweep: rounds a block of columns, errors fed forward; of nearest plane and of the descent on codes.
-        search: finds the best of some steps for every group.
-        beam: carries several candidates of every row through a block of columns.
-        trace: follows these back to the block's start.
-        memory: bytes that the targets and codes of a beam may take.
-        lanes: rows that the beam takes at a time.
+        sweep: Rounding of a block of columns with errors fed forward, for nearest-plane and coordinate descent.
+        search: Selection of the best candidate step for every group.
+        beam: Pass of several candidates per row through a block of columns.
+        trace: Reconstruction of the candidates' codes back to the start of a block.
+        memory: Limit in bytes for the targets and codes of a beam.
+        lanes: Number of rows that the beam sweeps together.
     """
 
     sweep: Callable[..., None]
@@ -45,13 +45,13 @@ def _numba() -> Kernels:
         beam=beam_cpu.beam_block,
         trace=beam_cpu.trace,
         memory=beam_cpu.memory,
-        lanes=beam_cpu.ROWS,
+        lanes=beam_cpu.LANES,
     )
 
 
 @cache
 def torch_kernels() -> Kernels:
-    """Return the torch forms, which every device can run."""
+    """Return the torch forms, which run on every device."""
     from nearplane.lattice import kernels_torch as forms
 
     return Kernels(
@@ -67,5 +67,5 @@ KERNELS: dict[str, Callable[[], Kernels]] = {"cpu": _numba}
 
 
 def kernels_of(tensor: Tensor) -> Kernels:
-    """Return the kernels for a tensor's device; the torch forms where it has none of its own."""
+    """Return the kernels for a tensor's device; the torch forms if the device has no others."""
     return KERNELS.get(tensor.device.type, torch_kernels)()

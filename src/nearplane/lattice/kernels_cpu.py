@@ -1,8 +1,8 @@
-"""The sweep of a block of columns, and the search for steps, on the CPU in float32, compiled by Numba.
+"""Sweep of a block of columns and search for steps, on the CPU in float32, compiled by Numba.
 
-`kernels_torch.py` has the same algorithms in torch. Rows are independent, and so are groups: threads share them and never wait for
-each other. The sweep takes rows in strips that fit the cache: a strip goes through all columns of the block before the next one
-starts. The first call ever compiles, for a second or two.
+`kernels_torch.py` has the same algorithms in torch. Rows are independent, and so are groups: threads divide them and
+never wait for each other. The sweep handles rows in strips that fit the cache: a strip passes through all columns of
+the block before the next strip starts. The first call compiles for a second or two; the result is cached on disk.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Integers = npt.NDArray[np.int32]
 Indices = npt.NDArray[np.int64]
 
 STRIP_ROWS = 256  # the errors of a strip, STRIP_ROWS * block * 4 bytes, stay in the second-level cache
-SEARCHED = 10_000  # weights, at least, that a thread searches
+MIN_SEARCHED_WEIGHTS = 10_000  # per thread: a search of fewer weights is not worth a thread
 
 
-class Block(NamedTuple):
-    """What the compiled sweep of a block of columns reads, and what it writes; see `sweep_block` and `Tally`."""
+class SweepBlock(NamedTuple):
+    """Inputs and outputs of the compiled sweep of a block of columns; see `sweep_block` and `Tally`."""
 
     target: Floats
     W: Floats
@@ -48,8 +48,8 @@ class Block(NamedTuple):
     limits: tuple[float, float]
 
 
-class Groups(NamedTuple):
-    """What the compiled search reads, and what it writes; see `best_candidate`."""
+class SearchGroups(NamedTuple):
+    """Inputs and output of the compiled search; see `best_candidate`."""
 
     weights: Floats
     scale: Floats
@@ -59,7 +59,7 @@ class Groups(NamedTuple):
 
 
 def in_threads(kernel: Callable[[int, int], Any], count: int, *, run: int = 1) -> None:
-    """Call a kernel with the parts `start, stop` of `range(count)`, whole runs, from as many threads as torch has."""
+    """Call a kernel in torch's number of threads, with parts `start, stop` of `range(count)` in multiples of `run`."""
     threads = torch.get_num_threads()
     share = -(-count // (run * threads)) * run
     if share >= count:
@@ -71,31 +71,31 @@ def in_threads(kernel: Callable[[int, int], Any], count: int, *, run: int = 1) -
 
 
 def sweep_block(target: Tensor, columns: Columns, U: Tensor, codes: Tensor, E: Tensor, tally: Tally) -> None:
-    """Sweep one block of columns, columns first; fills `codes` and `E`.
+    """Sweep one block of columns, stored columns first; fill `codes` and `E`.
 
         t_j = target_j + sum_{k<j} E_k U_kj
         codes_j = clip(round(t_j / scale_j + zero_j)) ;  E_j = W_j - scale_j (codes_j - zero_j)
 
-    Equal to the torch form but for the order in which the sum is taken.
+    Equal to the torch form except for the order of summation.
 
     Args:
         target: (b, out) weights with the error of earlier blocks fed forward.
-        columns: weights and grid; other dtypes than float32 are left to torch.
-        U: (b, b) the block's own triangle, unit upper.
-        codes: (b, out) int32, written; may be the memory of `target`.
-        E: (b, out) written.
-        tally: what is added up besides.
+        columns: Weights and grid; the torch form handles dtypes other than float32.
+        U: (b, b) unit upper triangle of the block.
+        codes: (b, out) int32, written; may share the memory of `target`.
+        E: (b, out) errors, written.
+        tally: Sums over the columns of the sweep, updated.
     """
     if columns.W.dtype != torch.float32:
         kernels_torch.sweep_block(target, columns, U, codes, E, tally)
         return
     b, out = columns.W.shape
-    UT = U.new_zeros(b + 3, b)  # row j holds what column j needs; the last rows let columns be taken by four
+    UT = U.new_zeros(b + 3, b)  # row j belongs to column j; three more rows complete groups of four columns
     UT[:b] = U.T
     t, w, s, z, group = (x.contiguous().numpy() for x in (target, *columns[:4]))
     book, d = columns.codebook, tally.d.to(torch.float32).contiguous().numpy()
-    sums = d, tally.loss.numpy(), tally.outside.numpy(), tally.moves, book.limits
-    work = Block(t, w, s, z, group, book.table(torch.float32), UT.numpy(), codes.numpy(), E.numpy(), *sums)
+    tallies = d, tally.loss.numpy(), tally.outside.numpy(), tally.moves, book.limits
+    work = SweepBlock(t, w, s, z, group, book.table(torch.float32), UT.numpy(), codes.numpy(), E.numpy(), *tallies)
     in_threads(lambda start, stop: _sweep_rows(start, stop, work), out, run=16)  # whole cache lines
 
 
@@ -105,23 +105,23 @@ def best_candidate(weights: Tensor, scale: Tensor, zero: Tensor, codebook: Codeb
         error = sum_k |e_k|^2.5,  e = weights - scale (codes - zero)
 
     Args:
-        weights: (n, g); other dtypes than float32 are left to torch.
-        scale, zero: (candidates, n).
-        codebook: of all groups.
+        weights: (n, g) weights; the torch form handles dtypes other than float32.
+        scale, zero: (candidates, n) steps and zeros.
+        codebook: Codebook of all groups.
     """
     if weights.dtype != torch.float32:
         return kernels_torch.best_candidate(weights, scale, zero, codebook)
     n, size = weights.shape
     best = torch.empty(n, dtype=torch.int64)
     w, s, z = (x.contiguous().numpy() for x in (weights, scale.T, zero.T))
-    groups = Groups(w, s, z, codebook.table(weights.dtype), best.numpy())
-    in_threads(lambda start, stop: _search(start, stop, groups), n, run=-(-SEARCHED // size))
+    groups = SearchGroups(w, s, z, codebook.table(weights.dtype), best.numpy())
+    in_threads(lambda start, stop: _search_groups(start, stop, groups), n, run=-(-MIN_SEARCHED_WEIGHTS // size))
     return best
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def round_integer(position: Any, low: Any, high: Any) -> Any:
-    """Return the integer nearest to a position within limits. NaN stays NaN, and a loop of it stays free of branches."""
+    """Return the integer nearest to a position within limits. NaN stays NaN; loops over it compile without branches."""
     code = np.rint(position)
     code = low if code < low else code
     return high if code > high else code
@@ -137,7 +137,7 @@ def round_code(position: Any, table: Table) -> Any:
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def position_of(code: Any, table: Table) -> Any:
-    """Return what a code stands for, in steps; of a code beyond the levels the position of the last one."""
+    """Return the position of a code, in steps; a code beyond the levels has the position of the last one."""
     if len(table.levels) == 0:
         return code
     return table.levels[max(0, min(int(code), len(table.levels) - 1))]
@@ -145,7 +145,7 @@ def position_of(code: Any, table: Table) -> Any:
 
 @numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})
 def _feed_four(t: Floats, e: Floats, u: Floats, j: int) -> None:
-    """Add to the targets `t` (4, width) of four columns what the j columns before them did wrong; `u` (4, >= j)."""
+    """Feed the errors of the j columns before into the targets `t` (4, width) of four columns; `u` (4, >= j)."""
     for k in range(0, j, 4):
         a0, a1, a2, a3 = u[0, k], u[0, k + 1], u[0, k + 2], u[0, k + 3]
         b0, b1, b2, b3 = u[1, k], u[1, k + 1], u[1, k + 2], u[1, k + 3]
@@ -161,7 +161,7 @@ def _feed_four(t: Floats, e: Floats, u: Floats, j: int) -> None:
 
 @numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})
 def _feed(t: Floats, e: Floats, u: float) -> None:
-    """Add to the targets of one column what one earlier column did wrong."""
+    """Feed the errors of one earlier column into the targets of one column."""
     for r in range(t.shape[0]):
         t[r] += e[r] * u
 
@@ -170,8 +170,8 @@ def _feed(t: Floats, e: Floats, u: float) -> None:
 def _round(
     t: Floats, w: Floats, scale: Floats, zero: Floats, table: Table, codes: Integers, E: Floats, e: Floats
 ) -> None:
-    """Round one column of a strip. No fused products here: values are exactly those that the codes decode to."""
-    if len(table.levels) == 0:  # a loop of its own, which takes many rows at once
+    """Round one column of a strip. No fused products here: values must equal the decoded codes exactly."""
+    if len(table.levels) == 0:  # a separate loop, which the compiler vectorizes
         for r in range(t.shape[0]):
             code = round_integer(t[r] / scale[r] + zero[r], table.low, table.high)
             codes[r] = np.int32(code)
@@ -185,15 +185,15 @@ def _round(
 
 @numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})
 def _tally(t: Floats, w: Floats, e: Floats, d: float, loss: Floats, moves: bool) -> None:
-    """Add what one column of a strip lost, or what its moves changed."""
+    """Add the loss of one column of a strip, or the change of loss by its moves."""
     if moves:
         for r in range(t.shape[0]):
-            before = t[r] - w[r]
-            loss[r] += d * e[r] * (before + before + e[r])
+            old_error = t[r] - w[r]
+            loss[r] += d * e[r] * (old_error + old_error + e[r])
         return
     for r in range(t.shape[0]):
-        missed = t[r] - w[r] + e[r]
-        loss[r] += d * missed * missed
+        residual = t[r] - w[r] + e[r]
+        loss[r] += d * residual * residual
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
@@ -205,7 +205,7 @@ def _count(t: Floats, scale: Floats, zero: Floats, low: Any, high: Any, outside:
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def _sweep_rows(start: int, stop: int, block: Block) -> None:
+def _sweep_rows(start: int, stop: int, block: SweepBlock) -> None:
     """Sweep the rows from `start` to `stop`, strip by strip."""
     target, W, scale, zero, group, table, UT, codes, E, d, loss, outside, moves, limits = block
     low, high = np.float32(limits[0]), np.float32(limits[1])
@@ -232,7 +232,7 @@ def _sweep_rows(start: int, stop: int, block: Block) -> None:
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
-def _plain(w: Floats, s: float, z: float, low: float, high: float) -> np.float32:
+def _error_of_integers(w: Floats, s: float, z: float, low: float, high: float) -> np.float32:
     total = np.float32(0)
     for k in range(w.shape[0]):
         e = np.abs(w[k] - s * (round_integer(w[k] / s + z, low, high) - z))
@@ -241,7 +241,7 @@ def _plain(w: Floats, s: float, z: float, low: float, high: float) -> np.float32
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def _on_levels(w: Floats, s: float, z: float, table: Table) -> np.float32:
+def _error_on_levels(w: Floats, s: float, z: float, table: Table) -> np.float32:
     total = np.float32(0)
     for k in range(w.shape[0]):
         e = np.abs(w[k] - s * (position_of(round_code(w[k] / s + z, table), table) - z))
@@ -250,7 +250,7 @@ def _on_levels(w: Floats, s: float, z: float, table: Table) -> np.float32:
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def _search(start: int, stop: int, groups: Groups) -> None:
+def _search_groups(start: int, stop: int, groups: SearchGroups) -> None:
     """Search the groups from `start` to `stop`."""
     weights, scale, zero, table, best = groups
     for i in range(start, stop):
@@ -259,9 +259,9 @@ def _search(start: int, stop: int, groups: Groups) -> None:
         for c in range(scale.shape[1]):
             w, s, z = weights[i], scale[i, c], zero[i, c]
             if len(table.levels) > 0:
-                error = _on_levels(w, s, z, table)
+                error = _error_on_levels(w, s, z, table)
             else:
-                error = _plain(w, s, z, table.low, table.high)
+                error = _error_of_integers(w, s, z, table.low, table.high)
             if error < least:
                 least = error
                 best[i] = c

@@ -1,4 +1,4 @@
-"""The kernels in torch, for every device: the oracles of the compiled ones. See `kernels.py`."""
+"""Kernels in torch for every device; the compiled kernels are tested against them. See `kernels.py`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 from nearplane.lattice.codebook import Codebook
 from nearplane.lattice.grid import Weights
 
-NORM = 2.5  # of the error search; GPTQ's own is 2.4, this one is a square times a square root
-MEMORY = 128 << 20  # bytes of a beam where the device does not say what is free
+NORM = 2.5  # exponent in the search for steps; 2.4 in GPTQ, here a square times a square root
+BEAM_BYTES = 128 << 20  # of a beam on devices that do not report their free memory
 
 
 class Columns(NamedTuple):
-    """Some columns as sweeps take them, a row for every column or group.
+    """Columns of weights and their grid for a sweep, transposed: one row per column or group.
 
     Args:
         W: (b, out) weights.
-        scale, zero: (groups, out) of the grid.
+        scale, zero: (groups, out) scale and zero of the grid.
         group: (b,) group of every column, int64.
-        codebook: of all of them.
+        codebook: Codebook of all columns.
     """
 
     W: Tensor
@@ -32,13 +32,13 @@ class Columns(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """What a sweep adds up on its way, row by row, at next to no cost.
+    """Sums per row over the columns of a sweep, at almost no cost.
 
     Args:
         d: (b,) weight of every column: its squared length, or its diagonal entry of the Hessian.
-        loss: (out,) gets `sum_j d_j ((t_j - value_j)^2 - (t_j - W_j)^2)` if `moves`, else `sum_j d_j (t_j - value_j)^2`.
-        outside: (out,) int32, gets how many targets lay more than half a step beyond the codes; (0,) where nobody asks.
-        moves: whether `W` are values that the codes leave, and not weights.
+        loss: (out,) sum of `d_j ((t_j - value_j)^2 - (t_j - W_j)^2)` if `moves`, else of `d_j (t_j - value_j)^2`.
+        outside: (out,) int32 count of targets more than half a step beyond the codes; (0,) if it is not needed.
+        moves: Whether `W` holds the values of the codes before the sweep instead of weights.
     """
 
     d: Tensor
@@ -48,15 +48,16 @@ class Tally(NamedTuple):
 
 
 def sweep_block(target: Tensor, columns: Columns, U: Tensor, codes: Tensor, E: Tensor, tally: Tally) -> None:
-    """Sweep one block of columns; fills `codes` and `E`. The oracle of the compiled kernel.
+    """Sweep one block of columns; fill `codes` and `E`.
 
     Args:
-        target: (b, out) weights with the error of earlier blocks fed forward; maybe the memory of `codes`: row j is read first.
-        columns: weights and grid.
-        U: (b, b) the block's own triangle, contiguous or not.
+        target: (b, out) weights with the error of earlier blocks fed forward; may share the memory of `codes`, because
+            row j is read before it is written.
+        columns: Weights and grid.
+        U: (b, b) triangle of the block, contiguous or not.
         codes: (b, out) int32, written.
-        E: (b, out) written.
-        tally: what is added up besides.
+        E: (b, out) errors, written.
+        tally: Sums over the columns of the sweep, updated.
     """
     W, scale, zero, group, codebook = columns
     for j, g in enumerate(group.tolist()):
@@ -65,8 +66,8 @@ def sweep_block(target: Tensor, columns: Columns, U: Tensor, codes: Tensor, E: T
         code = codebook.nearest(position)
         codes[j] = code
         E[j] = W[j] - scale[g] * (codebook.position(code) - zero[g])
-        missed, before = (t - W[j] + E[j]).square(), (t - W[j]).square()
-        tally.loss.add_(tally.d[j].to(t) * (missed - before if tally.moves else missed))
+        new_loss, old_loss = (t - W[j] + E[j]).square(), (t - W[j]).square()
+        tally.loss.add_(tally.d[j].to(t) * (new_loss - old_loss if tally.moves else new_loss))
         if len(tally.outside):
             tally.outside.add_(codebook.outside(position))
 
@@ -77,9 +78,9 @@ def best_candidate(weights: Tensor, scale: Tensor, zero: Tensor, codebook: Codeb
         error = sum_k |e_k|^2.5,  e = weights - scale (codes - zero)
 
     Args:
-        weights: (n, g).
-        scale, zero: (candidates, n).
-        codebook: of all groups.
+        weights: (n, g) weights.
+        scale, zero: (candidates, n) steps and zeros.
+        codebook: Codebook of all groups.
     """
     least = torch.full_like(scale[0], torch.inf)
     best = torch.zeros_like(least, dtype=torch.int64)
@@ -92,17 +93,17 @@ def best_candidate(weights: Tensor, scale: Tensor, zero: Tensor, codebook: Codeb
 
 
 def beam_block(target: Tensor, weights: Weights, U: Tensor, d: Tensor, cost: Tensor) -> tuple[Tensor, Tensor]:
-    """Sweep one block of columns; updates `cost`. The oracle of the compiled kernel.
+    """Sweep one block of columns with several candidates per row; update `cost`.
 
     Args:
-        target: (out, beam, b) of every candidate, with the error of earlier blocks fed forward.
-        weights: of these columns.
-        U: (b, b) the block's own triangle.
+        target: (out, beam, b) targets of every candidate, with the error of earlier blocks fed forward.
+        weights: Weights and grid of these columns.
+        U: (b, b) triangle of the block.
         d: (b,) squared lengths, 0 for a dead input.
-        cost: (out, beam) of every candidate, infinite for one that does not exist.
+        cost: (out, beam) cost of every candidate, infinite for one that does not exist.
 
     Returns:
-        (b, out, beam) code that each place took, and (b, out, beam) int64 the candidate that proposed it.
+        (b, out, beam) chosen code of each place, and (b, out, beam) int64 the candidate that proposed it.
     """
     out, beam, width = target.shape
     target = target.clone()
@@ -122,19 +123,19 @@ def beam_block(target: Tensor, weights: Weights, U: Tensor, d: Tensor, cost: Ten
 
 
 def _survivors(t: Tensor, nearest: Tensor, column: Weights, length: float, cost: Tensor) -> tuple[Tensor, Tensor]:
-    """Fill the places of one column; updates `cost`.
+    """Fill the places of one column; update `cost`, which is infinite where no proposal is left.
 
-    Returns (out, beam) codes, and (out, beam) int64 which candidate proposed each. Where no proposal is left the cost is infinite.
+    Return (out, beam) codes, and (out, beam) int64 the candidate that proposed each.
 
-    Every candidate has two next proposals: below, from its nearest code downwards, and above, from the code after it upwards.
-    On a table of levels, too, distances grow on either side.
+    Every candidate has two next proposals: one goes down from its nearest code, one goes up from the code above it.
+    Distances grow in both directions, also on a table of levels.
 
     Args:
         t: (out, beam) targets.
-        nearest: (out, beam) codes.
-        column: (out, 1) weights.
-        length: of this column, squared.
-        cost: (out, beam) before this column, and after it.
+        nearest: (out, beam) codes nearest to the targets.
+        column: (out, 1) weights and grid.
+        length: Squared length of this column.
+        cost: (out, beam) costs before this column; afterwards those after it.
     """
     out, beam = t.shape
     _, s, z, codebook = column
@@ -149,25 +150,25 @@ def _survivors(t: Tensor, nearest: Tensor, column: Weights, length: float, cost:
         return total.masked_fill((code < low) | (code > high), torch.inf)
 
     total = price(code, t, before)
-    chosen, picked = [], []
+    chosen, proposers = [], []
     for place in range(beam):
-        open_ = slice(0, 2 * place + 2 if place else 1)
-        at = total[:, open_].argmin(1, keepdim=True)  # (out, 1), the first of equal ones
-        chosen.append(code.gather(1, at))
-        picked.append(at // 2)
-        cost[:, place : place + 1] = total.gather(1, at)
-        following = chosen[-1] + side.gather(1, at)
-        code.scatter_(1, at, following)
-        total.scatter_(1, at, price(following, t.gather(1, at), before.gather(1, at)))
-    return torch.cat(chosen, 1), torch.cat(picked, 1)
+        proposals = slice(0, 2 * place + 2 if place else 1)
+        cheapest = total[:, proposals].argmin(1, keepdim=True)  # (out, 1), the first of equal costs
+        chosen.append(code.gather(1, cheapest))
+        proposers.append(cheapest // 2)
+        cost[:, place : place + 1] = total.gather(1, cheapest)
+        next_code = chosen[-1] + side.gather(1, cheapest)
+        code.scatter_(1, cheapest, next_code)
+        total.scatter_(1, cheapest, price(next_code, t.gather(1, cheapest), before.gather(1, cheapest)))
+    return torch.cat(chosen, 1), torch.cat(proposers, 1)
 
 
 def trace(chosen: Tensor, parent: Tensor) -> tuple[Tensor, Tensor]:
     """Follow the candidates at the end of a block back to its start.
 
     Args:
-        chosen: (b, out, beam) code that each place took.
-        parent: (b, out, beam) int64, place before of the candidate that proposed it.
+        chosen: (b, out, beam) chosen code of each place.
+        parent: (b, out, beam) int64 previous place of the candidate that proposed it.
 
     Returns:
         (out, beam, b) codes int32 of each candidate, and (out, beam) its place before the block.
@@ -182,5 +183,5 @@ def trace(chosen: Tensor, parent: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def memory(device: torch.device) -> int:
-    """Return the bytes that the targets and codes of a beam may take: half of what a GPU has free."""
-    return torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else MEMORY
+    """Return the limit in bytes for targets and codes of a beam: half of the free memory of a GPU."""
+    return torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else BEAM_BYTES

@@ -1,9 +1,7 @@
-"""Second moments of the rows that a layer multiplies, the sums that they are made of, and the target that follows from them.
+"""Second moments of a layer's inputs, their sums over batches, and the corrected target that follows from them.
 
-The network upstream is quantized, so the layer really sees `X_hat`, while its target is `X W^T` of the original network.
+Earlier layers are quantized, so the layer receives `X_hat`, while its target is `X W^T` of the original model.
 Minimising `||X W^T + r - X_hat values^T - r_hat||^2` moves the target of the lattice problem from `W` to `W + Delta`.
-
-Knows neither layers nor where rows come from: plain tensors.
 """
 
 from __future__ import annotations
@@ -16,16 +14,16 @@ from torch import Tensor
 
 from nearplane.lattice.factor import Factor, total
 
-SPAN = 256  # columns of a block of `X^T X`; of symmetric sums half of the blocks are formed
+SPAN = 256  # columns of a block of `X^T X`; only blocks on and above the diagonal are formed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extra:
-    """Rows that nothing is fitted to: on them the outputs of a layer are compared with the original's.
+    """Inputs of a layer on the extra windows, on which its outputs are compared with those of the original model.
 
     Args:
-        X_hat: (rows, in) of the quantized network's inputs.
-        X: (rows, in) the same of the original network; None where it did not run.
+        X_hat: (rows, in) inputs in the quantized model.
+        X: (rows, in) inputs in the original model; None where it did not run.
     """
 
     X_hat: Tensor
@@ -34,22 +32,24 @@ class Extra:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
-    """Second moments of the rows that a layer multiplies, averaged over tokens.
+    """Second moments of a layer's inputs, averaged over tokens.
 
     Args:
-        H: (in, in) float64, `X_hat^T X_hat / tokens` of the quantized network's inputs.
-        tokens: rows that were averaged.
-        C: (in, in) float64, `X^T X_hat / tokens` with X the original network's inputs; None where no correction is wanted,
-            or `lost` says what it would.
-        lost: (out, in) float64, `E[(W x + r - W x_hat - r_hat) x_hat^T]`: what the layer's output has lost before it is quantized,
-            with the residual stream r that it is added to, against its inputs; None where `C` says it, `W (C - H)`.
-        held_out: the same moments over the last fifth of the windows alone (they are part of the whole), in the dtype of the rows;
+        H: (in, in) float64, `X_hat^T X_hat / tokens` of inputs in the quantized model.
+        tokens: Number of rows that were averaged.
+        C: (in, in) float64, `X^T X_hat / tokens` with inputs X in the original model; None without a correction, or
+            where `lost` is given instead.
+        lost: (out, in) float64, `E[(W x + r - W x_hat - r_hat) x_hat^T]`: error of the layer's output before it is
+            quantized, with the residual stream r that it is added to, correlated with its inputs; None where it follows
+            from `C` as `W (C - H)`.
+        held_out: Moments over the held-out windows (the last fifth, also part of the whole), in the dtype of the rows;
             None without a correction.
-        extra: rows of windows that entered none of the above; None where there were none, or no row of them came here.
-        alive: (in,) bool, inputs that were not 0 at some token in the original network; None where it did not run.
-        alike: of an expert, the share of its rows whose tokens the original network sends to it as well; None of others, or where
-            it did not run.
-        blended: of an expert, how many of `tokens` stand for the mean over all experts of its block; None of others.
+        extra: Rows of the extra windows, which enter none of the above; None if there are none.
+        alive: (in,) bool, True where the input was not 0 for some token in the original model; None where it did not
+            run.
+        alike: Share of an expert's rows whose tokens the original router sends to it too; None for other layers, or
+            where the original model did not run.
+        blended: Number of an expert's `tokens` that stand for the mean over all experts; None for other layers.
     """
 
     H: Tensor
@@ -64,15 +64,15 @@ class Moments:
 
     @property
     def corrects(self) -> bool:
-        """Whether they tell what the quantized inputs have lost."""
+        """Whether the moments contain the error of the quantized inputs."""
         return self.C is not None or self.lost is not None
 
 
 @dataclass(slots=True)
 class MomentSums:
-    """Sums, not yet divided by tokens, H in its upper triangle only.
+    """Sums before division by the number of tokens; H in its upper triangle only.
 
-    `alive` counts the batches in which an input of the original network was not 0; `dtype` is that of the rows.
+    `alive` counts the batches in which an input of the original model was not 0; `dtype` is that of the rows.
     """
 
     H: Tensor | None = None
@@ -93,20 +93,20 @@ class MomentSums:
         """Add rows of one batch.
 
         Args:
-            X_hat: (rows, in) of the quantized network's input.
-            X: (rows, in) the same of the original network; None without a comparison.
-            outputs: (rows, out) `W x + r - W x_hat - r_hat`, by layer: what its outputs have lost.
-            crossed: whether to sum C; not needed where all layers are among `outputs`.
+            X_hat: (rows, in) inputs in the quantized model.
+            X: (rows, in) inputs in the original model; None if it does not run.
+            outputs: (rows, out) errors `W x + r - W x_hat - r_hat` of the outputs, by layer.
+            crossed: Whether to sum C; not needed where all layers are among `outputs`.
         """
         if not len(X_hat):
             return
         self.tokens, self.dtype = self.tokens + len(X_hat), X_hat.dtype
-        self.H = _plus_gram(self.H, X_hat)
+        self.H = _added_gram(self.H, X_hat)
         if X is not None:
-            self.C = _plus(self.C, X.T @ X_hat) if crossed else None
-            self.alive = _plus(self.alive, X.any(0))
+            self.C = _added(self.C, X.T @ X_hat) if crossed else None
+            self.alive = _added(self.alive, X.any(0))
             for name, difference in (outputs or {}).items():
-                self.lost[name] = _plus(self.lost.get(name), difference.T @ X_hat)
+                self.lost[name] = _added(self.lost.get(name), difference.T @ X_hat)
 
     def absorb(self, other: MomentSums) -> None:
         """Add other sums to these, in place."""
@@ -117,7 +117,7 @@ class MomentSums:
         self.tokens += other.tokens
 
     def blend(self, other: MomentSums, share: float) -> None:
-        """Add a share of other sums, which stay as they are."""
+        """Add a share of other sums, which are not changed."""
         H, C = (None if sums is None else sums * share for sums in (other.H, other.C))
         self.dtype = self.dtype if self.tokens else other.dtype
         self.absorb(MomentSums(H=H, alive=other.alive, C=C, tokens=round(other.tokens * share)))
@@ -129,7 +129,7 @@ class MomentSums:
         return b.clone() if a is None else a.add_(b)
 
     def means(self, total: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float64) -> MomentSums:
-        """Return the means over the tokens, whole, in `dtype`, of float64 in the memory of the sums, which are gone then.
+        """Return the means over all tokens as full matrices in `dtype`; this empties the sums, whose memory is reused.
 
         `total` adds up the sums of all ranks in place.
         """
@@ -145,29 +145,29 @@ class MomentSums:
         return MomentSums(H=H, alive=alive, C=C, lost=lost, tokens=tokens)
 
     def of(self, name: str, held: MomentSums | None) -> Moments:
-        """Return what is known of one layer."""
+        """Return the moments of one layer."""
         assert self.H is not None, "no row was added"
-        apart = None if held is None else held.of(name, None)
+        held_out = None if held is None else held.of(name, None)
         lost = self.lost.get(name)
         C = self.C if lost is None else None
-        return Moments(H=self.H, C=C, lost=lost, tokens=self.tokens, held_out=apart, alive=self.alive)
+        return Moments(H=self.H, C=C, lost=lost, tokens=self.tokens, held_out=held_out, alive=self.alive)
 
 
 @dataclass(slots=True)
 class ExtraRows:
-    """Rows of extra windows, as they come."""
+    """Inputs of a layer on the extra windows, collected batch by batch."""
 
     X_hat: list[Tensor] = field(default_factory=list)  # (rows, in) each
     X: list[Tensor] = field(default_factory=list)
 
     def add(self, X_hat: Tensor, X: Tensor | None = None) -> None:
-        """Keep a copy of rows (rows, in) of one batch, of the quantized and of the original network."""
+        """Keep a copy of one batch's inputs (rows, in) in the quantized and in the original model."""
         if len(X_hat):
             self.X_hat.append(X_hat.clone())
             self.X += [] if X is None else [X.clone()]
 
     def together(self) -> Extra | None:
-        """Return all rows, no longer kept here; None if there were none."""
+        """Return all rows and forget them; None if there are none."""
         if not self.X_hat:
             return None
         extra = Extra(X_hat=torch.cat(self.X_hat), X=torch.cat(self.X) if self.X else None)
@@ -176,20 +176,20 @@ class ExtraRows:
 
 
 def mismatch(W: Tensor, H: Tensor, C: Tensor, S: Tensor | None) -> Tensor:
-    """Return (out, in) `W (C - H) + S`: the part of the output that the quantized inputs lost, against those inputs.
+    """Return (out, in) `W (C - H) + S`: the error of the output due to quantized inputs, correlated with these inputs.
 
-    Products are formed in the dtype of `W`, of differences that are formed in that of the moments.
+    Differences are formed in the dtype of the moments, products in that of `W`.
 
     Args:
-        W: (out, in).
+        W: (out, in) weights.
         H: (in, in) `X_hat^T X_hat / tokens`, undamped.
         C: (in, in) `X^T X_hat / tokens`.
         S: (out, in) `E[(r - r_hat) x_hat^T]` of the residual stream that the output is added to, or None.
     """
-    apart = torch.empty(H.shape, dtype=W.dtype, device=W.device)
-    for rows in torch.arange(len(H), device=W.device).split(512):  # never all of it in the dtype of the moments
-        apart[rows] = (C[rows] - H[rows]).to(W.dtype)
-    lost = W @ apart
+    difference = torch.empty(H.shape, dtype=W.dtype, device=W.device)
+    for rows in torch.arange(len(H), device=W.device).split(512):  # the difference in the wider dtype, in parts
+        difference[rows] = (C[rows] - H[rows]).to(W.dtype)
+    lost = W @ difference
     return lost if S is None else lost.add_(S)
 
 
@@ -199,30 +199,30 @@ def correction(lost: Tensor, factor: Factor) -> Tensor:
 
 
 def trust(lost_held_out: Tensor, H_held_out: Tensor, Delta: Tensor) -> float:
-    """Return in closed form how far to go along `Delta`: `rho` in [0, 1] with the least error on held-out tokens.
+    """Return the factor `rho` in [0, 1] of `Delta` with the least error on the held-out windows, in closed form.
 
         rho = <lost_v, Delta> / tr(Delta H_v Delta^T)
 
     Args:
-        lost_held_out: (out, in) `mismatch` of the held-out tokens.
-        H_held_out: (in, in) of the held-out tokens.
-        Delta: (out, in) correction fitted on the other tokens.
+        lost_held_out: (out, in) `mismatch` of the held-out windows.
+        H_held_out: (in, in) Hessian of the held-out windows.
+        Delta: (out, in) correction fitted on the other windows.
     """
-    wide = H_held_out.dtype
-    energy = float(total((Delta @ H_held_out.to(Delta.dtype)) * Delta, wide))
+    dtype = H_held_out.dtype
+    energy = float(total((Delta @ H_held_out.to(Delta.dtype)) * Delta, dtype))
     if energy <= 0:
         return 0.0
-    return min(1.0, max(0.0, float(total(lost_held_out * Delta, wide)) / energy))
+    return min(1.0, max(0.0, float(total(lost_held_out * Delta, dtype)) / energy))
 
 
 def weighted_difference(whole: Tensor, tokens: int, part: Tensor, part_tokens: int) -> Tensor:
-    """Return the average over the tokens of `whole` that are not in `part`, both averages over their tokens."""
-    rest = tokens - part_tokens
-    return (whole * (tokens / rest)).sub_(part, alpha=part_tokens / rest)
+    """Return the mean over the tokens outside `part`, from the means over all tokens and over `part`."""
+    remaining = tokens - part_tokens
+    return (whole * (tokens / remaining)).sub_(part, alpha=part_tokens / remaining)
 
 
-def _plus_gram(sums: Tensor | None, X: Tensor) -> Tensor:
-    """Add `X^T X` of rows (rows, in), of which only the blocks on and above the diagonal are formed: see `_mirrored`."""
+def _added_gram(sums: Tensor | None, X: Tensor) -> Tensor:
+    """Add the blocks of `X^T X` on and above the diagonal for rows (rows, in); see `_mirrored`."""
     n = X.shape[1]
     sums = torch.zeros(n, n, dtype=torch.float64, device=X.device) if sums is None else sums
     for a in range(0, n, SPAN):
@@ -231,11 +231,11 @@ def _plus_gram(sums: Tensor | None, X: Tensor) -> Tensor:
 
 
 def _mirrored(H: Tensor) -> Tensor:
-    """Fill in the blocks below the diagonal, in place."""
+    """Fill in the blocks below the diagonal in place."""
     for a in range(0, len(H), SPAN):
         H[a + SPAN :, a : a + SPAN] = H[a : a + SPAN, a + SPAN :].T
     return H
 
 
-def _plus(sums: Tensor | None, product: Tensor) -> Tensor:
+def _added(sums: Tensor | None, product: Tensor) -> Tensor:
     return product.double() if sums is None else sums.add_(product)

@@ -1,9 +1,9 @@
-"""Number formats: the values that a stored weight can take, and how its steps are stored, as named data. Needs no torch.
+"""Number formats: the values that a stored weight can take, and how its steps are stored, as named data, without torch.
 
     value = step * (level - zero)
 
-A level is the code itself, or its entry in a table. Names are what commands take and records say: `int4-g128`, `int3-row-asym`,
-`q4_k`. How the steps of a format are fitted is in `fits.py`, by the name that it gives; how bytes are laid out is in `formats/`.
+A level is the code itself, or its entry in a table. Commands and run records use the names, such as `int4-g128`,
+`int3-row-asym`, `q4_k`. `fits.py` fits the steps of a format; `formats/` lays out its bytes.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from nearplane.errors import RecipeError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumberFormat:
-    """How weights are stored, whatever file they are in.
+    """Storage of weights and steps, independent of the file format.
 
     Args:
-        name: as commands take it and records say it.
-        bits: of a code; 0 where codes have no limits.
-        group: neighbouring weights of a row that share a step; None: one step a row.
-        symmetric: whether there are no zero-points or minima; codes are then around 0.
-        levels: ascending positions of the codes 0, 1, ..., in steps, some below and some above 0; None: a code is its own position.
-        steps: dtype of torch in which steps are stored; None: that of the file.
-        fit: how steps are fitted: an entry of `fits.FITS`.
+        name: Name of the format in commands and run records.
+        bits: Bits per code; 0 where codes have no limits.
+        group: Number of neighbouring weights of a row that share a step; None: one step per row.
+        symmetric: Whether there are no zero points or minima; the codes then lie around 0.
+        levels: Ascending positions of the codes 0, 1, ..., in steps, on both sides of 0; None: a code is its own
+            position.
+        steps: Name of the torch dtype in which steps are stored; None: that of the file.
+        fit: Name of the fit of the steps, an entry of `fits.FITS`.
     """
 
     name: str
@@ -48,27 +49,27 @@ class NumberFormat:
 
     @property
     def run(self) -> int:
-        """Neighbouring weights that are stored together: it divides the inputs of a layer."""
+        """Number of neighbouring weights stored together, a divisor of the layer's inputs."""
         return self.group or 1
 
     def groups(self, columns: int) -> int:
-        """Return how many steps a row of so many weights has."""
+        """Return the number of steps of a row with `columns` weights."""
         return -(-columns // self.group) if self.group else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockType(NumberFormat):
-    """How llama.cpp stores a run of neighbouring weights of a row together with its steps, which are on two levels.
+    """Block type of llama.cpp: neighbouring weights of a row, stored together with their steps on two levels.
 
     Layouts: `ggml/src/ggml-common.h` of llama.cpp; `formats/gguf/gguf_layers.py` packs them.
 
     Args:
-        number: of the type in files (`ggml_type`).
-        columns: weights of a block; it divides the inputs of a layer.
-        bytes: of a block.
-        sc: smallest and largest multiple of the block's step; (1, 1) where a group is a block.
-        m: largest multiple of the block's offset; 0 where there are no minima.
-        fallback: type for rows that this one does not divide, as llama.cpp chooses it.
+        number: Number of the type in files (`ggml_type`).
+        columns: Number of weights of a block, a divisor of the layer's inputs.
+        bytes: Bytes of a block.
+        sc: Smallest and largest multiple of the block's step; (1, 1) where a group is a block.
+        m: Largest multiple of the block's offset; 0 where there are no minima.
+        fallback: Type for rows that this one does not divide, the same as in llama.cpp.
     """
 
     group: int
@@ -82,17 +83,17 @@ class BlockType(NumberFormat):
 
     @property
     def run(self) -> int:
-        """Neighbouring weights that are stored together: those of a block."""
+        """Number of neighbouring weights stored together: those of a block."""
         return self.columns
 
     @property
     def single(self) -> bool:
-        """Whether a block is one group, whose step and offset are numbers of its own; offsets may then be negative."""
+        """Whether a block is one group with its own step and offset; offsets may then be negative."""
         return self.columns == self.group
 
     @property
     def rate(self) -> float:
-        """Bits per weight, steps and all."""
+        """Bits per weight, including the steps."""
         return 8 * self.bytes / self.columns
 
 
@@ -127,16 +128,16 @@ TYPES: dict[str, BlockType] = {
     )
 }  # fmt: skip
 
-INTEGERS = "integers as int4-g128, int8-row, int3-g64-asym"  # names of which there are many, in sentences
+INTEGERS = "integers as int4-g128, int8-row, int3-g64-asym"  # description of the integer formats in messages
 CODED = NumberFormat(name="coded", bits=0)  # codes without limits, entropy-coded
 E2M1 = (-6.0, -4.0, -3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # four-bit floats, 0 once
 MXFP4 = NumberFormat(name="mxfp4", bits=4, group=32, levels=E2M1, steps="float8_e8m0fnu")
-FLOATS: tuple[NumberFormat, ...] = (MXFP4,)  # formats of levels, not even steps
+FLOATS: tuple[NumberFormat, ...] = (MXFP4,)  # formats with tables of levels
 NAMED: dict[str, NumberFormat] = {each.name: each for each in (*TYPES.values(), *FLOATS, CODED)}
 
 
 def integers(bits: int, group: int | None, *, symmetric: bool = True) -> NumberFormat:
-    """Return the format of codes that are their own positions, with a step and maybe a zero-point for every group or row."""
+    """Return the format of integer codes, with a step and maybe a zero point for every group or row."""
     name = f"int{bits}-{'row' if group is None else f'g{group}'}{'' if symmetric else '-asym'}"
     return NumberFormat(name=name, bits=bits, group=group, symmetric=symmetric)
 
@@ -145,15 +146,15 @@ def number_format(name: str) -> NumberFormat:
     """Return the format of this name.
 
     Raises:
-        RecipeError: there is none.
+        RecipeError: No format has this name.
     """
-    if (found := find_format(name)) is None:
-        raise RecipeError(f"{name!r} is no number format; expected {INTEGERS}, or one of {', '.join(NAMED)}.")
-    return found
+    if (format := find_format(name)) is None:
+        raise RecipeError(f"{name!r} is not a number format; expected {INTEGERS}, or one of {', '.join(NAMED)}.")
+    return format
 
 
 def find_format(name: str) -> NumberFormat | None:
-    """Return the format of this name, None where there is none."""
+    """Return the format of this name, or None."""
     if (parts := re.fullmatch(r"int([2-8])-(?:row|g([1-9][0-9]{0,8}))(-asym)?", name)) is not None:
         return integers(int(parts[1]), int(parts[2]) if parts[2] else None, symmetric=parts[3] is None)
     return NAMED.get(name)

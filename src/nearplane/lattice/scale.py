@@ -1,7 +1,7 @@
-"""Steps of a grid, from the range of the weights or by search; `polish.py` fits them to codes.
+"""Steps of a grid from the range of the weights or by search; `polish.py` fits them to codes later.
 
-Steps are rounded to the dtype they will be stored in *before* anything is measured with them. All functions take weights
-(..., g), one group along the last axis, so that one call fits every group of a matrix or one group of every row.
+Steps are rounded to their storage dtype *before* any error is measured with them. Functions take weights (..., g) with
+a group along the last axis, so that one call fits all groups of a matrix or one group of every row.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ SHRINKS = tuple(1 - 0.8 * i / 80 for i in range(80))  # factors by which the sea
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """How steps are fitted: everything but the weights.
+    """Settings for the initial fit of steps to weights.
 
     Args:
-        format: of the weights: symmetric, or with integer zero-points, or of levels without zero-point.
-        search: "minmax": the range; "mse": the shrunken range with the least p-norm error.
-        storage: dtype in which steps are stored, where the format does not say it.
+        format: Number format: symmetric, with integer zero points, or with levels and no zero points.
+        search: Method: "minmax" takes the range of the weights, "mse" the narrowed range with the least p-norm error.
+        storage: Dtype in which steps are stored if the format does not define it.
     """
 
     format: NumberFormat
@@ -40,12 +40,12 @@ class Steps:
     @property
     def stored_in(self) -> torch.dtype:
         """Dtype in which steps are stored."""
-        found: torch.dtype = self.storage if self.format.steps is None else getattr(torch, self.format.steps)
-        return found
+        dtype: torch.dtype = self.storage if self.format.steps is None else getattr(torch, self.format.steps)
+        return dtype
 
     @property
     def codebook(self) -> Codebook:
-        """The codes, and the positions that they stand for."""
+        """The codes and their positions."""
         levels = None if self.format.levels is None else torch.tensor(self.format.levels, dtype=torch.float64)
         return Codebook(low=self.format.low, high=self.format.high, levels=levels)
 
@@ -64,15 +64,15 @@ class Steps:
         scale, zero = self._from_range(minimum, maximum)
         if self.search == "minmax":
             return scale, zero
-        tried = [self._from_range(minimum * shrink, maximum * shrink) for shrink in SHRINKS]
-        scales, zeros = (torch.stack(parts) for parts in zip(*tried, strict=True))  # (candidates, ...)
+        candidates = [self._from_range(minimum * shrink, maximum * shrink) for shrink in SHRINKS]
+        scales, zeros = (torch.stack(parts) for parts in zip(*candidates, strict=True))  # (candidates, ...)
         flat = weights.reshape(-1, weights.shape[-1]), scales.flatten(1), zeros.flatten(1)
-        # (1, ...) which candidate has the least error; the first of equals
+        # (1, ...) index of the candidate with the least error; ties: the first
         best = kernels_of(weights).search(*flat, self.codebook).view(1, *weights.shape[:-1])
         return scales.gather(0, best)[0], zeros.gather(0, best)[0]
 
     def _from_range(self, minimum: Tensor, maximum: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the smallest step, and the zero, whose grid reaches from `minimum` <= 0 to `maximum` >= 0."""
+        """Return the smallest step, and the zero, of a grid that covers `minimum` <= 0 to `maximum` >= 0."""
         low, high, levels = self.format.low, self.format.high, self.format.levels
         if self.format.symmetric:
             ends = (low, high) if levels is None else (levels[0], levels[-1])
@@ -83,10 +83,10 @@ class Steps:
 
 
 def stored(scale: Tensor, storage: torch.dtype) -> Tensor:
-    """Round steps to what `storage` can hold, in the dtype of `scale`; a group of zeros gets step 1.
+    """Round steps to values of `storage`, in the dtype of `scale`; a group of zeros gets step 1.
 
     Raises:
-        NumericalError: a step is too large for `storage`.
+        NumericalError: A step is too large for `storage`.
     """
     info = torch.finfo(storage)
     rounded = scale.to(storage).to(scale.dtype)
@@ -99,14 +99,14 @@ def stored(scale: Tensor, storage: torch.dtype) -> Tensor:
 
 
 def high_rate_step(rms: Tensor, lengths: Tensor, rate: float) -> float:
-    """Return the log2 of the `c` at which steps `c / lengths_j` give about `rate` bits per weight on Gaussian weights.
+    """Return log2 of the `c` for which steps `c / lengths_j` give about `rate` bits per weight on Gaussian weights.
 
         log2 c = mean_j log2(sqrt(2 pi e) sigma_j sqrt(d_j)) - rate
 
     Args:
         rms: (in,) root mean square `sigma_j` of every column.
         lengths: (in,) `sqrt(d_j)` in the order of the columns; ones for a single step.
-        rate: bits per weight.
+        rate: Bits per weight.
     """
     spread = (rms * lengths).double()
     alive = spread > 0
@@ -118,24 +118,25 @@ def high_rate_step(rms: Tensor, lengths: Tensor, rate: float) -> float:
 def waterfill_exponents(lengths: Tensor, resolution: int) -> Tensor:
     """Return (in,) int32 `k_j` with `2^(k_j / resolution)` nearest to `1 / lengths_j`.
 
-    Steps inversely proportional to the Gram-Schmidt lengths `sqrt(d_j)` give every plane the same error, so that the rate goes
-    where it pays (reverse water-filling at high rate; WaterSIC, 2603.04956). See `ladder` for what the resolution costs.
+    Steps inversely proportional to the Gram-Schmidt lengths `sqrt(d_j)` give every plane the same error: reverse
+    water-filling at high rate (WaterSIC, 2603.04956). `ladder` has the cost of the resolution.
     """
-    logs = lengths.clamp(min=torch.finfo(lengths.dtype).tiny).log2()
-    return (-logs * resolution).round_().to(torch.int32)
+    log_lengths = lengths.clamp(min=torch.finfo(lengths.dtype).tiny).log2()
+    return (-log_lengths * resolution).round_().to(torch.int32)
 
 
 def row_exponents(sensitivity: Tensor, columns: int, resolution: int) -> Tensor:
-    """Return (out,) int32 exponents of row steps that spend bits where the network minds errors; 0 where that does not pay.
+    """Return (out,) int32 exponents of row steps, smaller for sensitive rows; all 0 where that would cost more bits.
 
-    Errors of row i cost `h_i` each, so that steps `1 / sqrt(h_i)` would be best if errors were small and independent. They are
-    neither: steps `h_i^(-1/4)` were better or as good on all models and rates measured. Against equal steps that gains
-    `1/2 log2(AM / GM)` of `sqrt(h)` in bits per weight, and costs about `2 + log2(resolution)` bits a row.
+    An error of row i has weight `h_i`, so steps `1 / sqrt(h_i)` would be best if errors were small and independent.
+    They are neither: steps `h_i^(-1/4)` were better or as good on all models and rates measured. Compared with equal
+    steps, they gain `1/2 log2(AM / GM)` of `sqrt(h)` in bits per weight and cost about `2 + log2(resolution)` bits per
+    row.
 
     Args:
         sensitivity: (out,) `h_i`, not negative.
-        columns: weights of a row.
-        resolution: steps per octave of the exponents.
+        columns: Number of weights of a row.
+        resolution: Number of exponents per octave.
     """
     h = sensitivity.double().clamp(min=1e-12 * float(sensitivity.max()) + 1e-300).sqrt()
     gain = 0.5 * float(h.mean().log2() - h.log2().mean())
@@ -146,9 +147,9 @@ def row_exponents(sensitivity: Tensor, columns: int, resolution: int) -> Tensor:
 
 
 def ladder(count: int) -> int:
-    """Return the steps per octave, a power of two up to 32, at which one exponent for `count` weights costs least in all.
+    """Return the exponents per octave, a power of two up to 32, of least total cost with `count` weights per exponent.
 
-    Steps that are off by up to half a rung cost `ln(2) / (12 resolution^2)` bits a weight, a rung half as high one bit an
+    Rounding the exponents costs `ln(2) / (12 resolution^2)` bits per weight; twice the resolution costs one bit per
     exponent.
     """
     return min(

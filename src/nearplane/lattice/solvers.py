@@ -1,10 +1,10 @@
-"""The solvers: what rounds a matrix to a grid. Nearest plane (Babai's, = GPTQ) and plain rounding stand here, any grid, any device.
+"""Solvers that round a matrix to a grid: nearest-plane (Babai, equal to GPTQ), rounding to nearest, and their table.
 
-Adding one is a function and a line of the table at the end, which says what each needs and promises.
+To add one, write a function and one line of the table at the end, which states its needs and guarantees.
 
-The sweep runs in rounding order on the transposed matrix (columns first, so that the rows of a block are contiguous). Blocks of
-columns are swept one by one; what earlier blocks did wrong reaches a block as one matrix product. Inside a block a kernel of the
-device does the work (`kernels.py`).
+The sweep runs in rounding order on the transposed matrix (columns first, so that blocks of columns are contiguous).
+Blocks are swept one by one; the errors of earlier blocks enter a block as one matrix product. Inside a block a kernel
+of the device does the work (`kernels.py`).
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from nearplane.lattice.kernels_torch import Columns, Tally
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """What a solver found, and what its sweep saw on the way.
+    """Result of a solver, with losses and clipping counts of its sweep.
 
     Args:
-        matrix: codes and grid.
-        losses: (out,) float64 `sum_j d_j (t_j - values_j)^2` of every row: its loss under the damped Hessian; None: not known.
-        outside: (out,) how many targets of the nearest-plane sweep that the codes begin with lay beyond the codes of the grid,
-            by more than half a step; None where no such sweep was made on this grid.
+        matrix: Codes and grid.
+        losses: (out,) float64 loss of every row under the damped Hessian, `sum_j d_j (t_j - values_j)^2`; None if
+            unknown.
+        outside: (out,) count of targets more than half a step beyond the codes of the grid, in the nearest-plane sweep
+            from which the codes start; None if there was no such sweep on this grid.
     """
 
     matrix: QuantizedMatrix[Grid]
@@ -42,15 +43,15 @@ class Solution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What a solver is given.
+    """Input of a solver.
 
     Args:
-        W: (out, in) what is to be rounded, float32 or float64.
-        grid: to round to.
-        factor: of `H + shift I`, in rounding order.
-        H: (in, in) the Hessian.
-        shift: what damping added to its diagonal.
-        beam: candidates of every row, for solvers that keep several.
+        W: (out, in) target to round, float32 or float64.
+        grid: Grid to round to.
+        factor: Factor of `H + shift I`, in rounding order.
+        H: (in, in) undamped Hessian.
+        shift: Number that damping added to the diagonal of H.
+        beam: Number of candidates of every row, if a solver keeps several.
     """
 
     W: Tensor
@@ -63,12 +64,13 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solver:
-    """One way to round.
+    """Entry of the table of solvers.
 
     Args:
-        round: from the problem to codes on its grid, and what was swept, see `Solution`.
-        bounded: whether it begins with the codes of `nearest_plane` and never loses more, so that Babai's bounds hold.
-        needs_inputs: whether it looks at the Hessian or its factor.
+        round: Function from a problem to a solution on its grid.
+        bounded: Whether the solver starts from the codes of `nearest_plane` and never increases the loss, so that
+            Babai's bounds hold.
+        needs_inputs: Whether the solver uses the Hessian or its factor.
     """
 
     round: Callable[[Problem], Solution]
@@ -77,7 +79,7 @@ class Solver:
 
 
 def round_to_nearest(W: Tensor, grid: Grid) -> QuantizedMatrix[Grid]:
-    """Round every weight of `W` (out, in) on its own.
+    """Round every weight of `W` (out, in) to the nearest value of the grid.
 
     Raises:
         NumericalError: `W` is not finite.
@@ -97,12 +99,12 @@ def nearest_plane(W: Tensor, grid: Grid, factor: Factor, *, block: int = 128) ->
 
     Args:
         W: (out, in) weights, float32 or float64; the sweep runs in their dtype.
-        grid: steps and limits of every column; see `Grid`.
-        factor: of the layer's Hessian; see `factorize`.
-        block: columns swept before the error is propagated as one matrix product.
+        grid: Steps and limits of every column; see `Grid`.
+        factor: Factored Hessian of the layer; see `factorize`.
+        block: Columns swept before the error is propagated as one matrix product.
 
     Returns:
-        Codes int32 in the column order of `W`, and the grid.
+        (out, in) int32 codes in the column order of `W`, with the grid.
 
     Raises:
         NumericalError: `W` or the factor is not finite.
@@ -113,14 +115,14 @@ def nearest_plane(W: Tensor, grid: Grid, factor: Factor, *, block: int = 128) ->
 
 
 def sweep_planes(W: Tensor, grid: Grid, factor: Factor, *, block: int = 128) -> Solution:
-    """Round as `nearest_plane`, and add up what the sweep saw: the loss of every row, and targets that the grid clips."""
+    """Round as `nearest_plane` does, and add up the loss and the number of clipped targets of every row."""
     if not (bool(torch.isfinite(torch.stack(W.aminmax())).all()) and bool(torch.isfinite(factor.d).all())):
         raise NumericalError("A weight or the factor of the Hessian is NaN or Inf.")
     order, out = factor.order, len(W)
     target = W.T.clone(memory_format=torch.contiguous_format)
     WT = target.index_select(0, order)  # (in, out), in rounding order
     target.copy_(WT)  # (in, out), with all errors so far fed forward
-    # in the same memory: a column's targets are read before its codes are written
+    # codes share the memory of targets: a column's targets are read before its codes are written
     codes = target.view(torch.int32)[:, :out]
     E = W.new_empty(min(block, len(WT)), out)  # weight minus value, of one block
     scale, zero = (
@@ -137,12 +139,12 @@ def sweep_planes(W: Tensor, grid: Grid, factor: Factor, *, block: int = 128) -> 
         b = min(a + block, len(WT))
         columns = Columns(WT[a:b], scale, zero, group[a:b], grid.codebook)
         tally = Tally(d[a:b], loss, outside, moves=False)
-        U = factor.U[a:b, a:].to(W.dtype)  # (b - a, columns that are left)
+        U = factor.U[a:b, a:].to(W.dtype)  # (b - a, columns left)
         sweep(target[a:b], columns, U[:, : b - a], codes[a:b], E[: b - a], tally)
         target[b:].addmm_(U[:, b - a :].T, E[: b - a])
-    # again no new memory: touching it first costs most
-    back = WT.view(torch.int32)[:, :out].index_copy_(0, order, codes)
-    matrix = QuantizedMatrix(codes=back.T.clone(memory_format=torch.contiguous_format), grid=grid)
+    # reuses memory again: the first access to new memory costs most
+    codes_by_column = WT.view(torch.int32)[:, :out].index_copy_(0, order, codes)
+    matrix = QuantizedMatrix(codes=codes_by_column.T.clone(memory_format=torch.contiguous_format), grid=grid)
     return Solution(matrix=matrix, losses=loss.double() * 2.0**octave, outside=outside)
 
 

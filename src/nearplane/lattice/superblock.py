@@ -1,9 +1,9 @@
-"""Grids with steps on two levels: short integers times a step that a block of groups shares, as GGUF stores them.
+"""Grids with steps on two levels, as GGUF stores them: short integers times a step shared by a block of groups.
 
     value = (d * sc) * code - dmin * m
 
-Like any other grid to solvers, descents and certificates: its `scale` is `d * sc`, its `zero` is `dmin * m / (d * sc)`. How the
-numbers are found is in `superblock_search.py`, how they are stored in `formats/gguf/`.
+Solvers, descents and certificates use it like any other grid: its `scale` is `d * sc`, its `zero` is
+`dmin * m / (d * sc)`. `superblock_search.py` finds the numbers, `formats/gguf/` stores them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from nearplane.lattice.number_formats import NumberFormat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuperGrid(Grid):
-    """A grid whose steps and offsets are integers times numbers that a block of groups shares.
+    """A grid whose steps and offsets are integers times numbers shared by a block of groups.
 
     Args:
-        d: (out, blocks) step of every block, exact in 16-bit floating point; negative ones are steps too.
+        d: (out, blocks) step of every block, exact in 16-bit floating point; may be negative.
         sc: (out, groups) integers, multiples of `d`; every block has the same number of groups, in order.
-        dmin: (out, blocks) offset of every block, likewise; None: there are no offsets.
+        dmin: (out, blocks) offset of every block, exact in 16-bit floating point, may be negative; None: no offsets.
         m: (out, groups) integers, multiples of `dmin`.
-        scale: (out, groups) `d * sc`, of `d`'s dtype; it follows from the others, as `zero` does.
-        zero: (out, groups) `dmin * m / (d * sc)`, 0 where there is no step.
+        scale: (out, groups) `d * sc` in the dtype of `d`; computed.
+        zero: (out, groups) `dmin * m / (d * sc)`, 0 where the step is 0; computed.
     """
 
     d: Tensor
@@ -48,33 +48,33 @@ class SuperGrid(Grid):
 
     @property
     def offset(self) -> Tensor | None:
-        """Return (out, groups) `dmin * m`, what is subtracted from every value; None where nothing is."""
+        """Return (out, groups) `dmin * m`, the offset subtracted from every value; None if there is none."""
         return None if self.dmin is None or self.m is None else _per_group(self.dmin, self.m)
 
     @property
     def parts(self) -> dict[str, Tensor]:
         """Return the numbers that make up the grid, by name, rows first."""
-        found = {"d": self.d, "sc": self.sc, "dmin": self.dmin, "m": self.m}
-        return {name: part for name, part in found.items() if part is not None}
+        parts = {"d": self.d, "sc": self.sc, "dmin": self.dmin, "m": self.m}
+        return {name: part for name, part in parts.items() if part is not None}
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Turn (out, in) codes into (out, in) values, in the dtype of `d`: in float32 exactly those that llama.cpp computes.
+        """Turn (out, in) codes into (out, in) values in the dtype of `d`; in float32 exactly those of llama.cpp.
 
-        `d * sc * code` and `dmin * m` have at most 24 bits, so that the subtraction alone rounds.
+        `d * sc * code` and `dmin * m` have at most 24 bits, so that only the subtraction rounds.
         """
         values = self.scale[:, self.group] * codes
         offset = self.offset
         return values if offset is None else values.sub_(offset[:, self.group])
 
     def unlike(self, format: NumberFormat, codes: Tensor) -> Iterator[str]:
-        """Yield what codes (out, in) and grid have that a number format has not."""
+        """Yield the differences of codes (out, in) and grid from a number format."""
         yield from Grid.unlike(self, format, codes)
         if codes.shape[1] != format.run * self.d.shape[1]:
-            yield f"it has {self.d.shape[1]} blocks a row, which are not those of {format.name}"
+            yield f"its {self.d.shape[1]} blocks per row are not those of {format.name}"
 
     @property
     def sound(self) -> bool:
-        """Whether steps are what they may be: numbers of either sign, and 0."""
+        """Whether all steps are finite numbers; they may be negative or 0."""
         return bool(torch.isfinite(self.scale).all())
 
     def same_as(self, other: object) -> bool:
@@ -92,7 +92,7 @@ class SuperGrid(Grid):
 
 
 def on_two_levels(matrix: QuantizedMatrix[Any]) -> QuantizedMatrix[SuperGrid] | None:
-    """Return a matrix with every group as a block of its own; None where codes or zeros are none that blocks have."""
+    """Return a matrix with every group as a separate block; None if blocks cannot hold its levels or zeros."""
     grid = matrix.grid
     if isinstance(grid, SuperGrid):
         return matrix
@@ -103,6 +103,6 @@ def on_two_levels(matrix: QuantizedMatrix[Any]) -> QuantizedMatrix[SuperGrid] | 
     return QuantizedMatrix(codes=matrix.codes, grid=blocks)
 
 
-def _per_group(each: Tensor, integers: Tensor) -> Tensor:
-    """Return (out, groups) numbers of blocks (out, blocks) times integers (out, groups), in the dtype of the first."""
-    return each.repeat_interleave(integers.shape[1] // each.shape[1], 1).mul_(integers)
+def _per_group(block_numbers: Tensor, integers: Tensor) -> Tensor:
+    """Return (out, groups) block numbers (out, blocks) times integers (out, groups), in the dtype of the former."""
+    return block_numbers.repeat_interleave(integers.shape[1] // block_numbers.shape[1], 1).mul_(integers)

@@ -1,7 +1,7 @@
-"""Steps on two levels, from the weights by search on the CPU, compiled by Numba. `superblock_fit.py` fits them to codes.
+"""Search for steps on two levels from the weights, on the CPU, compiled by Numba; `superblock_fit.py` refines them.
 
-They are rounded to what is stored before anything is measured with them.
-Every kernel measures a group by `sum_k h_k |e_k|^p` of what rounding its weights to nearest leaves, p = 2.5 as in `scale.py`.
+Steps are rounded to their storage format before any error is measured with them. The error of a group is
+`sum_k h_k |e_k|^p` after rounding its weights to nearest, p = 2.5 as in `scale.py`.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from nearplane.lattice.superblock_fit import rounded
 
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int32]
-ENDS = tuple(1 - 0.65 * i / 17 for i in range(18))  # fractions of the range at which groups end
-SHRUNK = (1.0, 0.97, 0.94, 0.9, 0.86, 0.8)  # of the largest integer, to which the largest step of a block is scaled
-REACH = 2  # integers tried on either side of the nearest one
+RANGE_FRACTIONS = tuple(1 - 0.65 * i / 17 for i in range(18))  # candidates for the ends of a group's grid
+SC_FRACTIONS = (1.0, 0.97, 0.94, 0.9, 0.86, 0.8)  # fractions of the largest sc; the largest step of a block gets one
+RADIUS = 2  # integers tried on each side of the nearest one
 
 
 def fit_blocks(kind: BlockType, W: Tensor, importance: Tensor) -> SuperGrid:
-    """Fit every block of `W` (out, in), in two searches: the groups' own steps and offsets, then what blocks can hold of them.
+    """Fit every block of `W` (out, in): search real steps and offsets of groups, then stored numbers close to them.
 
     Args:
-        kind: of the blocks; it divides the columns.
-        W: finite.
-        importance: (in,) how much errors of a column count, not negative.
+        kind: Type of the blocks; its columns divide those of `W`.
+        W: (out, in) finite weights.
+        importance: (in,) weight of each column's errors, not negative.
 
     Raises:
-        NumericalError: a step or an offset is too large for 16-bit floating point.
+        NumericalError: A step or an offset is too large for 16-bit floating point.
     """
     out, columns = W.shape
     blocks, groups = columns // kind.columns, columns // kind.group
@@ -45,9 +45,9 @@ def fit_blocks(kind: BlockType, W: Tensor, importance: Tensor) -> SuperGrid:
     spread = importance.to(weights).clamp(min=0)
     h = (spread / spread.mean().clamp(min=torch.finfo(torch.float32).tiny)).clamp(min=1e-6).view(groups, kind.group)
     step, offset = torch.zeros(2, out * groups).unbind()
-    limits, ends = (float(kind.low), float(kind.high)), torch.tensor(ENDS).numpy()
-    given = weights.view(-1, kind.group).numpy(), h.numpy(), limits, ends, kind.single, step.numpy(), offset.numpy()
-    in_threads(partial(search_groups, *given), len(step))
+    limits, ends = (float(kind.low), float(kind.high)), torch.tensor(RANGE_FRACTIONS).numpy()
+    inputs = weights.view(-1, kind.group).numpy(), h.numpy(), limits, ends, kind.single, step.numpy(), offset.numpy()
+    in_threads(partial(search_groups, *inputs), len(step))
     if kind.single:
         one = torch.ones(len(step), dtype=torch.int32)
         parts = {"d": rounded(step), "sc": one}
@@ -63,25 +63,25 @@ def fit_blocks(kind: BlockType, W: Tensor, importance: Tensor) -> SuperGrid:
 
 
 def _stored(kind: BlockType, W: Tensor, h: Tensor, step: Tensor, offset: Tensor) -> dict[str, Tensor]:
-    """Return the numbers of blocks of several groups, near the groups' own (n,) steps and offsets."""
+    """Return the stored numbers of blocks of several groups, close to (n,) steps and offsets of the groups."""
     groups = kind.columns // kind.group
     step, offset = step.view(-1, groups), offset.view(-1, groups)
-    shrunk, count = torch.tensor(SHRUNK), len(step)
-    ds = rounded(step.abs().amax(1, keepdim=True) / (max(kind.sc) * shrunk).round())  # (blocks, candidates)
-    dmins = rounded(offset.amax(1, keepdim=True) / (kind.m * shrunk).round()) if kind.m else ds[:, :1].clone()
+    fractions, count = torch.tensor(SC_FRACTIONS), len(step)
+    ds = rounded(step.abs().amax(1, keepdim=True) / (max(kind.sc) * fractions).round())  # (blocks, candidates)
+    dmins = rounded(offset.amax(1, keepdim=True) / (kind.m * fractions).round()) if kind.m else ds[:, :1].clone()
     d, dmin = torch.zeros(2, count).unbind()
     sc, m = torch.zeros(2, count, groups, dtype=torch.int32).unbind()
-    given = W.view(count, groups, kind.group).numpy(), h.view(-1, groups, kind.group).numpy()
+    inputs = W.view(count, groups, kind.group).numpy(), h.view(-1, groups, kind.group).numpy()
     limits = float(kind.low), float(kind.high), kind.sc, kind.m
     arrays = (part.contiguous().numpy() for part in (step, offset, ds, dmins, d, dmin, sc, m))
     kernel: Any = search_blocks
-    in_threads(partial(kernel, *given, *limits, *arrays), count)
+    in_threads(partial(kernel, *inputs, *limits, *arrays), count)
     return {"d": d, "sc": sc} | ({"dmin": dmin, "m": m} if kind.m else {})
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
 def error_of(w: Floats, h: Floats, s: Any, o: Any, low: Any, high: Any) -> Any:
-    """Return the error of a group with step `s`, not 0, and offset `o`."""
+    """Return the error of a group with step `s` (not 0) and offset `o`."""
     total, inverse = np.float32(0), np.float32(1) / s
     for k in range(w.shape[0]):
         q = np.rint((w[k] + o) * inverse)
@@ -96,15 +96,15 @@ def error_of(w: Floats, h: Floats, s: Any, o: Any, low: Any, high: Any) -> Any:
 def search_groups(
     W: Floats, h: Floats, limits: Any, ends: Floats, signed: bool, step: Floats, offset: Floats, start: int, stop: int
 ) -> None:
-    """Find step and offset, real numbers, of the groups from `start` to `stop`.
+    """Find real-valued step and offset of the groups from `start` to `stop`.
 
     Args:
         W: (n, g) weights.
-        h: (groups of a row, g).
-        limits: of the codes; the lower one is negative for grids without offset.
-        ends: (k,) fractions of the range that are tried, of both ends on their own where there is an offset.
-        signed: whether offsets may be negative.
-        step, offset: (n,) are filled.
+        h: (groups of a row, g) weights of errors.
+        limits: Limits of the codes; the lower one is negative for grids without offset.
+        ends: (k,) fractions of the range to try, for each end separately if there is an offset.
+        signed: Whether offsets may be negative.
+        step, offset: (n,) outputs.
     """
     low, high = limits
     for i in range(start, stop):
@@ -117,10 +117,10 @@ def search_groups(
         step[i], offset[i] = np.float32(0), np.float32(0)
         least = np.float32(np.inf)
         if low < 0:
-            reach = max(-smallest, largest)
+            range_end = max(-smallest, largest)
             for end in ends:
                 for sign in (-1, 1):
-                    s = np.float32(sign * end * reach / -low)
+                    s = np.float32(sign * end * range_end / -low)
                     if s == 0:
                         continue
                     error = error_of(w, weight, s, np.float32(0), low, high)
@@ -128,9 +128,9 @@ def search_groups(
                         least, step[i] = error, s
             continue
         middle = np.float32(0.5) * (smallest + largest) if signed else np.float32(0)
-        for first in ends:
-            for last in ends:
-                bottom, top = middle + first * (smallest - middle), middle + last * (largest - middle)
+        for lower in ends:
+            for upper in ends:
+                bottom, top = middle + lower * (smallest - middle), middle + upper * (largest - middle)
                 s = np.float32((top - bottom) / high)
                 if s <= 0:
                     continue
@@ -147,49 +147,49 @@ def search_blocks(
     step: Floats, offset: Floats, ds: Floats, dmins: Floats, d: Floats, dmin: Floats, sc: Integers, m: Integers,
     start: int, stop: int,
 ) -> None:  # fmt: skip
-    """Find the numbers that are stored, of the blocks from `start` to `stop`.
+    """Find the stored numbers of the blocks from `start` to `stop`.
 
-    First `d` and `dmin` of all pairs of candidates, with the integers that come nearest to the groups' own steps and offsets;
-    then the integers of each group, those around.
+    First the best pair of candidates `d` and `dmin`, with the integers nearest to the steps and offsets of the groups;
+    then the best integers of each group within `RADIUS`.
 
     Args:
         W: (blocks, groups, g) weights.
-        h: (blocks of a row, groups, g).
-        low, high: limits of the codes.
-        sc_limits, m_limit: of the integers; no step is 0.
-        step, offset: (blocks, groups) of the groups on their own.
-        ds, dmins: (blocks, candidates), not 0.
-        d, dmin, sc, m: (blocks,) and (blocks, groups) are filled.
+        h: (blocks of a row, groups, g) weights of errors.
+        low, high: Limits of the codes.
+        sc_limits, m_limit: Limits of the integers; `sc` is never 0.
+        step, offset: (blocks, groups) real-valued steps and offsets.
+        ds, dmins: (blocks, candidates) candidates for `d` and `dmin`, not 0.
+        d, dmin, sc, m: (blocks,) and (blocks, groups) outputs.
     """
     groups = W.shape[1]
     for b in range(start, stop):
         weight = h[b % h.shape[0]]
-        least, kept_d, kept_dmin = np.float32(np.inf), ds[b, 0], dmins[b, 0]
-        for one in ds[b]:
-            for other in dmins[b]:
+        least, best_d, best_dmin = np.float32(np.inf), ds[b, 0], dmins[b, 0]
+        for d0 in ds[b]:
+            for dmin0 in dmins[b]:
                 total = np.float32(0)
                 for g in range(groups):
-                    s, o = one * _multiple(step[b, g], one, sc_limits), other * _offset(offset[b, g], other, m_limit)
+                    s, o = d0 * _multiple(step[b, g], d0, sc_limits), dmin0 * _offset(offset[b, g], dmin0, m_limit)
                     total += error_of(W[b, g], weight[g], s, o, low, high)
                 if total < least:
-                    least, kept_d, kept_dmin = total, one, other
-        d[b], dmin[b] = kept_d, kept_dmin
+                    least, best_d, best_dmin = total, d0, dmin0
+        d[b], dmin[b] = best_d, best_dmin
         for g in range(groups):
-            middle = _multiple(step[b, g], kept_d, sc_limits)
+            center = _multiple(step[b, g], best_d, sc_limits)
             best = np.float32(np.inf)
-            for i in range(max(sc_limits[0], middle - REACH), min(sc_limits[1], middle + REACH) + 1):
+            for i in range(max(sc_limits[0], center - RADIUS), min(sc_limits[1], center + RADIUS) + 1):
                 if i == 0:
                     continue
-                first = _offset(offset[b, g], kept_dmin, m_limit)
-                for k in range(max(0, first - REACH), min(m_limit, first + REACH) + 1):
-                    error = error_of(W[b, g], weight[g], np.float32(kept_d * i), np.float32(kept_dmin * k), low, high)
+                nearest_m = _offset(offset[b, g], best_dmin, m_limit)
+                for k in range(max(0, nearest_m - RADIUS), min(m_limit, nearest_m + RADIUS) + 1):
+                    error = error_of(W[b, g], weight[g], np.float32(best_d * i), np.float32(best_dmin * k), low, high)
                     if error < best:
                         best, sc[b, g], m[b, g] = error, i, k
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def _multiple(step: Any, d: Any, limits: Any) -> Any:
-    """Return the multiple of `d` nearest to a step, never 0."""
+    """Return the integer whose multiple of `d` is nearest to a step, never 0."""
     i = int(np.rint(step / d))
     i = min(max(i, limits[0]), limits[1])
     if i == 0:

@@ -1,1 +1,1 @@
-"""The seed papers made runnable: OBQ, the factor by QR, LLL, HPTQ with Huffman codes, profiles, geometry in the plane, pictures."""
+"""Runnable forms of the published theory: OBQ, QR factor, LLL, HPTQ with Huffman codes, profiles, plane geometry."""

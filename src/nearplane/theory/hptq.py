@@ -1,8 +1,7 @@
-"""HPTQ: GPTQ with one step a matrix and codes without limits, which one Huffman code a matrix makes small. And the same rounded
-to nearest.
+"""HPTQ: GPTQ with one step per matrix and unbounded codes, entropy-coded by one Huffman code per matrix.
 
-The step is searched until the coded matrix has the size that was asked for. Nothing is written: `compare` puts the values into
-the network and measures it, and sizes follow from the lengths of the code words (`huffman.py`).
+Rounding to nearest is available too. The step is searched until the coded matrix has the given rate. No file is
+written: `compare` puts the values into the model and measures it, and sizes follow from code lengths (`huffman.py`).
 
 Chen et al., "The Geometry of LLM Quantization: GPTQ as Babai's Nearest Plane Algorithm" (2025), Table 1.
 """
@@ -34,32 +33,32 @@ from nearplane.recipe.schemes import RateScheme
 from nearplane.system.device import Device
 from nearplane.theory.huffman import coded_bytes, foretold_size
 
-LEAST_RATE = 1.1  # bits per weight: every code word has at least one
-CARRIED = 0.02  # of its rate, by which a layer takes up what the blocks before it left over
+MIN_RATE = 1.1  # bits per weight; every code word has at least one bit
+MAX_CARRYOVER = 0.02  # relative change of a layer's rate that uses up the surplus bits of earlier blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coded:
-    """A matrix with one step, and what it takes behind one Huffman code."""
+    """A matrix with one step, and its size in bytes with one Huffman code."""
 
     matrix: QuantizedMatrix[ProductGrid]
     bytes: int
 
 
 def hptq_recipe(rate: float, calibration: Calibration, *, calibrated: bool = True) -> Recipe:
-    """Return what the walk is to show of the inputs, and how they are damped: GPTQ in its natural order, targets not corrected.
+    """Return the recipe of HPTQ: GPTQ in the natural order of columns, without corrected targets.
 
     Args:
-        rate: bits per weight.
-        calibration: tokens.
-        calibrated: whether errors are fed forward; without, weights are rounded to nearest and no input is looked at.
+        rate: Bits per weight.
+        calibration: Settings of the calibration windows.
+        calibrated: Whether errors are fed forward; otherwise weights are rounded to nearest without using the inputs.
 
     Raises:
-        RecipeError: a Huffman code does not get there.
+        RecipeError: The rate is too low for a Huffman code.
     """
-    if rate < LEAST_RATE:
+    if rate < MIN_RATE:
         raise RecipeError(
-            f"{rate:.3f} bits per weight asked for; a Huffman code takes at least one bit for every code. Ask for {LEAST_RATE} "
+            f"{rate:.3f} bits per weight are too few: a Huffman code needs at least one bit per code. Use {MIN_RATE} "
             f"bits or more."
         )
     solver: Solver = "nearest-plane" if calibrated else "round-to-nearest"
@@ -75,17 +74,17 @@ def hptq(
     *,
     name: str = "matrix",
 ) -> Coded:
-    """Round a matrix with the one step at which it takes `rate` bits a weight behind one Huffman code.
+    """Round a matrix with the one step for which its Huffman code has `rate` bits per weight.
 
     Args:
         W: (out, in) weights.
-        statistics: (in, in) Hessian `X^T X / tokens`, or what calibration saw.
-        scheme: solver, order, damping; see `hptq_recipe`.
-        rate: bits per weight; None: that of the scheme.
-        name: for errors.
+        statistics: (in, in) Hessian `X^T X / tokens`, or moments or inputs from calibration.
+        scheme: Solver, order and damping; see `hptq_recipe`.
+        rate: Bits per weight; None: the rate of the scheme.
+        name: Name of the matrix for error messages.
 
     Raises:
-        NumericalError: a weight is not finite, or the Hessian not positive definite, symmetric or of W's inputs.
+        NumericalError: A weight is not finite, or the Hessian not positive definite, symmetric or of W's inputs.
     """
     W, inputs = lattice_problem(W, statistics, name)
     rate = scheme.rate if rate is None else rate
@@ -95,12 +94,12 @@ def hptq(
     one_step = ProductGrid(base=1.0, columns=zeros[:columns], column_resolution=1, rows=zeros[:out], row_resolution=1)
     try:
         T, _ = corrected(W, inputs, scheme)
-        found = search(
+        trial = search(
             T, inputs, scheme, rate, one_step, lambda matrix: foretold_size(_numbers(matrix)).bits / W.numel()
         )
     except NumericalError as error:
         raise NumericalError(f"{name} ({inputs.moments.tokens} tokens): {error}") from error
-    return Coded(matrix=found.matrix, bytes=coded_bytes(_numbers(found.matrix)))
+    return Coded(matrix=trial.matrix, bytes=coded_bytes(_numbers(trial.matrix)))
 
 
 def _numbers(matrix: QuantizedMatrix[ProductGrid]) -> NDArray[np.int32]:
@@ -108,33 +107,35 @@ def _numbers(matrix: QuantizedMatrix[ProductGrid]) -> NDArray[np.int32]:
 
 
 def hptq_layers(model: Model, recipe: Recipe, windows: Windows, device: Device) -> Generator[tuple[Layer, Coded]]:
-    """Walk through a network and yield its layers, each with its matrix; layers behind see the quantized ones before them.
+    """Walk through a model and yield each layer with its matrix; inputs come from the quantized layers before it.
 
-    Bits that a block leaves over go to those after it, as where `quantize` keeps to a rate.
+    Surplus bits of a block go to later blocks, as `quantize` does for a given rate.
 
     Args:
-        model: the original.
-        recipe: see `hptq_recipe`.
-        windows: calibration.
-        device: where to compute.
+        model: The original model.
+        recipe: Recipe of `hptq_recipe`.
+        windows: Calibration windows.
+        device: Device for the computation.
 
     Raises:
-        NearplaneError: as `walk` and `hptq`.
+        NearplaneError: Any error of `walk` or `hptq`.
     """
     assert isinstance(recipe.scheme, RateScheme)
     assert recipe.scheme.rate is not None
-    scheme, asked = recipe.scheme, recipe.scheme.rate
-    to_come = sum(math.prod(layer.shape) for layer in model.layers)
-    rate, left = asked, 0.0  # bits
+    scheme, target = recipe.scheme, recipe.scheme.rate
+    remaining = sum(math.prod(layer.shape) for layer in model.layers)
+    rate, surplus = target, 0.0  # bits
     with walk(model, recipe, windows, MemorySetting.usual(windows.seqlen, device)) as stages:
         for stage in stages:
             if stage.first:
-                rate = min(max(asked + left / to_come, (1 - CARRIED) * asked), (1 + CARRIED) * asked)
+                rate = min(
+                    max(target + surplus / remaining, (1 - MAX_CARRYOVER) * target), (1 + MAX_CARRYOVER) * target
+                )
             values = []
             for layer, inputs in zip(stage.layers, stage.inputs, strict=True):
                 coded = hptq(layer.read(), inputs.used_once(), scheme, rate, name=layer.name)
                 weights = math.prod(layer.shape)
-                left, to_come = left + asked * weights - 8 * coded.bytes, to_come - weights
+                surplus, remaining = surplus + target * weights - 8 * coded.bytes, remaining - weights
                 values.append(coded.matrix.decode())
                 yield layer, coded
             stage.write(values)

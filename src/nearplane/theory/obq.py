@@ -1,9 +1,9 @@
-"""Optimal Brain Quantization: every row rounds next the weight that costs least, in an order of its own.
+"""Optimal Brain Quantization: each row has its own order, in which the weight with the least cost is rounded next.
 
-With n inputs a row costs n^3/6 multiplications, as much as the factorization that all rows of `lattice/solvers.py` share; here the
-whole inverse is downdated at every step, as published, which is six times that. The order is exactly the greedy one: without the
-rule of OBQ's own program that weights far outside the grid go first, which mends much of its loss on clipping grids. It does not
-know how `H` was damped.
+With n inputs a row costs n^3/6 multiplications, as many as the one factorization that all rows of `lattice/solvers.py`
+share; here the whole inverse is downdated at every step, as published, at six times the cost. The order is exactly the
+greedy one, without the rule of the OBQ program that rounds weights far outside the grid first, which reduces the loss
+on clipping grids considerably.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from nearplane.errors import NumericalError
 from nearplane.lattice.factor import one_thread
 from nearplane.lattice.grid import Grid, QuantizedMatrix, Weights
 
-MAX_INPUTS = 4096  # there the inverse of a row takes 128 MiB
+MAX_INPUTS = 4096  # the inverse of a row then takes 128 MiB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GreedySweep:
-    """A matrix rounded greedily, and the order in which every row was.
+    """A greedily rounded matrix and the order of every row.
 
     Args:
-        matrix: codes and grid.
-        order: (out, in) int64, the column of each row that was rounded first, second, ...; dead inputs stand last.
+        matrix: Codes and grid.
+        order: (out, in) int64 columns of each row in the order of rounding; dead inputs come last.
     """
 
     matrix: QuantizedMatrix[Grid]
@@ -36,32 +36,33 @@ class GreedySweep:
 def greedy_sweep(
     W: Tensor, grid: Grid, H: Tensor, *, shift: float = 0.0, dead: Tensor | None = None, memory: int = 1 << 30
 ) -> GreedySweep:
-    """Round each row of `W` in its own order: next is always the free weight whose rounding costs least.
+    """Round each row of `W` in its own order; the free weight with the least cost is rounded next.
 
     With F the columns still free, P = (H_FF + shift I)^-1 and err_j = w_j - value_j, until F is empty:
 
         j = argmin_{F} err_j^2 / P_jj ;  w_F -= err_j / P_jj P_Fj ;  P -= P_:j P_j: / P_jj
 
-    The column chosen is that of the hyperplane {code_j = z} nearest to the target among those of all free columns. Given the
-    order, the codes are those of `nearest_plane`. Of equal costs the lowest column goes first.
+    The chosen column is that with the hyperplane {code_j = z} nearest to the target, among all free columns. Given the
+    order, the codes equal those of `nearest_plane`. Ties go to the lowest column.
 
     Args:
         W: (out, in) weights; the sweep runs in float64 whatever their dtype.
-        grid: steps and limits of every column; see `Grid`.
+        grid: Steps and limits of every column; see `Grid`.
         H: (in, in) symmetric positive semi-definite, undamped.
-        shift: what damping adds to its diagonal, in the units of `H`: `Factor.shift`.
-        dead: (in,) bool, inputs that were always 0; None takes those with `H_jj == 0`. They decode to what is nearest to 0.
-        memory: bytes that the inverses of the rows worked on at a time may take. At least one row is.
+        shift: Number that damping adds to the diagonal of `H`, see `Factor.shift`.
+        dead: (in,) bool, True for inputs that were always 0; None: those with `H_jj == 0`. They get the codes nearest
+            to 0.
+        memory: Limit in bytes for the inverses of the rows in work at a time (at least one row is).
 
     Raises:
-        NumericalError: more than 4,096 inputs, something not finite, or `H + shift I` not positive definite.
+        NumericalError: More than 4,096 inputs, `W` or `H` not finite, or `H + shift I` not positive definite.
 
     Frantar and Alistarh (2022), OBQ; the geometry is Corollary 4 of Chen et al. (2025).
     """
     n = W.shape[1]
     if n > MAX_INPUTS:
         raise NumericalError(
-            f"The greedy order of {n} inputs takes {n}^3/6 multiplications a row; at most {MAX_INPUTS} inputs are taken. "
+            f"The greedy order of {n} inputs takes {n}^3/6 multiplications per row; the limit is {MAX_INPUTS} inputs. "
             "Use nearest_plane with the pivoted order."
         )
     if not bool(torch.isfinite(W).all()):
@@ -74,9 +75,9 @@ def greedy_sweep(
         P, floor = _inverse(H, shift, live)
         scale, zero = (part.double().expand(len(W), -1).contiguous() for part in grid.columns(live))
         w = W[:, live].double()
-        rows = max(1, memory // (8 * len(live) ** 2))  # at a time
-        found, sequence = sweep_rows(Weights(w, scale, zero, grid.codebook), P, floor, rows)
-        codes[:, live] = found
+        rows = max(1, memory // (8 * len(live) ** 2))  # rows at a time
+        live_codes, sequence = sweep_rows(Weights(w, scale, zero, grid.codebook), P, floor, rows)
+        codes[:, live] = live_codes
         order[:, : len(live)] = live[sequence]
     return GreedySweep(matrix=QuantizedMatrix(codes=codes, grid=grid), order=order)
 
@@ -84,7 +85,7 @@ def greedy_sweep(
 def _inverse(H: Tensor, shift: float, live: Tensor) -> tuple[Tensor, Tensor]:
     """Return (live, live) `(H + shift I)^-1` of the live columns, and (live,) `1 / (H_jj + shift)`.
 
-    The second is what no diagonal entry of the inverse falls below, whichever columns are still free.
+    The second is a lower bound of the diagonal of the inverse for any set of free columns.
     """
     A = H.double()[live[:, None], live]
     A.diagonal().add_(shift)
@@ -94,41 +95,41 @@ def _inverse(H: Tensor, shift: float, live: Tensor) -> tuple[Tensor, Tensor]:
         L, info = torch.linalg.cholesky_ex(A)
     if int(info):
         raise NumericalError(
-            f"The Hessian is not positive definite: the pivot of column {int(live[int(info) - 1])} is not positive with "
-            f"{shift:g} added to the diagonal. Use more calibration tokens, or a larger --damp or --sweep-damp."
+            f"The Hessian is not positive definite: the pivot of column {int(live[int(info) - 1])} is not positive "
+            f"with {shift:g} added to the diagonal. Use more calibration tokens, or a larger --damp or --sweep-damp."
         )
     with one_thread():
         return torch.cholesky_inverse(L), 1 / A.diagonal()
 
 
 def sweep_rows(weights: Weights, P: Tensor, floor: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Sweep all rows, `rows` at a time with one inverse each.
+    """Sweep all rows, `rows` at a time, each with its own inverse.
 
     Args:
-        weights: (out, in) float64.
+        weights: (out, in) float64 weights and grid.
         P: (in, in) inverse of the damped Hessian.
-        floor: (in,) least possible diagonal of the inverse for fewer columns; rounding errors do not get below it.
+        floor: (in,) lower bound of the diagonal of the inverse for fewer columns, against rounding errors.
 
     Returns:
-        (out, in) codes int32, and (out, in) the order.
+        (out, in) int32 codes, and (out, in) int64 order.
     """
     W, scale, zero, codebook = weights
     codes, order = torch.empty_like(W, dtype=torch.int32), torch.empty_like(W, dtype=torch.int64)
     for a in range(0, len(W), rows):
         part = slice(a, a + rows)
         w, s, z = W[part].clone(), scale[part], zero[part]
-        inverse = P.repeat(len(w), 1, 1)  # (rows, in, in), one for every row's own set of free columns
-        taken = torch.zeros_like(w, dtype=torch.bool)
+        inverse = P.repeat(len(w), 1, 1)  # (rows, in, in), since each row has its own free columns
+        rounded = torch.zeros_like(w, dtype=torch.bool)
         row = torch.arange(len(w), device=w.device)
         for step in range(W.shape[1]):
             code = codebook.nearest(w / s + z)
             error = w - s * (codebook.position(code) - z)
             length = torch.maximum(inverse.diagonal(dim1=1, dim2=2), floor)
-            j = (error.square() / length).masked_fill_(taken, torch.inf).argmin(1)
+            j = (error.square() / length).masked_fill_(rounded, torch.inf).argmin(1)
             column = inverse[row, :, j] / length[row, j].sqrt()[:, None]  # (rows, in)
             w -= (error[row, j] / length[row, j].sqrt())[:, None] * column
             inverse.sub_(column[:, :, None] * column[:, None, :])
             codes[part][row, j] = code[row, j].to(torch.int32)
             order[part][:, step] = j
-            taken[row, j] = True
+            rounded[row, j] = True
     return codes, order

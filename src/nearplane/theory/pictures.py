@@ -1,9 +1,9 @@
-"""Five pictures of what quantizing does to two weights; every number in them is from `geometry.py`.
+"""Five pictures of the geometry of quantizing two weights; all numbers in them come from `geometry.py`.
 
-    babai        nearest plane step by step: project on the nearest plane, then round; in two bases of one lattice
-    cells        which targets every method rounds to the same point, and where that point is the closest
-    spaces       the first step of GPTQ in parameter space, of Babai in data space: the same step
-    greedy       OBQ's choice of the weight to round first: the one whose nearest plane is nearest
+    babai        steps of nearest plane: projection on the nearest plane, then rounding; in two bases of a lattice
+    cells        cells of targets that a method rounds to the same point, and the parts where it is the closest one
+    spaces       the first step of GPTQ in parameter space and of Babai in data space: the same step
+    greedy       OBQ's choice of the first weight: the one with the nearest plane
     propagation  the worked example: rounding w_0 to 1 moves w_1 from 0.6 to 0.4
 
 After Chen, Hoefler, Alistarh, "The Geometry of LLM Quantization: GPTQ as Babai's Nearest Plane Algorithm" (2025), and
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# colours that the colour-blind tell apart (Okabe and Ito)
+# colours for colour-blind readers (Okabe and Ito)
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 OPTIMAL_COLOUR, MISSED_COLOUR = "#CFE6F5", "#F6C667"  # pale blue, pale orange
 TEXT, LINE, POINT = "#222222", "#BBBBBB", "#777777"
@@ -39,17 +39,17 @@ FORMATS = ("svg", "png")
 
 
 def draw_geometry(out: Path) -> list[Path]:
-    """Draw all pictures into the folder `out`, made where it is missing, as .svg and .png.
+    """Draw all pictures as .svg and .png into the folder `out`, which is created if it is missing.
 
     Args:
-        out: folder.
+        out: Folder of the pictures.
 
     Returns:
         The files, in the order of `PICTURES`.
 
     Raises:
         RecipeError: matplotlib is not installed, or `out` is a file.
-        FormatError: a picture cannot be written.
+        FormatError: A picture cannot be written.
     """
     try:
         import matplotlib as mpl
@@ -73,7 +73,7 @@ def draw_geometry(out: Path) -> list[Path]:
 
 
 def _bytes(figure: Figure, format: str) -> bytes:
-    """Return a figure as a file: the same bytes for the same figure, no date, nothing that points elsewhere."""
+    """Return the bytes of a figure's file, which are reproducible: without dates and external references."""
     buffer = io.BytesIO()
     if format != "svg":
         figure.savefig(buffer, format=format, dpi=160, metadata={"Software": None})
@@ -83,11 +83,11 @@ def _bytes(figure: Figure, format: str) -> bytes:
 
 
 def _babai(figure: Figure) -> None:
-    """Draw nearest plane in the given and in a reduced basis."""
+    """Draw nearest plane in the given basis and in a reduced one."""
     H, w = g.hessian(g.INPUTS), g.WEIGHTS
     B = g.basis(H)
     T = g.reduced(B).to(B.dtype)
-    _head(
+    _set_texts(
         figure,
         (7.2, 4.85),
         "Babai's nearest plane: project on a plane, then round",
@@ -104,15 +104,15 @@ def _babai(figure: Figure) -> None:
         _ring(axes, best, GREEN)
         _steps(axes, path)
         _target(axes, path[0], "t", (0, 9))
-        found = "closest point found" if torch.allclose(path[2], best) else "closest point (ring) missed"
-        axes.set_title(f"{name}: {found}\nsquared error {steps.loss:.3f}", fontsize=11, color=TEXT)
+        verdict = "closest point found" if torch.allclose(path[2], best) else "closest point (ring) missed"
+        axes.set_title(f"{name}: {verdict}\nsquared error {steps.loss:.3f}", fontsize=11, color=TEXT)
 
 
 def _cells(figure: Figure) -> None:
     """Draw the cells of four methods."""
     H, w = g.hessian(g.INPUTS), g.WEIGHTS
     B = g.basis(H)
-    _head(
+    _set_texts(
         figure,
         (7.2, 7.6),
         "Babai's cells are closer to the optimal ones than rounding's",
@@ -131,26 +131,26 @@ def _cells(figure: Figure) -> None:
             axes.fill(*(tiling.cell + point).T.tolist(), facecolor=MISSED_COLOUR, edgecolor="none", zorder=0)
             axes.fill(*(tiling.agrees + point).T.tolist(), facecolor=OPTIMAL_COLOUR, edgecolor="none", zorder=1)
             axes.fill(*(tiling.cell + point).T.tolist(), facecolor="none", edgecolor=TEXT, linewidth=1, zorder=2)
-        result = g.solve(w[None], H, method)
-        axes.plot(*(B @ result[0]).tolist(), marker="s", markersize=9, color=BLUE, markeredgecolor="white", zorder=5)
+        rounded = g.solve(w[None], H, method)
+        axes.plot(*(B @ rounded[0]).tolist(), marker="s", markersize=9, color=BLUE, markeredgecolor="white", zorder=5)
         _target(axes, B @ w)
         mean, worst = f" (tr H/12 = {H.trace() / 12:.3f})" if method == "round to nearest" else "", ""
         if method in g.ORDERS:
-            expected, most = g.bounds(H, g.ORDERS[method])
-            mean, worst = f" (Σd/12 = {expected:.3f})", f" (Σd/4 = {most:.3f})"
+            expected, worst_bound = g.bounds(H, g.ORDERS[method])
+            mean, worst = f" (Σd/12 = {expected:.3f})", f" (Σd/4 = {worst_bound:.3f})"
         axes.set_title(f"{titles[method]}\noptimal on {100 * tiling.share:.3g} % of the area", fontsize=11, color=TEXT)
         errors = f"mean squared error {tiling.measured:.3f}{mean}\nworst {tiling.worst:.3f}{worst}"
         axes.set_xlabel(errors, fontsize=10, color=TEXT)
 
 
 def _spaces(figure: Figure) -> None:
-    """Draw one step in both spaces."""
+    """Draw one step of GPTQ in parameter space and in data space."""
     H, w = g.hessian(g.INPUTS), g.WEIGHTS
     B, identity = g.basis(H), torch.eye(2, dtype=H.dtype)
     code, moved = g.gptq_first(w, H)
     steps, error = g.sweep(w, H), w - moved
     z_0, z_1 = steps.codes.tolist()
-    _head(
+    _set_texts(
         figure,
         (7.2, 4.95),
         "GPTQ's error propagation is Babai's projection",
@@ -167,8 +167,8 @@ def _spaces(figure: Figure) -> None:
     _basis(right, B, B[:, 0] - B[:, 1])
     _target(left, w, "w", (16, 8))
     _target(right, B @ w, "t = Xw", (32, -3))
-    _say(left, torch.tensor([code, -0.45]), f"w₀ = {code}", (6, 0))
-    _say(right, torch.tensor([-0.36, 0.0]), f"w₀ = {code}", (0, 6))
+    _write(left, torch.tensor([code, -0.45]), f"w₀ = {code}", (6, 0))
+    _write(right, torch.tensor([-0.36, 0.0]), f"w₀ = {code}", (0, 6))
     left.set_title("parameter space: GPTQ\nmoves the error to the next weight", fontsize=11, color=TEXT)
     right.set_title("data space: Babai\nprojects on the nearest plane", fontsize=11, color=TEXT)
     left.set_xlabel("w₀", labelpad=3)
@@ -177,14 +177,14 @@ def _spaces(figure: Figure) -> None:
 
 
 def _greedy(figure: Figure) -> None:
-    """Draw the choice of the first weight, and what comes of it."""
+    """Draw the choice of the first weight and its result."""
     H, w = g.hessian(g.INPUTS), g.WEIGHTS
     B = g.basis(H)
     distances = g.plane_distances(w, H)
     chosen = g.greedy(w, H)
     other = g.sweep(w, H, g.ORDER_STARTING_WITH[chosen.last])
     first, second = "w₀w₁"[2 * chosen.first :][:2], "w₀w₁"[2 * other.first :][:2]
-    _head(
+    _set_texts(
         figure,
         (7.2, 4.5),
         "OBQ rounds first the weight whose nearest plane is nearest",
@@ -197,11 +197,11 @@ def _greedy(figure: Figure) -> None:
     for j, colour in enumerate((BLUE, RED)):
         steps = g.sweep(w, H, g.ORDER_STARTING_WITH[j])
         code = int(steps.codes[j])
-        foot = steps.path[1] @ B.T
+        projection = steps.path[1] @ B.T
         _planes(left, B, j, code, colour)
-        left.plot(*zip((B @ w).tolist(), foot.tolist(), strict=True), color=colour, linewidth=2.5, zorder=4)
+        left.plot(*zip((B @ w).tolist(), projection.tolist(), strict=True), color=colour, linewidth=2.5, zorder=4)
         name = f"{distances[j]:.3f} to {'w₁' if j else 'w₀'} = {code}"
-        _say(left, foot, name, (-2, 10) if j else (20, -16), ha="right")
+        _write(left, projection, name, (-2, 10) if j else (20, -16), ha="right")
     _planes(right, B, chosen.first, int(chosen.codes[chosen.first]), RED)
     _ring(right, other.path[2] @ B.T, BLUE)
     _steps(right, chosen.path @ B.T, RED, side=-1)
@@ -215,11 +215,11 @@ def _propagation(figure: Figure) -> None:
     """Draw the worked example in parameter space."""
     w, H = g.worked_example()
     steps = g.sweep(w, H)
-    between, nearest = steps.path[1], w.round()
+    midpoint, nearest = steps.path[1], w.round()
     touching, swept, rounded = (float(quadratic((w - point)[None], H)) for point in (*steps.path[1:], nearest))
     inverse = str(torch.linalg.inv(H).round(decimals=9).int().tolist()).replace("-", "\N{MINUS SIGN}")
-    (a, b), (z, moved), end = w.tolist(), between.tolist(), int(steps.codes[1])
-    _head(
+    (a, b), (z, moved), end = w.tolist(), midpoint.tolist(), int(steps.codes[1])
+    _set_texts(
         figure,
         (7.2, 6.9),
         f"Rounding w₀ to {z:.0f} moves w₁ from {b:.1f} to {moved:.1f}, and halves the loss",
@@ -229,19 +229,19 @@ def _propagation(figure: Figure) -> None:
     )
     axes = figure.subplots()
     _lattice(axes, torch.eye(2, dtype=H.dtype), (-0.25, 1.75), (-0.4, 1.55))
-    axes.axvline(float(between[0]), color=BLUE, linewidth=2, zorder=1)
+    axes.axvline(float(midpoint[0]), color=BLUE, linewidth=2, zorder=1)
     for loss in (touching, swept, rounded):
         _level(axes, w, torch.linalg.inv(g.basis(H)), loss)
     _steps(axes, steps.path)
     axes.plot(*nearest.tolist(), marker="D", markersize=10, color=ORANGE, markeredgecolor=TEXT, zorder=5)
     _target(axes, w, "w", (-16, 2))
-    _say(axes, between, f"({between[0]:.0f}, {between[1]:.1f}): loss {touching:.2f}", (10, 2))
-    _say(axes, steps.path[2], f"GPTQ: loss {swept:.2f}", (12, -14))
-    _say(axes, nearest, f"rounded to nearest:\nloss {rounded:.2f}", (12, 6))
+    _write(axes, midpoint, f"({midpoint[0]:.0f}, {midpoint[1]:.1f}): loss {touching:.2f}", (10, 2))
+    _write(axes, steps.path[2], f"GPTQ: loss {swept:.2f}", (12, -14))
+    _write(axes, nearest, f"rounded to nearest:\nloss {rounded:.2f}", (12, 6))
     axes.set_xlabel("w₀", labelpad=3)
     axes.set_ylabel("w₁", rotation=0, labelpad=14)
-    axes.set_xticks([0, between[0].item(), w[0].item()], ["0", "1", f"{w[0]:.1f}"])
-    axes.set_yticks([0, between[1].item(), w[1].item(), 1], ["0", f"{between[1]:.1f}", f"{w[1]:.1f}", "1"])
+    axes.set_xticks([0, midpoint[0].item(), w[0].item()], ["0", "1", f"{w[0]:.1f}"])
+    axes.set_yticks([0, midpoint[1].item(), w[1].item(), 1], ["0", f"{midpoint[1]:.1f}", f"{w[1]:.1f}", "1"])
 
 
 PICTURES: dict[str, Callable[[Figure], None]] = {
@@ -253,15 +253,15 @@ PICTURES: dict[str, Callable[[Figure], None]] = {
 }
 
 
-def _head(figure: Figure, size: tuple[float, float], title: str, caption: str) -> None:
-    """Set the size, the claim above and what is seen below."""
+def _set_texts(figure: Figure, size: tuple[float, float], title: str, caption: str) -> None:
+    """Set the size, the title above and the caption below."""
     figure.set_size_inches(size)
     figure.suptitle(title, fontsize=13.5, fontweight="bold", x=0.015, ha="left", color=TEXT)
     figure.supxlabel(caption, fontsize=10, x=0.015, ha="left", color=TEXT, linespacing=1.35)
 
 
 def _lattice(axes: Axes, B: Tensor, x: tuple[float, float], y: tuple[float, float], *, reach: int = 9) -> list[Tensor]:
-    """Set up an axis with equal units and the points of the lattice in and near it, which are returned."""
+    """Set up axes with equal units, and draw and return the lattice points in and near them."""
     codes = torch.tensor(list(product(range(-reach, reach + 1), repeat=2)), dtype=B.dtype)
     points = [p for p in codes @ B.T if x[0] - 1.3 < p[0] < x[1] + 1.3 and y[0] - 0.8 < p[1] < y[1] + 0.8]
     axes.plot(*torch.stack(points).T.tolist(), linestyle="", marker="o", markersize=5, color=POINT, zorder=3)
@@ -272,7 +272,7 @@ def _lattice(axes: Axes, B: Tensor, x: tuple[float, float], y: tuple[float, floa
 
 
 def _planes(axes: Axes, B: Tensor, j: int, nearest: int, colour: str = BLUE, *, reach: int = 9) -> None:
-    """Draw the planes on which code `j` is one integer, the nearest one strong."""
+    """Draw the planes on which code `j` is an integer; the nearest one is emphasized."""
     for k in range(-reach, reach + 1):
         point = k * B[:, j]
         width, alpha = (2, 1) if k == nearest else (1, 0.35)
@@ -283,21 +283,21 @@ def _basis(axes: Axes, B: Tensor, start: Tensor) -> None:
     """Draw both vectors of a basis from a lattice point."""
     for j, name in enumerate(("b₀", "b₁")):
         _arrow(axes, start, start + B[:, j], POINT, 1.5)
-        _beside(axes, start, start + B[:, j], name, -1 if j == 0 else 1)
+        _label_arrow(axes, start, start + B[:, j], name, -1 if j == 0 else 1)
 
 
 def _steps(axes: Axes, path: Tensor, colour: str = BLUE, *, side: int = 1) -> None:
-    """Draw both steps of a sweep as arrows, and where it ends as a square; the first one's number on a side of it."""
+    """Draw both steps of a sweep as numbered arrows and its end as a square; `side` is that of the first number."""
     for number, (start, end) in enumerate(pairwise(path)):
         _arrow(axes, start, end, TEXT, 2, short=5 * number)
-        _beside(axes, start, end, "12"[number], 1 if number else side)
+        _label_arrow(axes, start, end, "12"[number], 1 if number else side)
     axes.plot(*path[2].tolist(), marker="s", markersize=10, color=colour, markeredgecolor="white", zorder=5)
 
 
 def _target(axes: Axes, point: Tensor, name: str = "", offset: tuple[float, float] = (0, 0)) -> None:
-    """Mark what is to be quantized."""
+    """Mark the target to be quantized."""
     axes.plot(*point.tolist(), marker="X", markersize=9, color=RED, markeredgecolor="white", zorder=6)
-    _say(axes, point, name, offset)
+    _write(axes, point, name, offset)
 
 
 def _ring(axes: Axes, point: Tensor, colour: str) -> None:
@@ -314,7 +314,7 @@ def _level(axes: Axes, centre: Tensor, M: Tensor, loss: float) -> None:
 
 
 def _arrow(axes: Axes, start: Tensor, end: Tensor, colour: str, width: float, *, short: float = 0) -> None:
-    """Draw an arrow that ends `short` points before its end."""
+    """Draw an arrow that stops `short` points before `end`."""
     ends: dict[str, Any] = {"shrinkA": 0, "shrinkB": short, "mutation_scale": 12}
     arrow = {"arrowstyle": "-|>", "color": colour, "linewidth": width, **ends}
     axes.annotate("", _xy(end), _xy(start), arrowprops=arrow, zorder=4)
@@ -325,16 +325,16 @@ def _xy(point: Tensor) -> tuple[float, float]:
     return x, y
 
 
-def _beside(axes: Axes, start: Tensor, end: Tensor, text: str, side: int) -> None:
-    """Write beside the middle of an arrow, on its right (1) or left (-1)."""
+def _label_arrow(axes: Axes, start: Tensor, end: Tensor, text: str, side: int) -> None:
+    """Write text beside the middle of an arrow, on its right (1) or left (-1)."""
     x, y = ((end - start) / (end - start).norm()).tolist()
-    _say(axes, (start + end) / 2, text, (11 * side * y, -11 * side * x), ha="center", va="center")
+    _write(axes, (start + end) / 2, text, (11 * side * y, -11 * side * x), ha="center", va="center")
 
 
-def _say(
+def _write(
     axes: Axes, point: Tensor, text: str, offset: tuple[float, float], *, ha: str = "left", va: str = "baseline"
 ) -> None:
-    """Write at an offset in points from a point, on a white halo."""
+    """Write text with a white halo at an offset, given in points, from a point."""
     from matplotlib.patheffects import withStroke
 
     look: dict[str, Any] = {"color": TEXT, "fontsize": 11, "zorder": 7}

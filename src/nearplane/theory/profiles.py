@@ -1,4 +1,4 @@
-"""Gram-Schmidt profile of a layer: the lengths that an order of rounding makes of its inputs, from their Hessian."""
+"""Gram-Schmidt profile of a layer: the lengths of its inputs in a rounding order, from their Hessian."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from nearplane.lattice.factor import Order, factorize
 class Profile:
     """Squared Gram-Schmidt lengths of a layer's inputs in one rounding order.
 
-    Every order splits the same volume: the product of the lengths is the determinant of the damped Hessian.
+    The product of the lengths is the same in every order: the determinant of the damped Hessian.
 
     Args:
-        order: in which columns are rounded.
+        order: Rounding order of the columns.
         lengths: (in,) `d_j` in rounding order.
     """
 
@@ -26,15 +26,15 @@ class Profile:
 
     @property
     def trace(self) -> float:
-        """Sum of all `d_j`: four times the worst case of a row at step 1."""
+        """Sum of all `d_j`: four times the worst case of a row with step 1."""
         return float(self.lengths.sum())
 
     @property
     def spread(self) -> float:
-        """`1/2 log2(AM / GM)` of all `d_j`: bits per weight that one step for all columns costs."""
+        """`1/2 log2(AM / GM)` of all `d_j`: cost of equal steps for all columns, in bits per weight."""
         return 0.5 * float(self.lengths.mean().log2() - self.lengths.log2().mean())
 
 
 def profile(H: Tensor, order: Order = "activation", *, damp: float | Literal["auto"] = 0.01) -> Profile:
-    """Return the Gram-Schmidt profile of a layer from its Hessian (in, in), damped as for `factorize`."""
+    """Return the Gram-Schmidt profile of a layer from its Hessian (in, in), damped as in `factorize`."""
     return Profile(order=order, lengths=factorize(H.double(), order, damp=damp).d)

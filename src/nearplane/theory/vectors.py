@@ -1,4 +1,4 @@
-"""The two textbook ways to quantize a vector: by its largest magnitude, and by its range with a zero-point."""
+"""Two textbook ways to quantize a vector: by its largest magnitude, and by its range with a zero point."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def absmax_codes(w: Tensor, bits: int = 8) -> tuple[Tensor, Tensor]:
 
 
 def zero_point_codes(w: Tensor, bits: int = 8) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize a vector by its range to signed codes: `round(w / scale + zero)`, the step, and the zero."""
+    """Quantize a vector by its range: signed codes `round(w / scale + zero)`, the step, and the zero point."""
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     scale = _positive((w.amax() - w.amin()) / (high - low), w)
     zero = -(w.amin() / scale).round() + low
@@ -24,6 +24,6 @@ def zero_point_codes(w: Tensor, bits: int = 8) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _positive(scale: Tensor, w: Tensor) -> Tensor:
-    """Return the step, or for a vector without a range one that holds its value exactly."""
+    """Return the step; for a vector without range, a step that represents its value exactly."""
     level = w.abs().amax()
     return torch.where(scale == 0, torch.where(level == 0, 1, level), scale)

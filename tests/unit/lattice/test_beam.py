@@ -256,5 +256,5 @@ def test_weights_that_are_not_finite_are_refused(value: float) -> None:
 
 def test_a_beam_of_none_is_refused() -> None:
     p = problem()
-    with pytest.raises(RecipeError, match="at least one candidate a row, found 0"):
+    with pytest.raises(RecipeError, match="at least one candidate per row; got 0"):
         k_best(p.W, p.grid, p.factor("natural"), beam=0)

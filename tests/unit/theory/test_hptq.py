@@ -63,7 +63,7 @@ def test_one_step_costs_what_the_unevenness_of_the_profile_says() -> None:
 
 
 def test_rates_that_no_huffman_code_has_are_refused() -> None:
-    with pytest.raises(RecipeError, match=r"1\.050 bits per weight asked for; a Huffman code takes at least one bit"):
+    with pytest.raises(RecipeError, match=r"1\.050 bits per weight are too few: a Huffman code needs at least one bit"):
         hptq_recipe(1.05, Calibration())
 
 

@@ -250,5 +250,5 @@ def test_more_inputs_than_it_can_take_are_refused_with_what_to_use() -> None:
     n = MAX_INPUTS + 1
     one = torch.ones(1, 1)
     grid = Grid(scale=one, zero=0 * one, group=torch.zeros(n, dtype=torch.int64))
-    with pytest.raises(NumericalError, match=r"at most 4096 inputs are taken\. Use nearest_plane"):
+    with pytest.raises(NumericalError, match=r"the limit is 4096 inputs\. Use nearest_plane"):
         greedy(torch.zeros(1, n), grid, torch.ones(1, 1).expand(n, n))
