@@ -29,7 +29,7 @@ from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.planning.allocate import LOW
 from nearplane.recipe.recipe import Recipe
-from nearplane.recipe.schemes import CHOSEN, BlockScheme, RateScheme
+from nearplane.recipe.schemes import MEASURED_TYPES, BlockScheme, RateScheme
 from nearplane.recipe.sizes import bytes_in
 from nearplane.record.record import (
     LayerRecord,
@@ -216,7 +216,7 @@ def free_layers(model: Model, asked: Recipe, recipe: Recipe, container: Containe
     record = replace(record, files=dict.fromkeys(names, 64 * "0"))
     rest = container.size_with() + longest_record(model, record) + ALIGNMENT * len(free)
     rest -= sum(_bytes(layer, recipe.scheme_of(layer.name).number_format.name) for layer in (*free, *ends))
-    for kind in reversed(CHOSEN):  # of embeddings that are no head: that of most layers, as llama.cpp has it
+    for kind in reversed(MEASURED_TYPES):  # of embeddings that are no head: that of most layers, as llama.cpp has it
         types = {layer.name: fitting(kind, layer.shape[1]).name for layer in ends}
         others = rest + sum(_bytes(layer, types[layer.name]) for layer in ends)
         budget = 8 * (limit - others) / max(1, weights)
@@ -224,12 +224,12 @@ def free_layers(model: Model, asked: Recipe, recipe: Recipe, container: Containe
             break
     low, high = (
         others + sum(_bytes(layer, fitting(name, layer.shape[1]).name) for layer in free)
-        for name in (CHOSEN[0], CHOSEN[-1])
+        for name in (MEASURED_TYPES[0], MEASURED_TYPES[-1])
     )
     if not weights or not low <= limit <= high:
         raise RecipeError(
             f"--size {scheme.size} is {limit:,} bytes, of which about {others:,} are not layers whose type is free: {budget:.2f} "
-            f"bits are left for each of their {weights:,} weights. Ask for {low:,} to {high:,} bytes ({CHOSEN[0]} to {CHOSEN[-1]})."
+            f"bits are left for each of their {weights:,} weights. Ask for {low:,} to {high:,} bytes ({MEASURED_TYPES[0]} to {MEASURED_TYPES[-1]})."
         )
     return Free(layers=called, budget=budget, ends=types)
 

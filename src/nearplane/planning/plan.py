@@ -37,7 +37,7 @@ from nearplane.planning.perturb import Perturbations, to_rates, to_types, to_wid
 from nearplane.planning.probe import Extent, extent, probe
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.scheme import Scheme
-from nearplane.recipe.schemes import CHOSEN, AnyScheme, BlockScheme, GridScheme, RateScheme
+from nearplane.recipe.schemes import MEASURED_TYPES, AnyScheme, BlockScheme, GridScheme, RateScheme
 from nearplane.system.device import Device
 from nearplane.system.progress import Progress
 
@@ -282,7 +282,7 @@ def _widths(model: Model, recipe: Recipe, scheme: GridScheme, measure: Measure) 
 
 def _types(model: Model, scheme: BlockScheme, free: Free, measure: Measure) -> dict[str, str]:
     """Give every layer in blocks whose type is free one of more bits where the network needs it; the budget on average."""
-    rates = {TYPES[name].rate: name for name in CHOSEN}
+    rates = {TYPES[name].rate: name for name in MEASURED_TYPES}
     probed = probed_widths(free.budget, list(rates))
     columns = {layer.name: layer.shape[1] for layer in model.layers}
     curves = measure(to_types([rates[rate] for rate in probed], scheme))
