@@ -184,7 +184,7 @@ def test_groups_of_layers_are_settled_with_those_of_all():
         ({}, {"order": "pivoted"}, "have another order, which must be the same in the whole run"),
         ({}, {"correct": False}, "have another correct"),
         ({"rate": 3}, {"include_head": True}, "have another include_head"),
-        ({"solver": "round-to-nearest"}, {"solver": "k-best"}, "solved by k-best, which needs calibration"),
+        ({"solver": "round-to-nearest"}, {"solver": "k-best"}, "use the solver k-best, which needs calibration"),
         ({}, {"bits": 3.5}, r"layers 'down' have 3.5 bits, but the bits of one layer must be a whole number"),
         ({"rate": 3}, {"size": "1MB", "rate": None}, "have the size 1MB, but a size is for a whole checkpoint"),
         ({}, {"bitz": 3}, "bitz is not a keyword"),
@@ -211,7 +211,7 @@ def test_a_pattern_that_is_none_is_refused():
 def test_one_format_holds_grids_and_another_rates():
     assert Recipe(scheme=RATE).format == "nearplane"
     assert Recipe().format == "compressed-tensors"
-    with pytest.raises(RecipeError, match=r"--format gptq holds fixed grids, .* For that format give --bits;"):
+    with pytest.raises(RecipeError, match=r"--format gptq holds fixed grids, .* For that format give --bits\."):
         Recipe(scheme=RATE, format="gptq")
     with pytest.raises(
         RecipeError, match=r"--format gguf holds fixed grids, and --rate 3 .* give --bits, --grid, or --size"
@@ -235,7 +235,7 @@ def test_a_grid_of_llama_cpp_is_a_scheme_of_its_own():
     own = Recipe.from_spellings(grid="q4_k", layers={"down_proj": {"grid": "q6_k"}})
     assert own.scheme_of("mlp.down_proj") == BlockScheme("q6_k")
     with pytest.raises(
-        RecipeError, match=r"--format gptq holds no grids of llama\.cpp, and --grid q2_k_m is for these"
+        RecipeError, match=r"--format gptq holds no grids of llama\.cpp, but --grid q2_k_m is for these"
     ):
         Recipe(scheme=mixed, format="gptq")
 
@@ -273,7 +273,7 @@ def test_a_layer_may_have_a_type_of_its_own_beside_a_size():
             {"bits": 4.5, "group_size": 32},
             r"group_size is 32, but --bits 4\.5 of a GGUF, for which types are .*, determines how weights",
         ),
-        ({"size": "1GB", "symmetric": False}, "symmetric is False, but --size 1GB of a GGUF says all"),
+        ({"size": "1GB", "symmetric": False}, "symmetric is False, but --size 1GB of a GGUF determines"),
         ({"size": "1GB", "grid": "q4_k"}, "grid 'q4_k' and size '1GB'. Leave out one: a size chooses types by measuring"),
         ({"size": "1GB", "rate": 3.0}, "need either --rate or --size; found both"),
         ({"size": "1GB", "allocate": "uniform"}, "allocate is uniform with --size"),
@@ -318,7 +318,7 @@ def test_a_number_format_is_asked_for_by_its_name(name):
     ("options", "message"),
     [
         ({"grid": "int4-g128", "bits": 3}, "bits is 3, but --grid int4-g128 determines how weights are stored"),
-        ({"grid": "int4-g128", "group_size": 64}, "group_size is 64, but --grid int4-g128 says all"),
+        ({"grid": "int4-g128", "group_size": 64}, "group_size is 64, but --grid int4-g128 determines"),
         ({"grid": "int9-g128"}, "grid is 'int9-g128'; expected one of q4_0, .* or integers as int4-g128, int8-row"),
         ({"grid": "int4-g0"}, "grid is 'int4-g0'; expected one of"),
         (
