@@ -217,7 +217,7 @@ def test_a_rate_below_the_side_information_says_the_least(tmp_path):
     tiny_llama(hidden=16, intermediate=16).save_pretrained(tmp_path / "tiny")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "tiny" / name).write_bytes((MODEL / name).read_bytes())
-    with pytest.raises(RecipeError, match=r"takes [0-9.]+\. Ask for more"):
+    with pytest.raises(RecipeError, match=r"take [0-9.]+\. Use a larger --rate"):
         nearplane.quantize(tmp_path / "tiny", tmp_path / "out", rate=0.5, **FAST)
 
 
