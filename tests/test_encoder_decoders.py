@@ -80,7 +80,7 @@ def test_rates_load_in_nearplane_and_every_loss_is_measured_again(kind: str, tmp
             GRID | {"format": "gptq"},
             r"readers of gptq accept only one stack of blocks\. Use --format compressed-tensors",
         ),
-        ("bart", GRID | {"tune": "network"}, r"an encoder with a decoder, and so far tuning trains one stack"),
+        ("bart", GRID | {"tune": "network"}, r"has an encoder and a decoder, but tuning supports one stack"),
         ("bart", RATE | {"include_head": True}, r"embeddings and head cannot be quantized yet"),
     ],
 )
