@@ -223,7 +223,7 @@ def corrected(W: Tensor, inputs: Inputs, scheme: Scheme) -> tuple[Tensor, float]
     target, rho = W, 0.0
     if scheme.correct and moments.corrects and moments.held_out is not None and moments.held_out.corrects:
         lost = _lost(W, moments)
-        rho = _trusted(W, lost, inputs, scheme)
+        rho = _correction_weight(W, lost, inputs, scheme)
         if rho != 0.0:
             target = torch.add(W, correction(lost, inputs.factor_of_the_correction(scheme)), alpha=rho)
         del lost
@@ -241,13 +241,13 @@ def _lost(W: Tensor, moments: Moments) -> Tensor:
     return mismatch(W, moments.H, moments.C, None)
 
 
-def _trusted(W: Tensor, lost: Tensor, inputs: Inputs, scheme: Scheme) -> float:
+def _correction_weight(W: Tensor, lost: Tensor, inputs: Inputs, scheme: Scheme) -> float:
     """Return the weight of the correction, see `trust`, from the gain of some evenly spread rows on held-out tokens."""
     moments, held_out = inputs.moments, inputs.moments.held_out
     assert held_out is not None
     rows = torch.linspace(0, len(W) - 1, min(TRIED_ROWS, len(W)), dtype=torch.float64).round().long().to(W.device)
-    only = held_out if held_out.lost is None else replace(held_out, lost=held_out.lost[rows])
-    lost_held_out = _lost(W[rows], only)
+    held_out_rows = held_out if held_out.lost is None else replace(held_out, lost=held_out.lost[rows])
+    lost_held_out = _lost(W[rows], held_out_rows)
     lost_fitting = weighted_difference(lost[rows], moments.tokens, lost_held_out, held_out.tokens)
     trial = correction(lost_fitting, inputs.factor_of_the_correction(scheme, fitting=True))
     return trust(lost_held_out, held_out.H, trial)

@@ -140,18 +140,18 @@ def solve_joined(target: Tensor, together: Sequence[Tensor], solve: Callable[[Te
         size = max(LEAST_ROWS, -(-len(G) // MAX_PARTS))
         parts.append(torch.arange(first, first + len(G), device=target.device).split(size))
         first += len(G)
-    left = torch.zeros_like(target)  # errors of the rows that are solved already
+    errors = torch.zeros_like(target)  # errors of the rows that are solved already
     starts = [int(each[0][0]) for each in parts]
     solved: list[tuple[Tensor, QuantizedMatrix[Grid]]] = []
     for step in range(max(map(len, parts))):
         current = [each[step] if step < len(each) else each[0][:0] for each in parts]
         targets = [
-            target[rows] + _passed_on(M, left[start : start + len(M)], rows - start)
+            target[rows] + _passed_on(M, errors[start : start + len(M)], rows - start)
             for M, rows, start in zip(feedback, current, starts, strict=True)
         ]
         rows = torch.cat(current)
         matrix = solve(torch.cat(targets)).matrix
-        left[rows] = target[rows] - matrix.decode().to(target)
+        errors[rows] = target[rows] - matrix.decode().to(target)
         solved.append((rows, matrix))
     return Solution(matrix=_assembled(solved))
 
@@ -161,19 +161,19 @@ def _passed_on(M: Tensor, errors: Tensor, rows: Tensor) -> Tensor:
     if not len(rows) or not rows[0]:
         return errors[rows]  # all 0
     first, end = int(rows[0]), int(rows[-1]) + 1
-    left = M[first:end, :first] @ errors[:first]
+    carried = M[first:end, :first] @ errors[:first]
     with one_thread():
-        passed: Tensor = torch.linalg.solve_triangular(M[first:end, first:end], left, upper=False)
+        passed: Tensor = torch.linalg.solve_triangular(M[first:end, first:end], carried, upper=False)
     return passed
 
 
 def _assembled(solved: Sequence[tuple[Tensor, QuantizedMatrix[Grid]]]) -> QuantizedMatrix[Grid]:
     """Return the matrix of all rows from parts that were solved separately."""
-    back = torch.cat([rows for rows, _ in solved]).argsort()
-    codes = torch.cat([matrix.codes for _, matrix in solved])[back]
+    inverse = torch.cat([rows for rows, _ in solved]).argsort()
+    codes = torch.cat([matrix.codes for _, matrix in solved])[inverse]
 
     def of_all(name: str) -> Tensor:
-        return torch.cat([getattr(m.grid, name).expand(len(m.codes), -1) for _, m in solved])[back]
+        return torch.cat([getattr(m.grid, name).expand(len(m.codes), -1) for _, m in solved])[inverse]
 
     return QuantizedMatrix(codes=codes, grid=replace(solved[0][1].grid, scale=of_all("scale"), zero=of_all("zero")))
 

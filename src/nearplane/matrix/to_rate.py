@@ -216,8 +216,8 @@ def search(
     trial, slope = secant(
         lambda y: cheap.estimated(y, rows, 0.0), cheap.first_step(rate), rate, within=ESTIMATE_TOLERANCE
     )
-    whole = trial.matrix if isinstance(rows, slice) else cheap.swept(trial.log_step)
-    overhead = sized(whole) - trial.rate
+    full_matrix = trial.matrix if isinstance(rows, slice) else cheap.swept(trial.log_step)
+    overhead = sized(full_matrix) - trial.rate
     x = trial.log_step + (trial.rate + overhead - rate) / slope
     trial, slope = secant(lambda y: cheap.estimated(y, rows, overhead), x, rate, slope)
     final = cheap if scheme.solver == sweep_solver else replace(cheap, scheme=scheme)

@@ -77,16 +77,16 @@ def allocate(curves: Sequence[Curve], budget: float) -> dict[str, float]:
     if not MIN_RATE <= budget <= MAX_RATE:
         raise RecipeError(f"Found a budget of {budget:g} bits per weight; expected {MIN_RATE:g} to {MAX_RATE:g}.")
     grid = np.linspace(MIN_RATE, MAX_RATE, round((MAX_RATE - MIN_RATE) * RATES_PER_BIT) + 1)
-    given = [MIN_RATE] * len(curves)
+    rates = [MIN_RATE] * len(curves)
     left = (budget - MIN_RATE) * sum(curve.weights for curve in curves)
     for _, index, a, b in sorted(_segments(curves, grid), key=lambda segment: -segment[0]):
         weights = curves[index].weights
-        taken = min((b - a) * weights, left)
-        left -= taken
-        given[index] = a + taken / weights
+        added = min((b - a) * weights, left)
+        left -= added
+        rates[index] = a + added / weights
         if left <= 0:
             break
-    return {layer: rate for curve, rate in zip(curves, given, strict=True) for layer in curve.layers}
+    return {layer: rate for curve, rate in zip(curves, rates, strict=True) for layer in curve.layers}
 
 
 def _segments(curves: Sequence[Curve], grid: np.ndarray) -> Iterator[tuple[float, int, float, float]]:
@@ -122,8 +122,8 @@ def allocate_widths(curves: Sequence[Curve], budget: float, widths: Sequence[int
     Raises:
         RecipeError: The budget is smaller than the smallest width.
     """
-    given = allocate_choices(curves, budget, [widths] * len(curves))
-    return {layer: int(width) for curve, width in zip(curves, given, strict=True) for layer in curve.layers}
+    chosen = allocate_choices(curves, budget, [widths] * len(curves))
+    return {layer: int(width) for curve, width in zip(curves, chosen, strict=True) for layer in curve.layers}
 
 
 def allocate_choices(curves: Sequence[Curve], budget: float, choices: Sequence[Sequence[float]]) -> list[float]:
@@ -163,12 +163,12 @@ def allocate_choices(curves: Sequence[Curve], budget: float, choices: Sequence[S
                 options[option, units:] = best[: room + 1 - units] + curve(rate)
         picks[index] = options.argmin(0)
         best = options.min(0)
-    given = [0.0] * len(curves)
+    chosen = [0.0] * len(curves)
     for index in range(len(curves) - 1, -1, -1):
         pick = picks[index, room]
-        given[index] = choices[index][pick]
+        chosen[index] = choices[index][pick]
         room -= -(-costs[index][pick] // unit)
-    return given
+    return chosen
 
 
 def probed_widths(budget: float, widths: Sequence[W]) -> tuple[W, ...]:

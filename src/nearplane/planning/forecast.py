@@ -26,7 +26,7 @@ from nearplane.models.kinds import Taken, taken_by
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.planning.memory_bound import Blocks, Group, Shapes, bound, choose, multiplications, settings
-from nearplane.planning.plan import foreseen_probe
+from nearplane.planning.plan import expected_work
 from nearplane.planning.request import rehearse
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.schemes import AnyScheme, GridScheme
@@ -137,7 +137,7 @@ def shapes_of(model: Model, recipe: Recipe, windows: Windows, looks: Mapping[str
         blocks.append(Blocks(count=len(kind), weights=weights, groups=groups, pauses=pauses))
     embeddings = model.network.get_input_embeddings().weight
     head = getattr(model.network.get_output_embeddings(), "weight", None)
-    probe, backward = foreseen_probe(model, recipe, windows.fitted)
+    probe, backward = expected_work(model, recipe, windows.fitted)
     return Shapes(
         blocks=tuple(blocks),
         windows=windows.count,
@@ -176,12 +176,12 @@ def _group(look: FirstLook, group: tuple[Layer, ...]) -> Group:
     """Return the group of layers that share an input; of experts, the layers of the first one."""
     experts = by_expert(group) if group[0].routed else {0: group}
     layers = next(iter(experts.values()))
-    alone = len(layers) == 1 and layers[0].shape[0] <= layers[0].shape[1]
+    single = len(layers) == 1 and layers[0].shape[0] <= layers[0].shape[1]
     entered = look.entered[group[0].name][0]
     return Group(
         layers=tuple(layer.shape for layer in layers),
         alive=entered.alive,
-        lost=tuple(layer.shape for layer in layers if layer.adds or alone),
+        lost=tuple(layer.shape for layer in layers if layer.adds or single),
         experts=len(experts),
         routed=entered.routed or (0, 0),
     )

@@ -173,11 +173,11 @@ def waits(shapes: Shapes, kind: Blocks, setting: MemorySetting) -> list[int]:
 def multiplications(shapes: Shapes) -> float:
     """Return the number of multiplications in matrix products of a run, with each forward pass of a block run once."""
     tokens, split, blocks = shapes.all_windows * shapes.seqlen, shapes.streams - 1, shapes.blocks
-    total, through = 0.0, 0.0
+    total, per_token = 0.0, 0.0
     for kind in blocks:
         active = sum(group.weights for group in kind.groups)  # counts one expert, so that it is a lower bound
         forward = active + 2 * shapes.seqlen * shapes.hidden
-        through += kind.count * forward
+        per_token += kind.count * forward
         total += kind.count * tokens * shapes.streams * forward
         for group in kind.groups:
             n = group.inputs
@@ -185,10 +185,10 @@ def multiplications(shapes: Shapes) -> float:
             each = 2 * split + shapes.beam / 2 + shapes.descents + 1  # target, sweep, descent, certificate
             total += kind.count * group.experts * (n**3 / 6 * (1 + 2 * split) + each * n * group.weights)
     head = shapes.hidden * shapes.vocabulary
-    total += shapes.backward * (4 * through + 3 * head)
+    total += shapes.backward * (4 * per_token + 3 * head)
     if shapes.probe is not None:
         crossings = (shapes.probe.crossings + shapes.probe.born) / sum(kind.count for kind in blocks)
-        total += (shapes.probe.seen + shapes.probe.travelling * crossings) * through
+        total += (shapes.probe.seen + shapes.probe.travelling * crossings) * per_token
         total += shapes.probe.travelling * (shapes.probe.travellers + 1) * head
     return total
 
@@ -228,11 +228,11 @@ def _before_the_first_layer(shapes: Shapes) -> Iterator[tuple[str, int]]:
 def _in_a_block(shapes: Shapes, kind: Blocks, setting: MemorySetting) -> Iterator[tuple[str, int]]:
     streams, split, windows = shapes.streams, shapes.streams - 1, shapes.all_windows
     block, held = SINGLE * kind.weights * streams, waits(shapes, kind, setting)
-    whole = len(held) == len(kind.groups)
-    between = 0 if whole else streams * (setting.batch if setting.disk else windows) * shapes.state
+    all_paused = len(held) == len(kind.groups)
+    states = 0 if all_paused else streams * (setting.batch if setting.disk else windows) * shapes.state
     for stage, group in enumerate(kind.groups):
         n, paused = group.inputs, stage < len(held)
-        last = whole and stage == len(kind.groups) - 1 and group.experts == 1
+        last = all_paused and stage == len(kind.groups) - 1 and group.experts == 1
         before = kind.groups[stage - 1].alive if stage else shapes.state
         arrived = group.alive + split * shapes.state if last else streams * group.alive
         given, wide = (streams * windows * size for size in group.routed)  # inputs of as many experts as fit
@@ -250,10 +250,10 @@ def _in_a_block(shapes: Shapes, kind: Blocks, setting: MemorySetting) -> Iterato
         products = SINGLE * max(crossed * n * n, lost) + SINGLE * split * _largest(group)
         extra = streams * SINGLE * min(EXTRA_ROWS, shapes.extra * shapes.seqlen) * n
         checked = n * n * (SINGLE * split + FINITE_BYTES) + extra  # held-out moments in float32 and the check for NaN
-        going = held[stage] if paused else waiting_now
-        yield "running a block", block + between + going + running + rows + products + sums + extra
-        yield "running a block", block + between + waiting_now + sums + extra + checked
-        yield "solving a layer", block + between + waiting_now + _solving(shapes, group)
+        waiting_first = held[stage] if paused else waiting_now
+        yield "running a block", block + states + waiting_first + running + rows + products + sums + extra
+        yield "running a block", block + states + waiting_now + sums + extra + checked
+        yield "solving a layer", block + states + waiting_now + _solving(shapes, group)
 
 
 def _solving(shapes: Shapes, group: Group) -> int:

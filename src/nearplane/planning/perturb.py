@@ -118,10 +118,10 @@ def entropy(codes: Tensor) -> float:
         spans = high.long() - low + 1
         places = strip + (spans.cumsum(0) - spans - low)  # disjoint ranges, one per column
         if int(spans.sum()) > 4 * strip.numel():  # a few codes far from all others
-            _, often = places.unique(return_counts=True)
+            _, frequencies = places.unique(return_counts=True)
         else:
-            often = torch.bincount(places.flatten())
-        counts = often[often > 0].double()  # of each code of each column, column after column
+            frequencies = torch.bincount(places.flatten())
+        counts = frequencies[frequencies > 0].double()  # of each code of each column, column after column
         plug_in = strip.shape[1] * math.log2(out) - float((counts * counts.log2()).sum()) / out
         total += plug_in + (len(counts) - strip.shape[1]) / (2 * out * math.log(2))
     return total / columns
@@ -186,12 +186,12 @@ def measured_blocks(blocks: Sequence[Block], most: int) -> frozenset[int]:
     """
     if len(blocks) <= most:
         return frozenset(range(len(blocks)))
-    sorts: dict[tuple[str, ...], list[int]] = {}
+    kinds: dict[tuple[str, ...], list[int]] = {}
     for number, block in enumerate(blocks):
         if block.layers:
-            sorts.setdefault(tuple(sorted(within(layer.name, block.name) for layer in block.layers)), []).append(number)
+            kinds.setdefault(tuple(sorted(within(layer.name, block.name) for layer in block.layers)), []).append(number)
     chosen: set[int] = set()
-    for numbers in sorts.values():
+    for numbers in kinds.values():
         count = max(min(2, len(numbers)), most * len(numbers) // len(blocks))
         places = (1 - np.cos(np.linspace(0, np.pi, count))) / 2 * (len(numbers) - 1)  # the first if count is 1
         chosen.update(numbers[round(place)] for place in places)

@@ -150,11 +150,11 @@ def plan(
     """
     planned, measure = Plan(), None
     if tokens is not None:
-        look(planned, model, recipe.scheme, tokens, device)
+        measure_sensitivity(planned, model, recipe.scheme, tokens, device)
         measure = partial(probe, model, tokens, device=device.place, progress=progress)
     match recipe.scheme:
         case RateScheme() as scheme:
-            _give_rates(planned, model, recipe, scheme, measure)
+            _plan_rates(planned, model, recipe, scheme, measure)
         case BlockScheme() as scheme if free is not None and measure is not None:
             planned.types = _types(model, scheme, free, measure)
         case GridScheme() as scheme if recipe.allocate == "slope":
@@ -166,7 +166,7 @@ def plan(
     return planned
 
 
-def foreseen_probe(model: Model, recipe: Recipe, tokens: Tensor) -> tuple[Extent | None, int]:
+def expected_work(model: Model, recipe: Recipe, tokens: Tensor) -> tuple[Extent | None, int]:
     """Return the work that `plan` is going to do: the extent of the probe or None, and tokens of the backward pass or 0.
 
     Args:
@@ -181,9 +181,9 @@ def foreseen_probe(model: Model, recipe: Recipe, tokens: Tensor) -> tuple[Extent
         case GridScheme():
             points = POINTS if recipe.allocate == "slope" else 0
     joined = bool(joined_layers(model, recipe))
-    back = scheme.weighs_rows or joined or (model.embeddings is not None and scheme.calibrated)
-    passed = windows_of_the_pass(model, tokens, joined=joined) * tokens.shape[1] if back else 0
-    return extent(model, tokens, points) if points and any(block.layers for block in model.blocks) else None, passed
+    needs_backward = scheme.weighs_rows or joined or (model.embeddings is not None and scheme.calibrated)
+    backward = windows_of_the_pass(model, tokens, joined=joined) * tokens.shape[1] if needs_backward else 0
+    return extent(model, tokens, points) if points and any(block.layers for block in model.blocks) else None, backward
 
 
 def _probes_rates(model: Model, recipe: Recipe, budget: float) -> bool:
@@ -197,7 +197,7 @@ def joined_layers(model: Model, recipe: Recipe) -> set[str]:
     return {name for name in names if recipe.scheme_of(name).joins_rows}
 
 
-def _give_rates(planned: Plan, model: Model, recipe: Recipe, scheme: RateScheme, measure: Measure | None) -> None:
+def _plan_rates(planned: Plan, model: Model, recipe: Recipe, scheme: RateScheme, measure: Measure | None) -> None:
     """Plan a rate for every layer, `--rate` on average, higher where the network is more sensitive."""
     budget = budget_of(model, recipe, scheme)
     fixed = {
@@ -213,7 +213,7 @@ def _give_rates(planned: Plan, model: Model, recipe: Recipe, scheme: RateScheme,
         planned.rates |= allocate(curves, budget)  # embeddings and head are not probed and keep the mean
 
 
-def look(planned: Plan, model: Model, scheme: Scheme, tokens: Tensor, device: Device) -> None:
+def measure_sensitivity(planned: Plan, model: Model, scheme: Scheme, tokens: Tensor, device: Device) -> None:
     """Measure the effect of errors on the network by a backward pass, for rows of layers and columns of embeddings."""
     rows = scheme.weighs_rows
     columns = model.embeddings is not None and scheme.calibrated
@@ -229,7 +229,7 @@ def moments_of_embeddings(model: Model, scheme: Scheme, tokens: Tensor | None, d
     """Return the substitute for second moments of embeddings that `plan` measures; empty if they are not quantized."""
     planned = Plan()
     if model.embeddings is not None and tokens is not None:
-        look(planned, model, scheme, tokens, device)
+        measure_sensitivity(planned, model, scheme, tokens, device)
     return planned.moments
 
 

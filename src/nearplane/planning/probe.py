@@ -145,8 +145,8 @@ def probe(
         names = {layer.name: within(layer.name, block.name) for block in model.blocks for layer in block.layers}
         changes = []
         for one in travellers:
-            inside = tuple(names[layer] for layer in one.layers)
-            changes.append(Change(one.block, inside, one.expected, measured_losses.get(id(one))))
+            names_within = tuple(names[layer] for layer in one.layers)
+            changes.append(Change(one.block, names_within, one.expected, measured_losses.get(id(one))))
         losses = told_losses(changes)
     return _curves(model, travellers, losses, tied=perturbations.together)
 
@@ -164,13 +164,13 @@ def _onward(
 def extent(model: Model, tokens: Tensor, points: int) -> Extent:
     """Return the amount of work of a probe with so many `points` per layer; for the arguments see `probe`."""
     measured, windows, size = _sample(model, tokens, points)
-    layers, behind = _perturbed_apart(model), sum(len(model.blocks) - number - 1 for number in measured)
+    layers, following = _perturbed_sets(model), sum(len(model.blocks) - number - 1 for number in measured)
     travelling_points = points if len(measured) == len(model.blocks) else 1
     return Extent(
         seen=windows.numel(),
         travelling=size * windows.shape[1],
         travellers=len(measured) * layers * travelling_points,
-        crossings=behind * layers * travelling_points,
+        crossings=following * layers * travelling_points,
         born=len(model.blocks) * layers * points,
     )
 
@@ -182,7 +182,7 @@ def _sample(model: Model, tokens: Tensor, points: int) -> tuple[frozenset[int], 
         Numbers of the blocks whose perturbations are propagated, windows for the statistics (windows, seqlen), and how many of the
         first of these windows are used for propagation.
     """
-    blocks, layers = len(model.blocks), _perturbed_apart(model)
+    blocks, layers = len(model.blocks), _perturbed_sets(model)
     chosen = measured_blocks(model.blocks, max(TRAVELLERS, tokens.numel() // MIN_TOKENS) // layers)
     measured = len(chosen)
     travelling_points = points if measured == blocks else 1
@@ -201,7 +201,7 @@ def _sample(model: Model, tokens: Tensor, points: int) -> tuple[frozenset[int], 
     return chosen, windows[: -(-seen // seqlen)], travelling // batch * batch
 
 
-def _perturbed_apart(model: Model) -> int:
+def _perturbed_sets(model: Model) -> int:
     """Return the maximum number of separately perturbed sets of layers of a block; experts in one parameter are one set."""
     return max(len({layer.parameter for layer in block.layers}) for block in model.blocks)
 
@@ -354,7 +354,7 @@ def _curves(model: Model, travellers: Sequence[_Traveller], losses: Sequence[flo
     stored = {layer.name: layer.copies(model.weights)[0] if tied else layer.name for layer in model.layers}
     joined: dict[tuple[str, ...], list[Curve]] = {}
     for layers, pairs in points.items():
-        rates, of_rates = zip(*sorted(pairs), strict=True)
-        curve = Curve(layers=layers, weights=sum(weights[layer] for layer in layers), rates=rates, losses=of_rates)
+        rates, rate_losses = zip(*sorted(pairs), strict=True)
+        curve = Curve(layers=layers, weights=sum(weights[layer] for layer in layers), rates=rates, losses=rate_losses)
         joined.setdefault(tuple(stored[layer] for layer in layers), []).append(curve)
     return [sum_of(curves) for curves in joined.values()]

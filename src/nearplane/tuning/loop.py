@@ -212,13 +212,13 @@ class _Run:
 
     def look(self) -> None:
         """Measure on the held-out windows; keep the state if it is the best one that is small enough."""
-        now, on_them = mean_kl(self._network, self._held), self._since.kl / self._since.tokens
+        held_out, training = mean_kl(self._network, self._held), self._since.kl / self._since.tokens
         self._since = Divergence()
-        if not (math.isfinite(now) and math.isfinite(on_them)):
+        if not (math.isfinite(held_out) and math.isfinite(training)):
             return
         size, best = self._size(), next(point.held_out for point in self.curve if point.step == self.best)
-        self.curve.append(Point(step=self.done, training=on_them, held_out=now, bytes=size))
-        if now < best and (self._pressure is None or size is None or size <= self._pressure.most):
+        self.curve.append(Point(step=self.done, training=training, held_out=held_out, bytes=size))
+        if held_out < best and (self._pressure is None or size is None or size <= self._pressure.most):
             self.best, self.states = self.done, [each.state() for each in self._tuned]
 
     def standing(self) -> dict[str, Any]:

@@ -58,12 +58,12 @@ class TunedNetwork:
         self._stream = skeleton(model, self._tokens, device=device, dtype=torch.float32, embeddings=first)
         self._entering = list(self._stream.quantized)
         self._blocks: list[_Block] = []
-        self._behind = list(self._stream.original or self._entering)  # hidden states of the original model
+        self._original = list(self._stream.original or self._entering)  # hidden states of the original model
         for block in model.blocks:
             with torch.no_grad(), block.on(device, torch.float32, original=False):
                 module = block.quantized
-                self._behind = [
-                    finite(self._stream.forward(block, module, i, x), block) for i, x in enumerate(self._behind)
+                self._original = [
+                    finite(self._stream.forward(block, module, i, x), block) for i, x in enumerate(self._original)
                 ]
                 self._blocks.append(_Block(block, matrices, vectors))
         self._after = {name: each for name, each in vectors.items() if not any(name in b.vectors for b in self._blocks)}
@@ -89,7 +89,7 @@ class TunedNetwork:
         for i, x in zip(numbers, hidden, strict=True):
             for part in self._parts(i):
                 total += divergence(
-                    self._predicted(i, part, self._behind[i][part]), self._predicted(i, part, x[part], after)
+                    self._predicted(i, part, self._original[i][part]), self._predicted(i, part, x[part], after)
                 )
         return total
 
@@ -107,7 +107,7 @@ class TunedNetwork:
         after, parts = _Leaves(self._values_after()), []
         for part in self._parts(batch):
             with torch.no_grad():
-                expected = self._predicted(batch, part, self._behind[batch][part])
+                expected = self._predicted(batch, part, self._original[batch][part])
             leaf = hidden.detach()[part].requires_grad_()
             log_probs = self._predicted(batch, part, leaf, after.leaves)
             kl = (expected.exp() * (expected - log_probs)).sum() / predicted

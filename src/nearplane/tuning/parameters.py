@@ -318,8 +318,8 @@ class Pressure:
 
     def press(self) -> None:
         """Add the gradient of the bits' price to the gradients of the codes."""
-        over = (self._predicted() - self._allowed) / self._weights
-        price = self._price * math.exp(PRICE_GAIN * over)
+        excess = (self._predicted() - self._allowed) / self._weights
+        price = self._price * math.exp(PRICE_GAIN * excess)
         self._price = min(max(price, self._first / PRICE_RANGE), self._first * PRICE_RANGE)
         for each in self._matrices.values():
             each.press(self._price)
