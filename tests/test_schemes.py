@@ -214,7 +214,7 @@ def test_one_format_holds_grids_and_another_rates():
     with pytest.raises(RecipeError, match=r"--format gptq holds fixed grids, .* For that format give --bits\."):
         Recipe(scheme=RATE, format="gptq")
     with pytest.raises(
-        RecipeError, match=r"--format gguf holds fixed grids, and --rate 3 .* give --bits, --grid, or --size"
+        RecipeError, match=r"--format gguf holds fixed grids, but --rate 3 .* give --bits, --grid, or --size"
     ):
         Recipe(scheme=RateScheme(rate=3), format="gguf")
     with pytest.raises(RecipeError, match=r"holds entropy-coded weights, and --bits 4 .* give --rate 4, or --size"):

@@ -44,5 +44,5 @@ def test_a_size_is_understood_with_every_unit(text, many):
 
 @pytest.mark.parametrize("text", ["", "KB", "3 apples", "-3KB", "0", "1e3", "3,5GB"])
 def test_what_is_no_size_is_refused(text):
-    with pytest.raises(RecipeError, match="expected a number of bytes, or one with a unit"):
+    with pytest.raises(RecipeError, match="expected a number of bytes or one with a unit"):
         bytes_in(text)

@@ -71,7 +71,7 @@ def measure(
     Returns:
         The layer's record without seconds, bytes, checksum and the rate that was asked for.
     """
-    release()  # memory of the solve, because measuring needs as much
+    release()  # free the solve's memory, because measuring needs as much
     (target, correction), matrix, base, outside = aim, known.matrix, known.base, known.outside
     moments, H, grid = inputs.moments, inputs.moments.H, matrix.grid
     damped, sweep = inputs.damped_for_the_correction(scheme), inputs.factor_of_the_sweep(scheme)

@@ -229,7 +229,7 @@ def corrected(W: Tensor, inputs: Inputs, scheme: Scheme) -> tuple[Tensor, float]
         del lost
     del moments
     inputs.corrected(scheme)
-    release()  # memory of the correction, because solving needs as much
+    release()  # free the correction's memory, because solving needs as much
     return W.masked_fill(dead, 0) if target is W else target.masked_fill_(dead, 0), rho
 
 

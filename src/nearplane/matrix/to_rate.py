@@ -83,7 +83,7 @@ class Search:
 
     def attempt(self, log_step: float) -> Trial:
         """Sweep with step `2^log_step` and compute the size of the codes."""
-        release()  # memory of the attempt before
+        release()  # free the memory of the previous attempt
         matrix = self.swept(log_step)
         return Trial(log_step=log_step, matrix=matrix, rate=self.sized(matrix))
 
@@ -159,9 +159,7 @@ def quantize_matrix_to_rate(
     began = time.perf_counter()
     rate = scheme.rate if rate is None else rate
     if rate is None:
-        raise RecipeError(
-            f"{name}: the scheme has a size, which is for a whole checkpoint. Pass a rate in bits per weight."
-        )
+        raise RecipeError(f"{name}: a size is for a whole checkpoint. Pass a rate in bits per weight.")
     W, inputs = lattice_problem(W, statistics, name)
     try:
         T, rho = corrected(W, inputs, scheme)

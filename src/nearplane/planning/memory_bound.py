@@ -18,7 +18,7 @@ from nearplane.record.record import MAX_CERTIFIED_INPUTS
 
 SLACK = 1.3  # factor for memory that allocators keep between live tensors, and for buffers of libraries
 SINGLE, DOUBLE = 4, 8  # bytes of a float32 and of a float64 number
-EXTRA_ROWS = 1024  # rows of held-out windows that are kept for a layer
+EXTRA_ROWS = 1024  # rows of extra windows that are kept for a layer
 CERTIFIED_ROWS, CERTIFIED_BYTES = 256, 110  # rows that a certificate measures at a time, bytes per weight of these rows
 SOLVED_BYTES = 36  # per weight in a solve: W, target, values, codes, errors, candidate codes and sums
 CORRECTED_BYTES = 20  # per weight while its target is corrected: W, lost outputs twice, the correction, the target

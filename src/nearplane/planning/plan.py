@@ -268,7 +268,7 @@ def usable_widths(model: Model, recipe: Recipe) -> list[int]:
             check_layers(model, recipe, bits)
             usable.append(bits)
     if not usable:
-        check_layers(model, recipe, widths[0])  # raises
+        check_layers(model, recipe, widths[0])  # raises the format's error
     return usable
 
 

@@ -30,7 +30,7 @@ SEQLEN = 512  # maximum tokens of a window; more windows make a more even sample
 COMPARED_LOGITS = 1 << 26  # logits in memory at a time
 FORWARDS = 0.36  # cost of one perturbation of every layer, in forward passes on all tokens; the quantization takes two
 MEMORY = 4 << 30  # bytes of the propagated hidden states
-TRAVELLERS, MIN_TOKENS = 48, 1024  # propagated perturbations of a deep network, if tokens are few; tokens of each
+TRAVELLERS, MIN_TOKENS = 48, 1024  # maximum of propagated perturbations if tokens are few; minimum tokens of each
 
 
 class Extent(NamedTuple):
@@ -137,7 +137,7 @@ def probe(
                     born.difference = difference
                 travellers.append(born)
             stream.passed(block)
-        release()  # memory of this block that the C library kept
+        release()  # return memory of this block that the C library keeps
     arrived = [one for one in travellers if one.difference]
     losses = _losses(model, stream, windows[:size].split(batch), [one.difference for one in arrived], device, dtype)
     if deep:

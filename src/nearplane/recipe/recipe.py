@@ -98,9 +98,7 @@ class LayerScheme:
             )
         for name in ("order", "correct", "include_head", "include_embeddings", "embeddings", "rows"):
             if getattr(scheme, name, None) != getattr(others, name, None):
-                raise RecipeError(
-                    f"{title} have another {name}, which must be the same in the whole run. Remove it there."
-                )
+                raise RecipeError(f"{title} have another {name}, which must be the same in the whole run. Remove it.")
         if scheme.calibrated and not others.calibrated:
             raise RecipeError(
                 f"{title} use the solver {scheme.solver}, which needs calibration; the other layers use none. Use {scheme.solver} "
@@ -152,10 +150,8 @@ class Recipe:
             raise RecipeError(_unfit(str(self.format), self.scheme))
         for each in self.layers:
             each.check(self.scheme)
-        limit = self.max_loss
-        within(
-            "max_loss", limit, limit is None or (isinstance(limit, int | float) and 0 < limit < 1), "between 0 and 1"
-        )
+        loss = self.max_loss
+        within("max_loss", loss, loss is None or (isinstance(loss, int | float) and 0 < loss < 1), "between 0 and 1")
         one_of("tune", self.tune, Tune)
         if self.pre is not None and not self.files.for_llama_cpp:
             raise RecipeError(
@@ -257,16 +253,14 @@ class Recipe:
                 f"layers is {str(layers)[:60]!r}; expected a dict from patterns to options: {{'down_proj': {{'bits': 4}}}}. Only "
                 f"Recipe() takes LayerScheme objects."
             )
-        general = {name: options.pop(name) for name in RECIPE_FIELDS & options.keys()}
+        flat = {name: options.pop(name) for name in RECIPE_FIELDS & options.keys()}
         tokens = {name: options.pop(name) for name in names_of(Calibration) & options.keys()}
         other = tuple(
-            LayerScheme(
-                pattern=pattern, scheme=scheme_of(into=general.get("format"), **changed(options, chosen(changes)))
-            )
+            LayerScheme(pattern=pattern, scheme=scheme_of(into=flat.get("format"), **changed(options, chosen(changes))))
             for pattern, changes in layers.items()
         )
-        scheme = scheme_of(into=general.get("format"), spread=general.get("allocate"), **options)
-        return cls(scheme=scheme, calibration=Calibration(**tokens), layers=other, **general)
+        scheme = scheme_of(into=flat.get("format"), spread=flat.get("allocate"), **options)
+        return cls(scheme=scheme, calibration=Calibration(**tokens), layers=other, **flat)
 
 
 def _unfit(format: str, scheme: AnyScheme) -> str:

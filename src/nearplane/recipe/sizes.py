@@ -17,9 +17,7 @@ def bytes_in(text: str, called: str = "size") -> int:
     """
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(?:([kKMGT])(i?)B|B?)\s*", text)
     if not match or float(match[1]) <= 0:
-        raise RecipeError(
-            f"{called} is {text!r}; expected a number of bytes, or one with a unit: 3.1GB, 800MB, 2.9GiB."
-        )
+        raise RecipeError(f"{called} is {text!r}; expected a number of bytes or one with a unit: 3.1GB, 800MB, 2.9GiB.")
     power = "KMGT".index(match[2].upper()) + 1 if match[2] else 0
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 

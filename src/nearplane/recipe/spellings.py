@@ -47,9 +47,7 @@ def _order(value: Any) -> dict[str, Any]:
 
 def _static_groups(value: Any) -> dict[str, Any]:
     if not value:
-        raise RecipeError(
-            "static_groups=False is not supported: steps are fitted before the sweep, and again after it."
-        )
+        raise RecipeError("static_groups=False is not supported: steps are fitted before the sweep and again after it.")
     return {}
 
 

@@ -100,7 +100,7 @@ def split(
     fitted = windows[: len(windows) - held]
     order = torch.randperm(len(fitted), generator=torch.Generator().manual_seed(record.recipe.calibration.seed))
     steps = steps or max(1, (samples - _held(samples, length)) // batch)
-    fitted = fitted[order[: min(len(fitted) // batch, steps) * batch]]  # at most one window for each place in a batch
+    fitted = fitted[order[: min(len(fitted) // batch, steps) * batch]]  # without windows that no step reaches
     return Split(
         windows=torch.cat([fitted, windows[len(windows) - held :]]),
         training=len(fitted),
