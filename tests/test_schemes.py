@@ -217,7 +217,7 @@ def test_one_format_holds_grids_and_another_rates():
         RecipeError, match=r"--format gguf holds fixed grids, but --rate 3 .* give --bits, --grid, or --size"
     ):
         Recipe(scheme=RateScheme(rate=3), format="gguf")
-    with pytest.raises(RecipeError, match=r"holds entropy-coded weights, and --bits 4 .* give --rate 4, or --size"):
+    with pytest.raises(RecipeError, match=r"holds entropy-coded weights, but --bits 4 .* give --rate 4, or --size"):
         Recipe(format="nearplane")
 
 
@@ -274,7 +274,10 @@ def test_a_layer_may_have_a_type_of_its_own_beside_a_size():
             r"group_size is 32, but --bits 4\.5 of a GGUF, for which types are .*, determines how weights",
         ),
         ({"size": "1GB", "symmetric": False}, "symmetric is False, but --size 1GB of a GGUF determines"),
-        ({"size": "1GB", "grid": "q4_k"}, "grid 'q4_k' and size '1GB'. Leave out one: a size chooses types by measuring"),
+        (
+            {"size": "1GB", "grid": "q4_k"},
+            "grid 'q4_k' and size '1GB'. Leave out one: a size chooses types by measuring",
+        ),
         ({"size": "1GB", "rate": 3.0}, "need either --rate or --size; found both"),
         ({"size": "1GB", "allocate": "uniform"}, "allocate is uniform with --size"),
         ({"size": "1GB", "solver": "round-to-nearest"}, "size is 1GB, which measures layers on calibration text"),

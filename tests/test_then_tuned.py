@@ -168,6 +168,6 @@ def test_an_output_that_holds_the_model_or_lies_in_it_is_refused_before_the_solv
     within = shutil.copytree(model, place / "out" / "model")
     unfinished = shutil.copytree(model, place / "out.unfinished")
     for source, out in ((within, "out"), (unfinished, "out"), (within, "out/model/new"), (within, "out/model")):
-        with pytest.raises(RecipeError, match=r"is, contains or lies in|did not write it"):
+        with pytest.raises(RecipeError, match=r"is, holds or lies in|did not write it"):
             again(source, out=place / out, overwrite=True, progress=stopped, tune=tune)
     assert names(within) == names(unfinished) == names(model)

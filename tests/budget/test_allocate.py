@@ -112,7 +112,7 @@ def test_a_curve_goes_through_its_points_and_is_never_kinder_than_the_law_below_
 
 @pytest.mark.parametrize("budget", [0.4, 7.6, math.nan])
 def test_a_budget_that_no_layer_may_have_is_refused(budget):
-    with pytest.raises(RecipeError, match="expected 0.5 to 7.5"):
+    with pytest.raises(RecipeError, match=r"expected 0\.5 to 7\.5"):
         allocate([Curve(layers=("a",), weights=1, rates=(3.0,), losses=(0.1,))], budget)
 
 

@@ -214,7 +214,7 @@ def check_checkpoint(folder: Path, record: RunRecord, out: Path) -> None:
         target, source = written.resolve(), folder.resolve()
         if target == source or target in source.parents or source in target.parents:
             raise RecipeError(
-                f"{subject} {written}, which is, contains or lies in {folder}, the checkpoint to tune. Use another folder."
+                f"{subject} {written}, which is, holds or lies in {folder}, the checkpoint to tune. Choose another folder."
             )
 
 
