@@ -344,7 +344,7 @@ def test_no_checkpoint_is_written_over_the_one_that_is_tuned(tuned_of, tmp_path)
     shutil.copy(solved / RECORD, tmp_path / "holds" / RECORD)
     before = sorted(tmp_path.rglob("*"))
     for source, out in ((whole, tmp_path / "out"), (whole, whole / "new"), (within, tmp_path / "holds")):
-        with pytest.raises(RecipeError, match=r"is, holds or lies in .*,  the checkpoint to tune"):
+        with pytest.raises(RecipeError, match=r"is, holds or lies in .*, the checkpoint to tune"):
             nearplane.tune(source, out, against=original, overwrite=True)
     assert sorted(tmp_path.rglob("*")) == before
 
