@@ -78,10 +78,10 @@ def test_rates_load_in_nearplane_and_every_loss_is_measured_again(kind: str, tmp
         (
             "bart",
             GRID | {"format": "gptq"},
-            r"readers of gptq take one stack of blocks\. Use --format compressed-tensors",
+            r"readers of gptq accept only one stack of blocks\. Use --format compressed-tensors",
         ),
-        ("bart", GRID | {"tune": "network"}, r"an encoder with a decoder, and so far tuning trains one stack"),
-        ("bart", RATE | {"include_head": True}, r"embeddings and head stay as they are so far"),
+        ("bart", GRID | {"tune": "network"}, r"has an encoder and a decoder, but tuning supports one stack"),
+        ("bart", RATE | {"include_head": True}, r"embeddings and head cannot be quantized yet"),
     ],
 )
 def test_what_they_cannot_have_is_refused(kind: str, how: dict[str, Any], match: str, tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_block_by_block_the_embeddings_are_the_same(solved: Any, minilm: Path, m
     [
         (
             {"bits": 4, "format": "gptq"},
-            r"^BertModel is an encoder, and readers of gptq take language models alone\. Use --format",
+            r"^BertModel is an encoder, but readers of gptq accept only language models\. Use --format",
         ),
         ({"bits": 4, "tune": "network"}, r"predicts no tokens, and tuning trains on predictions"),
     ],

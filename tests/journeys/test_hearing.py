@@ -156,8 +156,8 @@ def test_what_begins_with_the_start_token_is_not_measured_either(whisper: Path) 
 @pytest.mark.parametrize(
     ("how", "match"),
     [
-        (dict(format="gptq"), "readers of gptq take one stack of blocks"),
-        (dict(tune="network"), "an encoder with a decoder, and so far tuning trains one stack"),
+        (dict(format="gptq"), "readers of gptq accept only one stack of blocks"),
+        (dict(tune="network"), "has an encoder and a decoder, but tuning supports one stack"),
         (dict(memory="4GB"), "it takes images or sound"),
     ],
 )

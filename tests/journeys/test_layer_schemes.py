@@ -102,7 +102,7 @@ def test_layers_that_runtimes_fuse_are_warned_of_if_their_grids_differ(model, tm
 
 @pytest.mark.parametrize("layers", [{"a": 4}, "down=bits:4", [1]])
 def test_layers_of_other_types_are_refused(model, tmp_path, layers):
-    with pytest.raises(RecipeError, match="expected patterns and what differs there"):
+    with pytest.raises(RecipeError, match="expected a dict from patterns to options"):
         nearplane.quantize(model, tmp_path / "out", layers=layers, **FAST)
 
 

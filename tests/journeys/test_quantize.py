@@ -159,7 +159,9 @@ def test_bad_requests_are_refused_before_anything_is_written(small, tmp_path):
     out = tmp_path / "out"
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("Too short.")
-    refused(small, out, r"model\.layers\.0\.self_attn\.q_proj has 256 inputs.* all layers is 256", group_size=96)
+    refused(
+        small, out, r"model\.layers\.0\.self_attn\.q_proj has 256 inputs.* a divisor of 256, which fits", group_size=96
+    )
     refused(small, out, "expected a path, a list of texts", calibration=3)
     refused(small, out, "list of 2 texts holds 5 tokens", calibration=["a text", "another"])
     refused(small, out, "asymmetric", symmetric=False)

@@ -198,8 +198,8 @@ def test_the_reader_of_a_table_may_stop_reading(coded):
         ({"size": "3 apples"}, "3.1GB"),
         ({"size": "1kB"}, "not quantized"),
         ({"size": "3GB"}, "0.5 to 7 bits"),
-        ({"rate": 2, "format": "gptq"}, "--format gptq holds fixed grids, and --rate 2 is for entropy-coded weights"),
-        ({"bits": 4, "format": "nearplane"}, "--format nearplane holds entropy-coded weights, and --bits 4"),
+        ({"rate": 2, "format": "gptq"}, "--format gptq holds fixed grids, but --rate 2 is for entropy-coded weights"),
+        ({"bits": 4, "format": "nearplane"}, "--format nearplane holds entropy-coded weights, but --bits 4"),
         ({"rate": 2, "coder": "zip"}, "coder"),
     ],
     ids=lambda value: str(value)[:40],
@@ -217,7 +217,7 @@ def test_a_rate_below_the_side_information_says_the_least(tmp_path):
     tiny_llama(hidden=16, intermediate=16).save_pretrained(tmp_path / "tiny")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "tiny" / name).write_bytes((MODEL / name).read_bytes())
-    with pytest.raises(RecipeError, match=r"takes [0-9.]+\. Ask for more"):
+    with pytest.raises(RecipeError, match=r"take [0-9.]+\. Use a larger --rate"):
         nearplane.quantize(tmp_path / "tiny", tmp_path / "out", rate=0.5, **FAST)
 
 

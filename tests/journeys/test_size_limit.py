@@ -73,7 +73,7 @@ def test_what_is_not_codes_is_foretold(tiny, tmp_path):
 
 def test_a_loss_that_takes_more_than_the_size_leaves_ends_the_run_without_a_checkpoint(tiny, tmp_path):
     with pytest.raises(
-        RecipeError, match=r"--size 330KB cannot be kept: .* as --max-loss 0\.0001 takes more bits than the size"
+        RecipeError, match=r"--size 330KB cannot be met: .* because --max-loss 0\.0001 needs more bits than the size"
     ):
         nearplane.quantize(tiny, tmp_path / "out", size="330KB", max_loss=1e-4, **FAST)
     assert not (tmp_path / "out").exists()

@@ -1,1 +1,1 @@
-"""One matrix: its target, its codes and its certificate. Knows no models."""
+"""One matrix: its target, its codes and its certificate. Independent of models."""

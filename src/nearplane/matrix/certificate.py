@@ -1,6 +1,6 @@
-"""What one quantized matrix lost, measured: the certificate that `quantize` writes down and `verify` compares with.
+"""Certificate of a quantized matrix: its measured losses and bounds, which `quantize` records and `verify` recomputes.
 
-Needs the weights, the codes, and what calibration saw; not how the codes were found.
+Needs the weights, the codes and the statistics of the inputs, but not the history of the solve.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from nearplane.system.memory import release
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """What is known of a quantized matrix.
+    """A quantized matrix with facts about its solve.
 
     Args:
-        matrix: codes and grid as stored.
-        base: step of exponent 0 in the sweep of entropy-coded weights.
-        outside: (out,) clipped targets of the sweep on this grid, see `Solution`; None: it is swept again to know.
-        tuned: whether codes and steps were trained after the sweep, which then bounds nothing.
+        matrix: Codes and grid as stored.
+        base: Step of exponent 0 in the sweep of entropy-coded weights.
+        outside: (out,) number of clipped targets in the sweep on this grid, see `Solution`; None: recomputed by a sweep.
+        tuned: Whether codes and steps were trained after the sweep, so that no bound of the sweep holds.
     """
 
     matrix: QuantizedMatrix
@@ -39,17 +39,17 @@ class Known:
 
 
 def measured_again(name: str, W: Tensor, inputs: Inputs, scheme: AnyScheme, known: Known) -> LayerRecord:
-    """Return what a run would record of a layer whose codes and grid are known: what `verify` compares with.
+    """Return the record that a run would write for a layer with known codes and grid; `verify` compares with it.
 
     Args:
-        name: of the layer.
-        W: (out, in) its original weight.
-        inputs: what was seen of its input.
-        scheme: of the layer, of its own width.
-        known: its codes and grid.
+        name: Full name of the layer.
+        W: (out, in) original weights.
+        inputs: Statistics of the layer's inputs.
+        scheme: The layer's own scheme, with its own bits.
+        known: Codes and grid of the layer.
 
     Raises:
-        NumericalError: a Hessian cannot be factored.
+        NumericalError: A Hessian cannot be factored.
     """
     known = replace(known, matrix=known.matrix.to(W.device))
     return measure(name, W, corrected(W, inputs, scheme), known, inputs, scheme)
@@ -61,43 +61,43 @@ def measure(
     """Measure a quantized matrix against its target.
 
     Args:
-        name: of the layer.
+        name: Full name of the layer.
         W: (out, in) weights.
-        aim: (out, in) the target that was quantized and how far it went, see `inputs.corrected`.
-        known: codes and grid.
-        inputs: what calibration saw.
-        scheme: order and damping; of a fixed grid bits, group size and symmetry, else how codes are stored.
+        aim: (out, in) target that was quantized, and the part of the correction in it; see `inputs.corrected`.
+        known: Codes and grid.
+        inputs: Statistics of the layer's inputs.
+        scheme: Scheme of the layer: order, damping and storage of the codes.
 
     Returns:
-        All of the record but seconds, bytes, checksum, and what was asked for.
+        The layer's record without seconds, bytes, checksum and the rate that was asked for.
     """
-    release()  # what solving took: measuring takes as much
+    release()  # free the solve's memory, because measuring needs as much
     (target, correction), matrix, base, outside = aim, known.matrix, known.base, known.outside
     moments, H, grid = inputs.moments, inputs.moments.H, matrix.grid
     damped, sweep = inputs.damped_for_the_correction(scheme), inputs.factor_of_the_sweep(scheme)
-    on_grid = QuantizedMatrix(codes=matrix.codes, grid=grid.scaled_to(base))  # what was swept
+    on_grid = QuantizedMatrix(codes=matrix.codes, grid=grid.scaled_to(base))  # as swept
     bounded = SOLVERS[scheme.solver].bounded and not known.tuned and not scheme.joins_rows
     if not bounded:
         outside = None
     elif scheme.entropy_coded:  # codes have no limits
         outside = torch.zeros(len(target), dtype=torch.int32, device=target.device)
-    elif outside is None:  # where a sweep clips, other codes than its own do not show it
+    elif outside is None:  # the final codes do not show where the sweep clipped
         wide = target.to(torch.promote_types(W.dtype, torch.float32))
         outside = sweep_planes(wide, cast(Grid, grid), sweep).outside
     values = None if base is None else matrix.decode()
     solution = Solution(matrix=cast("QuantizedMatrix[Grid]", on_grid), outside=outside)
-    found = certify(W, target, solution, H, sweep, values=values)
+    figures = certify(W, target, solution, H, sweep, values=values)
     extra: tuple[float | None, ...] = (None, None, None)
-    if (beside := moments.extra) is not None:
-        extra = losses_beside(W, target, on_grid, beside, values=values)
-    entropy = None  # of fixed grids; else bits per weight under the tables that the file stores
+    if (extra_moments := moments.extra) is not None:
+        extra = losses_beside(W, target, on_grid, extra_moments, values=values)
+    entropy = None  # on fixed grids; else bits per weight under the tables in the file
     if isinstance(grid, ProductGrid):
         entropy = size(Contents.of(matrix.codes, grid)).payload / matrix.codes.numel()
-    losses = found.row_losses  # (out,), means over the inputs
+    losses = figures.row_losses  # (out,), means over the inputs
     weight = grid.row_weight().to(losses)
     energy = target.to(losses).square().mean(1) * weight
     groups = losses.tensor_split(row_groups(*W.shape))
-    measured = {field.name: getattr(found, field.name) for field in fields(found) if field.name != "row_losses"}
+    measured = {field.name: getattr(figures, field.name) for field in fields(figures) if field.name != "row_losses"}
     return LayerRecord(
         name=name,
         out_features=W.shape[0],
@@ -125,7 +125,7 @@ def measure(
 
 
 def limit_under(inputs: Inputs, loss: float, row_energy: Tensor) -> float:
-    """Return the limit, see `bounds.limit`, at the least cost: without eigenvalues where the water is below all of them."""
+    """Return the limit of `bounds.limit`, without computing eigenvalues if the water level is below all of them."""
     least = float(row_energy.min())
     mean_log = inputs.mean_log_eigenvalue(loss / least) if least > 0 else None
     if mean_log is None:

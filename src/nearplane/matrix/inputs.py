@@ -1,6 +1,6 @@
-"""The lattice problem of one layer: factors of its inputs' Hessian, made once and shared, and the corrected target.
+"""Lattice problem of a layer: shared factors of its inputs' Hessian, and the corrected target.
 
-What `on_grid.py` and `to_rate.py` solve and `certificate.py` measures; it rounds nothing.
+`on_grid.py` and `to_rate.py` solve this problem, and `certificate.py` measures the result. Nothing is rounded here.
 """
 
 from __future__ import annotations
@@ -19,45 +19,45 @@ from nearplane.lattice.moments import Moments, correction, mismatch, trust, weig
 from nearplane.recipe.scheme import Order, Scheme
 from nearplane.system.memory import release
 
-SYMMETRIC = 1e-4  # of the largest entry: what the two halves of a product in float32 may differ by
-TRIED_ROWS = 256  # that tell how far a correction is to be trusted: one number for all rows
+MAX_ASYMMETRY = 1e-4  # relative to the largest entry: rounding errors of a product in float32
+TRIED_ROWS = 256  # rows on which the correction is tried to choose its weight, which is one number for all rows
 
 
 class Damped(NamedTuple):
-    """What a factor says without its triangle: how much H was damped, and (in,) which inputs were always 0."""
+    """Damping of a factored H and (in,) mask of the inputs that were always 0, kept without the factor's triangle."""
 
     damp: float
     dead: Tensor
 
 
 class Inputs:
-    """What is known of one layer input, with its factors: each is made on first use and shared by all layers that see it.
+    """Statistics of one layer input with their factors, which are made on first use and shared by all layers of that input.
 
-    Those of the correction are let go when the last of the layers has its target.
+    Factors that only the correction needs are freed when the last of these layers has its target.
 
     Args:
-        statistics: second moments, or (in, in) H alone.
+        statistics: Second moments, or (in, in) H alone.
 
     Attributes:
-        moments: the second moments, as far as they are not let go.
-        corrects: whether the moments told what the quantized inputs have lost.
-        spent: whether they were used once, and gave a target.
+        moments: Second moments, as far as they are not freed.
+        corrects: Whether the moments hold the difference between original and quantized inputs.
+        spent: Whether a target was made and the moments for it were freed, see `used_once`.
     """
 
     def __init__(self, statistics: Moments | Tensor) -> None:
         self.moments = statistics if isinstance(statistics, Moments) else Moments(H=statistics, tokens=0)
         self.corrects, self._once, self.spent = self.moments.corrects, False, False
         held_out = self.moments.held_out
-        # whether float32 may do where no code or loss hangs on the last digits: rows were no better
+        # factors that affect no code and no loss may be float32 if the inputs themselves were float32
         self._rough = held_out is not None and held_out.H.dtype == torch.float32
-        self._last = True  # no layer behind this one sees the same
+        self._last = True  # whether no later layer shares this input
         self._factors: dict[tuple[str, float | str, bool], Factor] = {}
         self._damped: dict[tuple[str, float | str, bool], Damped] = {}
         self._eigenvalues: list[Tensor] = []
         self._mean_log: list[float | None] = []
 
     def of(self, statistics: Moments) -> Inputs:
-        """Return the same input as another layer sees it: its own residual mismatch, the factors in common."""
+        """Return the inputs of another layer with the same H: its own residual mismatch, shared factors."""
         if statistics.H is not self.moments.H:
             raise NumericalError("Factors are shared between layers whose inputs differ.")
         other = Inputs(statistics)
@@ -66,12 +66,12 @@ class Inputs:
         return other
 
     def used_once(self) -> Inputs:
-        """Let go of moments that only a target needs as soon as it is made: half of them or more; return these inputs."""
+        """Free the moments that only a target needs (half of them or more) as soon as it is made; return these inputs."""
         self._once = True
         return self
 
     def eigenvalues(self) -> Tensor:
-        """Return (in,) the eigenvalues of H, none below 0."""
+        """Return (in,) eigenvalues of H, clipped at 0 from below."""
         if not self._eigenvalues:
             H = self.moments.H
             diagonal = int(H.count_nonzero()) == int(H.diagonal().count_nonzero())
@@ -82,8 +82,8 @@ class Inputs:
     def mean_log_eigenvalue(self, level: float) -> float | None:
         """Return the mean of the base-2 logarithms of H's eigenvalues if all are above `level`, else None.
 
-        By two Cholesky decompositions, of `H - level I` in float32 and of H, a third of what eigenvalues cost: `level` is far below
-        the eigenvalues or among them, and what float32 cannot tell changes no figure. The first fails early where it fails.
+        Two Cholesky decompositions, of `H - level I` in float32 and of H, cost a third of the eigenvalues. float32 is enough,
+        because `level` is either far below the eigenvalues or among them. A failing decomposition fails early.
         """
         H = self.moments.H
         if self._eigenvalues or not 0 < level < float(H.diagonal().min()):
@@ -99,36 +99,36 @@ class Inputs:
         return self._mean_log[0]
 
     def damped(self, factor: Factor, dtype: torch.dtype) -> Tensor:
-        """Return (in, in) the Hessian that was factored, of its own memory."""
+        """Return (in, in) the damped Hessian that was factored, as a copy."""
         H = self.moments.H.to(dtype, copy=True)
         H.diagonal().add_(factor.shift)
         return H
 
     def factor_of_the_sweep(self, scheme: Scheme) -> Factor:
-        """Factor H as the sweep of a scheme does."""
+        """Factor H with the scheme's damping of the sweep."""
         return self.factor(scheme.order, scheme.damp_of_the_sweep(self.corrects))
 
     def factor_of_the_correction(self, scheme: Scheme, *, fitting: bool = False) -> Factor:
-        """Factor H as the target's correction does; with `fitting`, of the tokens that are not held out.
+        """Factor H with the scheme's damping of the correction; with `fitting`, H of the tokens that are not held out.
 
-        In float32 where rows were and where that is good to a thousandth, unless the sweep has the same: targets are rounded.
+        The factor is float32 if the inputs were, unless the sweep shares it: targets are rounded anyway.
         """
-        own = not fitting and scheme.damp == scheme.damp_of_the_sweep(self.corrects)
-        rough = self._rough and not own
+        shared = not fitting and scheme.damp == scheme.damp_of_the_sweep(self.corrects)
+        rough = self._rough and not shared
         return self.factor(scheme.order, scheme.damp, fitting=fitting, dtype="auto" if rough else None)
 
     def damped_for_the_correction(self, scheme: Scheme) -> Damped:
-        """Return what the factor of the correction says without its triangle, which need not be there any more."""
+        """Return damping and dead inputs of the correction's factor, which may have been freed."""
         key = (scheme.order, scheme.damp, False)
         if key not in self._damped:
             self.factor_of_the_correction(scheme)
         return self._damped[key]
 
     def corrected(self, scheme: Scheme) -> None:
-        """Let go of what only the target needed: factors if no other layer needs them, and moments that are used once."""
+        """Free what only the target needed: factors that no other layer needs, and moments that are used once."""
         if self._last:
-            own = (scheme.order, scheme.damp_of_the_sweep(self.corrects), False)
-            for key in {(scheme.order, scheme.damp, False), (scheme.order, scheme.damp, True)} - {own}:
+            sweep_key = (scheme.order, scheme.damp_of_the_sweep(self.corrects), False)
+            for key in {(scheme.order, scheme.damp, False), (scheme.order, scheme.damp, True)} - {sweep_key}:
                 self._factors.pop(key, None)
         if self._once:
             self.moments = replace(self.moments, C=None, lost=None, held_out=None)
@@ -142,30 +142,30 @@ class Inputs:
         fitting: bool = False,
         dtype: Literal["auto"] | None = None,
     ) -> Factor:
-        """Factor H in an order; with `fitting`, of the tokens that are not held out; `dtype` as for `factorize`."""
+        """Factor H in an order; with `fitting`, H of the tokens that are not held out; `dtype` is that of `factorize`."""
         key = (order, damp, fitting)
         if key not in self._factors:
             moments, held_out = self.moments, self.moments.held_out if fitting else None
             H = moments.H
             if held_out is not None:
                 H = weighted_difference(H.to(held_out.H.dtype), moments.tokens, held_out.H, held_out.tokens)
-            made = factorize(H, order, damp=damp, dtype=dtype)
-            self._factors[key], self._damped[key] = made, Damped(made.damp, made.dead)
+            factor = factorize(H, order, damp=damp, dtype=dtype)
+            self._factors[key], self._damped[key] = factor, Damped(factor.damp, factor.dead)
         return self._factors[key]
 
 
 def lattice_problem(
     W: Tensor | NDArray[Any], statistics: Tensor | NDArray[Any] | Moments | Inputs, name: str
 ) -> tuple[Tensor, Inputs]:
-    """Return weights and inputs as the solvers take them.
+    """Return weights and inputs in the form that the solvers take.
 
     Args:
-        W: (out, in) of torch or numpy.
-        statistics: (in, in) Hessian `X^T X / tokens` of either, or what calibration saw, or `Inputs`.
-        name: for errors.
+        W: (out, in) weights of torch or numpy.
+        statistics: (in, in) Hessian `X^T X / tokens` of torch or numpy, or `Moments`, or `Inputs`.
+        name: Name of the matrix in error messages.
 
     Raises:
-        NumericalError: one of them is no such matrix; the message says how it differs.
+        NumericalError: `W` or the Hessian has a wrong type, shape or value.
     """
     W = _floating(W, f"{name}: W", "(out, in) weights")
     if isinstance(statistics, Inputs):
@@ -175,12 +175,12 @@ def lattice_problem(
     else:
         H = _floating(statistics, f"{name}: H", "the (in, in) Hessian X^T X / tokens")
         if not bool(torch.isfinite(H).all()):
-            raise NumericalError(f"{name}: H holds NaN or Inf. Check the rows of X that it was made of.")
+            raise NumericalError(f"{name}: H holds NaN or Inf. Check the rows of X from which H was computed.")
         if H.shape[0] == H.shape[1]:
-            lopsided, largest = float((H - H.T).abs().max()), float(H.abs().max())
-            if lopsided > SYMMETRIC * largest:
+            asymmetry, largest = float((H - H.T).abs().max()), float(H.abs().max())
+            if asymmetry > MAX_ASYMMETRY * largest:
                 raise NumericalError(
-                    f"{name}: H is not symmetric: entries across the diagonal differ by up to {lopsided:.3g}, the largest is "
+                    f"{name}: H is not symmetric: entries across the diagonal differ by up to {asymmetry:.3g}, the largest is "
                     f"{largest:.3g}. Expected X^T X / tokens."
                 )
         inputs = Inputs(H)
@@ -195,61 +195,59 @@ def lattice_problem(
     return W, inputs
 
 
-def _floating(given: Any, called: str, expected: str) -> Tensor:
-    """Return a matrix of floating-point numbers, at least float32, as a tensor."""
-    if isinstance(given, np.ndarray) and given.dtype.kind in "fiub":
-        given = torch.from_numpy(np.array(given, dtype=given.dtype.newbyteorder("=")))  # in memory of its own
-    if not isinstance(given, Tensor):
-        kind = f"an array of {given.dtype}" if isinstance(given, np.ndarray) else f"a {type(given).__name__}"
+def _floating(array: Any, called: str, expected: str) -> Tensor:
+    """Return a matrix of floating-point numbers as a tensor of at least float32; `called` names it in errors."""
+    if isinstance(array, np.ndarray) and array.dtype.kind in "fiub":
+        array = torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("=")))  # in memory of its own
+    if not isinstance(array, Tensor):
+        kind = f"an array of {array.dtype}" if isinstance(array, np.ndarray) else f"a {type(array).__name__}"
         raise NumericalError(f"{called} is {kind}; expected {expected} as a tensor of torch or an array of numpy.")
-    if given.ndim != 2 or 0 in given.shape:
-        raise NumericalError(f"{called} has the shape {tuple(given.shape)}; expected {expected}, at least 1 x 1.")
-    if not given.is_floating_point():
-        found = str(given.dtype).removeprefix("torch.")
-        raise NumericalError(
-            f"{called} is of {found}; expected {expected} in floating point: make it float32 or float64."
-        )
-    return given.detach().to(torch.promote_types(given.dtype, torch.float32))
+    if array.ndim != 2 or 0 in array.shape:
+        raise NumericalError(f"{called} has the shape {tuple(array.shape)}; expected {expected}, at least 1 x 1.")
+    if not array.is_floating_point():
+        dtype = str(array.dtype).removeprefix("torch.")
+        raise NumericalError(f"{called} is of {dtype}; expected {expected} in float32 or float64.")
+    return array.detach().to(torch.promote_types(array.dtype, torch.float32))
 
 
 def corrected(W: Tensor, inputs: Inputs, scheme: Scheme) -> tuple[Tensor, float]:
-    """Return the target of the lattice problem, 0 for dead inputs, and how far it went towards the full correction.
+    """Return the target of the lattice problem, 0 for dead inputs, and the weight (0 to 1) of the correction in it.
 
-    The correction of `TRIED_ROWS` rows is fitted on four fifths of the windows, and that of all, fitted on all windows, is trusted
-    as far as it would have helped these rows on the other windows. In the dtype of `W`: in float32 targets are off by less than a
-    thousandth of a step.
+    The weight is measured: a correction of `TRIED_ROWS` rows, fitted on four fifths of the windows, is scaled so that it helps most
+    on the other windows. The correction of all rows is fitted on all windows. The target has the dtype of `W`; float32 errors are
+    below a thousandth of a step.
     """
     if inputs.spent:
-        raise NumericalError("These inputs gave a target already and let go of what it was made of. Make them anew.")
+        raise NumericalError("These inputs were used once for a target, and its moments are freed. Make new Inputs.")
     moments, dead = inputs.moments, inputs.damped_for_the_correction(scheme).dead
     target, rho = W, 0.0
     if scheme.correct and moments.corrects and moments.held_out is not None and moments.held_out.corrects:
         lost = _lost(W, moments)
-        rho = _trusted(W, lost, inputs, scheme)
+        rho = _correction_weight(W, lost, inputs, scheme)
         if rho != 0.0:
             target = torch.add(W, correction(lost, inputs.factor_of_the_correction(scheme)), alpha=rho)
         del lost
     del moments
     inputs.corrected(scheme)
-    release()  # what correcting took: solving takes as much
+    release()  # free the correction's memory, because solving needs as much
     return W.masked_fill(dead, 0) if target is W else target.masked_fill_(dead, 0), rho
 
 
 def _lost(W: Tensor, moments: Moments) -> Tensor:
-    """Return (out, in) what the outputs have lost before the layer is quantized, against its inputs; in the dtype of `W`."""
+    """Return (out, in) moments between the outputs' error before the layer is quantized and its inputs, dtype of `W`."""
     if moments.lost is not None:
         return moments.lost.to(W.dtype)
-    assert moments.C is not None, "these moments tell nothing of the original network"
+    assert moments.C is not None, "these moments hold no statistics of the original model"
     return mismatch(W, moments.H, moments.C, None)
 
 
-def _trusted(W: Tensor, lost: Tensor, inputs: Inputs, scheme: Scheme) -> float:
-    """Return how far to go, see `trust`, by what some of the rows, evenly spread, would have gained on the tokens held out."""
+def _correction_weight(W: Tensor, lost: Tensor, inputs: Inputs, scheme: Scheme) -> float:
+    """Return the weight of the correction, see `trust`, from the gain of some evenly spread rows on held-out tokens."""
     moments, held_out = inputs.moments, inputs.moments.held_out
     assert held_out is not None
     rows = torch.linspace(0, len(W) - 1, min(TRIED_ROWS, len(W)), dtype=torch.float64).round().long().to(W.device)
-    only = held_out if held_out.lost is None else replace(held_out, lost=held_out.lost[rows])
-    lost_held_out = _lost(W[rows], only)
+    held_out_rows = held_out if held_out.lost is None else replace(held_out, lost=held_out.lost[rows])
+    lost_held_out = _lost(W[rows], held_out_rows)
     lost_fitting = weighted_difference(lost[rows], moments.tokens, lost_held_out, held_out.tokens)
     trial = correction(lost_fitting, inputs.factor_of_the_correction(scheme, fitting=True))
     return trust(lost_held_out, held_out.H, trial)

@@ -1,6 +1,6 @@
-"""One matrix, no model: from weights and what is known of their inputs to codes and what was lost.
+"""Quantization of one layer: from its weights and the statistics of its inputs to codes and a record, without a model.
 
-`solve_layer` decides by the scheme: on a grid (`on_grid.py`) or entropy-coded at a rate (`to_rate.py`).
+`solve_layer` chooses by the scheme: on a fixed grid (`on_grid.py`) or entropy-coded at a rate (`to_rate.py`).
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from nearplane.record.record import LayerRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One layer to be solved.
+    """One layer to solve.
 
     Args:
-        name: of the layer, for the record and for errors.
+        name: Full name of the layer, for the record and for error messages.
         W: (out, in) weights.
-        inputs: what calibration saw, shared by layers with the same input; if `used_once`, the task can be solved once.
-        scheme: the layer's own; bits are a whole number.
-        rate: bits per weight that entropy-coded weights are to take; None: that of the scheme.
-        storage: dtype in which steps of grids are stored.
-        sensitivity: (out,) how much the network minds errors of every output; None: equally.
-        max_loss: relative loss that entropy-coded weights may not exceed.
-        together: what errors of outputs cost together, of runs of rows; see `solve_joined`. Empty: not known.
+        inputs: Statistics of the layer's inputs, shared by layers with the same input; a task of `used_once` inputs is solved once.
+        scheme: The layer's own scheme, with a whole number of bits.
+        rate: Rate of entropy-coded weights in bits per weight; None: the rate of the scheme.
+        storage: Dtype in which steps of grids are stored.
+        sensitivity: (out,) sensitivity of the network to errors of each output; None: equal.
+        max_loss: Upper limit of the relative loss of entropy-coded weights.
+        together: (rows, rows) moments of gradients for each run of rows, see `solve_joined`; empty: not measured.
     """
 
     name: str
@@ -46,10 +46,10 @@ class Task:
 
 
 def solve_layer(task: Task) -> tuple[QuantizedMatrix, LayerRecord]:
-    """Quantize one layer by its scheme: the same task gives the same codes. `Inputs` keep factors for the layers that share them.
+    """Quantize one layer by its scheme, deterministically. `Inputs` keep factors for the layers that share them.
 
     Raises:
-        NumericalError: a weight is not finite, or the Hessian not positive definite.
+        NumericalError: A weight is not finite, or the Hessian is not positive definite.
     """
     match task.scheme:
         case RateScheme():

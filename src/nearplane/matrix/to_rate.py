@@ -1,6 +1,6 @@
-"""One matrix to a rate: unbounded codes whose entropy-coded size is what was asked for. `on_grid.py` is for fixed grids.
+"""Quantization of one matrix to a rate: unbounded codes whose entropy-coded size is the one asked for.
 
-Step c -> sweep -> coded size -> the next c, until it is right.
+The search repeats: step c -> sweep -> coded size -> next c. `on_grid.py` is for fixed grids.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from nearplane.recipe.schemes import RateScheme
 from nearplane.record.record import LayerRecord
 from nearplane.system.memory import release
 
-TOLERANCE = 0.003  # of the rate asked for, or of one bit if that is less: what the search is content with
-NEAR = 0.05  # the same, of what is estimated before it is known what the estimate leaves out
-SEARCHED_ROWS = 256  # where a matrix has many more
-MAX_ATTEMPTS = 16  # of one search
-HIGHEST_RATE = 7.0  # bits per weight to which --max-loss raises a rate
-MAX_FORETOLD_WEIGHTS = 1 << 21  # above which a size is not taken as foretold
+TOLERANCE = 0.003  # relative error of the rate, or absolute below one bit, at which the search stops
+ESTIMATE_TOLERANCE = 0.05  # the same while the overhead of the file is not known yet
+SEARCHED_ROWS = 256  # rows to search on if a matrix has more than twice as many
+MAX_ATTEMPTS = 16  # trials of one search
+HIGHEST_RATE = 7.0  # bits per weight, to which --max-loss may raise a rate
+MAX_PREDICTED_WEIGHTS = 1 << 21  # above which the size is measured by coding instead of predicted
 Sized = Callable[[QuantizedMatrix[ProductGrid]], float]
-"""Bits per weight of a matrix once it is coded."""
+"""Function that returns bits per weight of a matrix once it is coded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What one step led to, on all rows or on some.
+    """Result of one step, for all rows or for some.
 
     Args:
         log_step: log2 of the step c.
-        matrix: codes and grid.
-        rate: bits per weight of the coded matrix.
+        matrix: Codes and grid.
+        rate: Bits per weight of the coded matrix.
     """
 
     log_step: float
@@ -58,15 +58,15 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """A matrix whose step is searched for: what is swept at steps `c` times those of `grid`.
+    """Search for the factor `c` of a matrix's steps, which are `c` times those of `grid`.
 
     Args:
         T: (out, in) target.
         H: (in, in) Hessian.
-        factor: of the damped `H`.
-        grid: steps relative to c: exponents of rows and columns, base 1.
-        scheme: solver.
-        sized: bits per weight of a coded matrix.
+        factor: Factor of the damped `H`.
+        grid: Steps relative to c: exponents of rows and columns, base 1.
+        scheme: Scheme with the solver.
+        sized: Function that returns bits per weight of a coded matrix.
     """
 
     T: Tensor
@@ -77,20 +77,20 @@ class Search:
     sized: Sized
 
     def first_step(self, rate: float) -> float:
-        """Return log2 c by the high-rate formula."""
+        """Return log2 c from the high-rate formula."""
         rms = (self.T / self.grid.row_scale()[:, None]).double().square().mean(0).sqrt()
         return high_rate_step(rms, 1 / self.grid.column_scale(), rate)
 
     def attempt(self, log_step: float) -> Trial:
-        """Sweep with step `2^log_step`, and say what the codes cost."""
-        release()  # what the attempt before took
+        """Sweep with step `2^log_step` and compute the size of the codes."""
+        release()  # free the memory of the previous attempt
         matrix = self.swept(log_step)
         return Trial(log_step=log_step, matrix=matrix, rate=self.sized(matrix))
 
-    def estimated(self, log_step: float, rows: Tensor | slice, beside: float) -> Trial:
-        """Sweep some rows, and say about what the codes of all would cost: `beside` bits per weight more than the codes alone."""
+    def estimated(self, log_step: float, rows: Tensor | slice, overhead: float) -> Trial:
+        """Sweep some rows and estimate the size of all: the bits of these codes plus `overhead` bits per weight."""
         matrix = self.swept(log_step, rows)
-        return Trial(log_step=log_step, matrix=matrix, rate=geometric_bits(matrix.codes.cpu().numpy()) + beside)
+        return Trial(log_step=log_step, matrix=matrix, rate=geometric_bits(matrix.codes.cpu().numpy()) + overhead)
 
     def swept(self, log_step: float, rows: Tensor | slice = slice(None)) -> QuantizedMatrix[ProductGrid]:
         """Sweep some rows with step `2^log_step`."""
@@ -99,39 +99,38 @@ class Search:
         scale = grid.column_scale()[None]
         swept = Grid(scale=scale, zero=torch.zeros_like(scale), group=columns)
         aim = self.T[rows].float() / grid.row_scale()[:, None]
-        found = rounded(aim, swept, self.factor, self.scheme, self.H)
-        return QuantizedMatrix(codes=found.matrix.codes, grid=grid)
+        solution = rounded(aim, swept, self.factor, self.scheme, self.H)
+        return QuantizedMatrix(codes=solution.matrix.codes, grid=grid)
 
 
 def coded_rate(matrix: QuantizedMatrix[ProductGrid]) -> float:
-    """Return bits per weight of the coded matrix: foretold, but that of a large one is coded in earnest.
+    """Return bits per weight of the coded matrix: predicted for small matrices, measured by coding large ones.
 
-    There sizes are foretold from a sample of the rows, which others need not be like.
+    For large matrices the prediction would use a sample of the rows, which need not be typical.
     """
     contents, weights = Contents.of(matrix.codes, matrix.grid), matrix.codes.numel()
-    if weights > MAX_FORETOLD_WEIGHTS:
+    if weights > MAX_PREDICTED_WEIGHTS:
         return 8 * len(encode(contents)) / weights
     return size(contents).bits / weights
 
 
 def scaled(matrix: QuantizedMatrix[ProductGrid], T: Tensor, H: Tensor) -> QuantizedMatrix[ProductGrid]:
-    """Scale the whole matrix, which costs nothing.
+    """Rescale the whole matrix by one factor, which needs no space in the file.
 
-    The scale of least loss, `<T,V> / <V,V>`, shrinks the outputs of every layer in the same sense; the one whose outputs are not
-    shrunken, `<T,T> / <T,V>`, makes more noise. Their geometric mean, which keeps the energy of `T`, gave predictions that
-    diverge least.
+    The factor of least loss, `<T,V> / <V,V>`, shrinks the outputs of every layer in the same sense. The factor without
+    shrinkage, `<T,T> / <T,V>`, adds more noise. Their geometric mean keeps the energy of `T`, and gave the least divergence.
     """
     grid = matrix.grid
     weight = grid.row_weight().to(H.dtype)
-    both = own = energy = 0.0  # <T, V>, <V, V> and <T, T> under H, rows weighted
+    cross = square = energy = 0.0  # <T, V>, <V, V> and <T, T> under H, rows weighted
     for rows in torch.split(torch.arange(len(T), device=T.device), MEASURED_ROWS):
         t, v = T[rows].to(H.dtype), replace(grid, rows=grid.rows[rows]).decode(matrix.codes[rows]).to(H.dtype)
         vH = v @ H
-        both, own = (a + float(((vH * x).sum(1) * weight[rows]).sum()) for a, x in ((both, t), (own, v)))
+        cross, square = (a + float(((vH * x).sum(1) * weight[rows]).sum()) for a, x in ((cross, t), (square, v)))
         energy += float((quadratic(t, H) * weight[rows]).sum())
-    if both <= 0 or own <= 0:
+    if cross <= 0 or square <= 0:
         return matrix
-    return replace(matrix, grid=replace(grid, base=stored_base(grid.base * math.sqrt(energy / own))))
+    return replace(matrix, grid=replace(grid, base=stored_base(grid.base * math.sqrt(energy / square))))
 
 
 def quantize_matrix_to_rate(
@@ -144,23 +143,23 @@ def quantize_matrix_to_rate(
     max_loss: float | None = None,
     name: str = "matrix",
 ) -> tuple[QuantizedMatrix, LayerRecord]:
-    """Quantize one matrix to `rate` bits per weight, every byte of its tensor counted.
+    """Quantize one matrix to `rate` bits per weight, with every byte of its tensor counted.
 
     Args:
-        W, statistics: as for `quantize_matrix`.
-        scheme: order, solver, damping, correction.
-        rate: bits per weight of this matrix; None: that of the scheme.
-        sensitivity: (out,) how much the network minds errors of every output, see `calibration/sensitivity.py`; None: equally.
-        max_loss: relative loss that is not to be exceeded: the rate is raised until it is not, to at most 7 bits; None: any.
-        name: for the record and for errors.
+        W, statistics: Weights and statistics of inputs, see `quantize_matrix`.
+        scheme: Order, solver, damping and correction.
+        rate: Bits per weight of this matrix; None: the rate of the scheme.
+        sensitivity: (out,) sensitivity of the network to errors of each output, see `calibration/sensitivity.py`; None: equal.
+        max_loss: Upper limit of the relative loss, to meet which the rate is raised to at most 7 bits; None: no limit.
+        name: Name of the matrix in the record and in error messages.
 
     Raises:
-        NumericalError: as `quantize_matrix`.
+        NumericalError: The matrix or its statistics cannot be solved, see `quantize_matrix`.
     """
     began = time.perf_counter()
     rate = scheme.rate if rate is None else rate
     if rate is None:
-        raise RecipeError(f"{name}: a size is that of a whole checkpoint; give the matrix a rate in bits per weight.")
+        raise RecipeError(f"{name}: a size is for a whole checkpoint. Pass a rate in bits per weight.")
     W, inputs = lattice_problem(W, statistics, name)
     try:
         T, rho = corrected(W, inputs, scheme)
@@ -172,14 +171,14 @@ def quantize_matrix_to_rate(
             record = measure(name, W, (T, rho), known, inputs, scheme)
             if max_loss is None or record.relative_loss <= max_loss or rate >= HIGHEST_RATE:
                 break
-            rate = min(HIGHEST_RATE, rate + max(0.02, 0.5 * math.log2(record.relative_loss / max_loss)))  # 6 dB a bit
+            rate = min(HIGHEST_RATE, rate + max(0.02, 0.5 * math.log2(record.relative_loss / max_loss)))  # 6 dB per bit
     except NumericalError as error:
         raise NumericalError(f"{name} ({inputs.moments.tokens} tokens): {error}") from error
     return matrix, replace(record, asked=rate, seconds=round(time.perf_counter() - began, 6))
 
 
 def waterfilled_steps(W: Tensor, factor: Factor, sensitivity: Tensor | None) -> ProductGrid:
-    """Return steps that give every plane the same error, and rows that the network minds more finer ones; of base 1."""
+    """Return steps of base 1 that give every plane the same error, and finer steps to more sensitive rows."""
     out, columns = W.shape
     lengths = torch.empty_like(factor.d)
     lengths[factor.order] = factor.d.sqrt()  # (in,), in the order of the columns
@@ -199,42 +198,44 @@ def waterfilled_steps(W: Tensor, factor: Factor, sensitivity: Tensor | None) -> 
 def search(
     T: Tensor, inputs: Inputs, scheme: RateScheme, rate: float, steps: ProductGrid, sized: Sized = coded_rate
 ) -> Trial:
-    """Find the step c, times which `steps` give codes whose size is `rate` bits a weight, as `sized` says.
+    """Find the step c for which steps of c times `steps` give `rate` bits per weight as measured by `sized`.
 
-    First by sweeps, of some rows where there are many, whose sizes are estimated; one is foretold to learn what the estimate
-    leaves out. From there by the scheme's solver, whose codes take almost as many bits as a sweep's, and with sizes foretold.
+    The search first sweeps, on some rows of a large matrix, and estimates sizes; one size from `sized` gives the overhead that the
+    estimates leave out. From there it uses the scheme's solver, whose codes take nearly as many bits, and sizes from `sized`.
     """
-    nothing: Solver = "nearest-plane" if scheme.calibrated else "round-to-nearest"
-    sweeps = replace(scheme, solver=nothing, beam=None)
+    sweep_solver: Solver = "nearest-plane" if scheme.calibrated else "round-to-nearest"
+    sweeps = replace(scheme, solver=sweep_solver, beam=None)
     factor = inputs.factor_of_the_sweep(scheme)
     cheap = Search(T=T, H=inputs.moments.H, factor=factor, grid=steps, scheme=sweeps, sized=sized)
-    some: Tensor | slice = slice(None)
+    rows: Tensor | slice = slice(None)
     if len(T) > 2 * SEARCHED_ROWS:
         drawn = torch.randperm(len(T), generator=torch.Generator().manual_seed(0))[:SEARCHED_ROWS]
-        some = drawn.sort().values.to(T.device)
-    found, slope = secant(lambda y: cheap.estimated(y, some, 0.0), cheap.first_step(rate), rate, within=NEAR)
-    whole = found.matrix if isinstance(some, slice) else cheap.swept(found.log_step)
-    beside = sized(whole) - found.rate
-    x = found.log_step + (found.rate + beside - rate) / slope
-    found, slope = secant(lambda y: cheap.estimated(y, some, beside), x, rate, slope)
-    final = cheap if scheme.solver == nothing else replace(cheap, scheme=scheme)
-    return secant(final.attempt, found.log_step, rate, slope)[0]
+        rows = drawn.sort().values.to(T.device)
+    trial, slope = secant(
+        lambda y: cheap.estimated(y, rows, 0.0), cheap.first_step(rate), rate, within=ESTIMATE_TOLERANCE
+    )
+    full_matrix = trial.matrix if isinstance(rows, slice) else cheap.swept(trial.log_step)
+    overhead = sized(full_matrix) - trial.rate
+    x = trial.log_step + (trial.rate + overhead - rate) / slope
+    trial, slope = secant(lambda y: cheap.estimated(y, rows, overhead), x, rate, slope)
+    final = cheap if scheme.solver == sweep_solver else replace(cheap, scheme=scheme)
+    return secant(final.attempt, trial.log_step, rate, slope)[0]
 
 
 def secant(
     attempt: Callable[[float], Trial], x: float, rate: float, slope: float = 1.0, *, within: float = TOLERANCE
 ) -> tuple[Trial, float]:
-    """Return the trial whose rate is closest to the one asked for, and how fast the rate falls as the step grows.
+    """Return the trial whose rate is closest to `rate`, and the bits by which the rate falls when the step doubles.
 
     Args:
-        attempt: makes a trial of a step, log2.
-        x: the first one.
-        rate: bits per weight.
-        slope: by how many bits the rate is taken to fall where the step doubles, before two trials tell.
-        within: of the rate asked for, or of one bit if that is less: what is near enough.
+        attempt: Function that makes a trial of log2 of a step.
+        x: First value of log2 of the step.
+        rate: Target in bits per weight.
+        slope: Initial estimate of the bits by which the rate falls when the step doubles.
+        within: Relative error of the rate, or absolute below one bit, at which the search stops.
     """
     best: Trial | None = None
-    low, high = -math.inf, math.inf  # steps known to cost too much, too little
+    low, high = -math.inf, math.inf  # steps with a rate too high, too low
     last: tuple[float, float] | None = None
     for _ in range(MAX_ATTEMPTS):
         trial = attempt(x)

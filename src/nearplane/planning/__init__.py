@@ -1,1 +1,1 @@
-"""Before the first layer: whether a run can be done, bits of each layer, memory."""
+"""Decisions before the first layer: checks of the request, bits of each layer, memory and time."""

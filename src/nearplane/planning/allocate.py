@@ -1,4 +1,4 @@
-"""The best use of a budget of bits: spent along measured curves of what each layer costs the network, see `probe.py`."""
+"""Allocation of a bit budget to layers, along curves of each layer's effect on the network that `probe.py` measures."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import numpy as np
 
 from nearplane.errors import RecipeError
 
-LOW, HIGH = 0.5, 7.5  # rates that a layer may get
-RESOLUTION = 32  # rates per bit between which `allocate` chooses
+MIN_RATE, MAX_RATE = 0.5, 7.5  # bits per weight of a layer
+RATES_PER_BIT = 32  # resolution of the rates that `allocate` chooses from
 W = TypeVar("W", int, float)
-UNITS = 1 << 26  # most steps of the exact search for widths
+MAX_BUDGET_UNITS = 1 << 26  # resolution of the exact search for widths, limited for its memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """What it costs the network to quantize one layer, or several that must have the same width, and nothing else.
+    """Loss of the network as a function of the rate of one layer, or of several with the same width, all others unquantized.
 
     Args:
-        layers: full names.
-        weights: of them together.
-        rates: bits per weight, ascending.
+        layers: Full names of the layers.
+        weights: Number of weights of these layers.
+        rates: Bits per weight, ascending.
         losses: KL(original || perturbed) in nats per scored token at these rates, measured or derived, see `probe.py`.
     """
 
@@ -35,10 +35,10 @@ class Curve:
     losses: tuple[float, ...]
 
     def __call__(self, rate: float) -> float:
-        """Return the loss at any rate: log2 of it is linear between the points.
+        """Return the loss at any rate, with log2 of the loss linear between the points.
 
-        Beyond the highest it falls by the high-rate law, 2 bits for every bit. Below the lowest it rises as between the
-        lowest two, but no slower than by that law: there the law fails, to the worse.
+        Above the highest rate it falls by 2 octaves per bit (high-rate law). Below the lowest it rises as between the lowest two,
+        but at least by that law, which underestimates losses there.
         """
         logs = [math.log2(max(loss, 1e-12)) for loss in self.losses]
         if rate >= self.rates[-1]:
@@ -50,7 +50,7 @@ class Curve:
 
 
 def sum_of(curves: Sequence[Curve]) -> Curve:
-    """Return the curve of layers that get the same rate, from curves over the same rates: their losses add up."""
+    """Return the curve of layers that get the same rate, as the sum of the losses of curves over the same rates."""
     return Curve(
         layers=tuple(name for curve in curves for name in curve.layers),
         weights=sum(curve.weights for curve in curves),
@@ -60,38 +60,37 @@ def sum_of(curves: Sequence[Curve]) -> Curve:
 
 
 def allocate(curves: Sequence[Curve], budget: float) -> dict[str, float]:
-    """Give every layer the rate at which one more bit would help the network as much as anywhere else.
+    """Choose the rates that minimize the sum of the curves, so that one more bit would help equally in every layer.
 
-    The sum of the curves is least, over the lower convex hulls of the curves, with rates that average `budget` over the
-    weights exactly.
+    Minimizes over the lower convex hulls of the curves, with rates that average `budget` over the weights exactly.
 
     Args:
-        curves: of all layers.
-        budget: bits per weight.
+        curves: Curves of all layers.
+        budget: Average bits per weight.
 
     Returns:
         {layer: rate}.
 
     Raises:
-        RecipeError: the budget is not from `LOW` to `HIGH`.
+        RecipeError: The budget is not from `MIN_RATE` to `MAX_RATE`.
     """
-    if not LOW <= budget <= HIGH:
-        raise RecipeError(f"{budget:g} bits per weight asked for; layers can be given {LOW:g} to {HIGH:g}.")
-    grid = np.linspace(LOW, HIGH, round((HIGH - LOW) * RESOLUTION) + 1)
-    given = [LOW] * len(curves)
-    left = (budget - LOW) * sum(curve.weights for curve in curves)
+    if not MIN_RATE <= budget <= MAX_RATE:
+        raise RecipeError(f"Found a budget of {budget:g} bits per weight; expected {MIN_RATE:g} to {MAX_RATE:g}.")
+    grid = np.linspace(MIN_RATE, MAX_RATE, round((MAX_RATE - MIN_RATE) * RATES_PER_BIT) + 1)
+    rates = [MIN_RATE] * len(curves)
+    left = (budget - MIN_RATE) * sum(curve.weights for curve in curves)
     for _, index, a, b in sorted(_segments(curves, grid), key=lambda segment: -segment[0]):
         weights = curves[index].weights
-        taken = min((b - a) * weights, left)
-        left -= taken
-        given[index] = a + taken / weights
+        added = min((b - a) * weights, left)
+        left -= added
+        rates[index] = a + added / weights
         if left <= 0:
             break
-    return {layer: rate for curve, rate in zip(curves, given, strict=True) for layer in curve.layers}
+    return {layer: rate for curve, rate in zip(curves, rates, strict=True) for layer in curve.layers}
 
 
 def _segments(curves: Sequence[Curve], grid: np.ndarray) -> Iterator[tuple[float, int, float, float]]:
-    """Yield (gain per bit, curve, from rate, to rate) of the lower convex hulls of curves: of each, gains descend."""
+    """Yield (gain per bit, curve, from rate, to rate) of the curves' lower convex hulls, gains of each curve descending."""
     for index, curve in enumerate(curves):
         hull: list[tuple[float, float]] = []
         for x, y in ((float(rate), curve(float(rate))) for rate in grid):
@@ -108,52 +107,54 @@ def _above(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float
 
 
 def allocate_widths(curves: Sequence[Curve], budget: float, widths: Sequence[int]) -> dict[str, int]:
-    """Give every layer one of the widths so that the sum of the curves is least and the average at most the budget.
+    """Choose the widths that minimize the sum of the curves, with an average of at most the budget.
 
-    The exact optimum, by dynamic programming over the bits spent.
+    Exact, by dynamic programming over the bits spent.
 
     Args:
-        curves: of all layers; layers of one curve get the same width.
-        budget: bits of a code, averaged over the weights.
-        widths: to choose from.
+        curves: Curves of all layers; layers of one curve get the same width.
+        budget: Bits per code, averaged over the weights.
+        widths: Widths to choose from, in bits per code.
 
     Returns:
         {layer: width}.
 
     Raises:
-        RecipeError: the budget is less than the least width.
+        RecipeError: The budget is smaller than the smallest width.
     """
-    given = allocate_choices(curves, budget, [widths] * len(curves))
-    return {layer: int(width) for curve, width in zip(curves, given, strict=True) for layer in curve.layers}
+    chosen = allocate_choices(curves, budget, [widths] * len(curves))
+    return {layer: int(width) for curve, width in zip(curves, chosen, strict=True) for layer in curve.layers}
 
 
 def allocate_choices(curves: Sequence[Curve], budget: float, choices: Sequence[Sequence[float]]) -> list[float]:
-    """Give every curve one of its rates so that the sum of the curves is least and the average at most the budget.
+    """Choose a rate for every curve so that the sum of the curves is least, with an average of at most the budget.
 
-    The exact optimum, by dynamic programming over the bits spent; a curve's weights take a whole number of bits at each rate.
+    Exact, by dynamic programming over the bits spent; the weights of a curve take a whole number of bits at each rate.
 
     Args:
-        curves: of all layers.
-        budget: bits per weight, averaged over the weights.
-        choices: the rates of each curve to choose from.
+        curves: Curves of all layers.
+        budget: Bits per weight, averaged over the weights.
+        choices: Rates to choose from, for each curve.
 
     Raises:
-        RecipeError: the budget is less than the least rates together.
+        RecipeError: The budget is smaller than the smallest rates together.
     """
     total = sum(curve.weights for curve in curves)
     bits = math.floor(budget * total + 1e-6)
-    least = [min(own) for own in choices]
+    least = [min(rates) for rates in choices]
     left = bits - sum(round(low * curve.weights) for low, curve in zip(least, curves, strict=True))
     if left < 0:
         mean = (bits - left) / total
-        raise RecipeError(f"{budget:g} bits asked for; the least that this format has is {mean:g}.")
+        raise RecipeError(
+            f"Found a budget of {budget:g} bits per weight; expected at least {mean:g}, the least of this format."
+        )
     costs = [
-        [round((rate - low) * curve.weights) for rate in own]
-        for own, low, curve in zip(choices, least, curves, strict=True)
+        [round((rate - low) * curve.weights) for rate in rates]
+        for rates, low, curve in zip(choices, least, curves, strict=True)
     ]
-    unit = max(math.gcd(*(cost for own in costs for cost in own)), 1, -(-bits * len(curves) // UNITS))
-    room = left // unit  # to spend on top of the least rates
-    best = np.zeros(room + 1)  # [units spent]: least loss so far
+    unit = max(math.gcd(*(cost for row in costs for cost in row)), 1, -(-bits * len(curves) // MAX_BUDGET_UNITS))
+    room = left // unit  # units to spend above the least rates
+    best = np.zeros(room + 1)  # [units spent]: least loss of the curves so far
     picks = np.empty((len(curves), room + 1), dtype=np.int8)
     for index, curve in enumerate(curves):
         options = np.full((len(choices[index]), room + 1), np.inf)
@@ -162,18 +163,18 @@ def allocate_choices(curves: Sequence[Curve], budget: float, choices: Sequence[S
                 options[option, units:] = best[: room + 1 - units] + curve(rate)
         picks[index] = options.argmin(0)
         best = options.min(0)
-    given = [0.0] * len(curves)
+    chosen = [0.0] * len(curves)
     for index in range(len(curves) - 1, -1, -1):
         pick = picks[index, room]
-        given[index] = choices[index][pick]
+        chosen[index] = choices[index][pick]
         room -= -(-costs[index][pick] // unit)
-    return given
+    return chosen
 
 
 def probed_widths(budget: float, widths: Sequence[W]) -> tuple[W, ...]:
-    """Return the widths, or rates, at which to measure for a budget: the nearest three, the budget between the first and the last.
+    """Return the three widths, or rates, nearest to the budget, which lies between the first and the last.
 
-    Wider ones follow by the high-rate law; a narrower one than any that was measured must not be given to any layer.
+    Losses of larger widths follow from the high-rate law. No layer may get a width below the smallest one that was measured.
     """
     below = [width for width in sorted(widths) if width <= budget]
     above = [width for width in sorted(widths) if width > budget]
@@ -181,9 +182,9 @@ def probed_widths(budget: float, widths: Sequence[W]) -> tuple[W, ...]:
 
 
 def probed_rates(budget: float) -> tuple[float, float, float]:
-    """Return the rates of a curve for a budget: well below it, a bit below, and a little above.
+    """Return the rates of a curve for a budget: far below it, slightly below it and slightly above it.
 
-    From 2 bits on the logarithm of the loss falls by 2 with every bit; below it is steeper and bent.
+    From 2 bits on log2 of the loss falls by 2 with every bit; below 2 bits it falls faster and is curved.
     """
     low = max(0.25, budget - 1.75)
     return low, low + 0.75, low + 2

@@ -1,10 +1,9 @@
-"""Bits for all layers together: what a rate or a size asks for leaves them, foretold before the run.
+"""Bits available to all layers together under a rate or a size, predicted before the run.
 
-Of a folder, exact are the tensors that are not quantized and the files beside the weights. What headers, index and record say of
-layers is estimated from their shapes; `ledger.py` corrects that by what they do say, as the run goes on.
+Sizes of unquantized tensors and of files beside the weights are exact. The lengths of the layers' entries in headers, index and
+record are estimated from shapes; `ledger.py` corrects the estimate by the actual lengths during the run.
 
-A GGUF, in which some layers get types by measuring, is known before the run, to the byte but for the record inside, for which room
-is kept: it counts with the most that it can take.
+A GGUF whose layers get types by measuring is predicted exactly, except for the record inside it, for which the maximum is reserved.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from nearplane.formats.table import FORMATS
 from nearplane.lattice.number_formats import TYPES
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
-from nearplane.planning.allocate import LOW
+from nearplane.planning.allocate import MIN_RATE
 from nearplane.recipe.recipe import Recipe
-from nearplane.recipe.schemes import CHOSEN, BlockScheme, RateScheme
+from nearplane.recipe.schemes import MEASURED_TYPES, BlockScheme, RateScheme
 from nearplane.recipe.sizes import bytes_in
 from nearplane.record.record import (
     LayerRecord,
@@ -40,82 +39,85 @@ from nearplane.record.record import (
 from nearplane.system.matmul_choice import Library
 from nearplane.system.safetensors_files import INDEX, index_text, shard_size
 
-MARGIN = 0.001  # of a size asked for, by which the aim is below it
-SLACK = 64  # bytes kept free for what the record says last: seconds, bytes
-FIGURE = 13  # characters that a figure takes in the record, on average: many are null, others have 17 digits
-ANY = 0.12345678901234567  # what a trial may have measured of a library
-DIGITS = 24  # of a figure: -1.2345678901234567e-308
-WHOLE = 13  # digits of a number of bytes or tokens
-FEWER = {"row_losses": 15, "lengths": 12}  # of figures that are written to 9 and 6 digits
+SIZE_MARGIN = 0.001  # relative distance between the bytes that a run aims at and the size that was asked for
+RESERVED_BYTES = 64  # for record entries that are written last: seconds, bytes
+FIGURE_LENGTH = 13  # average characters of a figure in the record: many are null, others have 17 digits
+EXAMPLE_ERROR = 0.12345678901234567  # placeholder for a measured error of a matrix library, in full length
+FLOAT_LENGTH = 24  # maximum characters of a float: -1.2345678901234567e-308
+INTEGER_LENGTH = 13  # maximum digits of a number of bytes or tokens
+SHORT_FLOAT_LENGTHS = {"row_losses": 15, "lengths": 12}  # characters of floats that are written with 9 and 6 digits
 
 
 def aim_of(limit: int) -> int:
-    """Return the bytes that a run aims at, for its folder to end just below a limit."""
-    return math.floor(limit * (1 - MARGIN)) - SLACK
+    """Return the bytes that a run aims at, so that its folder ends just below a limit."""
+    return math.floor(limit * (1 - SIZE_MARGIN)) - RESERVED_BYTES
 
 
 def budget_of(model: Model, recipe: Recipe, scheme: RateScheme) -> float:
-    """Return the bits per quantized weight that the recipe leaves.
+    """Return the bits per quantized weight that the recipe's rate or size leaves.
 
     Raises:
-        RecipeError: the size leaves more or fewer than can be had, or the rate is less than the side information of small layers.
+        RecipeError: The size is too small or too large, or the rate is smaller than the side information of small layers.
     """
     layers = model.layers
     weights = sum(math.prod(layer.shape) for layer in layers)
     rate, size = scheme.rate, scheme.bytes()
     if size is not None:
-        rest = foretell(model, recipe, scheme).total()
-        rate = 8 * (aim_of(size) - rest) / weights
-        smallest, largest = (math.ceil((rest + bits * weights / 8 + SLACK + 1) / (1 - MARGIN)) for bits in (LOW, 7))
-        if not LOW <= rate <= 7:
+        overhead = foretell(model, recipe, scheme).total()
+        rate = 8 * (aim_of(size) - overhead) / weights
+        smallest, largest = (
+            math.ceil((overhead + bits * weights / 8 + RESERVED_BYTES + 1) / (1 - SIZE_MARGIN))
+            for bits in (MIN_RATE, 7)
+        )
+        if not MIN_RATE <= rate <= 7:
             raise RecipeError(
-                f"--size {scheme.size} is {size:,} bytes, of which about {rest:,} are not quantized: {rate:.2f} bits are "
-                f"left for each of {weights:,} weights. Ask for {smallest:,} to {largest:,} bytes (0.5 to 7 bits per weight)."
+                f"--size {scheme.size} is {size:,} bytes, of which about {overhead:,} are not quantized. This leaves {rate:.2f} "
+                f"bits for each of {weights:,} weights. Use {smallest:,} to {largest:,} bytes (0.5 to 7 bits per weight)."
             )
-    assert rate is not None, "a plan for rates needs a rate or a size"
-    least = 8 * sum(16 + 3 * layer.shape[1] / 8 for layer in layers) / weights  # a header, and exponents of steps
+    assert rate is not None, "a plan of rates needs a rate or a size"
+    least = 8 * sum(16 + 3 * layer.shape[1] / 8 for layer in layers) / weights  # header, and exponents of steps
     if rate < least:
         raise RecipeError(
-            f"{rate:.3f} bits per weight asked for; what is stored beside the codes of such small layers takes {least:.3f}. "
-            f"Ask for more than that, or leave small layers out with --ignore."
+            f"The rate is {rate:.3f} bits per weight, but headers and steps of such small layers take {least:.3f}. Use a larger "
+            f"--rate, or exclude small layers with --ignore."
         )
     return rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Foretold:
-    """Bytes of a folder that are not the codes of its layers.
+class Overhead:
+    """Bytes of a folder beside the codes of its layers.
 
     Args:
-        kept: of the tensors that are not quantized, by name.
-        beside: of config.json and the files that are copied.
-        once: that headers, index and record take before they say anything of a tensor or a layer.
-        said: about how many they take to say what they do of a tensor or a layer, by name; layers have those of the network.
+        dense: Bytes of the tensors that are not quantized, by name.
+        files: Bytes of config.json and of the files that are copied.
+        fixed: Bytes of headers, index and record without entries of tensors and layers.
+        entries: Estimated bytes of the entries of each tensor in headers, index and record, by name; of layers the module's name.
     """
 
-    kept: dict[str, int]
-    beside: int
-    once: int
-    said: dict[str, float]
+    dense: dict[str, int]
+    files: int
+    fixed: int
+    entries: dict[str, float]
 
     def total(self) -> int:
-        """Return all of it."""
-        return math.ceil(sum(self.kept.values()) + self.beside + self.once + sum(self.said.values()))
+        """Return the sum of all bytes."""
+        return math.ceil(sum(self.dense.values()) + self.files + self.fixed + sum(self.entries.values()))
 
 
-def foretell(model: Model, recipe: Recipe, scheme: RateScheme) -> Foretold:
-    """Foretell what a checkpoint will hold beside the codes of its layers."""
+def foretell(model: Model, recipe: Recipe, scheme: RateScheme) -> Overhead:
+    """Predict the bytes of a checkpoint beside the codes of its layers."""
     layers, reader = model.layers, model.reader
-    again = {
-        name for layer in layers for name in layer.copies(model.weights)
-    }  # tied ones too, which are not written twice
-    kept = {name: reader.nbytes(name) for name in reader.names() if name not in again}
+    replaced = {name for layer in layers for name in layer.copies(model.weights)}  # with tied copies, not written twice
+    dense = {name: reader.nbytes(name) for name in reader.names() if name not in replaced}
     shards = len(model.blocks) + 1
-    said = {name: _of_tensor(name, reader.dtype(name), reader.shape(name), size, shards) for name, size in kept.items()}
+    entries = {
+        name: _of_tensor(name, reader.dtype(name), reader.shape(name), size, shards) for name, size in dense.items()
+    }
     for layer in layers:
         size = math.prod(layer.shape) // 3
         name = f"{layer.written(model.weights)}.{Native.KEY}"
-        said[layer.name] = _of_tensor(name, "U8", (size,), size, shards) + _of_layer(layer)
+        entries[layer.name] = _of_tensor(name, "U8", (size,), size, shards) + _of_layer(layer)
     names = [layer.name for layer in layers]
     network = Quantized(scheme=scheme, quantized=names, version=version("nearplane"))
     config = config_text(model.folder, FORMATS[METHOD].config.describe(network))
@@ -132,18 +134,18 @@ def foretell(model: Model, recipe: Recipe, scheme: RateScheme) -> Foretold:
         text=64 * "0",
         skipped=tuple(model.skipped),
     )
-    return Foretold(
-        kept=kept,
-        beside=len(config.encode()) + copied,
-        said=said,
-        once=shards * shard_size({})
+    return Overhead(
+        dense=dense,
+        files=len(config.encode()) + copied,
+        entries=entries,
+        fixed=shards * shard_size({})
         + len(index_text({}, {}, 10**7))
-        + len(finished(bare, model, 10**7).to_json().encode()),
+        + len(completed_record(bare, model, 10**7).to_json().encode()),
     )
 
 
-def finished(record: RunRecord, model: Model, size: int) -> RunRecord:
-    """Return the record of a run under way with all that is only known at its end, of the length that it will have."""
+def completed_record(record: RunRecord, model: Model, size: int) -> RunRecord:
+    """Return the record of a running run with placeholders for the entries of its end, in their final length."""
     shards = len(model.blocks) + 1
     files = [f"model-{n:05d}-of-{shards:05d}.safetensors" for n in range(shards)]
     files += [CONFIG, INDEX, *names_copied(model.folder, trust_remote_code=model.trust_remote_code)]
@@ -152,7 +154,7 @@ def finished(record: RunRecord, model: Model, size: int) -> RunRecord:
         seconds=1234.567890123456,
         products=None
         if record.products is None
-        else replace(record.products, errors=dict.fromkeys(get_args(Library), ANY)),
+        else replace(record.products, errors=dict.fromkeys(get_args(Library), EXAMPLE_ERROR)),
         bytes=size,
         folder=size,
         files=dict.fromkeys(files, 64 * "0"),
@@ -161,26 +163,26 @@ def finished(record: RunRecord, model: Model, size: int) -> RunRecord:
 
 
 def _of_tensor(name: str, dtype: str, shape: Sequence[int], size: int, shards: int) -> float:
-    """Return the characters that a header and the index take to name a tensor, its file and its checksum."""
+    """Return the number of characters of a tensor's name, file and checksum in header and index."""
     header = {name: {"dtype": dtype, "shape": list(shape), "data_offsets": [size, size]}}
     index = index_text({name: f"model-00001-of-{shards:05d}.safetensors"}, {name: 8 * "0"}, 0)
     return len(json.dumps(header, separators=(",", ":"))) + len(index) - len(index_text({}, {}, 0))
 
 
 def _of_layer(layer: Layer) -> float:
-    """Return about how many characters the record takes for a layer: every field a line, every group of rows a figure."""
-    lines = sum(len(f'   "{field.name}": ,\n') + FIGURE for field in fields(LayerRecord))
-    return lines + FIGURE * row_groups(*layer.shape) + 2 * len(layer.name)
+    """Return the estimated characters of a layer in the record: a line per field, a figure per group of rows."""
+    lines = sum(len(f'   "{field.name}": ,\n') + FIGURE_LENGTH for field in fields(LayerRecord))
+    return lines + FIGURE_LENGTH * row_groups(*layer.shape) + 2 * len(layer.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Free:
-    """The layers whose types are chosen by measuring.
+class Choice:
+    """Layers whose types are chosen by measuring.
 
     Args:
-        layers: their names, of those in blocks of the network.
-        budget: bits per weight that they get together, steps and all.
-        ends: types of embeddings that follow from the budget, by name.
+        layers: Names of these layers, which are in blocks of the network.
+        budget: Bits per weight that they get on average, including steps.
+        ends: Types of embeddings that follow from the budget, by name.
     """
 
     layers: frozenset[str]
@@ -188,50 +190,53 @@ class Free:
     ends: dict[str, str] = field(default_factory=dict)
 
 
-def free_layers(model: Model, asked: Recipe, recipe: Recipe, container: Container, record: RunRecord) -> Free | None:
-    """Return what is free where a recipe leaves types to measuring; None where it does not.
+def measured_choice(
+    model: Model, asked: Recipe, recipe: Recipe, container: Container, record: RunRecord
+) -> Choice | None:
+    """Return the layers whose types are chosen by measuring, and their budget; None if the recipe names all types.
 
     Args:
-        model: to be quantized.
-        asked: the recipe as it was given: it names types of some layers, or none.
-        recipe: with a type for every layer.
-        container: of `recipe`, not begun.
-        record: as it is when the run begins.
+        model: The model to quantize.
+        asked: The recipe as it was given, with types of some layers or none.
+        recipe: The resolved recipe, with a type for every layer.
+        container: Container of `recipe`, not begun.
+        record: The run record at the start.
 
     Raises:
-        RecipeError: layers cannot be as small, or as large, as a size asks for.
+        RecipeError: The layers cannot be as small, or as large, as the size requires.
     """
     scheme = asked.scheme
     if not isinstance(scheme, BlockScheme) or not scheme.measured:
         return None
     free = [layer for block in model.blocks for layer in block.layers if _is_free(asked, layer)]
-    called = frozenset(layer.name for layer in free)
+    free_names = frozenset(layer.name for layer in free)
     if scheme.size is None:
-        return Free(layers=called, budget=float(str(scheme.grid)))
+        return Choice(layers=free_names, budget=float(str(scheme.grid)))
     ends = []
     if model.embeddings is not None and not model.tied and scheme.embeddings == "auto":
         ends = [layer for layer in model.embeddings.layers if _is_free(asked, layer)]
     limit, weights = bytes_in(scheme.size), sum(math.prod(layer.shape) for layer in free)
     names = [CONFIG, FILE, *names_copied(model.folder, trust_remote_code=model.trust_remote_code)]
     record = replace(record, files=dict.fromkeys(names, 64 * "0"))
-    rest = container.size_with() + longest_record(model, record) + ALIGNMENT * len(free)
-    rest -= sum(_bytes(layer, recipe.scheme_of(layer.name).number_format.name) for layer in (*free, *ends))
-    for kind in reversed(CHOSEN):  # of embeddings that are no head: that of most layers, as llama.cpp has it
+    constant = container.size_with() + longest_record(model, record) + ALIGNMENT * len(free)
+    constant -= sum(_bytes(layer, recipe.scheme_of(layer.name).number_format.name) for layer in (*free, *ends))
+    for kind in reversed(MEASURED_TYPES):  # untied embeddings get the type of most layers, as in llama.cpp
         types = {layer.name: fitting(kind, layer.shape[1]).name for layer in ends}
-        others = rest + sum(_bytes(layer, types[layer.name]) for layer in ends)
+        others = constant + sum(_bytes(layer, types[layer.name]) for layer in ends)
         budget = 8 * (limit - others) / max(1, weights)
         if budget >= TYPES[kind].rate:
             break
     low, high = (
         others + sum(_bytes(layer, fitting(name, layer.shape[1]).name) for layer in free)
-        for name in (CHOSEN[0], CHOSEN[-1])
+        for name in (MEASURED_TYPES[0], MEASURED_TYPES[-1])
     )
     if not weights or not low <= limit <= high:
         raise RecipeError(
-            f"--size {scheme.size} is {limit:,} bytes, of which about {others:,} are not layers whose type is free: {budget:.2f} "
-            f"bits are left for each of their {weights:,} weights. Ask for {low:,} to {high:,} bytes ({CHOSEN[0]} to {CHOSEN[-1]})."
+            f"--size {scheme.size} is {limit:,} bytes, of which about {others:,} are not in layers of variable type. This leaves "
+            f"{budget:.2f} bits for each of their {weights:,} weights. Use {low:,} to {high:,} bytes ({MEASURED_TYPES[0]} "
+            f"to {MEASURED_TYPES[-1]})."
         )
-    return Free(layers=called, budget=budget, ends=types)
+    return Choice(layers=free_names, budget=budget, ends=types)
 
 
 def _is_free(asked: Recipe, layer: Layer) -> bool:
@@ -240,30 +245,30 @@ def _is_free(asked: Recipe, layer: Layer) -> bool:
 
 
 def _bytes(layer: Layer, name: str) -> int:
-    """Return the bytes of a layer in a type."""
+    """Return the bytes of a layer stored in a type."""
     return layer.shape[0] * (layer.shape[1] // TYPES[name].columns) * TYPES[name].bytes
 
 
 def most_bytes(record: RunRecord) -> int:
-    """Return the bytes that the JSON of a record takes at most, whatever its figures become."""
+    """Return the maximum number of bytes of a record's JSON, whatever its figures become."""
 
     def widest(part: Any, name: str = "") -> Any:
         if isinstance(part, dict):
             return {key: widest(inner, key) for key, inner in part.items()}
         if isinstance(part, list | tuple):
             return [widest(inner, name) for inner in part]
-        digits = {float: FEWER.get(name, DIGITS), int: WHOLE}.get(type(part))
+        digits = {float: SHORT_FLOAT_LENGTHS.get(name, FLOAT_LENGTH), int: INTEGER_LENGTH}.get(type(part))
         return part if digits is None else 10 ** (digits - 1)
 
     return len(one_line(json.dumps(widest(asdict(replace(record, digest=64 * "0"))), indent=1)).encode())
 
 
 def longest_record(model: Model, record: RunRecord) -> int:
-    """Return the bytes that the record of a run takes at most in the end.
+    """Return the maximum number of bytes of the record at the end of a run.
 
     Args:
-        model: that is quantized.
-        record: as it is when the run begins.
+        model: The model to quantize.
+        record: The run record at the start.
     """
     figures: dict[str, Any] = {
         name: 0.0 for name, kind in get_type_hints(LayerRecord).items() if kind in (float, float | None)

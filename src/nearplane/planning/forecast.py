@@ -1,7 +1,7 @@
-"""What a run will take, in one sentence before its first layer and one after its first block, and how it keeps to --memory.
+"""Forecast of a run's memory and time before its first layer, measurement after its first block, and the limit of --memory.
 
-Reads the shapes off the model and measures what `memory_bound.py` computes with: the memory that is resident at the start, and the
-time of one matrix product.
+Reads shapes from the model and measures two inputs of `memory_bound.py`: resident memory at the start, and the time of one
+matrix product.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nearplane.models.kinds import Taken, taken_by
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.planning.memory_bound import Blocks, Group, Shapes, bound, choose, multiplications, settings
-from nearplane.planning.plan import foreseen_probe
+from nearplane.planning.plan import expected_work
 from nearplane.planning.request import rehearse
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.schemes import AnyScheme, GridScheme
@@ -36,32 +36,32 @@ from nearplane.system.memory import release, resident
 from nearplane.system.progress import duration, peak_memory
 
 log = logging.getLogger(__name__)
-ROWS, COLUMNS, SIDE = 128, 512, 1024  # of the layer that loads the libraries, of the matrices of the timed product
-RESERVE = 1.05  # of the limit that a refusal asks for: what is resident at the start differs from run to run
-UNKNOWN = (
-    "the memory of this run is not known before it, as its first window does not reach all layers, it takes images or sound, "
+ROWS, COLUMNS, SIDE = 128, 512, 1024  # shape of the layer that loads the libraries, size of the timed matrices
+RESERVE = 1.05  # factor of the recommended limit, because resident memory at the start differs between runs
+NO_BOUND = (
+    "the memory of this run cannot be predicted, because its first window does not reach all layers, it takes images or sound, "
     "or nothing is calibrated."
 )
-REPEATS = 3  # of that product, of which the fastest counts
+REPEATS = 3  # repetitions of the timed product, of which the fastest counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """How a run spares memory, and the most bytes that it takes; None where that is not known."""
+    """Memory settings of a run, and the upper bound of its memory in bytes; None if that is not known."""
 
     setting: MemorySetting
     bytes: int | None = None
 
     def measured(self, seconds: float, left: int) -> None:
-        """Log what the first block took.
+        """Log memory and time of the first block.
 
         Args:
-            seconds: since the walk began.
-            left: blocks to come.
+            seconds: Time since the walk began.
+            left: Number of remaining blocks.
         """
         most = f" of at most {size_text(self.bytes)}" if self.bytes else ""
-        rest = f"; the {left:,} to come take about {duration(left * seconds)}" if left else ""
-        log.info(f"measured: the first block took {size_text(peak_memory())}{most} and {duration(seconds)}{rest}")
+        remaining = f"; the remaining {left:,} take about {duration(left * seconds)}" if left else ""
+        log.info(f"measured: the first block took {size_text(peak_memory())}{most} and {duration(seconds)}{remaining}")
 
 
 def forecast(
@@ -72,34 +72,34 @@ def forecast(
     limit: int | None,
     batch: int | None = None,
 ) -> Forecast:
-    """Rehearse a run; on the CPU say what it will take at the most, and choose how it keeps within a limit.
+    """Rehearse a run; on the CPU, also bound its memory, log the bound, and choose settings that keep within a limit.
 
     Args:
-        model: to be quantized.
-        recipe, windows: of the run.
-        device: where to compute.
-        limit: bytes that the run may take; None: any.
-        batch: windows at a time of a run that goes on, as sums depend on that; None: it may choose.
+        model: The model to quantize.
+        recipe, windows: Recipe and windows of the run.
+        device: Device of the computation.
+        limit: Memory limit in bytes; None: no limit.
+        batch: Windows per batch of a run that is resumed, which affect the order of sums; None: chosen here.
 
     Raises:
-        RecipeError: the most economical settings need more than the limit, or nothing is known of the run's memory.
-        NearplaneError: as `rehearse`.
+        RecipeError: The most economical settings need more than the limit, or the memory cannot be predicted.
+        NearplaneError: The rehearsal fails, see `rehearse`.
     """
     looks = rehearse(model, recipe, windows, device)
     usual = MemorySetting.usual(windows.seqlen, device, batch)
     shapes = shapes_of(model, recipe, windows, looks) if looks and device.on_cpu else None
     if shapes is None:
         if limit is not None:
-            why = UNKNOWN if device.on_cpu else f"it limits the memory of the CPU, and this run computes on {device}."
-            raise RecipeError(f"--memory: {why} Leave it out.")
+            why = NO_BOUND if device.on_cpu else f"it limits the memory of the CPU, but this run computes on {device}."
+            raise RecipeError(f"--memory cannot be used: {why} Leave out --memory.")
         return Forecast(setting=usual)
     load_libraries(recipe.scheme)
     release()
     start = resident() or 0
     most = bound(shapes, usual, start)
     if limit is not None:
-        tried = (bound(shapes, each, start) for each in settings(shapes, usual, batches=batch is None))
-        most, fits = choose(tried, limit)
+        candidates = (bound(shapes, each, start) for each in settings(shapes, usual, batches=batch is None))
+        most, fits = choose(candidates, limit)
         if not fits:
             raise RecipeError(
                 f"--memory {size_text(limit)} is too small: the most economical settings need {size_text(most.bytes)} (while "
@@ -115,12 +115,12 @@ def forecast(
 
 
 def shapes_of(model: Model, recipe: Recipe, windows: Windows, looks: Mapping[str, FirstLook]) -> Shapes | None:
-    """Return what the memory of a run depends on; None where it is not known: the first window did not reach all
-    layers of some block, or the model takes images or sound.
+    """Return the shapes that determine the memory of a run; None if the first window did not reach all layers of some
+    block, or if the model takes images or sound.
 
     Args:
-        model, recipe, windows: see `forecast`.
-        looks: how one window ran through one block of each kind, by its name.
+        model, recipe, windows: Arguments of `forecast`.
+        looks: Results of running one window through one block of each kind, by name.
     """
     scheme, blocks = recipe.scheme, []
     if taken_by(model.network) is not Taken.TEXT or windows.fitted is None:
@@ -137,7 +137,7 @@ def shapes_of(model: Model, recipe: Recipe, windows: Windows, looks: Mapping[str
         blocks.append(Blocks(count=len(kind), weights=weights, groups=groups, pauses=pauses))
     embeddings = model.network.get_input_embeddings().weight
     head = getattr(model.network.get_output_embeddings(), "weight", None)
-    probe, backward = foreseen_probe(model, recipe, windows.fitted)
+    probe, backward = expected_work(model, recipe, windows.fitted)
     return Shapes(
         blocks=tuple(blocks),
         windows=windows.count,
@@ -156,9 +156,9 @@ def shapes_of(model: Model, recipe: Recipe, windows: Windows, looks: Mapping[str
 
 
 def load_libraries(scheme: AnyScheme) -> None:
-    """Solve a small random layer: what compiled kernels and libraries keep is then part of what is resident."""
-    made = torch.Generator().manual_seed(0)
-    W, X = torch.randn(ROWS, COLUMNS, generator=made), torch.randn(2 * COLUMNS, COLUMNS, generator=made)
+    """Solve a small random layer, so that compiled kernels and libraries are part of the resident memory."""
+    generator = torch.Generator().manual_seed(0)
+    W, X = torch.randn(ROWS, COLUMNS, generator=generator), torch.randn(2 * COLUMNS, COLUMNS, generator=generator)
     matrix, _ = quantize_matrix(W, (X.T @ X / len(X)).double(), GridScheme(solver=scheme.solver, beam=scheme.beam))
     if scheme.entropy_coded:
         columns, rows = torch.zeros(COLUMNS, dtype=torch.int32), torch.zeros(ROWS, dtype=torch.int32)
@@ -167,21 +167,21 @@ def load_libraries(scheme: AnyScheme) -> None:
 
 
 def seconds_of_a_multiplication() -> float:
-    """Time a float32 matrix product."""
+    """Measure the time of a multiplication in a float32 matrix product."""
     X = torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(0))
     return min(timeit.repeat(lambda: X @ X, number=1, repeat=REPEATS)) / SIDE**3
 
 
 def _group(look: FirstLook, group: tuple[Layer, ...]) -> Group:
-    """Return layers that share an input; of experts those of the first one."""
+    """Return the group of layers that share an input; of experts, the layers of the first one."""
     experts = by_expert(group) if group[0].routed else {0: group}
     layers = next(iter(experts.values()))
-    alone = len(layers) == 1 and layers[0].shape[0] <= layers[0].shape[1]
+    single = len(layers) == 1 and layers[0].shape[0] <= layers[0].shape[1]
     entered = look.entered[group[0].name][0]
     return Group(
         layers=tuple(layer.shape for layer in layers),
         alive=entered.alive,
-        lost=tuple(layer.shape for layer in layers if layer.adds or alone),
+        lost=tuple(layer.shape for layer in layers if layer.adds or single),
         experts=len(experts),
         routed=entered.routed or (0, 0),
     )

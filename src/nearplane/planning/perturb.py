@@ -1,7 +1,7 @@
-"""How layers are perturbed to see what the network loses: as they would be quantized, without what takes long.
+"""Perturbations of layers that measure the network's loss: quantization without the slow refinements.
 
-And of a deep network, in which blocks they are, and what that tells of the layers of the others. Knows losses and what
-perturbations change in their own block; not how either is measured.
+Also chooses the blocks of a deep network in which perturbations are measured, and interpolates the losses of the other blocks. How
+losses and changes are measured is in `probe.py`.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from nearplane.models.model import Block
 from nearplane.recipe.scheme import Scheme
 from nearplane.recipe.schemes import BlockScheme, GridScheme
 
-COUNTED_COLUMNS = 256  # whose codes are counted at a time
+COUNTED_COLUMNS = 256  # columns whose codes are counted at a time
 
 
 class Perturbed(NamedTuple):
-    """Other weights for a layer.
+    """Perturbed weights of a layer.
 
     Args:
-        rate: bits per weight.
-        values: (out, in).
-        shape: (rate, loss in multiples of that of these weights) of others that are not measured, as the layer's own outputs tell.
+        rate: Bits per weight.
+        values: (out, in) weights.
+        shape: (rate, loss relative to that of `values`) of other rates, computed from the layer's own outputs, not measured.
     """
 
     rate: float
@@ -46,14 +46,14 @@ class Perturbed(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Perturbations:
-    """What is done to each layer alone, to see what the network loses by it.
+    """Perturbations of each layer alone, for measuring the network's loss.
 
     Args:
-        of: from the weights (out, in) of a layer and what is known of its inputs to what makes perturbed weights, rates ascending.
-        points: how many of a layer are measured.
-        together: layers with the same input, experts of a kind and tied weights are perturbed together and share a curve, as
-            runtimes fuse them. Experts that lie in one parameter share one in any case: gate and up of all, down of all.
-        sensitivity: (out,) how much the network minds errors of a layer's outputs, by layer, as far as it is known.
+        of: Function from weights (out, in) and their inputs to makers of perturbed weights, with rates ascending.
+        points: Number of perturbations of each layer that are measured.
+        together: Whether layers that runtimes fuse (same input, experts of a kind, tied weights) are perturbed together and share
+            a curve. Experts in one parameter always share one: gate and up of all experts, down of all experts.
+        sensitivity: (out,) sensitivity of the network to errors of each output, by layer; may lack layers.
     """
 
     of: Callable[[Tensor, Inputs], Sequence[Callable[[], Perturbed]]]
@@ -62,27 +62,26 @@ class Perturbations:
     sensitivity: Mapping[str, Tensor] = field(default_factory=dict)
 
     def expected(self, name: str, W: Tensor, perturbed: Perturbed, inputs: Inputs) -> float:
-        """Return what the network should lose by the errors of a layer's weights, nats per token; 0 where that is not known."""
+        """Return the expected loss of the network in nats per token by the errors of a layer; 0 without its sensitivity."""
         if name not in self.sensitivity:
             return 0.0
         return expected_loss(W, perturbed.values, inputs.moments.H, self.sensitivity[name])
 
 
 def to_rates(rates: Sequence[float], scheme: Scheme) -> Perturbations:
-    """Perturb as entropy-coded weights: codes without limits, steps by water-filling, one sweep each.
+    """Return perturbations like entropy-coded weights: codes without limits, steps by water-filling, one sweep each.
 
-    A point's rate is what its codes take with a table for every column. What the network loses is measured at the rate in the
-    middle alone; at the others it is to that as the errors of the layer's outputs are, `tr(E H E^T)` with H damped. This follows
-    the bend of the curve at low rates, and without the noise of a measurement: rates so given are better than with all three
-    measured.
+    A point's rate is the size of its codes with a table for every column. The network's loss is measured only at the middle rate.
+    Losses at the other rates are in proportion to the errors of the layer's outputs, `tr(E H E^T)` with H damped. This follows the
+    bend of the curve at low rates without the noise of a measurement, and gives better rates than measuring all three points.
     """
 
     def middle(W: Tensor, inputs: Inputs) -> Perturbed:
         factor = inputs.factor(scheme.order, scheme.damp)
         W = W.masked_fill(factor.dead, 0)
-        found = [waterfilled(W, factor, rate) for rate in rates]
-        measured = found[len(found) // 2]
-        others = [one for one in found if one is not measured and measured.loss > 0]
+        points = [waterfilled(W, factor, rate) for rate in rates]
+        measured = points[len(points) // 2]
+        others = [one for one in points if one is not measured and measured.loss > 0]
         shape = tuple((one.rate, one.loss / measured.loss) for one in others)
         return Perturbed(measured.rate, measured.matrix.decode(), shape)
 
@@ -90,7 +89,7 @@ def to_rates(rates: Sequence[float], scheme: Scheme) -> Perturbations:
 
 
 class Waterfilled(NamedTuple):
-    """Weights (out, in) with water-filling steps: entropy of the codes in bits, damped loss of the outputs, codes and grid."""
+    """Weights (out, in) on water-filled steps: entropy of the codes in bits, damped loss of the outputs, codes and grid."""
 
     rate: float
     loss: float
@@ -98,7 +97,7 @@ class Waterfilled(NamedTuple):
 
 
 def waterfilled(W: Tensor, factor: Factor, rate: float) -> Waterfilled:
-    """Round `W` (out, in) with steps `c / sqrt(d_j)`, c by the high-rate formula for `rate` bits per weight."""
+    """Round `W` (out, in) with steps `c / sqrt(d_j)`, with c from the high-rate formula for `rate` bits per weight."""
     lengths = torch.empty_like(factor.d)
     lengths[factor.order] = factor.d.sqrt()  # (in,), in the order of the columns
     step = high_rate_step(W.double().square().mean(0).sqrt(), lengths, rate)
@@ -106,7 +105,7 @@ def waterfilled(W: Tensor, factor: Factor, rate: float) -> Waterfilled:
     columns = torch.arange(W.shape[1], device=W.device)
     grid = Grid(scale=scale, zero=torch.zeros_like(scale), group=columns)
     swept = sweep_planes(W, grid, factor)
-    assert swept.losses is not None, "a sweep knows them"
+    assert swept.losses is not None, "a sweep computes losses"
     return Waterfilled(entropy(swept.matrix.codes), float(swept.losses.sum()), swept.matrix)
 
 
@@ -117,19 +116,19 @@ def entropy(codes: Tensor) -> float:
     for strip in codes.split(COUNTED_COLUMNS, dim=1):
         low, high = strip.aminmax(dim=0)
         spans = high.long() - low + 1
-        places = strip + (spans.cumsum(0) - spans - low)  # a column's codes lie behind those of the columns before it
+        places = strip + (spans.cumsum(0) - spans - low)  # disjoint ranges, one per column
         if int(spans.sum()) > 4 * strip.numel():  # a few codes far from all others
-            _, often = places.unique(return_counts=True)
+            _, frequencies = places.unique(return_counts=True)
         else:
-            often = torch.bincount(places.flatten())
-        counts = often[often > 0].double()  # of each code of each column, one column's after the other
+            frequencies = torch.bincount(places.flatten())
+        counts = frequencies[frequencies > 0].double()  # of each code of each column, column after column
         plug_in = strip.shape[1] * math.log2(out) - float((counts * counts.log2()).sum()) / out
         total += plug_in + (len(counts) - strip.shape[1]) / (2 * out * math.log(2))
     return total / columns
 
 
 def to_widths(widths: Sequence[int], scheme: GridScheme, storage: torch.dtype) -> Perturbations:
-    """Perturb as weights on the fixed grids of a scheme, at these widths instead of its own; codes and steps are not refined."""
+    """Return perturbations like weights on a scheme's fixed grids with these bits per code; nothing is refined."""
     plain = replace(scheme, polish=0, rounds=0)
     schemes = {float(width): replace(plain, bits=width) for width in widths}
 
@@ -140,7 +139,7 @@ def to_widths(widths: Sequence[int], scheme: GridScheme, storage: torch.dtype) -
 
 
 def to_types(names: Sequence[str], scheme: BlockScheme) -> Perturbations:
-    """Perturb as weights in blocks of llama.cpp's types; codes and steps are not refined. A point's rate is that of its blocks."""
+    """Return perturbations like weights in blocks of llama.cpp's types, with the types' rates; nothing is refined."""
     plain = replace(scheme, polish=0, rounds=0)
 
     def perturb(W: Tensor, inputs: Inputs) -> Sequence[Callable[[], Perturbed]]:
@@ -154,18 +153,18 @@ def _on_grid(
     W: Tensor, inputs: Inputs, rate: float, scheme: GridScheme | BlockScheme, storage: torch.dtype
 ) -> Perturbed:
     factor = inputs.factor(scheme.order, scheme.damp)
-    found = solve(W.masked_fill(factor.dead, 0), inputs, scheme, storage)
-    return Perturbed(rate, found.matrix.decode())
+    solution = solve(W.masked_fill(factor.dead, 0), inputs, scheme, storage)
+    return Perturbed(rate, solution.matrix.decode())
 
 
 class Change(NamedTuple):
-    """What a perturbation does.
+    """Effect of a perturbation.
 
     Args:
-        block: number of the block that its layers are in.
-        layers: their names within the block.
-        estimate: what its loss is about proportional to, see `expected_loss` and `relative_energy`.
-        loss: of the network; None where that was not measured.
+        block: Number of the block with the perturbed layers.
+        layers: Names of these layers within the block.
+        estimate: Value proportional to the expected loss, see `expected_loss` and `relative_energy`.
+        loss: Measured loss of the network; None if it was not measured.
     """
 
     block: int
@@ -180,39 +179,39 @@ def within(layer: str, block: str) -> str:
 
 
 def measured_blocks(blocks: Sequence[Block], most: int) -> frozenset[int]:
-    """Return the numbers of blocks whose layers are measured: all, or about `most`.
+    """Return the numbers of the blocks whose layers are measured: all blocks, or about `most`.
 
-    From the first to the last, closer to each other at both ends (Chebyshev's points), where blocks differ most. Blocks with other
-    layers (attention here, convolution there) are chosen by themselves: of every sort at least two, or all.
+    The choice includes the first and the last and is denser at both ends (Chebyshev points), where blocks differ most. Blocks with
+    other layers (attention or convolution) are chosen separately: of each sort at least two, or all.
     """
     if len(blocks) <= most:
         return frozenset(range(len(blocks)))
-    sorts: dict[tuple[str, ...], list[int]] = {}
+    kinds: dict[tuple[str, ...], list[int]] = {}
     for number, block in enumerate(blocks):
         if block.layers:
-            sorts.setdefault(tuple(sorted(within(layer.name, block.name) for layer in block.layers)), []).append(number)
+            kinds.setdefault(tuple(sorted(within(layer.name, block.name) for layer in block.layers)), []).append(number)
     chosen: set[int] = set()
-    for numbers in sorts.values():
+    for numbers in kinds.values():
         count = max(min(2, len(numbers)), most * len(numbers) // len(blocks))
-        places = (1 - np.cos(np.linspace(0, np.pi, count))) / 2 * (len(numbers) - 1)  # of one it is the first
+        places = (1 - np.cos(np.linspace(0, np.pi, count))) / 2 * (len(numbers) - 1)  # the first if count is 1
         chosen.update(numbers[round(place)] for place in places)
     return frozenset(chosen)
 
 
 def expected_loss(W: Tensor, perturbed: Tensor, H: Tensor, sensitivity: Tensor) -> float:
-    """Return `1/2 sum_i s_i (E H E^T)_ii`, what the network should lose by errors E of weights, nats per token.
+    """Return `1/2 sum_i s_i (E H E^T)_ii`, the expected loss by errors E of weights, nats per token.
 
     Args:
-        W, perturbed: (out, in).
+        W, perturbed: (out, in) weights.
         H: (in, in) second moments of the inputs.
-        sensitivity: (out,) of the network to squared errors of each output.
+        sensitivity: (out,) sensitivity of the network to squared errors of each output.
     """
     E = (W - perturbed).float()
     return float(((E @ H.float()) * E).sum(1).double() @ sensitivity.double()) / 2
 
 
 def relative_energy(differences: Sequence[Tensor], states: Sequence[Tensor]) -> float:
-    """Return the sum over tokens of `|difference|^2 / |state|^2`, of batches (windows, seqlen, hidden)."""
+    """Return the sum over tokens of `|difference|^2 / |state|^2`, for batches (windows, seqlen, hidden)."""
     return sum(
         float((d.double().square().sum(-1) / x.double().square().sum(-1).clamp(min=1e-30)).sum())
         for d, x in zip(differences, states, strict=True)
@@ -220,17 +219,17 @@ def relative_energy(differences: Sequence[Tensor], states: Sequence[Tensor]) -> 
 
 
 def told_losses(changes: Sequence[Change]) -> list[float]:
-    """Return the loss of every change: its estimate times what estimates of its layers are off by, interpolated over depth.
+    """Return the loss of every change: its estimate times a factor that is interpolated over depth.
 
-    That is the loss over the estimate, of the layers of the same name in the blocks where it was measured; its logarithm is linear
-    between them and constant beyond. Of names whose measured changes were nothing it is the mean of all.
+    The factor is the ratio of loss and estimate of layers with the same name in measured blocks; its logarithm is linear between
+    these blocks and constant beyond. Names without a measured effect get the mean factor.
     """
-    least = min((one.loss for one in changes if one.loss), default=0.0)
+    smallest = min((one.loss for one in changes if one.loss), default=0.0)
     known: dict[str, dict[int, float]] = {}  # logarithms by name and block
     for one in changes:
-        if one.loss is not None and one.estimate > 0 and least > 0:
+        if one.loss is not None and one.estimate > 0 and smallest > 0:
             for name in one.layers:
-                known.setdefault(name, {})[one.block] = math.log(max(one.loss, least) / one.estimate)
+                known.setdefault(name, {})[one.block] = math.log(max(one.loss, smallest) / one.estimate)
     if not known:
         return [0.0] * len(changes)
     mean = float(np.mean([log for logs in known.values() for log in logs.values()]))

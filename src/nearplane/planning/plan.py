@@ -1,6 +1,6 @@
-"""What every layer may take: its width on fixed grids, or its rate where codes are entropy-coded, so that the budget is met.
+"""Bit budget of each layer: its width on fixed grids, or its rate where codes are entropy-coded.
 
-Made once before the quantization; while it runs, bits that one block leaves over go to those after it.
+The budget is planned once before the quantization; bits that one block leaves over go to the blocks after it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nearplane.lattice.number_formats import TYPES
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.planning.allocate import (
-    LOW,
+    MIN_RATE,
     Curve,
     allocate,
     allocate_choices,
@@ -32,34 +32,34 @@ from nearplane.planning.allocate import (
     probed_widths,
     sum_of,
 )
-from nearplane.planning.folder_size import Free, budget_of
+from nearplane.planning.folder_size import Choice, budget_of
 from nearplane.planning.perturb import Perturbations, to_rates, to_types, to_widths
 from nearplane.planning.probe import Extent, extent, probe
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.scheme import Scheme
-from nearplane.recipe.schemes import CHOSEN, AnyScheme, BlockScheme, GridScheme, RateScheme
+from nearplane.recipe.schemes import MEASURED_TYPES, AnyScheme, BlockScheme, GridScheme, RateScheme
 from nearplane.system.device import Device
 from nearplane.system.progress import Progress
 
-POINTS = 3  # widths or types that are tried of a layer, about
+POINTS = 3  # widths or types that are measured of each layer, about
 Measure = Callable[[Perturbations], list[Curve]]
-"""What `probe` finds on the model and the tokens at hand."""
-SWAY = 0.02  # of its rate, by which a layer takes up what the blocks before it left over or took too much
+"""Function like `probe`, applied to the model and tokens of the run."""
+SWAY = 0.02  # largest deviation from a layer's planned rate, relative, to absorb surplus or excess of earlier blocks
 
 
 @dataclass(slots=True, kw_only=True)
 class Plan:
-    """What every layer may take.
+    """Bit budget of each layer.
 
     Args:
-        widths: bits of the codes by layer, on fixed grids whose widths differ; None where they do not.
-        types: of blocks by layer, where they were chosen by measuring.
-        rates: bits per weight by layer, every byte counted; empty on fixed grids.
-        sensitivity: (out,) how much the network minds errors of a layer's outputs, by layer; may be empty.
-        together: what errors of a layer's outputs cost together, by layer whose rows make up for each other's; see `Sensitivity`.
-        moments: what stands for the second moments of the inputs of layers that have none: of embeddings, see `Sensitivity`.
-        to_come: number of weights of the layers that are still to be quantized.
-        bounds: least and highest rate that a layer may be moved to; None: `SWAY` off its own.
+        widths: Bits per code by layer, on fixed grids of different widths; None if all layers have their scheme's width.
+        types: Types of blocks by layer, if they were chosen by measuring.
+        rates: Bits per weight by layer, with every byte counted; empty on fixed grids.
+        sensitivity: (out,) sensitivity of the network to errors of each output, by layer; may be empty.
+        together: (rows, rows) moments of gradients for each run of rows, by layer with joined rows; see `Sensitivity`.
+        moments: Substitute for second moments of inputs, for embeddings, which have no inputs; see `Sensitivity`.
+        to_come: Number of weights of each layer that is not quantized yet.
+        bounds: Lowest and highest rate that a layer may be moved to; None: within `SWAY` of its planned rate.
     """
 
     widths: dict[str, int] | None = None
@@ -70,11 +70,11 @@ class Plan:
     moments: dict[str, Moments] = field(default_factory=dict)
     to_come: dict[str, int] = field(default_factory=dict)
     bounds: tuple[float, float] | None = None
-    _left: float = 0.0  # bits that layers so far have left over
-    _shift: float = 0.0  # bits per weight by which rates differ from those planned, until settled anew
+    _left: float = 0.0  # bits that the layers so far have left over
+    _shift: float = 0.0  # bits per weight by which rates currently differ from the plan
 
     def state(self) -> dict[str, Any]:
-        """Return as JSON all but the tensors, for `restored`, and the bounds."""
+        """Return all but the tensors and the bounds as JSON, for `restored`."""
         return {name: getattr(self, name) for name in ("widths", "types", "rates", "to_come", "_left", "_shift")}
 
     def tensors(self) -> dict[str, dict[str, Any]]:
@@ -84,7 +84,7 @@ class Plan:
 
     @classmethod
     def restored(cls, state: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]], tokens: int) -> Plan:
-        """Return the plan of which these are state and tensors, made with so many tokens."""
+        """Return the plan with this state and these tensors, which was made with so many tokens of text."""
         return cls(
             sensitivity=dict(tensors["sensitivity"]),
             together={name: tuple(runs) for name, runs in tensors["together"].items()},
@@ -93,16 +93,14 @@ class Plan:
         )
 
     def scheme_of(self, layer: Layer, scheme: AnyScheme) -> AnyScheme:
-        """Return the scheme with the layer's own width."""
+        """Return the scheme with the layer's own number of bits."""
         return scheme.with_bits((self.widths or {}).get(layer.name))
 
     def settle(self, bits: float | None = None) -> None:
-        """Spread what the layers so far left over, or took too much, over all that are still to come. Call it before a block.
-
-        Within a block rates stay, so that its layers do not depend on each other's sizes; the last block absorbs what is left.
+        """Distribute surplus or excess bits over the remaining layers. Call it before a block; rates stay the same within it.
 
         Args:
-            bits: that these may take together; None: those of the rates planned.
+            bits: Total bits of the remaining layers; None: the sum of their planned rates.
         """
         if not self.to_come:
             return
@@ -111,63 +109,69 @@ class Plan:
         self._shift = self._left / sum(self.to_come.values())
 
     def move(self, bits: float, layers: Iterable[Layer]) -> bool:
-        """Change the rates by `bits` per weight until settled anew; returns whether that changes one of these layers'."""
+        """Change the rates by `bits` per weight until `settle`; return whether a rate of these layers changes."""
         before = [self.rate(layer) for layer in layers]
         self._shift += bits
         return before != [self.rate(layer) for layer in layers]
 
     def rate(self, layer: Layer) -> float:
-        """Return what the layer should take now, in bits per weight."""
+        """Return the present rate of a layer in bits per weight."""
         asked = self.rates[layer.name]
         least, most = self.bounds or (asked - SWAY * asked, asked + SWAY * asked)
         return min(max(most, asked), max(min(least, asked), asked + self._shift))
 
     def spend(self, layer: Layer, size: int) -> None:
-        """Note the bytes that a layer took."""
+        """Note the bytes that a layer took in the file."""
         if self.rates:
             self._left += self.rates[layer.name] * self.to_come.pop(layer.name) - 8 * size
 
 
 def plan(
-    model: Model, recipe: Recipe, tokens: Tensor | None, device: Device, progress: Progress, *, free: Free | None = None
+    model: Model,
+    recipe: Recipe,
+    tokens: Tensor | None,
+    device: Device,
+    progress: Progress,
+    *,
+    free: Choice | None = None,
 ) -> Plan:
-    """Decide what every layer may take, by measuring the network where the recipe asks for it.
+    """Plan the bit budget of each layer, by measuring the network if the recipe asks for it.
 
     Args:
-        model: to be quantized.
-        recipe: rate or width, how to allocate it.
-        tokens: (windows, seqlen) for calibration; None where nothing is measured.
-        device: where to compute.
-        progress: wraps the iterator over blocks of the probe.
-        free: what is free where layers get types of llama.cpp.
+        model: The model to quantize.
+        recipe: Recipe with the rate or width, and its allocation.
+        tokens: (windows, seqlen) calibration tokens; None if nothing is measured.
+        device: Device of the computation.
+        progress: Function that wraps the iterator over blocks of the probe.
+        free: Layers whose types of llama.cpp are chosen by measuring, and their budget.
 
     Raises:
-        RecipeError: the rate or size cannot be met.
+        RecipeError: The rate or size cannot be met.
     """
     planned, measure = Plan(), None
     if tokens is not None:
-        look(planned, model, recipe.scheme, tokens, device)
+        measure_sensitivity(planned, model, recipe.scheme, tokens, device)
         measure = partial(probe, model, tokens, device=device.place, progress=progress)
     match recipe.scheme:
         case RateScheme() as scheme:
-            _give_rates(planned, model, recipe, scheme, measure)
+            _plan_rates(planned, model, recipe, scheme, measure)
         case BlockScheme() as scheme if free is not None and measure is not None:
             planned.types = _types(model, scheme, free, measure)
         case GridScheme() as scheme if recipe.allocate == "slope":
-            assert measure is not None, "widths are allocated by measuring"
+            assert measure is not None, "widths are allocated by measuring, which needs tokens"
             planned.widths = _widths(model, recipe, scheme, measure)
-    if tokens is not None and (joined := joined_layers(model, recipe)):
+    if tokens is not None and (joined_names := joined_layers(model, recipe)):
         dtype = device.compute_dtype(model.dtype)
-        planned.together = sensitivity(model, tokens, device=device.place, dtype=dtype, together=joined).together
+        planned.together = sensitivity(model, tokens, device=device.place, dtype=dtype, together=joined_names).together
     return planned
 
 
-def foreseen_probe(model: Model, recipe: Recipe, tokens: Tensor) -> tuple[Extent | None, int]:
-    """Return how much `plan` is going to measure: by perturbing layers, None if not, and tokens of the pass back, 0 without one.
+def expected_work(model: Model, recipe: Recipe, tokens: Tensor) -> tuple[Extent | None, int]:
+    """Return the work that `plan` is going to do: the extent of the probe or None, and tokens of the backward pass or 0.
 
     Args:
-        model, recipe: as for `plan`.
-        tokens: (windows, seqlen) for calibration.
+        model, recipe: Arguments of `plan`.
+        tokens: (windows, seqlen) calibration tokens.
     """
     match scheme := recipe.scheme:
         case RateScheme():
@@ -177,40 +181,40 @@ def foreseen_probe(model: Model, recipe: Recipe, tokens: Tensor) -> tuple[Extent
         case GridScheme():
             points = POINTS if recipe.allocate == "slope" else 0
     joined = bool(joined_layers(model, recipe))
-    back = scheme.weighs_rows or joined or (model.embeddings is not None and scheme.calibrated)
-    passed = windows_of_the_pass(model, tokens, joined=joined) * tokens.shape[1] if back else 0
-    return extent(model, tokens, points) if points and any(block.layers for block in model.blocks) else None, passed
+    needs_backward = scheme.weighs_rows or joined or (model.embeddings is not None and scheme.calibrated)
+    backward = windows_of_the_pass(model, tokens, joined=joined) * tokens.shape[1] if needs_backward else 0
+    return extent(model, tokens, points) if points and any(block.layers for block in model.blocks) else None, backward
 
 
 def _probes_rates(model: Model, recipe: Recipe, budget: float) -> bool:
-    """Return whether the rates of layers are allocated by measuring."""
-    return recipe.allocate != "uniform" and budget > LOW and any(block.layers for block in model.blocks)
+    """Return whether rates of layers are allocated by measuring."""
+    return recipe.allocate != "uniform" and budget > MIN_RATE and any(block.layers for block in model.blocks)
 
 
 def joined_layers(model: Model, recipe: Recipe) -> set[str]:
-    """Return the names of the layers whose rows make up for each other's errors."""
+    """Return the names of the layers whose rows compensate each other's errors."""
     names = (layer.name for block in model.blocks for layer in block.layers)
     return {name for name in names if recipe.scheme_of(name).joins_rows}
 
 
-def _give_rates(planned: Plan, model: Model, recipe: Recipe, scheme: RateScheme, measure: Measure | None) -> None:
-    """Give every layer a rate, more where the network needs it; `--rate` on average."""
+def _plan_rates(planned: Plan, model: Model, recipe: Recipe, scheme: RateScheme, measure: Measure | None) -> None:
+    """Plan a rate for every layer, `--rate` on average, higher where the network is more sensitive."""
     budget = budget_of(model, recipe, scheme)
-    own = {
+    fixed = {
         layer.name: asked[0]
         for layer in model.layers
         if (asked := recipe.scheme_of(layer.name).asked) is not None and asked != scheme.asked
     }
-    planned.rates = dict.fromkeys((layer.name for layer in model.layers), budget) | own
+    planned.rates = dict.fromkeys((layer.name for layer in model.layers), budget) | fixed
     planned.to_come = {layer.name: math.prod(layer.shape) for layer in model.layers}
     if measure is not None and _probes_rates(model, recipe, budget):
         perturb = replace(to_rates(probed_rates(budget), scheme), sensitivity=planned.sensitivity)
-        curves = [curve for curve in measure(perturb) if not own.keys() & set(curve.layers)]
-        planned.rates |= allocate(curves, budget)  # embeddings and head, which are not probed, keep the mean
+        curves = [curve for curve in measure(perturb) if not fixed.keys() & set(curve.layers)]
+        planned.rates |= allocate(curves, budget)  # embeddings and head are not probed and keep the mean
 
 
-def look(planned: Plan, model: Model, scheme: Scheme, tokens: Tensor, device: Device) -> None:
-    """Measure by one backward pass what errors cost the network, for rows of all layers and for columns of embeddings."""
+def measure_sensitivity(planned: Plan, model: Model, scheme: Scheme, tokens: Tensor, device: Device) -> None:
+    """Measure the effect of errors on the network by a backward pass, for rows of layers and columns of embeddings."""
     rows = scheme.weighs_rows
     columns = model.embeddings is not None and scheme.calibrated
     if not rows and not columns:
@@ -222,24 +226,24 @@ def look(planned: Plan, model: Model, scheme: Scheme, tokens: Tensor, device: De
 
 
 def moments_of_embeddings(model: Model, scheme: Scheme, tokens: Tensor | None, device: Device) -> dict[str, Moments]:
-    """Return what stands for the second moments of the inputs of embeddings, as `plan` measured it; empty if they stay."""
+    """Return the substitute for second moments of embeddings that `plan` measures; empty if they are not quantized."""
     planned = Plan()
     if model.embeddings is not None and tokens is not None:
-        look(planned, model, scheme, tokens, device)
+        measure_sensitivity(planned, model, scheme, tokens, device)
     return planned.moments
 
 
 def check_budget(model: Model, recipe: Recipe) -> None:
-    """Refuse layers that the format cannot hold, and a rate or size that cannot be had.
+    """Refuse layers that the format cannot hold, and a rate or size that cannot be met.
 
     Raises:
-        RecipeError: names the layer, or what can be had.
+        RecipeError: A layer or the budget is not possible; the message names the layer or the possible range.
     """
     match recipe.scheme:
         case GridScheme() if recipe.allocate != "uniform":
             if recipe.layers:
                 raise RecipeError(
-                    "--layer gives layers schemes of their own, --allocate slope gives every layer a width: leave out one of them."
+                    "--layer sets the scheme of some layers, but --allocate slope chooses the bits of every layer. Leave out one."
                 )
             usable_widths(model, recipe)
             return
@@ -249,14 +253,14 @@ def check_budget(model: Model, recipe: Recipe) -> None:
 
 
 def check_layers(model: Model, recipe: Recipe, bits: int | None = None) -> None:
-    """Raise RecipeError if some layer cannot be stored by its scheme, or at a width."""
+    """Raise RecipeError if a layer cannot be stored by its scheme, or with these bits."""
     for layer in model.layers:
         format = recipe.scheme_of(layer.name).with_bits(bits).number_format
         FORMATS[str(recipe.format)].layers.check(layer.name, layer.shape, layer.kind, format)
 
 
 def usable_widths(model: Model, recipe: Recipe) -> list[int]:
-    """Return the widths that the format has for all layers; raise as the format does if there are none."""
+    """Return the widths that the format has for all layers; if there are none, raise the format's error."""
     usable: list[int] = []
     widths = FORMATS[str(recipe.format)].layers.BITS
     for bits in widths:
@@ -264,25 +268,25 @@ def usable_widths(model: Model, recipe: Recipe) -> list[int]:
             check_layers(model, recipe, bits)
             usable.append(bits)
     if not usable:
-        check_layers(model, recipe, widths[0])  # says why
+        check_layers(model, recipe, widths[0])  # raises the format's error
     return usable
 
 
 def _widths(model: Model, recipe: Recipe, scheme: GridScheme, measure: Measure) -> dict[str, int]:
-    """Give every layer a width, more where the network needs it; `--bits` on average."""
+    """Return a width for every layer, `--bits` on average, larger where the network is more sensitive."""
     usable = usable_widths(model, recipe)
     probed = probed_widths(scheme.bits, usable)
     curves = measure(to_widths(probed, scheme, FORMATS[str(recipe.format)].layers.scale_dtype(model.dtype)))
     routed = {layer.name for layer in model.layers if layer.routed}
-    alike = [curve for curve in curves if routed.issuperset(curve.layers)]
-    if alike:  # readers of fixed grids have one grid for all experts
-        curves = [*(curve for curve in curves if not routed.issuperset(curve.layers)), sum_of(alike)]
+    expert_curves = [curve for curve in curves if routed.issuperset(curve.layers)]
+    if expert_curves:  # readers of fixed grids have one grid for all experts
+        curves = [*(curve for curve in curves if not routed.issuperset(curve.layers)), sum_of(expert_curves)]
     return allocate_widths(curves, scheme.bits, [bits for bits in usable if bits >= probed[0]])
 
 
-def _types(model: Model, scheme: BlockScheme, free: Free, measure: Measure) -> dict[str, str]:
-    """Give every layer in blocks whose type is free one of more bits where the network needs it; the budget on average."""
-    rates = {TYPES[name].rate: name for name in CHOSEN}
+def _types(model: Model, scheme: BlockScheme, free: Choice, measure: Measure) -> dict[str, str]:
+    """Return a type for every layer of `free`, its budget on average, larger where the network is more sensitive."""
+    rates = {TYPES[name].rate: name for name in MEASURED_TYPES}
     probed = probed_widths(free.budget, list(rates))
     columns = {layer.name: layer.shape[1] for layer in model.layers}
     curves = measure(to_types([rates[rate] for rate in probed], scheme))

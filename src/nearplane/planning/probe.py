@@ -1,4 +1,4 @@
-"""How much worse the network gets if one layer alone is quantized: a curve for every layer, over a few rates."""
+"""Measured loss of the network when one layer alone is quantized: a curve over a few rates for every layer."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from nearplane.planning.perturb import Change, Perturbations, measured_blocks, r
 from nearplane.system.memory import release
 from nearplane.system.progress import Progress, logged, silent
 
-SEQLEN = 512  # most tokens of a window: the more windows, the more even the sample
-HELD = 1 << 26  # logits that are held at a time
-FORWARDS = 0.36  # of every block on all tokens, that one perturbation of every layer takes; the quantization takes two
-MEMORY = 4 << 30  # bytes that travelling hidden states may take
-TRAVELLERS, TOKENS = 48, 1024  # of one perturbation of every layer at most, where tokens are few; of each at least
+SEQLEN = 512  # maximum tokens of a window; more windows make a more even sample
+COMPARED_LOGITS = 1 << 26  # logits in memory at a time
+FORWARDS = 0.36  # cost of one perturbation of every layer, in forward passes on all tokens; the quantization takes two
+MEMORY = 4 << 30  # bytes of the propagated hidden states
+TRAVELLERS, MIN_TOKENS = 48, 1024  # maximum of propagated perturbations if tokens are few; minimum tokens of each
 
 
 class Extent(NamedTuple):
-    """How much a probe runs.
+    """Amount of work of a probe.
 
     Args:
-        seen: tokens by which layers are looked at.
-        travelling: tokens on which effects of perturbations travel.
-        travellers: perturbations whose effects travel.
-        crossings: forwards of a block on `travelling` tokens by which they do.
-        born: perturbations, each with a forward of its own block.
+        seen: Tokens for the statistics of the layers' inputs.
+        travelling: Tokens on which effects of perturbations are propagated to the logits.
+        travellers: Number of perturbations whose effects are propagated.
+        crossings: Number of forward passes of a block on `travelling` tokens for that.
+        born: Number of perturbations, each with a forward pass of its own block.
     """
 
     seen: int
@@ -53,15 +53,15 @@ class Extent(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class _Traveller:
-    """What one perturbation does to the hidden states, on its way through the blocks behind it.
+    """Effect of one perturbation on the hidden states, which is propagated through the following blocks.
 
     Args:
-        layers: full names.
-        point: its number among the perturbations of these layers.
-        rate, shape: see `Perturbed`.
-        expected: loss, where sensitivities are known, see `expected_loss`; else what it is about proportional to.
-        difference: from the original, by batch, bfloat16; none where it stays behind.
-        block: number of its own.
+        layers: Full names of the perturbed layers.
+        point: Number of the perturbation among those of these layers.
+        rate, shape: Fields of `Perturbed`.
+        expected: Expected loss, see `expected_loss`; without sensitivities a value proportional to it.
+        difference: Difference from the original hidden states by batch, bfloat16; empty if it is not propagated.
+        block: Number of the block with these layers.
     """
 
     layers: tuple[str, ...]
@@ -83,31 +83,31 @@ def probe(
     dtype: torch.dtype = torch.float32,
     progress: Progress = silent,
 ) -> list[Curve]:
-    """Measure what the network loses if one layer alone is quantized.
+    """Measure the loss of the network when one layer alone is quantized.
 
-    One block is in memory at a time. Moments come from the original network, on an eighth of the tokens (more if that
-    were fewer than four for every input of a layer). Each layer of a block is perturbed as `perturbations` says, and the
-    hidden states that come out travel on through the blocks behind it, beside those of all others, up to the logits. As they
-    are many, they do so on fewer tokens: so many that one perturbation of every layer takes `FORWARDS` forwards of every block
-    on all tokens, at least `TOKENS`, and no more than fit in `MEMORY` bytes as bfloat16 differences from the original's.
+    One block is in memory at a time. Moments come from the original network, on an eighth of the tokens (more if that were fewer
+    than four per input of a layer). Each layer of a block is perturbed, and the changed hidden states are propagated through the
+    following blocks up to the logits. Since they are many, this uses fewer tokens: as many as make one perturbation of every layer
+    cost `FORWARDS` forward passes on all tokens, at least `MIN_TOKENS`, and not more than fit into `MEMORY` bytes as differences
+    from the original hidden states in bfloat16.
 
-    A network of more layers than `TRAVELLERS`, or than there are times `TOKENS` tokens if those are more, is too deep for that:
-    about so many travel, one a layer, its middle point, from blocks that `measured_blocks` chooses. The layers of all others are
-    perturbed as well, and what the network loses by that is estimated: from the sensitivities of their outputs where all are
-    given, else from how much of the hidden states behind the block it changes. `told_losses` multiplies it with what estimates
-    are off by where both are known. So memory does not grow with depth, and travelling takes at most half a forward of every
-    block on all tokens (or on `TRAVELLERS * TOKENS`). Three of five blocks measured so changed the KL of two models at rates
-    by -5 to +2 %, without sensitivities by -2 to +1 %.
+    A network with more layers than `TRAVELLERS` (or than `MIN_TOKENS` fits into the tokens, if that is more) is too deep for that.
+    About so many perturbations are then propagated, one per layer (its middle point), from blocks that `measured_blocks` chooses.
+    The layers of all other blocks are perturbed too, but their loss is estimated: from the sensitivities of their outputs if all
+    are given, else from the relative change of the hidden states after the block. `told_losses` corrects the estimates by the
+    measured losses. Memory therefore does not grow with depth, and propagation costs at most half a forward pass on all tokens (or
+    on `TRAVELLERS * MIN_TOKENS`). Measuring three of five blocks changed the KL of two models at rates by -5 to +2 %, without
+    sensitivities by -2 to +1 %.
 
     Args:
-        model: to be quantized.
+        model: The model to quantize.
         tokens: (windows, seqlen) calibration tokens; cut into windows of at most 512.
-        perturbations: what is done to each layer.
-        device, dtype: where and in what to compute.
-        progress: wraps the iterator over blocks.
+        perturbations: Perturbations of each layer.
+        device, dtype: Device and dtype of the computation.
+        progress: Function that wraps the iterator over blocks.
 
     Raises:
-        CalibrationError: what comes out is not finite, or layers did not run.
+        CalibrationError: Predictions are not finite, or layers did not run.
     """
     measured, windows, size = _sample(model, tokens, perturbations.points)
     deep = len(measured) < len(model.blocks)
@@ -137,16 +137,16 @@ def probe(
                     born.difference = difference
                 travellers.append(born)
             stream.passed(block)
-        release()  # what the C library kept of what this block took
+        release()  # return memory of this block that the C library keeps
     arrived = [one for one in travellers if one.difference]
     losses = _losses(model, stream, windows[:size].split(batch), [one.difference for one in arrived], device, dtype)
     if deep:
-        of = {id(one): loss for one, loss in zip(arrived, losses, strict=True)}
+        measured_losses = {id(one): loss for one, loss in zip(arrived, losses, strict=True)}
         names = {layer.name: within(layer.name, block.name) for block in model.blocks for layer in block.layers}
         changes = []
         for one in travellers:
-            inside = tuple(names[layer] for layer in one.layers)
-            changes.append(Change(one.block, inside, one.expected, of.get(id(one))))
+            names_within = tuple(names[layer] for layer in one.layers)
+            changes.append(Change(one.block, names_within, one.expected, measured_losses.get(id(one))))
         losses = told_losses(changes)
     return _curves(model, travellers, losses, tied=perturbations.together)
 
@@ -154,7 +154,7 @@ def probe(
 def _onward(
     stream: Stream, block: Block, before: Sequence[Tensor], after: Sequence[Tensor], differences: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return the differences behind the block, as it now is, that come of differences before it."""
+    """Return the differences after the block in its present form, given the differences before it."""
     return [
         (stream.forward(block, block.quantized, i, x + d.to(x)) - y).to(torch.bfloat16)
         for i, (x, y, d) in enumerate(zip(before, after, differences, strict=True))
@@ -162,38 +162,38 @@ def _onward(
 
 
 def extent(model: Model, tokens: Tensor, points: int) -> Extent:
-    """Return how much a probe is going to run; see `probe` for the arguments, `points` are those of the perturbations."""
+    """Return the amount of work of a probe with so many `points` per layer; for the arguments see `probe`."""
     measured, windows, size = _sample(model, tokens, points)
-    layers, behind = _perturbed_apart(model), sum(len(model.blocks) - number - 1 for number in measured)
+    layers, following = _perturbed_sets(model), sum(len(model.blocks) - number - 1 for number in measured)
     travelling_points = points if len(measured) == len(model.blocks) else 1
     return Extent(
         seen=windows.numel(),
         travelling=size * windows.shape[1],
         travellers=len(measured) * layers * travelling_points,
-        crossings=behind * layers * travelling_points,
+        crossings=following * layers * travelling_points,
         born=len(model.blocks) * layers * points,
     )
 
 
 def _sample(model: Model, tokens: Tensor, points: int) -> tuple[frozenset[int], Tensor, int]:
-    """Return what a probe runs on.
+    """Return the sample of a probe.
 
     Returns:
-        The numbers of the blocks whose perturbations travel, the windows for the statistics, (windows, seqlen), and how many of
-        the first of these travel.
+        Numbers of the blocks whose perturbations are propagated, windows for the statistics (windows, seqlen), and how many of the
+        first of these windows are used for propagation.
     """
-    blocks, layers = len(model.blocks), _perturbed_apart(model)
-    chosen = measured_blocks(model.blocks, max(TRAVELLERS, tokens.numel() // TOKENS) // layers)
+    blocks, layers = len(model.blocks), _perturbed_sets(model)
+    chosen = measured_blocks(model.blocks, max(TRAVELLERS, tokens.numel() // MIN_TOKENS) // layers)
     measured = len(chosen)
     travelling_points = points if measured == blocks else 1
     windows = cut(tokens, SEQLEN)
     seqlen = windows.shape[1]
     hidden = model.network.get_input_embeddings().weight.shape[1]
-    if len(model.stacks) > 1:  # what the encoder makes of tokens, or of their sound, travels with them
+    if len(model.stacks) > 1:  # the encoder's outputs of tokens or sound are propagated too
         hidden *= places(model, windows) / seqlen
     affordable = FORWARDS * windows.numel() * 2 / (layers * (blocks + 1)) * (blocks / measured)
     fitting = MEMORY / (2 * hidden * layers * travelling_points * measured)
-    travelling = max(1, int(min(max(affordable, TOKENS), fitting, 16384)) // seqlen)
+    travelling = max(1, int(min(max(affordable, MIN_TOKENS), fitting, 16384)) // seqlen)
     widest = max(layer.shape[1] for block in model.blocks for layer in block.layers)
     seen = max(windows.numel() // 8, 4 * widest, travelling * seqlen)
     travelling = min(travelling, len(windows))
@@ -201,21 +201,21 @@ def _sample(model: Model, tokens: Tensor, points: int) -> tuple[frozenset[int], 
     return chosen, windows[: -(-seen // seqlen)], travelling // batch * batch
 
 
-def _perturbed_apart(model: Model) -> int:
-    """Return how many sets of layers of a block are perturbed apart, at most: all experts' in one parameter are one."""
+def _perturbed_sets(model: Model) -> int:
+    """Return the maximum number of separately perturbed sets of layers of a block; experts in one parameter are one set."""
     return max(len({layer.parameter for layer in block.layers}) for block in model.blocks)
 
 
 def _perturbed(block: Block, stream: Stream, perturbations: Perturbations) -> Iterator[_Traveller]:
-    """Perturb the layers of a block, one set after the other; while one is given out, its weights are in the block.
+    """Perturb the sets of layers of a block one after the other; the block holds the weights of the one that is yielded.
 
     Args:
-        block: in memory.
-        stream: standing before it; behind the last perturbation its hidden states are those behind the block as it was.
-        perturbations: what is done to each; with sensitivities, losses are to be expected by them.
+        block: The block, in memory.
+        stream: Hidden states before the block; after the last perturbation they are those after the original block.
+        perturbations: Perturbations of each layer, with sensitivities if losses are to be estimated by them.
     """
-    found = stages(block, stream)
-    groups, routed = [[group for group in found if group[0].routed is kind] for kind in (False, True)]
+    block_stages = stages(block, stream)
+    groups, routed = [[group for group in block_stages if group[0].routed is kind] for kind in (False, True)]
     if routed:
         shown = [*seen(block, routed, stream)]
         for some in ([*range(len(routed))],) if perturbations.together else ([side] for side in range(len(routed))):
@@ -229,8 +229,8 @@ def _perturbed(block: Block, stream: Stream, perturbations: Perturbations) -> It
     sets = _sets(groups, block.name) if perturbations.together else [(layer,) for group in groups for layer in group]
     for layers in sets:
         weights = {layer: layer.read() for layer in layers}
-        made = (perturbations.of(W, inputs[layer.name]) for layer, W in weights.items())
-        for point, makers in enumerate(zip(*made, strict=True)):
+        makers_of = (perturbations.of(W, inputs[layer.name]) for layer, W in weights.items())
+        for point, makers in enumerate(zip(*makers_of, strict=True)):
             variants = [make() for make in makers]
             expected = 0.0
             for (layer, W), variant in zip(weights.items(), variants, strict=True):
@@ -252,19 +252,19 @@ def _experts_perturbed(
     stream: Stream,
     perturbations: Perturbations,
 ) -> Iterator[_Traveller]:
-    """Perturb all experts of a block together, by what is known of the inputs of one at a time.
+    """Perturb all experts of a block together, with the statistics of one expert's inputs in memory at a time.
 
     Args:
-        sides: groups of their layers, with what every batch shows of them.
-        stream: that the batches are of.
-        perturbations: what is done to each.
+        sides: Groups of the experts' layers, with the inputs that every batch gives them.
+        stream: Stream of the batches.
+        perturbations: Perturbations of each layer.
     """
     layers = tuple(layer for group, _ in sides for layer in group)
     holders = {layer.parameter: layer.weight for layer in layers}
     weights = {name: holder.detach().clone() for name, holder in holders.items()}
     for point in range(perturbations.points):
         rates: list[tuple[float, int]] = []  # of each layer, with its number of weights
-        shapes: list[list[tuple[float, float, int]]] = []  # the same, of those that have one
+        shapes: list[list[tuple[float, float, int]]] = []  # the same, of layers that have a shape
         expected = 0.0
         for group, shown in sides:
             for observed in summed([group], shown, stream):
@@ -295,7 +295,7 @@ def _mean(weighted: Sequence[tuple[float, int]]) -> float:
 
 
 def _sets(groups: Sequence[tuple[Layer, ...]], block: str) -> list[tuple[Layer, ...]]:
-    """Join groups of layers with the same input that lie in one list of modules: all experts, whose runtimes have one kernel."""
+    """Join groups with the same input in one list of modules, such as all experts, for which runtimes have one kernel."""
     sets: dict[str, list[Layer]] = {}
     for group in groups:
         within = group[0].name.removeprefix(f"{block}.")
@@ -312,16 +312,16 @@ def _losses(
     device: torch.device,
     dtype: torch.dtype,
 ) -> list[float]:
-    """Return the divergence of the predictions from differences behind the last block, nats per scored token.
+    """Return the divergence of the predictions by differences after the last block, nats per scored token.
 
-    Of a network without head that of its last hidden states, see `distance`.
+    Without a head, return the divergence of the last hidden states, see `distance`.
     """
     sums = [Divergence() for _ in differences]
     with readout(model, stream, device=device, dtype=dtype) as logits:
         head = has_head(model.network)
         ends = model.network.get_output_embeddings() if head else model.network.get_input_embeddings()
         width = ends.weight.shape[0 if head else 1]
-        windows = max(1, HELD // (width * tokens[0].shape[1]))
+        windows = max(1, COMPARED_LOGITS // (width * tokens[0].shape[1]))
 
         def predicted(part: Tensor, hidden: Tensor) -> Tensor:
             if not head:
@@ -329,14 +329,14 @@ def _losses(
             scored = logits(part, hidden)[:, :-1]
             return scored.to(torch.promote_types(scored.dtype, torch.float32)).log_softmax(-1)
 
-        apart = divergence if head else distance
+        measure = divergence if head else distance
         for i, batch in enumerate(tokens):
-            for part, x, *rest in zip(
+            for part, x, *changed in zip(
                 *(t.split(windows) for t in (batch, stream.quantized[i], *(d[i] for d in differences))), strict=True
             ):
                 expected = predicted(part, x)
-                for index, difference in enumerate(rest):
-                    sums[index] += apart(expected, predicted(part, x + difference.to(x)))
+                for index, difference in enumerate(changed):
+                    sums[index] += measure(expected, predicted(part, x + difference.to(x)))
     losses = [one.kl / one.tokens for one in sums]
     if not all(math.isfinite(loss) for loss in losses):
         raise CalibrationError("The network's predictions are NaN or Inf. Check the checkpoint.")
@@ -344,17 +344,17 @@ def _losses(
 
 
 def _curves(model: Model, travellers: Sequence[_Traveller], losses: Sequence[float], *, tied: bool) -> list[Curve]:
-    """Collect the points of each set of layers; with `tied`, those of sets that are stored as the same tensor."""
+    """Collect the curve of each set of layers; with `tied`, sets that are stored as the same tensor share one."""
     points: dict[tuple[str, ...], list[tuple[float, float]]] = {}
-    least = min((loss for loss in losses if loss > 0), default=0.0)  # what is lost in noise is not nothing
+    least = min((loss for loss in losses if loss > 0), default=0.0)  # replaces losses that are lost in noise
     for one, loss in zip(travellers, losses, strict=True):
         more = [(rate, max(loss, least) * multiple) for rate, multiple in (*one.shape, (one.rate, 1.0))]
         points.setdefault(one.layers, []).extend(more)
     weights = {layer.name: math.prod(layer.shape) for layer in model.layers}
     stored = {layer.name: layer.copies(model.weights)[0] if tied else layer.name for layer in model.layers}
     joined: dict[tuple[str, ...], list[Curve]] = {}
-    for layers, found in points.items():
-        rates, of_rates = zip(*sorted(found), strict=True)
-        curve = Curve(layers=layers, weights=sum(weights[layer] for layer in layers), rates=rates, losses=of_rates)
+    for layers, pairs in points.items():
+        rates, rate_losses = zip(*sorted(pairs), strict=True)
+        curve = Curve(layers=layers, weights=sum(weights[layer] for layer in layers), rates=rates, losses=rate_losses)
         joined.setdefault(tuple(stored[layer] for layer in layers), []).append(curve)
     return [sum_of(curves) for curves in joined.values()]

@@ -1,4 +1,4 @@
-"""What a recipe means for a model: whether it can be had, and what config.json will say of the quantized weights."""
+"""Recipe resolved and checked for a model, and the entries of config.json for the quantized weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger("nearplane")
 
 
 def open_original(source: str | Path, recipe: Recipe, *, trust_remote_code: bool) -> Model:
-    """Open the model that a recipe quantizes, or that a checkpoint with this recipe was made of; see `open_model`."""
+    """Open the original model of a recipe or of a checkpoint with this recipe; see `open_model`."""
     embeddings, head = recipe.scheme.ends
     return open_model(
         str(source), trust_remote_code=trust_remote_code, ignore=recipe.ignore, embeddings=embeddings, head=head
@@ -42,10 +42,10 @@ def open_original(source: str | Path, recipe: Recipe, *, trust_remote_code: bool
 
 
 def settled(model: Model, recipe: Recipe) -> Recipe:
-    """Return the recipe with what it leaves to the model: the group size of auto, and the type of blocks of every layer.
+    """Return the recipe with the group size "auto" and the type of blocks of every layer resolved for a model.
 
     Raises:
-        RecipeError: blocks divide the inputs of a layer in no way.
+        RecipeError: No type of blocks divides the inputs of a layer.
     """
     recipe = recipe.grouped(layer.shape[1] for layer in model.layers)
     config = model.config.to_dict()
@@ -56,33 +56,33 @@ def settled(model: Model, recipe: Recipe) -> Recipe:
         if part is not None
         for layer in part.layers
     }
-    own = {}
+    resolved = {}
     for layer in model.layers:
         scheme = recipe.scheme_of(layer.name)
         if not isinstance(scheme, BlockScheme):
             continue
         place, columns = places.get(layer.name, 0), layer.shape[1]
         role = ends.get(layer.name) or role_of(layer.name)
-        named = scheme.number_format.name if scheme.measured else str(scheme.grid)
+        kind_name = scheme.number_format.name if scheme.measured else str(scheme.grid)
         if layer.name in ends and scheme.embeddings != "auto":
-            named = scheme.embeddings
-        if named == scheme.embeddings:
-            role = "embeddings"  # of this very type
-        kind = type_of(named, role, place, columns, config)
+            kind_name = scheme.embeddings
+        if kind_name == scheme.embeddings:
+            role = "embeddings"  # in the type that was asked for
+        kind = type_of(kind_name, role, place, columns, config)
         if columns % kind.columns:
             raise RecipeError(
-                f"{layer.name} has {columns} inputs, which blocks of {kind.columns} do not divide: llama.cpp leaves such layers "
-                f"in F16. Leave it as it is with --ignore {layer.name.rpartition('.')[2]}."
+                f"{layer.name} has {columns} inputs, which blocks of {kind.columns} do not divide; llama.cpp leaves such layers "
+                f"in F16. Exclude the layer with --ignore {layer.name.rpartition('.')[2]}."
             )
         if kind.name != scheme.grid:
-            own[layer.name] = kind.name
-    return with_types(model, recipe, own)
+            resolved[layer.name] = kind.name
+    return with_types(model, recipe, resolved)
 
 
 def with_types(model: Model, recipe: Recipe, types: Mapping[str, str | None]) -> Recipe:
-    """Return the recipe with types of blocks, by layer, in place of what it says of these layers; None: as it says.
+    """Return the recipe with these types of blocks by layer; layers with None keep their scheme.
 
-    The same matrix of all experts of a block gets one pattern where it gets one type: there are thousands.
+    If the same matrix of all experts of a block gets one type, it gets one pattern, because experts may be thousands.
     """
     sets: dict[str, list[str]] = {}
     for layer in model.layers:
@@ -91,44 +91,44 @@ def with_types(model: Model, recipe: Recipe, types: Mapping[str, str | None]) ->
             head, _, tail = layer.name.rpartition(f".{layer.expert}.")
             pattern = rf"{re.escape(head)}\.[0-9]+\.{re.escape(tail)}"
         sets.setdefault(f"^{pattern}$", []).append(layer.name)
-    own = []
+    schemes = []
     for pattern, names in sets.items():
-        asked = {name: (types.get(name), recipe.scheme_of(name)) for name in names}
-        if len(set(asked.values())) == 1:
-            asked = {pattern: asked[names[0]]}
+        targets = {name: (types.get(name), recipe.scheme_of(name)) for name in names}
+        if len(set(targets.values())) == 1:
+            targets = {pattern: targets[names[0]]}
         else:
-            asked = {f"^{re.escape(name)}$": both for name, both in asked.items()}
-        own += [
+            targets = {f"^{re.escape(name)}$": both for name, both in targets.items()}
+        schemes += [
             LayerScheme(pattern=each, scheme=scheme.storing(number_format(name)))
-            for each, (name, scheme) in asked.items()
+            for each, (name, scheme) in targets.items()
             if scheme is not None and name is not None
         ]
-    return replace(recipe, layers=(*own, *recipe.layers))
+    return replace(recipe, layers=(*schemes, *recipe.layers))
 
 
 def check_request(model: Model, recipe: Recipe) -> None:
-    """Refuse what cannot work before any work starts.
+    """Refuse a recipe that cannot work for a model, before any work starts.
 
     Raises:
-        RecipeError: names the layer and the way out.
+        RecipeError: The recipe cannot work; the message names the layer and an alternative.
     """
     refuse_unmatched(model, recipe.ignore)
-    refuse_unmatched(model, [own.pattern for own in recipe.layers], "--layer")
+    refuse_unmatched(model, [each.pattern for each in recipe.layers], "--layer")
     refuse_unsupported(model)
     if not has_head(model.network) and not recipe.files.any_network:
         raise RecipeError(
-            f"{type(model.network).__name__} is an encoder, and readers of {recipe.format} take language models alone. Use "
+            f"{type(model.network).__name__} is an encoder, but readers of {recipe.format} accept only language models. Use "
             f"--format compressed-tensors, or --rate 4, which nearplane.load reads."
         )
     stacks = f"{type(model.network).__name__} has an encoder and a decoder"
     if has_two_stacks(model.network) and not recipe.files.any_network:
         raise RecipeError(
-            f"{stacks}, and readers of {recipe.format} take one stack of blocks. Use --format compressed-tensors, or --rate 4, "
-            f"which nearplane.load reads."
+            f"{stacks}, but readers of {recipe.format} accept only one stack of blocks. Use --format compressed-tensors, or "
+            f"--rate 4, which nearplane.load reads."
         )
     if has_two_stacks(model.network) and any(recipe.scheme.ends):
         raise RecipeError(
-            f"{stacks}, of which embeddings and head stay as they are so far. Leave out --include-embeddings and --include-head."
+            f"{stacks}, whose embeddings and head cannot be quantized yet. Leave out --include-embeddings and --include-head."
         )
     layers = model.layers
     for layer in layers:
@@ -136,42 +136,42 @@ def check_request(model: Model, recipe: Recipe) -> None:
         group_size = getattr(scheme, "group_size", None)
         if group_size is not None and layer.shape[1] % group_size:
             raise RecipeError(
-                f"{layer.name} has {layer.shape[1]} inputs, not a multiple of --group-size {group_size}. "
-                f"The largest that divides all layers is {gcd(*(layer.shape[1] for layer in layers))}; none gives one step a row; "
-                f"--ignore leaves a layer out."
+                f"{layer.name} has {layer.shape[1]} inputs, not a multiple of --group-size {group_size}. Use a divisor of "
+                f"{gcd(*(layer.shape[1] for layer in layers))}, which fits all layers, or none for one step per row; or exclude "
+                f"the layer with --ignore."
             )
     check_budget(model, recipe)
-    for path, names in _fused_apart(model, recipe).items():
+    for path, names in _inconsistent_fusions(model, recipe).items():
         logger.warning(
-            f"{' and '.join(names)} of {path} have different grids: vLLM and SGLang, which make one layer of them, do not load "
-            f"that."
+            f"{' and '.join(names)} of {path} have different grids. vLLM and SGLang fuse these layers and cannot load the "
+            f"checkpoint."
         )
 
 
-def _fused_apart(model: Model, recipe: Recipe) -> dict[str, list[str]]:
-    """Return layers that runtimes fuse and that have grids of their own, by where they are; the first place of all."""
-    together: dict[tuple[str, str], dict[str, object]] = {}
+def _inconsistent_fusions(model: Model, recipe: Recipe) -> dict[str, list[str]]:
+    """Return layers that runtimes fuse although their grids differ, by their module; only the first such module."""
+    formats: dict[tuple[str, str], dict[str, object]] = {}
     for layer in model.layers if recipe.layers and not recipe.files.for_llama_cpp else ():
         path, _, last = layer.name.rpartition(".")
         if last in FUSED:
-            together.setdefault((path, FUSED[last]), {})[last] = recipe.scheme_of(layer.name).number_format
-    apart = [(path, list(own)) for (path, _), own in together.items() if len(set(own.values())) > 1]
-    return dict(apart[:1])
+            formats.setdefault((path, FUSED[last]), {})[last] = recipe.scheme_of(layer.name).number_format
+    inconsistent = [(path, list(each)) for (path, _), each in formats.items() if len(set(each.values())) > 1]
+    return dict(inconsistent[:1])
 
 
 def rehearse(model: Model, recipe: Recipe, windows: Windows, device: Device) -> dict[str, FirstLook]:
-    """Refuse what would be found out late: blocks that cannot be run one by one, and files that transformers would not load.
+    """Refuse blocks that cannot run one by one, and files that transformers would not load, before the run.
 
     Returns:
-        How a window ran through one block of each kind, by its name; see `try_blocks`.
+        Results of running a window through one block of each kind, by name; see `try_blocks`.
 
     Raises:
-        ModelError, RecipeError: names the block, or a layer and a way that works.
+        ModelError, RecipeError: The run cannot succeed; the message names the block or layer and an alternative.
     """
     looks = {} if windows.fitted is None else try_blocks(model, windows.fitted, device)
     if recipe.files.by_gptqmodel and (recipe.layers or recipe.allocate == "slope"):
         logger.warning(
-            "Layers with grids of their own in GPTQ are read by GPTQModel, vLLM and SGLang, not by transformers alone."
+            "Only GPTQModel, vLLM and SGLang read GPTQ checkpoints whose layers have different grids; transformers alone does not."
         )
     check_loads(model, recipe, lambda recipe, layers: quantization_config(model, recipe, layers=layers))
     return looks
@@ -180,22 +180,22 @@ def rehearse(model: Model, recipe: Recipe, windows: Windows, device: Device) -> 
 def quantization_config(
     model: Model, recipe: Recipe, widths: Mapping[str, int] | None = None, *, layers: Sequence[Layer] | None = None
 ) -> dict[str, Any]:
-    """Return what config.json will say of the quantized weights; `layers` are those quantized, if not all of the model."""
+    """Return the entries of config.json for quantized weights; `layers` are the quantized ones, by default all."""
     layers = model.layers if layers is None else layers
     grids: dict[str, NumberFormat] = {}
     for layer in layers:
         grids[layer.name] = recipe.scheme_of(layer.name).with_bits((widths or {}).get(layer.name)).number_format
-    own: dict[str, NumberFormat] = {}
-    if widths or len(set(grids.values())) > 1:  # by both names, where they differ
-        own = grids | {layer.written(model.weights): grids[layer.name] for layer in layers}
+    own_grids: dict[str, NumberFormat] = {}
+    if widths or len(set(grids.values())) > 1:  # under both names of a layer
+        own_grids = grids | {layer.written(model.weights): grids[layer.name] for layer in layers}
     network = Quantized(
         scheme=recipe.scheme,
         quantized=[layer.name for layer in layers],
         ignore=left_dense(model, layers),
-        grids=own,
+        grids=own_grids,
         experts=merged_experts(model, layers),
         routed={name for layer in layers if layer.routed for name in (layer.name, layer.written(model.weights))},
-        layers={  # what is put together from several tensors is refused later, see `loading/rehearsal.py`
+        layers={  # matrices in several tensors are checked later, see `loading/rehearsal.py`
             layer.written(model.weights): grids[layer.name] for layer in layers if layer.stored_alone(model.weights)
         },
         embeddings=recipe.scheme.dense_ends,

@@ -1,4 +1,4 @@
-"""The start of a run: its model opened, its checkpoint to be, and what is decided before the first layer, or taken up again."""
+"""Start of a run: opening the model, preparing the checkpoint, and deciding plan and memory or restoring them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nearplane.formats.container import Container, Place
 from nearplane.formats.journal_pages import told
 from nearplane.formats.table import open_container
 from nearplane.models.model import Model
-from nearplane.planning.folder_size import free_layers, longest_record
+from nearplane.planning.folder_size import longest_record, measured_choice
 from nearplane.planning.forecast import Forecast, forecast
 from nearplane.planning.plan import Plan, plan
 from nearplane.planning.request import check_request, open_original, quantization_config, settled
@@ -28,12 +28,12 @@ from nearplane.system.progress import Progress
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What a run is told beside its recipe; see `quantize`.
+    """Options of a run beside its recipe; see `quantize`.
 
     Args:
-        name: what the record calls the model.
-        given: texts or tokens that came from Python.
-        memory: bytes that the run may take; None: any.
+        name: Name of the model in the run record.
+        given: Texts or tokens that were passed from Python.
+        memory: Memory limit in bytes; None: no limit.
     """
 
     name: str
@@ -47,13 +47,13 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is quantized, and how: all that the result depends on.
+    """Run inputs: model, recipe, windows and options.
 
     Args:
-        model: to be quantized.
-        asked: the recipe as it was given, and `recipe` as it is settled for this model.
-        windows: for calibration.
-        options: of the run.
+        model: The model to quantize.
+        asked: The recipe as it was given; `recipe` is the one resolved for this model.
+        windows: Calibration windows.
+        options: Options of the run.
     """
 
     model: Model
@@ -63,12 +63,12 @@ class Job:
     options: Options
 
     def told(self) -> dict[str, Any]:
-        """Return what two runs are told that write the same; see `journal_pages.told`."""
+        """Return all that the output depends on as JSON, equal for runs with equal output; see `journal_pages.told`."""
         files, device = {"model": self.model.folder}, self.options.device
         return told(asdict(self.asked), files, self.windows.digest(), versions(), device)
 
     def record(self) -> RunRecord:
-        """Return the record of a run as far as it is known before anything is measured."""
+        """Return the run record with what is known before anything is measured."""
         windows = self.windows
         return RunRecord(
             recipe=self.asked,
@@ -87,13 +87,13 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Before:
-    """What a run that was stopped had done.
+    """State of a stopped run that is resumed.
 
     Args:
-        blocks: that are behind it.
-        record: with their layers, and what was there before the first.
-        plan: as it was then.
-        seconds: that it took.
+        blocks: Number of finished blocks.
+        record: The run record with their layers and with the entries from before the first block.
+        plan: The plan as it was when the run stopped.
+        seconds: Duration of the stopped run.
     """
 
     blocks: int
@@ -103,7 +103,7 @@ class Before:
 
 
 class Decided(NamedTuple):
-    """The record as far as it is known, what every layer may take, and how the run spares memory and how much it takes."""
+    """The run record so far, the bit budget of each layer, and the memory settings with their forecast."""
 
     record: RunRecord
     plan: Plan
@@ -111,10 +111,10 @@ class Decided(NamedTuple):
 
 
 def open_settled(source: str, recipe: Recipe, *, trust_remote_code: bool) -> tuple[Model, Recipe]:
-    """Open the model that a recipe quantizes; return it, and the recipe as it is settled for it.
+    """Open the model that a recipe quantizes; return it and the recipe resolved for it.
 
     Raises:
-        NearplaneError: it cannot be quantized so.
+        NearplaneError: The model cannot be quantized by this recipe.
     """
     model = open_original(source, recipe, trust_remote_code=trust_remote_code)
     recipe = settled(model, recipe)
@@ -131,13 +131,13 @@ def container_for(
     overwrite: bool,
     trust_remote_code: bool,
 ) -> Container:
-    """Return the checkpoint of a model that is to be written into `out`; it knows what a stopped run had written.
+    """Return the checkpoint to write into `out`, which also holds what a stopped run has written.
 
     Args:
-        model: the original.
-        recipe: that made its layers.
-        out, overwrite, trust_remote_code: see `Place`.
-        config: the quantization_config; None: that of the recipe.
+        model: The original model.
+        recipe: The recipe of the layers.
+        out, overwrite, trust_remote_code: Arguments of `Place`.
+        config: The quantization_config; None: derived from the recipe.
     """
     place = Place(
         out=out,
@@ -154,30 +154,30 @@ def container_for(
 
 @contextmanager
 def decide(job: Job, container: Container, before: Before | None) -> Iterator[Decided]:
-    """Decide how a run goes about its job; its products are computed so within this context.
+    """Decide plan and memory settings of a run; within this context matrix products use the library that was chosen.
 
     Args:
-        job: what is to be done.
-        container: that it writes; told how long its record may become.
-        before: what a run that was stopped had done.
+        job: Run inputs.
+        container: Container to write; its `room` is set to the maximum length of the record.
+        before: State of the stopped run, or None for a new run.
 
     Raises:
-        NearplaneError: something that would be found out late, or more memory than the run may take.
+        NearplaneError: The run cannot succeed, or needs more memory than its limit.
     """
     model, windows, device = job.model, job.windows, job.options.device
     if before is not None:
         record = replace(before.record, source=job.options.name, layers=())
         container.room = longest_record(model, record)
         with repeated(record.products, device):
-            batch = record.batch or batch_of(windows.seqlen)  # sums depend on it
-            foreseen = forecast(model, job.recipe, windows, device, job.options.memory, batch)
-            yield Decided(record, before.plan, foreseen)
+            batch = record.batch or batch_of(windows.seqlen)  # affects the order of sums
+            prediction = forecast(model, job.recipe, windows, device, job.options.memory, batch)
+            yield Decided(record, before.plan, prediction)
         return
     with fastest([layer.shape for layer in model.layers], windows.count * windows.seqlen, device) as products:
-        foreseen = forecast(model, job.recipe, windows, device, job.options.memory)
-        batch = foreseen.setting.batch
+        prediction = forecast(model, job.recipe, windows, device, job.options.memory)
+        batch = prediction.setting.batch
         record = replace(job.record(), products=products, batch=None if batch == batch_of(windows.seqlen) else batch)
         container.room = longest_record(model, record)
-        free = free_layers(model, job.asked, job.recipe, container, record)
-        planned = plan(model, job.recipe, windows.fitted, device, job.options.progress, free=free)
-        yield Decided(record, planned, foreseen)
+        choice = measured_choice(model, job.asked, job.recipe, container, record)
+        planned = plan(model, job.recipe, windows.fitted, device, job.options.progress, free=choice)
+        yield Decided(record, planned, prediction)

@@ -1,1 +1,1 @@
-"""What is asked of a run: recipe, schemes, other tools' names for options."""
+"""Recipe of a run: its options, the schemes, and other tools' names of options."""

@@ -1,4 +1,4 @@
-"""Regular expressions of a recipe or a config."""
+"""Regular expressions that recipes and config files hold."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from functools import lru_cache
 
 @lru_cache(maxsize=1 << 16)
 def compiled(pattern: str) -> re.Pattern[str]:
-    """Return a regular expression; `re` itself keeps 512, and a deep model has more layers with a type of their own."""
+    """Compile a regular expression; the cache of `re` holds 512 patterns, fewer than the layers of a deep model."""
     return re.compile(pattern)
 
 
 def fault_of(pattern: str) -> str | None:
-    """Return why a text is no regular expression; None if it is one."""
+    """Return the reason why a text is not a regular expression, or None if it is one."""
     try:
         compiled(pattern)
     except (re.error, RecursionError, OverflowError) as error:

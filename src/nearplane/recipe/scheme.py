@@ -1,7 +1,6 @@
-"""What all kinds of scheme have, the words that options are given in, and how wrong ones are refused. Needs no torch.
+"""Fields and checks shared by all schemes, and what the readers of each file format accept. Needs no torch.
 
-Of formats of files it says who reads them and what these readers take, without writing one; what a layer's tensors look like in
-them is in `formats/table.py`, under the same names.
+No format is written here: `formats/table.py` holds the layout of a layer's tensors in a file, under the same names.
 """
 
 from __future__ import annotations
@@ -18,23 +17,23 @@ Solver = Literal["nearest-plane", "round-to-nearest", "k-best"]
 Format = Literal["compressed-tensors", "gptq", "gptq_v2", "gguf", "nearplane"]
 Allocation = Literal["uniform", "slope"]
 
-BEAM = 8  # candidates of a row; this and those of `schemes.py` as docs/log.md found them worth what they cost
-FITTING = (128, 64, 32, 16)  # weights that share a step by default: the first of these that fits; kernels take no fewer
-SWEEP_DAMP = 0.1  # where targets are corrected
-UNCALIBRATED: tuple[Solver, ...] = ("round-to-nearest",)  # which need no inputs, as `lattice/solvers.py` says
+BEAM = 8  # candidates of a row; docs/log.md has the measurements behind this and the defaults of `schemes.py`
+FITTING = (128, 64, 32, 16)  # default group sizes to try; kernels take no smaller ones
+SWEEP_DAMP = 0.1  # default of `sweep_damp` where targets are corrected
+UNCALIBRATED: tuple[Solver, ...] = ("round-to-nearest",)  # solvers that need no inputs; see `lattice/solvers.py`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileFormat:
-    """A format of files.
+    """Readers of one file format, and what they accept.
 
     Args:
-        any_network: whether readers take encoders, and encoders with a decoder, besides language models.
-        one_grid_for_experts: whether the experts of all blocks are decoded by one number format.
-        by_gptqmodel: whether GPTQModel reads it, also what transformers alone does not.
-        for_llama_cpp: whether it is one file for llama.cpp: types of blocks, the tokenizer and the record are in it.
-        steps_of_model: whether steps have the dtype of the model.
-        by_nearplane: whether nearplane alone reads it.
+        any_network: Whether readers accept encoders and encoder-decoder models besides language models.
+        one_grid_for_experts: Whether readers decode the experts of all blocks by one number format.
+        by_gptqmodel: Whether GPTQModel reads the format, also variants that transformers alone cannot read.
+        for_llama_cpp: Whether the checkpoint is one file for llama.cpp, with types of blocks, tokenizer and run record in it.
+        steps_of_model: Whether steps have the dtype of the model.
+        by_nearplane: Whether nearplane is the only reader.
     """
 
     any_network: bool = False
@@ -57,18 +56,19 @@ FILE_FORMATS: dict[str | None, FileFormat] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """What all kinds of scheme have: how targets are made and rounded.
+    """Options of all schemes: correction of targets, and rounding.
 
     Args:
-        order: Which column is rounded first.
-        solver: nearest-plane is Babai's algorithm (GPTQ); round-to-nearest needs no calibration and loses more; k-best keeps
-            several candidates of every row. Default: nearest-plane on grids, k-best for entropy-coded weights.
-        beam: Candidates of k-best. Default: 8.
-        damp: Damping relative to the mean of the Hessian's diagonal, or auto: the least of 1e-4, 1e-3, ... that factors. Raise it
-            if a Hessian is not positive definite.
-        sweep_damp: The same in the sweep. Default: 0.1 where targets are corrected, as later layers make up best for errors in
-            strong directions; else as --damp.
-        correct: Whether targets make up for what the layers before lost.
+        order: Order in which columns are rounded: natural is first to last; activation starts with the inputs of largest mean
+            square; pivoted rounds the input with the smallest remaining Schur complement last.
+        solver: Rounding algorithm. nearest-plane is Babai's algorithm (GPTQ). round-to-nearest needs no calibration but loses more.
+            k-best keeps several candidates of every row. Default: nearest-plane on grids, k-best for entropy-coded weights.
+        beam: Number of candidates that k-best keeps of every row. Default: 8.
+        damp: Damping of the Hessian relative to the mean of its diagonal. auto: the smallest of 1e-4, 1e-3, ... with which the
+            Hessian can be factored. Raise the damping if a Hessian is not positive definite.
+        sweep_damp: Damping of the sweep. Default: 0.1 with corrected targets, because later layers compensate errors along the
+            dominant input directions; otherwise equal to --damp.
+        correct: Whether each target compensates the loss of the layers before it.
     """
 
     order: Order = "activation"
@@ -78,12 +78,10 @@ class Scheme:
     sweep_damp: float | None = None
     correct: bool = True
 
-    FORMATS: ClassVar[tuple[Format, ...]] = ()  # that hold such weights, the default first
-    default_solver: ClassVar[Solver] = "nearest-plane"  # where none is asked for
-    entropy_coded: ClassVar[bool] = False  # whether codes take as many bits as they hold; else each takes the same
-    types_vary: ClassVar[bool] = (
-        False  # whether a layer may have another number format, where the scheme's does not fit it
-    )
+    FORMATS: ClassVar[tuple[Format, ...]] = ()  # formats that hold such weights, the default first
+    default_solver: ClassVar[Solver] = "nearest-plane"
+    entropy_coded: ClassVar[bool] = False  # whether codes have variable length in the file; else each has the same bits
+    types_vary: ClassVar[bool] = False  # whether a layer that does not fit the number format may get another
 
     def __post_init__(self) -> None:
         one_of("order", self.order, Order)
@@ -93,7 +91,7 @@ class Scheme:
         if self.beam is None and self.solver == "k-best":
             object.__setattr__(self, "beam", BEAM)
         if self.beam is not None and self.solver != "k-best":
-            raise RecipeError(f"beam is {self.beam}, but only solver 'k-best' has one, not {self.solver!r}.")
+            raise RecipeError(f"beam is {self.beam}, but only solver 'k-best' has a beam, not {self.solver!r}.")
         whole("beam", self.beam, 1)
         numeric = isinstance(self.damp, int | float) and 0 <= self.damp < 10
         within("damp", self.damp, self.damp == "auto" or numeric, "auto or a number from 0 to 10")
@@ -101,21 +99,21 @@ class Scheme:
         within("sweep_damp", damp, damp is None or (isinstance(damp, int | float) and 0 <= damp < 10), "0 to 10")
         true_or_false("correct", self.correct)
         if not self.calibrated and damp is not None:
-            raise RecipeError(f"sweep_damp needs calibration, which solver {self.solver!r} does without.")
+            raise RecipeError(f"sweep_damp needs calibration, but solver {self.solver!r} uses none.")
 
     @property
     def calibrated(self) -> bool:
-        """Whether the solver looks at the inputs of layers."""
+        """Whether the solver uses the inputs of layers."""
         return self.solver not in UNCALIBRATED
 
     @property
     def title(self) -> str:
-        """How weights are stored, in words."""
+        """Storage of the weights, as a phrase for the summary."""
         return "on fixed grids"
 
     @property
     def default_allocation(self) -> Allocation:
-        """How bits are spread over layers where the recipe does not say."""
+        """Distribution of bits over layers if the recipe leaves it open."""
         return "uniform"
 
     @property
@@ -125,12 +123,12 @@ class Scheme:
 
     @property
     def dense_ends(self) -> str | None:
-        """The type of a GGUF in which embeddings and head stay as they are; None: their own, or they are quantized."""
+        """Type in a GGUF of embeddings and head that are not quantized; None: their own type, or they are quantized."""
         return None
 
     @property
     def number_format(self) -> NumberFormat:
-        """The number format that layers get, where they have none of their own."""
+        """Number format of layers that have none of their own."""
         return CODED
 
     @property
@@ -145,33 +143,33 @@ class Scheme:
 
     @property
     def weighs_rows(self) -> bool:
-        """Whether rows whose errors the network minds more get finer steps."""
+        """Whether rows to whose errors the network is more sensitive get finer steps."""
         return False
 
     @property
     def joins_rows(self) -> bool:
-        """Whether rows make up for each other's errors, so that none is rounded as if it were alone."""
+        """Whether rows compensate each other's errors, so that they are rounded together."""
         return False
 
     def with_bits(self, bits: int | None) -> Self:
-        """Return the scheme of a layer whose codes have so many bits; None, or where codes have no limits: the scheme itself."""
+        """Return the scheme of a layer with this many bits per code; None, or entropy-coded: the scheme itself."""
         return self
 
     def storing(self, format: NumberFormat) -> Self:
-        """Return the scheme of a layer that is stored in this format, as far as formats of layers may differ."""
+        """Return the scheme of a layer that is stored in this format, as far as layers may differ."""
         return self
 
     def grouped(self, inputs: Iterable[int]) -> Self:
-        """Return the scheme with the group size that auto stands for where layers have so many inputs."""
+        """Return the scheme with group size "auto" resolved for layers with these numbers of inputs."""
         return self
 
     @property
     def asked(self) -> tuple[float, str] | None:
-        """How much the checkpoint was to take, in bits per weight or bytes; None where the grid says it."""
+        """Size that was asked for, in bits per weight or bytes; None where the grid determines the size."""
         return None
 
     def damp_of_the_sweep(self, corrected: bool) -> float | Literal["auto"]:
-        """Return the damping of the sweep, of targets that are corrected or not."""
+        """Return the damping of the sweep, for targets that are corrected or not."""
         if not self.calibrated:
             return self.damp
         if self.sweep_damp is not None:
@@ -185,52 +183,52 @@ def names_of(part: type) -> set[str]:
 
 
 def within(name: str, value: object, good: bool, expected: str) -> None:
-    """Refuse a number that is not what is expected."""
+    """Refuse a value that is not `good`."""
     if isinstance(value, bool) or not good:
         raise RecipeError(f"{name} is {value!r}; expected {expected}.")
 
 
 def whole(name: str, value: object, least: int) -> None:
-    """Refuse what is neither None nor a whole number from `least` to 1000."""
+    """Refuse a value that is neither None nor a whole number from `least` to 1000."""
     good = value is None or (isinstance(value, int) and least <= value <= 1000)
     within(name, value, good, f"a whole number from {least} to 1000")
 
 
 def true_or_false(name: str, value: object) -> None:
-    """Refuse what is neither."""
+    """Refuse a value that is not a bool."""
     if not isinstance(value, bool):
         raise RecipeError(f"{name} is {value!r}; expected true or false.")
 
 
 def one_of(name: str, value: object, choices: Any) -> None:
-    """Refuse what is none of a Literal's words."""
+    """Refuse a value that is none of a Literal's words."""
     if value not in choices.__args__:
         raise RecipeError(f"{name} is {value!r}; expected one of {', '.join(choices.__args__)}.")
 
 
 def options_of(format: NumberFormat) -> dict[str, Any]:
-    """Return the options that a number format stands for."""
+    """Return the options that a number format implies."""
     return {"bits": format.bits, "group_size": format.group, "symmetric": format.symmetric}
 
 
 def spelled_out(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with those that a grid of integers stands for in its place.
+    """Return the options with a grid of integers replaced by the bits, group size and symmetry that its name implies.
 
     Raises:
-        RecipeError: one is given besides, as another.
+        RecipeError: One of these options is given too, with another value.
     """
     format = find_format(str(options.get("grid")).lower())
     if format is None or format.name in TYPES:
         return dict(options)
-    said, rest = options_of(format), {name: value for name, value in options.items() if name != "grid"}
-    for name in said:
-        if options.get(name) not in (None, said[name]):
+    implied, others = options_of(format), {name: value for name, value in options.items() if name != "grid"}
+    for name in implied:
+        if options.get(name) not in (None, implied[name]):
             raise RecipeError(contradiction(name, options[name], format))
-    return rest | (
-        said if format == integers(format.bits, format.group, symmetric=format.symmetric) else {"grid": format.name}
+    return others | (
+        implied if format == integers(format.bits, format.group, symmetric=format.symmetric) else {"grid": format.name}
     )
 
 
 def contradiction(name: str, value: object, format: NumberFormat) -> str:
-    """Return the sentence for an option that a grid says otherwise."""
-    return f"{name} is {value!r}, but --grid {format.name} says all of how weights are stored: leave out one of them."
+    """Return the error message for an option that contradicts a grid."""
+    return f"{name} is {value!r}, but --grid {format.name} determines how weights are stored. Leave out one of them."

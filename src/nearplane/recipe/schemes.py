@@ -1,6 +1,6 @@
-"""How matrices are quantized, as frozen data: on a grid of a fixed number of bits, in the blocks of llama.cpp, or entropy-coded.
+"""Schemes as frozen data: grids of a fixed number of bits, blocks of llama.cpp, or entropy-coded codes.
 
-Three kinds of scheme, each with only its own options. Needs no torch; what the options lead to is in `matrix/`.
+Each of the three kinds has only its own options. Needs no torch; `matrix/` applies them.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from nearplane.recipe.sizes import bytes_in
 Scale = Literal["minmax", "mse"]
 Rows = Literal["sensitivity", "equal"]
 BlockName = Literal["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"]  # of llama.cpp
-GridName = Literal[BlockName, "q2_k_m", "q3_k_m", "q4_k_m", "q5_k_m"]  # also its mixes of them
+GridName = Literal[BlockName, "q2_k_m", "q3_k_m", "q4_k_m", "q5_k_m"]  # with llama.cpp's mixes of types
 Dense = Literal["f32", "f16", "bf16"]
 Ends = Literal["auto", Dense, BlockName]
-POLISH = 1  # sweeps, on fixed grids
-ROUNDS = 3  # over steps and codes, on fixed grids
-BITS = 4  # of a code by default
-CHOSEN = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0")  # types that layers get by measuring, by rising rate
+DEFAULT_POLISH = 1  # sweeps of coordinate descent over codes, on fixed grids
+DEFAULT_ROUNDS = 3  # passes over steps and codes, on fixed grids
+DEFAULT_BITS = 4  # per code
+MEASURED_TYPES = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0")  # types to choose from by measuring, by rising rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,21 +56,21 @@ class GridScheme(Scheme):
     """Codes of a fixed number of bits on a grid of steps, which existing runtimes load.
 
     Args:
-        grid: Name of a number format that says bits, group size and symmetry; None where these say it.
-        bits: Bits of a code, 2 to 8; a fraction (3.5) is what layers get on average, each a whole number of its own.
-        group_size: Weights that share a step, or none for one step a row. auto is 128, or the largest of 64, 32 and 16 that
-            divides the inputs of all layers, or none where 16 does not.
-        symmetric: Whether grids have no zero-point.
-        scale: How steps are found: range of the weights, or p-norm error search.
-        polish: Sweeps of coordinate descent over the codes at the end. Default: 1.
-        rounds: Passes of coordinate descent over steps, by least squares, and codes together; then codes are solved once more on
-            the fitted steps, and the better ones of every row are kept. Default: 3.
-        two_sided: Whether rows make up for each other's errors too, as the network's gradients say, not only columns. Takes a
-            backward pass; no bound of a sweep holds for such codes.
+        grid: Name of a number format that implies bits, group size and symmetry. None: these three options apply.
+        bits: Bits per code, 2 to 8. A fraction such as 3.5 is the average over layers; every layer gets a whole number of bits.
+        group_size: Number of weights that share a step; none is one step per row. auto is 128, or the largest of 64, 32 and 16
+            that divides the inputs of all layers, or none if 16 does not divide them.
+        symmetric: Whether grids have no zero point.
+        scale: Choice of the steps: minmax uses the range of the weights; mse searches the step with the smallest p-norm error.
+        polish: Number of sweeps of coordinate descent over the codes at the end. Default: 1.
+        rounds: Number of passes of coordinate descent that fit steps (least squares) and codes together. The codes are then
+            solved once more on the fitted steps, and each row keeps the better of the two results. Default: 3.
+        two_sided: Whether rows compensate each other's errors too, weighted by the network's gradients, and not only columns.
+            Needs a backward pass. No bound of a sweep holds for such codes.
     """
 
     grid: str | None = None
-    bits: float = BITS  # an int where it is whole; not `int | float`, of which command lines take the first that fits
+    bits: float = DEFAULT_BITS  # an int if whole; not `int | float`, of which command lines take the first that fits
     group_size: int | Literal["auto"] | None = "auto"
     symmetric: bool = True
     scale: Scale = "mse"
@@ -84,7 +84,7 @@ class GridScheme(Scheme):
         Scheme.__post_init__(self)
         if self.grid is not None:
             self._take_grid(self.grid)
-        if self.group_size == -1:  # how other tools write it
+        if self.group_size == -1:  # spelling of other tools
             object.__setattr__(self, "group_size", None)
         within("bits", self.bits, isinstance(self.bits, int | float) and 2 <= self.bits <= 8, "a number from 2 to 8")
         if self.bits == int(self.bits):
@@ -96,62 +96,62 @@ class GridScheme(Scheme):
         one_of("scale", self.scale, Scale)
         true_or_false("two_sided", self.two_sided)
         if self.two_sided and not self.calibrated:
-            raise RecipeError(f"two_sided needs calibration, which solver {self.solver!r} does without.")
+            raise RecipeError(f"two_sided needs calibration, but solver {self.solver!r} uses none.")
         _settle_refits(self)
 
     def _take_grid(self, grid: str) -> None:
-        """Set bits, group size and symmetry to what the grid says; of integers they say all of it, and the name goes.
+        """Set bits, group size and symmetry to those of the grid; the name of a grid of integers is then dropped.
 
         Raises:
-            RecipeError: there is no such number format, or one of the three is another.
+            RecipeError: The number format is unknown, or contradicts one of these three options.
         """
         format = number_format(str(grid))
         plain = format == integers(format.bits, format.group, symmetric=format.symmetric)
         object.__setattr__(self, "grid", None if plain else format.name)
         defaults = {each.name: each.default for each in fields(self)}
-        for name, said in options_of(format).items():
-            if (given := getattr(self, name)) not in (defaults[name], said):
+        for name, implied in options_of(format).items():
+            if (given := getattr(self, name)) not in (defaults[name], implied):
                 raise RecipeError(contradiction(name, given, format))
-            object.__setattr__(self, name, said)
+            object.__setattr__(self, name, implied)
 
     @property
     def joins_rows(self) -> bool:
-        """Whether rows make up for each other's errors."""
+        """Whether rows compensate each other's errors."""
         return self.two_sided
 
     @property
     def default_allocation(self) -> Allocation:
-        """A fraction of bits is what layers get on average."""
+        """Slope if bits is a fraction, which is an average over layers; else uniform."""
         return "uniform" if isinstance(self.bits, int) else "slope"
 
     @property
     def number_format(self) -> NumberFormat:
-        """The number format that layers get; of a fraction of bits, which is their average, that of the next whole number."""
-        assert self.group_size != "auto", "the scheme's group is not chosen yet"
+        """Number format of the layers; if bits is a fraction, the format of the next whole number."""
+        assert self.group_size != "auto", "the scheme's group size is not resolved yet"
         if self.grid is not None:
             return number_format(self.grid)
         return integers(ceil(self.bits), self.group_size, symmetric=self.symmetric)
 
     def with_bits(self, bits: int | None) -> Self:
-        """Return the scheme of a layer whose codes have so many bits."""
+        """Return the scheme of a layer with this many bits per code."""
         return self if bits is None else replace(self, bits=bits)
 
     @property
     def tunable(self) -> bool:
-        """Integers can be trained, numbers of levels so far not."""
+        """Whether codes and steps can be trained: integers can, formats of levels cannot yet."""
         return self.grid is None
 
     @property
     def unfit(self) -> str:
-        """What to say of inputs that groups do not divide."""
-        return f"are not a multiple of --group-size {self.group_size}. Use one that divides them, or none for one step a row."
+        """End of the error message for inputs that groups do not divide."""
+        return f"are not a multiple of --group-size {self.group_size}. Use a divisor of them, or none for one step per row."
 
     def storing(self, format: NumberFormat) -> Self:
-        """Return the scheme of a layer that is stored in this format: widths may differ."""
+        """Return the scheme of a layer that is stored in this format, which may have other bits."""
         return self.with_bits(format.bits or None)
 
     def grouped(self, inputs: Iterable[int]) -> Self:
-        """Return the scheme with the group size that auto stands for where layers have so many inputs."""
+        """Return the scheme with group size "auto" resolved for layers with these numbers of inputs."""
         if self.group_size != "auto":
             return self
         fitting = fitting_group(columns := list(inputs))
@@ -160,21 +160,21 @@ class GridScheme(Scheme):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockScheme(Scheme):
-    """Codes on the grids of llama.cpp, whose steps are on two levels: files that it runs.
+    """Codes on the two-level grids of llama.cpp, in files that llama.cpp runs.
 
     Args:
-        grid: A number format by its name (int4-g128, int8-row, int3-g64-asym, mxfp4). Or, in a GGUF, a type of blocks of
-            llama.cpp (q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k), or one of its mixes (q2_k_m, q3_k_m, q4_k_m,
-            q5_k_m), or bits per weight in blocks, steps and all (4.5): every layer gets a type of its own, by measuring. Rows that
-            blocks of 256 do not divide get the type that llama.cpp takes in its place.
-        size: Of the whole checkpoint folder, tokenizer and all, instead of a rate: "3.1GB", "800MiB" or a number of bytes. A
-            limit that is not exceeded. With --format gguf, layers get types of llama.cpp that add up to it, by measuring.
-        embeddings: Type of embeddings and head, which are quantized too; f32, f16 or bf16 leaves them as they are, in that type.
-            auto is as llama.cpp: q6_k for the head, also where it is the embeddings; for other embeddings the type of --grid, or
-            where that is a number the largest within it.
-        polish: Sweeps of coordinate descent over the codes at the end. Default: 1.
-        rounds: Passes of coordinate descent over steps, by least squares, and codes together; then codes are solved once more on
-            the fitted steps, and the better ones of every row are kept. Default: 3.
+        grid: Name of a number format, for example int4-g128, int8-row, int3-g64-asym or mxfp4. In a GGUF it may be a type of
+            llama.cpp (q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k) or one of its mixes (q2_k_m, q3_k_m, q4_k_m,
+            q5_k_m). It may also be a number of bits per weight including steps, for example 4.5: types of layers are then chosen
+            by measuring. Rows that blocks of 256 do not divide get the type that llama.cpp uses instead.
+        size: Maximum size of the whole checkpoint folder, including the tokenizer: "3.1GB", "800MiB" or a number of bytes. Used
+            instead of --rate. With --format gguf, each layer gets a type of llama.cpp, chosen by measuring.
+        embeddings: Type of the embeddings and the head. f32, f16 and bf16 store them unquantized in that type. auto follows
+            llama.cpp: q6_k for the head, also where it is tied to the embeddings; other embeddings get the type of --grid or, if
+            that is a number, the largest type within it.
+        polish: Number of sweeps of coordinate descent over the codes at the end. Default: 1.
+        rounds: Number of passes of coordinate descent that fit steps (least squares) and codes together. The codes are then
+            solved once more on the fitted steps, and each row keeps the better of the two results. Default: 3.
     """
 
     grid: str | None = field(default=None, kw_only=False)
@@ -184,7 +184,7 @@ class BlockScheme(Scheme):
     rounds: int | None = None
 
     FORMATS: ClassVar[tuple[Format, ...]] = ("gguf",)
-    types_vary: ClassVar[bool] = True  # where blocks do not divide its inputs, and in mixes
+    types_vary: ClassVar[bool] = True  # in mixes, and where blocks do not divide a layer's inputs
 
     def __post_init__(self) -> None:
         Scheme.__post_init__(self)
@@ -194,63 +194,63 @@ class BlockScheme(Scheme):
         if self.grid is not None:
             self._check_grid()
         elif self.size is None:
-            raise RecipeError(
-                "Weights in blocks of llama.cpp take a --grid or a --size, found neither: give one of them."
-            )
+            raise RecipeError("Weights in blocks of llama.cpp need --grid or --size; found neither.")
         if self.measured and not self.calibrated:
-            asked = f"grid is {self.grid}" if self.grid else f"size is {self.size}"
-            raise RecipeError(f"{asked}, for which layers are measured on text; solver {self.solver!r} has none.")
+            option = f"grid is {self.grid}" if self.grid else f"size is {self.size}"
+            raise RecipeError(
+                f"{option}, which measures layers on calibration text, but solver {self.solver!r} uses none."
+            )
         one_of("embeddings", self.embeddings, Ends)
         _settle_refits(self)
 
     def _check_grid(self) -> None:
-        """Refuse a grid that is neither a type, nor a mix, nor a rate that types have."""
+        """Refuse a grid that is neither a type, nor a mix, nor a rate between those of the types."""
         object.__setattr__(self, "grid", str(self.grid).lower())
         try:
             bits = float(str(self.grid))
         except ValueError:
             if self.grid not in GridName.__args__:  # type: ignore[attr-defined]
-                named = ", ".join([*GridName.__args__, *(each.name for each in FLOATS)])  # type: ignore[attr-defined]
-                raise RecipeError(f"grid is {self.grid!r}; expected one of {named}, or {INTEGERS}.") from None
+                names = ", ".join([*GridName.__args__, *(each.name for each in FLOATS)])  # type: ignore[attr-defined]
+                raise RecipeError(f"grid is {self.grid!r}; expected one of {names}, or {INTEGERS}.") from None
             return
-        rates = [TYPES[name].rate for name in CHOSEN]
+        rates = [TYPES[name].rate for name in MEASURED_TYPES]
         expected = f"{rates[0]} to {rates[-1]} bits per weight, or a type"
         within("grid", self.grid, rates[0] <= bits <= rates[-1], expected)
 
     @property
     def title(self) -> str:
-        """How weights are stored, in words."""
+        """Storage of the weights, as a phrase for the summary."""
         return f"on llama.cpp's grids ({self.grid or 'types by measuring'})"
 
     @property
     def measured(self) -> bool:
-        """Whether layers get types by measuring, for so many bits per weight or a size."""
+        """Whether types of layers are chosen by measuring, for a number of bits per weight or a size."""
         return self.grid is None or self.grid[0] != "q"
 
     @property
     def budget(self) -> float | None:
-        """Bits per weight in blocks that layers get together; None where the type is given, or a size leaves them."""
+        """Average bits per weight in blocks; None if the grid names a type, or a size determines the budget."""
         return float(self.grid) if self.grid is not None and self.measured else None
 
     @property
     def asked(self) -> tuple[float, str] | None:
-        """How much the checkpoint was to take, in bytes; None where the grid says it."""
+        """Size that was asked for, in bytes; None if the grid determines the size."""
         return None if self.size is None else (float(bytes_in(self.size)), "bytes")
 
     @property
     def default_allocation(self) -> Allocation:
-        """Whether types are chosen by measuring."""
+        """Slope if types are chosen by measuring, else uniform."""
         return "slope" if self.measured else "uniform"
 
     @property
     def number_format(self) -> BlockType:
-        """The type of blocks; of a mix the one that most layers have, of a budget the largest that it has room for.
+        """Type of blocks: of a mix the most frequent one, of a number of bits per weight the largest type within it.
 
-        Of a size it is the smallest, until it is known what the size leaves.
+        With a size it is the smallest type, until `folder_size.py` has computed the budget.
         """
         if self.measured:
-            budget = self.budget or TYPES[CHOSEN[0]].rate
-            return TYPES[[name for name in CHOSEN if TYPES[name].rate <= budget][-1]]
+            budget = self.budget or TYPES[MEASURED_TYPES[0]].rate
+            return TYPES[[name for name in MEASURED_TYPES if TYPES[name].rate <= budget][-1]]
         return TYPES[str(self.grid).removesuffix("_m")]
 
     @property
@@ -260,37 +260,37 @@ class BlockScheme(Scheme):
 
     @property
     def dense_ends(self) -> str | None:
-        """The type in which embeddings and head stay as they are; None where they are quantized."""
+        """Type of embeddings and head that are not quantized; None if they are quantized."""
         return self.embeddings if self.embeddings in Dense.__args__ else None  # type: ignore[attr-defined]
 
     @property
     def mixed(self) -> bool:
-        """Whether layers have types of their own."""
+        """Whether types differ between layers."""
         return self.grid not in TYPES
 
     @property
     def unfit(self) -> str:
-        """What to say of inputs that blocks do not divide."""
+        """End of the error message for inputs that blocks do not divide."""
         kind = self.number_format
-        return f"on {self.grid}. Expected a type of llama.cpp whose blocks divide them; {kind.name} has blocks of {kind.columns}."
+        return f"on {self.grid}. Use a type of llama.cpp whose blocks divide them; {kind.name} has blocks of {kind.columns}."
 
     def storing(self, format: NumberFormat) -> Self:
-        """Return the scheme of a layer that is stored in this format: types of blocks may differ."""
+        """Return the scheme of a layer that is stored in this format, which may be another type of blocks."""
         return replace(self, grid=format.name) if format.name in TYPES else self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateScheme(Scheme):
-    """Codes without limits, entropy-coded: as many bits as they are told to take, in nearplane's own format.
+    """Entropy-coded codes without limits, for a given rate or size, in nearplane's own format.
 
     Args:
-        rate: Bits per quantized weight, 0.5 to 7, every byte of the layers' tensors counted.
-        size: Of the whole checkpoint folder, tokenizer and all, instead of a rate: "3.1GB", "800MiB" or a number of bytes. A
-            limit that is not exceeded. With --format gguf, layers get types of llama.cpp that add up to it, by measuring.
-        include_head: Quantize the output embeddings too, last of all.
-        include_embeddings: Quantize the input embeddings too, before the blocks, which make up for it. Where they are also the
-            head (tied), it is one matrix, which either option includes. Both get the mean rate, whatever layers are allocated.
-        rows: Whether rows whose errors the network minds more get finer steps (sensitivity), or all the same (equal).
+        rate: Bits per quantized weight in the file, 0.5 to 7, with every byte of the layers' tensors counted; for example 3.5.
+        size: Maximum size of the whole checkpoint folder, including the tokenizer: "3.1GB", "800MiB" or a number of bytes. Used
+            instead of --rate. With --format gguf, each layer gets a type of llama.cpp, chosen by measuring.
+        include_head: Whether the output embeddings (head) are quantized too, after all other layers.
+        include_embeddings: Whether the input embeddings are quantized too, before the blocks, which then compensate the loss. A
+            head that is tied to the embeddings is included by either option. Both always get the average rate.
+        rows: Steps of rows: sensitivity gives finer steps to rows to whose errors the network is more sensitive; equal does not.
     """
 
     rate: float | None = None
@@ -300,14 +300,14 @@ class RateScheme(Scheme):
     rows: Rows = "sensitivity"
 
     FORMATS: ClassVar[tuple[Format, ...]] = ("nearplane",)
-    default_solver: ClassVar[Solver] = "k-best"  # which pays where steps cannot be refitted
+    default_solver: ClassVar[Solver] = "k-best"  # worth its time where steps cannot be refitted
     entropy_coded: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         Scheme.__post_init__(self)
         if (self.rate is None) == (self.size is None):
             given = "neither" if self.rate is None else "both"
-            raise RecipeError(f"Entropy-coded weights take a --rate or a --size, found {given}: give one of them.")
+            raise RecipeError(f"Entropy-coded weights need either --rate or --size; found {given}.")
         numeric = isinstance(self.rate, int | float)
         within("rate", self.rate, self.rate is None or (numeric and 0.5 <= float(self.rate or 0) <= 7), "0.5 to 7 bits")
         if self.size is not None:
@@ -319,12 +319,12 @@ class RateScheme(Scheme):
 
     @property
     def title(self) -> str:
-        """How weights are stored, in words."""
+        """Storage of the weights, as a phrase for the summary."""
         return "entropy-coded"
 
     @property
     def default_allocation(self) -> Allocation:
-        """By measured slopes, which rounding to nearest, without calibration, does not have."""
+        """Slope if the solver is calibrated; else uniform, because slopes are measured on calibration text."""
         return "slope" if self.calibrated else "uniform"
 
     @property
@@ -334,19 +334,19 @@ class RateScheme(Scheme):
 
     @property
     def asked(self) -> tuple[float, str] | None:
-        """How much the checkpoint was to take, in bits per weight or bytes."""
+        """Size that was asked for, in bits per weight or bytes."""
         return (self.rate, "bits per weight") if self.rate is not None else (float(self.bytes() or 0), "bytes")
 
     @property
     def weighs_rows(self) -> bool:
-        """Whether rows whose errors the network minds more get finer steps."""
+        """Whether rows to whose errors the network is more sensitive get finer steps."""
         return self.rows == "sensitivity"
 
     def bytes(self) -> int | None:
-        """Return the size asked for, in bytes.
+        """Return the size that was asked for, in bytes.
 
         Raises:
-            RecipeError: see `bytes_in`.
+            RecipeError: The size is not valid; see `bytes_in`.
         """
         return None if self.size is None else bytes_in(self.size)
 
@@ -355,67 +355,67 @@ AnyScheme = GridScheme | BlockScheme | RateScheme
 
 
 def scheme_of(*, into: str | None = None, spread: str | None = None, **options: Any) -> AnyScheme:
-    """Return the scheme that options are of: entropy-coded with a rate or size, of llama.cpp's grids with one, else on a grid.
+    """Return the scheme of these options: entropy-coded with a rate or size, blocks with a grid of llama.cpp, else a grid.
 
     Args:
-        into: format of the checkpoint; in a GGUF, a size and bits that differ by layer are those of llama.cpp's grids.
-        spread: how bits are spread over layers, if that is said.
-        options: fields of a scheme.
+        into: Format of the checkpoint; in a GGUF, a size or bits that differ by layer mean grids of llama.cpp.
+        spread: Allocation of bits to layers, or None if it is left open.
+        options: Fields of a scheme.
 
     Raises:
-        RecipeError: an option is one that only another kind has, or none at all.
+        RecipeError: An option is unknown, or belongs to another kind of scheme.
     """
     if options.get("grid") is None or not {options.get("rate"), options.get("size")} - {None}:
-        options = spelled_out(options)  # else the name is refused as it was given
+        options = spelled_out(options)  # else the error message names the grid as it was given
     given = {name: value for name, value in options.items() if value is not None}
     format = find_format(str(given.get("grid")))
-    said = f"--grid {given['grid']}" if "grid" in given else f"--size {given.get('size')} of a GGUF"
+    title = f"--grid {given['grid']}" if "grid" in given else f"--size {given.get('size')} of a GGUF"
     in_blocks = FILE_FORMATS.get(into, FILE_FORMATS[None]).for_llama_cpp
     if in_blocks and not given.keys() & {"grid", "size", "rate"}:
-        bits = given.get("bits", BITS)
+        bits = given.get("bits", DEFAULT_BITS)
         if spread == "slope" or (isinstance(bits, float) and not bits.is_integer()):
             given = {name: value for name, value in given.items() if name != "bits"} | {"grid": f"{bits:g}"}
-            said = f"--bits {bits:g} of a GGUF, for which types are chosen by measuring,"
+            title = f"--bits {bits:g} of a GGUF, for which types are chosen by measuring,"
     blocks = ("grid" in given and (format is None or format.name in TYPES)) or (in_blocks and "size" in given)
     coded = "rate" in given or ("size" in given and not blocks)
     if "grid" in given and ("rate" in given or ("size" in given and not in_blocks)):
         name = "rate" if "rate" in given else "size"
         raise RecipeError(
-            f"grid is {given['grid']!r} and {name} {given[name]!r}, but entropy-coded weights have no fixed grid: leave out "
+            f"grid is {given['grid']!r} and {name} {given[name]!r}, but entropy-coded weights have no fixed grid. Leave out "
             f"one of them."
         )
     kind: type[AnyScheme] = RateScheme if coded else BlockScheme if blocks else GridScheme
     known = {name for each in (GridScheme, BlockScheme, RateScheme) for name in names_of(each)}
     if unknown := options.keys() - known:
         raise RecipeError(
-            f"{min(unknown)} is no option of how layers are quantized; expected one of {', '.join(sorted(names_of(kind)))}. What "
-            f"holds for the whole run is given once."
+            f"{min(unknown)} is not an option of a scheme; expected one of {', '.join(sorted(names_of(kind)))}. Options of the "
+            f"whole run are given only once, outside of schemes."
         )
     if wrong := sorted(given.keys() - names_of(kind)):
         if coded:
-            why = "entropy-coded weights have no fixed grid; leave it out, or leave out --rate and --size"
+            why = "entropy-coded weights have no fixed grid; leave out this option, or --rate and --size"
         elif blocks:
-            why = f"{said} says all of how weights are stored: leave out one of them"
+            why = f"{title} determines how weights are stored; leave out one of them"
         else:
-            why = "only entropy-coded weights have that; give --rate or --size, or leave it out"
+            why = "only entropy-coded weights have this option; use --rate or --size, or leave it out"
         raise RecipeError(f"{wrong[0]} is {given[wrong[0]]!r}, but {why}.")
-    nothing = {name: None for name, value in options.items() if value is None and name in names_of(kind)}
-    return kind(**nothing | given)
+    unset = {name: None for name, value in options.items() if value is None and name in names_of(kind)}
+    return kind(**unset | given)
 
 
 def _settle_refits(scheme: GridScheme | BlockScheme) -> None:
-    """Fill in and check what is done after a solve: nothing without calibration."""
-    for name, default in (("polish", POLISH), ("rounds", ROUNDS)):
+    """Fill in and check `polish` and `rounds`, which are 0 without calibration."""
+    for name, default in (("polish", DEFAULT_POLISH), ("rounds", DEFAULT_ROUNDS)):
         if (asked := getattr(scheme, name)) and not scheme.calibrated:
-            raise RecipeError(f"{name} needs calibration, which solver {scheme.solver!r} does without.")
+            raise RecipeError(f"{name} needs calibration, but solver {scheme.solver!r} uses none.")
         if asked is None:
             object.__setattr__(scheme, name, default if scheme.calibrated else 0)
         whole(name, getattr(scheme, name), 0)
 
 
 def fitting_group(inputs: Iterable[int], most: int = FITTING[0]) -> int:
-    """Return the largest group, of `most` weights or half, a quarter, ... of it, that divides all numbers of inputs.
+    """Return the largest of `most`, `most` / 2, `most` / 4, ... that divides all numbers of inputs, at least 16.
 
-    It is 16 where no group that kernels take does.
+    16 is the smallest group that kernels take.
     """
     return max(FITTING[-1], gcd(most, *inputs))

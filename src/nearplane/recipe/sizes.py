@@ -1,4 +1,4 @@
-"""Numbers in words: bytes as they are typed, "3.1GB", and as they are printed, "3.10 GB"; counts. Needs no torch."""
+"""Numbers as text: sizes as typed ("3.1GB") and as printed ("3.10 GB"), and counts. Needs no torch."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import re
 
 from nearplane.errors import RecipeError
 
-PRINTED = ("bytes", "KB", "MB", "GB", "TB")  # each a thousand of the one before
+SIZE_UNITS = ("bytes", "KB", "MB", "GB", "TB")  # each is 1000 times the one before
 
 
 def bytes_in(text: str, called: str = "size") -> int:
-    """Return the bytes that a text like "350KB", "2.9GiB" or "1000000" stands for; `called` is the option, for errors.
+    """Return the number of bytes in a text like "350KB", "2.9GiB" or "1000000"; `called` is the option, for errors.
 
     Raises:
-        RecipeError: it is no number, or has another unit.
+        RecipeError: The text is not a positive number, or has another unit.
     """
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(?:([kKMGT])(i?)B|B?)\s*", text)
     if not match or float(match[1]) <= 0:
@@ -22,20 +22,20 @@ def bytes_in(text: str, called: str = "size") -> int:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
-def size_text(many: int) -> str:
-    """Return a number of bytes in three digits, with the unit that fits: "512 bytes", "412 KB", "1.25 MB"."""
-    value, unit = float(many), 0
-    while abs(value) >= 999.5 and unit < len(PRINTED) - 1:
+def size_text(size: int) -> str:
+    """Return a number of bytes in three digits with a suitable unit: "512 bytes", "412 KB", "1.25 MB"."""
+    value, unit = float(size), 0
+    while abs(value) >= 999.5 and unit < len(SIZE_UNITS) - 1:
         value, unit = value / 1000, unit + 1
     digits = 0 if unit == 0 or abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
-    return f"{value:,.{digits}f} {PRINTED[unit]}"
+    return f"{value:,.{digits}f} {SIZE_UNITS[unit]}"
 
 
 def three_places(value: float | None) -> str:
-    """Return a number with three digits behind the point, and a dash where there is none."""
+    """Return a number with three decimal places, or a dash for None."""
     return "-" if value is None else f"{value:.3f}"
 
 
-def counted(many: int, what: str) -> str:
-    """Return how many there are of what: "1 window", "1,024 windows"."""
-    return f"{many:,} {what}" if many == 1 else f"{many:,} {what}s"
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun in singular or plural: "1 window", "1,024 windows"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

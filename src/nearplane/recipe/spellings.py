@@ -1,4 +1,4 @@
-"""What other tools call our options: GPTQModel, llm-compressor, auto-round and GPTQ. Translated here and nowhere else."""
+"""Translation of other tools' option names: GPTQModel, llm-compressor, auto-round and GPTQ. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from nearplane.errors import RecipeError
 
 
 def translated(word: str, value: Any, known: Collection[str]) -> dict[str, Any]:
-    """Return the fields, with values, that a keyword means: one of `known`, or another tool's name for some.
+    """Return the fields and values that a keyword stands for: one of `known`, or another tool's name.
 
     Raises:
-        RecipeError: it is neither, or the value means nothing here.
+        RecipeError: The keyword is unknown, or its value is not supported.
     """
     meaning = SPELLINGS.get(word)
     if callable(meaning):
@@ -22,8 +22,8 @@ def translated(word: str, value: Any, known: Collection[str]) -> dict[str, Any]:
     name = meaning or word
     if name not in known:
         words = sorted({*known, *SPELLINGS})
-        near = get_close_matches(word, words, n=3)
-        offered = f"Did you mean {' or '.join(near)}?" if near else f"Expected one of {', '.join(words)}."
+        similar = get_close_matches(word, words, n=3)
+        offered = f"Did you mean {' or '.join(similar)}?" if similar else f"Expected one of {', '.join(words)}."
         raise RecipeError(f"{word} is not a keyword of quantize(). {offered}")
     return {name: value}
 
@@ -40,14 +40,14 @@ ORDERS = {True: "activation", False: "natural", None: "natural"} | dict.fromkeys
 def _order(value: Any) -> dict[str, Any]:
     if value not in ORDERS:
         raise RecipeError(
-            f"Order {value!r} is not offered: expected one of {', '.join(map(repr, ORDERS))}, or use order=."
+            f"order {value!r} is not supported: expected one of {', '.join(map(repr, ORDERS))}, or use order=."
         )
     return {"order": ORDERS[value]}
 
 
 def _static_groups(value: Any) -> dict[str, Any]:
     if not value:
-        raise RecipeError("static_groups=False is not offered: steps are fitted before the sweep, and again after it.")
+        raise RecipeError("static_groups=False is not supported: steps are fitted before the sweep and again after it.")
     return {}
 
 
@@ -56,13 +56,13 @@ def _strategy(value: Any) -> dict[str, Any]:
         return {"group_size": None}
     if value == "group":
         return {}
-    raise RecipeError(f"strategy={value!r} is not offered: use 'group' with group_size, or 'channel'.")
+    raise RecipeError(f"strategy={value!r} is not supported: use 'group' with group_size, or 'channel'.")
 
 
 def _scheme(value: Any) -> dict[str, Any]:
     if not (match := re.fullmatch(r"W([2-8])A16(_ASYM)?", str(value).upper())):
         raise RecipeError(
-            f"scheme={value!r} is not offered: weights are quantized to W2A16 .. W8A16, or W4A16_ASYM and the like."
+            f"scheme={value!r} is not supported: expected W2A16 to W8A16, or with zero points W2A16_ASYM to W8A16_ASYM."
         )
     return {"bits": int(match[1]), "symmetric": match[2] is None}
 
@@ -74,19 +74,19 @@ def _mse(value: Any) -> dict[str, Any]:
 def _observer(value: Any) -> dict[str, Any]:
     meanings = {"minmax": "minmax", "memoryless_minmax": "minmax", "mse": "mse", "memoryless_mse": "mse"}
     if value not in meanings:
-        raise RecipeError(f"observer={value!r} is not offered: expected one of {', '.join(meanings)}.")
+        raise RecipeError(f"observer={value!r} is not supported: expected one of {', '.join(meanings)}.")
     return {"scale": meanings[value]}
 
 
 def _ignored(value: Any) -> dict[str, Any]:
-    """llm-compressor's list: names, or regular expressions behind "re:"."""
+    """Translate llm-compressor's list of names, or of regular expressions with the prefix "re:"."""
     patterns = [value] if isinstance(value, str) else list(value or ())
     return {"ignore": tuple(p.removeprefix("re:") for p in patterns)}
 
 
 def _dynamic(value: Any) -> dict[str, Any]:
     if any(not key.startswith("-:") for key in value):
-        raise RecipeError("dynamic: only '-:regex' (leave these layers as they are) is offered; use ignore.")
+        raise RecipeError("dynamic supports only '-:regex', which leaves layers unquantized. Use ignore=.")
     return {"ignore": tuple(key.removeprefix("-:") for key in value)}
 
 

@@ -1,1 +1,1 @@
-"""Training a finished checkpoint on KL(original || quantized)."""
+"""Training of a checkpoint against the predictions of the original model, KL(original || quantized)."""

@@ -1,8 +1,6 @@
-"""A checkpoint that is tuned or was: its files, the original and the text together, and what of it is trained.
+"""Checkpoint with its original model and text, as tuning needs it, and its layers and norms as functions of trained tensors.
 
-What `tune` and `verify` both need: which norms have tensors of their own, which windows the text gives, and layers and norms as
-functions of what is trained of them. And what cannot be tuned, refused in a sentence before work starts, by `tune` and by a run
-that is to tune what it solves.
+Used by `tune` and `verify`. Also refuses what cannot be tuned before work starts, for `tune` and for `quantize --tune`.
 """
 
 from __future__ import annotations
@@ -37,15 +35,15 @@ from nearplane.tuning.settings import CODE_BITS, Split, split
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A quantized checkpoint beside the original.
+    """A quantized checkpoint with its original model.
 
     Args:
-        record: of the checkpoint.
-        stored: its layers.
-        model: the original.
-        recipe: that of the record, groups resolved, with the text where it is now.
-        given: texts or tokens that came from Python in place of what the recipe names.
-        device: where to compute.
+        record: The run record of the checkpoint.
+        stored: The quantized layers of the checkpoint.
+        model: The original model.
+        recipe: The recipe of the record, with groups resolved and the present location of the text.
+        given: Texts or tokens that were passed from Python instead of the recipe's text.
+        device: Device of the computation.
     """
 
     record: RunRecord
@@ -60,16 +58,16 @@ class Checkpoint:
         return windows_of(self.model, self.recipe, self.given, count, length)
 
     def matrices(self, *, codes: bool = False) -> dict[str, TunedLayer]:
-        """Return the layers of blocks, by name; `codes`: whether codes are trained, where that is done."""
+        """Return the layers of blocks, by name; with `codes`, their codes are trained where `trains_codes` allows it."""
         read, storage = self.stored, self.stored.layers.scale_dtype(self.model.dtype)
-        found: dict[str, TunedLayer] = {}
+        matrices: dict[str, TunedLayer] = {}
         for layer in self.of_blocks():
             matrix = read.matrix(layer.stored, read.tensors(layer.stored)).to(self.device.place)
-            found[layer.name] = TUNED[type(matrix.grid)](layer, matrix, storage, codes and trains_codes(layer))
-        return found
+            matrices[layer.name] = TUNED_TYPES[type(matrix.grid)](layer, matrix, storage, codes and trains_codes(layer))
+        return matrices
 
     def of_blocks(self) -> list[LayerRecord]:
-        """Return the records of the layers that are trained: not those of embeddings and head."""
+        """Return the records of the trained layers, which are those in blocks, without embeddings and head."""
         names = {layer.name for block in self.model.blocks for layer in block.layers}
         return [layer for layer in self.record.layers if layer.name in names]
 
@@ -83,23 +81,23 @@ class Checkpoint:
         }
 
     def vectors(self, matrices: Mapping[str, TunedLayer]) -> dict[str, TunedVector]:
-        """Return the norms that the files hold, by name of the parameter; they move by what weights of layers are off."""
+        """Return the norms in the files, by name of the parameter, with the mean relative error of weights as their unit."""
         unit = sum(each.unit for each in matrices.values()) / len(matrices)
-        there = set(self.stored.rest())
-        files = {name: file for name, file in norms_stored(self.model).items() if file in there}
+        unquantized = set(self.stored.rest())
+        files = {name: file for name, file in norms_stored(self.model).items() if file in unquantized}
         read = self.stored.reader.read
         return {name: TunedVector(read([file])[file], self.device.place, unit) for name, file in files.items()}
 
 
-TUNED: Mapping[type, Callable[[LayerRecord, Any, torch.dtype, bool], TunedLayer]] = {
+TUNED_TYPES: Mapping[type, Callable[[LayerRecord, Any, torch.dtype, bool], TunedLayer]] = {
     Grid: lambda layer, matrix, storage, codes: TunedMatrix(layer.name, matrix, storage, codes=codes),
     SuperGrid: lambda _, matrix, __, codes: TunedBlocks(matrix, codes=codes),
     ProductGrid: lambda layer, matrix, _, codes: TunedLadders(matrix, layer.rate, codes=codes),
-}  # by the kind of grid that a layer is on: from its record, its matrix, the dtype of steps and whether codes are trained
+}  # by type of grid: from a layer's record, its matrix, the dtype of steps and whether codes are trained
 
 
 def trains_codes(layer: LayerRecord) -> bool:
-    """Whether codes of a layer are trained: those of few bits, and those that are entropy-coded."""
+    """Return whether the codes of a layer are trained: entropy-coded codes, and codes of few bits."""
     return layer.number_format.bits <= CODE_BITS
 
 
@@ -107,67 +105,69 @@ def windows_of(model: Model, recipe: Recipe, given: Given | None, count: int, le
     """Return up to `count` windows of `length` tokens of the text.
 
     Raises:
-        RecipeError: the windows that were given have another length.
-        CalibrationError: the text cannot be read, or windows are longer than the model has positions.
+        RecipeError: The given windows have another length.
+        CalibrationError: The text cannot be read, or windows are longer than the model's maximum length.
     """
     if given is not None and given.tokens is not None:
         if length != given.tokens.shape[1]:
             raise RecipeError(
-                f"--seqlen is {length}, the windows given have {given.tokens.shape[1]} tokens. Leave it out."
+                f"--seqlen is {length}, but the given windows have {given.tokens.shape[1]} tokens. Leave out --seqlen."
             )
         return given.tokens[:count]
     text = recipe.calibration.calibration if given is None else given.texts
     refuse_lost(text)
     if model.positions is not None and length > model.positions:
-        raise CalibrationError(f"--seqlen {length} is more than the {model.positions} positions of the model.")
+        raise CalibrationError(
+            f"--seqlen {length} is more than the model's maximum length of {model.positions} tokens."
+        )
     return read_windows(model.tokenizer(), text, samples=count, seqlen=length, seed=recipe.calibration.seed)
 
 
 def norms_stored(model: Model) -> dict[str, str]:
-    """Return the norms that have a tensor of their own in the checkpoint: name of the parameter, name of the tensor."""
+    """Return the norms with a tensor of their own in the checkpoint: {name of the parameter: name of the tensor}."""
     names = [name for name in norms_of(model.network) if model.weights.stored_alone(name)]
     return {name: model.weights.source_name(name) for name in names}
 
 
 def check_recipe(recipe: Recipe, called: str) -> None:
-    """Refuse a recipe whose checkpoints cannot be tuned.
+    """Refuse a recipe whose checkpoints cannot be tuned; `called` names the checkpoint in errors.
 
     Raises:
-        RecipeError: with the reason.
+        RecipeError: The recipe cannot be tuned; the message gives the reason.
     """
     if any(recipe.scheme.ends) and recipe.scheme.entropy_coded:
         raise RecipeError(
-            f"{called} codes the embeddings or the head; so far such checkpoints are not tuned. Quantize without "
+            f"{called} cannot be tuned: its embeddings or head are entropy-coded, which is not supported yet. Quantize without "
             f"--include-embeddings and --include-head."
         )
     for scheme in (recipe.scheme, *(each.scheme for each in recipe.layers)):
         if not scheme.tunable:
             raise RecipeError(
-                f"{called} has weights in {scheme.number_format.name}; so far integers and entropy-coded weights are tuned. "
+                f"{called} cannot be tuned: it has weights in {scheme.number_format.name}, not integers or entropy-coded weights. "
                 f"Quantize without --tune, or with --bits."
             )
     if getattr(recipe.scheme, "size", None) is not None:
         raise RecipeError(
-            f"{called} keeps to a --size, and tuning makes the record beside the weights longer. Quantize to "
-            f"a --rate instead, a GGUF to a --grid."
+            f"{called} cannot be tuned: it has a --size, and tuning makes the run record longer. Use --rate instead, or for a "
+            f"GGUF --grid."
         )
 
 
 def check_layers(model: Model, called: str) -> None:
-    """Refuse a model with layers that cannot be tuned.
+    """Refuse a model with layers that cannot be tuned; `called` names the checkpoint in errors.
 
     Raises:
-        RecipeError: names one of them.
+        RecipeError: The model predicts no tokens, or has an encoder and a decoder.
     """
     if not has_head(model.network):
         raise RecipeError(
-            f"{called} is of {type(model.network).__name__}, which predicts no tokens, and tuning trains on predictions. Quantize "
-            f"without --tune."
+            f"{called} cannot be tuned: {type(model.network).__name__} predicts no tokens, and tuning trains on predictions. "
+            f"Quantize without --tune."
         )
     if len(model.stacks) > 1:
         raise RecipeError(
-            f"{called} is of {type(model.network).__name__}, an encoder with a decoder, and so far tuning trains one stack of "
-            f"blocks. Quantize without --tune."
+            f"{called} cannot be tuned: {type(model.network).__name__} has an encoder and a decoder, but tuning supports one stack "
+            f"of blocks. Quantize without --tune."
         )
 
 
@@ -175,14 +175,14 @@ def check_tunable(model: Model, recipe: Recipe, given: Given | None, record: Run
     """Refuse before a solve what `tune` would refuse after it.
 
     Args:
-        model: the original.
-        recipe, given: name the text.
-        record: of the run that begins: its windows.
-        device: where to compute.
+        model: The original model.
+        recipe, given: Recipe and texts or tokens from Python, which name the text.
+        record: The record of the starting run, with its windows.
+        device: Device of the computation.
 
     Raises:
-        CalibrationError: the text has too few windows.
-        RecipeError: what has to be there does not fit in memory.
+        CalibrationError: The text has too few windows.
+        RecipeError: Tuning needs more memory than is free.
     """
     cut = split(lambda count, length: windows_of(model, recipe, given, count, length), record)
     layers = (layer for block in model.blocks for layer in block.layers)
@@ -190,7 +190,7 @@ def check_tunable(model: Model, recipe: Recipe, given: Given | None, record: Run
 
 
 def _may_move(recipe: Recipe, name: str) -> bool:
-    """Whether codes of a layer may come to be trained: where widths are chosen by measuring, those of all layers."""
+    """Return whether codes of a layer may be trained later; true for all layers if widths are chosen by measuring."""
     scheme = recipe.scheme_of(name)
     if isinstance(scheme, BlockScheme):
         return scheme.measured or scheme.number_format.bits <= CODE_BITS
@@ -198,61 +198,61 @@ def _may_move(recipe: Recipe, name: str) -> bool:
 
 
 def check_checkpoint(folder: Path, record: RunRecord, out: Path) -> None:
-    """Refuse checkpoints that cannot be tuned, and to write where they are: nothing would be left of them to read.
+    """Refuse checkpoints that cannot be tuned, and an output folder that would overwrite the checkpoint.
 
     Args:
-        folder, record: the checkpoint.
-        out: folder to write.
+        folder, record: Folder and run record of the checkpoint.
+        out: Folder to write.
 
     Raises:
-        RecipeError: with the reason; or `out`, or the folder beside it in which it is written, is, holds or lies in the checkpoint.
+        RecipeError: The checkpoint is tuned or cannot be tuned, or overlaps with `out` or with its unfinished folder.
     """
     if record.tuning is not None:
-        raise RecipeError(f"{folder} is tuned already. Tune the checkpoint that it was made of.")
+        raise RecipeError(f"{folder} is tuned already. Tune the checkpoint from which it was made.")
     check_recipe(record.recipe, str(folder))
-    for written, said in ((out, "The output"), (Path(f"{out.resolve()}{UNFINISHED}"), f"{out} is first written as")):
-        here, there = written.resolve(), folder.resolve()
-        if here == there or here in there.parents or there in here.parents:
+    for written, subject in ((out, "The output"), (Path(f"{out.resolve()}{UNFINISHED}"), f"{out} is first written as")):
+        target, source = written.resolve(), folder.resolve()
+        if target == source or target in source.parents or source in target.parents:
             raise RecipeError(
-                f"{said} {written}, which is, holds or lies in the checkpoint that is tuned, {folder}. Choose another folder."
+                f"{subject} {written}, which is, holds or lies in {folder}, the checkpoint to tune. Choose another folder."
             )
 
 
 def check_model(model: Model, record: RunRecord, stored: Stored) -> None:
-    """Refuse an original that is not the one that was quantized.
+    """Refuse an original model that is not the one that was quantized.
 
     Raises:
-        RecipeError: its layers are others, or a tensor that is not quantized is another in the checkpoint.
+        RecipeError: Its layers, or tensors that are not quantized, differ from those of the checkpoint.
     """
     check_layers(model, str(stored.reader.folder))
-    there = {(layer.name, layer.shape) for layer in model.layers}
-    if unlike := there ^ {(layer.name, (layer.out_features, layer.in_features)) for layer in record.layers}:
+    expected = {(layer.name, layer.shape) for layer in model.layers}
+    if unlike := expected ^ {(layer.name, (layer.out_features, layer.in_features)) for layer in record.layers}:
         raise RecipeError(
-            f"{model.folder} is not the model that was quantized: {len(unlike)} layers are in one of the two only, as "
-            f"{min(unlike)[0]}. Pass {record.source} with --against."
+            f"{model.folder} is not the model that was quantized: {len(unlike)} layers are in only one of the two, for example "
+            f"{min(unlike)[0]}. Use --against {record.source}."
         )
     for name in sorted({*stored.rest()} & {*model.reader.names()}):
-        wanted, found = stored.reader.kept(name, model.reader.read([name])[name]), stored.reader.read([name])[name]
-        if wanted is None:  # such files hold nothing of it
+        original, copy = stored.reader.kept(name, model.reader.read([name])[name]), stored.reader.read([name])[name]
+        if original is None:  # this format does not store the tensor
             continue
-        if wanted.dtype != found.dtype or not torch.equal(wanted, found):
+        if original.dtype != copy.dtype or not torch.equal(original, copy):
             raise RecipeError(
-                f"{model.folder} is not the model that was quantized, or has changed since: {name} is another in it. Pass "
-                f"{record.source} as it was with --against."
+                f"{model.folder} is not the model that was quantized, or has changed since then: its tensor {name} differs from "
+                f"the checkpoint. Use --against with the unchanged {record.source}."
             )
 
 
 def fits(model: Model, cut: Split, codes: int, device: Device) -> bool:
-    """Return whether all blocks can be held at a time, where so many codes are trained.
+    """Return whether memory suffices to hold all blocks at a time while so many codes are trained.
 
     Raises:
-        RecipeError: not even what has to be there fits.
+        RecipeError: Memory does not even suffice to stream the blocks.
     """
     streamed, held = needed(model, cut.windows, batch=cut.batch, codes=codes)
     free = device.free()
     if free is not None and streamed > free:
         raise RecipeError(
-            f"Tuning takes about {size_text(streamed)} of memory on {device}, {size_text(free)} are free. Pass fewer "
-            f"--samples, or leave it out."
+            f"Tuning needs about {size_text(streamed)} of memory on {device}, but only {size_text(free)} are free. Use fewer "
+            f"--samples, or do not tune."
         )
     return free is not None and 2 * held <= free

@@ -1,13 +1,13 @@
-"""Training what is tuned, and the guard: windows held out decide which state is kept, and that may be the first.
+"""Training loop of tuning, with held-out windows that decide which state is kept, possibly the first.
 
-Where training stands is kept on disk while it goes on: the same command, given again after a crash, goes on from there.
+The state of training is kept on disk, so that the same command resumes after a crash:
 
     OUT.unfinished/journal/
-      state.json            what tuning was told, and how many steps are done
-      standing-000120.pt    what is trained, the optimizer and the best state so far, behind step 120
+      state.json            run inputs of the tuning, and the number of steps done
+      standing-000120.pt    trained tensors, optimizer and best state so far, after step 120
 
-The new checkpoint's blocks are written when all steps are done; a run that is stopped then writes them again. How pages get to
-disk: `journal_pages.py`.
+The blocks of the new checkpoint are written after the last step; a run that is stopped then writes them again. Pages are written
+by `journal_pages.py`.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from nearplane.tuning.settings import Split
 logger = logging.getLogger("nearplane")
 
 BETAS = (0.9, 0.95)  # of Adam
-CODE_BETAS = (0.9, 0.999)  # codes that move at random cost, so what they are moved by is compared with more of what was
-WARM = 0.1  # share of the steps over which the rates rise
+CODE_BETAS = (0.9, 0.999)  # a longer average of squared gradients, because random moves of codes cost loss
+WARMUP = 0.1  # fraction of the steps in which the learning rates rise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What training came to.
+    """Result of training.
 
     Args:
-        curve: held-out KL and the mean training KL since the look before, the first before any step; looks that found NaN or Inf
-            are left out.
-        kept: the step whose state was kept; 0: that of the start.
-        steps: that were done.
+        curve: Held-out KL, and mean training KL since the last measurement, starting before the first step; measurements of NaN or
+            Inf are left out.
+        kept: Step whose state was kept; 0: the start.
+        steps: Number of steps that were done.
     """
 
     curve: tuple[Point, ...]
@@ -54,16 +54,16 @@ class Outcome:
 
 
 class Snapshots:
-    """What `train` is given to remember where it stands.
+    """State of training on disk, for resuming it.
 
     Args:
-        container: of the tuned checkpoint, just entered.
-        told: what tuning is told, see `journal_pages.told`.
-        began: when it began, by `time.perf_counter`.
+        container: Container of the tuned checkpoint, just entered.
+        told: Run inputs of the tuning, see `journal_pages.told`.
+        began: Time of the start by `time.perf_counter`.
 
     Raises:
-        RecipeError: a run that was told something else left the folder, and it may not be replaced; names the difference.
-        FormatError: what is there cannot be read, and it may not be replaced.
+        RecipeError: The folder is from a run with other run inputs, and may not be replaced; names the difference.
+        FormatError: The folder cannot be read, and may not be replaced.
     """
 
     def __init__(self, container: Container, told: Mapping[str, Any], began: float) -> None:
@@ -73,7 +73,7 @@ class Snapshots:
         )
         if self._standing is not None:
             logger.info(
-                "going on behind step %d of tuning, where a run was stopped that had taken %s: %s",
+                "resuming tuning after step %d of a stopped run, which had taken %s: %s",
                 self._standing["done"],
                 duration(self._notebook.seconds),
                 container.folder,
@@ -81,17 +81,17 @@ class Snapshots:
 
     @property
     def seconds(self) -> float:
-        """Seconds that tuning has taken, those before it was stopped included."""
+        """Return the duration of tuning in seconds, with the time before it was stopped."""
         return self._notebook.seconds
 
     def before(self) -> dict[str, Any] | None:
-        """Return where training stood that was stopped; once, as it takes memory."""
-        found, self._standing = self._standing, None
-        return found
+        """Return the state of the stopped training, if any; only once, to free its memory."""
+        standing, self._standing = self._standing, None
+        return standing
 
     def passed(self, standing: Callable[[], dict[str, Any]], *, done: bool) -> None:
-        """Keep where training stands, unless that would take too much of the time, or of the disk."""
-        if self._notebook.wanted(1.0 if done else None):  # what is lost at the end is most
+        """Write the state of training, unless that would take too much time or disk space."""
+        if self._notebook.wanted(1.0 if done else None):  # a loss at the end would cost most
             page = standing()
             self._notebook.write({"done": page["done"]}, {_page(page["done"]): page}, replaced=_page("*"))
 
@@ -109,20 +109,20 @@ def train(
     kept: Snapshots | None = None,
     progress: Progress = silent,
 ) -> Outcome:
-    """Train; afterwards what is tuned is in the state that was best on the held-out batches, of those that are small enough.
+    """Train; leave the tensors in the state that was best on the held-out batches among states that are small enough.
 
-    Where gradients are not finite any more training ends, with a warning.
+    If gradients become NaN or Inf, training ends with a warning.
 
     Args:
-        network: a function of `tuned`, ready.
-        tuned: matrices and norms.
-        cut: steps and rates; batches of the network to train on, taken in turn as often as it needs, and to choose by.
-        pressed: makes what keeps entropy-coded matrices small, from the KL at the start; None: all states are as large.
-        kept: is told of every step, and where it knows of some, training goes on behind them, to the last bit.
-        progress: wraps the iterator over steps.
+        network: Network as a function of `tuned`, ready.
+        tuned: Matrices and norms to train.
+        cut: Steps, learning rates, training batches, which are repeated as often as needed, and held-out batches.
+        pressed: Function from the KL at the start to the price on the size of entropy-coded matrices; None: no such matrices.
+        kept: State on disk, from which training resumes exactly, and which is updated after every step.
+        progress: Function that wraps the iterator over steps.
 
     Raises:
-        CalibrationError: predictions are not finite at the start, or gradients at the first step.
+        CalibrationError: Predictions are not finite at the start, or gradients at the first step.
     """
     run, (training, _) = _Run(network, tuned, cut, pressed), cut.batches()
     if kept is None or (before := kept.before()) is None:
@@ -139,7 +139,7 @@ def train(
         except CalibrationError as error:
             if not run.done:
                 raise
-            logger.warning("%s Tuning ends after %d of %d steps.", error, run.done, total)
+            logger.warning("%s Tuning stops after %d of %d steps.", error, run.done, total)
             break
         if step in looks:
             run.look()
@@ -151,13 +151,13 @@ def train(
 
 
 class _Run:
-    """Where training stands: what is trained, the optimizer, and the best state so far.
+    """State of training: trained tensors, optimizer, and the best state so far.
 
     Attributes:
-        done: steps so far.
-        curve: of the looks so far.
-        best: the step whose state is the best.
-        states: that state, of each of what is tuned.
+        done: Number of steps so far.
+        curve: Measurements so far.
+        best: Step of the best state.
+        states: The best state of each tuned tensor.
     """
 
     def __init__(
@@ -173,18 +173,18 @@ class _Run:
             for kind, leaf in each.trained().items():
                 leaves.setdefault(kind, []).append(leaf)
         groups = [
-            {"params": found, "lr": cut.rates[kind], "betas": CODE_BETAS if kind == "codes" else BETAS}
-            for kind, found in leaves.items()
+            {"params": params, "lr": cut.rates[kind], "betas": CODE_BETAS if kind == "codes" else BETAS}
+            for kind, params in leaves.items()
         ]
         self._optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
-        warm, steps = WARM * cut.steps, cut.steps
+        warm, steps = WARMUP * cut.steps, cut.steps
 
         def rate(step: int) -> float:
             return min(1.0, (step + 1) / (warm + 1)) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
 
         self._falling = torch.optim.lr_scheduler.LambdaLR(self._optimizer, rate)
         self._pressure: Pressure | None = None
-        self._since = Divergence()  # the last look
+        self._since = Divergence()  # since the last measurement
         self.done, self.best = 0, 0
         self.curve: list[Point] = []
         self.states: list[dict[str, Any]] = []
@@ -194,14 +194,14 @@ class _Run:
         start = mean_kl(self._network, self._held)
         if not math.isfinite(start):
             raise CalibrationError(
-                "The quantized network predicts NaN or Inf on the held-out windows: it cannot be tuned."
+                "The quantized network predicts NaN or Inf on the held-out windows, so it cannot be tuned."
             )
         self._pressure = self._pressed(start)
         self.curve = [Point(step=0, training=None, held_out=start, bytes=self._size())]
         self.states = [each.state() for each in self._tuned]
 
     def step(self, batch: int) -> None:
-        """Take a step on a batch."""
+        """Take one optimizer step on a batch."""
         self._since += self._network.backward(batch)
         if self._pressure is not None:
             self._pressure.press()
@@ -211,18 +211,18 @@ class _Run:
         self.done += 1
 
     def look(self) -> None:
-        """Measure on the held-out windows, and keep the state if it is the best that is small enough."""
-        now, on_them = mean_kl(self._network, self._held), self._since.kl / self._since.tokens
+        """Measure on the held-out windows; keep the state if it is the best one that is small enough."""
+        held_out, training = mean_kl(self._network, self._held), self._since.kl / self._since.tokens
         self._since = Divergence()
-        if not (math.isfinite(now) and math.isfinite(on_them)):
+        if not (math.isfinite(held_out) and math.isfinite(training)):
             return
         size, best = self._size(), next(point.held_out for point in self.curve if point.step == self.best)
-        self.curve.append(Point(step=self.done, training=on_them, held_out=now, bytes=size))
-        if now < best and (self._pressure is None or size is None or size <= self._pressure.most):
+        self.curve.append(Point(step=self.done, training=training, held_out=held_out, bytes=size))
+        if held_out < best and (self._pressure is None or size is None or size <= self._pressure.most):
             self.best, self.states = self.done, [each.state() for each in self._tuned]
 
     def standing(self) -> dict[str, Any]:
-        """Return all that decides how training goes on: numbers, and tensors in dicts and lists."""
+        """Return the complete state of training: numbers, and tensors in dicts and lists."""
         return {
             "done": self.done,
             "best": self.best,
@@ -238,7 +238,7 @@ class _Run:
 
     @torch.no_grad()
     def restore(self, standing: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the state that `standing` returned."""
         self.done, self.best = standing["done"], standing["best"]
         self._since = Divergence(kl=standing["sum"], tokens=standing["tokens"])
         self.curve, self.states = [Point(**point) for point in standing["curve"]], standing["states"]
@@ -257,5 +257,5 @@ class _Run:
 
 def mean_kl(network: TunedNetwork, batches: Sequence[int]) -> float:
     """Return the mean KL per token over batches."""
-    found = network.divergence(batches)
-    return found.kl / found.tokens
+    total = network.divergence(batches)
+    return total.kl / total.tokens

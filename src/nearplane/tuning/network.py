@@ -1,8 +1,8 @@
-"""A quantized network as a function of what is trained of it: its divergence from the original, and the gradient of that.
+"""Quantized network as a function of its trained tensors: divergence from the original model, and its gradient.
 
-Codes, steps and small tensors of all blocks are in memory; weights are made for one block at a time, forwards and, from the hidden
-states kept before each, backwards. The original has run before, block by block from disk: what it leaves behind its last block is
-kept. Knows blocks; not how steps are taken.
+Codes, steps and small tensors of all blocks are in memory. Weights are decoded for one block at a time, in the forward pass and,
+from hidden states kept before each block, in the backward pass. The original model has run before, block by block from disk; its
+last hidden states are kept. Optimizer steps are taken in `loop.py`.
 """
 
 from __future__ import annotations
@@ -24,22 +24,21 @@ from nearplane.models.model import ABSENT, Block, Model
 from nearplane.tuning.parameters import Tuned, TunedLayer, TunedVector
 from nearplane.tuning.settings import Split
 
-ACTIVATIONS = 40  # numbers that a block keeps for the way back, for every number of its hidden states
-FIXED, MOVING = 2, 18  # bytes of a code that stays, at most, and of one that is trained
-LOGITS = 2**24  # numbers of logits that are in memory at a time: windows are taken together while they have no more
+ACTIVATIONS = 40  # numbers kept of a block for the backward pass, relative to its hidden states
+CODE_BYTES, LEAF_BYTES = 2, 18  # maximum bytes of a code that is not trained, and of one that is
+MAX_LOGITS = 2**24  # logits in memory at a time, unless a single window has more
 
 
 class TunedNetwork:
-    """The quantized network.
+    """Quantized network with trained tensors.
 
     Args:
-        model: the original, on disk.
-        matrices: of its layers, by name; where they are is computed, in float32.
-        vectors: of its norms, by name of the parameter.
-        cut: the windows, and how many of them pass together.
-        ends: values of embeddings and head of the quantized network, where they are not the original's, by name of the
-            parameter; they stay.
-        hold: whether all blocks' weights and activations of a step are in memory at a time: a quarter of the work less.
+        model: The original model, on disk.
+        matrices: Matrices of its layers, by name; their device is used, in float32.
+        vectors: Weights of its norms, by name of the parameter.
+        cut: Windows and batch size.
+        ends: Values of quantized embeddings and head, by name of the parameter; they are not trained.
+        hold: Whether weights and activations of all blocks are kept in memory during a step, which saves a quarter of the work.
     """
 
     def __init__(
@@ -59,12 +58,12 @@ class TunedNetwork:
         self._stream = skeleton(model, self._tokens, device=device, dtype=torch.float32, embeddings=first)
         self._entering = list(self._stream.quantized)
         self._blocks: list[_Block] = []
-        self._behind = list(self._stream.original or self._entering)  # of the original
+        self._original = list(self._stream.original or self._entering)  # hidden states of the original model
         for block in model.blocks:
             with torch.no_grad(), block.on(device, torch.float32, original=False):
                 module = block.quantized
-                self._behind = [
-                    finite(self._stream.forward(block, module, i, x), block) for i, x in enumerate(self._behind)
+                self._original = [
+                    finite(self._stream.forward(block, module, i, x), block) for i, x in enumerate(self._original)
                 ]
                 self._blocks.append(_Block(block, matrices, vectors))
         self._after = {name: each for name, each in vectors.items() if not any(name in b.vectors for b in self._blocks)}
@@ -72,7 +71,7 @@ class TunedNetwork:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Hold what follows the last block in memory; the other methods work within."""
+        """Hold the modules after the last block in memory; the other methods work only within this context."""
         with readout(self._model, self._stream, device=self._device, dtype=torch.float32) as logits:
             self._logits = logits
             yield
@@ -80,7 +79,7 @@ class TunedNetwork:
 
     @torch.no_grad()
     def divergence(self, batches: Iterable[int]) -> Divergence:
-        """Compare the predictions of the quantized network with the original's."""
+        """Return the divergence of the quantized network's predictions from the original model's."""
         numbers = list(batches)
         hidden = [self._entering[i] for i in numbers]
         for block in self._blocks:
@@ -90,15 +89,15 @@ class TunedNetwork:
         for i, x in zip(numbers, hidden, strict=True):
             for part in self._parts(i):
                 total += divergence(
-                    self._predicted(i, part, self._behind[i][part]), self._predicted(i, part, x[part], after)
+                    self._predicted(i, part, self._original[i][part]), self._predicted(i, part, x[part], after)
                 )
         return total
 
     def backward(self, batch: int) -> Divergence:
-        """Add to the gradients of what is trained those of the mean KL over the tokens of a batch; return what it is.
+        """Add the gradient of the mean KL over a batch's tokens to the trained tensors; return the divergence.
 
         Raises:
-            CalibrationError: predictions or gradients are not finite.
+            CalibrationError: Predictions or gradients are not finite.
         """
         passes, hidden, total = [], self._entering[batch], Divergence()
         for block in self._blocks:
@@ -108,12 +107,12 @@ class TunedNetwork:
         after, parts = _Leaves(self._values_after()), []
         for part in self._parts(batch):
             with torch.no_grad():
-                expected = self._predicted(batch, part, self._behind[batch][part])
+                expected = self._predicted(batch, part, self._original[batch][part])
             leaf = hidden.detach()[part].requires_grad_()
-            found = self._predicted(batch, part, leaf, after.leaves)
-            kl = (expected.exp() * (expected - found)).sum() / predicted
+            log_probs = self._predicted(batch, part, leaf, after.leaves)
+            kl = (expected.exp() * (expected - log_probs)).sum() / predicted
             parts.append(after.back(kl, leaf))
-            total += divergence(expected, found.detach())
+            total += divergence(expected, log_probs.detach())
         gradient = _checked(torch.cat(parts), "the head")
         after.end()
         while passes:
@@ -129,58 +128,60 @@ class TunedNetwork:
         return self._stream.forward(block.block, module, batch, hidden)
 
     def _values_after(self) -> dict[str, Tensor]:
-        """Return the norms behind the last block, and what the quantized network has of embeddings and head."""
+        """Return norms after the last block, and quantized embeddings and head."""
         return {name: each.values() for name, each in self._after.items()} | self._ends
 
     def _parts(self, batch: int) -> list[slice]:
-        """Return the windows of a batch whose logits are in memory together."""
+        """Return slices of a batch's windows whose logits are in memory together."""
         windows, seqlen = self._tokens[batch].shape
-        most = max(1, LOGITS // (seqlen * self._model.network.get_input_embeddings().weight.shape[0]))
+        most = max(1, MAX_LOGITS // (seqlen * self._model.network.get_input_embeddings().weight.shape[0]))
         return [slice(start, start + most) for start in range(0, windows, most)]
 
     def _predicted(self, batch: int, part: slice, hidden: Tensor, given: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Return (windows, seqlen - 1, vocabulary) float32 log-probabilities."""
+        """Return (windows, seqlen - 1, vocabulary) log-probabilities, float32."""
         assert self._logits is not None, "only within `with network.ready()`"
         logits = self._logits(self._tokens[batch][part], hidden, given)
         return logits[:, :-1].float().log_softmax(-1)
 
 
 class _Block:
-    """A block whose weights are made from codes and steps when they are asked for; bound while the block is in memory."""
+    """A block whose weights are decoded from codes and steps on demand; created while the block is in memory."""
 
     def __init__(self, block: Block, matrices: Mapping[str, TunedLayer], vectors: Mapping[str, TunedVector]) -> None:
         module, start = block.quantized, len(block.name) + 1
         assert module is not None, ABSENT
         self.block = block
-        self._layers: dict[str, list[tuple[Layer, TunedLayer]]] = {}  # by parameter, of which experts share one
+        self._layers: dict[str, list[tuple[Layer, TunedLayer]]] = {}  # by parameter, which experts may share
         for layer in block.quantized_layers():
             if layer.name in matrices:
                 self._layers.setdefault(layer.parameter[start:], []).append((layer, matrices[layer.name]))
                 matrices[layer.name].lean(layer.read())
-        own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+        held = dict(module.named_parameters(remove_duplicate=False)) | dict(
+            module.named_buffers(remove_duplicate=False)
+        )
         self.vectors = {
-            name: each for name, each in vectors.items() if name[start:] in own and name.startswith(f"{block.name}.")
+            name: each for name, each in vectors.items() if name[start:] in held and name.startswith(f"{block.name}.")
         }
         self._named: dict[str, Tuned] = {name[start:]: each for name, each in self.vectors.items()}
-        made = self._layers.keys() | self._named.keys()
-        self._small = {name: tensor.detach() for name, tensor in own.items() if name not in made}
+        decoded = self._layers.keys() | self._named.keys()
+        self._small = {name: tensor.detach() for name, tensor in held.items() if name not in decoded}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all parameters and buffers by their name in the block."""
-        made = {
+        """Return all parameters and buffers, by name within the block."""
+        decoded = {
             name: parameter_of([layer for layer, _ in both], [matrix.values() for _, matrix in both])
             for name, both in self._layers.items()
         }
-        return self._small | made | {name: each.values() for name, each in self._named.items()}
+        return self._small | decoded | {name: each.values() for name, each in self._named.items()}
 
 
 class _Pass:
-    """A batch on its way through a block, forwards and back.
+    """Forward and backward pass of a batch through a block.
 
     Args:
-        network, block: whose.
-        batch, hidden: its number, and the hidden states (windows, seqlen, hidden) that enter the block.
-        hold: whether all that the way back needs is kept on the way forwards; else the block runs again.
+        network, block: The network and its block.
+        batch, hidden: Number of the batch, and the hidden states (windows, seqlen, hidden) before the block.
+        hold: Whether the forward pass keeps what the backward pass needs; else the block runs again.
     """
 
     def __init__(self, network: TunedNetwork, block: _Block, batch: int, hidden: Tensor, *, hold: bool) -> None:
@@ -189,14 +190,14 @@ class _Pass:
         self._kept: tuple[_Leaves, Tensor] | None = None
 
     def forward(self) -> Tensor:
-        """Return the hidden states behind the block."""
+        """Return the hidden states after the block."""
         with torch.set_grad_enabled(self._hold):
             values, output = self._run()
         self._kept = (values, output) if self._hold else None
         return output.detach()
 
     def backward(self, gradient: Tensor) -> Tensor:
-        """Take a gradient from behind the block to before it, and add to those of what is trained in it."""
+        """Propagate a gradient back through the block, and add to the gradients of its trained tensors."""
         values, output = self._kept or self._run()
         before = _checked(values.back(output, self._leaf, gradient), self._block.block.name)
         values.end()
@@ -208,64 +209,64 @@ class _Pass:
 
 
 class _Leaves:
-    """Tensors cut from what they are made of, so that parts of a batch add to their gradients before these go on."""
+    """Copies of computed tensors as leaves, which sum the gradients of a batch's parts before propagating them further."""
 
-    def __init__(self, made: dict[str, Tensor]) -> None:
-        self._made = made
-        self.leaves = {name: each.detach().requires_grad_(each.requires_grad) for name, each in made.items()}
-        self._wanted = [name for name, leaf in self.leaves.items() if leaf.requires_grad]
+    def __init__(self, computed: dict[str, Tensor]) -> None:
+        self._computed = computed
+        self.leaves = {name: each.detach().requires_grad_(each.requires_grad) for name, each in computed.items()}
+        self._trained = [name for name, leaf in self.leaves.items() if leaf.requires_grad]
         self._sums: dict[str, Tensor] = {}
 
     def back(self, output: Tensor, leaf: Tensor, gradient: Tensor | None = None) -> Tensor:
-        """Take a gradient from an output to a leaf, which is returned, and add that to the tensors'."""
-        inputs = [leaf, *(self.leaves[name] for name in self._wanted)]
-        first, *rest = torch.autograd.grad(output, inputs, gradient, allow_unused=True)
-        for name, found in zip(self._wanted, rest, strict=True):
-            if found is not None:
-                self._sums[name] = self._sums[name].add_(found) if name in self._sums else found
+        """Return the gradient of an output by `leaf`, and add its gradients by the leaves to their sums."""
+        inputs = [leaf, *(self.leaves[name] for name in self._trained)]
+        first, *others = torch.autograd.grad(output, inputs, gradient, allow_unused=True)
+        for name, each in zip(self._trained, others, strict=True):
+            if each is not None:
+                self._sums[name] = self._sums[name].add_(each) if name in self._sums else each
         if first is None:
-            raise ModelError("The predictions do not depend on hidden states: the network cannot be tuned.")
+            raise ModelError("The predictions do not depend on hidden states, so the network cannot be tuned.")
         return first
 
     def end(self) -> None:
-        """Take the sums on to what the tensors are made of."""
-        names = [name for name in self._wanted if name in self._sums]
+        """Propagate the sums to the tensors from which the computed tensors were made."""
+        names = [name for name in self._trained if name in self._sums]
         if names:
-            torch.autograd.backward([self._made[name] for name in names], [self._sums[name] for name in names])
+            torch.autograd.backward([self._computed[name] for name in names], [self._sums[name] for name in names])
 
 
 def _checked(gradient: Tensor, name: str) -> Tensor:
-    """Return a gradient that came back through a part of the network, if it is finite."""
+    """Return the gradient before a part of the network if it is finite; else raise CalibrationError."""
     if not torch.isfinite(gradient).all():
-        raise CalibrationError(f"Gradients are NaN or Inf before {name}: the network cannot be tuned on this text.")
+        raise CalibrationError(f"Gradients are NaN or Inf before {name}, so the network cannot be tuned on this text.")
     return gradient
 
 
 def needed(model: Model, windows: Tensor, *, batch: int, codes: int) -> tuple[int, int]:
-    """Return about how many bytes of memory tuning takes: as blocks are streamed, and with all of them held; see `TunedNetwork`.
+    """Return estimates of tuning's memory in bytes: with streamed blocks, and with all blocks held (see `TunedNetwork`).
 
     Args:
-        model: the original.
+        model: The original model.
         windows: (windows, seqlen) tokens.
-        batch: windows that pass together.
-        codes: how many codes are trained.
+        batch: Windows per batch.
+        codes: Number of trained codes.
     """
-    blocks = [sum(layer.shape[0] * layer.shape[1] for layer in block.layers) for block in model.blocks]
+    sizes = [sum(layer.shape[0] * layer.shape[1] for layer in block.layers) for block in model.blocks]
     inside = sum(p.numel() for block in model.blocks for p in block.empty.parameters())
     ends = sum(p.numel() for p in model.network.parameters()) - inside
-    width = model.network.get_input_embeddings().weight.shape[1]
-    logits = min(LOGITS, batch * windows.shape[1] * model.network.get_input_embeddings().weight.shape[0])
-    small = 4 * (ends + inside - sum(blocks))  # with what is in blocks and not quantized
-    common = FIXED * sum(blocks) + (MOVING - FIXED) * codes + small + 8 * windows.numel() * width + 16 * logits
-    passing = 4 * batch * windows.shape[1] * width * ACTIVATIONS
-    return common + 12 * max(blocks) + passing, common + 12 * sum(blocks) + passing * len(blocks)
+    dim = model.network.get_input_embeddings().weight.shape[1]
+    logits = min(MAX_LOGITS, batch * windows.shape[1] * model.network.get_input_embeddings().weight.shape[0])
+    small = 4 * (ends + inside - sum(sizes))  # including unquantized tensors of blocks
+    base = CODE_BYTES * sum(sizes) + (LEAF_BYTES - CODE_BYTES) * codes + small + 8 * windows.numel() * dim + 16 * logits
+    passing = 4 * batch * windows.shape[1] * dim * ACTIVATIONS
+    return base + 12 * max(sizes) + passing, base + 12 * sum(sizes) + passing * len(sizes)
 
 
 def norms_of(network: nn.Module) -> list[str]:
-    """Return the names of the parameters of norms: of modules that have a weight, and of parameters nothing but vectors."""
-    found = []
+    """Return the names of norms' parameters: of modules with a weight whose parameters are all vectors."""
+    names = []
     for path, module in network.named_modules():
-        own = dict(module.named_parameters(recurse=False))
-        if "weight" in own and all(each.dim() == 1 and each.is_floating_point() for each in own.values()):
-            found += [f"{path}.{name}" for name in own]
-    return found
+        parameters = dict(module.named_parameters(recurse=False))
+        if "weight" in parameters and all(each.dim() == 1 and each.is_floating_point() for each in parameters.values()):
+            names += [f"{path}.{name}" for name in parameters]
+    return names

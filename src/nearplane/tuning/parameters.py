@@ -1,19 +1,19 @@
-"""What is trained of a quantized network: the steps of its grids, codes of few bits, and the weights of its norms.
+"""Trained tensors of a quantized network: the steps of its grids, codes of few bits, and the weights of its norms.
 
     value = step * (code - zero)      step = stored(step_0 * exp(2^-bits s)),  code = clipped(round(code_0 + 2^-bits v))
     norm  = stored(norm_0 + 2^-bits rms(norm_0) t)
 
-On llama.cpp's grids the integers `sc` and `m` of groups stay. Of entropy-coded weights the scales of rows and columns do: finer
-ladders for them take more bytes than they are worth (docs/log.md), and what a norm can take over is trained there. Their codes have
-no limits; what keeps them small is `Pressure`, a price for every bit that they cost.
+On llama.cpp's grids the integers `sc` and `m` of groups are not trained. Of entropy-coded weights the scales of rows and columns
+are not: finer ladders would take more bytes than they are worth (docs/log.md), and norms are trained instead. Their codes have no
+limits; `Pressure`, a price for every bit, keeps them small.
 
     value = d sc code - dmin m      d = stored(d_0 exp(2^-bits s)),  dmin = stored(dmin_0 exp(2^-bits s'))
     value = row * code * column     base = rung(base_0 exp(unit b)),     code = round(code_0 + unit_of_codes v)
 
-`s`, `b`, `v` and `t` are trained; all but `v` from 0, in units of how far off weights of so many bits are. `v` begins part of the
-way to where the original weight lies, so that codes which cost little to move come to move first; by itself that moves none. What
-is rounded is rounded in every forward as the file will hold it, so that the predictions that are trained are those of the file;
-gradients pass straight through the rounding. Knows matrices, not networks.
+`s`, `b`, `v` and `t` are trained, all but `v` from 0, in units of the relative error of weights of so many bits. `v` starts part
+of the way towards the original weight, so that codes whose move costs little move first; the start itself moves no code. All
+rounding is done in every forward pass as the file will hold it, so that training sees the predictions of the file; gradients
+pass straight through the rounding. Independent of networks.
 """
 
 from __future__ import annotations
@@ -35,29 +35,31 @@ from nearplane.lattice.scale import stored
 from nearplane.lattice.superblock import SuperGrid
 from nearplane.lattice.superblock_fit import rounded
 
-LEAN, MOST = 0.5, 0.4  # of the way from a code to the original weight that codes begin at, and in steps at most
-CODE_UNIT = 0.25  # of a step at most: what codes move by, where a rate is low
-NOT_SEEN = 8  # rows of a column, as the mean of the matrix has them, that a column's own are taken together with
-WORTH = 2 * math.log(2)  # of a bit per weight, over KL: where errors are small a bit more makes a quarter of them
-GAIN = 2.0  # by how much the logarithm of the price rises in a step for every bit per weight that is too many
-AIM = 0.998  # of the bytes that matrices may take: what is foretold between two looks is off by about a thousandth
-RANGE = 16.0  # times its first value, or so much of it, is the price at most and at least
+LEAN_FRACTION, MAX_LEAN = 0.5, 0.4  # start of `v` towards the original weight: part of the way, and maximum in steps
+CODE_UNIT = 0.25  # maximum unit of `v` in steps, which matters at low rates
+PRIOR_ROWS = 8  # rows with the mean of the matrix that are added to the statistics of each column
+FIRST_PRICE = 2 * math.log(2)  # of a bit per weight, relative to KL: at small errors one more bit quarters the KL
+PRICE_GAIN = 2.0  # increase of the price's logarithm per step for every excess bit per weight
+SIZE_TARGET = (
+    0.998  # of the bytes that matrices may take; predictions between measurements are off by about a thousandth
+)
+PRICE_RANGE = 16.0  # maximum of the price relative to its first value, and inverse of the minimum
 
 
 class TunedLayer(ABC):
-    """The matrix of a layer: some numbers of its grid are trained and, if asked for, its codes.
+    """Matrix of a layer with trained numbers of its grid and, optionally, trained codes.
 
     Args:
-        matrix: as read from a file.
-        numbers: what is trained of the grid, zeros to begin with.
-        unit: how far off the weights are, relative: 2^-bits.
-        limits: of the codes; None: there are none.
-        step: what codes move by in training; None: `unit`.
-        codes: whether codes are trained too; see `lean`.
+        matrix: The matrix as read from a file.
+        numbers: Trained numbers of the grid, zeros at the start.
+        unit: Relative error of the weights, 2^-bits.
+        limits: Lowest and highest code; None: no limits.
+        step: Unit of `v` in steps; None: `unit`.
+        codes: Whether codes are trained too; see `lean`.
     """
 
-    kind = "steps"  # of the numbers, see `settings.RATES`
-    _names: tuple[str, ...] = ("scale",)  # of the fields of the grid that hold them
+    kind = "steps"  # kind of the numbers, see `settings.RATES`
+    _names: tuple[str, ...] = ("scale",)  # fields of the grid that hold the numbers
     _grid: Any
 
     def __init__(
@@ -72,13 +74,13 @@ class TunedLayer(ABC):
     ) -> None:
         self._grid, self.unit, self._step = matrix.grid, unit, step or unit
         self._limits, self._low = limits, limits[0] if limits is not None else 0
-        self._codes = self._short(matrix.codes - self._low)  # all that is kept of them
+        self._codes = self._short(matrix.codes - self._low)
         self._s = numbers.requires_grad_()
         self._v = torch.zeros(matrix.codes.shape, device=numbers.device, requires_grad=True) if codes else None
 
     @abstractmethod
     def values(self) -> Tensor:
-        """Return (out, in) exactly as the file will decode."""
+        """Return (out, in) weights exactly as the file will decode."""
 
     @abstractmethod
     def _positions(self, W: Tensor) -> Tensor:
@@ -89,18 +91,18 @@ class TunedLayer(ABC):
         """Return the grid as the file will hold it."""
 
     def _numbers(self, grid: Any) -> dict[str, Any]:
-        """Return the numbers of a grid that are trained."""
+        """Return the trained numbers of a grid."""
         return {name: getattr(grid, name) for name in self._names}
 
     @torch.no_grad()
     def lean(self, W: Tensor) -> None:
-        """Where codes are trained, let them begin half way to the original weights (out, in), short of where another is nearer."""
+        """Start trained codes half way towards the original weights (out, in), but not so far that they round differently."""
         if self._v is not None:
-            apart = self._positions(W) - self._codes - self._low
-            self._v.copy_(apart.mul_(LEAN).clamp_(-MOST, MOST) / self._step)
+            lean = self._positions(W) - self._codes - self._low
+            self._v.copy_(lean.mul_(LEAN_FRACTION).clamp_(-MAX_LEAN, MAX_LEAN) / self._step)
 
     def trained(self) -> dict[str, Tensor]:
-        """Return the leaves, by their kind: the numbers of the grid, and `v` (out, in) where codes are trained."""
+        """Return the leaves by kind: the numbers of the grid, and `v` (out, in) if codes are trained."""
         return {self.kind: self._s} | ({} if self._v is None else {"codes": self._v})
 
     def matrix(self) -> QuantizedMatrix:
@@ -108,12 +110,12 @@ class TunedLayer(ABC):
         return QuantizedMatrix(codes=self._rounded_codes().detach().to(torch.int32), grid=self._rounded_grid())
 
     def state(self) -> dict[str, Any]:
-        """Return the numbers of the grid, and codes where they are trained, as the file would hold them, in memory of its own."""
-        found = self._numbers(self._rounded_grid())
-        return found if self._v is None else found | {"codes": self._short(self._rounded_codes().detach() - self._low)}
+        """Return copies of the grid's numbers, and of codes if they are trained, as the file would hold them."""
+        state = self._numbers(self._rounded_grid())
+        return state if self._v is None else state | {"codes": self._short(self._rounded_codes().detach() - self._low)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Make `values` what a state says; training may not go on from there."""
+        """Set `values` to a state; the state does not suffice to resume training."""
         self._grid = replace(self._grid, **{name: state[name] for name in self._names})
         with torch.no_grad():
             self._s.zero_()
@@ -122,14 +124,14 @@ class TunedLayer(ABC):
                 self._v.zero_()
 
     def load(self, matrix: QuantizedMatrix) -> None:
-        """Take a matrix on the same grid, as read from a file."""
-        assert type(matrix.grid) is type(self._grid), "of the same grid"
+        """Load a matrix on the same grid, as read from a file."""
+        assert type(matrix.grid) is type(self._grid), "the matrix has another type of grid"
         matrix = matrix.to(self._codes.device)
         self._codes = self._short(matrix.codes - self._low)
         self.restore(self._numbers(matrix.grid) | {"codes": self._codes})
 
     def _short(self, codes: Tensor) -> Tensor:
-        """Return codes less the lowest in a byte each."""
+        """Return codes minus the lowest code, one byte each."""
         return codes.to(torch.uint8)
 
     def _rounded_codes(self) -> Tensor:
@@ -137,24 +139,24 @@ class TunedLayer(ABC):
         codes = self._codes.float() + self._low
         if self._v is None:
             return codes
-        wanted = codes + self._step * self._v
-        rounded = wanted.detach().round()
+        position = codes + self._step * self._v
+        rounded = position.detach().round()
         if self._limits is not None:
             rounded.clamp_(*self._limits)
-        return through(rounded, wanted)
+        return through(rounded, position)
 
 
 class TunedMatrix(TunedLayer):
-    """A matrix on a grid whose steps, (out, groups), are trained.
+    """A matrix on a grid with trained steps (out, groups).
 
     Args:
-        name: of the layer, for messages.
-        matrix: codes (out, in) and steps (out, groups), as read from a file.
-        storage: dtype of the steps in the file.
-        codes: whether codes are trained too.
+        name: Name of the layer in messages.
+        matrix: Codes (out, in) and steps (out, groups), as read from a file.
+        storage: Dtype of the steps in the file.
+        codes: Whether codes are trained too.
 
     Raises:
-        FormatError: groups are not runs of as many neighbours each, or codes are no integers with limits.
+        FormatError: Groups are not runs of equally many neighbours, or codes are not integers with limits.
     """
 
     _grid: Grid
@@ -163,10 +165,12 @@ class TunedMatrix(TunedLayer):
         grid, columns = matrix.grid, matrix.codes.shape[1]
         low, high = grid.low, grid.high
         if grid.levels is not None or low is None or high is None:
-            raise FormatError(f"{name}: its codes are no integers on a grid with limits; only such grids are tuned.")
+            raise FormatError(f"{name}: its codes are not integers with limits, but only such grids can be tuned.")
         groups = grid.scale.shape[1]
         if columns % groups or not torch.equal(grid.group.cpu(), torch.arange(columns) // (columns // groups)):
-            raise FormatError(f"{name}: its groups are not runs of as many inputs each; only such grids are tuned.")
+            raise FormatError(
+                f"{name}: its groups are not runs of equally many inputs, but only such grids can be tuned."
+            )
         self._storage = storage
         numbers = torch.zeros(len(matrix.codes), groups, device=grid.scale.device)
         super().__init__(matrix, numbers, 1.0 / (high - low + 1), limits=(low, high), codes=codes)
@@ -184,17 +188,17 @@ class TunedMatrix(TunedLayer):
         return replace(self._grid, scale=self._rounded_steps().detach())
 
     def _rounded_steps(self) -> Tensor:
-        """Return (out, groups) steps as stored; a step keeps its sign and stays finite, or the file could not hold it."""
-        wanted = self._grid.scale * (self.unit * self._s).exp()
-        return through(stored(wanted.detach(), self._storage), wanted)
+        """Return (out, groups) steps as stored; a step that would change its sign or overflow in the file keeps them."""
+        steps = self._grid.scale * (self.unit * self._s).exp()
+        return through(stored(steps.detach(), self._storage), steps)
 
 
 class TunedBlocks(TunedLayer):
-    """A matrix on a `SuperGrid` whose blocks' steps and offsets, (1 or 2, out, blocks), are trained.
+    """A matrix on a `SuperGrid` with trained steps and offsets of blocks, (1 or 2, out, blocks).
 
     Args:
-        matrix: as read from a file.
-        codes: whether codes are trained too.
+        matrix: The matrix as read from a file.
+        codes: Whether codes are trained too.
     """
 
     _names = "d", "dmin"
@@ -202,14 +206,14 @@ class TunedBlocks(TunedLayer):
 
     def __init__(self, matrix: QuantizedMatrix[SuperGrid], *, codes: bool = False) -> None:
         grid = matrix.grid
-        assert grid.low is not None, "its codes have limits"
-        assert grid.high is not None, "its codes have limits"
+        assert grid.low is not None, "codes without a lower limit"
+        assert grid.high is not None, "codes without an upper limit"
         numbers = torch.zeros(1 if grid.dmin is None else 2, *grid.d.shape, device=grid.d.device)
         limits = grid.low, grid.high
         super().__init__(matrix, numbers, 1.0 / (grid.high - grid.low + 1), limits=limits, codes=codes)
 
     def values(self) -> Tensor:
-        """Return (out, in) values, exactly as the file will decode."""
+        """Return (out, in) values exactly as the file will decode."""
         d, dmin = self._rounded_steps()
         out, groups = self._grid.sc.shape
         each = groups // d.shape[1]
@@ -229,25 +233,25 @@ class TunedBlocks(TunedLayer):
         return replace(self._grid, d=d.detach(), dmin=None if dmin is None else dmin.detach())
 
     def _rounded_steps(self) -> tuple[Tensor, Tensor | None]:
-        """Return (out, blocks) steps and offsets as stored; they keep their signs and stay finite."""
+        """Return (out, blocks) steps and offsets as stored, with their signs and finite."""
         factor = (self.unit * self._s).exp()
-        wanted = self._grid.d * factor[0]
-        short = rounded(wanted.detach())
-        d = through(torch.where(torch.isfinite(short), short, self._grid.d), wanted)
+        step = self._grid.d * factor[0]
+        short = rounded(step.detach())
+        d = through(torch.where(torch.isfinite(short), short, self._grid.d), step)
         if self._grid.dmin is None:
             return d, None
         offset = self._grid.dmin * factor[1]
-        held = offset.detach().half().to(offset.dtype)
-        return d, through(torch.where(torch.isfinite(held), held, self._grid.dmin), offset)
+        half = offset.detach().half().to(offset.dtype)
+        return d, through(torch.where(torch.isfinite(half), half, self._grid.dmin), offset)
 
 
 class TunedLadders(TunedLayer):
-    """A matrix on ladders, whose base is trained.
+    """A matrix on ladders with a trained base.
 
     Args:
-        matrix: codes (out, in) and exponents, as read from a file.
-        rate: bits per weight that it takes.
-        codes: whether codes are trained too.
+        matrix: Codes (out, in) and exponents, as read from a file.
+        rate: Bits per weight of the matrix in the file.
+        codes: Whether codes are trained too.
     """
 
     kind = "base"
@@ -259,11 +263,13 @@ class TunedLadders(TunedLayer):
         numbers = torch.zeros((), device=matrix.codes.device)
         super().__init__(matrix, numbers, unit, step=min(unit, CODE_UNIT), codes=codes)
         out, mean = len(matrix.codes), matrix.codes.abs().float().mean(0)  # (in,)
-        mean = ((out * mean + NOT_SEEN * mean.mean()) / (out + NOT_SEEN)).clamp(min=1e-4)
-        self._price = -(((1 + mean.square()).sqrt() - 1) / mean).log2()  # (in,) bits, codes two-sided geometric
+        mean = ((out * mean + PRIOR_ROWS * mean.mean()) / (out + PRIOR_ROWS)).clamp(min=1e-4)
+        self._price = -(
+            ((1 + mean.square()).sqrt() - 1) / mean
+        ).log2()  # (in,) bits per unit of |code|, geometric model
 
     def values(self) -> Tensor:
-        """Return (out, in) `row * code * column`, exactly as the file will decode."""
+        """Return (out, in) `row * code * column` exactly as the file will decode."""
         grid = self._rounded_grid()
         column = grid.column_scale()
         column = through(column, column * (self.unit * (self._s - self._s.detach())).exp())
@@ -271,14 +277,14 @@ class TunedLadders(TunedLayer):
 
     @torch.no_grad()
     def press(self, price: float) -> None:
-        """Add to the gradients of codes that of `price` times the bits that they take."""
+        """Add the gradient of `price` times the bits of the codes to the gradients of the codes."""
         if self._v is not None and self._v.grad is not None:
-            wanted = self._codes + self._step * self._v
-            self._v.grad += wanted.mul_(2).clamp_(-1, 1).mul_(price * self._step * self._price)  # towards 0
+            position = self._codes + self._step * self._v
+            self._v.grad += position.mul_(2).clamp_(-1, 1).mul_(price * self._step * self._price)  # towards 0
 
     @torch.no_grad()
     def bits(self) -> float:
-        """Return about how many bits the codes take, less what does not change as they move."""
+        """Return an estimate of the bits of the codes, up to a constant."""
         return float((self._rounded_codes().abs().sum(0) * self._price).sum())
 
     def _positions(self, W: Tensor) -> Tensor:
@@ -288,64 +294,64 @@ class TunedLadders(TunedLayer):
         return replace(self._grid, base=stored_base(self._grid.base * math.exp(self.unit * float(self._s.detach()))))
 
     def _short(self, codes: Tensor) -> Tensor:
-        """Return codes in two bytes each where all fit."""
+        """Return codes in two bytes each if all fit, else in four."""
         fits = codes.numel() == 0 or float(codes.abs().max()) < 2**15
         return codes.to(torch.int16 if fits else torch.int32)
 
 
 class Pressure:
-    """Pulls codes towards 0, each by what it costs, harder while the matrices take too much.
+    """Pressure of codes towards 0 by a price for their bits, which rises while the matrices are too large.
 
     Args:
-        matrices: by name.
-        most: bytes that all of them may take.
-        format: that packs them.
-        kl: of the network at the start, nats per token.
+        matrices: Matrices by name.
+        most: Maximum bytes of all matrices.
+        format: Layer format that packs them.
+        kl: KL of the network at the start, nats per token.
     """
 
     def __init__(self, matrices: Mapping[str, TunedLadders], most: int, format: LayerFormat, kl: float) -> None:
         self._matrices, self.most, self._format = matrices, most, format
         self._weights = sum(each._codes.numel() for each in matrices.values())
-        self._first = self._price = WORTH * kl / self._weights
-        self._allowed = self._foretold()
+        self._first = self._price = FIRST_PRICE * kl / self._weights
+        self._allowed = self._predicted()
         self.measure()
 
     def press(self) -> None:
-        """Add to the gradients of codes what their bits cost."""
-        over = (self._foretold() - self._allowed) / self._weights
-        price = self._price * math.exp(GAIN * over)
-        self._price = min(max(price, self._first / RANGE), self._first * RANGE)
+        """Add the gradient of the bits' price to the gradients of the codes."""
+        excess = (self._predicted() - self._allowed) / self._weights
+        price = self._price * math.exp(PRICE_GAIN * excess)
+        self._price = min(max(price, self._first / PRICE_RANGE), self._first * PRICE_RANGE)
         for each in self._matrices.values():
             each.press(self._price)
 
     def measure(self) -> int:
-        """Return the bytes of all matrices, coded in earnest; what is foretold of them is set right by that."""
+        """Return the bytes of all coded matrices, and correct the predictions by them."""
         size = 0
         for name, each in self._matrices.items():
             packed = self._format.pack(name, each.matrix(), torch.float32)
             size += sum(tensor.nbytes for tensor in packed.values())
-        self._allowed = self._foretold() + 8 * (AIM * self.most - size)
+        self._allowed = self._predicted() + 8 * (SIZE_TARGET * self.most - size)
         return size
 
     def standing(self) -> dict[str, float]:
-        """Return what decides how it goes on."""
+        """Return the state for `restore`."""
         return {"price": self._price, "allowed": self._allowed}
 
     def restore(self, standing: Mapping[str, float]) -> None:
-        """Go on from there."""
+        """Restore the state that `standing` returned."""
         self._price, self._allowed = standing["price"], standing["allowed"]
 
-    def _foretold(self) -> float:
+    def _predicted(self) -> float:
         return sum(each.bits() for each in self._matrices.values())
 
 
 class TunedVector:
-    """The weights of a norm.
+    """Weights of a norm.
 
     Args:
-        weights: (width,) in the dtype in which the file holds them.
-        device: where to train.
-        unit: how far off the weights of layers are, relative.
+        weights: (width,) weights in the dtype of the file.
+        device: Device of the training.
+        unit: Mean relative error of the layers' weights.
     """
 
     def __init__(self, weights: Tensor, device: torch.device, unit: float) -> None:
@@ -360,12 +366,12 @@ class TunedVector:
         return {"norms": self._t}
 
     def values(self) -> Tensor:
-        """Return (width,) the weights as stored."""
-        wanted = self._start + self._unit * self._t
-        return through(wanted.detach().to(self._storage).to(wanted.dtype), wanted)
+        """Return (width,) weights as stored."""
+        weights = self._start + self._unit * self._t
+        return through(weights.detach().to(self._storage).to(weights.dtype), weights)
 
     def tensor(self) -> Tensor:
-        """Return (width,) the weights in the dtype in which the file holds them."""
+        """Return (width,) weights in the dtype of the file."""
         return self.values().detach().to(self._storage)
 
     def state(self) -> dict[str, Tensor]:
@@ -373,20 +379,20 @@ class TunedVector:
         return {"norms": self.values().detach().clone()}
 
     def load(self, weights: Tensor) -> None:
-        """Take weights as read from a file."""
+        """Load weights as read from a file."""
         self.restore({"norms": weights.to(self._start)})
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Take weights for those to begin with."""
+        """Set the weights to a state, as a new start."""
         self._start = state["norms"]
         with torch.no_grad():
             self._t.zero_()
 
 
 Tuned = TunedLayer | TunedVector
-"""A tensor of the network as a function of what is trained of it."""
+"""A tensor of the network as a function of its trained tensors."""
 
 
-def through(rounded: Tensor, wanted: Tensor) -> Tensor:
-    """Return `rounded`, to the last digit, with the gradient of `wanted`."""
-    return rounded + (wanted - wanted.detach())
+def through(rounded: Tensor, exact: Tensor) -> Tensor:
+    """Return exactly `rounded`, with the gradient of `exact`."""
+    return rounded + (exact - exact.detach())

@@ -151,9 +151,9 @@ def test_layers_of_a_rate_have_rates():
         ("down_proj=", "is no scheme for layers"),
         ("down_proj=bitz:4", "bitz is not a keyword"),
         ("down_proj=bits:four", "bits is 'four'"),
-        ("down_proj=rows:equal", "rows is 'equal', but only entropy-coded weights have that"),
+        ("down_proj=rows:equal", "rows is 'equal', but only entropy-coded weights have this option"),
         ("(=bits:4", "not a regular expression"),
-        ("down_proj=samples:9", "samples is no option of how layers"),
+        ("down_proj=samples:9", "samples is not an option of a scheme"),
     ],
 )
 def test_what_is_no_scheme_for_layers_is_refused(text, said):

@@ -230,5 +230,5 @@ def test_moments_that_are_used_once_are_let_go_and_a_second_target_is_refused(ge
     assert kept.moments is moments
     assert (once.moments.C, once.moments.lost, once.moments.held_out) == (None, None, None)
     assert torch.equal(kept.factor_of_the_sweep(scheme).U, once.factor_of_the_sweep(scheme).U)
-    with pytest.raises(NumericalError, match="Make them anew"):
+    with pytest.raises(NumericalError, match="Make new Inputs"):
         corrected(W, once, scheme)

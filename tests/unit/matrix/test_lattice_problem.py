@@ -50,7 +50,7 @@ def test_arrays_of_numpy_are_taken(call: Any, dtype: str) -> None:
         (W, H + torch.eye(8).roll(1, 0), r"H is not symmetric: entries across the diagonal differ by up to 1"),
         (W, H.masked_fill(torch.eye(8) > 0, float("nan")), "H holds NaN or Inf"),
         (W, H.masked_fill(torch.eye(8) > 0, float("inf")), "H holds NaN or Inf"),
-        (W, H.long(), "H is of int64; expected .* make it float32 or float64"),
+        (W, H.long(), "H is of int64; expected .* in float32 or float64"),
         (W.long().numpy(), H, "W is of int64"),
         (W, (H > 0).numpy(), "H is of bool"),
         (W.to(torch.complex64), H, "W is of complex64"),

@@ -126,7 +126,7 @@ def test_other_schemes_and_grids_are_refused_in_a_sentence() -> None:
     W, H = torch.randn(4, 8), torch.eye(8)
     grid = Grid(scale=torch.ones(4, 1), zero=torch.zeros(4, 1), group=torch.zeros(8, dtype=torch.int64), low=0, high=3)
     for wrong in (RateScheme(rate=2), grid):
-        with pytest.raises(RecipeError, match=f"a {type(wrong).__name__} found, expected a GridScheme"):
+        with pytest.raises(RecipeError, match=f"found a {type(wrong).__name__}, expected a GridScheme"):
             quantize_matrix(W, H, wrong)
 
 
@@ -333,6 +333,6 @@ def test_blocks_of_llama_cpp_are_solved_like_any_grid(kind: str, generator: torc
 def test_blocks_that_do_not_divide_the_inputs_are_refused() -> None:
     for kind in ("q4_k", "q4_k_m"):
         with pytest.raises(
-            RecipeError, match=f"matrix: 96 inputs on {kind}. Expected a type of llama.cpp whose blocks divide"
+            RecipeError, match=f"matrix: 96 inputs on {kind}. Use a type of llama.cpp whose blocks divide"
         ):
             quantize_matrix(torch.randn(4, 96), torch.eye(96), BlockScheme(kind))

@@ -93,5 +93,5 @@ def test_without_gradients_rows_are_solved_as_alone(generator):
 
 
 def test_gradients_of_other_rows_are_refused(generator):
-    with pytest.raises(NumericalError, match=r"Gradients of 12 outputs are given; expected 20\."):
+    with pytest.raises(NumericalError, match=r"Found gradients of 12 outputs; expected 20\."):
         solve_joined(torch.randn(20, IN, generator=generator), [torch.eye(12)], plain)

@@ -160,7 +160,7 @@ def test_the_rate_of_one_matrix_may_be_another_than_the_scheme_s() -> None:
 
 
 def test_a_size_is_no_rate_of_a_matrix() -> None:
-    with pytest.raises(RecipeError, match=r"q_proj: a size is that of a whole checkpoint; give the matrix a rate"):
+    with pytest.raises(RecipeError, match=r"q_proj: a size is for a whole checkpoint. Pass a rate"):
         quantize_matrix_to_rate(gaussian(8, 8), power_law(8, 1.0), RateScheme(size="1MB"), name="q_proj")
     _, record = quantize_matrix_to_rate(gaussian(64, 64), power_law(64, 1.0), RateScheme(size="1MB"), 3.0)
     assert record.asked == 3.0

@@ -47,7 +47,7 @@ def test_a_run_says_what_it_takes_before_it_begins_and_after_the_first_block(mod
         rf"^quantizing takes at most {size} of memory \(while .*\) and at least .* for 1,080 tokens", text, re.M
     )
     after = re.search(
-        rf"^measured: the first block took {size} of at most {size} and .*; the 2 to come take about", text, re.M
+        rf"^measured: the first block took {size} of at most {size} and .*; the remaining 2 take about", text, re.M
     )
     assert before, text
     assert after, text
@@ -72,7 +72,7 @@ def test_a_limit_that_is_no_size_is_refused(memory, model, tmp_path) -> None:
 
 
 def test_where_memory_is_not_known_no_limit_is_taken(model, tmp_path) -> None:
-    with pytest.raises(RecipeError, match="--memory: the memory of this run is not known before it"):
+    with pytest.raises(RecipeError, match="--memory cannot be used: the memory of this run cannot be predicted"):
         nearplane.quantize(model, tmp_path / "out", bits=4, group_size=16, solver="round-to-nearest", memory="8GB")
 
 

@@ -42,12 +42,12 @@ def test_defaults_follow_from_what_is_given():
     [
         (
             {"include_head": True},
-            "include_head is True, but only entropy-coded weights have that; give --rate or --size",
+            "include_head is True, but only entropy-coded weights have this option; use --rate or --size",
         ),
-        ({"bits": 3, "rows": "equal"}, "rows is 'equal', but only entropy-coded weights have that"),
+        ({"bits": 3, "rows": "equal"}, "rows is 'equal', but only entropy-coded weights have this option"),
         (
             {"rate": 3, "bits": 3},
-            "bits is 3, but entropy-coded weights have no fixed grid; leave it out, or leave out --rate",
+            "bits is 3, but entropy-coded weights have no fixed grid; leave out this option, or --rate",
         ),
         ({"rate": 3, "bits": 4}, "bits is 4, but entropy-coded"),  # the default of grids: it is asked for all the same
         ({"rate": 3, "group_size": 128}, "group_size is 128, but entropy-coded"),
@@ -55,23 +55,23 @@ def test_defaults_follow_from_what_is_given():
         ({"size": "1MB", "scale": "minmax"}, "scale is 'minmax', but entropy-coded"),
         ({"rate": 3, "polish": 2}, "polish is 2, but entropy-coded"),
         ({"rate": 3, "rounds": 1}, "rounds is 1, but entropy-coded"),
-        ({"rate": 3, "size": "1MB"}, "take a --rate or a --size, found both: give one of them"),
+        ({"rate": 3, "size": "1MB"}, "need either --rate or --size; found both"),
         ({"rate": 7.5}, "rate is 7.5; expected 0.5 to 7 bits"),
         ({"rate": True}, "rate is True; expected 0.5 to 7 bits"),
         ({"size": "3 apples"}, "3 apples"),
         ({"grid": "q4_m"}, "grid is 'q4_m'; expected one of q4_0, q4_1"),
         ({"grid": 2.5}, "grid is '2.5'; expected 2.625 to 8.5 bits per weight, or a type"),
         ({"grid": "nan"}, "grid is 'nan'; expected 2.625 to 8.5 bits"),
-        ({"grid": 4.5, "solver": "round-to-nearest"}, "grid is 4.5, for which layers are measured on text"),
-        ({"grid": "q4_k", "bits": 4}, "bits is 4, but --grid q4_k says all of how weights are stored"),
+        ({"grid": 4.5, "solver": "round-to-nearest"}, "grid is 4.5, which measures layers on calibration text"),
+        ({"grid": "q4_k", "bits": 4}, "bits is 4, but --grid q4_k determines how weights are stored"),
         ({"grid": "q4_k", "rate": 3}, "grid is 'q4_k' and rate 3, but entropy-coded weights have no fixed grid"),
-        ({"grid": "q4_k", "rows": "equal"}, "rows is 'equal', but --grid q4_k says all"),
+        ({"grid": "q4_k", "rows": "equal"}, "rows is 'equal', but --grid q4_k determines"),
         ({"grid": "q4_k", "solver": "round-to-nearest", "rounds": 1}, "rounds needs calibration"),
         ({"rate": 3, "include_head": "yes"}, "include_head is 'yes'; expected true or false"),
-        ({"rate": 3, "coder": "tans"}, "coder is no option of how layers are quantized"),
+        ({"rate": 3, "coder": "tans"}, "coder is not an option of a scheme"),
         ({"rate": 3, "rows": "some"}, "expected one of sensitivity, equal"),
         ({"solver": "beam"}, "solver is 'beam'; expected one of nearest-plane"),
-        ({"beam": 4}, "beam is 4, but only solver 'k-best' has one, not 'nearest-plane'"),
+        ({"beam": 4}, "beam is 4, but only solver 'k-best' has a beam, not 'nearest-plane'"),
         ({"solver": "k-best", "beam": 0}, "beam is 0; expected a whole number from 1 to 1000"),
         ({"polish": -1}, "polish is -1; expected a whole number from 0 to 1000"),
         ({"rounds": 2.5}, "rounds is 2.5; expected a whole number"),
@@ -93,7 +93,7 @@ def test_what_means_nothing_is_refused_in_one_sentence(options, said):
 
 
 def test_entropy_coded_weights_need_a_rate_or_a_size():
-    with pytest.raises(RecipeError, match="take a --rate or a --size, found neither"):
+    with pytest.raises(RecipeError, match="need either --rate or --size; found neither"):
         RateScheme()
 
 
@@ -176,20 +176,20 @@ def test_groups_of_layers_are_settled_with_those_of_all():
 @pytest.mark.parametrize(
     ("all_layers", "own", "said"),
     [
-        ({}, {"rate": 3}, r"have a rate \(3\), the others bits: no format holds both"),
-        ({"size": "1MB"}, {"rate": 5}, "have a rate of their own, and a size is spread over all layers"),
-        ({"rate": 3}, {"rows": "equal"}, "have another rows, which is one for a whole run"),
-        ({"bits": 3.5}, {"damp": 0.1}, "a fraction of bits gives every layer a width of its own"),
+        ({}, {"rate": 3}, r"have a rate \(3\), the others bits, but no format holds both"),
+        ({"size": "1MB"}, {"rate": 5}, "have a rate of their own, but --size is distributed over all layers"),
+        ({"rate": 3}, {"rows": "equal"}, "have another rows, which must be the same in the whole run"),
+        ({"bits": 3.5}, {"damp": 0.1}, "a fraction of bits chooses the bits of every layer"),
         ({"rate": 3}, {"bits": 3}, "bits is 3, but entropy-coded weights have no fixed grid"),
-        ({}, {"order": "pivoted"}, "have another order, which is one for a whole run"),
+        ({}, {"order": "pivoted"}, "have another order, which must be the same in the whole run"),
         ({}, {"correct": False}, "have another correct"),
         ({"rate": 3}, {"include_head": True}, "have another include_head"),
-        ({"solver": "round-to-nearest"}, {"solver": "k-best"}, "solved by k-best, which needs calibration"),
-        ({}, {"bits": 3.5}, r"layers 'down' have 3.5 bits, which no layer can have\. Give them a whole number"),
-        ({"rate": 3}, {"size": "1MB", "rate": None}, "have the size 1MB, which is that of a whole checkpoint"),
+        ({"solver": "round-to-nearest"}, {"solver": "k-best"}, "use the solver k-best, which needs calibration"),
+        ({}, {"bits": 3.5}, r"layers 'down' have 3.5 bits, but the bits of one layer must be a whole number"),
+        ({"rate": 3}, {"size": "1MB", "rate": None}, "have the size 1MB, but a size is for a whole checkpoint"),
         ({}, {"bitz": 3}, "bitz is not a keyword"),
-        ({}, {"samples": 3}, "samples is no option of how layers are quantized"),
-        ({}, {"format": "gptq"}, "format is no option of how layers"),
+        ({}, {"samples": 3}, "samples is not an option of a scheme"),
+        ({}, {"format": "gptq"}, "format is not an option of a scheme"),
     ],
     ids=str,
 )
@@ -211,13 +211,13 @@ def test_a_pattern_that_is_none_is_refused():
 def test_one_format_holds_grids_and_another_rates():
     assert Recipe(scheme=RATE).format == "nearplane"
     assert Recipe().format == "compressed-tensors"
-    with pytest.raises(RecipeError, match=r"--format gptq holds fixed grids, .* For that format give --bits;"):
+    with pytest.raises(RecipeError, match=r"--format gptq holds fixed grids, .* For that format give --bits\."):
         Recipe(scheme=RATE, format="gptq")
     with pytest.raises(
-        RecipeError, match=r"--format gguf holds fixed grids, and --rate 3 .* give --bits, --grid, or --size"
+        RecipeError, match=r"--format gguf holds fixed grids, but --rate 3 .* give --bits, --grid, or --size"
     ):
         Recipe(scheme=RateScheme(rate=3), format="gguf")
-    with pytest.raises(RecipeError, match=r"holds entropy-coded weights, and --bits 4 .* give --rate 4, or --size"):
+    with pytest.raises(RecipeError, match=r"holds entropy-coded weights, but --bits 4 .* give --rate 4, or --size"):
         Recipe(format="nearplane")
 
 
@@ -235,7 +235,7 @@ def test_a_grid_of_llama_cpp_is_a_scheme_of_its_own():
     own = Recipe.from_spellings(grid="q4_k", layers={"down_proj": {"grid": "q6_k"}})
     assert own.scheme_of("mlp.down_proj") == BlockScheme("q6_k")
     with pytest.raises(
-        RecipeError, match=r"--format gptq holds no grids of llama\.cpp, and --grid q2_k_m is for these"
+        RecipeError, match=r"--format gptq holds no grids of llama\.cpp, but --grid q2_k_m is for these"
     ):
         Recipe(scheme=mixed, format="gptq")
 
@@ -271,13 +271,16 @@ def test_a_layer_may_have_a_type_of_its_own_beside_a_size():
     [
         (
             {"bits": 4.5, "group_size": 32},
-            r"group_size is 32, but --bits 4\.5 of a GGUF, for which types are .*, says all of how weights",
+            r"group_size is 32, but --bits 4\.5 of a GGUF, for which types are .*, determines how weights",
         ),
-        ({"size": "1GB", "symmetric": False}, "symmetric is False, but --size 1GB of a GGUF says all"),
-        ({"size": "1GB", "grid": "q4_k"}, "grid is 'q4_k' and size '1GB', for which types are chosen by measuring"),
-        ({"size": "1GB", "rate": 3.0}, "take a --rate or a --size, found both"),
+        ({"size": "1GB", "symmetric": False}, "symmetric is False, but --size 1GB of a GGUF determines"),
+        (
+            {"size": "1GB", "grid": "q4_k"},
+            "grid 'q4_k' and size '1GB'. Leave out one: a size chooses types by measuring",
+        ),
+        ({"size": "1GB", "rate": 3.0}, "need either --rate or --size; found both"),
         ({"size": "1GB", "allocate": "uniform"}, "allocate is uniform with --size"),
-        ({"size": "1GB", "solver": "round-to-nearest"}, "size is 1GB, for which layers are measured on text"),
+        ({"size": "1GB", "solver": "round-to-nearest"}, "size is 1GB, which measures layers on calibration text"),
         ({"size": "1 lot"}, "size is '1 lot'; expected a number of bytes"),
         ({"bits": 9.5}, "grid is '9.5'; expected 2.625 to 8.5 bits per weight"),
     ],
@@ -292,7 +295,7 @@ def test_widths_by_slope_are_no_gguf():
     """Whoever builds the scheme by hand is told which one it is."""
     with pytest.raises(RecipeError, match=r"Use BlockScheme\(4\.5\)"):
         Recipe(scheme=GridScheme(bits=4.5), format="gguf")
-    with pytest.raises(RecipeError, match="take a --grid or a --size, found neither"):
+    with pytest.raises(RecipeError, match="need --grid or --size; found neither"):
         BlockScheme()
 
 
@@ -317,8 +320,8 @@ def test_a_number_format_is_asked_for_by_its_name(name):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"grid": "int4-g128", "bits": 3}, "bits is 3, but --grid int4-g128 says all of how weights are stored"),
-        ({"grid": "int4-g128", "group_size": 64}, "group_size is 64, but --grid int4-g128 says all"),
+        ({"grid": "int4-g128", "bits": 3}, "bits is 3, but --grid int4-g128 determines how weights are stored"),
+        ({"grid": "int4-g128", "group_size": 64}, "group_size is 64, but --grid int4-g128 determines"),
         ({"grid": "int9-g128"}, "grid is 'int9-g128'; expected one of q4_0, .* or integers as int4-g128, int8-row"),
         ({"grid": "int4-g0"}, "grid is 'int4-g0'; expected one of"),
         (

@@ -120,7 +120,7 @@ def test_training_ends_where_gradients_end(monkeypatch, caplog, last):
     best = min(found.curve, key=lambda point: point.held_out)
     assert found.kept == best.step
     assert (value - 1) ** 2 == pytest.approx(best.held_out, rel=1e-6)
-    assert f"Gradients are NaN. Tuning ends after {last} of 40 steps." in caplog.text
+    assert f"Gradients are NaN. Tuning stops after {last} of 40 steps." in caplog.text
     last = 0
     calls.clear()
     with pytest.raises(CalibrationError, match="Gradients are NaN"):

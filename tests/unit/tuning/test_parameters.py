@@ -91,6 +91,6 @@ def test_what_is_not_on_such_a_grid_is_refused(generator):
     codes, mixed = start.codes, start.grid.group.flip(0)
     grid = Grid(scale=start.grid.scale, zero=start.grid.zero, group=mixed, low=0, high=3)
     levels = replace(start.grid, levels=torch.arange(4.0))
-    for other, said in ((levels, "no integers"), (grid, "runs of as many")):
+    for other, said in ((levels, "not integers"), (grid, "runs of equally many")):
         with pytest.raises(FormatError, match=f"it: .*{said}"):
             TunedMatrix("it", QuantizedMatrix(codes=codes, grid=other), torch.float16)
