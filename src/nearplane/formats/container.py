@@ -265,8 +265,8 @@ class Folder(Container):
 
     def size_with(self, *blocks: Mapping[str, Kind]) -> int:
         """Return the bytes of the folder without the record, if it ended with these shards."""
-        here = {name: (about(each).split()[0], tuple(each.shape), each.nbytes) for name, each in self.pending.items()}
-        all_blocks: Sequence[Mapping[str, Kind]] = (here | dict(blocks[0]) if blocks else here, *blocks[1:])
+        kinds = {name: (about(each).split()[0], tuple(each.shape), each.nbytes) for name, each in self.pending.items()}
+        all_blocks: Sequence[Mapping[str, Kind]] = (kinds | dict(blocks[0]) if blocks else kinds, *blocks[1:])
         shards = [shard for shard in all_blocks if shard]
         index = self._writer.index({name: size for shard in shards for name, (_, _, size) in shard.items()})
         return self.size + sum(map(shard_size, shards)) + len(index.encode()) + self.size_beside()
@@ -297,9 +297,7 @@ def check_apart(out: Path, source: Path) -> None:
     """
     output, model = out.resolve(), source.resolve()
     if output == model or output in model.parents or model in output.parents:
-        raise RecipeError(
-            f"The output {out} is, contains or lies in the model's folder {source}. Choose another folder."
-        )
+        raise RecipeError(f"The output {out} is, holds or lies in the model's folder {source}. Choose another folder.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,7 +309,7 @@ class Written:
 
 
 def written(tensors: Mapping[str, Tensor]) -> Written:
-    """Return size and checksum of a layer's tensors: a SHA-256 of "NAME DTYPE SIZE SIZE ..." lines and bytes, by name."""
+    """Return size and checksum of a layer's tensors: SHA-256 of "NAME DTYPE SIZE SIZE ..." lines and bytes, by name."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {about(tensor)}\n".encode())

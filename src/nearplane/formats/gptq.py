@@ -239,9 +239,7 @@ def _with_fused(grids: Mapping[str, NumberFormat]) -> dict[str, NumberFormat]:
         path, _, last = name.rpartition(".")
         if last in FUSED:
             fused.setdefault(f"{path}.{FUSED[last]}", set()).add(grid)
-    return dict(grids) | {
-        name: next(iter(all_)) for name, all_ in fused.items() if name not in grids and len(all_) == 1
-    }
+    return dict(grids) | {name: next(iter(g)) for name, g in fused.items() if name not in grids and len(g) == 1}
 
 
 def _dynamic(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
