@@ -38,15 +38,8 @@ from nearplane.system.paths import JOURNAL
 from nearplane.system.safetensors_files import INDEX, read_index
 
 VERSION = 4  # of the journal; journals of other versions are refused
-HASHED_SUFFIXES = {
-    ".safetensors",
-    ".gguf",
-    ".json",
-    ".model",
-    ".txt",
-    ".jinja",
-    ".py",
-}  # of the model's files that are run inputs
+# suffixes of a model's files that are run inputs
+HASHED_SUFFIXES = {".safetensors", ".gguf", ".json", ".model", ".txt", ".jinja", ".py"}
 SHARE = 0.05  # fraction of a run's time for writing pages; after quick blocks none is written
 MAX_NAMED_DIFFERENCES = 3  # in a refusal
 EXPECTED = "Delete the folder, or start again with --overwrite"
@@ -124,13 +117,12 @@ class Notebook:
         return time.perf_counter() - self._began
 
     def before(self, understood: Callable[[Mapping[str, Any]], Progress]) -> Progress | None:
-        """Return the progress of a stopped run with equal inputs; None: there is none, or it was complete, see `Container.whole`.
+        """Return the progress of a stopped run with equal inputs, or None if there is none or all files are complete.
 
         With --overwrite a run that cannot be resumed is deleted with a warning.
 
         Args:
-            understood: The function that makes the progress from the state; its errors about missing fields become a
-                `FormatError`.
+            understood: The function that makes the progress from the state; missing fields become a `FormatError`.
 
         Raises:
             RecipeError: The stopped run had other inputs, and may not be replaced; the message names the differences.
@@ -181,9 +173,7 @@ class Notebook:
                 )
             self._began -= float(state["seconds"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise FormatError(
-                f"{self._folder / STATE} has changed since it was written ({error!r}). {EXPECTED}."
-            ) from error
+            raise FormatError(f"{self._folder / STATE} is damaged ({error!r}). {EXPECTED}.") from error
         return progress
 
     def _version_error(self, state: Mapping[str, Any]) -> FormatError:
@@ -228,8 +218,7 @@ class Notebook:
 
         Args:
             state: The progress as JSON; run inputs, seconds and the container's state are added.
-            pages: Tensors, or dicts and lists of them, by page name; or functions that return them, called one at a
-                time.
+            pages: Tensors, or dicts and lists of them, by page name; or functions that return one.
             replaced: Pattern of old pages that are deleted afterwards.
         """
         start = time.perf_counter()
@@ -238,7 +227,7 @@ class Notebook:
             if (written := self._container.state()) is None:
                 return
             if size > (free := shutil.disk_usage(self._container.folder).free) / 2:
-                why = f"its state takes {size / 1e9:.1f} of {free / 1e9:.1f} GB of free disk, more than half"
+                why = f"{size / 1e9:.1f} GB of state would leave too little of {free / 1e9:.1f} GB for the checkpoint"
                 self._give_up(why)
                 return
             self._folder.mkdir(exist_ok=True)
@@ -259,9 +248,7 @@ class Notebook:
                 path.write_text(json.dumps(content))
                 flush(path)
             except BaseException:
-                for name in (
-                    pages.keys() - self._pages.keys()
-                ):  # no state refers to them, and the run may need their space
+                for name in pages.keys() - self._pages.keys():  # no state refers to them; free their space
                     (self._folder / name).unlink(missing_ok=True)
                 raise
             self._pages = kept
@@ -291,7 +278,7 @@ class Notebook:
                     path.unlink()
 
     def _give_up(self, why: str) -> None:
-        log.warning("The journal is no longer written, so a stopped run loses later work: %s.", why)
+        log.warning("The journal ends here; if this run is stopped, later work is lost: %s.", why)
         self.room = False
 
     def _saved(self, name: str, page: Any) -> str:

@@ -25,19 +25,19 @@ from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.container import Container, Format, Kind, Place
 from nearplane.formats.gguf.architecture import architecture_of, rope_factors, tell
 from nearplane.formats.gguf.gguf_header import (
-    EVERY,
     FILE,
-    LONG,
+    KEY_PREFIX,
     NUMBER,
-    OURS,
     RECORD_KEY,
+    SHA_SIZE,
+    STAR,
     SUMS,
     TENSORS,
     Info,
-    apart,
     nbytes,
     padded,
     read_header,
+    split_experts,
 )
 from nearplane.formats.gguf.gguf_layers import Blocks, Config
 from nearplane.formats.gguf.gguf_reader import DENSE, GGUFReader
@@ -153,10 +153,10 @@ class GGUFFile(Container):
 
         writer, planned, made = self._header(), self._planned(), rope_factors(self._network)
         names = [*planned, *("" for _ in made)]
-        writer.add_string(f"{OURS}quantization_config", json.dumps(self.config))
+        writer.add_string(f"{KEY_PREFIX}quantization_config", json.dumps(self.config))
         writer.add_string(RECORD_KEY, " " * self.room)  # written over in the end
         writer.add_array(TENSORS, names)
-        writer.add_array(SUMS, ["0" * LONG * (planned[name][1][0] if EVERY in name else 1) for name in names])
+        writer.add_array(SUMS, ["0" * SHA_SIZE * (planned[name][1][0] if STAR in name else 1) for name in names])
         tensors = [*planned.values(), *((name, tuple(each.shape), 0) for name, each in made.items())]
         for name, shape, kind in tensors:
             size = nbytes(path, name, shape, kind)
@@ -185,7 +185,7 @@ class GGUFFile(Container):
         header = read_header(path)
         self._fields, self._places, self._size, self._infos = header.fields, header.places, header.size, {}
         for name, info in zip(header.fields[TENSORS], header.tensors, strict=True):
-            self._infos |= apart(info, name or info.name)
+            self._infos |= split_experts(info, name or info.name)
 
     def state(self) -> dict[str, Any]:
         """Return which tensors were written, flushed to disk."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nearplane.errors import RecipeError
 from nearplane.formats.gguf.architecture import Config, architecture_of
-from nearplane.formats.gguf.gguf_header import EVERY
+from nearplane.formats.gguf.gguf_header import STAR
 from nearplane.formats.gguf.mixes import blocks_of
 
 DROPPED = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
@@ -89,7 +89,7 @@ def reshaping(name: str, architecture: str, *, dims: int) -> Rule:
 
 def together(name: str) -> str:
     """Return the name under which a tensor of a checkpoint lies in the file: of one expert's matrix with a star for its number."""
-    return re.sub(r"\.experts\.\d+\.", f".experts.{EVERY}.", name)
+    return re.sub(r"\.experts\.\d+\.", f".experts.{STAR}.", name)
 
 
 def unused(name: str, config: Config) -> bool:
@@ -115,8 +115,8 @@ def called(names: Iterable[str], config: Config) -> dict[str, str]:
         if unused(name, config):
             continue
         whole = together(name)
-        new = table.get_name(whole.replace(f"experts.{EVERY}", "experts"), try_suffixes=(".weight", ".bias"))
-        if new is None and ".experts." in name and EVERY not in whole:
+        new = table.get_name(whole.replace(f"experts.{STAR}", "experts"), try_suffixes=(".weight", ".bias"))
+        if new is None and ".experts." in name and STAR not in whole:
             raise RecipeError(
                 f"{name} holds all experts of a block; a GGUF is made of checkpoints that hold the matrices of each by "
                 f"themselves. Save the model by save_pretrained without save_original_format=False, or use another --format."
