@@ -135,7 +135,7 @@ def nbytes(path: Path, name: str, shape: tuple[int, ...], kind: int) -> int:
     return math.prod(shape) // block.columns * block.bytes
 
 
-def split_experts(info: Info, name: str) -> dict[str, Info]:
+def parts_of(info: Info, name: str) -> dict[str, Info]:
     """Return the header entries of a tensor's parts by name in the checkpoint: the tensor itself, or one per expert.
 
     Args:

@@ -75,9 +75,7 @@ class Blocks(LayerFormat):
         """Return the matrix of one layer."""
         kind = _stored(name, tensors)
         if kind != format:
-            raise FormatError(
-                f"{name}: blocks of {kind.name}, but {format.name} in config.json. Fetch the folder again."
-            )
+            raise FormatError(f"{name}: blocks of {kind.name}, {format.name} in config.json. Fetch the folder again.")
         return unpack(kind, tensors[f"{name}.weight_{kind.name}"], self.shape_of(name, tensors)[1])
 
 
@@ -228,8 +226,7 @@ def unpack(kind: BlockType, raw: Tensor, columns: int) -> QuantizedMatrix[SuperG
 def _within(kind: BlockType, what: str, integers: Tensor, limits: tuple[int, int]) -> None:
     if integers.numel() and (int(integers.min()) < limits[0] or int(integers.max()) > limits[1]):
         raise FormatError(
-            f"{kind.name}: {what} from {int(integers.min())} to {int(integers.max())}, expected {limits[0]} to "
-            f"{limits[1]}."
+            f"{kind.name}: {what} from {int(integers.min())} to {int(integers.max())}, not {limits[0]} to {limits[1]}."
         )
 
 

@@ -10,17 +10,7 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError, ModelError
-from nearplane.formats.gguf.gguf_header import (
-    BLOCKS,
-    FILE,
-    SHA_SIZE,
-    STAR,
-    SUMS,
-    TENSORS,
-    Info,
-    read_header,
-    split_experts,
-)
+from nearplane.formats.gguf.gguf_header import BLOCKS, FILE, SHA_SIZE, STAR, SUMS, TENSORS, Info, parts_of, read_header
 from nearplane.formats.gguf.names import Rule, rule_of, unused
 from nearplane.system.files import read_object
 from nearplane.system.safetensors_files import NAMES, TensorInfo, TensorReader, refuse_unfinished
@@ -65,7 +55,7 @@ class GGUFReader(TensorReader):
             if not name:  # rotary factors, made from the config
                 continue
             self._check(info, name, digests)
-            for index, (part, entry) in enumerate(split_experts(info, name).items()):
+            for index, (part, entry) in enumerate(parts_of(info, name).items()):
                 stored_name = part if info.type in DENSE else f"{part}_{BLOCKS[info.type].name}"
                 if stored_name in self._infos:
                     raise ModelError(f"{self.path}: tensor {part} occurs twice. Fetch the file again.")
