@@ -98,16 +98,12 @@ def _cards(record: RunRecord) -> list[tuple[str, str, str]]:
         counts = [layer.out_features * layer.in_features for layer in known]
         above = sum((layer.above_limit or 0.0) * n for layer, n in zip(known, counts, strict=True)) / sum(counts)
         of = "" if len(known) == len(layers) else f" of {counted(len(known), 'layer')}"
-        cards.append(
-            ("bits above the limit", f"{above:.3f}", f"mean over the weights{of}; the limit of Gaussian weights")
-        )
+        cards.append(("bits above the limit", f"{above:.3f}", f"mean over the weights{of}; for Gaussian weights"))
     if gains := [layer.nearest_loss / layer.loss for layer in layers if layer.nearest_loss and layer.loss > 0]:
         extra_gains = [x.extra_nearest_loss / x.extra_loss for x in layers if x.extra_nearest_loss and x.extra_loss]
         other = f"; {median(extra_gains):.2f} {TIMES} on extra windows" if extra_gains else ""
         times = f"{median(gains):.2f} {TIMES}"
-        cards.append(
-            ("rounding to nearest", times, f"the loss of this checkpoint, with the same steps (median layer){other}")
-        )
+        cards.append(("rounding to nearest", times, f"this loss, with the same steps (median layer){other}"))
     return cards
 
 
@@ -115,7 +111,7 @@ def _heed(record: RunRecord) -> str:
     """Return the list of findings: faults, omissions and void bounds."""
     items = "".join(f"<li>{_code(sentence)}</li>" for sentence in findings(record))
     if not items:
-        return '<p class="fine">No findings: all layers were quantized, no input is dead, and no row clips.</p>'
+        return '<p class="fine">No findings: nothing was skipped, no input is dead, and no row clips.</p>'
     return f'<section class="heed"><h3>Findings to check</h3><ul>{items}</ul></section>'
 
 
@@ -137,8 +133,7 @@ def findings(record: RunRecord) -> list[str]:
         )
     if beyond := [x.name for x in layers if x.worst_case is not None and x.damped_loss > x.worst_case * (1 + 1e-9)]:
         sentences.append(
-            f"The loss of {counted(len(beyond), 'layer')} exceeds the worst case of rows that do not clip: "
-            f"{first_few(beyond)}."
+            f"{counted(len(beyond), 'layer')} exceed the worst case of rows that do not clip: {first_few(beyond)}."
         )
     if worse := [layer.name for layer in layers if layer.nearest_loss is not None and layer.nearest_loss < layer.loss]:
         sentences.append(
@@ -157,15 +152,14 @@ TERMS = {
     "bits per weight": f"Size of a layer's tensors in the file, including steps and tables: 8 {TIMES} bytes / weights.",
     "relative loss": "Squared error of a layer's outputs on the calibration text, divided by the squared outputs: 0.01 "
     "is 1 %, or 20 dB below the outputs. Use it to compare layers.",
-    "loss": "Mean squared error of an output, divided by the number of inputs. Its unit is the square of the unit of an "
-    "output.",
+    "loss": "Mean squared error of an output, divided by the number of inputs. Its unit is that of an output, squared.",
     "on extra windows": f"Squared difference to the outputs of the original model, on windows of the text {UNSEEN}. "
     "It includes the losses of earlier layers. A value far above the relative loss indicates too few tokens.",
     "nearest / this": "The loss of rounding every weight to nearest with the same steps, divided by this loss.",
-    "worst case, expected": "The largest loss that Babai's theorem allows, and a third of that, the probable loss. They "
+    "worst case, expected": "The largest loss that Babai's theorem allows, and a third of it, the probable loss. They "
     "refer to the loss under the damped Hessian, and hold for each row that does not clip.",
-    "gamma": "In rows that do not clip, no other codes with the same steps have a root-mean-square error below 1 / gamma "
-    "of this one.",
+    "gamma": "In rows that do not clip, no codes with the same steps have a root-mean-square error below 1 / gamma of "
+    "this one.",
     "clipped": "Codes whose target was outside the grid, and rows with such a code.",
     "bits above the limit": "Bits per weight in the file minus the fewest with which any code reaches this loss on "
     "Gaussian weights under the same Hessian. The limit is a reference, not a strict bound for real weights.",
@@ -298,8 +292,8 @@ def _table(record: RunRecord) -> str:
         for index, layer in enumerate(record.layers)
     )
     return (
-        '<h2 id="table">All layers</h2><p class="soft hint">Click a heading to sort, and again to reverse the order; the '
-        f"filter above selects layers by name.{escape(left)}</p>"
+        '<h2 id="table">All layers</h2><p class="soft hint">Click a heading to sort, and again to reverse the order. '
+        f"The filter above selects layers by name.{escape(left)}</p>"
         '<div class="box" tabindex="0" role="region" aria-labelledby="table">'
         f'<table id="layers"><thead><tr>{heads}</tr></thead><tbody>\n{rows}\n</tbody></table></div>'
     )
