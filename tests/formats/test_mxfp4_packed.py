@@ -118,8 +118,8 @@ def test_layers_may_be_integers_beside_it(tmp_path, tokens):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"format": "gptq"}, "mxfp4 asked for; GPTQ holds integers"),
-        ({"format": "gguf"}, "mxfp4 asked for; a GGUF has 4, 5, 8 bits"),
+        ({"format": "gptq"}, "GPTQ stores integers, not mxfp4"),
+        ({"format": "gguf"}, "a GGUF cannot store mxfp4. It stores 4, 5, 8 bits"),
         ({"tune": "network"}, "has weights in mxfp4; so far integers"),
         ({"bits": 3}, "bits is 3, but --grid mxfp4 says all"),
         ({"rate": 3}, "grid is 'mxfp4' and rate 3"),

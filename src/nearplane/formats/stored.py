@@ -134,27 +134,27 @@ def read_matrices(
         tensors = stored.tensors(name)
         if shapes is not None:
             part = next(iter(tensors))
-            called = f"{stored.reader.file(part)}: {part}"
-            check_shape(called, f"{name}.weight", stored.layers.shape_of(name, tensors), shapes)
+            place = f"{stored.reader.file(part)}: {part}"
+            check_shape(place, f"{name}.weight", stored.layers.shape_of(name, tensors), shapes)
         yield name, stored.matrix(name, tensors)
 
 
-def check_shape(called: str, name: str, shape: tuple[int, int], shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_shape(place: str, name: str, actual: tuple[int, int], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Refuse a matrix whose (out, in) shape is not the model's, or exceeds all weights if the name is unknown.
 
     Raises:
         FormatError: The shape is not that of the model.
     """
     expected = shapes.get(name)
-    if expected is None and math.prod(shape) > (limit := max(math.prod(shape) for shape in shapes.values())):
+    if expected is None and math.prod(actual) > (limit := max(math.prod(shape) for shape in shapes.values())):
         raise FormatError(
-            f"{called} holds a matrix {shape[0]} x {shape[1]}; no weight of the model in config.json has more than "
-            f"{limit:,} elements. The two files do not belong together; fetch the folder again."
+            f"{place} holds a matrix {actual[0]} x {actual[1]}; no weight of the model in config.json has more than "
+            f"{limit:,} elements. The two do not belong together; fetch the folder again."
         )
-    if expected is not None and shape != expected:
+    if expected is not None and actual != expected:
         raise FormatError(
-            f"{called} holds a matrix {shape[0]} x {shape[1]}, config.json expects {' x '.join(map(str, expected))}. "
-            f"The two files do not belong together; fetch the folder again."
+            f"{place} holds a matrix {actual[0]} x {actual[1]}, config.json asks for {' x '.join(map(str, expected))}. "
+            f"The two do not belong together; fetch the folder again."
         )
 
 

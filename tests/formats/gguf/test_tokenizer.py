@@ -105,9 +105,9 @@ def change(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
                     ],
                 }
             ),
-            r"it cuts text by .x\+ then",
+            r"it splits text by .x\+ then",
         ),
-        ("pieces", lambda data: data["model"].update(byte_fallback=False), "no tokens of bytes"),
+        ("pieces", lambda data: data["model"].update(byte_fallback=False), "no byte tokens"),
         ("pieces", lambda data: data["model"]["merges"].pop(40), "are not merged"),
         ("pieces", lambda data: apart(data["model"]["merges"]), "in two places"),
         ("pieces", lambda data: data.update(normalizer={"type": "Lowercase"}), "Lowercase"),

@@ -133,7 +133,7 @@ def findings(record: RunRecord) -> list[str]:
         )
     if beyond := [x.name for x in layers if x.worst_case is not None and x.damped_loss > x.worst_case * (1 + 1e-9)]:
         sentences.append(
-            f"{counted(len(beyond), 'layer')} exceed the worst case of rows that do not clip: {first_few(beyond)}."
+            f"The worst case of unclipped rows is exceeded in {counted(len(beyond), 'layer')}: {first_few(beyond)}."
         )
     if worse := [layer.name for layer in layers if layer.nearest_loss is not None and layer.nearest_loss < layer.loss]:
         sentences.append(
