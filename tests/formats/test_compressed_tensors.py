@@ -161,8 +161,8 @@ def test_asymmetric_files_are_read_and_the_reason_not_to_write_them_holds(
         ({"symmetric": False}, "transformers 5.23.0", "--format gptq_v2"),
         ({"kind": "Conv1D"}, "is a Conv1D", "--format gptq "),
         ({"kind": "Conv2d"}, "is a Conv2d", "--ignore"),
-        ({"bits": 9}, "9 bits", "2 to 8"),
-        ({"bits": 1}, "1 bits", "2 to 8"),
+        ({"bits": 9}, "not 9", "2 to 8"),
+        ({"bits": 1}, "not 1", "2 to 8"),
         ({"group_size": 128}, "352 inputs", "--group-size"),
     ],
 )

@@ -134,5 +134,5 @@ def test_what_does_not_go_with_it_is_refused(tmp_path, tokens, options, message)
 def test_other_weights_in_the_config_are_refused_by_name():
     weights = LAYOUT.weights(MXFP4, "natural")
     assert LAYOUT.number_format(weights) is MXFP4 is number_format("mxfp4")
-    with pytest.raises(FormatError, match=r"weights\.group_size is 16, understood is 32"):
+    with pytest.raises(FormatError, match=r"weights\.group_size is 16, expected 32"):
         LAYOUT.number_format(weights | {"group_size": 16})

@@ -134,7 +134,7 @@ def test_a_name_of_a_pre_tokenizer_goes_before_the_structure(tmp_path: Path) -> 
 def test_without_a_tokenizer_the_file_has_none(tmp_path: Path) -> None:
     assert vocabulary(tmp_path, 100).model == "none"
     (tmp_path / "tokenizer.model").write_bytes(b"pieces")
-    with pytest.raises(RecipeError, match=r"makes no tokenizer\.json"):
+    with pytest.raises(RecipeError, match=r"a tokenizer without tokenizer\.json"):
         vocabulary(tmp_path, 100)
 
 

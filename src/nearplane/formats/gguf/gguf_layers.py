@@ -226,7 +226,8 @@ def unpack(kind: BlockType, raw: Tensor, columns: int) -> QuantizedMatrix[SuperG
 def _within(kind: BlockType, what: str, integers: Tensor, limits: tuple[int, int]) -> None:
     if integers.numel() and (int(integers.min()) < limits[0] or int(integers.max()) > limits[1]):
         raise FormatError(
-            f"{kind.name}: {what} from {int(integers.min())} to {int(integers.max())}, not {limits[0]} to {limits[1]}."
+            f"{kind.name}: {what} from {int(integers.min())} to {int(integers.max())}, expected {limits[0]} to "
+            f"{limits[1]}."
         )
 
 
