@@ -138,7 +138,7 @@ class Notebook:
                     raise
                 raise FormatError(f"The files of the stopped run cannot be read: {error} {EXPECTED}.") from error
             log.warning("%s", error)
-            self._container.begin_anew()
+            self._container.restart()
             return None
 
     def _read(self, understood: Callable[[Mapping[str, Any]], Progress]) -> Progress | None:
@@ -152,7 +152,7 @@ class Notebook:
                     f"to resume it, add --overwrite to start again, or choose another folder."
                 )
             log.warning("The stopped run had other inputs: %s. It is deleted, and the work starts again.", differing)
-            self._container.begin_anew()
+            self._container.restart()
             return None
         if self._container.whole:
             for name, written in read_record(self._container.folder).files.items():  # did all files reach the disk?
