@@ -217,8 +217,8 @@ class Container(ABC):
 
     def close_block(self, unquantized: Mapping[str, Tensor]) -> int:
         """Write the layers collected since the last block, and unquantized tensors. Return their bytes on disk."""
-        if twice := self.pending.keys() & unquantized.keys():
-            raise FormatError(f"{', '.join(sorted(twice))}: given as part of a quantized layer and unquantized.")
+        if duplicates := self.pending.keys() & unquantized.keys():
+            raise FormatError(f"{', '.join(sorted(duplicates))}: given as part of a quantized layer and unquantized.")
         size = self.write(self.pending | dict(unquantized))
         self.pending = {}
         self.size += size

@@ -383,7 +383,7 @@ def read_record(folder: Path) -> RunRecord:
         )
     if not path.is_file():
         raise FormatError(
-            f"{folder} holds no {RECORD}: expected a folder that nearplane quantize completed.{left_behind(folder)}"
+            f"{folder} holds no {RECORD}: expected a folder that nearplane quantize wrote.{left_behind(folder)}"
         )
     try:
         return RunRecord.from_json(path.read_text(encoding="utf-8"), str(path))

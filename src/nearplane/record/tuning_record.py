@@ -107,8 +107,8 @@ class Tuning:
         """Return the result of tuning as a sentence."""
         on = f"KL on {counted(self.held_windows, 'held-out window')} of {self.seqlen} tokens"
         if not self.kept:
-            looks = [point.held_out for point in self.curve[1:]]
-            after = f"{min(looks):.5f} at best" if looks else "not finite"
+            measured = [point.held_out for point in self.curve[1:]]
+            after = f"{min(measured):.5f} at best" if measured else "not finite"
             return (
                 f"tuning gained nothing: {on} was {self.start:.5f} before and {after} after, so steps, norms and codes "
                 f"are unchanged"
@@ -131,8 +131,8 @@ class Tuning:
             f"{counted(self.windows, 'window')} for training, "
             f"{'once' if round(passes, 1) == 1 else f'{passes:.2g} times'} each, {self.held_windows} held out"
         )
-        if left := self.found - self.windows - self.held_windows:
-            text += f", {left} not used (extra windows, on which losses are measured, and windows that no step uses)"
+        if unused := self.found - self.windows - self.held_windows:
+            text += f", {unused} not used (extra windows, on which losses are measured, and windows that no step uses)"
         if self.found < self.samples:
             text += f"; the text has {counted(self.found, 'window')} of {self.seqlen}, {self.samples:,} were requested"
         return text

@@ -41,7 +41,7 @@ from nearplane.formats.gguf.gguf_header import (
 )
 from nearplane.formats.gguf.gguf_layers import Blocks, Config
 from nearplane.formats.gguf.gguf_reader import DENSE, GGUFReader
-from nearplane.formats.gguf.names import called, reshaping, rule_of, together
+from nearplane.formats.gguf.names import called, reshaping, rule_of, stacked_name
 from nearplane.formats.layer_format import read_config
 from nearplane.lattice.number_formats import TYPES
 from nearplane.record.record import RunRecord
@@ -85,7 +85,7 @@ class GGUFFile(Container):
         self._network = dict(place.network)
         self._header()  # refuses networks that llama.cpp does not compute
         self._source = source_reader(place.source, read_config(place.source))
-        self._called = called(self._source.names(), self._network)
+        self._new_names = called(self._source.names(), self._network)
         self._size = 0  # bytes of the file
         self._infos: dict[str, Info] = {}  # by name in the checkpoint
         self._sums: dict[str, str] = {}
@@ -122,9 +122,9 @@ class GGUFFile(Container):
             RecipeError: The experts of a block, which are one tensor, have several types.
         """
         plan: dict[str, tuple[str, tuple[int, ...], int]] = {}
-        types, experts = self.config["types"], Counter(map(together, self._called))
+        types, experts = self.config["types"], Counter(map(stacked_name, self._new_names))
         layer_of = {f"{layer}.weight": layer for layer in types}
-        for name, new in self._called.items():
+        for name, new in self._new_names.items():
             stored, part = torch.empty(self._source.shape(name), device="meta"), new.rsplit(".", 2)[-2]
             dims = stored.dim()
             shape = tuple(reshaping(new, architecture_of(self._network).name, dims=dims).into(stored).shape)
@@ -137,7 +137,7 @@ class GGUFFile(Container):
                 kind = NUMBER.get(dtype.upper(), NUMBER["F32"])
             else:  # like the unquantized tensors of llama.cpp's quantizer
                 kind = NUMBER["BF16" if self._source.dtype(name) == "BF16" else "F16"]
-            joint = together(name)
+            joint = stacked_name(name)
             planned = (new, shape if joint == name else (experts[joint], *shape), kind)
             if (first := plan.setdefault(joint, planned)) != planned:
                 ours, theirs = (gguf_package().GGMLQuantizationType(each).name for each in (kind, first[2]))
@@ -285,7 +285,7 @@ class GGUFFile(Container):
             raise FormatError(f"{self.folder / FILE}: {len(missing)} tensors were not given, first {missing[0]}.")
         sums: dict[str, str] = {}  # by tensor in the file
         for name in self._infos:
-            sums[together(name)] = sums.get(together(name), "") + self._sums[name]
+            sums[stacked_name(name)] = sums.get(stacked_name(name), "") + self._sums[name]
         text = b"".join(struct.pack("<Q", len(each)) + each.encode() for each in sums.values())
         self._file.seek(self._places[SUMS] + 4 + 8)  # after type and number of entries
         self._file.write(text)

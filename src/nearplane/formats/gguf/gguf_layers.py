@@ -119,11 +119,11 @@ def block_type(name: str, format: NumberFormat) -> BlockType:
     """
     kind = TYPES.get(format.name) or PLAIN_TYPES.get(format)
     if kind is None:
-        asked = f"{format.bits} bits in {'' if format.symmetric else 'a'}symmetric groups of {format.group or 'a row'}"
+        grid = f"{format.bits} bits in {'' if format.symmetric else 'a'}symmetric groups of {format.group or 'a row'}"
         plain = ", ".join(str(each.bits) for each in PLAIN_TYPES)
         raise RecipeError(
-            f"{name}: a GGUF cannot store {asked if format.levels is None else format.name}. It stores {plain} bits in "
-            f"symmetric groups of 32 (--group-size 32), and the types of --grid."
+            f"{name}: a GGUF cannot store {grid if format.levels is None else format.name}. It stores {plain} "
+            f"bits in symmetric groups of 32 (--group-size 32), and the types of --grid."
         )
     return kind
 

@@ -87,7 +87,7 @@ def reshaping(name: str, architecture: str, *, dims: int) -> Rule:
     return Rule(transposed=turned, row=part == "ffn_gate_inp_shexp")
 
 
-def together(name: str) -> str:
+def stacked_name(name: str) -> str:
     """Return the name of a tensor with a star for an expert's number, as all experts are one tensor in the file."""
     return re.sub(r"\.experts\.\d+\.", f".experts.{STAR}.", name)
 
@@ -100,7 +100,7 @@ def unused(name: str, config: Config) -> bool:
 def called(names: Iterable[str], config: Config) -> dict[str, str]:
     """Return llama.cpp's names of tensors by name in the checkpoint, without unused tensors.
 
-    The matrices of all experts of a block have the same name, as they are one tensor, see `together`.
+    The matrices of all experts of a block have the same name, as they are one tensor, see `stacked_name`.
 
     Raises:
         RecipeError: llama.cpp has no name for a tensor.
@@ -114,7 +114,7 @@ def called(names: Iterable[str], config: Config) -> dict[str, str]:
     for name in names:
         if unused(name, config):
             continue
-        joint = together(name)
+        joint = stacked_name(name)
         new = table.get_name(joint.replace(f"experts.{STAR}", "experts"), try_suffixes=(".weight", ".bias"))
         if new is None and ".experts." in name and STAR not in joint:
             raise RecipeError(

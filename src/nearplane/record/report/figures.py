@@ -76,8 +76,8 @@ def figures(record: RunRecord) -> str:
         return ""
     candidates = [figure(record) for figure in (losses, shares, plane, above_limit, rates)]
     drawn = [figure for figure in candidates if figure.drawing]
-    odd = len(drawn) % 2 == 0
-    html = "".join(figure.html(broad=index == 0 or (index == 1 and odd)) for index, figure in enumerate(drawn))
+    second_broad = len(drawn) % 2 == 0
+    html = "".join(figure.html(broad=index == 0 or (index == 1 and second_broad)) for index, figure in enumerate(drawn))
     absent = "".join(
         f'<p class="soft"><b>{escape(figure.heading)}</b>: {escape(figure.words)}</p>'
         for figure in candidates
@@ -88,18 +88,18 @@ def figures(record: RunRecord) -> str:
 
 def legend(record: RunRecord) -> str:
     """Return the bar that explains the marks and filters layers, and the shapes of the marks."""
-    many = len(record.layers)
+    count = len(record.layers)
     buttons = "".join(
         f'<button type="button" data-k="{number}" aria-pressed="false">{key(number)} {escape(name)}</button>'
         for number, (name, _) in enumerate(kinds(record))
     )
     return (
-        f"{glyphs(1 if many <= 120 else 0.8 if many <= 300 else 0.65)}"
+        f"{glyphs(1 if count <= 120 else 0.8 if count <= 300 else 0.65)}"
         '<h2>Figures</h2><p class="soft hint">Point at a mark, or tap it, to read its numbers; all figures then circle '
         "that layer. Choose a kind of layer, or type a part of a name, to filter figures and table.</p>"
         '<div class="bar"><label>Filter '
         '<input id="filter" type="search" placeholder="part of a name" autocomplete="off"></label>'
-        f'<span class="count soft">{many} of {counted(many, "layer")}</span>{buttons}</div>'
+        f'<span class="count soft">{count} of {counted(count, "layer")}</span>{buttons}</div>'
     )
 
 
@@ -205,7 +205,7 @@ class Row:
         self,
         y: Scale,
         values: Mapping[int, float],
-        said: Callable[[LayerRecord, float], str],
+        title_of: Callable[[LayerRecord, float], str],
         hollow: Set[int] = frozenset(),
     ) -> list[str]:
         """Return a mark with a title for every layer with a value; layers in `hollow` get hollow marks."""
@@ -213,7 +213,7 @@ class Row:
         for index, value in values.items():
             layer = self.layers[index]
             mark = glyph(self.kind[index], self.place(index), y.down(value), hollow=index in hollow)
-            drawn.append(named(index, f"{layer.name}: {said(layer, value)}", [mark]))
+            drawn.append(named(index, f"{layer.name}: {title_of(layer, value)}", [mark]))
         return drawn
 
     def figure(self, heading: str, words: str, axis: str, y: Scale, parts: Sequence[str]) -> Figure:
@@ -222,9 +222,9 @@ class Row:
         return Figure(heading=heading, words=words, axis=axis, below=self.below, drawing=drawing)
 
 
-def _every(many: int, most: int) -> int:
+def _every(count: int, limit: int) -> int:
     """Return the least of 1, 2, 5, 10, ... so that every n-th of `many` items are at most `most`."""
-    return next(step for step in (1, 2, 5, 10, 20, 50, 100, 10**9) if math.ceil(many / step) <= most)
+    return next(step for step in (1, 2, 5, 10, 20, 50, 100, 10**9) if math.ceil(count / step) <= limit)
 
 
 def _finite(values: Iterable[float | None]) -> Iterator[float]:
@@ -289,11 +289,11 @@ def shares(record: RunRecord) -> Figure:
     y = spanning([*share.values(), 1.0, 0.3], log=log, least=None if log else 0)
     clipping = {index for index in share if record.layers[index].clipped_rows > 0}
 
-    def said(layer: LayerRecord, value: float) -> str:
+    def title_of(layer: LayerRecord, value: float) -> str:
         clip = f", {percent(layer.clipped_rows)} of the rows clip" if layer.clipped_rows else ""
         return f"{percent(value)} of the worst case{clip}"
 
-    parts = [*row.marks(y, share, said, clipping), level(y, 1, "worst case"), level(y, 1 / 3, "expected")]
+    parts = [*row.marks(y, share, title_of, clipping), level(y, 1, "worst case"), level(y, 1 / 3, "expected")]
     words = "The loss as a share of the worst case of Babai's theorem. Evenly distributed errors give a third."
     if any(layer.clipped_rows for layer in record.layers):
         words += " Hollow marks: some rows clip, for which the worst case is no bound."
@@ -311,7 +311,7 @@ def above_limit(record: RunRecord) -> Figure:
     if not above:
         return Figure(heading=heading, words=f"not drawn: {why}")
     y = spanning([*above.values(), 0, UNIFORM_ROUNDING_BITS])
-    most = "tables and steps" if record.entropy is not None else "codes of equal length and steps"
+    overhead = "tables and steps" if record.entropy is not None else "codes of equal length and steps"
     parts = [
         *row.trends(y, lambda layer: layer.above_limit),
         *row.marks(y, above, lambda x, value: f"{value:.3f} bits above the limit, {x.rate:.3f} in the file"),
@@ -320,7 +320,7 @@ def above_limit(record: RunRecord) -> Figure:
     ]
     words = (
         "Bits per weight in the file minus the fewest with which any code reaches the same loss on Gaussian weights. "
-        f"Evenly spaced values cost {UNIFORM_ROUNDING_BITS:.4f} bits at high rates; {most} cost most of the rest."
+        f"Evenly spaced values cost {UNIFORM_ROUNDING_BITS:.4f} bits at high rates; {overhead} cost most of the rest."
         f"{f' Without a mark: {why}' if why else ''}"
     )
     return row.figure(heading, words, "bits per weight", y, parts)
@@ -332,9 +332,9 @@ def _no_limit(record: RunRecord) -> str:
     if not without:
         return ""
     wide = sum(layer.in_features > MAX_CERTIFIED_INPUTS for layer in without)
-    some = counted(wide, "layer") + f" of more than {MAX_CERTIFIED_INPUTS} inputs, for which no limit is computed"
+    too_wide = counted(wide, "layer") + f" of more than {MAX_CERTIFIED_INPUTS} inputs, for which no limit is computed"
     others = counted(len(without) - wide, "layer") + " without a limit in the record"
-    return " and ".join(text for text, many in ((some, wide), (others, len(without) - wide)) if many) + "."
+    return " and ".join(text for text, many in ((too_wide, wide), (others, len(without) - wide)) if many) + "."
 
 
 def rates(record: RunRecord) -> Figure:
@@ -342,20 +342,20 @@ def rates(record: RunRecord) -> Figure:
     heading, row = "Bits per weight", Row(record)
     y = spanning([*(layer.rate for layer in record.layers), *_finite(x.asked for x in record.layers)], least=0)
 
-    def said(layer: LayerRecord, value: float) -> str:
+    def title_of(layer: LayerRecord, value: float) -> str:
         asked = "" if layer.asked is None else f", bit budget {layer.asked:.3f}"
         codes = "" if layer.entropy is None else f", codes alone {layer.entropy:.3f}"
         return f"{value:.3f} bits per weight{asked}{codes}"
 
     parts = [
         *row.trends(y, lambda layer: layer.rate),
-        *row.marks(y, {index: layer.rate for index, layer in enumerate(record.layers)}, said),
+        *row.marks(y, {index: layer.rate for index, layer in enumerate(record.layers)}, title_of),
         level(y, record.rate, f"mean {record.rate:.3f}"),
     ]
-    spent = "Every layer has the same bit budget."
+    allocation = "Every layer has the same bit budget."
     if record.recipe.allocate == "slope":
-        spent = "Layers whose errors change the predictions most, as measured before the solve, get the most."
-    words = f"Size of a layer's tensors in the file, in bits per weight. {spent}"
+        allocation = "Layers whose errors change the predictions most, as measured before the solve, get the most."
+    words = f"Size of a layer's tensors in the file, in bits per weight. {allocation}"
     return row.figure(heading, words, "bits per weight", y, parts)
 
 
@@ -365,9 +365,9 @@ def plane(record: RunRecord) -> Figure:
     layers = [(index, layer) for index, layer in enumerate(record.layers) if positive(layer.relative_loss)]
     if not layers:
         return Figure(heading=heading, words="not drawn, as every loss is 0.")
-    spent = [layer.rate for _, layer in layers]
+    layer_rates = [layer.rate for _, layer in layers]
     limits = list(_finite(layer.limit for _, layer in layers))
-    x = spanning([*spent, *limits, min(spent) - 0.4, max(spent) + 0.4])
+    x = spanning([*layer_rates, *limits, min(layer_rates) - 0.4, max(layer_rates) + 0.4])
     y = spanning([*(layer.relative_loss for _, layer in layers), 4.0**-record.rate], log=True)
     parts = _guides(x, y)
     for index, layer in layers:
@@ -389,10 +389,10 @@ def plane(record: RunRecord) -> Figure:
         f"loss (6.02 dB); the lines are one bit apart. The dashed line, 4 to the power of {MINUS}bits, is the limit "
         f"for Gaussian weights with independent inputs; the inputs of layers below this line depend on each other."
     )
-    reach = " The thin line ends at the fewest bits with which any code reaches the layer's loss." if limits else ""
+    hint = " The thin line ends at the fewest bits with which any code reaches the layer's loss." if limits else ""
     return Figure(
         heading=heading,
-        words=words + reach,
+        words=words + hint,
         axis="relative loss",
         below="bits per weight",
         drawing=plot(heading, y, along(x), parts),

@@ -91,9 +91,9 @@ def _cards(record: RunRecord) -> list[tuple[str, str, str]]:
         worst = max(layers, key=lambda layer: layer.relative_loss)
         cards.append(("worst relative loss", percent(worst.relative_loss), worst.name))
     if extra := [(layer.extra_relative_loss, layer.name) for layer in layers if layer.extra_relative_loss is not None]:
-        most, name = max(extra)
+        worst_extra, name = max(extra)
         windows = f"{counted(record.extra_windows, 'window')} {UNSEEN}"
-        cards.append(("worst on extra windows", percent(most), f"{name}, {windows}"))
+        cards.append(("worst on extra windows", percent(worst_extra), f"{name}, {windows}"))
     if known := [layer for layer in layers if layer.above_limit is not None and math.isfinite(layer.above_limit)]:
         counts = [layer.out_features * layer.in_features for layer in known]
         above = sum((layer.above_limit or 0.0) * n for layer, n in zip(known, counts, strict=True)) / sum(counts)
@@ -124,16 +124,17 @@ def findings(record: RunRecord) -> list[str]:
     """Return a sentence for every fault, omission, and void bound."""
     layers, sentences = record.layers, [_sentence(remark) for remark in remarks(record)]
     if clipped := [layer for layer in layers if layer.clipped_rows]:
-        most = max(clipped, key=lambda layer: layer.clipped_rows)
+        worst = max(clipped, key=lambda layer: layer.clipped_rows)
         sentences.append(
             f"Rows clip in {len(clipped)} of {counted(len(layers), 'layer')}: some of their targets were outside the "
             f"grid. For these rows, worst case, expected loss and gamma do not hold; the losses are exact. Share of "
             f"rows that clip: {percent(median(layer.clipped_rows for layer in clipped))} in the median layer, at most "
-            f"{percent(most.clipped_rows)} ({most.name})."
+            f"{percent(worst.clipped_rows)} ({worst.name})."
         )
-    if beyond := [x.name for x in layers if x.worst_case is not None and x.damped_loss > x.worst_case * (1 + 1e-9)]:
+    if exceeding := [x.name for x in layers if x.worst_case is not None and x.damped_loss > x.worst_case * (1 + 1e-9)]:
         sentences.append(
-            f"The worst case of unclipped rows is exceeded in {counted(len(beyond), 'layer')}: {first_few(beyond)}."
+            f"The worst case of unclipped rows is exceeded in {counted(len(exceeding), 'layer')}: "
+            f"{first_few(exceeding)}."
         )
     if worse := [layer.name for layer in layers if layer.nearest_loss is not None and layer.nearest_loss < layer.loss]:
         sentences.append(
@@ -253,12 +254,12 @@ def _columns(record: RunRecord) -> list[Column]:
             "clipped rows %", lambda x: None if coded else 100 * x.clipped_rows, lambda x: f"{100 * x.clipped_rows:.2f}"
         ),
     ]
-    asked = Column("bit budget", lambda x: x.asked, lambda x: f"{x.asked:.3f}")
+    budget = Column("bit budget", lambda x: x.asked, lambda x: f"{x.asked:.3f}")
     return [
         Column(
             "shape", lambda x: x.out_features * x.in_features, lambda x: f"{x.out_features} {TIMES} {x.in_features}"
         ),
-        asked if coded else Column("grid", _grid_bits, lambda x: x.format),
+        budget if coded else Column("grid", _grid_bits, lambda x: x.format),
         Column("bits / weight", lambda x: x.rate, lambda x: f"{x.rate:.3f}"),
         Column("relative loss", lambda x: x.relative_loss),
         Column("relative loss on extra windows", lambda x: x.extra_relative_loss),
@@ -280,7 +281,7 @@ def _table(record: RunRecord) -> str:
     every = _columns(record)
     columns = [column for column in every if any(column.value(layer) is not None for layer in record.layers)]
     empty = [column for column in every if column not in columns]
-    left = f" No layer has a value for: {', '.join(column.head for column in empty)}." if empty else ""
+    without_values = f" No layer has a value for: {', '.join(column.head for column in empty)}." if empty else ""
     heads = '<th scope="col" data-type="text" aria-sort="none"><button type="button">layer</button></th>' + "".join(
         f'<th scope="col" data-type="number" aria-sort="none"><button type="button">{escape(column.head)}</button></th>'
         for column in columns
@@ -293,7 +294,7 @@ def _table(record: RunRecord) -> str:
     )
     return (
         '<h2 id="table">All layers</h2><p class="soft hint">Click a heading to sort, and again to reverse the order. '
-        f"The filter above selects layers by name.{escape(left)}</p>"
+        f"The filter above selects layers by name.{escape(without_values)}</p>"
         '<div class="box" tabindex="0" role="region" aria-labelledby="table">'
         f'<table id="layers"><thead><tr>{heads}</tr></thead><tbody>\n{rows}\n</tbody></table></div>'
     )
