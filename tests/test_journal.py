@@ -206,7 +206,9 @@ def test_what_a_run_of_another_version_left_is_refused_by_name_and_may_be_replac
     path = Path(f"{out}.unfinished") / "journal" / "state.json"
     state = json.loads(path.read_text())
     path.write_text(json.dumps(state | {"version": 3, "told": state["told"] | {"version of nearplane": "0.1.0"}}))
-    said = r"out\.unfinished is of a run of nearplane 0\.1\.0, .*found journal version 3.*--overwrite, or finish it with"
+    said = (
+        r"out\.unfinished is of a run of nearplane 0\.1\.0, .*found journal version 3.*--overwrite, or finish it with"
+    )
     with pytest.raises(FormatError, match=said):
         nearplane.quantize(model, out, **options)
     nearplane.quantize(model, out, overwrite=True, **options)
