@@ -168,7 +168,7 @@ def test_every_command_reads_the_folder(
 
 def test_a_file_in_place_of_a_folder_is_one_sentence(out_of: Callable[[str], tuple[Path, Path]]) -> None:
     out, _ = out_of("qwen3")
-    with pytest.raises(FormatError, match="is a file: expected the folder"):
+    with pytest.raises(FormatError, match="is a file without a run record: expected the folder"):
         nearplane.verify(out / FILE)
     with pytest.raises(ModelError, match="is a file; pass the folder"):
         nearplane.evaluate(out / FILE, HELD_OUT)
@@ -219,7 +219,7 @@ def test_float32_that_is_left_out_is_float16(
     tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = 1e6
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     with pytest.raises(
-        FormatError, match=r"down_proj\.weight has values that F16 does not hold. Take it out of --ignore"
+        FormatError, match=r"down_proj\.weight has values that F16 cannot represent. Remove it from --ignore"
     ):
         nearplane.quantize(source, tmp_path / "large", calibration=text, ignore=("down_proj",), **WORDS)
 
@@ -267,8 +267,8 @@ def test_metadata_that_do_not_fit_are_refused(out_of: Callable[[str], tuple[Path
     for name in ("config.json", "nearplane.json"):
         (tmp_path / name).write_bytes((out / name).read_bytes())
     for old, new, said in (
-        (b"general.architecture", b"general.architectur3", "is not complete"),
-        (b"llama.attention.head_count", b"llama.attention.head_c0unt", "is not complete"),
+        (b"general.architecture", b"general.architectur3", "are incomplete"),
+        (b"llama.attention.head_count", b"llama.attention.head_c0unt", "are incomplete"),
     ):
         assert old in whole
         (tmp_path / FILE).write_bytes(whole.replace(old, new, 1))
@@ -309,7 +309,7 @@ def test_a_record_that_was_changed_inside_is_refused(
     path = tmp_path / "out" / FILE
     whole = path.read_bytes()
     path.write_bytes(whole.replace(b'"device": "cpu"', b'"device": "gpu"', 1))
-    with pytest.raises(FormatError, match=r"nearplane\.record has the digest .* it is damaged"):
+    with pytest.raises(FormatError, match=r"nearplane\.record is damaged: its digest is"):
         record_inside(path)
     other = replace(read_record(out), device="gpu").inside().to_json().encode()
     begin = read_header(out / FILE).places["nearplane.record"] + 8
@@ -327,9 +327,9 @@ def test_a_file_without_room_for_the_record_has_none(
     monkeypatch.setattr("nearplane.planning.start.longest_record", lambda model, record: 1000)
     out = tmp_path / "out"
     nearplane.quantize(model_of("qwen3"), out, calibration=text, **WORDS)
-    assert "has 1,000 bytes for the record" in caplog.text
+    assert "as it reserved 1,000 bytes" in caplog.text
     assert nearplane.verify(out).faults == ()
-    with pytest.raises(FormatError, match=r"has no record of how it was made"):
+    with pytest.raises(FormatError, match=r"has no run record in its key"):
         record_inside(out / FILE)
 
 
@@ -389,11 +389,11 @@ def test_a_file_of_another_tool_is_refused(out_of: Callable[[str], tuple[Path, P
 @pytest.mark.parametrize(
     ("command", "alone", "said"),
     [
-        ("verify", True, "is a file: expected the folder that nearplane quantize wrote"),
+        ("verify", True, "is a file without a run record: expected the folder that nearplane quantize wrote"),
         ("verify", False, "holds no nearplane.json: expected a folder that nearplane quantize wrote"),
-        ("inspect", True, "has no record of how it was made in its key nearplane.record"),
-        ("inspect", False, "has no record of how it was made in its key nearplane.record"),
-        ("report", True, "has no record of how it was made in its key nearplane.record"),
+        ("inspect", True, "has no run record in its key nearplane.record"),
+        ("inspect", False, "has no run record in its key nearplane.record"),
+        ("report", True, "has no run record in its key nearplane.record"),
         ("evaluate", True, "is a file; pass the folder of the model"),
     ],
 )
@@ -450,7 +450,7 @@ def test_an_unknown_tensor_is_refused(model_of: Callable[..., Path], text: str, 
     source = model_of("qwen2")
     tensors = load_file(source / "model.safetensors")
     save_file(tensors | {"model.mtp.weight": torch.zeros(2)}, source / "model.safetensors", {"format": "pt"})
-    with pytest.raises(RecipeError, match=r"model\.mtp\.weight: llama\.cpp knows no such tensor"):
+    with pytest.raises(RecipeError, match=r"model\.mtp\.weight: llama\.cpp has no such tensor"):
         nearplane.quantize(source, tmp_path / "out", calibration=text, **WORDS)
 
 

@@ -285,7 +285,7 @@ def test_a_rate_that_the_loss_did_not_allow_is_reported_as_missed(limited):
     free, bound, _ = limited
     assert free.missed is None
     assert bound.rate > 2.01
-    assert "2 bits per weight asked for" in bound.missed
+    assert "2 bits per weight requested" in bound.missed
     assert "--max-loss" in bound.missed
 
 

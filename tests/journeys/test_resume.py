@@ -193,7 +193,9 @@ def test_what_a_run_of_another_version_left_is_refused_by_name_and_may_be_replac
     path = Path(f"{out}.unfinished") / "journal" / "state.json"
     state = json.loads(path.read_text())
     path.write_text(json.dumps(state | {"version": 3, "told": state["told"] | {"version of nearplane": "0.1.0"}}))
-    said = r"out\.unfinished was left by a run of nearplane 0\.1\.0, .*found journal version 3.*--overwrite, or finish it with"
+    said = (
+        r"out\.unfinished is of a run of nearplane 0\.1\.0, .*found journal version 3.*--overwrite, or finish it with"
+    )
     with pytest.raises(FormatError, match=said):
         nearplane.quantize(model, out, **options)
     nearplane.quantize(model, out, overwrite=True, **options)
@@ -208,7 +210,7 @@ def test_one_bit_of_a_page_that_is_wrong_is_noticed(model, text, tmp_path, monke
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    with pytest.raises(FormatError, match=f"{page} is not what was written.*--overwrite"):
+    with pytest.raises(FormatError, match=f"{page} has changed since it was written.*--overwrite"):
         nearplane.quantize(model, out, **options)
 
 
@@ -254,7 +256,7 @@ def test_a_gguf_that_is_damaged_is_named_and_may_be_replaced(model, text, whole,
     info = next(each for each in read_header(path).tensors if each.name == "blk.0.attn_v.weight")
     data[info.begin] ^= 1
     path.write_bytes(data)
-    with pytest.raises(FormatError, match=r"v_proj\.weight is not what was written"):
+    with pytest.raises(FormatError, match=r"v_proj\.weight has changed"):
         nearplane.quantize(model, out, **options)
     nearplane.quantize(model, out, overwrite=True, **options)
     assert contents(out) == contents(whole(way))
@@ -265,8 +267,8 @@ def test_another_processor_is_said(model, text, whole, tmp_path, monkeypatch, ca
     stopped_behind(2, model, out, monkeypatch, **options)
     monkeypatch.setattr("nearplane.formats.journal_pages._processor", lambda: "another")
     nearplane.quantize(model, out, **options)
-    assert "ran on" in caplog.text
-    assert "this is another" in caplog.text
+    assert "used another processor" in caplog.text
+    assert "than this one (another)" in caplog.text
     assert contents(out) == contents(whole("grid"))
 
 
@@ -288,7 +290,7 @@ def test_a_disk_that_is_full_costs_the_journal_not_the_run(model, text, whole, t
     with monkeypatch.context() as patch:
         patch.setattr("nearplane.formats.journal_pages.Notebook._saved", full)
         nearplane.quantize(model, tmp_path / "out", calibration=str(text), **WAYS["grid"], **TEXT)
-    assert "what follows is lost" in caplog.text
+    assert "later work is lost" in caplog.text
     assert contents(tmp_path / "out") == contents(whole("grid"))
     caplog.clear()
     monkeypatch.setattr(

@@ -136,7 +136,7 @@ def test_overwrite_begins_a_solve_anew_that_was_stopped(place, solved, again, mo
     with pytest.raises(StoppedError):
         again(bits=3, progress=until_the_second_block)
     assert names(place) == ["out.untuned.unfinished"]
-    with pytest.raises(RecipeError, match="--overwrite to begin anew"):
+    with pytest.raises(RecipeError, match="--overwrite to start again"):
         again()
     monkeypatch.setattr("nearplane.verbs.quantize_api.tune", stopped)
     with pytest.raises(StoppedError):

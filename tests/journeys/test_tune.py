@@ -408,13 +408,13 @@ def test_what_tuning_looked_at_adds_up(tuned_of, text, tmp_path):
     short.write_text(text.read_text()[:4000])
     tuning = nearplane.tune(solved, tmp_path / "new", against=original, calibration=short, steps=3).tuning
     assert tuning.found < tuning.samples == 60
-    assert f"the text holds {tuning.found} windows of 40, 60 were asked for" in tuning.looked_at()
+    assert f"the text has {tuning.found} windows of 40, 60 were requested" in tuning.looked_at()
     left = tuning.found - tuning.windows - tuning.held_windows
     assert left > 0
     assert tuning.windows == 3 * tuning.batch
     assert not verify(tmp_path / "new", against=original, calibration=short).faults
-    assert f"{left} left out" in tuning.looked_at()
-    assert "were asked for" not in read_record(tuned).tuning.looked_at()
+    assert f"{left} not used" in tuning.looked_at()
+    assert "were requested" not in read_record(tuned).tuning.looked_at()
 
 
 def test_what_was_solved_is_not_lost_where_tuning_fails(model_of, text, tmp_path, monkeypatch):

@@ -584,7 +584,7 @@ def test_sizes_that_no_matrix_has_are_refused_by_all_that_read_the_record(copy_o
     data["layers"][0]["in_features"] = size
     (folder / RECORD).write_text(json.dumps(data))
     for call in (verify, read_record, lambda out: nearplane.write_report(out, tmp_path / "page.html")):
-        with pytest.raises(FormatError, match=rf" x {size}; a matrix is at least 1 x 1"):
+        with pytest.raises(FormatError, match=rf" x {size}; expected at least 1 x 1"):
             call(folder)
 
 

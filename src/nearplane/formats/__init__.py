@@ -1,1 +1,1 @@
-"""Layers and checkpoints as bytes on disk, one file a format."""
+"""Layers and checkpoints as bytes on disk, one file per format."""

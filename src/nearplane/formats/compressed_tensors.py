@@ -1,6 +1,6 @@
-"""compressed-tensors, which transformers, vLLM and SGLang load without further packages of ours: layers in some packings.
+"""The compressed-tensors format, which transformers, vLLM and SGLang load without nearplane.
 
-Each packing is in a file of its own: `packed_integers.py`, `mxfp4_packed.py`; `PACKINGS` names them.
+Each packing of layers has its own file, `packed_integers.py` and `mxfp4_packed.py`; `PACKINGS` lists them.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ from nearplane.formats.packing import Packing, refuse_unknown
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.number_formats import NumberFormat
 
-MIXED = "mixed-precision"  # what the config says where layers are packed in several ways
+MIXED_FORMAT = "mixed-precision"  # `format` of a config whose layers have several packings
 PACKINGS: tuple[Packing, ...] = (PackQuantized(), MXFP4Packed())
 
 
 def packing_of(format: NumberFormat | Grid) -> Packing:
-    """Return the packing that holds a number format, or the codes of a grid; that of integers where none does."""
+    """Return the packing that stores a number format or the codes of a grid; the one of integers if none does."""
     levels = format.levels if not isinstance(format.levels, Tensor) else tuple(format.levels.tolist())
     return next((each for each in PACKINGS if each.HOLDS is not None and levels == each.HOLDS.levels), PACKINGS[0])
 
 
 class CompressedTensors(GridFormat):
-    """The tensors of a layer, packed in one of several ways, as its number format asks for."""
+    """Storage of a layer in the packing of its number format."""
 
     KEY = Packing.KEY
     SUFFIXES = PackQuantized.SUFFIXES
     BITS = PackQuantized.BITS
 
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
-        """Refuse what no packing holds, and what transformers does not load."""
+        """Refuse layers that no packing stores or that transformers does not load."""
         packing = packing_of(format)
         if format.levels is not None and format != packing.HOLDS:
             held = ", ".join(each.HOLDS.name for each in PACKINGS if each.HOLDS is not None)
             raise RecipeError(
-                f"{name}: {format.name} asked for; compressed-tensors holds integers of 2 to 8 bits and {held}. "
+                f"{name}: compressed-tensors stores integers of 2 to 8 bits and {held}, not {format.name}. "
                 f"Use one of these with --grid."
             )
         packing.check(name, shape, kind, format)
 
     def stays_packed(self, config: Mapping[str, Any], dtype: torch.dtype | None) -> bool:
-        """Return whether what is packed is decoded to the network's dtype."""
+        """Return whether all packings of the config decode to the network's dtype."""
         groups = object_of("compressed-tensors: config_groups", config.get("config_groups")).values()
         formats = [config.get("format"), *(group.get("format") for group in groups if isinstance(group, Mapping))]
         return all(each.DECODED in (None, dtype) for each in PACKINGS if each.FORMAT in formats)
 
     def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of steps, where the number format does not say it."""
+        """Return the dtype of steps for number formats that do not fix it."""
         return PACKINGS[0].scale_dtype(model_dtype)
 
     def pack(self, name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -69,7 +69,7 @@ class CompressedTensors(GridFormat):
         return packing_of(format).empty(name, shape, format, dtype)
 
     def shape_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-        """Return (out, in) as the packing says it that has such words."""
+        """Return (out, in) from the packing with this dtype of words."""
         words = expect(name, tensors, self.KEY, (None, None), {each.WORDS for each in PACKINGS})
         return next(each for each in PACKINGS if words.dtype == each.WORDS).shape_of(name, tensors)
 
@@ -79,23 +79,23 @@ class CompressedTensors(GridFormat):
 
 
 class Config(ConfigFile):
-    """The config of layers in some packings."""
+    """The config of layers in one or several packings."""
 
     def describe(self, network: Quantized) -> dict[str, Any]:
         """Return a config with a group of layers for each grid.
 
-        The reader drops tensors that are not packed of modules that it puts together from `network.experts`, unless a group that
-        names experts is of eight-bit floats; so a group that applies to nothing says so, since all that it names is in `ignore`.
-        Experts that are quantized are named by a pattern: it takes the first group that has one for the scheme of them all.
+        transformers drops the unpacked tensors of modules that it assembles from `network.experts`, unless a group that
+        names experts has 8-bit floats. Such a group is therefore added; it applies to nothing, as `ignore` has the same
+        names. Quantized experts are named by a pattern: the first group with one gives the scheme of all experts.
         """
         targets: dict[NumberFormat, dict[str, None]] = {network.scheme.number_format: {"Linear": None}}
         if network.grids:
             kinds = sorted(
-                {*network.grids.values()}, key=lambda own: (own.bits, own.group or 0, own.symmetric, own.name)
+                {*network.grids.values()}, key=lambda grid: (grid.bits, grid.group or 0, grid.symmetric, grid.name)
             )
             targets = {kind: {} for kind in kinds}
-        for name, own in network.grids.items():
-            targets[own][_pattern_of_all(name) if name in network.routed else name] = None
+        for name, grid in network.grids.items():
+            targets[grid][_pattern_of_all(name) if name in network.routed else name] = None
         groups = []
         for kind, names in targets.items():
             packing = packing_of(kind)
@@ -106,7 +106,7 @@ class Config(ConfigFile):
             groups.append(_group_of([_module_pattern(name) for name in network.experts], floats, "float-quantized"))
         return {
             "quant_method": "compressed-tensors",
-            "format": formats.pop() if len(formats) == 1 else MIXED,
+            "format": formats.pop() if len(formats) == 1 else MIXED_FORMAT,
             "quantization_status": "compressed",
             "config_groups": {f"group_{index}": group for index, group in enumerate(groups)},
             "ignore": list(network.ignore),
@@ -115,12 +115,12 @@ class Config(ConfigFile):
         }
 
     def grid_of(self, config: Mapping[str, Any], name: str) -> NumberFormat:
-        """Return the number format of the group that a layer is in."""
+        """Return the number format of a layer's group."""
         scheme = _group(config, name)
         weights = object_of("compressed-tensors: weights", scheme.get("weights"))
         packings = {each.FORMAT: each for each in PACKINGS}
         format = config.get("format")
-        if format == MIXED:
+        if format == MIXED_FORMAT:
             format = scheme.get("format")
         refuse_unknown(
             {
@@ -138,7 +138,7 @@ FORMAT = Format(CompressedTensors(), Config())
 
 
 def _group_of(targets: Sequence[str], weights: Mapping[str, Any], format: str) -> dict[str, Any]:
-    """Return what the config says of layers that are packed alike."""
+    """Return an entry of `config_groups`."""
     return {
         "targets": targets,
         "weights": weights,
@@ -149,23 +149,23 @@ def _group_of(targets: Sequence[str], weights: Mapping[str, Any], format: str) -
 
 
 def _module_pattern(name: str) -> str:
-    """Return a pattern of a module alone; transformers looks for the word in it."""
+    """Return a pattern of one module; it contains "experts", for which transformers searches."""
     return rf"re:^{re.escape(name)}$" if "experts" in name else rf"re:^{re.escape(name)}$(?#experts)"
 
 
 def _pattern_of_all(name: str) -> str:
-    """Return a pattern of a layer and of those that differ from it by numbers alone; transformers looks for the word in it."""
+    """Return a pattern of a layer and all that differ from it only in numbers; it contains "experts", too."""
     pattern = rf"re:^{re.sub('[0-9]+', '[0-9]+', re.escape(name))}$"
     return pattern if "experts" in name else f"{pattern}(?#experts)"
 
 
 def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return the scheme of a layer: of several, the one that targets its name, else a pattern of it, else its class."""
+    """Return the scheme of a layer: the one that targets its name, else a pattern of it, else its class."""
     groups = object_of("compressed-tensors: config_groups", config.get("config_groups"))
     schemes: list[Mapping[str, Any]] = [*groups.values()]
     if not schemes or not all(isinstance(scheme, Mapping) for scheme in schemes):
         raise FormatError(
-            f"compressed-tensors: config_groups has {len(schemes)} schemes; one or more, spelled out, are understood."
+            f"compressed-tensors: config_groups has {len(schemes)} schemes, expected one or more objects."
         )
     if len(schemes) == 1:
         return schemes[0]
@@ -175,7 +175,7 @@ def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         targets += [(str(name), scheme) for name in of_kind("compressed-tensors: targets", names, list, "a list")]
     exact = [scheme for target, scheme in targets if target == name]
     patterns = [scheme for target, scheme in targets if target.startswith("re:") and matches(target[3:], name)]
-    found = exact or patterns or [scheme for target, scheme in targets if target == "Linear"]
-    if not found or any(scheme != found[0] for scheme in found):
-        raise FormatError(f"{name}: {len(found)} of the {len(schemes)} schemes in config_groups name it, expected one.")
-    return found[0]
+    fitting = exact or patterns or [scheme for target, scheme in targets if target == "Linear"]
+    if not fitting or any(scheme != fitting[0] for scheme in fitting):
+        raise FormatError(f"{name}: {len(fitting)} of the {len(schemes)} schemes in config_groups apply, expected one.")
+    return fitting[0]

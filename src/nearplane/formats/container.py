@@ -1,7 +1,7 @@
-"""A checkpoint that is being written: which files it has, and that nobody takes it for whole before it is.
+"""A checkpoint while it is written: its files, and the marks by which readers refuse it until it is complete.
 
-What all kinds of checkpoints have in common is here: layers are packed and read back, blocks are written as they come, and the
-result takes the place of OUT at the end. A subclass says what its files are; `Folder` is the one of safetensors.
+All kinds of checkpoints share this code: it packs layers and reads them back, writes block by block, and puts the
+result in the place of OUT at the end. A subclass defines the files; `Folder` writes a folder of safetensors.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from nearplane.system.paths import RECORD
 from nearplane.system.progress import peak_memory
 from nearplane.system.safetensors_files import INDEX, ShardReader, ShardWriter, TensorReader, about, shard_size
 
-Kind = tuple[str, Sequence[int], int]  # of a tensor: dtype in safetensors, shape, bytes
+Kind = tuple[str, Sequence[int], int]  # dtype in safetensors, shape and bytes of a tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a checkpoint is written, and whose.
+    """Place of a checkpoint on disk, and the model that it is made from.
 
     Args:
-        out: a new or empty folder, or with `overwrite` one that this program wrote.
-        source: the folder of the model that is quantized.
-        overwrite: replace a checkpoint in `out`.
-        trust_remote_code: copy the model's Python files.
-        network: config.json as transformers completes it, for formats that say the shape of the network themselves.
-        tokenizer: folder with its tokenizer as tokenizer.json, if it has one, for formats that say it themselves; None: `source`.
-        resumes: keep what a run that was stopped left, see `Container.found`.
+        out: A new or empty folder, or with `overwrite` one that this program wrote.
+        source: The folder of the model that is quantized.
+        overwrite: Whether a checkpoint in `out` may be replaced.
+        trust_remote_code: Whether the model's Python files are copied.
+        network: config.json as transformers completes it, for formats with a header that describes the network.
+        tokenizer: The folder of tokenizer.json, for formats that store the tokenizer; None: `source`.
+        resumes: Whether the files of a stopped run are kept, see `Container.found`.
     """
 
     out: Path
@@ -55,83 +55,83 @@ class Place:
 
 
 class Container(ABC):
-    """Writes a checkpoint beside the place that it is for; nothing is touched before its `with` block begins.
+    """Writer of a checkpoint, in a temporary folder beside `out`; it touches nothing before its `with` block begins.
 
-    Inside the block `out` is locked; see `Unfinished`, which also says what becomes of it. Call `seal`, or set `record_json`,
-    before the block ends: then the record and config.json are written and the folder takes the place of `out`. `config`, the
-    quantization_config, and `room`, the bytes that files keep free for a record of the run, may be set before the first layer.
+    `out` is locked inside the block, see `Unfinished`. Call `seal`, or set `record_json`, before the block ends: then
+    the record and config.json are written, and the folder takes the place of `out`. `config` (the quantization_config)
+    and `room` (the bytes that files reserve for the run record) may be set before the first layer.
 
     Args:
-        place: where.
-        format: how a layer's tensors look, and what the config says of them.
-        config: the quantization_config as `format` made it.
-        dtype: of the model; steps have what `scale_dtype` makes of it.
-        shards: how often `close_block` will be called.
+        place: The output folder and the model's folder.
+        format: The tensors of a layer, and the config that describes them.
+        config: The quantization_config as `format` made it.
+        dtype: The model's dtype; `scale_dtype` gives the dtype of steps from it.
+        shards: The number of calls of `close_block`.
 
     Raises:
-        RecipeError: `out` is in use, or it is, holds or lies in `source`.
+        RecipeError: `out` is in use, or `out` and `source` are the same folder or one lies in the other.
     """
 
     def __init__(
         self, place: Place, format: Format, config: Mapping[str, Any], *, dtype: torch.dtype, shards: int
     ) -> None:
         check_apart(place.out, place.source)
-        self.place, self.layers, self.says, self.config = place, format.layers, format.config, dict(config)
+        self.place, self.layers, self.config_file, self.config = place, format.layers, format.config, dict(config)
         self.shards = shards
         self.record_json: str | None = None
         self.room = 0
-        self.size = 0  # bytes of what `close_block` wrote so far
-        with disk(place.out):  # that may not even be looked at
+        self.size = 0  # bytes that `close_block` has written so far
+        with disk(place.out):  # reading the folder may fail, too
             self._unfinished = Unfinished(place.out, overwrite=place.overwrite, resumes=place.resumes)
-        self.folder = self._unfinished.folder  # where files are written meanwhile
+        self.folder = self._unfinished.folder  # files are written here until the checkpoint is complete
         check_apart(self.folder, place.source)
         self._scale_dtype = self.layers.scale_dtype(dtype)
-        self.pending: dict[str, Tensor] = {}  # of layers, for the next block
+        self.pending: dict[str, Tensor] = {}  # tensors of the layers of the next block
         self._first = ""
 
     @abstractmethod
     def begin(self) -> None:
-        """Get ready to write into `folder`, which is there."""
+        """Prepare to write into `folder`, which exists."""
 
     @abstractmethod
     def write(self, tensors: Mapping[str, Tensor]) -> int:
-        """Write the tensors of one block; return the bytes that they take on disk."""
+        """Write the tensors of one block; return their bytes on disk."""
 
     @abstractmethod
-    def size_with(self, *rest: Mapping[str, Kind]) -> int:
+    def size_with(self, *blocks: Mapping[str, Kind]) -> int:
         """Return the bytes of all files but the record, if the checkpoint ended with these blocks.
 
         Args:
-            rest: tensors by name that are still to come, by block; the first is written with what is collected. A block without
-                any is none.
+            blocks: The tensors of each block that is still to come, by name; the first is written together with the
+                collected layers. Blocks without tensors are not counted.
         """
 
     @abstractmethod
     def weight_digests(self) -> dict[str, str]:
-        """Return the SHA-256 of the files of weights, once all blocks are written."""
+        """Return the SHA-256 of every weight file, once all blocks are written."""
 
     @abstractmethod
     def close(self) -> None:
-        """Complete the files of weights, and take the mark INCOMPLETE away: all other files are there."""
+        """Complete the weight files and delete the mark INCOMPLETE; all other files exist by then."""
 
     def texts(self) -> dict[str, str]:
-        """Return the files that say how weights are quantized, config.json last."""
-        return self.says.files(self.config) | {CONFIG: config_text(self.place.source, self.config)}
+        """Return the files that describe the quantization, config.json last."""
+        return self.config_file.files(self.config) | {CONFIG: config_text(self.place.source, self.config)}
 
     def size_beside(self) -> int:
-        """Return the bytes of all files but those of weights and the record."""
+        """Return the bytes of all files except the weight files and the record."""
         copied = size_copied(self.place.source, trust_remote_code=self.place.trust_remote_code)
         return copied + sum(len(text.encode()) for text in self.texts().values())
 
     def digests(self) -> dict[str, str]:
-        """Return the SHA-256 of every file but the record, once all blocks are written."""
-        found = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in self.texts().items()}
+        """Return the SHA-256 of every file except the record, once all blocks are written."""
+        hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in self.texts().items()}
         for name in names_copied(self.place.source, trust_remote_code=self.place.trust_remote_code):
-            found[name] = sha256(self.place.source / name)
-        return dict(sorted((found | self.weight_digests()).items()))
+            hashes[name] = sha256(self.place.source / name)
+        return dict(sorted((hashes | self.weight_digests()).items()))
 
     def finish(self) -> None:
-        """Write every other file but the record; what makes readers take the checkpoint for whole comes last."""
+        """Write all other files except the record; those by which readers accept the checkpoint come last."""
         copy_beside(self.place.source, self.folder, trust_remote_code=self.place.trust_remote_code)
         try:
             for name, text in self.texts().items():
@@ -142,15 +142,15 @@ class Container(ABC):
             raise
 
     def tell(self, record: RunRecord) -> None:
-        """Write the record into the files, where they have room for it; most kinds have none."""
+        """Embed the record in the weight files, where a format has a place for it; most have none."""
         del record
 
     def seal(self, record: RunRecord, timed: Callable[[RunRecord], RunRecord]) -> RunRecord:
-        """Complete the record, which says last how much all is and how long it took; return it. Call it behind the last block.
+        """Add sizes, hashes, memory and time to the record and return it. Call this after the last block.
 
         Args:
-            record: but for that.
-            timed: fills in the seconds, once all other files are read.
+            record: The record without these values.
+            timed: The function that adds the seconds, called after all other files were hashed.
         """
         record = replace(record, bytes=self.size)
         self.tell(record)
@@ -160,14 +160,14 @@ class Container(ABC):
         return record
 
     def state(self) -> dict[str, Any] | None:
-        """Return as JSON what was written, all of it on disk, for `go_on`; None: this kind of checkpoint begins anew."""
+        """Flush all files to disk and return their state as JSON, for `go_on`; None: this kind cannot resume."""
         return None
 
     def go_on(self, state: Mapping[str, Any]) -> None:
-        """Go on behind what `state` tells of, in place of `begin`; files that it does not name are deleted.
+        """Resume after the blocks in `state`, instead of `begin`; files that `state` does not list are deleted.
 
         Raises:
-            FormatError: a file is missing, or is not what was written; says which.
+            FormatError: A file is missing or changed; the message names it.
         """
         raise NotImplementedError
 
@@ -180,48 +180,46 @@ class Container(ABC):
 
     @property
     def found(self) -> bool:
-        """Whether a run left what can be gone on with: then call `go_on` or `begin_anew` before anything else."""
+        """Whether a stopped run can be resumed; if so, call `go_on` or `restart` first."""
         return self.place.resumes and self._unfinished.goes_on
 
     @property
     def whole(self) -> bool:
-        """Whether a run left all of it: then there is nothing to do inside the `with` block."""
+        """Whether a stopped run had written all files; then nothing is left to do inside the `with` block."""
         return self.found and self._unfinished.whole
 
-    def begin_anew(self) -> None:
-        """Delete what a run left, and begin."""
+    def restart(self) -> None:
+        """Delete the files of the stopped run and begin."""
         with disk(self.place.out):
             self._unfinished.clear()
             self.size, self.pending, self._first = 0, {}, ""
             self.begin()
 
     def add(self, name: str, matrix: QuantizedMatrix, bias: Tensor | None = None) -> Written:
-        """Collect one layer for the next block and return what its tensors are, bias not counted.
+        """Collect one layer for the next block and return the size and checksum of its tensors without the bias.
 
-        What was packed is read back as a reader would, and compared.
+        The packed tensors are unpacked as a reader would do it, and compared with the matrix.
 
         Raises:
-            FormatError: the format cannot hold the matrix, or the config does not describe it.
+            FormatError: The format cannot hold the matrix, or the config does not describe it.
         """
         matrix = matrix.to("cpu")
         tensors = self.layers.pack(name, matrix, self._scale_dtype)
-        self._first = self._first or name  # also where it is given again
+        self._first = self._first or name  # also where a layer is added again
         if name == self._first:
             tensors |= self.layers.beside_the_first(name)
-        if not matrix.same_as(self.layers.unpack(name, tensors, self.says.grid_of(self.config, name))):
-            raise FormatError(
-                f"{name}: what was packed reads back differently: the config describes another grid than its."
-            )
+        if not matrix.same_as(self.layers.unpack(name, tensors, self.config_file.grid_of(self.config, name))):
+            raise FormatError(f"{name}: the packed layer reads back differently: the config describes another grid.")
         self.pending |= tensors
         if bias is not None:
             self.pending[f"{name}.bias"] = bias
         return written(tensors)
 
-    def close_block(self, rest: Mapping[str, Tensor]) -> int:
-        """Write the layers collected since the last block, and `rest` as it is. Return the bytes that they take on disk."""
-        if twice := self.pending.keys() & rest.keys():
-            raise FormatError(f"{', '.join(sorted(twice))}: given as part of a quantized layer and again as it was.")
-        size = self.write(self.pending | dict(rest))
+    def close_block(self, unquantized: Mapping[str, Tensor]) -> int:
+        """Write the layers collected since the last block, and unquantized tensors. Return their bytes on disk."""
+        if duplicates := self.pending.keys() & unquantized.keys():
+            raise FormatError(f"{', '.join(sorted(duplicates))}: given as part of a quantized layer and unquantized.")
+        size = self.write(self.pending | dict(unquantized))
         self.pending = {}
         self.size += size
         return size
@@ -231,19 +229,19 @@ class Container(ABC):
             if kind is None and not self.whole:
                 if self.pending or self.record_json is None:
                     raise FormatError(
-                        f"{self.place.out}: layers without a shard, or no record. Call close_block, set record_json."
+                        f"{self.place.out}: layers without a shard, or no record. Call close_block and set record_json."
                     )
                 with disk(self.place.out):
                     (self.folder / RECORD).write_text(self.record_json)
                     self.finish()
-        except BaseException as failed:
-            self._unfinished.__exit__(type(failed), failed, failed.__traceback__)
+        except BaseException as failure:
+            self._unfinished.__exit__(type(failure), failure, failure.__traceback__)
             raise
         self._unfinished.__exit__(kind, *raised)
 
 
 class Folder(Container):
-    """A folder of safetensors: a shard for each block; without config.json and marked INCOMPLETE until it is whole."""
+    """A folder of safetensors, a shard per block; until the end it lacks config.json and is marked INCOMPLETE."""
 
     _writer: ShardWriter
 
@@ -256,20 +254,20 @@ class Folder(Container):
         return self._writer.write(tensors)
 
     def state(self) -> dict[str, Any]:
-        """Return which shards were written, flushed to disk."""
+        """Flush the shards to disk and return their state."""
         return {"size": self.size, "first": self._first, "shards": self._writer.state()}
 
     def go_on(self, state: Mapping[str, Any]) -> None:
-        """Go on behind the shards of a run that was stopped."""
+        """Resume after the shards of a stopped run."""
         self.begin()
         self._writer.go_on(state["shards"])
         self.size, self._first = int(state["size"]), str(state["first"])
 
-    def size_with(self, *rest: Mapping[str, Kind]) -> int:
-        """Return the bytes of the folder but the record, if it ended with these shards."""
-        ours = {name: (about(each).split()[0], tuple(each.shape), each.nbytes) for name, each in self.pending.items()}
-        blocks: Sequence[Mapping[str, Kind]] = (ours | dict(rest[0]) if rest else ours, *rest[1:])
-        shards = [shard for shard in blocks if shard]
+    def size_with(self, *blocks: Mapping[str, Kind]) -> int:
+        """Return the bytes of the folder without the record, if it ended with these shards."""
+        kinds = {name: (about(each).split()[0], tuple(each.shape), each.nbytes) for name, each in self.pending.items()}
+        all_blocks: Sequence[Mapping[str, Kind]] = (kinds | dict(blocks[0]) if blocks else kinds, *blocks[1:])
+        shards = [shard for shard in all_blocks if shard]
         index = self._writer.index({name: size for shard in shards for name, (_, _, size) in shard.items()})
         return self.size + sum(map(shard_size, shards)) + len(index.encode()) + self.size_beside()
 
@@ -283,7 +281,7 @@ class Folder(Container):
 
 
 class Format(NamedTuple):
-    """A format: how a layer's tensors look, what the config says of them, which files there are, and what reads their tensors."""
+    """A container format: the tensors of a layer, their config, the files, and the reader of the tensors."""
 
     layers: LayerFormat
     config: ConfigFile
@@ -292,26 +290,26 @@ class Format(NamedTuple):
 
 
 def check_apart(out: Path, source: Path) -> None:
-    """Refuse an output folder that is, holds or lies in the model's.
+    """Refuse an output folder that is the model's folder, contains it or lies in it.
 
     Raises:
-        RecipeError: it does.
+        RecipeError: The two folders overlap.
     """
-    here, there = out.resolve(), source.resolve()
-    if here == there or here in there.parents or there in here.parents:
+    output, model = out.resolve(), source.resolve()
+    if output == model or output in model.parents or model in output.parents:
         raise RecipeError(f"The output {out} is, holds or lies in the model's folder {source}. Choose another folder.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """The tensors of one layer in the file: their bytes, and the SHA-256 over names, dtypes, shapes and contents."""
+    """Size in bytes and checksum of one layer's tensors in the file, see `written`."""
 
     bytes: int
     checksum: str
 
 
 def written(tensors: Mapping[str, Tensor]) -> Written:
-    """Return size and checksum of a layer's tensors: of a line "NAME DTYPE SIZE SIZE ..." and the bytes of each, sorted by name."""
+    """Return size and checksum of a layer's tensors: SHA-256 of "NAME DTYPE SIZE SIZE ..." lines and bytes, by name."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {about(tensor)}\n".encode())
@@ -321,11 +319,11 @@ def written(tensors: Mapping[str, Tensor]) -> Written:
 
 @contextmanager
 def disk(folder: Path) -> Iterator[None]:
-    """Turn what the file system refuses into a sentence."""
+    """Turn an `OSError` of the file system into a `FormatError`."""
     try:
         yield
     except OSError as error:
         raise FormatError(
-            f"{folder} could not be written ({error}). Free some space or choose another folder, and run again; "
-            f"what was written so far does not load."
+            f"{folder} could not be written ({error}). The files written so far do not load. Free some space or choose "
+            f"another folder, and run again."
         ) from error

@@ -1,4 +1,4 @@
-"""The record of a run wherever it is: beside a checkpoint's files, or in a GGUF that is all there is. Needs no torch."""
+"""Finding the run record of a checkpoint: in its folder, or inside a GGUF without a folder. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from nearplane.system.paths import RECORD
 
 
 def found_record(out: Path) -> RunRecord:
-    """Return the record of a checkpoint in a folder, or in a GGUF; that tells no times, and no hashes of files.
+    """Return the record of a checkpoint in a folder or in a GGUF; the latter lacks times and hashes of files.
 
     Args:
-        out: folder that nearplane wrote, or its `model.gguf` without the rest, under any name.
+        out: A folder that nearplane wrote, or its `model.gguf` alone, under any name.
 
     Raises:
-        FormatError: there is none, or it cannot be read.
-        ModelError: what begins like a GGUF is damaged.
+        FormatError: The record is missing or cannot be read.
+        ModelError: The GGUF is damaged.
     """
     if out.is_file() and _begins(out) == MAGIC:
         return record_inside(out)
@@ -28,22 +28,20 @@ def found_record(out: Path) -> RunRecord:
 
 
 def record_inside(path: Path) -> RunRecord:
-    """Return the record in a GGUF.
+    """Return the record inside a GGUF.
 
     Raises:
-        FormatError: it has none, or one that cannot be read.
-        ModelError: it is no GGUF, or damaged.
+        FormatError: The record is missing or cannot be read.
+        ModelError: The file is no GGUF, or damaged.
     """
     text = read_header(path).fields.get(RECORD_KEY)
     if not isinstance(text, str) or not text.strip():
-        raise FormatError(
-            f"{path} has no record of how it was made in its key {RECORD_KEY}: expected a GGUF that nearplane wrote."
-        )
+        raise FormatError(f"{path} has no run record in its key {RECORD_KEY}: expected a GGUF that nearplane wrote.")
     record = RunRecord.from_json(text, str(path))
-    if (has := digest_of(text.strip())) != record.digest:
+    if (actual := digest_of(text.strip())) != record.digest:
         raise FormatError(
-            f"{path}: the record in its key {RECORD_KEY} has the digest {has[:16]}.., and says {record.digest[:16]}..: it is "
-            f"damaged. Fetch the file again."
+            f"{path}: the run record in the key {RECORD_KEY} is damaged: its digest is {actual[:16]}.., expected "
+            f"{record.digest[:16]}... Fetch the file again."
         )
     return record
 

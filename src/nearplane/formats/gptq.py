@@ -1,12 +1,12 @@
-"""The checkpoint of GPTQ, which gptqmodel, transformers, vLLM and SGLang load; versions 1 and 2 differ in stored zeros.
+"""The GPTQ format, which gptqmodel, transformers, vLLM and SGLang load; versions 1 and 2 store zero points differently.
 
-    NAME.qweight  (ceil(in*bits/32), out)      int32  codes + 2^(bits-1) where symmetric, a bit stream along the inputs
-    NAME.qzeros   (groups, ceil(out*bits/32))  int32  zeros, packed along the outputs; version 1 stores each one less
+    NAME.qweight  (ceil(in*bits/32), out)      int32  codes, + 2^(bits-1) if symmetric; a bit stream along the inputs
+    NAME.qzeros   (groups, ceil(out*bits/32))  int32  zero points, packed along the outputs; version 1 stores zero - 1
     NAME.scales   (groups, out)                fp16
     NAME.g_idx    (in,)                        int32  group of every input
 
-A version 1 zero of 0 would be stored as -1, which its readers take for different things: so asymmetric matrices are
-written in version 2, and a version 1 file that may hold such a zero is refused.
+Version 1 would store a zero point of 0 as -1, which its readers interpret differently. Therefore asymmetric matrices
+are written in version 2, and a version 1 file that may hold such a zero point is refused.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.number_formats import NumberFormat, integers
 
 BITS = (2, 3, 4, 8)
-FUSED = {  # what vLLM and SGLang call layers that they load as one; they look up the scheme by this name
+FUSED = {  # names under which vLLM and SGLang look up the scheme of layers that they load as one
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
     **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
 }
-BLOCKS_FOUND = (  # lists of blocks that optimum looks for, in this order; it takes the first that begins a name
+BLOCKS_FOUND = (  # lists of blocks that optimum recognizes; it takes the first that is a prefix of a module's name
     "transformer.h",
     "model.decoder.layers",
     "gpt_neox.layers",
     "model.layers",
     "model.language_model.layers",
 )
-GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)  # what gptqmodel's kernels take, besides one step a row
+GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)  # group sizes of gptqmodel's kernels, besides one step per row
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class GPTQ(GridFormat):
     """The tensors of a layer in one version of the format.
 
     Args:
-        less: what is subtracted from a zero to store it.
-        permuted: whether groups may be of any columns; else they are runs of neighbours.
+        less: The number subtracted from a zero point when it is stored.
+        permuted: Whether groups may hold any columns; otherwise they are runs of neighbours.
     """
 
     less: int
@@ -61,40 +61,40 @@ class GPTQ(GridFormat):
     SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
 
     def configured(self, config: Mapping[str, Any]) -> Self:
-        """Return the format with groups as the config has them."""
+        """Return the format with `permuted` as the config sets it."""
         return replace(self, permuted=bool(config.get("desc_act")))
 
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
-        """Refuse what gptqmodel's kernels do not take, and asymmetric weights in version 1."""
+        """Refuse layers that gptqmodel's kernels do not support, and asymmetric weights in version 1."""
         bits, group_size, symmetric = format.bits, format.group, format.symmetric
         if kind not in ("Linear", "Conv1D", "Expert"):
             raise RecipeError(
-                f"{name} is a {kind}; GPTQ holds Linear and Conv1D layers. Leave it as it is with --ignore."
+                f"{name} is a {kind}; GPTQ stores Linear and Conv1D layers only. Leave it unquantized with --ignore."
             )
         if format.levels is not None:
-            raise RecipeError(f"{name}: {format.name} asked for; GPTQ holds integers. Use --format compressed-tensors.")
+            raise RecipeError(f"{name}: GPTQ stores integers, not {format.name}. Use --format compressed-tensors.")
         if bits not in BITS:
             raise RecipeError(
-                f"{name}: {bits} bits asked for; GPTQ holds 2, 3, 4 or 8. Use --format compressed-tensors."
+                f"{name}: GPTQ stores codes of 2, 3, 4 or 8 bits, not {bits}. Use --format compressed-tensors."
             )
         if not symmetric and self.less:
             raise RecipeError(
-                f"{name}: asymmetric weights are ambiguous in version 1 of GPTQ, which stores zeros less one, and "
+                f"{name}: asymmetric weights are ambiguous in version 1 of GPTQ, which stores zero points less 1, and "
                 f"gptqmodel refuses them. Use --format gptq_v2."
             )
         if group_size is not None and group_size not in GROUP_SIZES and group_size != shape[1]:
             sizes = ", ".join(map(str, GROUP_SIZES))
-            raise RecipeError(f"{name}: groups of {group_size} asked for; readers of GPTQ take {sizes} or none.")
+            raise RecipeError(f"{name}: --group-size is {group_size}; readers of GPTQ support {sizes} and none.")
         if group_size is not None and shape[1] % group_size:
             raise RecipeError(
                 f"{name} has {shape[1]} inputs, not a multiple of the group size {group_size}. "
-                f"Use another --group-size (none for one step a row), or leave it as it is with --ignore."
+                f"Use another --group-size (none for one step per row), or leave the layer unquantized with --ignore."
             )
         for size, side in zip(shape, ("outputs", "inputs"), strict=True):
             if bits == 3 and size % 32:
                 raise RecipeError(
-                    f"{name} has {size} {side}; readers of GPTQ take 3-bit codes 32 at a time. "
-                    f"Leave it as it is with --ignore, use 2, 4 or 8 bits, or --format compressed-tensors."
+                    f"{name} has {size} {side}; readers of GPTQ need a multiple of 32 for 3-bit codes. "
+                    f"Use 2, 4 or 8 bits or --format compressed-tensors, or leave the layer unquantized with --ignore."
                 )
 
     def pack(self, name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -102,7 +102,7 @@ class GPTQ(GridFormat):
         stored = Integers.of(name, matrix, dtype)
         bits = stored.format.bits
         if bits not in BITS or dtype != torch.float16:
-            raise FormatError(f"{name}: {bits} bits, {dtype} scales; GPTQ holds 2, 3, 4 or 8 bits, float16 scales.")
+            raise FormatError(f"{name}: {bits} bits, {dtype} scales; GPTQ stores 2, 3, 4 or 8 bits and float16 scales.")
         if self.less and not stored.format.symmetric:
             raise FormatError(f"{name}: an asymmetric matrix; version 1 of GPTQ is written for symmetric ones only.")
         return {
@@ -124,7 +124,7 @@ class GPTQ(GridFormat):
         }
 
     def shape_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-        """Return (out, in) as the shapes of two tensors tell."""
+        """Return (out, in) from the shapes of g_idx and qweight."""
         columns = len(expect(name, tensors, "g_idx", (None,), {torch.int32, torch.int64}))
         return expect(name, tensors, "qweight", (None, None), {torch.int32}).shape[1], columns
 
@@ -141,29 +141,29 @@ class GPTQ(GridFormat):
         zeros = unpack(packed, bits, out)
         if self.less and bool((zeros == 2**bits - 1).any()):
             raise FormatError(
-                f"{name}.qzeros holds {2**bits - 1}, which some readers of version 1 of GPTQ take for a zero of 0 and "
-                f"others for {2**bits}. Convert the checkpoint to gptq_v2 with the program that made it."
+                f"{name}.qzeros holds {2**bits - 1}, which some readers of version 1 of GPTQ read as a zero point of 0 "
+                f"and others as {2**bits}. Convert the checkpoint to gptq_v2 with the program that made it."
             )
         if not self.permuted and not torch.equal(group, consecutive(columns, group_size)):
             raise FormatError(
-                f"{name}.g_idx permutes groups of {group_size} although desc_act is false: readers differ."
+                f"{name}.g_idx permutes groups of {group_size} although desc_act is false; readers differ in this."
             )
         if bool(((group < 0) | (group >= groups)).any()):
-            raise FormatError(f"{name}.g_idx names groups outside 0 to {groups - 1}.")
+            raise FormatError(f"{name}.g_idx refers to groups outside 0 to {groups - 1}. Fetch the file again.")
         codes, zeros = unpack(words.T.contiguous(), bits, columns), (zeros + self.less).T
         return Integers(codes=codes, zeros=zeros, scale=scale.T, group=group, format=format).matrix()
 
 
 @dataclass(frozen=True, slots=True)
 class Config(ConfigFile):
-    """The config of one version of the format, which is also quantize_config.json."""
+    """The config of one version of the format; quantize_config.json holds the same object."""
 
     version: str
 
     def describe(self, network: Quantized) -> dict[str, Any]:
-        """Return a config with the most frequent grid for the file, and the others in `dynamic`.
+        """Return a config with the most frequent grid as the default and the other grids in `dynamic`.
 
-        Groups are runs of neighbours whatever the order of the solve, so that `desc_act` is false.
+        `desc_act` is false, as groups are runs of neighbours whatever the order of the solve.
         """
         grids, usual = network.grids, network.scheme.number_format
         if grids:
@@ -172,7 +172,7 @@ class Config(ConfigFile):
             "quant_method": "gptq",
             "checkpoint_format": self.version,
             "format": self.version,
-            **_words(usual),
+            **_fields(usual),
             "desc_act": False,
             "lm_head": False,
             "pack_dtype": "int32",
@@ -182,17 +182,17 @@ class Config(ConfigFile):
                 "damp": network.scheme.damp,
             },
         }
-        if network.routed:  # transformers has no modules for them, and would go on without: see config_text
+        if network.routed:  # transformers has no modules for them and would skip them silently, see config_text
             config["meta"]["experts"] = True
         blocks = {_list_of(name) for name in network.quantized}
         skipped = [name for name in network.ignore if not name.startswith("re:") and _list_of(name) in blocks]
         parts = [name.removeprefix("re:") for name in network.ignore if name.startswith("re:")]
-        own = {name: grid for name, grid in _with_fused(grids).items() if grid != usual}
-        if skipped or parts or own:  # gptqmodel, vLLM, SGLang: the first that matches counts
+        exceptions = {name: grid for name, grid in _with_fused(grids).items() if grid != usual}
+        if skipped or parts or exceptions:  # gptqmodel, vLLM and SGLang take the first match
             config["dynamic"] = {f"-:{pattern}": {} for pattern in (*(f"^{re.escape(n)}$" for n in skipped), *parts)}
-            for name, grid in own.items():
-                words = {word: value for word, value in _words(grid).items() if value != config[word]}
-                config["dynamic"][f"+:^{re.escape(name)}$"] = words
+            for name, grid in exceptions.items():
+                fields = {field: value for field, value in _fields(grid).items() if value != config[field]}
+                config["dynamic"][f"+:^{re.escape(name)}$"] = fields
         if blocks - {*BLOCKS_FOUND}:
             config["block_name_to_quantize"] = sorted(blocks)[0]
         if skipped:
@@ -204,16 +204,16 @@ class Config(ConfigFile):
         return {GPTQ_CONFIG: json_text(config)}
 
     def grid_of(self, config: Mapping[str, Any], name: str) -> NumberFormat:
-        """Return the number format of the config, or a layer's own by the first of `dynamic` that matches."""
-        own = _dynamic(config, name)
-        bits, group_size = own.get("bits", config.get("bits")), own.get("group_size", config.get("group_size", 128))
+        """Return the number format of the config, or that of the first entry of `dynamic` that matches the layer."""
+        entry = _dynamic(config, name)
+        bits, group_size = entry.get("bits", config.get("bits")), entry.get("group_size", config.get("group_size", 128))
         if type(bits) is not int or bits not in BITS:
-            raise FormatError(f"GPTQ: bits is {bits!r}, understood is {', '.join(map(str, BITS))}.")
+            raise FormatError(f"GPTQ: bits is {bits!r}, expected {', '.join(map(str, BITS))}.")
         if str(config.get("pack_dtype") or "int32").removeprefix("torch.") != "int32":
-            raise FormatError(f"GPTQ: pack_dtype is {config['pack_dtype']!r}, understood is int32.")
+            raise FormatError(f"GPTQ: pack_dtype is {config['pack_dtype']!r}, expected int32.")
         if config.get("rotation"):
-            raise FormatError(f"GPTQ: rotation is {config['rotation']!r}; rotated weights are not understood.")
-        symmetric = of_kind("GPTQ: sym", own.get("sym", config.get("sym", True)), bool, "true or false")
+            raise FormatError(f"GPTQ: rotation is {config['rotation']!r}; nearplane does not read rotated weights.")
+        symmetric = of_kind("GPTQ: sym", entry.get("sym", config.get("sym", True)), bool, "true or false")
         size = group_size_of("GPTQ: group_size", group_size, (-1, None))
         return integers(bits, size, symmetric=symmetric)
 
@@ -223,34 +223,34 @@ FORMAT_V2 = Format(GPTQ(less=0), Config("gptq_v2"))
 
 
 def _list_of(name: str) -> str:
-    """Return the module list that a module's block is in: "model.layers" for "model.layers.3.mlp.up_proj"."""
+    """Return the module list of a module's block: "model.layers" for "model.layers.3.mlp.up_proj"."""
     return re.split(r"\.\d+(?:\.|$)", name)[0]
 
 
-def _words(format: NumberFormat) -> dict[str, Any]:
-    """Return a number format in the format's words."""
+def _fields(format: NumberFormat) -> dict[str, Any]:
+    """Return the fields of the config for a number format."""
     return {"bits": format.bits, "group_size": format.group or -1, "sym": format.symmetric}
 
 
 def _with_fused(grids: Mapping[str, NumberFormat]) -> dict[str, NumberFormat]:
-    """Add the names under which runtimes look up layers that they fuse, where these have the same grid."""
+    """Add the names under which readers look up fused layers, where all fused layers have the same grid."""
     fused: dict[str, set[NumberFormat]] = {}
     for name, grid in grids.items():
         path, _, last = name.rpartition(".")
         if last in FUSED:
             fused.setdefault(f"{path}.{FUSED[last]}", set()).add(grid)
-    return dict(grids) | {name: next(iter(own)) for name, own in fused.items() if name not in grids and len(own) == 1}
+    return dict(grids) | {name: next(iter(g)) for name, g in fused.items() if name not in grids and len(g) == 1}
 
 
 def _dynamic(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return what `dynamic` says of one layer."""
-    for key, own in object_of("GPTQ: dynamic", config.get("dynamic")).items():
+    """Return the entry of `dynamic` for one layer."""
+    for key, entry in object_of("GPTQ: dynamic", config.get("dynamic")).items():
         if not matches(key.removeprefix("+:").removeprefix("-:"), name):
             continue
         if key.startswith("-:"):
-            raise FormatError(f"GPTQ: {name} is quantized, although dynamic {key!r} leaves it out.")
-        if not isinstance(own, Mapping) or (unknown := own.keys() - {"bits", "group_size", "sym"}):
-            found = ", ".join(sorted(unknown)) if isinstance(own, Mapping) else repr(own)
-            raise FormatError(f"GPTQ: dynamic {key!r} sets {found}; understood are bits, group_size and sym.")
-        return own
+            raise FormatError(f"GPTQ: {name} is quantized, although dynamic {key!r} excludes it.")
+        if not isinstance(entry, Mapping) or (unknown := entry.keys() - {"bits", "group_size", "sym"}):
+            fault = ", ".join(sorted(unknown)) if isinstance(entry, Mapping) else repr(entry)
+            raise FormatError(f"GPTQ: dynamic {key!r} sets {fault}, expected only bits, group_size and sym.")
+        return entry
     return {}

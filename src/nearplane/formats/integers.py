@@ -1,7 +1,7 @@
-"""A matrix on a fixed grid as files hold it: unsigned codes and zeros, and scales in their storage dtype.
+"""A matrix on a fixed grid in the form that files store: unsigned codes and zero points, scales in the storage dtype.
 
-The solver writes symmetric codes around 0; every format here stores them `2^(bits-1)` higher. Nothing is ever
-re-rounded: what a file cannot hold exactly is an error.
+The solver makes symmetric codes around 0; every format here stores them `2^(bits-1)` higher. Nothing is rounded
+again: a value that a file cannot store exactly is an error.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Integers:
-    """`value = scale[:, group] * (codes - zeros[:, group])` with everything in 0 ... 2^bits - 1.
+    """A matrix of `scale[:, group] * (codes - zeros[:, group])` with codes and zeros in 0 ... 2^bits - 1.
 
     Args:
-        codes: (out, in) uint8.
-        zeros: (out, groups) uint8; 2^(bits-1) on symmetric grids.
-        scale: (out, groups) in the storage dtype.
+        codes: (out, in) uint8 codes.
+        zeros: (out, groups) uint8 zero points; 2^(bits-1) on symmetric grids.
+        scale: (out, groups) steps in the storage dtype.
         group: (in,) int64 group of every column.
+        format: The number format of the codes.
     """
 
     codes: Tensor
@@ -39,20 +40,22 @@ class Integers:
 
     @classmethod
     def of(cls, name: str, matrix: QuantizedMatrix[Grid], dtype: torch.dtype) -> Integers:
-        """Take the solver's integers as they are, scales in `dtype`.
+        """Return the solver's integers unchanged, with scales in `dtype`.
 
         Raises:
-            FormatError: the limits are not those of 2 to 8 bits, codes are numbers of levels, a code or zero is outside
-                the limits, or a scale is not exact in `dtype`.
+            FormatError: The limits are not those of 2 to 8 bits, the codes index levels, a code or zero point is
+                outside the limits, or a scale is not exact in `dtype`.
         """
         grid, out = matrix.grid, len(matrix.codes)
         format = _range(name, grid)
         if format.symmetric and bool((grid.zero != 0).any()):
-            raise FormatError(f"{name}: a symmetric grid has zeros of 0, found up to {float(grid.zero.abs().max())}.")
+            raise FormatError(
+                f"{name}: a symmetric grid with zero points up to {float(grid.zero.abs().max())}, expected 0."
+            )
         scale = grid.scale.to(dtype)
         if not bool((torch.isfinite(scale) & (scale == grid.scale)).all()):
             raise FormatError(
-                f"{name}: a scale is not exact in {dtype}, which the file stores. Round scales to it before the solve."
+                f"{name}: a scale is not exact in {dtype}, the dtype in the file. Round it before the solve."
             )
         return cls(
             codes=_bytes(f"{name}: codes", matrix.codes, format),
@@ -63,7 +66,7 @@ class Integers:
         )
 
     def matrix(self) -> QuantizedMatrix[Grid]:
-        """Return codes and grid in the solver's conventions, scales and zeros in float32 or wider."""
+        """Return codes and grid in the solver's conventions, with scales and zero points in float32 or wider."""
         low, high = self.format.low, self.format.high
         dtype = torch.promote_types(self.scale.dtype, torch.float32)
         zero = self.zeros.to(dtype) + low
@@ -72,37 +75,37 @@ class Integers:
 
 
 def consecutive(columns: int, group_size: int | None) -> Tensor:
-    """Return (in,) the group of every column where groups are runs of neighbours; one group without a size."""
+    """Return the (in,) group of every column for groups of neighbours; without a size all columns are one group."""
     return torch.arange(columns) // (group_size or max(columns, 1))
 
 
-def group_size_of(called: str, value: Any, none: Collection[int | None]) -> int | None:
-    """Return the group size that a config says; None for one step a row, which `none` lists the words of.
+def group_size_of(field: str, value: Any, no_group: Collection[int | None]) -> int | None:
+    """Return the group size of a config; None for one step per row, whose spellings are in `no_group`.
 
     Raises:
-        FormatError: it is no size.
+        FormatError: The value is no group size.
     """
-    if (value is None or type(value) is int) and value in none:
+    if (value is None or type(value) is int) and value in no_group:
         return None
     if type(value) is not int or not 1 <= value < 2**31:
-        raise FormatError(f"{called} is {value!r}, expected a positive whole number. Fetch config.json again.")
+        raise FormatError(f"{field} is {value!r}, expected a positive whole number. Fetch config.json again.")
     return value
 
 
-def of_kind(called: str, value: Any, kind: type[T], expected: str) -> T:
-    """Return a value of a config.
+def of_kind(field: str, value: Any, kind: type[T], expected: str) -> T:
+    """Return a value of a config, checked for its type.
 
     Raises:
-        FormatError: it is of another kind.
+        FormatError: The value is of another type.
     """
     if not isinstance(value, kind):
-        raise FormatError(f"{called} is {value!r}, expected {expected}. Fetch config.json again.")
+        raise FormatError(f"{field} is {value!r}, expected {expected}. Fetch config.json again.")
     return value
 
 
-def object_of(called: str, value: Any) -> dict[str, Any]:
-    """Return an object of a config; null is an empty one."""
-    return of_kind(called, {} if value is None else value, dict, "an object")
+def object_of(field: str, value: Any) -> dict[str, Any]:
+    """Return an object of a config; null counts as an empty object."""
+    return of_kind(field, {} if value is None else value, dict, "an object")
 
 
 def expect(
@@ -111,44 +114,42 @@ def expect(
     """Return the tensor `name.suffix`; None in `shape` stands for any size.
 
     Raises:
-        FormatError: it is missing, or its shape or dtype is another one.
+        FormatError: The tensor is missing, or has another shape or dtype.
     """
     tensor = tensors.get(f"{name}.{suffix}")
     if tensor is None:
         raise FormatError(f"{name}.{suffix} is missing; the layer has {', '.join(sorted(tensors)) or 'no tensors'}.")
     fits = tensor.ndim == len(shape) and all(size in (None, n) for size, n in zip(shape, tensor.shape, strict=True))
     if not fits or tensor.dtype not in dtypes:
-        found = f"{tensor.dtype} {tuple(tensor.shape)}".removeprefix("torch.")
+        actual = f"{tensor.dtype} {tuple(tensor.shape)}".removeprefix("torch.")
         expected = " or ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         sizes = ", ".join("any" if size is None else str(size) for size in shape)
         raise FormatError(
-            f"{name}.{suffix} is {found}, expected {expected} ({sizes}): "
-            f"the file is damaged, or packed in a way that this version does not read."
+            f"{name}.{suffix} is {actual}, expected {expected} ({sizes}): "
+            f"the file is damaged, or packed in a way that this version of nearplane does not read."
         )
     return tensor
 
 
 def _range(name: str, grid: Grid) -> NumberFormat:
-    """Return the integers whose limits a grid has."""
+    """Return the integer format with the limits of a grid."""
     if grid.levels is not None:
         raise FormatError(
-            f"{name}: codes are numbers of {len(grid.levels)} levels; this format stores evenly spaced values only. "
-            f"Quantize it on a grid without levels, or leave the layer out."
+            f"{name}: codes index {len(grid.levels)} levels; this format stores evenly spaced values only. "
+            f"Quantize the layer on a grid without levels, or leave it unquantized."
         )
     for bits in range(2, 9):
         for format in (integers(bits, None), integers(bits, None, symmetric=False)):
             if (grid.low, grid.high) == (format.low, format.high):
                 return format
-    raise FormatError(
-        f"{name}: codes from {grid.low} to {grid.high} are not a range of 2 to 8 bits, which files store."
-    )
+    raise FormatError(f"{name}: codes from {grid.low} to {grid.high} found, expected a range of 2 to 8 bits.")
 
 
 def _bytes(what: str, numbers: Tensor, format: NumberFormat) -> Tensor:
-    """Return whole numbers less the smallest code as uint8, all in 0 ... 2^bits - 1."""
+    """Subtract the smallest code from whole numbers and return them as uint8, all in 0 ... 2^bits - 1."""
     low, high = (float(limit) for limit in numbers.aminmax())
-    if not (low >= format.low and high <= format.high):  # so that NaN is refused, too
+    if not (low >= format.low and high <= format.high):  # refuses NaN, too
         raise FormatError(f"{what} from {low:g} to {high:g} found, {format.low} to {format.high} expected.")
     if numbers.is_floating_point() and bool((numbers != numbers.round()).any()):
-        raise FormatError(f"{what} must be whole numbers.")
+        raise FormatError(f"{what} are not whole numbers.")
     return (numbers - format.low).to(torch.uint8)

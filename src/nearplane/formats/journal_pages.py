@@ -1,11 +1,11 @@
-"""The folder in which a run keeps what it has done while it goes on: pages that are on disk whole, or not there.
+"""The journal of a run, from which it can be resumed: a folder of pages that are written to disk atomically.
 
     OUT.unfinished/journal/
-      state.json          what the run was told, and how far it is; the last page that is written
-      NAME.pt             tensors that it needs to go on from there
+      state.json          the run inputs and the progress; it is written after all other pages
+      NAME.pt             tensors that are needed to resume
 
-Knows what makes two runs the same and how pages get to disk; not what is on them: `quantize_journal.py` says it of a solve,
-`tuning/loop.py` of tuning.
+This file compares run inputs and writes pages. `quantize_journal.py` and `tuning/loop.py` define the contents of the
+pages.
 """
 
 from __future__ import annotations
@@ -37,45 +37,46 @@ from nearplane.system.output_folder import STATE
 from nearplane.system.paths import JOURNAL
 from nearplane.system.safetensors_files import INDEX, read_index
 
-VERSION = 4  # of the journal; no other is gone on with
-READ = {".safetensors", ".gguf", ".json", ".model", ".txt", ".jinja", ".py"}  # files of a model that count
-SHARE = 0.05  # of a run's time that may go into keeping pages: what is quick is not kept every time
-NAMED = 3  # differences that a refusal spells out
-EXPECTED = "Delete the folder, or begin anew with --overwrite"
+VERSION = 4  # of the journal; journals of other versions are refused
+# suffixes of a model's files that are run inputs
+HASHED_SUFFIXES = {".safetensors", ".gguf", ".json", ".model", ".txt", ".jinja", ".py"}
+SHARE = 0.05  # fraction of a run's time for writing pages; after quick blocks none is written
+MAX_NAMED_DIFFERENCES = 3  # in a refusal
+EXPECTED = "Delete the folder, or start again with --overwrite"
 
-Found = TypeVar("Found")
+Progress = TypeVar("Progress")
 log = logging.getLogger("nearplane")
 
 
 def told(
     recipe: Any, files: Mapping[str, Path], text: str, versions: Mapping[str, str], device: Device
 ) -> dict[str, Any]:
-    """Return all that a run's result depends on, as flat JSON: two runs that are told the same write the same.
+    """Return the run inputs, all that the output depends on, as flat JSON: equal inputs give equal files.
 
     Args:
-        recipe: what was asked for, as JSON has it.
-        files: folders whose files are hashed, by what a message calls them.
-        text: digest of the tokens.
-        versions: of the packages that compute.
-        device: that computes.
+        recipe: The recipe as JSON.
+        files: Folders whose files are hashed, by their names in messages.
+        text: Digest of the tokens.
+        versions: Versions of the packages that compute.
+        device: The device that computes.
 
     Raises:
-        ModelError: a file cannot be read.
+        ModelError: A file cannot be read.
     """
-    read = {f"the {called}'s {name}": path for called, folder in files.items() for name, path in _counting(folder)}
+    paths = {f"the {title}'s {name}": path for title, folder in files.items() for name, path in _hashed(folder)}
     try:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            found = dict(zip(read, pool.map(sha256, read.values()), strict=True))
+            hashes = dict(zip(paths, pool.map(sha256, paths.values()), strict=True))
     except OSError as error:
-        raise ModelError(f"A file of the model cannot be read ({error}). Fetch it again, or move it away.") from error
-    asked = json.loads(json.dumps({"recipe": recipe}))
-    beside = {"calibration text": text, "device": device.model()}
-    return dict(_flat(asked)) | found | beside | {f"version of {name}": number for name, number in versions.items()}
+        raise ModelError(f"A file of the model cannot be read ({error}). Fetch it again, or remove it.") from error
+    options = json.loads(json.dumps({"recipe": recipe}))
+    others = {"calibration text": text, "device": device.model()}
+    return dict(_flat(options)) | hashes | others | {f"version of {name}": number for name, number in versions.items()}
 
 
-def _counting(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the files of a model that count, by name: those in the folder, and shards below it that its index names."""
-    paths = {path for path in folder.iterdir() if path.suffix in READ and path.is_file()}
+def _hashed(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield (name, path) of a model's files that are run inputs, in the folder or named by its index."""
+    paths = {path for path in folder.iterdir() if path.suffix in HASHED_SUFFIXES and path.is_file()}
     if (folder / INDEX).is_file():
         paths.update(folder / name for name in read_index(folder / INDEX)[0])
     for path in sorted(paths):
@@ -91,105 +92,105 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 class Notebook:
-    """The pages of one run.
+    """Journal of one run.
 
     Args:
-        container: that the run writes, just entered.
-        told: what the run is told, see `told`.
-        began: when the run began, by `time.perf_counter`; None: now.
+        container: The container that the run writes, just entered.
+        inputs: The run inputs, see `told`.
+        began: The start of the run by `time.perf_counter`; None: now.
 
     Attributes:
-        room: whether the disk still takes pages.
+        room: Whether the disk still has room for pages.
     """
 
-    def __init__(self, container: Container, told: Mapping[str, Any], began: float | None = None) -> None:
-        self._container, self._told = container, dict(told)
+    def __init__(self, container: Container, inputs: Mapping[str, Any], began: float | None = None) -> None:
+        self._container, self._inputs = container, dict(inputs)
         self._folder = container.folder / JOURNAL
         self._began = began or time.perf_counter()
-        self._pages: dict[str, str] = {}  # SHA-256 of those that the state on disk needs, or the first one will
-        self._kept, self._cost = time.perf_counter(), 0.0  # when a page was written last, and how long that took
+        self._pages: dict[str, str] = {}  # SHA-256 of the pages that the state on disk needs, or the first state will
+        self._kept, self._cost = time.perf_counter(), 0.0  # time of the last page, and seconds to write it
         self.room = True
 
     @property
     def seconds(self) -> float:
-        """Seconds that the run has taken, those before it was stopped included."""
+        """Seconds that the run has taken, including those before it was stopped."""
         return time.perf_counter() - self._began
 
-    def before(self, understood: Callable[[Mapping[str, Any]], Found]) -> Found | None:
-        """Return what a run that was told the same had done; None: nothing that was kept, or all, see `Container.whole`.
+    def before(self, understood: Callable[[Mapping[str, Any]], Progress]) -> Progress | None:
+        """Return the progress of a stopped run with equal inputs, or None if there is none or all files are complete.
 
-        With --overwrite what cannot be gone on with is deleted, and that is said.
+        With --overwrite a run that cannot be resumed is deleted with a warning.
 
         Args:
-            understood: makes it from the state that was written; what it raises of what is missing there becomes a sentence.
+            understood: The function that makes the progress from the state; missing fields become a `FormatError`.
 
         Raises:
-            RecipeError: a run that was told something else left the folder, and it may not be replaced; names the difference.
-            FormatError: what is there cannot be read, or a file is not what was written, and it may not be replaced.
+            RecipeError: The stopped run had other inputs, and may not be replaced; the message names the differences.
+            FormatError: The journal or a file is damaged, and may not be replaced.
         """
         if not self._container.found:
             return None
         try:
             return self._read(understood)
-        except (FormatError, ModelError) as error:  # of a GGUF the second
+        except (FormatError, ModelError) as error:  # a damaged GGUF raises the second
             if not self._container.place.overwrite:
                 if isinstance(error, FormatError):
                     raise
-                raise FormatError(f"What a run that was stopped left cannot be read: {error} {EXPECTED}.") from error
+                raise FormatError(f"The files of the stopped run cannot be read: {error} {EXPECTED}.") from error
             log.warning("%s", error)
-            self._container.begin_anew()
+            self._container.restart()
             return None
 
-    def _read(self, understood: Callable[[Mapping[str, Any]], Found]) -> Found | None:
+    def _read(self, understood: Callable[[Mapping[str, Any]], Progress]) -> Progress | None:
         state = read_object(self._folder / STATE, expected=EXPECTED)
         if state.get("version") != VERSION or not isinstance(state.get("told"), dict):
-            raise self._of_another_version(state)
-        if differing := _differing(state, self._told):
+            raise self._version_error(state)
+        if differing := _differing(state, self._inputs):
             if not self._container.place.overwrite:
                 raise RecipeError(
-                    f"{self._container.folder} is of a run that was stopped and was told something else: {differing}. Give the "
-                    f"same command again to go on with it, or --overwrite to begin anew; or choose another folder."
+                    f"{self._container.folder} is of a stopped run with other inputs: {differing}. Repeat its command "
+                    f"to resume it, add --overwrite to start again, or choose another folder."
                 )
-            log.warning("The run that was stopped was told something else: %s.", differing)
-            self._container.begin_anew()
+            log.warning("The stopped run had other inputs: %s. It is deleted, and the work starts again.", differing)
+            self._container.restart()
             return None
         if self._container.whole:
-            for name, written in read_record(self._container.folder).files.items():  # did all reach the disk?
+            for name, written in read_record(self._container.folder).files.items():  # did all files reach the disk?
                 if not (path := self._container.folder / name).is_file() or sha256(path) != written:
-                    raise FormatError(f"{path} is not what was written. {EXPECTED}.")
-            log.info("a run was stopped when all was written: %s", self._container.folder)
+                    raise FormatError(f"{path} has changed since it was written. {EXPECTED}.")
+            log.info("the stopped run had already written all files: %s", self._container.folder)
             return None
         try:
             self._pages = dict(state["pages"])
             self._container.go_on(state["container"])
-            found = understood(state)
+            progress = understood(state)
             if state["processor"] != (here := _processor()):
                 log.warning(
-                    "The run that was stopped ran on %s, this is %s: the last digits of products differ, and with them may files "
-                    "from those of a run that nobody stopped.",
+                    "The stopped run used another processor (%s) than this one (%s). The last digits of products "
+                    "differ, so the files may differ from those of an uninterrupted run.",
                     state["processor"],
                     here,
                 )
             self._began -= float(state["seconds"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise FormatError(f"{self._folder / STATE} is not what was written ({error!r}). {EXPECTED}.") from error
-        return found
+            raise FormatError(f"{self._folder / STATE} is damaged ({error!r}). {EXPECTED}.") from error
+        return progress
 
-    def _of_another_version(self, state: Mapping[str, Any]) -> FormatError:
-        """Return what to raise of a journal of another version: names the nearplane that wrote it, where the journal does."""
-        told = state.get("told")
-        number = told.get("version of nearplane") if isinstance(told, dict) else None
+    def _version_error(self, state: Mapping[str, Any]) -> FormatError:
+        """Return the error for a journal of another version; it names the nearplane that wrote it, if known."""
+        inputs = state.get("told")
+        number = inputs.get("version of nearplane") if isinstance(inputs, dict) else None
         by = f"nearplane {printable(number)[:20]}" if isinstance(number, str) else "another version of nearplane"
         return FormatError(
-            f"{self._container.folder} was left by a run of {by}, whose journals this version does not read: found journal version "
-            f"{json.dumps(state.get('version'))[:20]}, expected {VERSION}. {EXPECTED}, or finish it with {by}."
+            f"{self._container.folder} is of a run of {by}, whose journal this version does not read: found journal "
+            f"version {json.dumps(state.get('version'))[:20]}, expected {VERSION}. {EXPECTED}, or finish it with {by}."
         )
 
     def load(self, name: str) -> Any:
-        """Return what `write` kept on a page.
+        """Return the contents of a page.
 
         Raises:
-            FormatError: it cannot be read.
+            FormatError: The page cannot be read, or has changed.
         """
         path = self._folder / name
         try:
@@ -200,35 +201,33 @@ class Notebook:
             raise FormatError(f"{path} cannot be read ({error}). {EXPECTED}.") from error
 
     def refused(self, name: str) -> FormatError:
-        """Return what to raise of a page that holds something else than this run left."""
-        return FormatError(f"{self._folder / name} is not what was written. {EXPECTED}.")
+        """Return the error for a page that has changed since it was written."""
+        return FormatError(f"{self._folder / name} has changed since it was written. {EXPECTED}.")
 
     def wanted(self, share: float | None = None) -> bool:
-        """Whether a page is to be written now: the disk takes it, and it would not take too much of the time.
+        """Return whether to write a page now: the disk has room, and writing takes a small share of the time.
 
         Args:
-            share: of the time since the last one that it may take; None: `SHARE`.
+            share: Largest share of the time since the last page; None: `SHARE`.
         """
-        took = time.perf_counter() - self._kept
-        return self.room and (share or SHARE) * took >= self._cost
+        elapsed = time.perf_counter() - self._kept
+        return self.room and (share or SHARE) * elapsed >= self._cost
 
     def write(self, state: Mapping[str, Any], pages: Mapping[str, Any], *, replaced: str = "") -> None:
-        """Write pages and then the state; where the disk does not take them, no more are written, and that is said.
+        """Write pages and then the state; if the disk is full, warn and write no more.
 
         Args:
-            state: as JSON; what the run was told, its seconds and what the container has written are added.
-            pages: by name, tensors or dicts and lists of them; or functions that give them, so that one is in memory at a time.
-            replaced: pattern of pages that are deleted then, but for those just written.
+            state: The progress as JSON; run inputs, seconds and the container's state are added.
+            pages: Tensors, or dicts and lists of them, by page name; or functions that return one.
+            replaced: Pattern of old pages that are deleted afterwards.
         """
-        began = time.perf_counter()
+        start = time.perf_counter()
         size = sum(tensor.nbytes for page in pages.values() for tensor in _tensors(_given(page)))
-        with self._as_room_is():
+        with self._while_disk_has_room():
             if (written := self._container.state()) is None:
                 return
             if size > (free := shutil.disk_usage(self._container.folder).free) / 2:
-                why = (
-                    f"{size / 1e9:.1f} GB of its state would leave too little of {free / 1e9:.1f} GB for the checkpoint"
-                )
+                why = f"{size / 1e9:.1f} GB of state would leave too little of {free / 1e9:.1f} GB for the checkpoint"
                 self._give_up(why)
                 return
             self._folder.mkdir(exist_ok=True)
@@ -236,9 +235,9 @@ class Notebook:
             kept = {name: digest for name, digest in self._pages.items() if not (replaced and fnmatch(name, replaced))}
             try:
                 kept |= {name: self._saved(name, _given(page)) for name, page in pages.items()}
-                whole = {
+                content = {
                     "version": VERSION,
-                    "told": self._told,
+                    "told": self._inputs,
                     "seconds": self.seconds,
                     "processor": _processor(),
                     "pages": kept,
@@ -246,10 +245,10 @@ class Notebook:
                     **state,
                 }
                 path = self._folder / f"{STATE}.part"
-                path.write_text(json.dumps(whole))
+                path.write_text(json.dumps(content))
                 flush(path)
             except BaseException:
-                for name in pages.keys() - self._pages.keys():  # no state needs them, and the run may need their room
+                for name in pages.keys() - self._pages.keys():  # no state refers to them; free their space
                     (self._folder / name).unlink(missing_ok=True)
                 raise
             self._pages = kept
@@ -258,18 +257,18 @@ class Notebook:
                 if path.name not in pages:
                     path.unlink()
         self._kept = time.perf_counter()
-        self._cost = self._kept - began
+        self._cost = self._kept - start
 
     def keep(self, name: str, page: Any) -> None:
-        """Write a page that the first state is going to need."""
-        with self._as_room_is():
+        """Write a page to which the first state will refer."""
+        with self._while_disk_has_room():
             self._folder.mkdir(exist_ok=True)
             flush(self._container.folder)
             self._pages[name] = self._saved(name, page)
 
     @contextmanager
-    def _as_room_is(self) -> Iterator[None]:
-        """Keep no more where the disk does not take it: the run itself may do with what is left."""
+    def _while_disk_has_room(self) -> Iterator[None]:
+        """Stop writing pages if the disk is full, so that the run itself can use the remaining space."""
         try:
             yield
         except OSError as error:
@@ -279,24 +278,24 @@ class Notebook:
                     path.unlink()
 
     def _give_up(self, why: str) -> None:
-        log.warning("If this run is stopped, what follows is lost: %s.", why)
+        log.warning("The journal ends here; if this run is stopped, later work is lost: %s.", why)
         self.room = False
 
     def _saved(self, name: str, page: Any) -> str:
-        """Put a page on disk; return its SHA-256."""
+        """Write a page to disk and return its SHA-256."""
         path = self._folder / f"{name}.part"
         try:
-            torch.save(_alone(page), path)
-            found = sha256(path)
+            torch.save(_compact(page), path)
+            digest = sha256(path)
             _put(path, self._folder / name)
-            return found
+            return digest
         except BaseException:
-            path.unlink(missing_ok=True)  # of a full disk the run itself needs what is left
+            path.unlink(missing_ok=True)  # on a full disk the run itself needs the space
             raise
 
 
 def _processor() -> str:
-    """Return what decides the last digits of products: architecture, maker, and the widest registers that torch uses."""
+    """Return what determines the last digits of products: architecture, maker, and torch's widest registers."""
     maker = "not by Intel" if slow_for_mkl() else "by Intel or ARM"
     return f"{platform.machine()} {maker}, {torch.backends.cpu.get_cpu_capability()}"
 
@@ -314,21 +313,21 @@ def _tensors(page: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
-def _alone(page: Any) -> Any:
-    """Return a page whose tensors share their memory with nothing more, as all of that memory is written."""
+def _compact(page: Any) -> Any:
+    """Return a page whose tensors own their memory, as torch.save writes the whole storage of a view."""
     if isinstance(page, Tensor):
         return page if len(page.untyped_storage()) == page.nbytes else page.clone()
     if isinstance(page, dict):
-        return {key: _alone(part) for key, part in page.items()}
-    return [_alone(part) for part in page] if isinstance(page, (list, tuple)) else page
+        return {key: _compact(part) for key, part in page.items()}
+    return [_compact(part) for part in page] if isinstance(page, (list, tuple)) else page
 
 
 def _differing(state: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return what a run was told and this one is not, in words; empty if all is the same."""
-    then = state["told"]
-    names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
-    said = [f"{name} was {_short(then.get(name))}, is {_short(now.get(name))}" for name in names]
-    return first_few(said, NAMED)
+    """Return the differences between the inputs of a stopped run and this one in words; empty if there are none."""
+    before = state["told"]
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    lines = [f"{name} was {_short(before.get(name))}, is {_short(now.get(name))}" for name in names]
+    return first_few(lines, MAX_NAMED_DIFFERENCES)
 
 
 def _short(value: Any) -> str:
@@ -337,7 +336,7 @@ def _short(value: Any) -> str:
 
 
 def _put(part: Path, path: Path) -> None:
-    """Put a file in its place when it is on disk."""
+    """Flush a file to disk and move it to its final name."""
     flush(part)
     os.replace(part, path)
     flush(path.parent)

@@ -1,7 +1,7 @@
-"""How files hold quantized layers: what a format has to say to be one of `FORMATS`, but for which files there are.
+"""Base classes of the formats in `FORMATS`: the tensors of a layer, and the config that describes them.
 
-A layer format turns a matrix into tensors and back. A config file is what config.json says of them: one `quantization_config` for
-each program that reads them. Which files there are is `Container`'s.
+A layer format turns a matrix into tensors and back. A config file writes and reads the `quantization_config` of
+config.json for one kind of reader. The files of a checkpoint are the subject of `Container`.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from nearplane.recipe.patterns import compiled, fault_of
 from nearplane.recipe.scheme import Scheme
 from nearplane.system.files import read_object
 
-METHOD = "nearplane"  # quant_method of our own format
-WEIGHTS = "transformers_weights"  # a field of config.json: the name of the file that transformers reads
+METHOD = "nearplane"  # quant_method of nearplane's own formats
+WEIGHTS = "transformers_weights"  # field of config.json: the name of the file that transformers reads
 READ_WITH = (
     "no such file, as these weights are coded by nearplane. Load them with nearplane.load(FOLDER), or call "
     "nearplane.register() before from_pretrained"
-)  # stands there in our own format: transformers ends its error with it, before it reads anything
+)  # value of that field in nearplane's format: the end of transformers' error, raised before it reads weights
 EXPERTS_WITH = (
-    "no such file, as experts in GPTQ are modules of their own, which transformers does not make of them. Load them with "
-    "GPTQModel.load(FOLDER)"
-)  # and where a GPTQ has experts, which transformers would fill with random numbers
+    "no such file, as experts in GPTQ are modules of their own, which transformers does not make of them. Load them "
+    "with GPTQModel.load(FOLDER)"
+)  # value of that field where a GPTQ has experts, which transformers would fill with random numbers
 
 
 class LayerFormat(ABC):
-    """How files hold one layer.
+    """Storage of one layer as tensors.
 
     Attributes:
-        KEY: ending of the name of the tensor that every quantized layer has.
-        SUFFIXES: of the names of all its tensors.
-        BITS: widths that it holds, narrowest first.
-        CHECKSUMS: whether the index of the folder holds a checksum of every tensor.
+        KEY: Suffix of the name of the one tensor that every quantized layer has.
+        SUFFIXES: Suffixes of the names of all tensors of a layer.
+        BITS: Code widths in bits, narrowest first.
+        CHECKSUMS: Whether the index of the folder holds a checksum of every tensor.
     """
 
     KEY: ClassVar[str]
@@ -56,17 +56,17 @@ class LayerFormat(ABC):
         """Refuse a layer that readers of this format cannot load.
 
         Args:
-            name: of the layer.
-            shape: (out, in).
-            kind: class of the module: "Linear", "Conv1D", ...
-            format: that its weights are to have.
+            name: Name of the layer.
+            shape: (out, in) of its weights.
+            kind: Class of the module: "Linear", "Conv1D", ...
+            format: Number format that its weights will have.
 
         Raises:
-            RecipeError: with the way out.
+            RecipeError: The layer cannot be stored; the message says what to do instead.
         """
 
     def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of stored steps in a model of this dtype: they are rounded to it before the solve. Most store fp16."""
+        """Return the dtype of stored steps in a model of this dtype; steps are rounded to it before the solve."""
         return torch.float16
 
     @abstractmethod
@@ -74,12 +74,12 @@ class LayerFormat(ABC):
         """Return the tensors of one layer by full name; integers are stored as they are.
 
         Args:
-            name: of the layer.
-            matrix: on the CPU.
-            dtype: of the steps, see `scale_dtype`.
+            name: Name of the layer.
+            matrix: The quantized matrix, on the CPU.
+            dtype: The dtype of the steps, see `scale_dtype`.
 
         Raises:
-            FormatError: the format cannot hold the matrix exactly.
+            FormatError: The format cannot hold the matrix exactly.
         """
 
     @abstractmethod
@@ -87,7 +87,7 @@ class LayerFormat(ABC):
         """Return (out, in) of a stored layer without unpacking it.
 
         Raises:
-            FormatError: the tensor that says it is missing.
+            FormatError: The tensor with the shape is missing.
         """
 
     @abstractmethod
@@ -95,19 +95,19 @@ class LayerFormat(ABC):
         """Return the matrix that `pack` stored.
 
         Args:
-            name: of the layer.
-            tensors: at least those of the layer, by full name.
-            format: what the config says of it.
+            name: Name of the layer.
+            tensors: The tensors of the layer by full name; more are allowed.
+            format: Number format of the layer in the config.
 
         Raises:
-            FormatError: a tensor is missing or not what the config says.
+            FormatError: A tensor is missing or contradicts the config.
         """
 
     def configured(self, config: Mapping[str, Any]) -> Self:
-        """Return the format as a quantization_config sets it, where there is something to set.
+        """Return the format with the options of a quantization_config, where it has options.
 
         Raises:
-            FormatError: it is of a version that is not understood.
+            FormatError: The config has a version that nearplane does not read.
         """
         return self
 
@@ -115,8 +115,8 @@ class LayerFormat(ABC):
         """Return whether transformers keeps layers packed until the network is called.
 
         Args:
-            config: quantization_config of the checkpoint.
-            dtype: of the network that is loaded, where that is known; what is decoded to another one does not run in it.
+            config: The quantization_config of the checkpoint.
+            dtype: The dtype of the loaded network, None if unknown; layers decoded to another dtype would fail.
         """
         return False
 
@@ -124,21 +124,21 @@ class LayerFormat(ABC):
         """Return the names of the tensors of every quantized layer, by the name of the layer.
 
         Args:
-            names: of all tensors of a checkpoint.
+            names: Names of all tensors of a checkpoint.
         """
-        there = dict.fromkeys(names)
-        layers = [name.removesuffix(f".{self.KEY}") for name in there if name.endswith(f".{self.KEY}")]
-        return {layer: [part for s in self.SUFFIXES if (part := f"{layer}.{s}") in there] for layer in layers}
+        existing = dict.fromkeys(names)
+        layers = [name.removesuffix(f".{self.KEY}") for name in existing if name.endswith(f".{self.KEY}")]
+        return {layer: [part for s in self.SUFFIXES if (part := f"{layer}.{s}") in existing] for layer in layers}
 
     def beside_the_first(self, name: str) -> dict[str, Tensor]:
-        """Return what stands beside the first layer of a folder, for programs that do not know the format."""
+        """Return tensors beside the first layer of a folder that stop programs which do not know the format."""
         return {}
 
 
 class GridFormat(LayerFormat):
-    """A format of grids that transformers reads: the shapes of its tensors follow from shape and number format alone.
+    """A format of fixed grids that transformers reads; the shapes of its tensors are known before the solve.
 
-    A run loads them without contents before it begins, see `loading/rehearsal.py`; what is no `GridFormat` is not tried.
+    Therefore a run can load an empty copy first, see `loading/rehearsal.py`; other formats have no rehearsal.
     """
 
     @abstractmethod
@@ -148,20 +148,20 @@ class GridFormat(LayerFormat):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantized:
-    """What there is to say of a network whose layers are quantized.
+    """Description of a quantized network, from which a `quantization_config` is made.
 
     Args:
-        scheme: of all layers, but for `grids`.
-        quantized: names of all quantized modules.
-        ignore: names of *all* modules left alone that are Linear or a subclass of it, in blocks or not ("lm_head"), and patterns
-            "re:..." of parts.
-        grids: the number format of every layer by name, where they are not the same for all.
-        experts: names of modules left alone that transformers puts together from one tensor an expert.
-        routed: names of quantized layers that are experts in one parameter with others, which no reader has as modules.
-        layers: the number format of every quantized layer, by its name in the checkpoint.
-        embeddings: type of embeddings and head in a GGUF; None: as they are.
-        pre: name of the pre-tokenizer in a GGUF; None: as the tokenizer's structure tells.
-        version: of nearplane.
+        scheme: The scheme of all layers that `grids` does not name.
+        quantized: Names of all quantized modules.
+        ignore: Names of *all* unquantized modules that are Linear or a subclass of it, in blocks or not ("lm_head"),
+            and patterns "re:..." of parts of names.
+        grids: The number format of every layer by name; empty if all layers have the same one.
+        experts: Names of unquantized modules that transformers assembles from one tensor per expert.
+        routed: Names of quantized experts that share one parameter, so that no reader has modules for them.
+        layers: The number format of every quantized layer, by its name in the checkpoint.
+        embeddings: Type of embeddings and head in a GGUF; None: unchanged.
+        pre: Name of the pre-tokenizer in a GGUF; None: derived from the tokenizer's structure.
+        version: Version of nearplane.
     """
 
     scheme: Scheme
@@ -177,7 +177,7 @@ class Quantized:
 
 
 class ConfigFile(ABC):
-    """Writes and reads a `quantization_config`."""
+    """Writer and reader of a `quantization_config`."""
 
     @abstractmethod
     def describe(self, network: Quantized) -> dict[str, Any]:
@@ -185,26 +185,26 @@ class ConfigFile(ABC):
 
     @abstractmethod
     def grid_of(self, config: Mapping[str, Any], name: str) -> NumberFormat:
-        """Return what a config says of a layer's number format.
+        """Return the number format of a layer in a config.
 
         Raises:
-            FormatError: nothing, or something that is not understood.
+            FormatError: The config does not describe the layer, or in a way that nearplane does not read.
         """
 
     def files(self, config: Mapping[str, Any]) -> dict[str, str]:
-        """Return further files that say the same, by name."""
+        """Return the texts of further files with the same contents, by file name."""
         return {}
 
 
-def json_text(data: Mapping[str, Any]) -> str:
-    """Return a JSON file as it is written."""
-    return json.dumps(data, indent=2) + "\n"
+def json_text(content: Mapping[str, Any]) -> str:
+    """Return an object as the text of a JSON file."""
+    return json.dumps(content, indent=2) + "\n"
 
 
 def config_text(source: Path, config: Mapping[str, Any]) -> str:
     """Return the config.json of a folder with a quantization_config.
 
-    Of what transformers cannot read it also says, where transformers looks for the name of a file, how it is read.
+    If transformers cannot read the weights, the field in which it looks for a file name tells how to load them.
     """
     kept = {name: value for name, value in read_config(source).items() if name != WEIGHTS}
     if config.get("quant_method") == METHOD:
@@ -218,16 +218,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return a folder's config.json.
 
     Raises:
-        FormatError: there is none, or it is no JSON object.
+        FormatError: The file is missing, or is no JSON object.
     """
     return read_object(folder / CONFIG, expected="A model's folder has one that save_pretrained or quantize wrote")
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return whether a regular expression of a config matches the beginning of a layer's name, as readers take them.
+    """Return whether a regular expression of a config matches the beginning of a layer's name, as in readers.
 
     Raises:
-        FormatError: it is none.
+        FormatError: The pattern is no regular expression.
     """
     if (fault := fault_of(pattern)) is not None:
         raise FormatError(f"{pattern[:60]!r} in quantization_config {fault}. Fetch config.json again.")

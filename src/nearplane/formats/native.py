@@ -1,7 +1,7 @@
-"""nearplane's own format: codes of any size, entropy-coded; one tensor a layer.
+"""nearplane's own format: entropy-coded codes without limits, one tensor per layer.
 
-    NAME.weight_coded  (bytes,) uint8  codes, their scales and how they are coded: see docs/format.md and `coding/blob.py`
-    NAME.weight        (0,)     uint8  beside the first of them: a size at which programs stop that do not know the format
+    NAME.weight_coded  (bytes,) uint8  codes, scales and coding tables: see docs/format.md and `coding/blob.py`
+    NAME.weight        (0,)     uint8  beside the first layer only: its size stops programs that do not know the format
 
     value[i, j] = row_scale[i] * code[i, j] * column_scale[j]
 
@@ -31,7 +31,7 @@ KINDS = ("Linear", "Conv1D", "Embedding", "Expert")
 
 
 class Native(LayerFormat):
-    """The tensor of a layer."""
+    """Storage of a layer as one entropy-coded tensor."""
 
     KEY = "weight_coded"
     STOP = "weight"
@@ -39,50 +39,50 @@ class Native(LayerFormat):
     CHECKSUMS = True
 
     def configured(self, config: Mapping[str, Any]) -> Self:
-        """Return the format, for a config of a version that is understood."""
-        said = {"coder": CODER, **config}
+        """Return the format, after checking that this version of nearplane reads the config's version."""
+        fields = {"coder": CODER, **config}
         for field, known in (("format_version", VERSION), ("coder", CODER)):
-            if (found := said.get(field)) != known:
+            if (value := fields.get(field)) != known:
                 raise FormatError(
-                    f"quantization_config says {field} {found!r}; this version of nearplane reads {known}. "
+                    f"{field} in quantization_config is {value!r}; this version of nearplane reads {known}. "
                     f"Update nearplane, or fetch config.json again."
                 )
         return self
 
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
-        """Refuse modules that `nearplane.load` does not build; any shape and any codes will do."""
+        """Refuse modules that `nearplane.load` does not build; the format stores any shape and any codes."""
         if kind not in KINDS:
             raise RecipeError(
-                f"{name} is a {kind}; the nearplane format holds {', '.join(KINDS)}. Use --ignore for it."
+                f"{name} is a {kind}; the nearplane format stores {', '.join(KINDS)}. Use --ignore for it."
             )
 
     def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        """Return float32, in every model, for decoded scales; stored are their exponents."""
+        """Return float32 in every model: the file stores exponents, which decode to float32 scales."""
         return torch.float32
 
     def pack(self, name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the tensor of one layer, which is on a `ProductGrid`."""
         if not isinstance(matrix.grid, ProductGrid):
             raise FormatError(
-                f"{name}: a {type(matrix.grid).__name__} with steps of its own; the nearplane format holds a ProductGrid."
+                f"{name}: the matrix is on a {type(matrix.grid).__name__}; the nearplane format stores a ProductGrid."
             )
         return {f"{name}.{self.KEY}": torch.tensor(encode(Contents.of(matrix.codes, matrix.grid)))}
 
     def beside_the_first(self, name: str) -> dict[str, Tensor]:
-        """Return a weight without elements, of which one layer of a folder has one.
+        """Return a weight without elements for the first layer of a folder.
 
-        transformers skips quantization of a kind that it does not know, and fills weights that it does not find with random
-        numbers; a weight of another size than the model's is an error in all its versions.
+        transformers ignores an unknown quantization method and fills missing weights with random numbers; a weight
+        whose size differs from the model's is an error in all its versions.
         """
         return {f"{name}.{self.STOP}": torch.empty(0, dtype=torch.uint8)}
 
     def shape_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-        """Return (out, in) as the tensor says it."""
+        """Return (out, in) from the header of the tensor."""
         blob = expect(name, tensors, self.KEY, (None,), {torch.uint8})
         return shape_of(blob.numpy(), name=f"{name}.{self.KEY}")
 
     def unpack(self, name: str, tensors: Mapping[str, Tensor], format: NumberFormat) -> QuantizedMatrix:
-        """Return the matrix of one layer, decoded with all cores; the tensor says all of it."""
+        """Return the matrix of one layer, decoded on all cores from the tensor alone."""
         if f"{name}.{self.STOP}" in tensors:
             expect(name, tensors, self.STOP, (0,), {torch.uint8})
         blob = expect(name, tensors, self.KEY, (None,), {torch.uint8})
@@ -93,21 +93,21 @@ DEFAULT = Native()
 
 
 class Config(ConfigFile):
-    """The config of the format."""
+    """The config of the format, which lists the quantized modules."""
 
     def describe(self, network: Quantized) -> dict[str, Any]:
-        """Return a config that lists the quantized modules; every matrix says its grid itself."""
+        """Return a config that lists the quantized modules; each tensor describes its own grid."""
         return {
             "quant_method": METHOD,
             "format_version": VERSION,
             "coder": CODER,
-            "classes": True,  # columns and rows have tables of their own
+            "classes": True,  # columns and rows are coded with several tables
             "modules": sorted(network.quantized, key=_natural),
             "written_by": f"nearplane {network.version}",
         }
 
     def grid_of(self, config: Mapping[str, Any], name: str) -> NumberFormat:
-        """Return that of all layers: the tensor of a layer says the rest."""
+        """Return the number format of all layers; each tensor describes its own grid."""
         return CODED
 
 
@@ -115,7 +115,7 @@ FORMAT = Format(DEFAULT, Config())
 
 
 def matrix_of(contents: Contents) -> QuantizedMatrix:
-    """Return what a blob holds as a matrix, without copying: the inverse of `Contents.of`."""
+    """Return the contents of a blob as a matrix without copying: the inverse of `Contents.of`."""
     grid = ProductGrid(
         base=contents.base,
         columns=torch.from_numpy(contents.columns),
@@ -127,5 +127,5 @@ def matrix_of(contents: Contents) -> QuantizedMatrix:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Order "layers.2" before "layers.10"."""
+    """Return a sort key that orders "layers.2" before "layers.10"."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

@@ -1,11 +1,11 @@
-"""compressed-tensors `pack-quantized`: integers of 2 to 8 bits.
+"""Packing `pack-quantized` of compressed-tensors: integers of 2 to 8 bits.
 
     NAME.weight_packed  (out, ceil(in*bits/32)) int32    codes + 2^(bits-1), a dense bit stream along the inputs
-    NAME.weight_scale   (out, groups)           model's  groups of neighbours; 1 group where group_size is None
+    NAME.weight_scale   (out, groups)           model's  groups of neighbours; 1 group if group_size is None
     NAME.weight_shape   (2,)                    int64    out, in
 
-Reading knows also `NAME.weight_zero_point` (ceil(out*bits/32), groups) int32, packed along the outputs, and
-`NAME.weight_g_idx` (in,).
+`NAME.weight_zero_point` (ceil(out*bits/32), groups) int32, packed along the outputs, and `NAME.weight_g_idx` (in,) are
+read but never written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nearplane.lattice.number_formats import NumberFormat, integers
 
 
 class PackQuantized(Packing):
-    """Integers, as a dense stream of bits."""
+    """Integers as a dense bit stream."""
 
     SUFFIXES = (Packing.KEY, "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
     BITS = (2, 3, 4, 5, 6, 7, 8)
@@ -34,18 +34,18 @@ class PackQuantized(Packing):
     WORDS = torch.int32
 
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
-        """Refuse what transformers does not load: anything but symmetric Linear layers of whole groups."""
+        """Refuse layers that transformers does not load: all but symmetric Linear layers of whole groups."""
         super().check(name, shape, kind, format)
         if not format.symmetric:
             raise RecipeError(
-                f"{name}: asymmetric weights in compressed-tensors do not load in transformers 5.23.0, which expects their "
-                f"packed zero-points in another shape. Use --format gptq_v2, or symmetric weights."
+                f"{name}: asymmetric weights in compressed-tensors do not load in transformers 5.23.0, which expects "
+                f"their packed zero points in another shape. Use --format gptq_v2, or symmetric weights."
             )
         if format.bits not in self.BITS:
-            raise RecipeError(f"{name}: {format.bits} bits asked for; compressed-tensors holds 2 to 8.")
+            raise RecipeError(f"{name}: compressed-tensors stores integers of 2 to 8 bits, not {format.bits}.")
 
     def number_format(self, weights: Mapping[str, Any]) -> NumberFormat:
-        """Return the integers that a config says."""
+        """Return the integer format that a `weights` object describes."""
         refuse_unknown(
             {
                 "weights.type": (weights.get("type"), {"int"}),
@@ -56,8 +56,8 @@ class PackQuantized(Packing):
         group_size = None
         if weights["strategy"] == "group":
             group_size = group_size_of("compressed-tensors: weights.group_size", weights.get("group_size"), ())
-        said = weights.get("symmetric", True)
-        symmetric = of_kind("compressed-tensors: weights.symmetric", said, bool, "true or false")
+        value = weights.get("symmetric", True)
+        symmetric = of_kind("compressed-tensors: weights.symmetric", value, bool, "true or false")
         return integers(int(weights["num_bits"]), group_size, symmetric=symmetric)
 
     def pack(self, name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -82,22 +82,22 @@ class PackQuantized(Packing):
         }
 
     def shape_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-        """Return (out, in) as the layer says it."""
+        """Return (out, in) from `weight_shape`."""
         out, columns = (int(n) for n in expect(name, tensors, "weight_shape", (2,), {torch.int64, torch.int32}))
         return out, columns
 
     def unpack(self, name: str, tensors: Mapping[str, Tensor], format: NumberFormat) -> QuantizedMatrix:
-        """Return the matrix of one layer, which other programs may have written asymmetric or in activation order."""
+        """Return the matrix of one layer; other programs write asymmetric ones and permuted groups, too."""
         bits = format.bits
         out, columns = self.shape_of(name, tensors)
         groups = format.groups(columns)
         dense, padded = words_of(columns, bits), -(-columns // (32 // bits))
-        found = tensors.get(f"{name}.weight_packed")
-        if found is not None and found.shape[-1] == padded != dense:
+        loaded = tensors.get(f"{name}.weight_packed")
+        if loaded is not None and loaded.shape[-1] == padded != dense:
             raise FormatError(
-                f"{name}.weight_packed has {padded} words a row: {bits}-bit codes padded to whole words, as "
-                f"compressed-tensors wrote them before it packed densely ({dense} words). Dense packing is expected: write "
-                f"the checkpoint again with a newer version."
+                f"{name}.weight_packed has {padded} words per row, expected {dense}: older versions of "
+                f"compressed-tensors padded {bits}-bit codes to whole words. Write the checkpoint again with a newer "
+                f"version, which packs them densely."
             )
         words = expect(name, tensors, "weight_packed", (out, dense), {torch.int32})
         scale = expect(name, tensors, "weight_scale", (out, groups), SCALES)
@@ -109,6 +109,6 @@ class PackQuantized(Packing):
         if f"{name}.weight_g_idx" in tensors:
             group = expect(name, tensors, "weight_g_idx", (columns,), {torch.int32, torch.int64}).to(torch.int64)
             if bool(((group < 0) | (group >= groups)).any()):
-                raise FormatError(f"{name}.weight_g_idx names groups outside 0 to {groups - 1}.")
+                raise FormatError(f"{name}.weight_g_idx refers to groups outside 0 to {groups - 1}.")
         codes = unpack(words, bits, columns)
         return Integers(codes=codes, zeros=zeros, scale=scale, group=group, format=format).matrix()

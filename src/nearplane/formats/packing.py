@@ -1,4 +1,4 @@
-"""What compressed-tensors has one of for each kind of numbers: how the tensors of a layer look, and how the config says it."""
+"""Base class of the packings of compressed-tensors: each kind of numbers has its own tensors and config fields."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SCALES = {torch.float16, torch.bfloat16, torch.float32}
 
 
 class Packing(GridFormat):
-    """One of the ways in which compressed-tensors packs a layer: its tensors, and the fields of the config that say so.
+    """A packing of compressed-tensors: the tensors of a layer, and the config fields that describe them.
 
     Attributes:
-        FORMAT: its name in config.json.
-        TYPE: what config.json calls its numbers.
-        HOLDS: the number format that it holds; None: integers.
-        WORDS: dtype of `weight_packed`.
-        DECODED: dtype to which transformers decodes it, whatever the network's; None: the network's.
+        FORMAT: The packing's name in config.json.
+        TYPE: The name of its numbers in config.json.
+        HOLDS: The number format that it stores; None: integers.
+        WORDS: The dtype of `weight_packed`.
+        DECODED: The dtype to which transformers decodes it in every network; None: the network's dtype.
     """
 
     KEY = "weight_packed"
@@ -34,7 +34,7 @@ class Packing(GridFormat):
     DECODED: ClassVar[torch.dtype | None] = None
 
     def weights(self, format: NumberFormat, order: str) -> dict[str, Any]:
-        """Return what the config says of weights in a number format that were rounded in this order."""
+        """Return the `weights` object of the config for a number format and a rounding order."""
         return {
             "num_bits": format.bits,
             "type": self.TYPE,
@@ -47,40 +47,40 @@ class Packing(GridFormat):
 
     @abstractmethod
     def number_format(self, weights: Mapping[str, Any]) -> NumberFormat:
-        """Return the number format that a config says.
+        """Return the number format that a `weights` object describes.
 
         Raises:
-            FormatError: it says something that is not understood.
+            FormatError: A field has a value that nearplane does not read.
         """
 
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
-        """Refuse what transformers does not load: anything but Linear layers of whole groups."""
+        """Refuse layers that transformers does not load: all but Linear layers of whole groups."""
         if kind not in ("Linear", "Expert"):
             raise RecipeError(
-                f"{name} is a {kind}; compressed-tensors is loaded for Linear layers only. "
-                f"Use --format gptq for Conv1D, or leave it as it is with --ignore."
+                f"{name} is a {kind}; readers load compressed-tensors for Linear layers only. "
+                f"Use --format gptq for Conv1D, or leave the layer unquantized with --ignore."
             )
         if format.group is not None and shape[1] % format.group:
             raise RecipeError(
-                f"{name} has {shape[1]} inputs, not a multiple of the group size {format.group}, which compressed-tensors "
-                f"requires. Use another --group-size (none for one step a row), or leave it as it is with --ignore."
+                f"{name} has {shape[1]} inputs, not a multiple of the group size {format.group}. "
+                f"Use another --group-size (none for one step per row), or leave the layer unquantized with --ignore."
             )
 
     def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        """Return the model's: readers multiply in it."""
+        """Return the model's dtype, as readers multiply in it; float32 for dtypes that are not stored."""
         return model_dtype if model_dtype in SCALES else torch.float32
 
 
 def refuse_unknown(fields: Mapping[str, tuple[Any, set[Any]]]) -> None:
-    """Refuse fields of a config whose value is none of those that are understood.
+    """Refuse fields of a config with values that nearplane does not read.
 
     Args:
-        fields: by name, the value and what is understood.
+        fields: The value and the set of readable values of each field, by name.
 
     Raises:
-        FormatError: names the first.
+        FormatError: A value is not readable; the message names the first such field.
     """
     for option, (value, understood) in fields.items():
         if isinstance(value, dict | list | float) or value not in understood:
             expected = " or ".join(sorted(map(str, understood)))
-            raise FormatError(f"compressed-tensors: {option} is {value!r}, understood is {expected}.")
+            raise FormatError(f"compressed-tensors: {option} is {value!r}, expected {expected}.")

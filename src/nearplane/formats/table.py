@@ -1,4 +1,4 @@
-"""What quantized checkpoints look like on disk: each format in one file, and the table of them."""
+"""Table of the container formats; each format has its own file in this folder."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from nearplane.formats.container import Container, Format, Place
 
 
 class Formats(UserDict[str, Any]):
-    """Formats by name: a module of this folder and what it calls the format; the module is imported on first use."""
+    """Formats by name, given as "MODULE:NAME"; a module is imported when its format is first used."""
 
     def __getitem__(self, name: str) -> Format:
-        """Return a format."""
-        module, _, called = self.data[name].partition(":")
-        found: Format = getattr(import_module(module, __package__), called)
-        return found
+        """Return a format, importing its module."""
+        module, _, attribute = self.data[name].partition(":")
+        format: Format = getattr(import_module(module, __package__), attribute)
+        return format
 
 
 FORMATS = Formats(
@@ -35,20 +35,20 @@ FORMATS = Formats(
 
 
 def format_of(config: Mapping[str, Any]) -> Format:
-    """Return the format of a quantization_config, as that sets it.
+    """Return the format of a quantization_config, with the options of the config.
 
     Raises:
-        FormatError: it is none of `FORMATS`, or a version that is not understood.
+        FormatError: The format is not in `FORMATS`, or nearplane does not read its version.
     """
     method = config.get("quant_method")
     name = config.get("checkpoint_format") or config.get("format") or "gptq" if method == "gptq" else method
     if not isinstance(name, str) or name not in FORMATS:
-        raise FormatError(f"Weights quantized as {method} ({name}) are not understood, only {', '.join(FORMATS)}.")
-    found = FORMATS[name]
-    return found._replace(layers=found.layers.configured(config))
+        raise FormatError(f"The weights are quantized as {method} ({name}); nearplane reads {', '.join(FORMATS)}.")
+    format = FORMATS[name]
+    return format._replace(layers=format.layers.configured(config))
 
 
 def open_container(place: Place, config: Mapping[str, Any], *, dtype: torch.dtype, shards: int) -> Container:
-    """Return a checkpoint to be written; see `Container`, also for the errors."""
+    """Return the writer of a checkpoint; see `Container` for arguments and errors."""
     format = format_of(config)
     return format.container(place, format, config, dtype=dtype, shards=shards)

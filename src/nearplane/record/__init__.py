@@ -1,1 +1,1 @@
-"""What was measured of a run: the data, sentences about it, and the HTML page."""
+"""The record of a run: its data, sentences about them, and the HTML report."""

@@ -1,4 +1,4 @@
-"""JSON read as dataclasses: every field is what its annotation says, or is refused by name. Needs no torch."""
+"""Reading of JSON as dataclasses, with every field checked against its annotation. Needs no torch."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ WORDS = {int: "a whole number", float: "a finite number", str: "text", bool: "tr
 
 
 def annotated(kind: Any, value: Any, where: str) -> Any:
-    """Return JSON as a value of an annotation.
+    """Return a JSON value as a value of an annotation.
 
     Args:
-        kind: a dataclass or one of several, tuple[kind, ...], tuple of one kind, dict[str, str], or as for `_fits`.
-        value: JSON.
-        where: for messages.
+        kind: The annotation: dataclasses, tuples of one kind, dict[str, str], or a kind of `_fits`.
+        value: The JSON value.
+        where: Place of the value in messages.
 
     Raises:
-        ValueError: it is something else; the message says what, where, and what was expected.
+        ValueError: The value does not fit; the message says where, what was found and what was expected.
     """
     parts, origin = get_args(kind), get_origin(kind)
     if origin in (Union, UnionType) and is_dataclass(parts[0]) and isinstance(value, dict):
         kinds: list[Any] = [part for part in parts if is_dataclass(part)]
-        kind = max(kinds, key=lambda part: len(value.keys() & _hints(part).keys()))  # that with most of these fields
+        kind = max(kinds, key=lambda part: len(value.keys() & _hints(part).keys()))  # most fields in common
     if is_dataclass(kind) and isinstance(value, dict):
         return _object(kind, value, where)
     if origin is tuple and isinstance(value, list) and (parts[-1] is ... or len(value) == len(parts)):
@@ -36,24 +36,24 @@ def annotated(kind: Any, value: Any, where: str) -> Any:
     if origin is dict and isinstance(value, dict):
         return {key: annotated(parts[1], part, f"{where}[{key!r}]") for key, part in value.items()}
     if is_dataclass(kind) or origin in (tuple, dict) or not _fits(kind, value):
-        found = json.dumps(value)
-        raise ValueError(f"{where} is {found[:40]}{'..' if len(found) > 40 else ''}, expected {_expected(kind)}")
+        text = json.dumps(value)
+        raise ValueError(f"{where} is {text[:40]}{'..' if len(text) > 40 else ''}, expected {_expected(kind)}")
     return value
 
 
 def _object(kind: Any, value: dict[str, Any], where: str) -> Any:
     """Return a JSON object as a dataclass."""
-    called = value.get("name", value.get("layer"))
-    of = f" of {called}" if isinstance(called, str) else "" if where == "record" else f" of {where}"
+    title = value.get("name", value.get("layer"))
+    of = f" of {title}" if isinstance(title, str) else "" if where == "record" else f" of {where}"
     hints = _hints(kind)
     if unknown := value.keys() - hints.keys():
         raise ValueError(f"{min(unknown)}{of} is no field of this version")
     for each in fields(kind):
         if each.name not in value and each.default is each.default_factory is MISSING:
             raise ValueError(f"{each.name}{of} is missing")
-    read = {name: annotated(hints[name], part, f"{name}{of}") for name, part in value.items()}
+    values = {name: annotated(hints[name], part, f"{name}{of}") for name, part in value.items()}
     try:
-        return kind(**read)
+        return kind(**values)
     except (NearplaneError, OverflowError) as error:
         raise ValueError(f"{where}: {error}") from error
 
@@ -64,7 +64,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _fits(kind: Any, value: Any) -> bool:
-    """Whether JSON is a number, text, a truth value, null, or one of several; numbers are finite, whole ones of 64 bits."""
+    """Return whether a value is a finite number (integers: 64 bits), text, a truth value, null, or one of several."""
     if get_origin(kind) in (Union, UnionType):
         return any(_fits(part, value) for part in get_args(kind))
     if get_origin(kind) is Literal:
@@ -75,7 +75,7 @@ def _fits(kind: Any, value: Any) -> bool:
 
 
 def _expected(kind: Any) -> str:
-    """Return an annotation in words."""
+    """Return the description of an annotation for messages."""
     if get_origin(kind) in (Union, UnionType):
         return " or ".join(dict.fromkeys(_expected(part) for part in get_args(kind)))
     if get_origin(kind) is Literal:

@@ -1,4 +1,4 @@
-"""What a run measured, as frozen data: `nearplane.json` in every checkpoint. Needs no torch."""
+"""The run record, `nearplane.json` in every checkpoint: all measurements as frozen data. Needs no torch."""
 
 from __future__ import annotations
 
@@ -22,60 +22,61 @@ from nearplane.record.tuning_record import Tuning
 from nearplane.system.matmul_choice import Products
 from nearplane.system.paths import RECORD, left_behind
 
-VERSION = 5  # of the record; no other is read
-MAX_CERTIFIED_INPUTS = 4096  # inputs above which the limit is left out: it would take longer than the solve
+VERSION = 5  # of the record; records of other versions are refused
+MAX_CERTIFIED_INPUTS = 4096  # no limit is computed for wider layers, as it would take longer than the solve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRecord:
-    """One quantized layer and its certificate. Losses are means over out * in, see `lattice/bounds.py`; they refer to the
-    quantized target. `nearplane verify` measures all of it again but `seconds`.
+    """One quantized layer and its certificate; `nearplane verify` measures all fields but `seconds` again.
+
+    Losses are means over out * in against the corrected target, see `lattice/bounds.py`.
 
     Args:
         name: Full name of the layer.
         stored: Name of its tensors in the file; the same for most models.
         out_features, in_features: Shape of the weight.
         loss: Exact loss under the undamped Hessian.
-        row_losses: The same of groups of neighbouring rows, `row_groups` of them, to 9 digits: one changed code shows in its group.
-        relative_loss: The loss over the energy of the weights under that Hessian.
+        row_losses: Losses of `row_groups` groups of neighbouring rows, to 9 digits; one code changes one of them.
+        relative_loss: Loss divided by the energy of the weights under that Hessian.
         nearest_loss: Loss of rounding the same target to nearest on the same grid.
-        extra_loss: How far outputs are from those of the original network on the extra windows, to which nothing was fitted, or on
-            some 1,024 tokens of them, evenly spread: what the layers before lost is in it. Where targets are not corrected the
-            original network does not run: then it is that of this layer alone. This and the next two are None where no row of extra
-            windows reached the layer.
-        extra_relative_loss: The same over the energy of the original network's outputs.
-        extra_nearest_loss: The same of rounding the target to nearest on the same grid.
-        damped_loss: Loss of the sweep under the Hessian damped with `sweep_damp`, which the next three refer to.
-        worst_case: Babai's bound, mean over all rows: no damped_loss is more if clipped_rows is 0. It holds row by row where a row
-            does not clip, so that the sum over those rows is at most the sum of their own bounds; of this mean no row's bound
-            can be told, and where some rows clip it bounds neither a row nor damped_loss. None, as the next two, for codes that
-            no sweep made.
+        extra_loss: Loss against the original model's outputs on the extra windows, which were not used for fitting, or
+            on about 1,024 evenly spaced tokens of them. It includes the losses of earlier layers. If targets are not
+            corrected the original model does not run, and it is the loss of this layer alone. This and the next two are
+            None if no row of extra windows reached the layer.
+        extra_relative_loss: `extra_loss` divided by the energy of the original model's outputs.
+        extra_nearest_loss: `extra_loss` if the target were rounded to nearest on the same grid.
+        damped_loss: Loss of the sweep under the Hessian damped with `sweep_damp`; the next three refer to it.
+        worst_case: Babai's bound, averaged over all rows; an upper bound of `damped_loss` if `clipped_rows` is 0. It
+            holds for each row that does not clip, so their sum is at most the sum of their bounds. If rows clip, this
+            mean bounds neither single rows nor `damped_loss`. This and the next two are None for codes not made by a
+            sweep.
         expected: A third of the bound.
-        gamma: The error of a row that does not clip is at most gamma times the least possible, in length: the largest over these
-            rows alone, None if there are none.
-        clipped, clipped_rows: Fraction of codes that the sweep would have put outside the grid, of rows with one: the bounds say
-            nothing of these rows, the losses are theirs too.
-        correction: How far the target went from the weights to the full correction, 0 to 1.
+        gamma: Largest ratio of a row's error, as a length, to the least possible, over rows that do not clip; None if
+            all rows clip.
+        clipped, clipped_rows: Fraction of codes that the sweep would have put outside the grid, and of rows with such a
+            code. The bounds exclude these rows, the losses include them.
+        correction: Position of the target between the weights (0) and the full correction (1).
         damp: Damping of the correction, relative to the mean of the Hessian's diagonal.
-        sweep_damp: The same in the sweep.
-        dead: Inputs that were always 0.
-        pruned: How many of these were not always 0 in the original network: quantizing what they come from made them so. None if
-            targets are not corrected, as the original network does not run then.
-        tokens: Rows that the Hessian was averaged over; of an expert, those that reached it.
-        alike: Of an expert, the share of these rows whose tokens the original network sends to it as well: for the
-            others nothing is corrected. None of other layers, and where targets are not corrected.
-        blended: Of an expert that few tokens reached, for how many tokens the mean Hessian over the experts of its block
-            stands in its own; 0 where it has enough. None of other layers.
-        order: In which columns were rounded.
+        sweep_damp: Damping of the sweep, likewise.
+        dead: Number of inputs that were always 0.
+        pruned: Number of dead inputs that were not always 0 in the original model, so that quantization made them dead.
+            None if targets are not corrected, as the original model does not run then.
+        tokens: Number of rows that the Hessian was averaged over; for an expert, those that reached it.
+        alike: Share of an expert's rows whose tokens the original model sends to the same expert; the targets of the
+            others are not corrected. None for other layers, and if targets are not corrected.
+        blended: Number of tokens for which the mean Hessian of the block's experts counts in the Hessian of an expert
+            that few tokens reached; 0 if it has enough. None for other layers.
+        order: Order in which columns were rounded.
         format: Name of the number format: int4-g128, q4_k; coded for entropy-coded weights, whose codes have no limits.
-        asked: Bits per weight that the entropy-coded matrix was to take.
-        base: Step of exponent 0 in the sweep of entropy-coded weights; that in the file is scaled to keep the target's energy.
-        entropy: Bits per weight of the codes under the tables that the file stores, side information not counted.
-        limit: Bits per weight below which no code reaches this loss on Gaussian rows under the same Hessian, rows weighted as their
-            exponents say; see `lattice/bounds.py`. None for more than 4096 inputs, and where nothing at all was lost.
-        seconds: To solve and measure it; a factor that layers share is counted at the first of them, calibration at none.
-        bytes: Of the layer's tensors in the file.
-        checksum: SHA-256 of these tensors: of a line "RECORD DTYPE SIZE SIZE ..." and the bytes of each, sorted by name.
+        asked: Bit budget of an entropy-coded layer, in bits per weight.
+        base: Step of exponent 0 in the sweep of entropy-coded weights; in the file it is scaled.
+        entropy: Bits per weight of the codes under the tables in the file, without side information.
+        limit: Bits per weight below which no code reaches this loss on Gaussian rows under the same Hessian, with rows
+            weighted by their exponents, see `lattice/bounds.py`. None above 4096 inputs, and if the loss is 0.
+        seconds: Time to solve and measure the layer, without calibration; the first layer with a factor counts it.
+        bytes: Size of the layer's tensors in the file.
+        checksum: SHA-256 of these tensors: a line "RECORD DTYPE SIZE SIZE ..." and the bytes of each, sorted by name.
     """
 
     name: str
@@ -115,17 +116,17 @@ class LayerRecord:
 
     def __post_init__(self) -> None:
         if self.out_features < 1 or self.in_features < 1:
-            raise FormatError(f"{self.name} is {self.out_features} x {self.in_features}; a matrix is at least 1 x 1.")
-        if self.limit == math.inf:  # which JSON does not have
+            raise FormatError(f"{self.name} is {self.out_features} x {self.in_features}; expected at least 1 x 1.")
+        if self.limit == math.inf:  # JSON has no infinity
             object.__setattr__(self, "limit", None)
-        assert self.number_format, "refuses names of none"
+        assert self.number_format, "raises for unknown names"
 
     @property
     def number_format(self) -> NumberFormat:
-        """How the weights are stored.
+        """Number format of the weights.
 
         Raises:
-            RecipeError: there is no format of this name.
+            RecipeError: No number format has this name.
         """
         return number_format(self.format)
 
@@ -141,45 +142,45 @@ class LayerRecord:
 
 
 def one_line(text: str) -> str:
-    """Return JSON with every list of numbers on one line."""
-    return re.sub(r"\[[-+.\deE,\s]+\]", lambda found: " ".join(found[0].split()), text)
+    """Return JSON text with every list of numbers on one line."""
+    return re.sub(r"\[[-+.\deE,\s]+\]", lambda match: " ".join(match[0].split()), text)
 
 
 def row_groups(out_features: int, in_features: int) -> int:
-    """Return into how many groups of neighbouring rows the loss of a matrix is split: a sixteenth of the root of its weights.
+    """Return the number of row groups for the losses of a matrix: a sixteenth of the root of its number of weights.
 
-    A code moved by one changes the loss of its group by about 1 / (the group's weights), which must stay far above what
-    recomputing the losses elsewhere changes.
+    A code changed by one changes the loss of its group by about 1 / (number of the group's weights). That must be much
+    more than the numerical difference when another machine computes the losses again.
     """
     return min(out_features, max(1, round(math.sqrt(out_features * in_features) / 16)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """One run.
+    """The record of one run.
 
     Args:
-        recipe: What it was told.
+        recipe: The recipe of the run.
         source: The model as the user named it.
-        versions: Of the packages that computed it.
-        device: That it ran on.
-        stored: How the makers of the model store its weights, if in few bits: fp8, mxfp4. See `fp8_mxfp4.py`.
-        products: Which library multiplied float32 matrices, from a trial at the start of the run; None: torch's default, untried.
-        windows, seqlen, tokens: Calibration windows that are fitted, their length, and their product.
-        extra_windows: Windows of the same text that enter no sum, on which losses are measured besides.
-        text: SHA-256 of the token ids of all these windows, as little-endian int64, and behind them of their sound, as float32, if
-            they have one; of images of their pixel values, as float32. Empty where there were none.
-        layers: In the order they were quantized.
-        skipped: (name, reason) of weights that were left as they are although the recipe did not ask for it.
-        batch: Windows that passed through a block at a time, as --memory asked for fewer than usual; None: as usual.
-        seconds: Of the whole run, and of tuning what it made.
-        peak_memory: The most bytes that the process had in memory at a time, on the CPU; 0: not known.
-        bytes: Of all weight files together.
-        folder: Bytes of all files of the checkpoint, this record among them.
+        versions: Versions of the packages that computed it.
+        device: The device that computed it.
+        stored: Format in which the original model stores weights in few bits, fp8 or mxfp4. See `fp8_mxfp4.py`.
+        products: Library of float32 matrix products, chosen by a trial at the start; None: torch's default.
+        windows, seqlen, tokens: Number of calibration windows, tokens per window, and their product.
+        extra_windows: Number of extra windows of the same text, on which losses are measured but nothing is fitted.
+        text: SHA-256 of all these windows: of the token ids as little-endian int64, then of their sound as float32, if
+            any; for images of the pixel values as float32. Empty without windows.
+        layers: Records of the layers in the order of the solve.
+        skipped: (name, reason) of weights that were not quantized although the recipe did not exclude them.
+        batch: Number of windows per forward pass, if --memory reduced it; None: the default.
+        seconds: Time of the whole run, including tuning.
+        peak_memory: Largest memory of the process on the CPU, in bytes; 0: unknown.
+        bytes: Size of all weight files together.
+        folder: Size of all files of the checkpoint, including this record, in bytes.
         files: SHA-256 of every other file of the checkpoint.
-        tuning: What was trained after the solve; the certificates are then of what it left, along the tuned network,
-            and `versions`, `device` and `products` are those of tuning. None: nothing.
-        digest: See `digest_of`.
+        tuning: Record of the tuning after the solve; then the certificates are those of the tuned layers in the tuned
+            network, and `versions`, `device` and `products` are those of tuning. None: no tuning.
+        digest: SHA-256 of the record, see `digest_of`.
     """
 
     recipe: Recipe
@@ -206,13 +207,13 @@ class RunRecord:
     version: int = field(default=VERSION)
 
     def to_json(self) -> str:
-        """Return the record as JSON, a list of numbers on one line."""
+        """Return the record as JSON, with every list of numbers on one line."""
         return one_line(json.dumps(asdict(self), indent=1))
 
     def inside(self) -> RunRecord:
-        """Return the record as a file of weights has it inside: without hashes of files, and without what no two runs share, times.
+        """Return the record that a weight file embeds, without hashes of files and without times, which vary.
 
-        `bytes` are then those of the file, and so is `folder`: what it is when nothing lies beside it.
+        `folder` is then equal to `bytes`, the size of the file alone.
         """
         bare = replace(
             self,
@@ -227,11 +228,11 @@ class RunRecord:
         return replace(bare, digest=digest_of(bare.to_json()))
 
     def in_folder(self, others: int) -> RunRecord:
-        """Return the record with the bytes of its folder, in which it lies beside `others` bytes, and its digest."""
+        """Return the record with its digest and the bytes of its folder, whose other files have `others` bytes."""
         record = replace(self, folder=0, digest="0" * 64)
-        without = others + len(record.to_json().encode()) - 1  # of the one digit of 0
+        without = others + len(record.to_json().encode()) - 1  # without the digit 0
         folder = without
-        while folder != without + len(str(folder)):  # which counts its own digits
+        while folder != without + len(str(folder)):  # the size counts its own digits
             folder = without + len(str(folder))
         record = replace(record, folder=folder)
         return replace(record, digest=digest_of(record.to_json()))
@@ -241,72 +242,72 @@ class RunRecord:
         """Read what `to_json` wrote.
 
         Args:
-            text: the JSON.
-            where: the file that holds it, for messages.
+            text: The JSON text.
+            where: Name of its file in messages.
 
         Raises:
-            FormatError: it is not a record of this version, or a field is not of the type that it is declared with; the
+            FormatError: The text is no record of this version, or a field has another type than it declares; the
                 message names it.
         """
         try:
-            data = json.loads(text)
-            if not isinstance(data, dict):
+            fields = json.loads(text)
+            if not isinstance(fields, dict):
                 raise ValueError("it is not an object")
-            if data.get("version") != VERSION:
-                raise _of_another_version(data, where)
-            record: RunRecord = annotated(cls, data, "record")
+            if fields.get("version") != VERSION:
+                raise _version_error(fields, where)
+            record: RunRecord = annotated(cls, fields, "record")
         except (ValueError, RecursionError) as error:
             raise FormatError(f"{where} is not a record that this version of nearplane reads ({error}).") from error
         return record
 
     @property
     def rate(self) -> float:
-        """Bits per quantized weight in the file, all tensors of the quantized layers counted."""
+        """Bits per quantized weight in the file, counting all tensors of the quantized layers."""
         return self._mean([layer.rate for layer in self.layers]) or 0.0
 
     @property
     def entropy(self) -> float | None:
-        """Bits per quantized weight that are codes; None on fixed grids."""
+        """Bits of codes per quantized weight; None on fixed grids."""
         return self._mean([layer.entropy for layer in self.layers])
 
     @property
     def above_limit(self) -> float | None:
-        """Bits per quantized weight above the limit; None if it is not known of some layer."""
+        """Bits per quantized weight above the limit; None if a layer has no limit."""
         return self._mean([layer.above_limit for layer in self.layers])
 
     @property
     def overhead(self) -> int:
-        """Bytes of the weight files that are not the quantized layers' tensors: embeddings, norms, headers."""
+        """Bytes of the weight files outside the quantized layers' tensors: embeddings, norms, headers."""
         return self.bytes - sum(layer.bytes for layer in self.layers)
 
     @property
     def exceeding(self) -> tuple[LayerRecord, ...]:
-        """Layers whose relative loss is more than the recipe's max_loss, the worst first."""
-        most = self.recipe.max_loss
-        found = [layer for layer in self.layers if most is not None and layer.relative_loss > most]
-        return tuple(sorted(found, key=lambda layer: -layer.relative_loss))
+        """Layers whose relative loss exceeds the recipe's max_loss, the worst first."""
+        limit = self.recipe.max_loss
+        above = [layer for layer in self.layers if limit is not None and layer.relative_loss > limit]
+        return tuple(sorted(above, key=lambda layer: -layer.relative_loss))
 
     @property
     def missed(self) -> str | None:
-        """A sentence if the rate or size asked for was missed by more than 0.5 %, or by types of llama.cpp 2 %."""
+        """Sentence for a requested rate or size missed by more than 0.5 % (llama.cpp's types: 2 %), otherwise None."""
         if self.recipe.scheme.asked is None:
             return None
-        wanted, unit = self.recipe.scheme.asked
-        if unit != "bytes" and self.recipe.layers:  # the rate is that of the layers without one of their own
+        requested, unit = self.recipe.scheme.asked
+        if unit != "bytes" and self.recipe.layers:  # the rate refers to layers without an override
             return None
-        found = self.folder if unit == "bytes" else self.rate
+        actual = self.folder if unit == "bytes" else self.rate
         coarse = isinstance(self.recipe.scheme, BlockScheme)
-        if abs(found / wanted - 1) <= (0.02 if coarse else 0.005):
+        if abs(actual / requested - 1) <= (0.02 if coarse else 0.005):
             return None
-        why = "some layers cannot have the rate that they were given" + (
-            "" if self.recipe.max_loss is None else ", or needed more to keep --max-loss"
+        why = "some layers cannot reach their planned rate" + (
+            "" if self.recipe.max_loss is None else ", or needed more bits to keep --max-loss"
         )
         if coarse:
-            why = "llama.cpp has no types between, or the record took less than was kept free for it"
-        return f"{wanted:,g} {unit} asked for, {found:,.6g} found: {why}, see `nearplane inspect`."
+            why = "llama.cpp has no types in between, or the record took less space than was reserved"
+        return f"{requested:,g} {unit} requested, {actual:,.6g} reached: {why}; see `nearplane inspect`."
 
     def _mean(self, values: list[float | None]) -> float | None:
-        """Return the mean over weights of a figure of the layers; None if a layer has none."""
+        """Return the mean of a value of the layers over all weights; None if a layer has no value."""
         sizes = [layer.out_features * layer.in_features for layer in self.layers]
         known = [value for value in values if value is not None]
         if not sizes or len(known) < len(values):
@@ -314,27 +315,27 @@ class RunRecord:
         return sum(value * size for value, size in zip(known, sizes, strict=True)) / sum(sizes)
 
 
-def _of_another_version(data: dict[str, Any], where: str) -> FormatError:
-    """Return what to raise of a record of another version: names the nearplane that wrote it, where the record does."""
-    wrote = data.get("versions")
-    number = wrote.get("nearplane") if isinstance(wrote, dict) else None
+def _version_error(fields: dict[str, Any], where: str) -> FormatError:
+    """Return the error for a record of another version; it names the nearplane that wrote it, if known."""
+    numbers = fields.get("versions")
+    number = numbers.get("nearplane") if isinstance(numbers, dict) else None
     by = f"nearplane {printable(number)[:20]}" if isinstance(number, str) else "another version of nearplane"
     return FormatError(
         f"{where} was written by {by}, whose records this version does not read: found record version "
-        f"{json.dumps(data.get('version'))[:20]}, expected {VERSION}. Quantize again, or read it with {by}."
+        f"{json.dumps(fields.get('version'))[:20]}, expected {VERSION}. Quantize again, or read it with {by}."
     )
 
 
 def contradictions(record: RunRecord) -> Iterator[tuple[LayerRecord, str]]:
-    """Yield what cannot be true of a certificate in a record, whatever the data."""
+    """Yield (layer, contradiction) for certificates of a record that cannot be true for any data."""
     recipe = record.recipe.grouped(layer.in_features for layer in record.layers)
     for layer in record.layers:
         yield from ((layer, what) for what in _contradicting(layer, record, recipe))
 
 
 def _contradicting(layer: LayerRecord, record: RunRecord, recipe: Recipe) -> Iterator[str]:
-    """Yield what cannot be true of the certificate of a layer, with group sizes settled in the recipe."""
-    size, larger = divmod(layer.out_features, max(1, len(layer.row_losses)))  # rows of a group; of the first one more
+    """Yield the contradictions in the certificate of a layer, for a recipe with settled group sizes."""
+    size, larger = divmod(layer.out_features, max(1, len(layer.row_losses)))  # rows of a group; the first have 1 more
     rows = (size + (index < larger) for index in range(len(layer.row_losses)))
     loss = sum(group * count for group, count in zip(layer.row_losses, rows, strict=True)) / layer.out_features
     if not math.isclose(loss, layer.loss, rel_tol=1e-8, abs_tol=1e-300):
@@ -348,9 +349,9 @@ def _contradicting(layer: LayerRecord, record: RunRecord, recipe: Recipe) -> Ite
     scheme = recipe.scheme_of(layer.name)
     if recipe.allocate == "slope" or scheme.types_vary:
         scheme = scheme.storing(layer.number_format)
-    own, asked = (layer.format, layer.order), (scheme.number_format.name, scheme.order)
-    if own != asked:
-        yield f"number format and order are {own}, the recipe says {asked}"
+    actual, expected = (layer.format, layer.order), (scheme.number_format.name, scheme.order)
+    if actual != expected:
+        yield f"number format and order are {actual}, in the recipe {expected}"
     if not 0 <= layer.clipped <= layer.clipped_rows <= 1:
         yield f"clipped is {layer.clipped}, clipped_rows {layer.clipped_rows}"
     if layer.worst_case is not None and layer.clipped_rows == 0 and layer.damped_loss > layer.worst_case * (1 + 1e-9):
@@ -358,13 +359,13 @@ def _contradicting(layer: LayerRecord, record: RunRecord, recipe: Recipe) -> Ite
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages that compute here."""
+    """Return the versions of Python and the packages that compute."""
     packages = ("nearplane", "torch", "transformers", "numba", "safetensors")
     return {"python": platform.python_version()} | {name: version(name) for name in packages}
 
 
 def digest_of(text: str) -> str:
-    """Return what the digest in the JSON of a record must be: the SHA-256 of the text with an empty one."""
+    """Return the digest of a record's JSON: the SHA-256 of the text with an empty digest."""
     return hashlib.sha256(re.sub(r'"digest": "[0-9a-f]*"', '"digest": ""', text).encode()).hexdigest()
 
 
@@ -372,17 +373,17 @@ def read_record(folder: Path) -> RunRecord:
     """Read the record of the checkpoint in a folder.
 
     Raises:
-        FormatError: there is none, or it cannot be read.
+        FormatError: The record is missing or cannot be read.
     """
     path = folder / RECORD
     if folder.is_file():
         raise FormatError(
-            f"{folder} is a file: expected the folder that nearplane quantize wrote, with the record {RECORD} in it. Files of "
-            f"other programs have none."
+            f"{folder} is a file without a run record: expected the folder that nearplane quantize wrote, with "
+            f"{RECORD}."
         )
     if not path.is_file():
         raise FormatError(
-            f"{folder} holds no {RECORD}: expected a folder that nearplane quantize wrote and finished.{left_behind(folder)}"
+            f"{folder} holds no {RECORD}: expected a folder that nearplane quantize wrote.{left_behind(folder)}"
         )
     try:
         return RunRecord.from_json(path.read_text(encoding="utf-8"), str(path))

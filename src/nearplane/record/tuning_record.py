@@ -1,4 +1,4 @@
-"""What tuning did, as frozen data: part of the record of a tuned checkpoint. Needs no torch."""
+"""The record of tuning as frozen data, part of the run record of a tuned checkpoint. Needs no torch."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from nearplane.errors import FormatError
 from nearplane.recipe.recipe import Tune
 from nearplane.recipe.sizes import counted, size_text
 
-APART = 1e-5  # relative, of the held-out KL by the file and while training: float32 sums in another order
+APART = 1e-5  # relative tolerance of the held-out KL from files: float32 sums in another order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A look at the held-out windows.
+    """A measurement on the held-out windows during tuning.
 
     Args:
-        step: How many steps of the optimizer were done; 0 at the start.
-        training: Mean KL per token of the batches since the look before; None at the start.
+        step: Number of steps of the optimizer so far; 0 at the start.
+        training: Mean KL per token of the batches since the last measurement; None at the start.
         held_out: Mean KL per token on the held-out windows.
-        bytes: That entropy-coded layers would have taken then; None on grids, which take as many whatever the codes are.
+        bytes: Size of the entropy-coded layers at this step; None on grids, whose size is constant.
     """
 
     step: int
@@ -32,11 +32,11 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solved:
-    """What a layer had lost before tuning, as the record of that checkpoint said: no file holds these codes and steps any more.
+    """The losses of a layer before tuning, kept because no file holds these codes and steps any more.
 
     Args:
         name: Full name of the layer.
-        loss, relative_loss, extra_relative_loss, checksum: See `LayerRecord`.
+        loss, relative_loss, extra_relative_loss, checksum: Values of its `LayerRecord` before tuning.
     """
 
     name: str
@@ -48,31 +48,30 @@ class Solved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """What was trained after the solve, on what, and what came of it. KL is KL(original || quantized), nats per token.
+    """Inputs and results of tuning after the solve. KL is KL(original || quantized) in nats per token.
 
     Args:
-        mode: network: steps, norms and codes of all layers at once, on the network's own predictions.
-        calibration: The text, as it was named.
-        samples: Windows of it that were asked for.
-        windows: Windows that were trained on.
-        held_windows: Windows of the same text that were held out, to choose the state that is kept.
-        found: Windows that the text gave, fewer than asked for where it is shorter. Those that are neither trained on nor held out
-            are the extra ones, on which losses are measured, and those that no step takes.
-        seqlen: Tokens of a window.
-        text: SHA-256 of the token ids of the windows, trained on first, as little-endian int64.
-        steps: Of the optimizer that were done.
-        batch: Windows of a step.
-        rates: First learning rate of each kind of what was trained.
-        codes: Codes that differ from those solved for.
-        curve: Held-out and training KL on the way; the first is the start.
-        kept: The step whose state was kept, the best on the held-out windows; 0: nothing was better than the start.
-        held_out: KL on the held-out windows, of what was read back from the files.
-        most: Bytes that entropy-coded layers were allowed: what was asked for and 0.3 %, or what they took before if that is more;
-            None on grids.
-        norms: SHA-256 of the norms that are not the original's, over name, dtype, shape and content, by name of tensor.
-        solved: Losses before, which `nearplane verify` cannot measure again: those in the layers' certificates are of the tuned
-            codes and steps.
-        seconds: Of tuning, with all that was measured again.
+        mode: Mode of tuning; "network" trains steps, norms and codes of all layers at once on the model's predictions.
+        calibration: The text as the user named it.
+        samples: Number of windows requested.
+        windows: Number of windows for training.
+        held_windows: Number of held-out windows of the same text, which choose the state that is kept.
+        found: Number of windows in the text, fewer than requested if it is short. They include the extra windows, on
+            which losses are measured, and windows that no step uses.
+        seqlen: Tokens per window.
+        text: SHA-256 of the token ids of the windows as little-endian int64, training windows first.
+        steps: Number of steps of the optimizer.
+        batch: Windows per step.
+        rates: First learning rate by kind of parameter.
+        codes: Number of codes that differ from the solve.
+        curve: Held-out and training KL at several steps, beginning with the start.
+        kept: The step whose state was kept, the best on the held-out windows; 0: the start.
+        held_out: KL on the held-out windows, measured from the files.
+        most: Largest allowed size of the entropy-coded layers in bytes: the requested size and 0.3 %, or the size
+            before if that is more; None on grids.
+        norms: SHA-256 over name, dtype, shape and content of the norms that were changed, by tensor name.
+        solved: Losses before tuning, which `nearplane verify` cannot measure again.
+        seconds: Time of tuning, including all repeated measurements.
     """
 
     mode: Tune = "network"
@@ -97,22 +96,22 @@ class Tuning:
 
     def __post_init__(self) -> None:
         if not self.curve or self.curve[0].step:
-            raise FormatError("tuning: its curve does not begin with the start.")
+            raise FormatError("The curve of tuning does not begin with step 0.")
 
     @property
     def start(self) -> float:
-        """KL on the held-out windows before."""
+        """KL on the held-out windows before tuning."""
         return self.curve[0].held_out
 
     def sentence(self) -> str:
-        """Return what came of it, in words."""
+        """Return the result of tuning as a sentence."""
         on = f"KL on {counted(self.held_windows, 'held-out window')} of {self.seqlen} tokens"
         if not self.kept:
-            looks = [point.held_out for point in self.curve[1:]]
-            after = f"{min(looks):.5f} at best" if looks else "never a number"
+            measured = [point.held_out for point in self.curve[1:]]
+            after = f"{min(measured):.5f} at best" if measured else "not finite"
             return (
-                f"tuning gained nothing: {on} was {self.start:.5f} before and {after} after, so steps, norms and codes are as "
-                f"solved"
+                f"tuning gained nothing: {on} was {self.start:.5f} before and {after} after, so steps, norms and codes "
+                f"are unchanged"
             )
         moved = f", {counted(self.codes, 'code')} moved" if self.codes else ""
         size = ""
@@ -125,34 +124,32 @@ class Tuning:
         )
 
     def looked_at(self) -> str:
-        """Return what was trained on and held out, in words."""
+        """Return the windows for training and measurement in words."""
         passes = self.steps * self.batch / self.windows
-        said = (
+        text = (
             f"{counted(self.steps, 'step')} of {counted(self.batch * self.seqlen, 'token')}, "
-            f"{counted(self.windows, 'window')} trained on {'once' if round(passes, 1) == 1 else f'{passes:.2g} times'} each, "
-            f"{self.held_windows} held out"
+            f"{counted(self.windows, 'window')} for training, "
+            f"{'once' if round(passes, 1) == 1 else f'{passes:.2g} times'} each, {self.held_windows} held out"
         )
-        if left := self.found - self.windows - self.held_windows:
-            said += f", {left} left out (extra windows, on which losses are measured, and what no step takes)"
+        if unused := self.found - self.windows - self.held_windows:
+            text += f", {unused} not used (extra windows, on which losses are measured, and windows that no step uses)"
         if self.found < self.samples:
-            said += (
-                f"; the text holds {counted(self.found, 'window')} of {self.seqlen}, {self.samples:,} were asked for"
-            )
-        return said
+            text += f"; the text has {counted(self.found, 'window')} of {self.seqlen}, {self.samples:,} were requested"
+        return text
 
 
 def odd(tuning: Tuning) -> Iterator[str]:
-    """Yield what cannot be true of a tuning, whatever the data."""
+    """Yield contradictions in a record of tuning that cannot be true for any data."""
     fitting = [point for point in tuning.curve if tuning.most is None or (point.bytes or 0) <= tuning.most]
     best = min(fitting, key=lambda point: point.held_out, default=None)
     if best is None:
-        yield f"all states of its curve take more than the {tuning.most:,} bytes that layers were allowed"
+        yield f"all states of the tuning curve exceed the allowed {tuning.most:,} bytes"
     elif best.step != tuning.kept:
-        yield f"the state of step {tuning.kept} was kept, the best on the held-out windows is that of step {best.step}"
+        yield f"the state of step {tuning.kept} was kept, but step {best.step} is the best on the held-out windows"
     kept = next((point.held_out for point in tuning.curve if point.step == tuning.kept), math.nan)
     if not math.isclose(kept, tuning.held_out, rel_tol=APART, abs_tol=1e-12):
-        yield f"held-out KL is {tuning.held_out:.9g} by the files, and {kept:.9g} on the curve"
+        yield f"the held-out KL is {tuning.held_out:.9g} from the files, but {kept:.9g} on the curve"
     if [point.step for point in tuning.curve] != sorted({point.step for point in tuning.curve}):
-        yield "the steps of its curve do not ascend"
+        yield "the steps of the tuning curve do not ascend"
     if not tuning.kept and (tuning.norms or tuning.codes):
-        yield "norms or codes are said to have changed though the start was kept"
+        yield "norms or codes have changed although the start was kept"

@@ -205,7 +205,7 @@ def test_entropy_coded_layers_get_the_bits_that_max_loss_takes(monkeypatch, caps
     assert code == 0
     record = read_record(tmp_path / "out")
     assert max(layer.relative_loss for layer in record.layers) <= 0.004
-    assert "needed more to keep --max-loss" in printed
+    assert "needed more bits to keep --max-loss" in printed
 
 
 ESCAPES = "\x1b[2J\x1b]0;owned\x07\u202e[red]x[/]\r\nall is well"

@@ -137,14 +137,14 @@ def check(layout: GPTQ, **changes: Any) -> None:
     ("changes", "reason", "way_out"),
     [
         ({"kind": "Conv2d"}, "is a Conv2d", "--ignore"),
-        ({"bits": 5}, "5 bits", "--format compressed-tensors"),
-        ({"bits": 6}, "6 bits", "--format compressed-tensors"),
-        ({"bits": 7}, "7 bits", "--format compressed-tensors"),
+        ({"bits": 5}, "not 5", "--format compressed-tensors"),
+        ({"bits": 6}, "not 6", "--format compressed-tensors"),
+        ({"bits": 7}, "not 7", "--format compressed-tensors"),
         ({"symmetric": False}, "ambiguous", "--format gptq_v2"),
         ({"group_size": 128}, "352 inputs", "--group-size"),
-        ({"group_size": 8}, "groups of 8", "16, 32"),
+        ({"group_size": 8}, "--group-size is 8", "16, 32"),
         ({"shape": (64, 172), "bits": 3, "group_size": None}, "172 inputs", "--format compressed-tensors"),
-        ({"shape": (48, 352), "bits": 3}, "48 outputs", "32 at a time"),
+        ({"shape": (48, 352), "bits": 3}, "48 outputs", "multiple of 32"),
     ],
 )
 def test_what_readers_refuse_is_refused_before_any_work(changes: dict[str, Any], reason: str, way_out: str) -> None:
@@ -181,7 +181,7 @@ def test_integers_outside_their_range_are_never_packed() -> None:
         (float("nan"), "zeros from"),
     ):
         grid = replace(matrix.grid, zero=torch.full_like(matrix.grid.zero, zero))
-        with pytest.raises(FormatError, match=f"a: {found}|a: zeros must be whole numbers"):
+        with pytest.raises(FormatError, match=f"a: {found}|a: zeros are not whole numbers"):
             V2.pack("a", replace(matrix, grid=grid), torch.float16)
     finer = replace(matrix.grid, scale=matrix.grid.scale * (1 + 2**-12))
     with pytest.raises(FormatError, match="a scale is not exact"):
@@ -210,7 +210,7 @@ def test_version_1_with_an_ambiguous_zero_is_refused_not_misread() -> None:
     matrix.grid.zero[3] = 0
     tensors = V2.pack("a", matrix, torch.float16)
     tensors["a.qzeros"] -= 0x11111111
-    with pytest.raises(FormatError, match="zero of 0 and others for 16"):
+    with pytest.raises(FormatError, match="zero point of 0 and others as 16"):
         unpacked(V1, "a", tensors, asymmetric)
 
 
@@ -305,7 +305,7 @@ def test_the_first_pattern_that_matches_counts() -> None:
     assert unpacked(V2, "a.b", tensors, config(V2) | {"dynamic": dynamic}).grid.high == 127
 
 
-@pytest.mark.parametrize(("key", "said"), [("-:a", "leaves it out"), ("+:(", "not a regular expression")])
+@pytest.mark.parametrize(("key", "said"), [("-:a", "excludes it"), ("+:(", "not a regular expression")])
 def test_a_quantized_layer_that_is_to_be_left_out_and_a_broken_pattern_are_refused(key: str, said: str) -> None:
     with pytest.raises(FormatError, match=said):
         unpacked(V2, "a", {}, config(V2) | {"dynamic": {key: {}}})

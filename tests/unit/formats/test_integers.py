@@ -23,11 +23,11 @@ def test_codes_of_a_grid_read_back() -> None:
 
 def test_numbers_of_levels_are_not_taken_for_codes() -> None:
     levels = torch.tensor([0.0, 0.5, 1.0, 3.0])
-    with pytest.raises(FormatError, match="layer 7: codes are numbers of 4 levels"):
+    with pytest.raises(FormatError, match="layer 7: codes index 4 levels"):
         Integers.of("layer 7", matrix(low=0, high=3, levels=levels), torch.float16)
 
 
 @pytest.mark.parametrize(("low", "high"), [(None, None), (0, 2), (-1, 1)])
 def test_limits_that_are_no_width_are_refused(low: int | None, high: int | None) -> None:
-    with pytest.raises(FormatError, match=r"layer 7: codes from .* are not a range of 2 to 8 bits"):
+    with pytest.raises(FormatError, match=r"layer 7: codes from .* expected a range of 2 to 8 bits"):
         Integers.of("layer 7", matrix(low=low, high=high), torch.float16)

@@ -118,8 +118,8 @@ def test_layers_may_be_integers_beside_it(tmp_path, tokens):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"format": "gptq"}, "mxfp4 asked for; GPTQ holds integers"),
-        ({"format": "gguf"}, "mxfp4 asked for; a GGUF has 4, 5, 8 bits"),
+        ({"format": "gptq"}, "GPTQ stores integers, not mxfp4"),
+        ({"format": "gguf"}, "a GGUF cannot store mxfp4. It stores 4, 5, 8 bits"),
         ({"tune": "network"}, "it has weights in mxfp4, not integers"),
         ({"bits": 3}, "bits is 3, but --grid mxfp4 determines"),
         ({"rate": 3}, "grid is 'mxfp4' and rate 3"),
@@ -134,5 +134,5 @@ def test_what_does_not_go_with_it_is_refused(tmp_path, tokens, options, message)
 def test_other_weights_in_the_config_are_refused_by_name():
     weights = LAYOUT.weights(MXFP4, "natural")
     assert LAYOUT.number_format(weights) is MXFP4 is number_format("mxfp4")
-    with pytest.raises(FormatError, match=r"weights\.group_size is 16, understood is 32"):
+    with pytest.raises(FormatError, match=r"weights\.group_size is 16, expected 32"):
         LAYOUT.number_format(weights | {"group_size": 16})

@@ -183,9 +183,9 @@ def test_a_folder_that_lacks_a_tensor_or_its_index_is_refused(
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"format_version": 2}, "format_version 2.*reads 1"),
-        ({"format_version": None}, "format_version None"),
-        ({"coder": "lzma"}, "coder 'lzma'.*reads tans"),
+        ({"format_version": 2}, "format_version .* 2;.*reads 1"),
+        ({"format_version": None}, "format_version .* None"),
+        ({"coder": "lzma"}, "coder .* 'lzma';.*reads tans"),
     ],
 )
 def test_a_future_or_unknown_config_is_refused(
@@ -212,7 +212,7 @@ def test_a_missing_or_damaged_tensor_is_named() -> None:
 
 
 def test_grids_and_modules_that_the_format_does_not_hold_are_refused() -> None:
-    with pytest.raises(FormatError, match=r"a: a Grid .*ProductGrid"):
+    with pytest.raises(FormatError, match=r"a: .* on a Grid; .*ProductGrid"):
         Native().pack("a", random_matrix(4, 8, bits=4, group_size=None, symmetric=True), torch.float32)
     with pytest.raises(RecipeError, match=r"a is a Conv2d.*--ignore"):
         Native().check("a", (4, 8), "Conv2d", GRID)

@@ -45,7 +45,7 @@ def test_a_record_counts_itself(others):
 def test_a_size_is_of_the_whole_folder():
     asked = replace(RUN, recipe=Recipe(scheme=RateScheme(size="10kB")), bytes=4096, folder=10_040)
     assert asked.missed is None
-    assert "10,000 bytes asked for, 10,060 found" in replace(asked, folder=10_060).missed
+    assert "10,000 bytes requested, 10,060 reached" in replace(asked, folder=10_060).missed
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"recipe": {}}', RUN.to_json().replace('"loss"', '"lose"')])
@@ -101,7 +101,7 @@ def test_layers_that_lose_too_much_are_named_the_worst_first():
 
 def test_what_was_missed_for_the_sake_of_the_loss_is_said():
     asked = replace(RUN, recipe=Recipe(scheme=RateScheme(rate=3.0), max_loss=0.1))
-    assert "3 bits per weight asked for, 4 found" in asked.missed
+    assert "3 bits per weight requested, 4 reached" in asked.missed
     assert "--max-loss" in asked.missed
     assert "--max-loss" not in replace(asked, recipe=Recipe(scheme=RateScheme(rate=3.0))).missed
 

@@ -194,22 +194,22 @@ def test_what_is_wrong_is_said_in_words():
     )
     said = " ".join(findings(wrong))
     for words in (
-        "2 bits per weight asked for, 4.5 found",
+        "2 bits per weight requested, 4.5 reached",
         "The calibration text has 3 windows of",
         "Too few tokens to trust the losses",
         f"{layers[3].name} (7 of 128)",
         "Rows clip in 14 of 35 layers",
-        f"nearest would have lost less on the calibration text in 1 layer: {layers[4].name}",
-        f"1 layer lost more than the worst case of rows that do not clip: {layers[6].name}",
+        f"nearest would have had a lower loss on the calibration text in 1 layer: {layers[4].name}",
+        f"The worst case of unclipped rows is exceeded in 1 layer: {layers[6].name}",
         "Not quantized: block.*.router, 2 of them (odd)",
     ):
         assert words in said
     assert findings(CODED) == []
-    assert "Nothing was left out" in render(CODED)
+    assert "nothing was skipped" in render(CODED)
 
 
 def test_missing_figures_limits_and_columns_are_explained():
-    assert "Without a mark: 5 layers of more than 4096 inputs, for which the limit is not computed." in render(CODED)
+    assert "Without a mark: 5 layers of more than 4096 inputs, for which no limit is computed." in render(CODED)
     bare = [
         replace(layer, limit=None, worst_case=None, expected=None, nearest_loss=None, gamma=None)
         for layer in CODED.layers
@@ -217,7 +217,7 @@ def test_missing_figures_limits_and_columns_are_explained():
     page = render(replace(CODED, layers=tuple(bare)))
     for said in (
         "<b>Bits above the limit</b>: not drawn: 5 layers of more than 4096 inputs",
-        "for which the limit is not computed and 30 layers without a limit in the record.",
+        "for which no limit is computed and 30 layers without a limit in the record.",
         "<b>Share of the worst case</b>: not drawn, as the record holds no worst case.",
         "No layer has a value for: relative loss on extra windows, nearest / this, nearest / this on extra windows, "
         "worst case / this, gamma, clipped codes %, clipped rows %, bits above limit.",
@@ -237,7 +237,7 @@ def test_the_headline_says_what_the_record_does():
     found = {what: value for what, value, _ in cards}
     assert found["bits per weight"] == f"{CODED.rate:.3f}"
     assert found["checkpoint folder"] == size_text(CODED.folder)
-    assert found["layers quantized"] == "35"
+    assert found["quantized layers"] == "35"
     assert float(found["worst relative loss"].split()[0]) == pytest.approx(100 * worst.relative_loss, rel=0.005)
     assert float(found["bits above the limit"]) == pytest.approx(above, abs=0.0005)
     assert worst.name in [more.replace("<wbr>", "") for _, _, more in cards]

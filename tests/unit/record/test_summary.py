@@ -150,13 +150,13 @@ def test_layers_that_no_extra_window_reaches_do_not_hide_the_others():
         ),
         (
             {"recipe": Recipe(scheme=RateScheme(rate=4.1))},
-            "4.1 bits per weight asked for, 4 found: some layers cannot have the rate that they were given, see "
+            "4.1 bits per weight requested, 4 reached: some layers cannot reach their planned rate; see "
             "`nearplane inspect`.",
         ),
         (
             {"recipe": Recipe(scheme=RateScheme(rate=3.9), max_loss=0.03)},
-            "3.9 bits per weight asked for, 4 found: some layers cannot have the rate that they were given, or needed more to "
-            "keep --max-loss, see `nearplane inspect`.",
+            "3.9 bits per weight requested, 4 reached: some layers cannot reach their planned rate, or needed more bits to "
+            "keep --max-loss; see `nearplane inspect`.",
         ),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else next(iter(value)),

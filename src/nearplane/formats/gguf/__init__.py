@@ -1,1 +1,1 @@
-"""GGUF, the file of llama.cpp: blocks of weights as it stores them, and the file around them."""
+"""GGUF, the file format of llama.cpp: blocks of weights, and the file around them."""

@@ -1,7 +1,7 @@
-"""What llama.cpp calls a network, and the numbers of its shape, for the model types that a GGUF is written of.
+"""Architectures of llama.cpp: names, and metadata of a network's shape, for the model types that nearplane writes.
 
-Knows config.json as transformers completes it; not modules. What llama.cpp would compute otherwise than transformers, or not
-load, is refused.
+This file reads config.json as transformers completes it. It refuses networks that llama.cpp would not load, or would
+compute differently than transformers.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ logger = logging.getLogger("nearplane")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """How one model type is called and told.
+    """The architecture of one model type in llama.cpp.
 
     Args:
-        name: in llama.cpp.
-        tell: adds what is particular to it to a `gguf.GGUFWriter`; raises RecipeError for what llama.cpp would not compute.
-        fixed: what llama.cpp takes for granted, by its name in config.json.
-        square: whether its heads are together as wide as the hidden states.
-        experts: whether those of its blocks are told behind all else.
-        untied: whether it may have a head of its own.
+        name: Name of the architecture in llama.cpp.
+        tell: Function that adds its metadata to a `gguf.GGUFWriter`; it refuses options that llama.cpp lacks.
+        fixed: Values that llama.cpp assumes, by field of config.json.
+        square: Whether all heads together must be as wide as the hidden states.
+        experts: Whether `tell` leaves the metadata of experts to the caller.
+        untied: Whether a head that is not tied to the embeddings is allowed.
     """
 
     name: str
@@ -44,30 +44,30 @@ class Architecture:
 
 
 def _llama(writer: Any, config: Config) -> None:
-    """Llama, Mistral, Mixtral."""
+    """Add the metadata of Llama, Mistral and Mixtral."""
     _sizes(writer, config, window=config.get("sliding_window"))
     writer.add_rope_dimension_count(_head_size(config))
     _rope(writer, config, ("default", "linear", "llama3", "yarn"))
 
 
 def _qwen(writer: Any, config: Config) -> None:
-    """Qwen2 and Qwen3, with experts or without."""
+    """Add the metadata of Qwen2 and Qwen3, with experts or without."""
     _sizes(writer, config)
     if config.get("use_sliding_window") and config.get("sliding_window"):
-        raise _other(config, "use_sliding_window", True, "false: llama.cpp has no window there")
+        raise _refusal(config, "use_sliding_window", True, "false, as it has no window there")
     _rope(writer, config, ("default", "linear", "yarn"))
 
 
 def _olmoe(writer: Any, config: Config) -> None:
     _sizes(writer, config)
-    _refuse(config, {"num_key_value_heads": config["num_attention_heads"]})
+    _refuse_others(config, {"num_key_value_heads": config["num_attention_heads"]})
     _experts(writer, config)
     _rope(writer, config, ("default", "linear", "yarn"))
 
 
 def _experts(writer: Any, config: Config) -> None:
-    """Add how many experts there are in every block, and how many of them take a token."""
-    _refuse(config, {"decoder_sparse_step": 1, "mlp_only_layers": []})
+    """Add the number of experts per block, the number per token, and their widths."""
+    _refuse_others(config, {"decoder_sparse_step": 1, "mlp_only_layers": []})
     writer.add_expert_count(experts_of(config))
     writer.add_expert_used_count(config["num_experts_per_tok"])
     if "moe_intermediate_size" in config:
@@ -85,25 +85,25 @@ def _gemma2(writer: Any, config: Config) -> None:
 def _gemma3(writer: Any, config: Config) -> None:
     _gemma(writer, config, every=6)
     if config.get("attn_logit_softcapping"):
-        raise _other(config, "attn_logit_softcapping", config["attn_logit_softcapping"], "none")
+        raise _refusal(config, "attn_logit_softcapping", config["attn_logit_softcapping"], "none")
     if config.get("final_logit_softcapping"):
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
 
 
 def _gemma(writer: Any, config: Config, every: int) -> None:
-    """What Gemma 2 and 3 have in common; of `every` blocks all but the last have a window."""
+    """Add the metadata that Gemma 2 and 3 share; of `every` blocks all but the last have an attention window."""
     _sizes(writer, config)
     kinds = config.get("layer_types") or []
-    wanted = ["full_attention" if (index + 1) % every == 0 else "sliding_attention" for index in range(len(kinds))]
-    if kinds != wanted:
-        raise _other(config, "layer_types", f"{kinds[:every]}, ...", f"all but each {every}th sliding_attention")
+    pattern = ["full_attention" if (index + 1) % every == 0 else "sliding_attention" for index in range(len(kinds))]
+    if kinds != pattern:
+        raise _refusal(config, "layer_types", f"{kinds[:every]}, ...", f"sliding_attention but in every {every}th")
     writer.add_sliding_window(config["sliding_window"])
-    largest = {"gemma2": 46, "gemma3_text": 62}[config["model_type"]]  # whose queries have a scale of their own
+    largest = {"gemma2": 46, "gemma3_text": 62}[config["model_type"]]  # blocks; its queries have another scale
     size = _head_size(config)
     if config["num_hidden_layers"] == largest:
         size = config["hidden_size"] // config["num_attention_heads"]
     if config.get("query_pre_attn_scalar") != size:
-        raise _other(config, "query_pre_attn_scalar", config.get("query_pre_attn_scalar"), str(size))
+        raise _refusal(config, "query_pre_attn_scalar", config.get("query_pre_attn_scalar"), str(size))
     _rope(writer, config, ("default", "linear"))
 
 
@@ -154,7 +154,7 @@ ARCHITECTURES = {  # by model_type of config.json
     "qwen2_moe": Architecture(name="qwen2moe", tell=_qwen, fixed=QWEN2_MOE, square=True, experts=True),
     "olmoe": Architecture(name="olmoe", tell=_olmoe, fixed=QWEN2_MOE | {"clip_qkv": None}, square=True),
 }
-YARN = {  # what llama.cpp takes it for
+YARN = {  # parameters of YaRN that llama.cpp assumes
     "attention_factor": None,
     "beta_fast": 32,
     "beta_slow": 1,
@@ -166,34 +166,34 @@ GELU = {"gelu_new": {"gelu_pytorch_tanh"}, "gelu_pytorch_tanh": {"gelu_new"}}  #
 
 
 def architecture_of(config: Config) -> Architecture:
-    """Return how llama.cpp calls the type of a model.
+    """Return the architecture of a model type.
 
     Raises:
-        RecipeError: a GGUF is not written of it.
+        RecipeError: nearplane writes no GGUF of this model type.
     """
     kind = config.get("model_type")
     if kind not in ARCHITECTURES:
         raise RecipeError(
-            f"model_type is {kind!r}; a GGUF is written of {', '.join(ARCHITECTURES)}. Use another --format, or llama.cpp's "
-            f"converter on what nearplane export writes."
+            f"model_type is {kind!r}; nearplane writes a GGUF of {', '.join(ARCHITECTURES)}. Use another --format, or "
+            f"run nearplane export and then llama.cpp's converter."
         )
     return ARCHITECTURES[str(kind)]
 
 
 def tell(writer: Any, config: Config) -> None:
-    """Add all that llama.cpp has to know of a network's shape.
+    """Add the metadata of a network's shape.
 
     Args:
-        writer: a `gguf.GGUFWriter`.
+        writer: A `gguf.GGUFWriter`.
         config: config.json as transformers completes it.
 
     Raises:
-        RecipeError: llama.cpp would compute it otherwise.
+        RecipeError: llama.cpp would compute the network differently.
     """
     architecture = architecture_of(config)
     if not architecture.untied and config.get("tie_word_embeddings") is False:
-        raise _other(config, "tie_word_embeddings", False, "true: llama.cpp reads no head of it")
-    _refuse(config, architecture.fixed)
+        raise _refusal(config, "tie_word_embeddings", False, "true, as it reads no separate head")
+    _refuse_others(config, architecture.fixed)
     if architecture.square:
         _square(config)
     architecture.tell(writer, config)
@@ -203,7 +203,7 @@ def tell(writer: Any, config: Config) -> None:
 
 
 def rope_factors(config: Config) -> dict[str, Tensor]:
-    """Return tensors that no checkpoint has and llama.cpp asks for, by name: factors of rotary frequencies."""
+    """Return the factors of rotary frequencies by name: tensors that llama.cpp needs and no checkpoint has."""
     rope = _ropes(config)["full_attention"]
     match _rope_type(rope):
         case "llama3":
@@ -217,7 +217,7 @@ def rope_factors(config: Config) -> dict[str, Tensor]:
 
 
 def _llama3_factors(rope: Config, size: int) -> Tensor:
-    """Return (size / 2,) by which frequencies are divided: 1 for short waves, `factor` for long ones, between them in between."""
+    """Return (size / 2,) divisors of frequencies: 1 for short waves, `factor` for long ones, interpolated between."""
     exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
     waves = 2 * math.pi * float(rope.get("rope_theta", 10000.0)) ** exponents
     factor, low, high = (float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
@@ -227,16 +227,16 @@ def _llama3_factors(rope: Config, size: int) -> Tensor:
 
 
 def _sizes(writer: Any, config: Config, window: int | None = None) -> None:
-    """Add what all but GPT-2 have under the same names.
+    """Add the sizes that all types but GPT-2 have under the same names.
 
     Args:
-        window: of attention where llama.cpp has none: text is then to be no longer, as it would be computed otherwise.
+        window: Attention window that llama.cpp lacks, in tokens; it limits the context, as longer text would differ.
     """
     positions = config["max_position_embeddings"]
     if window is not None and window < positions:
         logger.warning(
-            f"llama.cpp has no attention within a window for a {config['model_type']}: the GGUF says that its context is that of "
-            f"the window, {window} tokens, not {positions}."
+            f"llama.cpp has no attention window for a {config['model_type']}: the context in the GGUF is limited to "
+            f"the window, {window} tokens instead of {positions}."
         )
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(min(window or positions, positions))
@@ -254,7 +254,7 @@ def _head_size(config: Config) -> int:
 
 
 def _ropes(config: Config) -> Mapping[str, Config]:
-    """Return the rotary parameters of blocks with and without a window, wherever a version of transformers writes them."""
+    """Return the rotary parameters of blocks with and without a window, as any version of transformers stores them."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if "full_attention" in rope:
         return rope
@@ -269,18 +269,18 @@ def _rope_type(rope: Config) -> str:
 
 
 def _rope(writer: Any, config: Config, known: tuple[str, ...]) -> None:
-    """Add the rotary parameters."""
+    """Add the rotary parameters, or refuse those that llama.cpp does not compute."""
     from gguf import RopeScalingType
 
     ropes = _ropes(config)
     rope, window = ropes["full_attention"], ropes.get("sliding_attention")
     kind = _rope_type(rope)
     if kind not in known:
-        raise _other(config, "rope_type", kind, " or ".join(known))
+        raise _refusal(config, "rope_type", kind, " or ".join(known))
     writer.add_rope_freq_base(float(rope.get("rope_theta", 10000.0)))
     if window is not None:
         if _rope_type(window) != "default":
-            raise _other(config, "rope_type of sliding_attention", _rope_type(window), "default")
+            raise _refusal(config, "rope_type of sliding_attention", _rope_type(window), "default")
         writer.add_rope_freq_base_swa(float(window["rope_theta"]))
     if kind not in ("default", "llama3"):
         writer.add_rope_scaling_type(RopeScalingType(kind))
@@ -289,30 +289,30 @@ def _rope(writer: Any, config: Config, known: tuple[str, ...]) -> None:
             writer.add_rope_scaling_factor(float(rope["factor"]))
         case "yarn":
             for name, usual in YARN.items():
-                if (found := rope.get(name)) not in (None, usual):
-                    raise _other(config, f"{name} of rope_parameters", found, "none" if usual is None else str(usual))
+                if (value := rope.get(name)) not in (None, usual):
+                    raise _refusal(config, f"{name} of rope_parameters", value, "none" if usual is None else str(usual))
             positions, original = config["max_position_embeddings"], rope["original_max_position_embeddings"]
             writer.add_rope_scaling_factor(float(rope.get("factor") or positions / original))
             writer.add_rope_scaling_orig_ctx_len(original)
 
 
 def _square(config: Config) -> None:
-    """Refuse heads that are together wider or narrower than the hidden states."""
+    """Refuse heads whose total width is not that of the hidden states."""
     size, heads = _head_size(config), config["num_attention_heads"]
     if size * heads != config["hidden_size"]:
-        raise _other(config, "head_dim", size, str(config["hidden_size"] // heads))
+        raise _refusal(config, "head_dim", size, str(config["hidden_size"] // heads))
 
 
-def _refuse(config: Config, wanted: Mapping[str, Any]) -> None:
-    """Refuse a network that has other parts than llama.cpp gives its type."""
-    for name, value in wanted.items():
-        found = config.get(name)
-        if found is not None and found != value and found not in GELU.get(str(value), ()):
-            raise _other(config, name, found, str(value))
+def _refuse_others(config: Config, fixed: Mapping[str, Any]) -> None:
+    """Refuse a network with another value than llama.cpp assumes for its type."""
+    for name, value in fixed.items():
+        actual = config.get(name)
+        if actual is not None and actual != value and actual not in GELU.get(str(value), ()):
+            raise _refusal(config, name, actual, str(value))
 
 
-def _other(config: Config, name: str, found: Any, wanted: str) -> RecipeError:
+def _refusal(config: Config, name: str, actual: Any, expected: str) -> RecipeError:
     return RecipeError(
-        f"{name} in config.json is {found!r}, and llama.cpp computes a {config.get('model_type')} with {wanted}. Use another "
-        f"--format."
+        f"{name} in config.json is {actual!r}; for a {config.get('model_type')} llama.cpp expects {expected}. Use "
+        f"another --format."
     )

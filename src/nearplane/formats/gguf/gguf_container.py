@@ -1,7 +1,7 @@
-"""OUT/model.gguf while it is written: the header first, then every tensor at the place that the header gives it.
+"""Writer of OUT/model.gguf: first the header, then every tensor at the position that the header gives.
 
-All sizes are known before work starts, as every layer has its type; so blocks are written as they are solved, one in memory.
-Beside the file lie config.json, the tokenizer's files and the record, for the commands that read OUT.
+The types of all layers determine all sizes before the solve, so that each network block is written once it is solved.
+config.json, the tokenizer's files and the run record lie beside the file, for the commands that read OUT.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.container import Container, Format, Kind, Place
 from nearplane.formats.gguf.architecture import architecture_of, rope_factors, tell
 from nearplane.formats.gguf.gguf_header import (
-    EVERY,
     FILE,
-    LONG,
+    KEY_PREFIX,
     NUMBER,
-    OURS,
     RECORD_KEY,
+    SHA_SIZE,
+    STAR,
     SUMS,
     TENSORS,
     Info,
-    apart,
     nbytes,
     padded,
+    parts_of,
     read_header,
 )
 from nearplane.formats.gguf.gguf_layers import Blocks, Config
 from nearplane.formats.gguf.gguf_reader import DENSE, GGUFReader
-from nearplane.formats.gguf.names import called, reshaping, rule_of, together
+from nearplane.formats.gguf.names import called, reshaping, rule_of, stacked_name
 from nearplane.formats.layer_format import read_config
 from nearplane.lattice.number_formats import TYPES
 from nearplane.record.record import RunRecord
@@ -56,25 +56,25 @@ logger = logging.getLogger("nearplane")
 
 
 def gguf_package() -> ModuleType:
-    """Return the package that knows the container.
+    """Return the package gguf, which writes headers.
 
     Raises:
-        RecipeError: it is not installed.
+        RecipeError: The package is not installed.
     """
     try:
         import gguf
     except ImportError as error:
-        raise RecipeError(f"--format gguf needs the package gguf, which is not installed: {INSTALL}") from error
+        raise RecipeError(f"--format gguf needs the package gguf. Install it: {INSTALL}") from error
     logging.getLogger("gguf").setLevel(logging.ERROR)
     package: ModuleType = gguf
     return package
 
 
 class GGUFFile(Container):
-    """A GGUF with what lies beside it; marked INCOMPLETE until it is whole.
+    """A GGUF and the files beside it, marked INCOMPLETE until the end.
 
     Raises:
-        RecipeError: llama.cpp would not load it, or compute something else; besides, as `Container`.
+        RecipeError: llama.cpp would not load the file or compute something else, or for a reason of `Container`.
     """
 
     def __init__(
@@ -83,25 +83,25 @@ class GGUFFile(Container):
         super().__init__(place, format, config, dtype=dtype, shards=shards)
         gguf_package()
         self._network = dict(place.network)
-        self._header()  # refuses what it refuses
+        self._header()  # refuses networks that llama.cpp does not compute
         self._source = source_reader(place.source, read_config(place.source))
-        self._called = called(self._source.names(), self._network)
-        self._size = 0  # of the whole file
-        self._infos: dict[str, Info] = {}  # by the name in the checkpoint
+        self._new_names = called(self._source.names(), self._network)
+        self._size = 0  # bytes of the file
+        self._infos: dict[str, Info] = {}  # by name in the checkpoint
         self._sums: dict[str, str] = {}
         self._file: BinaryIO | None = None
         self._record = b""
 
     def begin(self) -> None:
-        """Forget what another run wrote; the file is made with the first block, as types of layers may still change."""
+        """Reset the state; the file is created with the first block, as types of layers may change until then."""
         if self._file is not None:
             self._file.close()
         self._file, self._infos, self._sums, self._size = None, {}, {}, 0
 
     def _header(self) -> Any:
-        """Return a writer of the package that knows all but the tensors."""
+        """Return a `gguf.GGUFWriter` with all metadata except those of the tensors."""
         gguf = gguf_package()
-        from nearplane.formats.gguf.tokenizer import vocabulary  # which imports that package
+        from nearplane.formats.gguf.tokenizer import vocabulary  # imports the package gguf
 
         writer = gguf.GGUFWriter(None, architecture_of(self._network).name)
         writer.add_name(self.place.source.name)
@@ -116,48 +116,48 @@ class GGUFFile(Container):
         return writer
 
     def _planned(self) -> dict[str, tuple[str, tuple[int, ...], int]]:
-        """Return (name in the file, shape, type) of every tensor, by the name in the checkpoint, in file order.
+        """Return (name in the file, shape, type) of every tensor by name in the checkpoint, in file order.
 
         Raises:
-            RecipeError: experts of a block, which are one tensor, are not of one type.
+            RecipeError: The experts of a block, which are one tensor, have several types.
         """
-        found: dict[str, tuple[str, tuple[int, ...], int]] = {}
-        types, experts = self.config["types"], Counter(map(together, self._called))
-        taken = {f"{layer}.weight": layer for layer in types}
-        for name, new in self._called.items():
+        plan: dict[str, tuple[str, tuple[int, ...], int]] = {}
+        types, experts = self.config["types"], Counter(map(stacked_name, self._new_names))
+        layer_of = {f"{layer}.weight": layer for layer in types}
+        for name, new in self._new_names.items():
             stored, part = torch.empty(self._source.shape(name), device="meta"), new.rsplit(".", 2)[-2]
             dims = stored.dim()
             shape = tuple(reshaping(new, architecture_of(self._network).name, dims=dims).into(stored).shape)
             if new.startswith("position_embd") or dims == 1 or part.endswith("norm") or part.startswith("ffn_gate_inp"):
                 kind = NUMBER["F32"]
-            elif name in taken:
-                kind = TYPES[types[taken[name]]].number
+            elif name in layer_of:
+                kind = TYPES[types[layer_of[name]]].number
             elif new in ENDS:
                 dtype = self.config.get("embeddings") or self._source.dtype(name)
                 kind = NUMBER.get(dtype.upper(), NUMBER["F32"])
-            else:  # as llama.cpp's quantizer leaves what it does not quantize
+            else:  # like the unquantized tensors of llama.cpp's quantizer
                 kind = NUMBER["BF16" if self._source.dtype(name) == "BF16" else "F16"]
-            whole = together(name)
-            planned = (new, shape if whole == name else (experts[whole], *shape), kind)
-            if (first := found.setdefault(whole, planned)) != planned:
+            joint = stacked_name(name)
+            planned = (new, shape if joint == name else (experts[joint], *shape), kind)
+            if (first := plan.setdefault(joint, planned)) != planned:
                 ours, theirs = (gguf_package().GGMLQuantizationType(each).name for each in (kind, first[2]))
                 raise RecipeError(
-                    f"{name} is to be of the type {ours}, the same of another expert {theirs}: in a GGUF all "
-                    f"experts of a block lie in one tensor, of one type. Give them one, as with --layer '\\.experts\\.=grid:q4_k'."
+                    f"{name} would have the type {ours}, the same layer of another expert {theirs}: a GGUF has one "
+                    f"tensor for all experts of a block. Give them one type, as with --layer '\\.experts\\.=grid:q4_k'."
                 )
-        return found
+        return plan
 
     def _begin_file(self, path: Path) -> int:
-        """Write all that stands before the data into a file; return the bytes that it will have with them."""
+        """Write the header; return the number of bytes that the file will have in the end."""
         import gguf
 
-        writer, planned, made = self._header(), self._planned(), rope_factors(self._network)
-        names = [*planned, *("" for _ in made)]
-        writer.add_string(f"{OURS}quantization_config", json.dumps(self.config))
-        writer.add_string(RECORD_KEY, " " * self.room)  # written over in the end
+        writer, planned, factors = self._header(), self._planned(), rope_factors(self._network)
+        names = [*planned, *("" for _ in factors)]
+        writer.add_string(f"{KEY_PREFIX}quantization_config", json.dumps(self.config))
+        writer.add_string(RECORD_KEY, " " * self.room)  # overwritten in the end
         writer.add_array(TENSORS, names)
-        writer.add_array(SUMS, ["0" * LONG * (planned[name][1][0] if EVERY in name else 1) for name in names])
-        tensors = [*planned.values(), *((name, tuple(each.shape), 0) for name, each in made.items())]
+        writer.add_array(SUMS, ["0" * SHA_SIZE * (planned[name][1][0] if STAR in name else 1) for name in names])
+        tensors = [*planned.values(), *((name, tuple(each.shape), 0) for name, each in factors.items())]
         for name, shape, kind in tensors:
             size = nbytes(path, name, shape, kind)
             writer.add_tensor_info(name, shape, torch.empty(0).numpy().dtype, size, gguf.GGMLQuantizationType(kind))
@@ -168,42 +168,40 @@ class GGUFFile(Container):
         return padded(path.stat().st_size) + sum(padded(nbytes(path, *each)) for each in tensors)
 
     def _open(self) -> BinaryIO:
-        """Write the header, and make room for the data."""
+        """Write the header and reserve space for the data."""
         path = self.folder / FILE
         size = self._begin_file(path)
         file = path.open("r+b")
         try:
-            os.posix_fallocate(file.fileno(), 0, size)  # a full disk is found now
-        except AttributeError:  # on other systems
+            os.posix_fallocate(file.fileno(), 0, size)  # detects a full disk now
+        except AttributeError:  # not on this operating system
             file.truncate(size)
         self._find_places(path)
         path.chmod((self.folder / INCOMPLETE).stat().st_mode)
         return file
 
     def _find_places(self, path: Path) -> None:
-        """Take the places of tensors from the header of the file; those that are in no checkpoint have the file's names."""
+        """Read the positions of tensors from the header; tensors that no checkpoint has keep the file's names."""
         header = read_header(path)
         self._fields, self._places, self._size, self._infos = header.fields, header.places, header.size, {}
         for name, info in zip(header.fields[TENSORS], header.tensors, strict=True):
-            self._infos |= apart(info, name or info.name)
+            self._infos |= parts_of(info, name or info.name)
 
     def state(self) -> dict[str, Any]:
-        """Return which tensors were written, flushed to disk."""
+        """Flush the file to disk and return the tensors that were written."""
         if self._file is not None:
             self._file.flush()
             os.fsync(self._file.fileno())
         return {"size": self.size, "first": self._first, "sums": self._sums}
 
     def go_on(self, state: Mapping[str, Any]) -> None:
-        """Go on behind the tensors of a run that was stopped; what else it wrote is written over."""
+        """Resume after the tensors of a stopped run; all others are written again."""
         path, sums = self.folder / FILE, dict(state["sums"])
         if not sums:
             path.unlink(missing_ok=True)
             return
         if not path.is_file():
-            raise FormatError(
-                f"{path} is missing: the run that was stopped cannot be gone on with. Begin anew with --overwrite."
-            )
+            raise FormatError(f"{path} is missing, so the stopped run cannot be resumed. Start again with --overwrite.")
         self._find_places(path)
         self._file = path.open("r+b")
         for name, info in self._infos.items():
@@ -211,71 +209,71 @@ class GGUFFile(Container):
                 self._file.seek(info.begin)
                 if hashlib.sha256(self._file.read(info.size)).hexdigest() != sums[name]:
                     raise FormatError(
-                        f"{path}: {name} is not what was written: the run that was stopped cannot be gone on with. Begin anew with "
+                        f"{path}: {name} has changed, so the stopped run cannot be resumed. Start again with "
                         f"--overwrite."
                     )
         self._sums, self.size, self._first = sums, int(state["size"]), str(state["first"])
 
     def write(self, tensors: Mapping[str, Tensor]) -> int:
-        """Write the tensors of one block at their places; return the bytes of them, with the first those of the header."""
+        """Write the tensors of one block; return their bytes, with the first block also those of the header."""
         size = 0
         try:
             if self._file is None:
                 self._file = self._open()
-                size = self._size - sum(_taken(info) for info in self._infos.values())
+                size = self._size - sum(_padded_size(info) for info in self._infos.values())
                 tensors = {**tensors, **rope_factors(self._network)}
             for name, tensor in tensors.items():
                 stem, _, suffix = name.rpartition(".")
                 name = f"{stem}.weight" if suffix in self.layers.SUFFIXES else name
-                if (info := self._infos.get(name)) is not None:  # else llama.cpp has no use for it
+                if (info := self._infos.get(name)) is not None:  # llama.cpp needs no others
                     rule = rule_of(info.name, self._fields, dims=1 if info.type not in DENSE else tensor.dim())
                     self._put(self._file, name, info, rule.into(tensor.detach().cpu()))
-                    size += _taken(info)
+                    size += _padded_size(info)
             self._file.flush()
         except OSError as error:
             raise FormatError(
-                f"{self.folder / FILE} could not be written ({error}). Free some space and run again; what is there is marked "
-                f"{INCOMPLETE} and does not load."
+                f"{self.folder / FILE} could not be written ({error}). Free some space and run again; the folder is "
+                f"marked {INCOMPLETE} and does not load."
             ) from error
         return size
 
     def _put(self, file: BinaryIO, name: str, info: Info, tensor: Tensor) -> None:
-        """Write one tensor, in the file's type."""
+        """Write one tensor in the type that the header gives."""
         if info.type in DENSE:
             tensor = tensor.to(DENSE[info.type])
             if not bool(torch.isfinite(tensor).all()):
-                way = "Use --embeddings bf16" if info.name in ENDS else "Take it out of --ignore"
-                raise FormatError(f"{name} has values that {NAMES[tensor.dtype]} does not hold. {way}.")
+                remedy = "Use --embeddings bf16" if info.name in ENDS else "Remove it from --ignore"
+                raise FormatError(f"{name} has values that {NAMES[tensor.dtype]} cannot represent. {remedy}.")
         data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
         if len(data) != info.size:
-            raise FormatError(f"{name} has {len(data)} bytes, {info.size} were announced as {info.name}.")
+            raise FormatError(f"{name} has {len(data)} bytes, expected {info.size} for {info.name}.")
         if name in self._sums:
-            raise FormatError(f"{name}: given twice.")
+            raise FormatError(f"{name} was given twice.")
         file.seek(info.begin)
         file.write(data)
         self._sums[name] = hashlib.sha256(data).hexdigest()
 
     def tell(self, record: RunRecord) -> None:
-        """Take the record into the file, as far as it is the same in every run, see `RunRecord.inside`."""
+        """Embed the part of the record that is equal in all runs, see `RunRecord.inside`."""
         text = record.inside().to_json().encode()
         if len(text) > self.room:
             logger.warning(
-                f"{FILE} has {self.room:,} bytes for the record, which takes {len(text):,}: it is without one, {RECORD} beside it "
-                f"tells all."
+                f"{FILE} has no record inside, as it reserved {self.room:,} bytes and the record takes {len(text):,}. "
+                f"{RECORD} beside it holds all."
             )
         else:
             self._record = text
 
-    def size_with(self, *rest: Mapping[str, Kind]) -> int:
-        """Return the bytes of the folder but the record: of all tensors, whatever is still to come."""
+    def size_with(self, *blocks: Mapping[str, Kind]) -> int:
+        """Return the bytes of the folder without the record, with all tensors whatever `blocks` are."""
         size = self._size
-        if not size:  # the file is not begun
+        if not size:  # the file does not exist yet
             with tempfile.TemporaryDirectory() as place:
                 size = self._begin_file(Path(place) / FILE)
         return size + self.size_beside()
 
     def weight_digests(self) -> dict[str, str]:
-        """Return the SHA-256 of the file, once all blocks are written."""
+        """Close the file and return its SHA-256, once all blocks are written."""
         self._close()
         return {FILE: sha256(self.folder / FILE)}
 
@@ -284,22 +282,20 @@ class GGUFFile(Container):
         if self._file is None:
             return
         if missing := sorted(self._infos.keys() - self._sums.keys()):
-            raise FormatError(
-                f"{self.folder / FILE}: {len(missing)} tensors were announced and not given, first {missing[0]}."
-            )
-        sums: dict[str, str] = {}  # by tensor of the file
+            raise FormatError(f"{self.folder / FILE}: {len(missing)} tensors were not given, first {missing[0]}.")
+        sums: dict[str, str] = {}  # by tensor in the file
         for name in self._infos:
-            sums[together(name)] = sums.get(together(name), "") + self._sums[name]
+            sums[stacked_name(name)] = sums.get(stacked_name(name), "") + self._sums[name]
         text = b"".join(struct.pack("<Q", len(each)) + each.encode() for each in sums.values())
-        self._file.seek(self._places[SUMS] + 4 + 8)  # behind type and number of entries
+        self._file.seek(self._places[SUMS] + 4 + 8)  # after type and number of entries
         self._file.write(text)
-        self._file.seek(self._places[RECORD_KEY] + 8)  # behind the length
+        self._file.seek(self._places[RECORD_KEY] + 8)  # after the length
         self._file.write(self._record)
         self._file.close()
         self._file = None
 
     def close(self) -> None:
-        """Close the file, and take the mark away."""
+        """Close the file and delete the mark INCOMPLETE."""
         self._close()
         flush_all(self.folder)
         (self.folder / INCOMPLETE).unlink()
@@ -308,6 +304,6 @@ class GGUFFile(Container):
 FORMAT = Format(Blocks(), Config(), GGUFFile, GGUFReader)
 
 
-def _taken(info: Info) -> int:
-    """Return the bytes of a tensor, with those behind it up to the next one's place."""
+def _padded_size(info: Info) -> int:
+    """Return the bytes of a tensor, including the padding after it."""
     return padded(info.begin + info.size) - padded(info.begin)

@@ -1,9 +1,9 @@
-"""What stands before the data of a GGUF: keys and values, and where every tensor is. Needs no torch and no other package.
+"""Header of a GGUF: keys and values, and the place of every tensor. Needs no torch and no other package.
 
-    "GGUF", version, number of tensors, number of keys; keys and values; of every tensor name, sizes, type, place; the data
+    "GGUF", version, number of tensors, number of keys; keys and values; name, sizes, type, place of tensors; the data
 
-Values are skipped but for numbers and text, so that a vocabulary of 200,000 tokens costs nothing. Among the keys are those that
-nearplane adds: the record of the run, names of tensors in the checkpoint, their hashes.
+Lists are skipped, so that a vocabulary of 200,000 tokens costs nothing; only those under nearplane's own keys are read:
+the names of the tensors in the checkpoint, and their hashes. Another own key holds the run record.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ FILE = "model.gguf"
 MAGIC, VERSION, ALIGNMENT = b"GGUF", 3, 32
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 TEXT, LIST = 8, 9
-NUMBER = {"F32": 0, "F16": 1, "BF16": 30}  # of types that hold values as they are
+NUMBER = {"F32": 0, "F16": 1, "BF16": 30}  # of the types without blocks
 WIDTH = {NUMBER["F32"]: 4, NUMBER["F16"]: 2, NUMBER["BF16"]: 2}  # bytes of such a value
 BLOCKS = {kind.number: kind for kind in TYPES.values()}
-LONGEST = 1 << 28  # bytes of a text
-MOST = 1 << 24  # tensors, keys, and entries of our own lists
+MAX_TEXT_BYTES = 1 << 28
+MAX_ENTRIES = 1 << 24  # tensors, keys, and entries of nearplane's own lists
 MOST_DIMS = 4
-OURS = "nearplane."
-RECORD_KEY = f"{OURS}record"  # of the run, as JSON, filled up with spaces
-TENSORS = f"{OURS}tensors"  # of every tensor its name in the checkpoint; of experts with a star
-SUMS = f"{OURS}sha256"  # and the SHA-256 of its data; of experts one for each
-EVERY = "*"  # stands for the number of an expert in the name of a tensor that holds a matrix of all
-LONG = 64  # letters of a SHA-256
+KEY_PREFIX = "nearplane."  # of nearplane's own keys
+RECORD_KEY = f"{KEY_PREFIX}record"  # the run record as JSON, padded with spaces
+TENSORS = f"{KEY_PREFIX}tensors"  # name of every tensor in the checkpoint; experts with a star
+SUMS = f"{KEY_PREFIX}sha256"  # SHA-256 of the data of every tensor; one per expert
+STAR = "*"  # replaces the expert's number in the name of a tensor with the matrices of all experts
+SHA_SIZE = 64  # letters of a SHA-256 in hexadecimal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Info:
-    """One tensor of a file.
+    """Header entry of one tensor.
 
     Args:
-        name: in llama.cpp.
-        shape: (out, in), or (in,); of experts (experts, out, in).
-        type: number of it.
-        begin, size: of its data in the file.
+        name: Name of the tensor in llama.cpp.
+        shape: (out, in), (in,), or (experts, out, in).
+        type: Number of its type.
+        begin, size: Position and length of its data in the file, in bytes.
     """
 
     name: str
@@ -55,13 +55,13 @@ class Info:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What stands before the data.
+    """Contents of a header.
 
     Args:
-        fields: numbers and text by key, and lists under our own keys.
-        places: where the value of each of our lists begins in the file.
-        tensors: in file order.
-        size: of the file as the header has it.
+        fields: Numbers and texts by key, and lists under nearplane's own keys.
+        places: Positions in the file at which the values begin, by key.
+        tensors: Entries of the tensors in file order.
+        size: Size of the file in bytes, computed from the header.
     """
 
     fields: dict[str, Any]
@@ -71,10 +71,10 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Read what stands before the data of a GGUF.
+    """Read the header of a GGUF.
 
     Raises:
-        ModelError: it is none, damaged, or of types that nearplane does not write.
+        ModelError: The file is no GGUF, is damaged, or has types that nearplane does not write.
     """
     try:
         with path.open("rb") as file:
@@ -87,9 +87,9 @@ def _header(path: Path, file: BinaryIO) -> Header:
     if file.read(4) != MAGIC:
         raise ModelError(f"{path} is not a GGUF file: it does not begin with GGUF. Fetch it again.")
     version, tensors, keys = _number(file, "I"), _number(file, "Q"), _number(file, "Q")
-    if version != VERSION or tensors > MOST or keys > MOST:
+    if version != VERSION or tensors > MAX_ENTRIES or keys > MAX_ENTRIES:
         raise ModelError(
-            f"{path} is a GGUF of version {version} with {tensors} tensors; nearplane reads version {VERSION}, which it writes."
+            f"{path} is a GGUF of version {version} with {tensors} tensors; nearplane reads only version {VERSION}."
         )
     fields: dict[str, Any] = {}
     places: dict[str, int] = {}
@@ -97,11 +97,11 @@ def _header(path: Path, file: BinaryIO) -> Header:
         key = _text(file)
         kind = _number(file, "I")
         places[key] = file.tell()
-        fields[key] = _value(file, kind, keep=key.startswith(OURS))
+        fields[key] = _value(file, kind, keep=key.startswith(KEY_PREFIX))
     alignment = int(fields.get("general.alignment", ALIGNMENT))
     if alignment < 1 or alignment & (alignment - 1):
         raise ModelError(f"{path}: its alignment is {alignment}. Fetch the file again.")
-    found: list[Info] = []
+    infos: list[Info] = []
     end = 0
     for _ in range(tensors):
         name, dims = _text(file), _number(file, "I")
@@ -113,40 +113,40 @@ def _header(path: Path, file: BinaryIO) -> Header:
         if offset % alignment or offset != end:
             raise ModelError(f"{path}: the data of {name} is not where it is expected. Fetch the file again.")
         end = padded(offset + size, alignment)
-        found.append(Info(name=name, shape=shape, type=kind, begin=offset, size=size))
+        infos.append(Info(name=name, shape=shape, type=kind, begin=offset, size=size))
     begin = padded(file.tell(), alignment)
-    placed = [replace(info, begin=begin + info.begin) for info in found]
-    return Header(fields=fields, places=places, tensors=placed, size=begin + end)
+    moved = [replace(info, begin=begin + info.begin) for info in infos]
+    return Header(fields=fields, places=places, tensors=moved, size=begin + end)
 
 
 def nbytes(path: Path, name: str, shape: tuple[int, ...], kind: int) -> int:
-    """Return the bytes of a tensor.
+    """Return the size of a tensor in bytes.
 
     Raises:
-        ModelError: its type is none that nearplane writes.
+        ModelError: nearplane does not write its type.
     """
     if kind in WIDTH:
         return math.prod(shape) * WIDTH[kind]
     block = BLOCKS.get(kind)
     if block is None or len(shape) not in (2, 3) or shape[-1] % block.columns:
         raise ModelError(
-            f"{path}: {name} has the type {kind} and sizes {shape}; nearplane reads {', '.join(TYPES)}, f32, f16 and bf16."
+            f"{path}: {name} has type {kind} and shape {shape}; nearplane reads {', '.join(TYPES)}, f32, f16 and bf16."
         )
     return math.prod(shape) // block.columns * block.bytes
 
 
-def apart(info: Info, name: str) -> dict[str, Info]:
-    """Return the tensors of the checkpoint that lie in one of the file, by their names: itself, or of experts one each.
+def parts_of(info: Info, name: str) -> dict[str, Info]:
+    """Return the header entries of a tensor's parts by name in the checkpoint: the tensor itself, or one per expert.
 
     Args:
-        info: of the tensor in the file.
-        name: of it in the checkpoint, with `EVERY` where it holds a matrix of all experts.
+        info: Header entry of the tensor.
+        name: Name of the tensor in the checkpoint, with `STAR` where it holds the matrices of all experts.
     """
-    if EVERY not in name:
+    if STAR not in name:
         return {name: info}
     size = info.size // info.shape[0]
     return {
-        name.replace(EVERY, str(expert)): replace(
+        name.replace(STAR, str(expert)): replace(
             info, shape=info.shape[1:], begin=info.begin + expert * size, size=size
         )
         for expert in range(info.shape[0])
@@ -154,7 +154,7 @@ def apart(info: Info, name: str) -> dict[str, Info]:
 
 
 def padded(size: int, alignment: int = ALIGNMENT) -> int:
-    """Return where what follows begins."""
+    """Round a size up to a multiple of the alignment."""
     return -(-size // alignment) * alignment
 
 
@@ -164,13 +164,13 @@ def _number(file: BinaryIO, code: str) -> Any:
 
 def _text(file: BinaryIO) -> str:
     size = _number(file, "Q")
-    if size > LONGEST or len(data := file.read(size)) < size:
+    if size > MAX_TEXT_BYTES or len(text := file.read(size)) < size:
         raise OverflowError(f"a text of {size} bytes")
-    return data.decode()
+    return text.decode()
 
 
 def _value(file: BinaryIO, kind: int, *, keep: bool) -> Any:
-    """Read a value; of a list nothing is kept unless asked for."""
+    """Read a value; a list is skipped unless `keep` is set."""
     if kind in NUMBERS:
         return _number(file, NUMBERS[kind])
     if kind == TEXT:
@@ -179,7 +179,7 @@ def _value(file: BinaryIO, kind: int, *, keep: bool) -> Any:
         raise OverflowError(f"a value of type {kind}")
     inner, count = _number(file, "I"), _number(file, "Q")
     if keep:
-        if count > MOST:
+        if count > MAX_ENTRIES:
             raise OverflowError(f"a list of {count}")
         return [_value(file, inner, keep=True) for _ in range(count)]
     if inner in NUMBERS:
@@ -189,7 +189,7 @@ def _value(file: BinaryIO, kind: int, *, keep: bool) -> Any:
         if inner != TEXT:
             raise OverflowError("a list of lists")
         size = _number(file, "Q")
-        if size > LONGEST:
+        if size > MAX_TEXT_BYTES:
             raise OverflowError(f"a text of {size} bytes")
         file.seek(size, 1)
     return None

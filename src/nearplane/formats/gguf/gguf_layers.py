@@ -1,12 +1,12 @@
-"""A quantized layer in a GGUF: one tensor of blocks, whose type is in its name here and in the header of the file.
+"""Storage of quantized layers in a GGUF, and their config in config.json. A layer is one tensor of blocks:
 
     NAME.weight_q4_k  (out, bytes of a row)  uint8
 
-and what config.json beside the file says of them, for the commands that read the folder.
+The type of the blocks is part of the name here and stands in the header of the file.
 
-A block holds 32 or 256 neighbours of a row. Types of 32 have a 16-bit step and maybe a 16-bit minimum; those of 256
-("k-quants", see `kquants.py`) have 16-bit numbers for the block and short integers for the groups in it. Codes and steps become
-blocks and are read back bit for bit: nothing is rounded here, what a type cannot hold exactly is an error.
+A block holds 32 or 256 neighbours of a row. Types of 32 have a 16-bit step and some a 16-bit minimum; those of 256
+("k-quants", see `kquants.py`) have 16-bit numbers for the block and short integers for its groups. Codes and steps are
+stored bit for bit: nothing is rounded here, and a value that a type cannot store exactly is an error.
 
 Layouts: `ggml/src/ggml-common.h` and `ggml-quants.c` of llama.cpp.
 """
@@ -30,25 +30,25 @@ from nearplane.lattice.superblock import SuperGrid, on_two_levels
 
 METHOD, FORMAT_VERSION = "gguf", 1
 KINDS = ("Linear", "Conv1D", "Embedding", "Expert")
-PLAIN = {integers(kind.bits, kind.group): kind for kind in TYPES.values() if kind.symmetric and kind.single}
+PLAIN_TYPES = {integers(kind.bits, kind.group): kind for kind in TYPES.values() if kind.symmetric and kind.single}
 
 
 class Blocks(LayerFormat):
-    """The tensor of a layer."""
+    """Storage of a layer as one tensor of blocks."""
 
     KEY = "weight"
     SUFFIXES = tuple(f"weight_{name}" for name in TYPES)
-    BITS = tuple(sorted(format.bits for format in PLAIN))
+    BITS = tuple(sorted(format.bits for format in PLAIN_TYPES))
 
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
-        """Refuse grids that no type of llama.cpp has, and rows that blocks do not divide."""
+        """Refuse grids that no type of llama.cpp has, and rows that are no whole number of blocks."""
         if kind not in KINDS:
-            raise RecipeError(f"{name} is a {kind}; a GGUF holds {', '.join(KINDS)}. Leave it as it is with --ignore.")
+            raise RecipeError(f"{name} is a {kind}; a GGUF stores {', '.join(KINDS)}. Use --ignore for it.")
         block = block_type(name, format)
         if shape[1] % block.columns:
             raise RecipeError(
-                f"{name} has {shape[1]} inputs, not a multiple of the {block.columns} of a block of {block.name}. Leave it as it "
-                f"is with --ignore."
+                f"{name} has {shape[1]} inputs, not a multiple of {block.columns}, the block size of {block.name}. "
+                f"Leave it unquantized with --ignore."
             )
 
     def pack(self, name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -57,16 +57,16 @@ class Blocks(LayerFormat):
         return {f"{name}.weight_{kind.name}": pack(kind, matrix)}
 
     def parts(self, names: Iterable[str]) -> dict[str, list[str]]:
-        """Return the tensors of every layer: one."""
-        found = {}
+        """Return the one tensor of every layer."""
+        parts = {}
         for name in names:
             layer, _, suffix = name.rpartition(".")
             if suffix in self.SUFFIXES:
-                found[layer] = [name]
-        return found
+                parts[layer] = [name]
+        return parts
 
     def shape_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-        """Return (out, in) as blocks and their type tell."""
+        """Return (out, in) from the shape and the type of the blocks."""
         kind = _stored(name, tensors)
         raw = expect(name, tensors, f"weight_{kind.name}", (None, None), {torch.uint8})
         return raw.shape[0], raw.shape[1] // kind.bytes * kind.columns
@@ -75,106 +75,106 @@ class Blocks(LayerFormat):
         """Return the matrix of one layer."""
         kind = _stored(name, tensors)
         if kind != format:
-            raise FormatError(f"{name}: blocks of {kind.name}, config.json says {format.name}. Fetch the folder again.")
+            raise FormatError(f"{name}: blocks of {kind.name}, {format.name} in config.json. Fetch the folder again.")
         return unpack(kind, tensors[f"{name}.weight_{kind.name}"], self.shape_of(name, tensors)[1])
 
 
 class Config(ConfigFile):
-    """What config.json says: the type of every layer, and what the file says of embeddings and tokenizer."""
+    """The config of a GGUF: the type of every layer, and the options of embeddings and tokenizer."""
 
     def describe(self, network: Quantized) -> dict[str, Any]:
         """Return the config of a network."""
         types = {name: block_type(name, format).name for name, format in sorted(network.layers.items())}
-        said = {"embeddings": network.embeddings, "pre": network.pre}
+        options = {"embeddings": network.embeddings, "pre": network.pre}
         return {
             "quant_method": METHOD,
             "format_version": FORMAT_VERSION,
             "file": FILE,
             "types": types,
-            **{key: value for key, value in said.items() if value is not None},
+            **{key: value for key, value in options.items() if value is not None},
             "written_by": f"nearplane {network.version}",
         }
 
     def grid_of(self, config: Mapping[str, Any], name: str) -> NumberFormat:
-        """Return the type that the config says."""
+        """Return the block type of a layer in the config."""
         if config.get("format_version") != FORMAT_VERSION or config.get("file") != FILE:
             raise FormatError(
-                f"quantization_config says version {config.get('format_version')!r} of {config.get('file')!r}; this version of "
-                f"nearplane reads {FORMAT_VERSION} of {FILE}. Update nearplane, or fetch config.json again."
+                f"quantization_config has version {config.get('format_version')!r} and file {config.get('file')!r}, "
+                f"expected {FORMAT_VERSION} and {FILE}. Update nearplane, or fetch config.json again."
             )
         types = config.get("types")
         kind = types.get(name) if isinstance(types, Mapping) else None
         if not isinstance(kind, str) or kind not in TYPES:
             raise FormatError(
-                f"{name}: its type in config.json is {kind!r}; known are {', '.join(TYPES)}. Fetch it again."
+                f"{name}: its type in config.json is {kind!r}, expected one of {', '.join(TYPES)}. Fetch it again."
             )
         return TYPES[kind]
 
 
 def block_type(name: str, format: NumberFormat) -> BlockType:
-    """Return the type of blocks that holds a number format.
+    """Return the block type that stores a number format.
 
     Raises:
-        RecipeError: there is none.
+        RecipeError: No block type stores it.
     """
-    kind = TYPES.get(format.name) or PLAIN.get(format)
+    kind = TYPES.get(format.name) or PLAIN_TYPES.get(format)
     if kind is None:
-        asked = f"{format.bits} bits in {'' if format.symmetric else 'a'}symmetric groups of {format.group or 'a row'}"
-        plain = ", ".join(str(each.bits) for each in PLAIN)
+        grid = f"{format.bits} bits in {'' if format.symmetric else 'a'}symmetric groups of {format.group or 'a row'}"
+        plain = ", ".join(str(each.bits) for each in PLAIN_TYPES)
         raise RecipeError(
-            f"{name}: {asked if format.levels is None else format.name} asked for; a GGUF has {plain} bits in symmetric groups of "
-            f"32 (--group-size 32), and the types of --grid."
+            f"{name}: a GGUF cannot store {grid if format.levels is None else format.name}. It stores {plain} "
+            f"bits in symmetric groups of 32 (--group-size 32), and the types of --grid."
         )
     return kind
 
 
 def _with_blocks(name: str, matrix: QuantizedMatrix[Any]) -> tuple[BlockType, QuantizedMatrix[SuperGrid]]:
-    """Return the type of blocks that holds a matrix, and the matrix on their grid."""
-    if (found := on_two_levels(matrix)) is not None:
-        columns = matrix.codes.shape[1] // found.grid.d.shape[1]
+    """Return the block type that stores a matrix, and the matrix on its grid."""
+    if (on_grid := on_two_levels(matrix)) is not None:
+        columns = matrix.codes.shape[1] // on_grid.grid.d.shape[1]
         for kind in TYPES.values():
-            if (kind.low, kind.high, kind.columns) == (found.grid.low, found.grid.high, columns):
-                return kind, found
+            if (kind.low, kind.high, kind.columns) == (on_grid.grid.low, on_grid.grid.high, columns):
+                return kind, on_grid
     grid = matrix.grid
     raise FormatError(
-        f"{name}: codes from {getattr(grid, 'low', None)} to {getattr(grid, 'high', None)} on a grid that no type of GGUF has."
+        f"{name}: no GGUF type stores its codes from {getattr(grid, 'low', None)} to {getattr(grid, 'high', None)}."
     )
 
 
 def _stored(name: str, tensors: Mapping[str, Tensor]) -> BlockType:
-    """Return the type of the blocks that are there."""
-    found = [kind for kind in TYPES.values() if f"{name}.weight_{kind.name}" in tensors]
-    if len(found) != 1:
-        raise FormatError(f"{name}: {len(found)} tensors of blocks, expected one. Fetch the folder again.")
-    return found[0]
+    """Return the type of a layer's blocks from the name of their tensor."""
+    kinds = [kind for kind in TYPES.values() if f"{name}.weight_{kind.name}" in tensors]
+    if len(kinds) != 1:
+        raise FormatError(f"{name}: {len(kinds)} tensors of blocks, expected one. Fetch the folder again.")
+    return kinds[0]
 
 
 def pack(kind: BlockType, matrix: QuantizedMatrix) -> Tensor:
     """Return the blocks of a matrix, (out, bytes of a row) uint8.
 
     Args:
-        kind: of its blocks.
-        matrix: codes, and a `SuperGrid` whose groups and blocks are runs of neighbours.
+        kind: Type of the blocks.
+        matrix: Codes, and a `SuperGrid` whose groups and blocks are runs of neighbours.
 
     Raises:
-        FormatError: the type cannot hold the matrix exactly.
+        FormatError: The type cannot store the matrix exactly.
     """
     grid, codes = matrix.grid, matrix.codes
     if not isinstance(grid, SuperGrid):
         raise FormatError(f"{kind.name}: the matrix is on a {type(grid).__name__}, expected a SuperGrid of that type.")
     out, columns = codes.shape
     if columns % kind.columns:
-        raise FormatError(f"{kind.name}: {columns} inputs are not a multiple of the {kind.columns} of a block.")
+        raise FormatError(f"{kind.name}: {columns} inputs are not a multiple of the block size {kind.columns}.")
     blocks, groups = columns // kind.columns, columns // kind.group
     runs = torch.arange(columns, device=codes.device) // kind.group
     shapes = {"d": (out, blocks), "sc": (out, groups)}
     if kind.m:
         shapes |= {"dmin": (out, blocks), "m": (out, groups)}
-    found = {name: tuple(part.shape) for name, part in grid.parts.items()}
-    if found != shapes or not torch.equal(grid.group, runs) or (grid.low, grid.high) != (kind.low, kind.high):
+    actual = {name: tuple(part.shape) for name, part in grid.parts.items()}
+    if actual != shapes or not torch.equal(grid.group, runs) or (grid.low, grid.high) != (kind.low, kind.high):
         raise FormatError(
-            f"{kind.name}: codes {grid.low} to {grid.high} with {found} found, expected {kind.low} to {kind.high} with {shapes}, "
-            f"{kind.group} neighbours a group."
+            f"{kind.name}: codes {grid.low} to {grid.high} with {actual} found, expected {kind.low} to {kind.high} "
+            f"with {shapes}, in groups of {kind.group} neighbours."
         )
     _within(kind, "codes", codes, (kind.low, kind.high))
     _within(kind, "sc", grid.sc, kind.sc)
@@ -195,18 +195,18 @@ def unpack(kind: BlockType, raw: Tensor, columns: int) -> QuantizedMatrix[SuperG
     """Return the matrix whose blocks are `raw`, with steps in float32.
 
     Args:
-        kind: of its blocks.
-        raw: (out, bytes of a row) uint8.
-        columns: inputs of the layer.
+        kind: Type of the blocks.
+        raw: (out, bytes of a row) uint8 blocks.
+        columns: Number of inputs of the layer.
 
     Raises:
-        FormatError: there are more or fewer bytes than the blocks of such rows take.
+        FormatError: The number of bytes does not fit the number of inputs.
     """
     expected = columns // kind.columns * kind.bytes
     if raw.dtype != torch.uint8 or raw.ndim != 2 or raw.shape[1] != expected or columns % kind.columns or not columns:
         raise FormatError(
-            f"{kind.name}: {str(raw.dtype).removeprefix('torch.')} {tuple(raw.shape)} found, expected uint8 with {expected} bytes "
-            f"a row of {columns} inputs, {kind.bytes} for {kind.columns}."
+            f"{kind.name}: {str(raw.dtype).removeprefix('torch.')} {tuple(raw.shape)} found, expected uint8 with "
+            f"{expected} bytes per row of {columns} inputs, {kind.bytes} for every {kind.columns}."
         )
     out = len(raw)
     blocks = raw.reshape(-1, kind.bytes)
@@ -226,12 +226,13 @@ def unpack(kind: BlockType, raw: Tensor, columns: int) -> QuantizedMatrix[SuperG
 def _within(kind: BlockType, what: str, integers: Tensor, limits: tuple[int, int]) -> None:
     if integers.numel() and (int(integers.min()) < limits[0] or int(integers.max()) > limits[1]):
         raise FormatError(
-            f"{kind.name}: {what} from {int(integers.min())} to {int(integers.max())}, expected {limits[0]} to {limits[1]}."
+            f"{kind.name}: {what} from {int(integers.min())} to {int(integers.max())}, expected {limits[0]} to "
+            f"{limits[1]}."
         )
 
 
 def _pack(kind: BlockType, f: Fields) -> Tensor:
-    """Return the bytes of blocks of 32: d, the minimum, four bytes of fifth bits, codes; of 8 bits as signed bytes."""
+    """Return the bytes of blocks of 32: d, the minimum, four bytes of fifth bits, codes; 8-bit codes are signed."""
     if kind.bits == 8:
         return torch.cat([f.d, f.codes ^ 128], 1)
     fifth = joined((f.codes >> 4).view(-1, 4, 8).mT, 1) if kind.bits == 5 else f.codes[:, :0]
@@ -239,7 +240,7 @@ def _pack(kind: BlockType, f: Fields) -> Tensor:
 
 
 def _unpack(kind: BlockType, raw: Tensor) -> Fields:
-    """Return what the bytes of blocks of 32 hold, which are one group each."""
+    """Return the fields of blocks of 32, each of which is one group."""
     fifth = 4 if kind.bits == 5 else 0
     d, dmin, high, low = raw.split([2, 2 * kind.m, fifth, kind.bytes - 2 - 2 * kind.m - fifth], 1)
     codes = low ^ 128 if kind.bits == 8 else split(low, 4).reshape(-1, 32)
@@ -250,26 +251,26 @@ def _unpack(kind: BlockType, raw: Tensor) -> Fields:
 
 
 def _negative(half: Tensor) -> Tensor:
-    """Return 16-bit floating-point numbers with the other sign: files have a minimum, an offset is what is subtracted.
+    """Negate 16-bit floating-point numbers: files store a minimum, a grid an offset that is subtracted.
 
     Args:
-        half: (blocks, 2) bytes, or none.
+        half: (blocks, 2) bytes, or (blocks, 0).
     """
     return half ^ torch.tensor([0, 128], dtype=torch.uint8, device=half.device)[: half.shape[1]]
 
 
-def _halves(called: str, numbers: Tensor) -> Tensor:
+def _halves(name: str, numbers: Tensor) -> Tensor:
     """Return numbers (n,) as (n, 2) bytes of 16-bit floating point, the lower first.
 
     Raises:
-        FormatError: one is not exact in it.
+        FormatError: A number is not exact in float16.
     """
-    short = numbers.to(torch.float16)
-    if not bool((torch.isfinite(short) & (short == numbers)).all()):
-        raise FormatError(f"{called} is not exact in float16, which the file stores. Round it before the solve.")
-    return short.contiguous().view(torch.uint8).view(-1, 2)
+    halves = numbers.to(torch.float16)
+    if not bool((torch.isfinite(halves) & (halves == numbers)).all()):
+        raise FormatError(f"{name} is not exact in float16, the dtype in the file. Round it before the solve.")
+    return halves.contiguous().view(torch.uint8).view(-1, 2)
 
 
 def _halves_of(raw: Tensor) -> Tensor:
-    """Return (n,) float32 what (n, 2) bytes of 16-bit floating point stand for."""
+    """Return (n, 2) bytes of 16-bit floating-point numbers as (n,) float32."""
     return raw.contiguous().view(torch.float16).view(-1).float()

@@ -1,6 +1,6 @@
-"""Bytes of the k-quants of GGUF: blocks of 256 weights with short integers for the steps of the groups in them.
+"""Bytes of the k-quants of GGUF: blocks of 256 weights with short integers for the steps of their groups.
 
-Also what blocks of any type are made of: their fields, and runs of bits in bytes.
+This file also holds the fields of blocks of any type, and the packing of runs of bits into bytes.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch import Tensor
 
 
 class Fields(NamedTuple):
-    """The numbers of some blocks.
+    """The numbers in blocks.
 
     Args:
-        codes: (blocks, columns) uint8, the smallest code is 0.
+        codes: (blocks, columns) uint8 codes; the smallest is 0.
         d: (blocks, 2) bytes of the step.
-        dmin: (blocks, 2) bytes of the offset; (blocks, 0) where the type has none.
+        dmin: (blocks, 2) bytes of the offset; (blocks, 0) if the type has none.
         sc: (blocks, groups) int16 multiples of the step.
-        m: (blocks, groups) int16 multiples of the offset; not looked at where the type has none.
+        m: (blocks, groups) int16 multiples of the offset; ignored if the type has none.
     """
 
     codes: Tensor
@@ -37,7 +37,7 @@ def pack_q2_k(f: Fields) -> Tensor:
 
 
 def unpack_q2_k(raw: Tensor) -> Fields:
-    """Return what (blocks, 84) bytes hold."""
+    """Return the fields of (blocks, 84) bytes."""
     scales, qs, d, dmin = raw.split([16, 64, 2, 2], 1)
     return Fields(codes=_unpacked(qs, 2), d=d, dmin=dmin, sc=(scales & 15).short(), m=(scales >> 4).short())
 
@@ -46,13 +46,13 @@ def pack_q3_k(f: Fields) -> Tensor:
     """Return (blocks, 110) bytes: 32 of third bits, 64 of two lower bits, 12 of 6-bit sc + 32, d."""
     sc = (f.sc + 32).to(torch.uint8)  # (blocks, 16)
     low = sc[:, :8] & 15 | (sc[:, 8:] & 15) << 4
-    high = joined((sc >> 4).view(-1, 4, 4), 2)  # byte j has those of j, j + 4, j + 8, j + 12
+    high = joined((sc >> 4).view(-1, 4, 4), 2)  # byte j holds the bits of groups j, j + 4, j + 8, j + 12
     third = joined((f.codes >> 2).view(-1, 8, 32), 1)
     return torch.cat([third, _packed(f.codes & 3, 2), low, high, f.d], 1)
 
 
 def unpack_q3_k(raw: Tensor) -> Fields:
-    """Return what (blocks, 110) bytes hold."""
+    """Return the fields of (blocks, 110) bytes."""
     third, qs, low, high, d = raw.split([32, 64, 8, 4, 2], 1)
     codes = _unpacked(qs, 2) | split(third, 1).reshape(-1, 256) << 2
     sc = split(low, 4).reshape(-1, 16) | split(high, 2).reshape(-1, 16) << 4
@@ -65,7 +65,7 @@ def pack_q4_k(f: Fields) -> Tensor:
 
 
 def unpack_q4_k(raw: Tensor) -> Fields:
-    """Return what (blocks, 144) bytes hold."""
+    """Return the fields of (blocks, 144) bytes."""
     d, dmin, scales, qs = raw.split([2, 2, 12, 128], 1)
     sc, m = _of_sixes(scales)
     return Fields(codes=_unpacked(qs, 4), d=d, dmin=dmin, sc=sc, m=m)
@@ -78,7 +78,7 @@ def pack_q5_k(f: Fields) -> Tensor:
 
 
 def unpack_q5_k(raw: Tensor) -> Fields:
-    """Return what (blocks, 176) bytes hold."""
+    """Return the fields of (blocks, 176) bytes."""
     d, dmin, scales, fifth, qs = raw.split([2, 2, 12, 32, 128], 1)
     sc, m = _of_sixes(scales)
     return Fields(codes=_unpacked(qs, 4) | split(fifth, 1).reshape(-1, 256) << 4, d=d, dmin=dmin, sc=sc, m=m)
@@ -86,19 +86,19 @@ def unpack_q5_k(raw: Tensor) -> Fields:
 
 def pack_q6_k(f: Fields) -> Tensor:
     """Return (blocks, 210) bytes: 128 of four lower bits, 64 of two upper bits, 16 signed sc, d."""
-    low = joined((f.codes & 15).view(-1, 2, 64), 4)  # of every 128 codes the first 64 in the lower half of 64 bytes
+    low = joined((f.codes & 15).view(-1, 2, 64), 4)  # the first 64 of 128 codes in the lower halves
     return torch.cat([low.view(-1, 128), _packed(f.codes >> 4, 2), f.sc.to(torch.int8).view(torch.uint8), f.d], 1)
 
 
 def unpack_q6_k(raw: Tensor) -> Fields:
-    """Return what (blocks, 210) bytes hold."""
+    """Return the fields of (blocks, 210) bytes."""
     ql, qh, scales, d = raw.split([128, 64, 16, 2], 1)
     codes = split(ql.reshape(-1, 64), 4).reshape(-1, 256) | _unpacked(qh, 2) << 4
     return Fields(codes=codes, d=d, dmin=d[:, :0], sc=scales.contiguous().view(torch.int8).short(), m=d[:, :0])
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
-    """Return (blocks, 32 bits) bytes: of the codes of a byte each is 32 behind the one below it."""
+    """Return (blocks, 32 * bits) bytes; the codes in one byte are 32 columns apart, the first in the lowest bits."""
     return joined(codes.reshape(-1, 8 // bits, 32), bits).view(-1, 32 * bits)
 
 
@@ -109,8 +109,8 @@ def _unpacked(packed: Tensor, bits: int) -> Tensor:
 def _sixes(f: Fields) -> Tensor:
     """Return (blocks, 12) bytes of eight sc and eight m of six bits.
 
-    Four bytes of sc and four of m have the first four in their lower six bits and the upper two bits of the last four above
-    them; four more have the lower four bits of the last four sc and m.
+    Four bytes hold the first four sc in their lower six bits and, above them, the upper two bits of the last four sc;
+    four bytes do the same for m; the last four bytes hold the lower four bits of the last four sc and m.
     """
     sc, m = f.sc.to(torch.uint8), f.m.to(torch.uint8)
     upper = [part[:, :4] | part[:, 4:] >> 4 << 6 for part in (sc, m)]
@@ -125,19 +125,19 @@ def _of_sixes(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def joined(parts: Tensor, bits: int) -> Tensor:
-    """Return (n, k) bytes of runs of `bits` bits (n, 8 / bits, k) uint8, the first run in the lowest bits."""
+    """Pack (n, 8 / bits, k) uint8 runs of `bits` bits into (n, k) bytes, the first run in the lowest bits."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=parts.device)[:, None]
     return (parts << shifts).sum(1, dtype=torch.uint8)
 
 
 def split(raw: Tensor, bits: int) -> Tensor:
-    """Return (n, 8 / bits, k) the runs of `bits` bits of bytes (n, k), the lowest first."""
+    """Unpack (n, k) bytes into (n, 8 / bits, k) runs of `bits` bits, the lowest bits first."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=raw.device)[:, None]
     return raw[:, None] >> shifts & (1 << bits) - 1
 
 
 class Layout(NamedTuple):
-    """Bytes of blocks from their fields, and back."""
+    """Functions that convert fields to the bytes of blocks, and back."""
 
     pack: Callable[[Fields], Tensor]
     unpack: Callable[[Tensor], Fields]

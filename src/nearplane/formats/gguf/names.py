@@ -1,6 +1,6 @@
-"""What becomes of the tensors of a checkpoint in a GGUF: what llama.cpp calls them, and how it wants their values.
+"""Names and values of a checkpoint's tensors in a GGUF: llama.cpp's names, and rearranged rows and shapes.
 
-Knows names and tensors; not what the numbers of a config mean.
+This file deals with names and tensors; `architecture.py` interprets the config.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from torch import Tensor
 
 from nearplane.errors import RecipeError
 from nearplane.formats.gguf.architecture import Config, architecture_of
-from nearplane.formats.gguf.gguf_header import EVERY
+from nearplane.formats.gguf.gguf_header import STAR
 from nearplane.formats.gguf.mixes import blocks_of
 
-DROPPED = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
+UNUSED_NAMES = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """What becomes of a tensor's values on their way into the file, and back.
+    """Conversion of a tensor between checkpoint and file.
 
     Args:
-        heads: whose rows are put in turns; 0: none.
-        shift: that is added.
-        transposed: whether the checkpoint has (in, out).
-        row: whether the checkpoint has one row of what is (in,) in the file.
+        heads: Number of heads whose two halves of rows are interleaved; 0: none.
+        shift: Number that is added.
+        transposed: Whether the checkpoint stores (in, out).
+        row: Whether the checkpoint stores (1, in) and the file (in,).
     """
 
     heads: int = 0
@@ -38,38 +38,38 @@ class Rule:
     row: bool = False
 
     def into(self, tensor: Tensor) -> Tensor:
-        """Return what the file holds of a tensor of the checkpoint."""
+        """Convert a tensor of the checkpoint to the form of the file."""
         if self.row:
             return tensor[0]
         if self.heads:
-            tensor = _in_turns(tensor, self.heads, 2)
+            tensor = _interleaved(tensor, self.heads, 2)
         if self.shift:
             tensor = tensor.to(torch.float32) + self.shift
         return tensor.T.contiguous() if self.transposed else tensor
 
     def back(self, tensor: Tensor) -> Tensor:
-        """Return what the file holds as the checkpoint has it."""
+        """Convert a tensor of the file to the form of the checkpoint."""
         if self.row:
             return tensor[None]
         tensor = tensor.T.contiguous() if self.transposed else tensor
         if self.heads:
-            tensor = _in_turns(tensor, self.heads, len(tensor) // self.heads // 2)
+            tensor = _interleaved(tensor, self.heads, len(tensor) // self.heads // 2)
         return tensor - self.shift if self.shift else tensor
 
 
-def _in_turns(tensor: Tensor, heads: int, parts: int) -> Tensor:
-    """Return rows with those of the `parts` of every head in turns: of two halves the first of each, then the second."""
-    rest = tensor.shape[1:]
-    return tensor.reshape(heads, parts, -1, *rest).transpose(1, 2).reshape(tensor.shape)
+def _interleaved(tensor: Tensor, heads: int, parts: int) -> Tensor:
+    """Interleave the rows of the `parts` of every head: first the first row of each part, then the second rows."""
+    row_shape = tensor.shape[1:]
+    return tensor.reshape(heads, parts, -1, *row_shape).transpose(1, 2).reshape(tensor.shape)
 
 
 def rule_of(name: str, fields: Mapping[str, Any], *, dims: int) -> Rule:
-    """Return what becomes of a tensor that the checkpoint stores, by its name in the file.
+    """Return the conversion of a tensor by its name in the file.
 
     Args:
-        name: "blk.0.attn_q.weight".
-        fields: metadata of the file.
-        dims: of the tensor; 1 of blocks, which are (out, in) whatever the checkpoint has.
+        name: Name of the tensor in the file, like "blk.0.attn_q.weight".
+        fields: Metadata of the file.
+        dims: Number of dimensions; 1 for blocks, which are (out, in) in every checkpoint.
     """
     architecture = fields["general.architecture"]
     part = name.rsplit(".", 2)[-2]
@@ -81,50 +81,50 @@ def rule_of(name: str, fields: Mapping[str, Any], *, dims: int) -> Rule:
 
 
 def reshaping(name: str, architecture: str, *, dims: int) -> Rule:
-    """Return what becomes of the sizes of a tensor; see `rule_of`."""
+    """Return the part of a tensor's conversion that changes its shape; see `rule_of`."""
     part = name.rsplit(".", 2)[-2]
     turned = architecture == "gpt2" and dims == 2 and part in ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
     return Rule(transposed=turned, row=part == "ffn_gate_inp_shexp")
 
 
-def together(name: str) -> str:
-    """Return the name under which a tensor of a checkpoint lies in the file: of one expert's matrix with a star for its number."""
-    return re.sub(r"\.experts\.\d+\.", f".experts.{EVERY}.", name)
+def stacked_name(name: str) -> str:
+    """Return the name of a tensor with a star for an expert's number, as all experts are one tensor in the file."""
+    return re.sub(r"\.experts\.\d+\.", f".experts.{STAR}.", name)
 
 
 def unused(name: str, config: Config) -> bool:
-    """Return whether llama.cpp has no use for a tensor of a checkpoint: masks, frequencies, a head that is the embeddings."""
-    return name.endswith(DROPPED) or (name == "lm_head.weight" and bool(config.get("tie_word_embeddings", True)))
+    """Return whether llama.cpp ignores a tensor of a checkpoint: masks, frequencies, a head tied to the embeddings."""
+    return name.endswith(UNUSED_NAMES) or (name == "lm_head.weight" and bool(config.get("tie_word_embeddings", True)))
 
 
 def called(names: Iterable[str], config: Config) -> dict[str, str]:
-    """Return what llama.cpp calls tensors of a checkpoint, by their names there; without what it has no use for.
+    """Return llama.cpp's names of tensors by name in the checkpoint, without unused tensors.
 
-    The matrices of all experts of a block are one tensor, see `together`: they are called alike.
+    The matrices of all experts of a block have the same name, as they are one tensor, see `stacked_name`.
 
     Raises:
-        RecipeError: it has no name for one.
+        RecipeError: llama.cpp has no name for a tensor.
     """
     import gguf
 
     architecture = architecture_of(config)
     number = {name: each for each, name in gguf.MODEL_ARCH_NAMES.items()}[architecture.name]
     table = gguf.get_tensor_name_map(number, blocks_of(config))
-    found = {}
+    new_names = {}
     for name in names:
         if unused(name, config):
             continue
-        whole = together(name)
-        new = table.get_name(whole.replace(f"experts.{EVERY}", "experts"), try_suffixes=(".weight", ".bias"))
-        if new is None and ".experts." in name and EVERY not in whole:
+        joint = stacked_name(name)
+        new = table.get_name(joint.replace(f"experts.{STAR}", "experts"), try_suffixes=(".weight", ".bias"))
+        if new is None and ".experts." in name and STAR not in joint:
             raise RecipeError(
-                f"{name} holds all experts of a block; a GGUF is made of checkpoints that hold the matrices of each by "
-                f"themselves. Save the model by save_pretrained without save_original_format=False, or use another --format."
+                f"{name} holds all experts of a block; a GGUF needs separate matrices of each expert. Save the model "
+                f"by save_pretrained without save_original_format=False, or use another --format."
             )
         if new is None:
             raise RecipeError(
-                f"{name}: llama.cpp knows no such tensor in a {config['model_type']}. Use another --format, or take it out of the "
-                f"checkpoint."
+                f"{name}: llama.cpp has no such tensor in a {config['model_type']}. Use another --format, or remove it "
+                f"from the checkpoint."
             )
-        found[name] = new
-    return found
+        new_names[name] = new
+    return new_names

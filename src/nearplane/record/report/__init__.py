@@ -1,1 +1,1 @@
-"""The HTML page of a run, made from its record alone."""
+"""The HTML report of a run, made from its record alone."""

@@ -1,6 +1,6 @@
-"""Inline SVG that stretches with the page: places across are percentages, so text and marks keep their size.
+"""Inline SVG plots that stretch with the page: horizontal positions are percentages, so text and marks keep their size.
 
-Knows scales, ticks, marks and curves; not what they stand for. Needs no package.
+This file draws scales, ticks, marks and curves of any data. Needs no package.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from html import escape
 from typing import TypeGuard
 
-TICK_ROW_HEIGHT = 15  # between rows of texts
-PLOT_HEIGHT = 300  # of every plot, in CSS pixels; its width is the page's
-COLOUR_COUNT = (
-    7  # that the page's style sheet names k0, k1, ...: Okabe and Ito's, which colour-blind readers can tell apart
-)
+TICK_ROW_HEIGHT = 15  # between rows of tick labels, in CSS pixels
+PLOT_HEIGHT = 300  # of every plot, in CSS pixels; the width follows the page
+COLOUR_COUNT = 7  # colours k0, k1, ... of the style sheet: Okabe and Ito's, safe for colour-blind readers
 MINUS, TIMES, NO_VALUE = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
 MARKS = (  # circle, square, triangle, diamond, triangle upside down, plus, bar across, bar upright
     '<circle r="3.3"/>',
@@ -31,11 +29,11 @@ MARKS = (  # circle, square, triangle, diamond, triangle upside down, plus, bar 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """Where values lie between the two ends of an axis.
+    """Position of values between the two ends of an axis.
 
     Args:
         low, high: Values at the ends, low < high; positive on a logarithmic scale.
-        log: Whether equal ratios are equally far apart.
+        log: Whether the scale is logarithmic.
     """
 
     low: float
@@ -43,17 +41,17 @@ class Scale:
     log: bool = False
 
     def __call__(self, value: float) -> float:
-        """Return the place of a value: 0 at the low end, 1 at the high one."""
+        """Return the position of a value: 0 at the low end, 1 at the high end."""
         if self.log:
             return (math.log(value) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
         return (value - self.low) / (self.high - self.low)
 
     def across(self, value: float) -> str:
-        """Return the place of a value from the left, as a percentage."""
+        """Return the position of a value from the left, as a percentage."""
         return f"{_coordinate(100 * self(value))}%"
 
     def down(self, value: float) -> str:
-        """Return the place of a value from the top, in pixels."""
+        """Return the position of a value from the top, in pixels."""
         return _coordinate(PLOT_HEIGHT * (1 - self(value)))
 
     def holds(self, value: float) -> bool:
@@ -69,10 +67,10 @@ class Scale:
         first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
         for parts, every in (((1, 2, 3, 5), 1), ((1, 3), 1), *(((1,), every) for every in range(1, last - first + 2))):
             powers = (power for power in range(first, last + 1) if power % every == 0)
-            found = [value for power in powers for part in parts if self.holds(value := float(f"{part}e{power}"))]
-            if len(found) <= most:
+            values = [value for power in powers for part in parts if self.holds(value := float(f"{part}e{power}"))]
+            if len(values) <= most:
                 break
-        return found
+        return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +78,10 @@ class Tick:
     """One tick of the horizontal axis.
 
     Args:
-        place: From the left, as a percentage.
-        text: What stands there.
-        row: Under how many other rows of texts it stands, where neighbours would touch.
-        wide: Whether narrow screens leave it out.
+        place: Position from the left, as a percentage.
+        text: Label of the tick.
+        row: Row of the label, 0 at the top; several rows keep neighbours apart.
+        wide: Whether only wide screens show it.
     """
 
     place: str
@@ -93,12 +91,12 @@ class Tick:
 
 
 def positive(value: float | None) -> TypeGuard[float]:
-    """Return whether a logarithmic axis has a place for a value."""
+    """Return whether a value is positive and finite, so that a logarithmic axis can show it."""
     return value is not None and 0 < value < math.inf
 
 
 def spanning(values: Iterable[float], *, log: bool = False, least: float | None = None) -> Scale:
-    """Return a scale on which all values lie inside, with room at both ends but at `least`, where it begins."""
+    """Return a scale that contains all values with room at both ends; it begins at `least` if given."""
     known = [value for value in values if math.isfinite(value) and (value > 0 or not log)] or [1.0]
     low, high = min(known), max(known)
     if log:
@@ -110,7 +108,7 @@ def spanning(values: Iterable[float], *, log: bool = False, least: float | None 
 
 
 def glyph(kind: int, x: str, y: str, *, hollow: bool = False) -> str:
-    """Return a mark of a kind; the first 56 look different, as colours and shapes repeat after different counts."""
+    """Return a mark of a kind; the first 56 kinds differ in colour or shape."""
     look = f"k{kind % COLOUR_COUNT}{' open' if hollow else ''}"
     return f'<use href="#g{kind % len(MARKS)}" class="{look}" x="{x}" y="{y}"/>'
 
@@ -122,7 +120,7 @@ def key(kind: int, *, hollow: bool = False) -> str:
 
 
 def glyphs(size: float) -> str:
-    """Return the shapes that marks and legends refer to, once for a page; marks of size 1 are about 7 pixels wide."""
+    """Return the shapes of marks and legends, once per page; marks of size 1 are about 7 pixels wide."""
     shapes = "".join(
         f'<g id="h{index}">{shape}</g><g id="g{index}" transform="scale({_coordinate(size)})">{shape}</g>'
         for index, shape in enumerate(MARKS)
@@ -131,12 +129,12 @@ def glyphs(size: float) -> str:
 
 
 def line(x1: str, y1: str, x2: str, y2: str, look: str) -> str:
-    """Return a straight line; `look` is its class."""
+    """Return a straight line with the CSS class `look`."""
     return f'<line class="{look}" x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}"/>'
 
 
 def level(y: Scale, value: float, label: str) -> str:
-    """Return a dashed line across the plot at a value, with what it is at its right end; nothing if it lies outside."""
+    """Return a dashed line across the plot at a value, labelled at its right end; empty outside the scale."""
     if not y.holds(value):
         return ""
     place = y.down(value)
@@ -144,12 +142,12 @@ def level(y: Scale, value: float, label: str) -> str:
 
 
 def note(x: str, y: str, text: str, *, at: str = "start") -> str:
-    """Return a text in the plot; `at` says which end of it lies at x."""
+    """Return a text in the plot whose `at`, "start" or "end", lies at x."""
     return f'<text class="note" x="{x}" y="{y}" text-anchor="{at}">{escape(text)}</text>'
 
 
 def curve(x: Scale, y: Scale, points: Sequence[tuple[float, float]], look: str) -> str:
-    """Return a polyline whose width does not stretch."""
+    """Return a curve through points, with a constant line width."""
     places = " ".join(f"{_coordinate(1000 * x(a))},{y.down(b)}" for a, b in points)
     return (
         f'<svg viewBox="0 0 1000 {PLOT_HEIGHT}" preserveAspectRatio="none" width="100%" height="100%">'
@@ -158,7 +156,7 @@ def curve(x: Scale, y: Scale, points: Sequence[tuple[float, float]], look: str) 
 
 
 def named(index: int, title: str, parts: Iterable[str]) -> str:
-    """Return the marks of item number `index`, of which the browser shows the title."""
+    """Return the marks of layer number `index` with a title, which browsers show."""
     return f'<g data-l="{index}"><title>{escape(title)}</title>{"".join(parts)}</g>'
 
 
@@ -166,10 +164,10 @@ def plot(label: str, y: Scale, across: Sequence[Tick], parts: Iterable[str]) -> 
     """Return a plot with its axes.
 
     Args:
-        label: What it shows, for readers who do not see it.
+        label: Description of the plot for screen readers.
         y: Scale of the vertical axis.
-        across: Ticks of the other one.
-        parts: What is drawn.
+        across: Ticks of the horizontal axis.
+        parts: SVG elements of the marks.
     """
     grid, values = [], y.ticks()
     for value, text in zip(values, numbers(values, y), strict=True):
@@ -177,9 +175,9 @@ def plot(label: str, y: Scale, across: Sequence[Tick], parts: Iterable[str]) -> 
         grid.append(line("0", place, "100%", place, "grid"))
         grid.append(f'<text x="-8" y="{place}" dy="4" text-anchor="end">{text}</text>')
     for tick in across:
-        seen, below = ' class="wide"' if tick.wide else "", PLOT_HEIGHT + TICK_ROW_HEIGHT * tick.row
+        css_class, below = ' class="wide"' if tick.wide else "", PLOT_HEIGHT + TICK_ROW_HEIGHT * tick.row
         grid.append(
-            f"<g{seen}>{line(tick.place, str(PLOT_HEIGHT), tick.place, str(below + 5), 'axis')}"
+            f"<g{css_class}>{line(tick.place, str(PLOT_HEIGHT), tick.place, str(below + 5), 'axis')}"
             f'<text x="{tick.place}" y="{below + 18}" text-anchor="middle">{escape(tick.text)}</text></g>'
         )
     edge = line("0", str(PLOT_HEIGHT), "100%", str(PLOT_HEIGHT), "axis")
@@ -192,7 +190,7 @@ def plot(label: str, y: Scale, across: Sequence[Tick], parts: Iterable[str]) -> 
 
 
 def along(x: Scale, most: int = 8) -> list[Tick]:
-    """Return ticks of a horizontal axis for `plot`; narrow screens show every second."""
+    """Return ticks of a horizontal axis for `plot`; narrow screens show every second one."""
     values = x.ticks(most)
     texts = numbers(values, x)
     return [
@@ -202,7 +200,7 @@ def along(x: Scale, most: int = 8) -> list[Tick]:
 
 
 def numbers(values: Sequence[float], scale: Scale) -> list[str]:
-    """Return the texts of the ticks of a scale."""
+    """Return the labels of the ticks of a scale."""
     if not scale.log:
         digits = next(
             n for n in range(13) if all(abs(round(value, n) - value) < 1e-9 * scale.high for value in values) or n == 12
@@ -212,7 +210,7 @@ def numbers(values: Sequence[float], scale: Scale) -> list[str]:
 
 
 def _power(value: float) -> str:
-    """Return a number with at most one digit that is not 0."""
+    """Return the label of a number with one significant digit, with powers of ten outside 0.01 to 10,000."""
     if 0.01 <= value < 10000:
         return f"{value:g}"
     mantissa, power = f"{value:.0e}".split("e")
@@ -221,7 +219,7 @@ def _power(value: float) -> str:
 
 
 def short(value: float) -> str:
-    """Return a number in three digits."""
+    """Return a number with three digits."""
     if not math.isfinite(value):
         return NO_VALUE if math.isnan(value) else f"{MINUS if value < 0 else ''}∞"
     if value == 0 or 0.01 <= abs(value) < 1000:
@@ -233,12 +231,12 @@ def short(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share in percent, three digits."""
+    """Return a share in percent with three digits."""
     return f"{short(100 * share)} %"
 
 
 def _coordinate(value: float) -> str:
-    """Return a coordinate to a hundredth of its unit, without needless digits."""
+    """Return a coordinate with two decimals, without trailing zeros."""
     text = f"{value:.2f}".rstrip("0").rstrip(".")
     return "0" if text == "-0" else text
 

@@ -1,6 +1,6 @@
-"""The figures of a report: which numbers of a record they show, and the words beside them.
+"""Figures of the report: the numbers of a record that they show, and their captions.
 
-How scales, marks and curves are drawn is in `drawing.py`.
+`drawing.py` draws scales, marks and curves.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from nearplane.record.report.drawing import (
     spanning,
 )
 
-MAX_MARKED_KINDS = 11  # of layers with a mark of their own; what is rarer shares one
-# bits that rounding to evenly spaced values costs at high rates, 0.2546
+MAX_MARKED_KINDS = 11  # of layers with a separate mark; all rarer kinds share one
+# cost of rounding to evenly spaced values at high rates, 0.2546
 UNIFORM_ROUNDING_BITS = 0.5 * math.log2(math.pi * math.e / 6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A figure of marks, a group for every layer.
+    """A figure with a group of marks for every layer.
 
     Args:
-        heading, words: What it shows and how it is read.
-        axis, below: What the vertical axis is, and the horizontal one.
-        drawing: The plot; empty if the record has no numbers for it, as the words then say.
-        keys: What marks stand for, unless it is the kind of the layer.
+        heading, words: Title and caption.
+        axis, below: Labels of the vertical and the horizontal axis.
+        drawing: The plot; empty if the record has no numbers for it, for the reason in `words`.
+        keys: Entries of the legend; empty if marks stand for kinds of layers.
     """
 
     heading: str
@@ -59,7 +59,7 @@ class Figure:
     keys: Sequence[str] = ()
 
     def html(self, *, broad: bool) -> str:
-        """Return it with a line for the numbers of the mark that is pointed at."""
+        """Return the figure as HTML, with a line for the numbers of the selected mark."""
         legend = "".join(f"<span>{one}</span>" for one in self.keys)
         legend = f'<div class="legend">{legend}</div>' if legend else ""
         return (
@@ -71,53 +71,53 @@ class Figure:
 
 
 def figures(record: RunRecord) -> str:
-    """Return all figures of layers; the first, and the next where that leaves an odd number, as wide as the page."""
+    """Return all figures; the first is as wide as the page, and the second too if the number is even."""
     if not record.layers:
         return ""
-    found = [figure(record) for figure in (losses, shares, plane, above_limit, rates)]
-    drawn = [figure for figure in found if figure.drawing]
-    odd = len(drawn) % 2 == 0
-    html = "".join(figure.html(broad=index == 0 or (index == 1 and odd)) for index, figure in enumerate(drawn))
+    candidates = [figure(record) for figure in (losses, shares, plane, above_limit, rates)]
+    drawn = [figure for figure in candidates if figure.drawing]
+    second_broad = len(drawn) % 2 == 0
+    html = "".join(figure.html(broad=index == 0 or (index == 1 and second_broad)) for index, figure in enumerate(drawn))
     absent = "".join(
         f'<p class="soft"><b>{escape(figure.heading)}</b>: {escape(figure.words)}</p>'
-        for figure in found
+        for figure in candidates
         if not figure.drawing
     )
     return f'<div class="figures">{html}</div>{absent}'
 
 
 def legend(record: RunRecord) -> str:
-    """Return the bar that says what marks stand for and filters layers, and the shapes of the marks."""
-    many = len(record.layers)
+    """Return the bar that explains the marks and filters layers, and the shapes of the marks."""
+    count = len(record.layers)
     buttons = "".join(
         f'<button type="button" data-k="{number}" aria-pressed="false">{key(number)} {escape(name)}</button>'
         for number, (name, _) in enumerate(kinds(record))
     )
     return (
-        f"{glyphs(1 if many <= 120 else 0.8 if many <= 300 else 0.65)}"
-        '<h2>Figures</h2><p class="soft hint">Point at a mark, or tap it, to read its numbers; every figure then rings '
-        "that layer. A kind of layer, or part of a name, picks layers in figures and table.</p>"
+        f"{glyphs(1 if count <= 120 else 0.8 if count <= 300 else 0.65)}"
+        '<h2>Figures</h2><p class="soft hint">Point at a mark, or tap it, to read its numbers; all figures then circle '
+        "that layer. Choose a kind of layer, or type a part of a name, to filter figures and table.</p>"
         '<div class="bar"><label>Filter '
         '<input id="filter" type="search" placeholder="part of a name" autocomplete="off"></label>'
-        f'<span class="count soft">{many} of {counted(many, "layer")}</span>{buttons}</div>'
+        f'<span class="count soft">{count} of {counted(count, "layer")}</span>{buttons}</div>'
     )
 
 
 def kinds(record: RunRecord) -> list[tuple[str, list[int]]]:
-    """Return (name, numbers of its layers) of every kind of layer, whose name is the shortest that tells it apart."""
+    """Return (shortest unambiguous name, layer numbers) of every kind of layer."""
     members: dict[str, list[int]] = {}
     for index, layer in enumerate(record.layers):
         members.setdefault(".".join(part for part in layer.name.split(".") if not part.isdigit()), []).append(index)
-    own = list(members)
-    if len(own) > MAX_MARKED_KINDS + 1:
-        own = sorted(members, key=lambda kind: -len(members[kind]))[:MAX_MARKED_KINDS]
-    names = [kind for kind in members if kind in own]
-    rest = sorted(index for kind, layers in members.items() if kind not in own for index in layers)
-    return [*((_ending(kind, names), members[kind]) for kind in names), *([("other", rest)] if rest else [])]
+    marked = list(members)
+    if len(marked) > MAX_MARKED_KINDS + 1:
+        marked = sorted(members, key=lambda kind: -len(members[kind]))[:MAX_MARKED_KINDS]
+    names = [kind for kind in members if kind in marked]
+    others = sorted(index for kind, layers in members.items() if kind not in marked for index in layers)
+    return [*((_ending(kind, names), members[kind]) for kind in names), *([("other", others)] if others else [])]
 
 
 def _ending(name: str, names: Sequence[str]) -> str:
-    """Return the last parts of a dotted name that no other of the names ends in."""
+    """Return the shortest ending of a dotted name that no other name has."""
     parts = name.split(".")
     for length in range(1, len(parts)):
         ending = ".".join(parts[-length:])
@@ -127,17 +127,17 @@ def _ending(name: str, names: Sequence[str]) -> str:
 
 
 def block_of(name: str) -> int | None:
-    """Return the first number in a layer's name: that of its block."""
-    found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
-    return int(found[1]) if found else None
+    """Return the number of a layer's block, the first number in its name."""
+    match = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
+    return int(match[1]) if match else None
 
 
 class Row:
-    """Layers side by side: where each stands, and its kind.
+    """Horizontal axis of layers side by side: the position and the kind of each layer.
 
     Args:
-        record: Whose layers.
-        by_kind: Whether layers of a kind stand together, or all in the order they were quantized.
+        record: The record of the layers.
+        by_kind: Whether layers are grouped by kind, or in the order of the solve.
     """
 
     def __init__(self, record: RunRecord, *, by_kind: bool = False) -> None:
@@ -151,21 +151,21 @@ class Row:
         self.blocks = [block_of(layer.name) for layer in record.layers]
 
     def place(self, layer: int) -> str:
-        """Return where a layer stands."""
+        """Return the position of a layer."""
         return self.x.across(self.at[layer])
 
     @property
     def below(self) -> str:
-        """Return what the horizontal axis is."""
+        """Return the label of the horizontal axis."""
         if self.by_kind:
             return "kind of layer; within each, in the order of the blocks"
         numbered = any(block is not None for block in self.blocks)
         return "block" if numbered else "layers, in the order they were quantized"
 
     def ticks(self) -> list[Tick]:
-        """Return the names of the kinds, or the numbers of blocks, each in the middle of its layers."""
+        """Return ticks with the names of kinds or the numbers of blocks, each in the middle of its layers."""
         if self.by_kind:
-            rows = math.ceil(len(self.kinds) / 4)  # four names fit side by side on a telephone
+            rows = math.ceil(len(self.kinds) / 4)  # a telephone shows four names side by side
             return [
                 Tick(place=self._middle(members), text=name, row=number % rows)
                 for number, (name, members) in enumerate(self.kinds)
@@ -186,12 +186,12 @@ class Row:
         return self.x.across((min(places) + max(places)) / 2)
 
     def borders(self) -> list[str]:
-        """Return lines between kinds, where they stand together."""
+        """Return lines between kinds."""
         ends = (max(self.at[layer] for layer in members) + 0.5 for _, members in self.kinds[:-1])
         return [line(self.x.across(end), "0", self.x.across(end), "100%", "grid") for end in ends]
 
     def trends(self, y: Scale, value: Callable[[LayerRecord], float | None]) -> list[str]:
-        """Return a line through each kind of layer that every block has at most one of."""
+        """Return a line through the layers of each kind that occurs at most once per block."""
         drawn = []
         for number, (_, members) in enumerate(self.kinds):
             known = [
@@ -205,42 +205,40 @@ class Row:
         self,
         y: Scale,
         values: Mapping[int, float],
-        said: Callable[[LayerRecord, float], str],
+        title_of: Callable[[LayerRecord, float], str],
         hollow: Set[int] = frozenset(),
     ) -> list[str]:
-        """Return a mark for every layer with a value, hollow where told, and what it says when it is pointed at."""
+        """Return a mark with a title for every layer with a value; layers in `hollow` get hollow marks."""
         drawn = []
         for index, value in values.items():
             layer = self.layers[index]
             mark = glyph(self.kind[index], self.place(index), y.down(value), hollow=index in hollow)
-            drawn.append(named(index, f"{layer.name}: {said(layer, value)}", [mark]))
+            drawn.append(named(index, f"{layer.name}: {title_of(layer, value)}", [mark]))
         return drawn
 
     def figure(self, heading: str, words: str, axis: str, y: Scale, parts: Sequence[str]) -> Figure:
-        """Return a figure with these layers side by side."""
+        """Return a figure of these layers side by side."""
         drawing = plot(heading, y, self.ticks(), parts)
         return Figure(heading=heading, words=words, axis=axis, below=self.below, drawing=drawing)
 
 
-def _every(many: int, most: int) -> int:
-    """Return the least of 1, 2, 5, 10, ... so that every such one of `many` is at most `most`."""
-    return next(step for step in (1, 2, 5, 10, 20, 50, 100, 10**9) if math.ceil(many / step) <= most)
+def _every(count: int, limit: int) -> int:
+    """Return the least of 1, 2, 5, 10, ... so that every n-th of `many` items are at most `most`."""
+    return next(step for step in (1, 2, 5, 10, 20, 50, 100, 10**9) if math.ceil(count / step) <= limit)
 
 
 def _finite(values: Iterable[float | None]) -> Iterator[float]:
-    """Yield the values that are known and finite."""
+    """Return an iterator of the values that are known and finite."""
     return (value for value in values if value is not None and math.isfinite(value))
 
 
 def losses(record: RunRecord) -> Figure:
-    """Draw the loss of every layer against the bounds and rounding to nearest."""
+    """Draw the loss of every layer with its bounds and the loss of rounding to nearest."""
     row, layers = Row(record, by_kind=True), record.layers
-    words = (
-        "How much error the rounding of each layer adds to its outputs, on an axis of powers of ten; lower is better."
-    )
+    words = "The squared error that rounding adds to the outputs of each layer, on a logarithmic axis; lower is better."
     keys = [f"{key(0)} loss"]
     if bounded := any(positive(layer.worst_case) for layer in layers):
-        keys.append(f"{key(6)} loss under the damped Hessian, for which the bounds hold")
+        keys.append(f"{key(6)} loss under the damped Hessian, to which the bounds refer")
         swatch = '<line class="range" x1="50%" y1="0" x2="50%" y2="100%"/>'
         keys.append(f'<svg class="key" aria-hidden="true">{swatch}</svg> from the expected loss up to the worst case')
     else:
@@ -252,21 +250,21 @@ def losses(record: RunRecord) -> Figure:
     shown = ("loss", "damped_loss", "nearest_loss", "worst_case", "expected") if bounded else ("loss", "nearest_loss")
     values = [value for layer in layers for name in shown if positive(value := getattr(layer, name))]
     if not values:
-        return Figure(heading="Loss", words="not drawn, as no layer lost anything.")
+        return Figure(heading="Loss", words="not drawn, as every loss is 0.")
     y, parts = spanning(values, log=True), row.borders()
     for index, layer in enumerate(layers):
-        x, marks, said = row.place(index), [], [f"loss {short(layer.loss)}"]
+        x, marks, texts = row.place(index), [], [f"loss {short(layer.loss)}"]
         if positive(layer.loss):
             marks.append(glyph(0, x, y.down(layer.loss)))
         if positive(layer.worst_case) and positive(layer.expected) and positive(layer.damped_loss):
             marks.insert(0, line(x, y.down(layer.worst_case), x, y.down(layer.expected), "range"))
             marks.insert(1, glyph(6, x, y.down(layer.damped_loss)))
-            said.append(f"damped {short(layer.damped_loss)}")
-            said.append(f"expected {short(layer.expected)}, worst case {short(layer.worst_case)}")
+            texts.append(f"damped {short(layer.damped_loss)}")
+            texts.append(f"expected {short(layer.expected)}, worst case {short(layer.worst_case)}")
         if positive(layer.nearest_loss):
             marks.append(glyph(3, x, y.down(layer.nearest_loss), hollow=True))
-            said.append(f"rounded to nearest {short(layer.nearest_loss)}")
-        parts.append(named(index, f"{layer.name}: {', '.join(said)}", marks))
+            texts.append(f"rounded to nearest {short(layer.nearest_loss)}")
+        parts.append(named(index, f"{layer.name}: {', '.join(texts)}", marks))
     return Figure(
         heading="Loss",
         words=words,
@@ -291,19 +289,19 @@ def shares(record: RunRecord) -> Figure:
     y = spanning([*share.values(), 1.0, 0.3], log=log, least=None if log else 0)
     clipping = {index for index in share if record.layers[index].clipped_rows > 0}
 
-    def said(layer: LayerRecord, value: float) -> str:
+    def title_of(layer: LayerRecord, value: float) -> str:
         clip = f", {percent(layer.clipped_rows)} of the rows clip" if layer.clipped_rows else ""
         return f"{percent(value)} of the worst case{clip}"
 
-    parts = [*row.marks(y, share, said, clipping), level(y, 1, "worst case"), level(y, 1 / 3, "expected")]
-    words = "How much of what Babai's theorem allows was lost. Errors that are spread evenly come to a third."
+    parts = [*row.marks(y, share, title_of, clipping), level(y, 1, "worst case"), level(y, 1 / 3, "expected")]
+    words = "The loss as a share of the worst case of Babai's theorem. Evenly distributed errors give a third."
     if any(layer.clipped_rows for layer in record.layers):
-        words += " Hollow: some rows clip, and for those it is no bound."
+        words += " Hollow marks: some rows clip, for which the worst case is no bound."
     return row.figure(heading, words, "damped loss / worst case", y, parts)
 
 
 def above_limit(record: RunRecord) -> Figure:
-    """Draw how far every layer is above the rate-distortion limit."""
+    """Draw the distance of every layer from the rate-distortion limit."""
     heading, row, why = "Bits above the limit", Row(record), _no_limit(record)
     above = {
         index: value
@@ -313,7 +311,7 @@ def above_limit(record: RunRecord) -> Figure:
     if not above:
         return Figure(heading=heading, words=f"not drawn: {why}")
     y = spanning([*above.values(), 0, UNIFORM_ROUNDING_BITS])
-    most = "tables and steps" if record.entropy is not None else "codes of equal length and steps"
+    overhead = "tables and steps" if record.entropy is not None else "codes of equal length and steps"
     parts = [
         *row.trends(y, lambda layer: layer.above_limit),
         *row.marks(y, above, lambda x, value: f"{value:.3f} bits above the limit, {x.rate:.3f} in the file"),
@@ -321,55 +319,55 @@ def above_limit(record: RunRecord) -> Figure:
         level(y, UNIFORM_ROUNDING_BITS, f"evenly spaced values: {UNIFORM_ROUNDING_BITS:.4f}"),
     ]
     words = (
-        "Bits in the file less the fewest that could reach the same loss on Gaussian weights. Rounding to evenly "
-        f"spaced values costs {UNIFORM_ROUNDING_BITS:.4f} of them at high rates; {most} cost most of the rest."
+        "Bits per weight in the file minus the fewest with which any code reaches the same loss on Gaussian weights. "
+        f"Evenly spaced values cost {UNIFORM_ROUNDING_BITS:.4f} bits at high rates; {overhead} cost most of the rest."
         f"{f' Without a mark: {why}' if why else ''}"
     )
     return row.figure(heading, words, "bits per weight", y, parts)
 
 
 def _no_limit(record: RunRecord) -> str:
-    """Say which layers have no limit, and why; nothing if all have one."""
+    """Return which layers have no limit, and why; empty if all have one."""
     without = [layer for layer in record.layers if layer.limit is None]
     if not without:
         return ""
     wide = sum(layer.in_features > MAX_CERTIFIED_INPUTS for layer in without)
-    some = counted(wide, "layer") + f" of more than {MAX_CERTIFIED_INPUTS} inputs, for which the limit is not computed"
-    rest = counted(len(without) - wide, "layer") + " without a limit in the record"
-    return " and ".join(text for text, many in ((some, wide), (rest, len(without) - wide)) if many) + "."
+    too_wide = counted(wide, "layer") + f" of more than {MAX_CERTIFIED_INPUTS} inputs, for which no limit is computed"
+    others = counted(len(without) - wide, "layer") + " without a limit in the record"
+    return " and ".join(text for text, many in ((too_wide, wide), (others, len(without) - wide)) if many) + "."
 
 
 def rates(record: RunRecord) -> Figure:
-    """Draw the bits of every layer."""
+    """Draw the bits per weight of every layer."""
     heading, row = "Bits per weight", Row(record)
     y = spanning([*(layer.rate for layer in record.layers), *_finite(x.asked for x in record.layers)], least=0)
 
-    def said(layer: LayerRecord, value: float) -> str:
-        asked = "" if layer.asked is None else f", asked for {layer.asked:.3f}"
-        codes = "" if layer.entropy is None else f", of them codes {layer.entropy:.3f}"
+    def title_of(layer: LayerRecord, value: float) -> str:
+        asked = "" if layer.asked is None else f", bit budget {layer.asked:.3f}"
+        codes = "" if layer.entropy is None else f", codes alone {layer.entropy:.3f}"
         return f"{value:.3f} bits per weight{asked}{codes}"
 
     parts = [
         *row.trends(y, lambda layer: layer.rate),
-        *row.marks(y, {index: layer.rate for index, layer in enumerate(record.layers)}, said),
+        *row.marks(y, {index: layer.rate for index, layer in enumerate(record.layers)}, title_of),
         level(y, record.rate, f"mean {record.rate:.3f}"),
     ]
-    spent = "Every layer was to have the same."
+    allocation = "Every layer has the same bit budget."
     if record.recipe.allocate == "slope":
-        spent = "They go where the network minds errors most, as measured before."
-    words = f"Every byte of a layer's tensors in the file, per weight. {spent}"
+        allocation = "Layers whose errors change the predictions most, as measured before the solve, get the most."
+    words = f"Size of a layer's tensors in the file, in bits per weight. {allocation}"
     return row.figure(heading, words, "bits per weight", y, parts)
 
 
 def plane(record: RunRecord) -> Figure:
-    """Draw every layer in the rate-distortion plane, joined to its limit."""
+    """Draw every layer in the rate-distortion plane, connected to its limit."""
     heading, row = "Rate and distortion", Row(record)
     layers = [(index, layer) for index, layer in enumerate(record.layers) if positive(layer.relative_loss)]
     if not layers:
-        return Figure(heading=heading, words="not drawn, as no layer lost anything.")
-    spent = [layer.rate for _, layer in layers]
+        return Figure(heading=heading, words="not drawn, as every loss is 0.")
+    layer_rates = [layer.rate for _, layer in layers]
     limits = list(_finite(layer.limit for _, layer in layers))
-    x = spanning([*spent, *limits, min(spent) - 0.4, max(spent) + 0.4])
+    x = spanning([*layer_rates, *limits, min(layer_rates) - 0.4, max(layer_rates) + 0.4])
     y = spanning([*(layer.relative_loss for _, layer in layers), 4.0**-record.rate], log=True)
     parts = _guides(x, y)
     for index, layer in layers:
@@ -387,14 +385,14 @@ def plane(record: RunRecord) -> Figure:
             title += f", limit {layer.limit:.3f}"
         parts.append(named(index, title, marks))
     words = (
-        "What each layer costs and what it loses. Along a slanted line a bit more means a quarter of the loss, "
-        f"6.02 dB; the lines lie a bit apart. The dashed one, 4 to the power of {MINUS}bits, is the limit of Gaussian "
-        "weights with independent inputs: layers below it have inputs that depend on each other."
+        f"Bits and relative loss of each layer. Along a slanted line, one more bit per weight means a quarter of the "
+        f"loss (6.02 dB); the lines are one bit apart. The dashed line, 4 to the power of {MINUS}bits, is the limit "
+        f"for Gaussian weights with independent inputs; the inputs of layers below this line depend on each other."
     )
-    reach = " The thin line leads left to the fewest bits that could reach the layer's loss." if limits else ""
+    hint = " The thin line ends at the fewest bits with which any code reaches the layer's loss." if limits else ""
     return Figure(
         heading=heading,
-        words=words + reach,
+        words=words + hint,
         axis="relative loss",
         below="bits per weight",
         drawing=plot(heading, y, along(x), parts),
@@ -402,9 +400,9 @@ def plane(record: RunRecord) -> Figure:
 
 
 def _guides(x: Scale, y: Scale) -> list[str]:
-    """Draw lines on which a bit more means a quarter of the loss, a bit apart; the main one is 4^-bits."""
+    """Draw lines on which one more bit means a quarter of the loss, one bit apart; the main line is 4^-bits."""
     drawn: list[str] = []
-    first, last = (-math.log(value, 4) for value in (y.high, y.low))  # rates at which 4^-rate enters and leaves
+    first, last = (-math.log(value, 4) for value in (y.high, y.low))  # rates where 4^-rate enters and leaves
     if last - first + x.high - x.low > 100:
         return drawn
     for shift in range(math.floor(first - x.high), math.ceil(last - x.low) + 1):
@@ -413,7 +411,7 @@ def _guides(x: Scale, y: Scale) -> list[str]:
             a, b = (y.down(min(y.high, max(y.low, 4.0 ** -(rate + shift)))) for rate in (start, end))
             drawn.append(line(x.across(start), a, x.across(end), b, "guide" if shift else "guide main"))
             if not shift:
-                if float(b) + 24 < PLOT_HEIGHT:  # below its end, else above its start: where the line does not cross it
+                if float(b) + 24 < PLOT_HEIGHT:  # below the end or above the start, clear of the line
                     place, side = (x.across(end), float(b) + 16), "end"
                 else:
                     place, side = (x.across(start + 0.02 * (x.high - x.low)), max(12.0, float(a) - 8)), "start"

@@ -1,7 +1,7 @@
-"""The report of a run: one HTML page, from the record of its checkpoint alone. Needs no torch and no network.
+"""The report of a run: one HTML page, made from the run record alone. Needs no torch and no network connection.
 
-What the page says. Its figures are in `figures.py` and `drawing.py`, how it looks in `page.html`, what it does in
-`page.js`.
+This file holds the texts and tables; the figures are in `figures.py` and `drawing.py`, the layout in `page.html` and
+the interaction in `page.js`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nearplane.record.words import UNSEEN, calibrated, remarks
 
 
 def render(record: RunRecord) -> str:
-    """Return the page: the same text for the same record."""
+    """Return the page; equal records give equal pages."""
     parts = files(__package__)
     script = parts.joinpath("page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -44,141 +44,141 @@ def render(record: RunRecord) -> str:
 
 
 def _model(record: RunRecord) -> str:
-    """Return the model's name: that on the hub, or of its folder."""
+    """Return the model's name on the hub, or the name of its folder."""
     local = record.source.startswith((".", "/", "~")) or record.source.count("/") > 1 or "\\" in record.source
     return re.split(r"[/\\]", record.source.rstrip("/\\"))[-1] if local else record.source
 
 
 def _time(record: RunRecord) -> str:
-    """Return how long the run took; nothing for a record inside a file, which tells no times."""
+    """Return the time of the run; empty for a record inside a weight file, which has no times."""
     return f"{record.seconds:,.1f} s " if record.seconds else ""
 
 
 def _headline(record: RunRecord) -> str:
-    """Say what was made of what, in six numbers."""
+    """Return the heading of the page, with the most important numbers."""
     scheme = record.recipe.scheme
     how = scheme.title if record.entropy is not None else f"{scheme.title} ({record.recipe.format})"
     cards = "".join(
-        f"<div><dt>{escape(what)}</dt><dd>{escape(value)}</dd><dd>{breakable(more)}</dd></div>"
-        for what, value, more in _cards(record)
+        f"<div><dt>{escape(title)}</dt><dd>{escape(value)}</dd><dd>{breakable(details)}</dd></div>"
+        for title, value, details in _cards(record)
     )
-    made = f"Weights {how} by {scheme.solver}, {calibrated(record)}; {_time(record)}on {record.device}."
+    summary = f"Weights {how} by {scheme.solver}, {calibrated(record)}; {_time(record)}on {record.device}."
     return (
         f"<header><h1>{escape(_model(record))} at {record.rate:.3f} bits per weight</h1>"
-        f'<p class="soft">{escape(made)}</p><dl class="cards">{cards}</dl></header>'
+        f'<p class="soft">{escape(summary)}</p><dl class="cards">{cards}</dl></header>'
     )
 
 
 def breakable(text: str) -> str:
-    """Return a text as HTML in which names may break behind their dots."""
+    """Return a text as HTML in which names may break after their dots."""
     return re.sub(r"\.(?=\w)(?!\d+ )", ".<wbr>", escape(text))
 
 
 def _cards(record: RunRecord) -> list[tuple[str, str, str]]:
-    """Return (what, value, more) of the numbers that matter most."""
+    """Return (title, value, details) of the most important numbers."""
     layers, (asked, unit) = record.layers, record.recipe.scheme.asked or (None, "")
     weights = sum(layer.out_features * layer.in_features for layer in layers)
-    wish = f"asked for: {asked:g}; " if unit == "bits per weight" else ""
-    sizes = f"weight files {size_text(record.bytes)}, of them not quantized {size_text(record.overhead)}"
+    requested = f"requested: {asked:g}; " if unit == "bits per weight" else ""
+    sizes = f"weight files {size_text(record.bytes)}, including {size_text(record.overhead)} that is not quantized"
     if unit == "bytes":
         sizes = f"at most: {size_text(int(asked or 0))}; {sizes}"
     cards = [
-        ("bits per weight", f"{record.rate:.3f}", f"{wish}every byte of the quantized layers counted"),
+        ("bits per weight", f"{record.rate:.3f}", f"{requested}includes all bytes of the quantized layers"),
         ("checkpoint folder", size_text(record.folder), sizes),
-        ("layers quantized", f"{len(layers):,}", f"{weights:,} weights"),
+        ("quantized layers", f"{len(layers):,}", f"{weights:,} weights"),
     ]
     if layers:
         worst = max(layers, key=lambda layer: layer.relative_loss)
         cards.append(("worst relative loss", percent(worst.relative_loss), worst.name))
     if extra := [(layer.extra_relative_loss, layer.name) for layer in layers if layer.extra_relative_loss is not None]:
-        most, name = max(extra)
+        worst_extra, name = max(extra)
         windows = f"{counted(record.extra_windows, 'window')} {UNSEEN}"
-        cards.append(("worst on extra windows", percent(most), f"{name}, {windows}"))
+        cards.append(("worst on extra windows", percent(worst_extra), f"{name}, {windows}"))
     if known := [layer for layer in layers if layer.above_limit is not None and math.isfinite(layer.above_limit)]:
         counts = [layer.out_features * layer.in_features for layer in known]
-        above = sum((layer.above_limit or 0.0) * own for layer, own in zip(known, counts, strict=True)) / sum(counts)
+        above = sum((layer.above_limit or 0.0) * n for layer, n in zip(known, counts, strict=True)) / sum(counts)
         of = "" if len(known) == len(layers) else f" of {counted(len(known), 'layer')}"
-        cards.append(("bits above the limit", f"{above:.3f}", f"mean over the weights{of}; a Gaussian reference"))
+        cards.append(("bits above the limit", f"{above:.3f}", f"mean over the weights{of}; for Gaussian weights"))
     if gains := [layer.nearest_loss / layer.loss for layer in layers if layer.nearest_loss and layer.loss > 0]:
-        there = [x.extra_nearest_loss / x.extra_loss for x in layers if x.extra_nearest_loss and x.extra_loss]
-        other = f"; {median(there):.2f} {TIMES} on extra windows" if there else ""
+        extra_gains = [x.extra_nearest_loss / x.extra_loss for x in layers if x.extra_nearest_loss and x.extra_loss]
+        other = f"; {median(extra_gains):.2f} {TIMES} on extra windows" if extra_gains else ""
         times = f"{median(gains):.2f} {TIMES}"
-        cards.append(("rounding to nearest", times, f"the loss, with the same steps (median layer){other}"))
+        cards.append(("rounding to nearest", times, f"this loss, with the same steps (median layer){other}"))
     return cards
 
 
 def _heed(record: RunRecord) -> str:
-    """Say in words what is wrong or was left out."""
-    said = "".join(f"<li>{_code(sentence)}</li>" for sentence in findings(record))
-    if not said:
-        return '<p class="fine">Nothing was left out, no input is dead, and no row clips.</p>'
-    return f'<section class="heed"><h3>To know before you trust it</h3><ul>{said}</ul></section>'
+    """Return the list of findings: faults, omissions and void bounds."""
+    items = "".join(f"<li>{_code(sentence)}</li>" for sentence in findings(record))
+    if not items:
+        return '<p class="fine">No findings: nothing was skipped, no input is dead, and no row clips.</p>'
+    return f'<section class="heed"><h3>Findings to check</h3><ul>{items}</ul></section>'
 
 
 def _code(text: str) -> str:
-    """Return a text as HTML, what is between backticks as code."""
+    """Return a text as HTML, with texts between backticks as code."""
     return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text))
 
 
 def findings(record: RunRecord) -> list[str]:
-    """Return a sentence for everything that is wrong, was left out, or makes a bound void."""
-    layers, found = record.layers, [_sentence(said) for said in remarks(record)]
+    """Return a sentence for every fault, omission, and void bound."""
+    layers, sentences = record.layers, [_sentence(remark) for remark in remarks(record)]
     if clipped := [layer for layer in layers if layer.clipped_rows]:
-        most = max(clipped, key=lambda layer: layer.clipped_rows)
-        found.append(
-            f"Rows clip in {len(clipped)} of {counted(len(layers), 'layer')}: some of their targets lay outside the "
-            "grid. Worst case, expected loss and gamma hold for none of these rows; the losses themselves are exact. "
-            f"Share of rows that clip: median layer {percent(median(layer.clipped_rows for layer in clipped))}, most "
-            f"{percent(most.clipped_rows)} ({most.name})."
+        worst = max(clipped, key=lambda layer: layer.clipped_rows)
+        sentences.append(
+            f"Rows clip in {len(clipped)} of {counted(len(layers), 'layer')}: some of their targets were outside the "
+            f"grid. For these rows, worst case, expected loss and gamma do not hold; the losses are exact. Share of "
+            f"rows that clip: {percent(median(layer.clipped_rows for layer in clipped))} in the median layer, at most "
+            f"{percent(worst.clipped_rows)} ({worst.name})."
         )
-    if beyond := [x.name for x in layers if x.worst_case is not None and x.damped_loss > x.worst_case * (1 + 1e-9)]:
-        found.append(
-            f"{counted(len(beyond), 'layer')} lost more than the worst case of rows that do not clip: {first_few(beyond)}."
+    if exceeding := [x.name for x in layers if x.worst_case is not None and x.damped_loss > x.worst_case * (1 + 1e-9)]:
+        sentences.append(
+            f"The worst case of unclipped rows is exceeded in {counted(len(exceeding), 'layer')}: "
+            f"{first_few(exceeding)}."
         )
     if worse := [layer.name for layer in layers if layer.nearest_loss is not None and layer.nearest_loss < layer.loss]:
-        found.append(
-            f"Rounding to nearest would have lost less on the calibration text in {counted(len(worse), 'layer')}: "
-            f"{first_few(worse)}."
+        sentences.append(
+            f"Rounding to nearest would have had a lower loss on the calibration text in "
+            f"{counted(len(worse), 'layer')}: {first_few(worse)}."
         )
-    return found
+    return sentences
 
 
 def _sentence(text: str) -> str:
-    """Return a text with a capital letter and a full stop."""
+    """Return a text with a capital first letter and a full stop."""
     return f"{text[:1].upper()}{text[1:].removesuffix('.')}."
 
 
 TERMS = {
-    "bits per weight": f"Size of a layer's tensors in the file: 8 {TIMES} bytes / weights, steps, tables and all.",
-    "relative loss": "The error that rounding adds to a layer's outputs on the calibration text, as a share of the "
-    "outputs, both squared: 0.01 is 1 %, or 20 dB below. It compares layers.",
-    "loss": "The same without the share: mean squared error of an output, divided by the number of inputs. Unit: that "
-    "of an output, squared.",
-    "on extra windows": f"How far outputs are from those of the original network, on windows of the text {UNSEEN}: "
-    "with what the layers before lost, so more than the relative loss. If much more, there were too few tokens.",
-    "nearest / this": "How many times the loss would be if every weight were rounded to nearest, with the same steps.",
-    "worst case, expected": "What Babai's theorem allows at most, and a third of that, which it makes probable. They "
-    "bound the loss under the damped Hessian, row by row, where nothing clips.",
-    "gamma": "No codes with the same steps have an error (a root mean square) below 1 / gamma of this one, in rows "
-    "that do not clip.",
-    "clipped": "Codes whose target lay outside the grid, and rows with such a code.",
-    "bits above the limit": "Bits per weight in the file less the fewest with which any code reaches this loss on "
-    "Gaussian weights, under the same Hessian. A reference, not a strict bound for real weights.",
-    "correction": "How far targets moved from the original weights to make up for what the layers before lost: 0 not "
-    "at all, 1 all the way.",
+    "bits per weight": f"Size of a layer's tensors in the file, including steps and tables: 8 {TIMES} bytes / weights.",
+    "relative loss": "Squared error of a layer's outputs on the calibration text, divided by the squared outputs: 0.01 "
+    "is 1 %, or 20 dB below the outputs. Use it to compare layers.",
+    "loss": "Mean squared error of an output, divided by the number of inputs. Its unit is that of an output, squared.",
+    "on extra windows": f"Squared difference to the outputs of the original model, on windows of the text {UNSEEN}. "
+    "It includes the losses of earlier layers. A value far above the relative loss indicates too few tokens.",
+    "nearest / this": "The loss of rounding every weight to nearest with the same steps, divided by this loss.",
+    "worst case, expected": "The largest loss that Babai's theorem allows, and a third of it, the probable loss. They "
+    "refer to the loss under the damped Hessian, and hold for each row that does not clip.",
+    "gamma": "In rows that do not clip, no codes with the same steps have a root-mean-square error below 1 / gamma of "
+    "this one.",
+    "clipped": "Codes whose target was outside the grid, and rows with such a code.",
+    "bits above the limit": "Bits per weight in the file minus the fewest with which any code reaches this loss on "
+    "Gaussian weights under the same Hessian. The limit is a reference, not a strict bound for real weights.",
+    "correction": "How far targets moved from the original weights to compensate the losses of earlier layers: from 0, "
+    "no correction, to 1, full correction.",
     "dead": "Inputs that were 0 for every calibration token.",
 }
 
 
 def _terms(record: RunRecord) -> str:
-    """Explain the words of the page that this record has."""
+    """Return explanations of the terms that the page uses for this record."""
     known = {
         "on extra windows": "extra_loss",
         "nearest / this": "nearest_loss",
         "worst case, expected": "worst_case",
         "gamma": "gamma",
         "bits above the limit": "limit",
-    }  # by the field that has them
+    }  # the field of `LayerRecord` that each term needs
     absent = {word for word, name in known.items() if all(getattr(layer, name) is None for layer in record.layers)}
     if record.entropy is not None:
         absent.add("clipped")
@@ -191,7 +191,7 @@ def _terms(record: RunRecord) -> str:
 
 
 def _tuning(record: RunRecord) -> str:
-    """Return the curves of held-out and training KL, and what came of it; nothing where nothing was tuned."""
+    """Return the curves of held-out and training KL and the result of tuning; empty without tuning."""
     tuned = record.tuning
     if tuned is None:
         return ""
@@ -200,21 +200,22 @@ def _tuning(record: RunRecord) -> str:
     last = max(1, tuned.curve[-1].step)
     x, y = Scale(low=0, high=last), spanning((value for _, value in (*held, *training)), least=0.0)
     parts, keys = [], []
-    for look, name, points in (("o0", "held-out windows", held), ("o1", "windows trained on", training)):
-        shown = ", ".join(f"step {step:.0f}: {short(value)}" for step, value in points)
-        parts.append(f"<g><title>{escape(f'{name}: {shown}')}</title>{curve(x, y, points, look)}</g>")
+    for look, name, points in (("o0", "held-out windows", held), ("o1", "training windows", training)):
+        values = ", ".join(f"step {step:.0f}: {short(value)}" for step, value in points)
+        parts.append(f"<g><title>{escape(f'{name}: {values}')}</title>{curve(x, y, points, look)}</g>")
         keys.append(
             f'<tr><td><svg class="key long" aria-hidden="true"><line class="{look}" x1="0" y1="50%" x2="100%" y2="50%"/></svg> '
             f"{escape(name)}</td><td>{short(points[-1][1]) if points else ''}</td></tr>"
         )
     ticks = [Tick(place=f"{100 * share}%", text=f"{share * last:.0f}") for share in (0, 0.5, 1)]
-    before = "Losses on this page are those of the tuned codes and steps, along the tuned network; those before are in the record."
+    note = "Losses on this page are those of the tuned network; the record holds those before tuning."
     return (
-        f"<h2>Tuning</h2><p>{escape(_sentence(tuned.sentence()))} {escape(_sentence(tuned.looked_at()))} {escape(before)}</p>"
+        f"<h2>Tuning</h2><p>{escape(_sentence(tuned.sentence()))} {escape(_sentence(tuned.looked_at()))} "
+        f"{escape(note)}</p>"
         '<div class="panels"><figure class="panel"><figcaption><h3>KL to the original, nats per token</h3></figcaption>'
         f"{plot('KL to the original while tuning', y, ticks, parts)}"
         '<p class="axis below">step of the optimizer</p>'
-        '<table class="small"><thead><tr><th scope="col">on</th><th scope="col">KL at the end</th></tr></thead>'
+        '<table class="small"><thead><tr><th scope="col">windows</th><th scope="col">KL at the end</th></tr></thead>'
         f"<tbody>{''.join(keys)}</tbody></table></figure></div>"
     )
 
@@ -223,9 +224,9 @@ class Column(NamedTuple):
     """One column of the table.
 
     Args:
-        head: Its heading.
-        value: What it sorts by; None where a layer has none.
-        text: What it shows; default: three digits.
+        head: Heading of the column.
+        value: Function that returns the number to sort by; None if a layer has no value.
+        text: Function that returns the text of a cell; None: the number with three digits.
     """
 
     head: str
@@ -234,18 +235,18 @@ class Column(NamedTuple):
 
 
 def _ratio(part: float | None, of: float | None) -> float | None:
-    """Return part / of, None where it is not known or not defined."""
+    """Return part / of, or None if it is unknown or undefined."""
     return part / of if part is not None and of is not None and of > 0 else None
 
 
 def _grid_bits(layer: LayerRecord) -> float | None:
-    """Return the bits of a code and its share of a 16-bit step."""
+    """Return the bits of a code plus its share of a 16-bit step."""
     format = layer.number_format
     return None if not format.bits else format.bits + 16 / (format.group or layer.in_features)
 
 
 def _columns(record: RunRecord) -> list[Column]:
-    """Return the columns of the table but the first, which holds names."""
+    """Return all columns of the table except the first, which holds names."""
     coded = record.entropy is not None
     clipping = [
         Column("clipped codes %", lambda x: None if coded else 100 * x.clipped, lambda x: f"{100 * x.clipped:.2f}"),
@@ -253,12 +254,12 @@ def _columns(record: RunRecord) -> list[Column]:
             "clipped rows %", lambda x: None if coded else 100 * x.clipped_rows, lambda x: f"{100 * x.clipped_rows:.2f}"
         ),
     ]
-    asked = Column("asked rate", lambda x: x.asked, lambda x: f"{x.asked:.3f}")
+    budget = Column("bit budget", lambda x: x.asked, lambda x: f"{x.asked:.3f}")
     return [
         Column(
             "shape", lambda x: x.out_features * x.in_features, lambda x: f"{x.out_features} {TIMES} {x.in_features}"
         ),
-        asked if coded else Column("grid", _grid_bits, lambda x: x.format),
+        budget if coded else Column("grid", _grid_bits, lambda x: x.format),
         Column("bits / weight", lambda x: x.rate, lambda x: f"{x.rate:.3f}"),
         Column("relative loss", lambda x: x.relative_loss),
         Column("relative loss on extra windows", lambda x: x.extra_relative_loss),
@@ -276,11 +277,11 @@ def _columns(record: RunRecord) -> list[Column]:
 
 
 def _table(record: RunRecord) -> str:
-    """Return the table of all layers, which sorts by every column."""
+    """Return the table of all layers, which can be sorted by every column."""
     every = _columns(record)
     columns = [column for column in every if any(column.value(layer) is not None for layer in record.layers)]
     empty = [column for column in every if column not in columns]
-    left = f" No layer has a value for: {', '.join(column.head for column in empty)}." if empty else ""
+    without_values = f" No layer has a value for: {', '.join(column.head for column in empty)}." if empty else ""
     heads = '<th scope="col" data-type="text" aria-sort="none"><button type="button">layer</button></th>' + "".join(
         f'<th scope="col" data-type="number" aria-sort="none"><button type="button">{escape(column.head)}</button></th>'
         for column in columns
@@ -292,15 +293,15 @@ def _table(record: RunRecord) -> str:
         for index, layer in enumerate(record.layers)
     )
     return (
-        '<h2 id="table">All layers</h2><p class="soft hint">Click on a heading to sort, again to turn it round; the '
-        f"filter above picks layers by name.{escape(left)}</p>"
+        '<h2 id="table">All layers</h2><p class="soft hint">Click a heading to sort, and again to reverse the order. '
+        f"The filter above selects layers by name.{escape(without_values)}</p>"
         '<div class="box" tabindex="0" role="region" aria-labelledby="table">'
         f'<table id="layers"><thead><tr>{heads}</tr></thead><tbody>\n{rows}\n</tbody></table></div>'
     )
 
 
 def _cell(column: Column, layer: LayerRecord) -> str:
-    """Return a cell: what it shows, and what it sorts by."""
+    """Return a cell with its text and its sort value."""
     value = column.value(layer)
     if value is None or math.isnan(value):
         return f'<td data-v="">{NO_VALUE}</td>'
@@ -309,18 +310,18 @@ def _cell(column: Column, layer: LayerRecord) -> str:
 
 
 def _making(record: RunRecord) -> str:
-    """Return what the run was told and what computed it."""
+    """Return the inputs of the run, and the device and versions that computed it."""
     facts = {
         "source": record.source,
         "device": record.device,
         "versions": ", ".join(f"{name} {version}" for name, version in sorted(record.versions.items())),
-        "tokens of the calibration, SHA-256": record.text or "none",
-        "record, SHA-256": record.digest or "none",
+        "calibration tokens, SHA-256": record.text or "none",
+        "run record, SHA-256": record.digest or "none",
     }
     rows = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items())
     return (
         f'<details><summary>How it was made</summary><dl class="terms">{rows}</dl>'
         f"<pre>{escape(record.recipe.to_json())}</pre></details>"
-        '<p class="soft">Written from the record of the checkpoint alone, <code>nearplane.json</code>; no weight was '
-        "read. <code>nearplane verify</code> measures it again.</p>"
+        '<p class="soft">This page was made from the run record <code>nearplane.json</code> alone, without the '
+        "weights. <code>nearplane verify</code> measures all values again.</p>"
     )

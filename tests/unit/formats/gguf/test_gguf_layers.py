@@ -88,7 +88,7 @@ def test_what_a_type_cannot_hold_is_refused(kind: BlockType) -> None:
         pack(kind, replace(matrix, grid=replace(grid, d=grid.d + 1e-4 * torch.pi)))
     with pytest.raises(FormatError, match=f"sc from .* expected {kind.sc[0]} to {kind.sc[1]}"):
         pack(kind, replace(matrix, grid=replace(grid, sc=grid.sc + kind.sc[1] + 1 - int(grid.sc.max()))))
-    with pytest.raises(FormatError, match="neighbours a group"):
+    with pytest.raises(FormatError, match=r"groups of .* neighbours"):
         pack(kind, replace(matrix, grid=replace(grid, group=grid.group.flip(0) + 1)))
     plain = Grid(scale=grid.scale, zero=grid.zero, group=grid.group, low=kind.low, high=kind.high)
     with pytest.raises(FormatError, match="on a Grid, expected a SuperGrid"):
@@ -101,7 +101,7 @@ def test_what_a_type_cannot_hold_is_refused(kind: BlockType) -> None:
 def test_bytes_that_are_no_whole_blocks_are_refused(kind: BlockType) -> None:
     raw = blocks(kind, 2, 1)
     for broken in (raw[:, 1:], raw.float(), raw[0]):
-        with pytest.raises(FormatError, match=f"expected uint8 with {kind.bytes} bytes a row"):
+        with pytest.raises(FormatError, match=f"expected uint8 with {kind.bytes} bytes per row"):
             unpack(kind, broken, kind.columns)
-    with pytest.raises(FormatError, match=f"expected uint8 with {kind.bytes} bytes a row"):
+    with pytest.raises(FormatError, match=f"expected uint8 with {kind.bytes} bytes per row"):
         unpack(kind, raw, kind.columns + 1)

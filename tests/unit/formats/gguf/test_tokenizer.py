@@ -105,9 +105,9 @@ def change(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
                     ],
                 }
             ),
-            r"it cuts text by .x\+ then",
+            r"it splits text by .x\+ then",
         ),
-        ("pieces", lambda data: data["model"].update(byte_fallback=False), "no tokens of bytes"),
+        ("pieces", lambda data: data["model"].update(byte_fallback=False), "no byte tokens"),
         ("pieces", lambda data: data["model"]["merges"].pop(40), "are not merged"),
         ("pieces", lambda data: apart(data["model"]["merges"]), "in two places"),
         ("pieces", lambda data: data.update(normalizer={"type": "Lowercase"}), "Lowercase"),
@@ -134,7 +134,7 @@ def test_a_name_of_a_pre_tokenizer_goes_before_the_structure(tmp_path: Path) -> 
 def test_without_a_tokenizer_the_file_has_none(tmp_path: Path) -> None:
     assert vocabulary(tmp_path, 100).model == "none"
     (tmp_path / "tokenizer.model").write_bytes(b"pieces")
-    with pytest.raises(RecipeError, match=r"makes no tokenizer\.json"):
+    with pytest.raises(RecipeError, match=r"a tokenizer without tokenizer\.json"):
         vocabulary(tmp_path, 100)
 
 
