@@ -175,7 +175,7 @@ def test_models_that_take_text_take_no_sound(whisper: Path, solved: Path, tmp_pa
         nearplane.evaluate(solved, TOKENS, against=whisper, device="cpu")
     with pytest.raises(NearplaneError, match=r"takes text; what was given is sound"):
         nearplane.evaluate(MODEL, (SOUND, TOKENS), device="cpu")
-    with pytest.raises(NearplaneError, match=r"which goes on from sound with what is said in it"):
+    with pytest.raises(NearplaneError, match=r"which continues sound with what is said in it"):
         nearplane.generate(solved, "A text.", device="cpu")
 
 

@@ -115,7 +115,7 @@ def test_the_page_lies_beside_the_checkpoint_and_never_in_it(tmp_path, monkeypat
 def test_a_file_that_is_there_is_not_overwritten_unless_asked(tmp_path):
     out = saved(GRID, tmp_path / "out")
     (tmp_path / "thesis.html").write_text("mine")
-    with pytest.raises(RecipeError, match=r"thesis\.html is there already.*--overwrite"):
+    with pytest.raises(RecipeError, match=r"thesis\.html exists already.*--overwrite"):
         write_report(out, tmp_path / "thesis.html")
     assert (tmp_path / "thesis.html").read_text() == "mine"
     assert write_report(out, tmp_path / "thesis.html", overwrite=True).read_text(encoding="utf-8") == render(GRID)

@@ -45,7 +45,7 @@ from nearplane.recipe.scheme import Format, Solver
 from nearplane.recipe.schemes import GridScheme, RateScheme, fitting_group
 from nearplane.record.record import RunRecord, read_record, versions
 from nearplane.system.device import Device
-from nearplane.system.files import alone, check_writable, read_object, sha256, write_whole
+from nearplane.system.files import exclusive_lock, check_writable, read_object, sha256, write_whole
 from nearplane.system.matmul_library import fastest
 from nearplane.system.paths import RECORD
 from nearplane.system.progress import Progress, logged, silent
@@ -128,7 +128,7 @@ class Compared:
             yield
             return
         said = "is being written by another comparison. Wait until it has ended, or choose another folder with --keep."
-        with alone(self._folder / LOCK, f"{self._folder} {said}"):
+        with exclusive_lock(self._folder / LOCK, f"{self._folder} {said}"):
             self._look(self._folder)  # again: a comparison may have ended since
             self._write()
             yield

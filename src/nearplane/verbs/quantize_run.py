@@ -115,6 +115,6 @@ def start_run(job: Job, container: Container, journal: Journal) -> Iterator[Run]
     """
     with decide(job, container, journal.before) as decided:
         run = Run(job, container, journal, decided)
-        total, blocks, there = len(run.model.layers), run.model.layers_by_block, len(run.ledger.layers)
-        with counted(job.options.progress, "quantizing", total, blocks=blocks, there=there) as run.count:
+        total, blocks, earlier = len(run.model.layers), run.model.layers_by_block, len(run.ledger.layers)
+        with counted(job.options.progress, "quantizing", total, blocks=blocks, there=earlier) as run.count:
             yield run

@@ -170,7 +170,7 @@ def test_a_file_in_place_of_a_folder_is_one_sentence(out_of: Callable[[str], tup
     out, _ = out_of("qwen3")
     with pytest.raises(FormatError, match="is a file: expected the folder"):
         nearplane.verify(out / FILE)
-    with pytest.raises(ModelError, match="is a file; pass the folder"):
+    with pytest.raises(ModelError, match=r"is a file\. Pass the folder"):
         nearplane.evaluate(out / FILE, HELD_OUT)
 
 
@@ -394,7 +394,7 @@ def test_a_file_of_another_tool_is_refused(out_of: Callable[[str], tuple[Path, P
         ("inspect", True, "has no record of how it was made in its key nearplane.record"),
         ("inspect", False, "has no record of how it was made in its key nearplane.record"),
         ("report", True, "has no record of how it was made in its key nearplane.record"),
-        ("evaluate", True, "is a file; pass the folder of the model"),
+        ("evaluate", True, "is a file. Pass the folder of the model"),
     ],
 )
 def test_a_gguf_of_another_tool_is_one_sentence(
