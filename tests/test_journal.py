@@ -130,7 +130,7 @@ def test_no_finished_block_is_solved_again(model, text, whole, tmp_path, monkeyp
     with caplog.at_level("INFO", "nearplane"):
         nearplane.quantize(model, tmp_path / "out", **options)
     assert {name.split(".")[2] for name in solved} == {"2"}
-    assert "going on behind block 2, where a run was stopped that had taken" in caplog.text
+    assert "resuming behind block 2 a run that was stopped after" in caplog.text
     assert contents(tmp_path / "out") == wanted
 
 

@@ -104,7 +104,7 @@ def test_the_same_command_tunes_what_it_had_solved(ended, solved, again, monkeyp
         (lambda solved: (solved / "nearplane.json").unlink(), r"holds no nearplane\.json"),
         (lambda solved: (solved / "nearplane.json").write_text("{"), r"nearplane\.json is not a record"),
         (lambda solved: forgery.sign(solved, replace(read_record(solved), source="x")), "its model or its options are"),
-        (lambda solved: shutil.copy(solved.parent / "tuned.json", solved / "nearplane.json"), "it is tuned already"),
+        (lambda solved: shutil.copy(solved.parent / "tuned.json", solved / "nearplane.json"), "it is already tuned"),
     ],
 )
 def test_why_what_was_solved_is_not_tuned_is_said(ended, solved, again, change, said):
@@ -118,7 +118,7 @@ def test_why_what_was_solved_is_not_tuned_is_said(ended, solved, again, change, 
 
 
 def test_another_recipe_is_refused(solved, again):
-    with pytest.raises(RecipeError, match=r"its model or its options are others\. Move it away"):
+    with pytest.raises(RecipeError, match=r"it has another model or other options\. Move or delete"):
         again(bits=3, group_size=32)
 
 

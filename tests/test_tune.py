@@ -425,7 +425,7 @@ def test_what_was_solved_is_not_lost_where_tuning_fails(model_of, text, tmp_path
     words = dict(bits=4, group_size=16, calibration=str(text), device="cpu", **TEXT)
     with pytest.raises(
         CalibrationError,
-        match=r"What was solved is in .*out\.untuned; the same command, or nearplane tune, goes on from there",
+        match=r"The quantized checkpoint is in .*out\.untuned; repeat the command, or use nearplane tune, to continue",
     ):
         nearplane.quantize(model_of("llama"), tmp_path / "out", tune="network", **words)
     assert not (tmp_path / "out").exists()
@@ -459,7 +459,7 @@ def test_who_stops_tuning_is_told_what_is_left(model_of, text, tmp_path, monkeyp
     words = dict(bits=4, group_size=32, calibration=str(text), **TEXT)
     with pytest.raises(kind) as caught:
         nearplane.quantize(model_of("llama"), tmp_path / "out", tune="network", **words)
-    assert f"What was solved is in {tmp_path / 'out.untuned'}" in caught.value.__notes__[-1]
+    assert f"The quantized checkpoint is in {tmp_path / 'out.untuned'}" in caught.value.__notes__[-1]
     assert read_record(tmp_path / "out.untuned").tuning is None
 
 
