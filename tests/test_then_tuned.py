@@ -112,7 +112,7 @@ def test_why_what_was_solved_is_not_tuned_is_said(ended, solved, again, change, 
     change(solved)
     before = names(solved)
     for overwrite in (False, True):
-        with pytest.raises(RecipeError, match=rf"out\.untuned is where .* this command did not write it: .*{said}"):
+        with pytest.raises(RecipeError, match=rf"out\.untuned, which is not from this command: .*{said}"):
             again(overwrite=overwrite)
     assert names(solved) == before
 

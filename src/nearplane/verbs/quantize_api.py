@@ -131,8 +131,8 @@ def _then_tuned(folder: str, out: Path, recipe: Recipe, options: Options) -> Run
         quantize_folder(folder, solved, recipe, options)
     elif difference := _differing(solved, recipe, options):
         raise RecipeError(
-            f"The checkpoint to tune would be written in {solved}, which is not from this command: {difference} Move or delete that "
-            f"folder, or tune it with nearplane tune."
+            f"The checkpoint to tune would be written in {solved}, which is not from this command: {difference} Move or delete "
+            f"that folder, or tune it with nearplane tune."
         )
     else:
         log.info("resuming with tuning: a stopped run left %s", solved)
