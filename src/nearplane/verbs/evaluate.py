@@ -144,7 +144,7 @@ def _of_predictions(
     Raises:
         ModelError: The networks have different vocabularies, or a log-probability is not finite.
     """
-    nll, original_nll, distance, tokens = 0.0, 0.0, Divergence(), 0
+    nll, dense_nll, distance, tokens = 0.0, 0.0, Divergence(), 0
     for batch, predicted, *others in compared:
         targets = batch[:, 1:, None].to(predicted.device)
         tokens += targets.numel()
@@ -155,12 +155,17 @@ def _of_predictions(
                     f"{names[1]} predicts {expected.shape[-1]} tokens, {names[0]} {predicted.shape[-1]}. Pass the original."
                 )
             distance += divergence(expected, predicted)
-            original_nll -= float(expected.gather(-1, targets).double().sum())
-    if not math.isfinite(nll + original_nll):
+            dense_nll -= float(expected.gather(-1, targets).double().sum())
+    if not math.isfinite(nll + dense_nll):
         raise ModelError(
             f"{names[0]} or its original predicts NaN or Inf. Check the files, or compute in a wider dtype."
         )
-    alone = Evaluation(perplexity=_exp(nll / tokens), nll=nll / tokens, tokens=tokens, windows=windows, seqlen=seqlen)
+    scores = Evaluation(perplexity=_exp(nll / tokens), nll=nll / tokens, tokens=tokens, windows=windows, seqlen=seqlen)
+    if len(names) == 1:
+        return scores
+    return replace(
+        scores, kl=distance.kl / tokens, agreement=distance.agreed / tokens, original=_exp(dense_nll / tokens)
+    )
 
 
 def _of_embeddings(
