@@ -315,7 +315,7 @@ def test_a_record_that_was_changed_inside_is_refused(
     begin = read_header(out / FILE).places["nearplane.record"] + 8
     path.write_bytes(whole[:begin] + other + whole[begin + len(other) :])
     assert any(
-        "says something else than nearplane.json" in fault.what for fault in nearplane.verify(tmp_path / "out").faults
+        "differs from nearplane.json" in fault.what for fault in nearplane.verify(tmp_path / "out").faults
     )
 
 
