@@ -181,7 +181,7 @@ def test_verify_takes_a_tolerance(monkeypatch, capsys, tiny, tmp_path):
 def test_a_text_without_the_original_is_refused_in_one_sentence(monkeypatch, capsys, tiny):
     code, printed, err = command(monkeypatch, capsys, "verify", tiny[1], "--calibration", tiny[2])
     assert (code, printed) == (1, "")
-    assert "--calibration without --against" in err
+    assert "--calibration needs --against" in err
 
 
 def test_layers_that_lose_more_than_max_loss_are_named_and_the_command_ends_with_2(monkeypatch, capsys, tiny, tmp_path):

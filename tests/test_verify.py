@@ -567,7 +567,7 @@ def test_a_tolerance_may_be_wider(copy_of):
 
 
 def test_a_text_without_the_original_is_refused(checkpoint_of, text):
-    with pytest.raises(RecipeError, match="--calibration without --against"):
+    with pytest.raises(RecipeError, match="--calibration needs --against"):
         verify(checkpoint_of("compressed-tensors")[0], calibration=text)
 
 
