@@ -18,7 +18,10 @@ SHOWN = (  # groups in the order of the help, and their flags
     ("GGUF, for llama.cpp", ("pre",)),
     ("Calibration text", ("calibration", "samples", "seqlen", "rare-experts")),
     ("Layer by layer", ("allocate", "layer", "ignore", "max-loss")),
-    ("Solver: the defaults gave the best results", ("solver", "beam", "polish", "rounds", "order", "damp", "correct", "tune")),
+    (
+        "Solver: the defaults gave the best results",
+        ("solver", "beam", "polish", "rounds", "order", "damp", "correct", "tune"),
+    ),
     ("Running", ("device", "overwrite", "memory", "trust-remote-code", "json")),
 )
 
@@ -97,7 +100,10 @@ def test_layers_of_a_size_have_types():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--bits", "3", "--rate", "2.5"], "--bits is for weights on a fixed grid, --rate is for entropy-coded weights"),
+        (
+            ["--bits", "3", "--rate", "2.5"],
+            "--bits is for weights on a fixed grid, --rate is for entropy-coded weights",
+        ),
         (["--rate=2.5", "--group-size=32"], "--group-size is for weights on a fixed grid, --rate"),
         (["--size", "1GB", "--no-symmetric"], "--symmetric is for weights on a fixed grid, --size"),
         (

@@ -71,7 +71,7 @@ def attended() -> Iterator[None]:
             raise
         for note in getattr(error, "__notes__", ()):
             stopped[-1].add_note(note)
-        raise stopped[-1] from error  # safetensors, for example, turns exceptions in its callbacks into a ValueError
+        raise stopped[-1] from error  # e.g. safetensors raises a ValueError instead while it makes a tensor
     finally:
         for number, handler_before in before.items():
             signal.signal(number, handler_before)

@@ -66,7 +66,7 @@ def counted(
 
     Args:
         progress: Display that wraps an iterator; the next item is taken as soon as one is done.
-        label, total, blocks, there: As for `logged`; the items done before count as done.
+        label, total, blocks, there: Arguments of `logged`; items done before count as done.
     """
     items = iter(progress(logged(range(total), label, total, blocks=blocks, there=there), label, total))
     next(items, None)  # the first item is in progress

@@ -29,7 +29,7 @@ from nearplane.system.files import flush, flush_all, read_object, sha256
 from nearplane.system.paths import INCOMPLETE
 
 INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+WEIGHTS_FILE = "model.safetensors"
 MARK = "This checkpoint is not finished: the run that writes it is under way or died.\n"  # first line of `INCOMPLETE`
 NAMES = {  # names of dtypes in safetensors
     torch.float64: "F64",
@@ -161,8 +161,8 @@ class ShardReader(TensorReader):
         if (folder / INDEX).exists():
             names, self.checksums = read_index(folder / INDEX)
             files = [folder / name for name in names]
-        elif folder / SINGLE in files:
-            files = [folder / SINGLE]  # other files (adapters, the same in another layout) are not the model
+        elif folder / WEIGHTS_FILE in files:
+            files = [folder / WEIGHTS_FILE]  # other files (adapters, the same in another layout) are not the model
         self.infos = {}
         for path in files:
             with _opened(path), path.open("rb") as file:  # safetensors has checked the header that is read here

@@ -41,7 +41,7 @@ class Evaluation:
         kl: Mean KL(original || model) in nats per scored token; None without an original.
         agreement: Fraction of scored tokens for which both models have the same most likely token; None likewise.
         original: Perplexity of the original; None likewise.
-        cosine: For encoders, mean over windows of the cosine of both embeddings (means of the last hidden states).
+        cosine: Encoders only: mean over windows of the cosine of both embeddings (means of the last hidden states).
         worst_cosine: Smallest of these cosines.
     """
 

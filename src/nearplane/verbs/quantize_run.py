@@ -28,7 +28,7 @@ class Run:
         recipe: Recipe with all defaults for this model, including block types that were chosen by measurement.
         ledger: Records of the written layers, and the plan for the others.
         setting: Settings by which the walk saves memory.
-        moments: By name of an embedding that is quantized, a substitute for the second moments of its inputs.
+        moments: Substitutes for the second moments of the inputs of quantized embeddings, by name.
         count: Callback for the number of newly written layers; set when the run begins.
     """
 

@@ -314,9 +314,7 @@ def test_a_record_that_was_changed_inside_is_refused(
     other = replace(read_record(out), device="gpu").inside().to_json().encode()
     begin = read_header(out / FILE).places["nearplane.record"] + 8
     path.write_bytes(whole[:begin] + other + whole[begin + len(other) :])
-    assert any(
-        "differs from nearplane.json" in fault.what for fault in nearplane.verify(tmp_path / "out").faults
-    )
+    assert any("differs from nearplane.json" in fault.what for fault in nearplane.verify(tmp_path / "out").faults)
 
 
 def test_a_file_without_room_for_the_record_has_none(
