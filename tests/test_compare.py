@@ -321,7 +321,7 @@ def test_places_that_cannot_be_written_are_refused_before_the_work(small, tmp_pa
         with pytest.raises(RecipeError, match="folder"):
             check_plot(plot)
     for keep in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(RecipeError, match="no folder that can be written"):
+        with pytest.raises(RecipeError, match="not a folder that can be written"):
             nearplane.compare(small, BITS, text=HELD_OUT, keep=keep)
 
 

@@ -287,7 +287,7 @@ def test_another_command_does_not_delete_what_can_be_gone_on_with(model, text, t
     out = tmp_path / "out"
     stopped_behind(1, model, out, monkeypatch, calibration=str(text), **WAYS["grid"], **TEXT)
     there = sorted(path.name for path in Path(f"{out}.unfinished").iterdir())
-    with pytest.raises(RecipeError, match="the command that began it goes on there"), Unfinished(out):
+    with pytest.raises(RecipeError, match="can be resumed, but not by this command"), Unfinished(out):
         pass
     assert sorted(path.name for path in Path(f"{out}.unfinished").iterdir()) == there
     with Unfinished(out, overwrite=True) as place:

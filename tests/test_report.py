@@ -126,7 +126,7 @@ def test_the_default_page_is_replaced_if_it_is_a_report(tmp_path):
     page = write_report(out)
     assert write_report(saved(CODED, tmp_path / "out")).read_text(encoding="utf-8") == render(CODED)
     page.write_text("mine")
-    with pytest.raises(RecipeError, match=r"no report of nearplane.*--overwrite"):
+    with pytest.raises(RecipeError, match=r"not a report of nearplane.*--overwrite"):
         write_report(out)
     assert page.read_text() == "mine"
 

@@ -37,7 +37,7 @@ MAX_NAMED = 4  # in one fault
 ROUNDING = 1e-12  # relative, for figures that depend only on integers
 UNMEASURED = {"name", "stored", "seconds", "asked", "bytes", "checksum", "entropy"}  # cannot be measured again
 
-Measured = TypeVar("Found")
+Measured = TypeVar("Measured")
 
 
 def along_both_networks(
