@@ -1,4 +1,4 @@
-"""`python -m nearplane`."""
+"""Entry point of `python -m nearplane`."""
 
 from nearplane.cli.app import main
 

@@ -1,14 +1,14 @@
-"""What can go wrong, by cause. Every message says what was found, what was expected and what to do."""
+"""Exceptions of nearplane by cause, and helpers for messages: each says what was found, what was expected, what to do."""
 
 from collections.abc import Sequence
 
-LONGEST = 1600  # letters of a message
+MAX_MESSAGE_LETTERS = 1600  # a longer message is cut in the middle
 
 
 def printable(text: str) -> str:
-    """Return a text in which nothing can steer a terminal: control and formatting characters and lone surrogates escaped.
+    """Return a text with control and formatting characters and lone surrogates escaped, which could control a terminal.
 
-    Names in files are chosen by whoever wrote them. All that nearplane prints of them goes through here.
+    Names in files come from untrusted sources; nearplane prints them only through this function.
     """
     if text.isprintable():
         return text
@@ -16,27 +16,27 @@ def printable(text: str) -> str:
 
 
 def first_few(texts: Sequence[str], most: int = 4, between: str = ", ") -> str:
-    """Return the first texts in a row, and how many more there are: "a, b and 3 more"."""
+    """Return the first `most` texts, joined, and the number of the others: "a, b and 3 more"."""
     more = f" and {len(texts) - most:,} more" if len(texts) > most else ""
     return between.join(texts[:most]) + more
 
 
 class NearplaneError(Exception):
-    """Base of all errors that nearplane raises on purpose; the command line prints its message and exits with 1."""
+    """Base class of the errors of nearplane; the command line prints the message and exits with code 1."""
 
     def __init__(self, message: str = "") -> None:
         message = printable(message)
-        if len(message) > LONGEST:  # what was found may be a file of any size: both ends say what it is about
-            message = f"{message[: LONGEST // 2]} .. {message[-LONGEST // 4 :]}"
+        if len(message) > MAX_MESSAGE_LETTERS:  # a message may quote a file of any size; both ends matter
+            message = f"{message[: MAX_MESSAGE_LETTERS // 2]} .. {message[-MAX_MESSAGE_LETTERS // 4 :]}"
         super().__init__(message)
 
 
 class RecipeError(NearplaneError):
-    """The recipe asks for something that does not exist or that the chosen format cannot hold."""
+    """An option or recipe is invalid, or the chosen format cannot store its result."""
 
 
 class ModelError(NearplaneError):
-    """The model cannot be found, read or taken apart into blocks and layers."""
+    """A model cannot be found, read or split into blocks and layers."""
 
 
 class CalibrationError(NearplaneError):
@@ -48,9 +48,9 @@ class NumericalError(NearplaneError):
 
 
 class FormatError(NearplaneError):
-    """A file on disk is not what its format says."""
+    """A file violates its format, or cannot be written."""
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of what another library's error says, or its type if it says nothing."""
+    """Return the first line of another library's error message, or the type of the error if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

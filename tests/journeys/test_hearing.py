@@ -114,7 +114,7 @@ def test_the_record_tells_other_sound_from_that_which_was_heard(solved: Path, wh
     assert read_record(solved).recipe.calibration.calibration == "sound given in Python"
     for other in ((SOUND + 1, TOKENS), (SOUND, TOKENS.flip(1))):
         found = nearplane.verify(solved, against=whisper, calibration=other)
-        assert [fault.what for fault in found.faults] == ["its tokens are not those that the record was made with"]
+        assert [fault.what for fault in found.faults] == ["its tokens differ from those of the record"]
     with pytest.raises(NearplaneError, match="sound given in Python, of which the record holds the SHA-256 alone"):
         nearplane.verify(solved, against=whisper)
 
@@ -171,11 +171,11 @@ def test_models_that_take_text_take_no_sound(whisper: Path, solved: Path, tmp_pa
     for source in (MODEL, save_translating(tmp_path / "bart", "bart")):
         with pytest.raises(NearplaneError, match="takes text, and something else was given"):
             nearplane.quantize(source, tmp_path / "out", calibration=(SOUND, TOKENS), device="cpu", **GRID)
-    with pytest.raises(NearplaneError, match=r"takes sound with what is said in it .*; what was given is text"):
+    with pytest.raises(NearplaneError, match=r"takes sound with what is said in it .*; the input is text"):
         nearplane.evaluate(solved, TOKENS, against=whisper, device="cpu")
-    with pytest.raises(NearplaneError, match=r"takes text; what was given is sound"):
+    with pytest.raises(NearplaneError, match=r"takes text; the input is sound"):
         nearplane.evaluate(MODEL, (SOUND, TOKENS), device="cpu")
-    with pytest.raises(NearplaneError, match=r"which goes on from sound with what is said in it"):
+    with pytest.raises(NearplaneError, match=r"which continues sound with what is said in it"):
         nearplane.generate(solved, "A text.", device="cpu")
 
 

@@ -103,8 +103,11 @@ def test_the_same_command_tunes_what_it_had_solved(ended, solved, again, monkeyp
         (lambda solved: (solved / "INCOMPLETE").touch(), r"out\.untuned is incomplete"),
         (lambda solved: (solved / "nearplane.json").unlink(), r"holds no nearplane\.json"),
         (lambda solved: (solved / "nearplane.json").write_text("{"), r"nearplane\.json is not a record"),
-        (lambda solved: forgery.sign(solved, replace(read_record(solved), source="x")), "its model or its options are"),
-        (lambda solved: shutil.copy(solved.parent / "tuned.json", solved / "nearplane.json"), "it is tuned already"),
+        (
+            lambda solved: forgery.sign(solved, replace(read_record(solved), source="x")),
+            "it has another model or other options",
+        ),
+        (lambda solved: shutil.copy(solved.parent / "tuned.json", solved / "nearplane.json"), "it is already tuned"),
     ],
 )
 def test_why_what_was_solved_is_not_tuned_is_said(ended, solved, again, change, said):
@@ -112,13 +115,13 @@ def test_why_what_was_solved_is_not_tuned_is_said(ended, solved, again, change, 
     change(solved)
     before = names(solved)
     for overwrite in (False, True):
-        with pytest.raises(RecipeError, match=rf"out\.untuned is where .* this command did not write it: .*{said}"):
+        with pytest.raises(RecipeError, match=rf"out\.untuned, which is not from this command: .*{said}"):
             again(overwrite=overwrite)
     assert names(solved) == before
 
 
 def test_another_recipe_is_refused(solved, again):
-    with pytest.raises(RecipeError, match=r"its model or its options are others\. Move it away"):
+    with pytest.raises(RecipeError, match=r"it has another model or other options\. Move or delete"):
         again(bits=3, group_size=32)
 
 

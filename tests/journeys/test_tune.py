@@ -261,7 +261,7 @@ def test_only_norms_may_differ_from_the_original(copy_of):
     assert verify(folder).faults == ()
     said = [fault.what for fault in verify(folder, against=original).faults if fault.where == name]
     assert said[0].endswith("the original has no such norm")
-    assert "it is not quantized, and not what it is in the original" in said
+    assert "this unquantized tensor differs from the original" in said
 
 
 @pytest.mark.parametrize("kind", ["code", "scale", "certificate"])
@@ -425,7 +425,7 @@ def test_what_was_solved_is_not_lost_where_tuning_fails(model_of, text, tmp_path
     words = dict(bits=4, group_size=16, calibration=str(text), device="cpu", **TEXT)
     with pytest.raises(
         CalibrationError,
-        match=r"What was solved is in .*out\.untuned; the same command, or nearplane tune, goes on from there",
+        match=r"The quantized checkpoint is in .*out\.untuned; repeat the command, or use nearplane tune, to continue",
     ):
         nearplane.quantize(model_of("llama"), tmp_path / "out", tune="network", **words)
     assert not (tmp_path / "out").exists()
@@ -443,7 +443,7 @@ def test_a_folder_that_nobody_named_is_not_replaced(model_of, tuned_of, text, tm
     solved, _, _ = tuned_of("compressed-tensors")
     there = shutil.copytree(solved, tmp_path / "out.untuned")
     words = dict(bits=4, group_size=32, calibration=str(text), **TEXT)
-    with pytest.raises(RecipeError, match=r"out\.untuned is where .* this command did not write it"):
+    with pytest.raises(RecipeError, match=r"out\.untuned, which is not from this command"):
         nearplane.quantize(model_of("llama"), tmp_path / "out", tune="network", overwrite=True, **words)
     for path in solved.iterdir():
         assert path.read_bytes() == (there / path.name).read_bytes()
@@ -459,7 +459,7 @@ def test_who_stops_tuning_is_told_what_is_left(model_of, text, tmp_path, monkeyp
     words = dict(bits=4, group_size=32, calibration=str(text), **TEXT)
     with pytest.raises(kind) as caught:
         nearplane.quantize(model_of("llama"), tmp_path / "out", tune="network", **words)
-    assert f"What was solved is in {tmp_path / 'out.untuned'}" in caught.value.__notes__[-1]
+    assert f"The quantized checkpoint is in {tmp_path / 'out.untuned'}" in caught.value.__notes__[-1]
     assert read_record(tmp_path / "out.untuned").tuning is None
 
 

@@ -128,7 +128,7 @@ def test_the_summary_is_one_sentence(checkpoint_of):
     folder, original = checkpoint_of("compressed-tensors")
     files = sum(path.is_file() for path in folder.iterdir())
     assert verify(folder).summary() == (
-        f"{files} files and 14 layers checked, losses not measured: that takes --against and --calibration: no faults"
+        f"{files} files and 14 layers checked, losses not measured (they need --against and --calibration): no faults"
     )
     assert verify(folder, against=original).summary() == (
         f"{files} files and 14 layers checked, every loss measured again: no faults"
@@ -163,7 +163,7 @@ def test_the_summary_says_that_losses_were_not_measured_though_they_were_to_be(c
     assert not found.measured
     count = len(found.faults)
     assert found.summary().endswith(
-        f"14 layers checked, not every loss could be measured again, as the faults say: {count} fault{'s' * (count > 1)}"
+        f"14 layers checked, not every loss could be measured again, see the faults: {count} fault{'s' * (count > 1)}"
     )
 
 
@@ -268,7 +268,7 @@ def test_the_fault_says_what_was_found_and_what_was_expected(copy_of):
     forgery.forge_layer(folder, layer.name, "limit", random.Random(0))
     found = said(verify(folder, against=original))
     forged = read_record(folder).layers[3].limit
-    assert found == [f"{layer.name}: limit is {layer.limit:.9g}, the record says {forged:.9g}"]
+    assert found == [f"{layer.name}: limit is {layer.limit:.9g}, the record has {forged:.9g}"]
 
 
 def test_a_code_moved_by_one_shows_in_the_losses_of_its_rows(copy_of):
@@ -522,7 +522,7 @@ def test_another_text_is_said_in_one_sentence(checkpoint_of, tmp_path):
     folder, original = checkpoint_of("compressed-tensors")
     (tmp_path / "other.txt").write_text(CALIBRATION.read_text()[100:4100])
     assert said(verify(folder, against=original, calibration=tmp_path / "other.txt")) == [
-        f"{tmp_path / 'other.txt'}: its tokens are not those that the record was made with"
+        f"{tmp_path / 'other.txt'}: its tokens differ from those of the record"
     ]
 
 
@@ -552,7 +552,7 @@ def test_another_training_of_the_same_model_is_said_in_one_sentence_too(checkpoi
     save_file({name: 1.01 * tensor for name, tensor in load_file(path).items()}, path, {"format": "pt"})
     (fault,) = verify(folder, against=str(tmp_path / "other")).faults
     assert fault.where == str(tmp_path / "other")
-    assert fault.what == f"another model: of the 15 tensors that are not quantized 15 are others in {folder}"
+    assert fault.what == f"another model: 15 of the 15 tensors that are not quantized differ in {folder}"
 
 
 def test_a_tolerance_may_be_wider(copy_of):
@@ -565,7 +565,7 @@ def test_a_tolerance_may_be_wider(copy_of):
 
 
 def test_a_text_without_the_original_is_refused(checkpoint_of, text):
-    with pytest.raises(RecipeError, match="--calibration without --against"):
+    with pytest.raises(RecipeError, match="--calibration needs --against"):
         verify(checkpoint_of("compressed-tensors")[0], calibration=text)
 
 

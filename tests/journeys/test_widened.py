@@ -88,7 +88,7 @@ def test_what_does_not_belong_together_is_refused(folders, tmp_path):
     broken = shutil.copytree(folders[0], tmp_path / "broken")
     tensors = load_file(broken / "model.safetensors")
     name = next(name for name in tensors if name.endswith("_scale_inv"))
-    for change, said in ((tensors[name][:-1], "expected one for every block"), (None, "is missing")):
+    for change, said in ((tensors[name][:-1], "expected one factor for every block"), (None, "is missing")):
         kept = {key: value for key, value in tensors.items() if key != name} | (
             {} if change is None else {name: change}
         )

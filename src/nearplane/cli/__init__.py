@@ -1,1 +1,1 @@
-"""The command line: flags in, text out. torch is imported only when a command runs."""
+"""The command line of nearplane: it parses flags and prints results. torch is imported only when a command runs."""

@@ -1,4 +1,4 @@
-"""The command line: `main` parses, calls a command, and turns an error into one sentence."""
+"""Entry point of the command line: it parses, calls a command, and prints an error as one sentence."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from nearplane.errors import NearplaneError
 app = App(
     name="nearplane",
     version=version("nearplane"),
-    help="Shrink language models: GPTQ as a closest-vector problem on a lattice.",
+    help="Quantize language models: GPTQ as a closest-vector problem on a lattice.",
     help_format="plaintext",
-    suppress_keyboard_interrupt=False,  # main() says what a command that is stopped leaves on disk
+    suppress_keyboard_interrupt=False,  # main() prints what a stopped command left on disk
 )
-app.register_install_completion_command(help="Let the shell complete commands and options with Tab.")
+app.register_install_completion_command(help="Install Tab completion of commands and options in the shell.")
 for _command in (quantize, *COMMANDS):
     app.command(_command)
 
 
 def main() -> None:
-    """Run the command line; an error that nearplane raises on purpose, or a signal, is one sentence, never a traceback."""
-    # before torch: threads that spin while they wait crawl on a busy machine; oneDNN keeps memory for every shape it has multiplied
+    """Run the command line; errors of nearplane and signals are printed as one sentence without a traceback."""
+    # set before torch loads: spinning threads are slow on a busy machine; oneDNN keeps memory for every shape it has seen
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     try:

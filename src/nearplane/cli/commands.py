@@ -1,4 +1,4 @@
-"""All commands but quantize. Parse, call, print; no logic: every command imports what it needs when it runs."""
+"""All commands except quantize. A command parses its flags, imports and calls a verb, and prints the result."""
 
 from __future__ import annotations
 
@@ -15,6 +15,19 @@ from nearplane.recipe.recipe import Calibration, Way
 from nearplane.recipe.sizes import size_text, three_places
 from nearplane.system.paths import check_named
 
+COLUMN_LEGEND = {  # of `inspect`; the lines after its table explain others
+    "bits/weight": "size of the layer in the file, per weight",
+    "relative loss": "squared output error on the calibration tokens / squared outputs",
+    "nearest/this": "loss of rounding to nearest on the same grid / loss of these codes",
+    "nearest/extra": "the same on the extra windows",
+    "bound/this": "worst-case (Babai) bound of the loss / loss of these codes",
+    "clipped %": "codes that the solver would have put outside the grid",
+    "above limit": "bits per weight above the limit for Gaussian weights at this loss",
+    "correction": "part of the full correction for errors of earlier layers, 0 to 1",
+    "asked": "requested bits per weight",
+    "of it codes": "bits per weight of the codes, without side information",
+    "above it": "bits per weight above the limit",
+}
 Dense = Literal["bfloat16", "float16", "float32"]
 Switch = Annotated[bool, Parameter(negative="")]
 Flat = Parameter(name="*")
@@ -32,26 +45,26 @@ def evaluate(
     trust_remote_code: Switch = False,
     json: Switch = False,
 ) -> None:
-    """Measure the perplexity of MODEL on a text; of an encoder, how alike its embeddings are to the original's.
+    """Measure the perplexity of MODEL on a text, or for an encoder the similarity of its embeddings to the original's.
 
-    The text is tokenized whole without special tokens and cut into windows that do not overlap; the first token of a window
-    is not scored.
+    The text is tokenized without special tokens and cut into windows that do not overlap.
+    The first token of each window is not scored.
 
     Args:
-        model: A folder or hub id: any transformers checkpoint, or what nearplane wrote.
-        text: A .txt or .jsonl file or a folder of them.
-        seqlen: Tokens of a window. Default: 2048, or the model's positions if fewer.
-        samples: Windows, the first ones of the text. Default: all.
-        against: The original: adds KL(original || model) and how often both predict the same token.
-        device: Where to compute: auto (the GPU where there is one), cpu, cuda, or one of several GPUs as cuda:1.
+        model: Folder or hub id of a transformers checkpoint, or of one that nearplane wrote.
+        text: Text to measure on: a .txt or .jsonl file, or a folder of them.
+        seqlen: Tokens per window. Default: 2048, or the model's positions if fewer.
+        samples: Number of windows, from the beginning of the text. Default: all.
+        against: The original model. Adds KL(original || model) and the fraction of equal top tokens. Encoders need it.
+        device: Device to compute on: auto (the GPU if there is one), cpu, cuda, or one of several GPUs as cuda:1.
         trust_remote_code: Run model code that comes with the checkpoint.
-        json: Print JSON.
+        json: Print the result as JSON.
     """
     check_named(model, against, texts=(text,))
     from nearplane import evaluate as run
 
     quiet()
-    result = run(
+    score = run(
         model,
         text,
         seqlen=seqlen,
@@ -62,21 +75,21 @@ def evaluate(
         progress=bar,
     )
     if json:
-        print(as_json(asdict(result)))
+        print(as_json(asdict(score)))
         return
-    if result.cosine is not None:
+    if score.cosine is not None:
         print(
-            f"cosine of mean-pooled embeddings to the original's: mean {result.cosine:.5f}, least {result.worst_cosine:.5f} "
-            f"({result.windows} windows of {result.seqlen}); no vocabulary head, so no perplexity"
+            f"cosine of mean-pooled embeddings to the original's: mean {score.cosine:.5f}, least {score.worst_cosine:.5f} "
+            f"({score.windows} windows of {score.seqlen}); no vocabulary head, so no perplexity"
         )
         return
     print(
-        f"perplexity {result.perplexity:.4f} ({result.tokens:,} tokens scored in {result.windows} windows of {result.seqlen})"
+        f"perplexity {score.perplexity:.4f} ({score.tokens:,} tokens scored in {score.windows} windows of {score.seqlen})"
     )
-    if result.kl is not None and result.agreement is not None and result.original is not None:
+    if score.kl is not None and score.agreement is not None and score.original is not None:
         print(
-            f"the original's perplexity {result.original:.4f}, KL to it {result.kl:.5f} nats per token, same top token "
-            f"{100 * result.agreement:.2f} %"
+            f"the original's perplexity {score.original:.4f}, KL to it {score.kl:.5f} nats per token, same top token "
+            f"{100 * score.agreement:.2f} %"
         )
 
 
@@ -96,24 +109,25 @@ def compare(
     trust_remote_code: Switch = False,
     json: Switch = False,
 ) -> None:
-    """Quantize MODELS by several methods to the same bits and measure what is left of each: a table, and a figure.
+    """Quantize MODELS by several methods to the same bits, and print a table of their quality.
 
-    rtn-mse, gptq-mse: fixed grids of b + 16 / group bits, so that 4.125 is 4 bits in groups of 128. rtn-huffman, gptq-huffman: one
-    step a matrix and a Huffman code. nearplane-grid, nearplane: this package's defaults on the same grids, and at a rate.
+    rtn-mse, gptq-mse: fixed grids of b + 16 / group bits per weight; 4.125 means 4 bits in groups of 128.
+    rtn-huffman, gptq-huffman: one step per matrix and a Huffman code.
+    nearplane-grid, nearplane: the defaults of nearplane, on the same fixed grids and entropy-coded.
 
     Args:
         models: Local folders of safetensors, or hub ids.
-        bits: Per weight, for instance --bits 4.125 3.125 2.125.
-        text: To measure on: a .txt or .jsonl file or a folder of them.
-        methods: Those to compare. Default: all.
-        eval_samples: Windows of the text, its first ones. Default: all.
-        eval_seqlen: Tokens of a window of the text. Default: as in calibration.
-        plot: Figure to draw, .svg, .png or .pdf: perplexity against bits, or against gigabytes where there are several models.
-        keep: Folder for the checkpoints and the rows; the same command goes on in it where it was stopped. Default: each is deleted
-            once it is measured.
-        device: Where to compute: auto (the GPU where there is one), cpu, cuda, or one of several GPUs as cuda:1.
+        bits: Bits per weight to compare, for example --bits 4.125 3.125 2.125.
+        text: Text to measure on: a .txt or .jsonl file, or a folder of them.
+        methods: Methods to compare. Default: all.
+        eval_samples: Number of windows to measure on, from the beginning of the text. Default: all.
+        eval_seqlen: Tokens per window to measure on. Default: as in calibration.
+        plot: Figure to draw (.svg, .png or .pdf): perplexity against bits, or against file size for several models.
+        keep: Folder that keeps the checkpoints and rows. The same command resumes a stopped comparison in it.
+            Default: each checkpoint is deleted once it is measured.
+        device: Device to compute on: auto (the GPU if there is one), cpu, cuda, or one of several GPUs as cuda:1.
         trust_remote_code: Run model code that comes with the checkpoints.
-        json: Print JSON.
+        json: Print the result as JSON.
     """
     check_named(*models, texts=(text, None if tokens is None else tokens.calibration))
     from nearplane.verbs.compare import WAYS
@@ -139,7 +153,7 @@ def compare(
             progress=bar,
         ):
             rows.append(row)
-    finally:  # what is known by now, whatever ended it
+    finally:  # prints the rows so far even after an error
         if rows and not json:
             columns = (
                 "model",
@@ -176,7 +190,7 @@ def compare(
 
 
 def geometry(out: Path) -> None:
-    """Draw the geometry of quantizing two weights, as SVG and PNG, computed as it is drawn.
+    """Draw pictures of the geometry of quantization with two weights, as SVG and PNG files.
 
     Args:
         out: Folder for the pictures.
@@ -188,11 +202,11 @@ def geometry(out: Path) -> None:
 
 
 def demo(out: Path = Path("demo-out"), *, json: Switch = False) -> None:
-    """Quantize the small model that ships with nearplane to 4, 3 and 2 bits, on grids and entropy-coded, and measure what is left.
+    """Quantize the small model that ships with nearplane to 4, 3 and 2 bits, and measure the quality of each checkpoint.
 
     Args:
-        out: Folder for the checkpoints; replaced if it is there.
-        json: Print JSON.
+        out: Folder for the checkpoints; older ones in it are replaced.
+        json: Print the result as JSON.
     """
     from nearplane.demo.demonstration import run
 
@@ -219,15 +233,15 @@ def demo(out: Path = Path("demo-out"), *, json: Switch = False) -> None:
         ),
     )
     first = next(row for row in rows if row.folder and row.solver != "round-to-nearest")
-    print(f"checkpoints: {out}. Serve one on a machine with vLLM: vllm serve {first.folder}")
+    print(f"The checkpoints are in {out}. To serve one on a machine with vLLM: vllm serve {first.folder}")
 
 
 def inspect(out: Path, *, json: Switch = False) -> None:
-    """Show layers, grids, losses and sizes of a checkpoint that nearplane wrote, as its record says; weights are not read.
+    """Show layers, grids, losses and sizes of a checkpoint from its run record, without reading weights.
 
     Args:
-        out: Its folder.
-        json: Print the record as JSON.
+        out: Folder of a checkpoint that nearplane wrote.
+        json: Print the run record as JSON.
     """
     from nearplane.formats.find_record import found_record
     from nearplane.record.summary import layer_table
@@ -239,6 +253,7 @@ def inspect(out: Path, *, json: Switch = False) -> None:
     before, columns, rows, after = layer_table(record)
     say(before)
     table(columns, rows)
+    say(f"{name}: {COLUMN_LEGEND[name]}" for name in columns if name in COLUMN_LEGEND)
     say(after)
 
 
@@ -252,25 +267,25 @@ def verify(
     trust_remote_code: Switch = False,
     json: Switch = False,
 ) -> None:
-    """Check a checkpoint against its record: hashes, sizes, ranges; with the original and the text every loss is measured again.
+    """Check the files of a checkpoint against its run record; with --against, also measure every loss again.
 
-    Prints one line for each layer or file that does not hold, and then ends with code 1.
+    Prints one line for each fault in a layer or file, and then ends with exit code 1.
 
     Args:
         out: Folder of a checkpoint that nearplane wrote.
-        against: The original: a local folder, or a hub id.
-        calibration: The text that it was calibrated on. Default: where the recipe says.
-        tolerance: Relative, of figures measured again; the machine that wrote them repeats them exactly.
-        device: Where to compute: auto (the GPU where there is one), cpu, cuda, or one of several GPUs as cuda:1.
-        trust_remote_code: Run model code that comes with the original.
-        json: Print JSON.
+        against: The original model, as a local folder or hub id.
+        calibration: The calibration text of the checkpoint. Default: the text named in its recipe.
+        tolerance: Largest relative deviation of a figure that is measured again; 0 suits the machine that wrote it.
+        device: Device to compute on: auto (the GPU if there is one), cpu, cuda, or one of several GPUs as cuda:1.
+        trust_remote_code: Run model code that comes with the original model.
+        json: Print the result as JSON.
     """
     check_named(against, texts=(calibration,))
     from nearplane.verbs.verify import verify as run
 
     if against is not None:
         quiet()
-    found = run(
+    verified = run(
         out,
         against=against,
         calibration=calibration,
@@ -282,24 +297,30 @@ def verify(
     if json:
         print(
             as_json(
-                {"faults": [asdict(fault) for fault in found.faults], "asked": found.asked, "measured": found.measured}
+                {
+                    "faults": [asdict(fault) for fault in verified.faults],
+                    "asked": verified.asked,
+                    "measured": verified.measured,
+                }
             )
         )
     else:
-        for fault in found.faults:
+        for fault in verified.faults:
             print(f"{fault.where}: {fault.what}")
-        print(found.summary())
-    if found.faults:
+        print(verified.summary())
+    if verified.faults:
         sys.exit(1)
 
 
 def report(out: Path, page: Path | None = None, /, *, overwrite: Switch = False) -> None:
-    """Write an HTML page of figures and tables from the record of a checkpoint; it needs no network and opens from disk.
+    """Write an HTML page with figures and tables from the run record of a checkpoint.
+
+    The page opens from disk and needs no network.
 
     Args:
         out: Folder of a checkpoint that nearplane wrote.
-        page: File to write. Default: beside the folder, named after it; a report that is there is replaced.
-        overwrite: Replace a file that is there, whatever it is.
+        page: File to write. Default: OUT-report.html beside the folder; an old report there is replaced.
+        overwrite: Replace any existing file.
     """
     from nearplane.verbs.report import write_report
 
@@ -314,13 +335,13 @@ def export(
     dtype: Dense = "bfloat16",
     trust_remote_code: Switch = False,
 ) -> None:
-    """Write the checkpoint in OUT with every weight decoded into FOLDER, for any program that reads safetensors.
+    """Decode all weights of the checkpoint in OUT and write them to FOLDER, for any program that reads safetensors.
 
     Args:
         out: Folder of a checkpoint that nearplane wrote.
-        folder: New or empty folder.
-        format: Of the files: safetensors. Other formats are written by quantize.
-        dtype: Of the weights.
+        folder: New or empty folder to write.
+        format: Format of the files; only safetensors. Use nearplane quantize for other formats.
+        dtype: Dtype of the decoded weights.
         trust_remote_code: Run model code that comes with the checkpoint, and copy it.
     """
     from nearplane import export as run
@@ -344,26 +365,26 @@ def tune(
     trust_remote_code: Switch = False,
     json: Switch = False,
 ) -> None:
-    """Train steps, norms and codes of the checkpoint in OUT on its divergence from the original; write NEW.
+    """Train steps, norms and codes of the checkpoint in OUT against the predictions of the original, and write NEW.
 
-    Same format, same widths, and entropy-coded layers take no more bytes than were asked for: nothing changes for programs that
-    load it. Codes are trained at 2 and 3 bits and where they are entropy-coded. A fifth of the text's windows is held out: the
-    state that is best on them is written, or OUT as it is if none is better. Layers that then lose more than the --max-loss that
-    OUT was quantized with are named, and the command ends with code 2.
+    NEW has the format and the widths of OUT, and entropy-coded layers stay within their requested bytes.
+    Codes are trained if they have 2 or 3 bits or are entropy-coded.
+    A fifth of the text's windows is held out. The state that is best on them is written, which may be that of OUT.
+    The command ends with exit code 2 if a layer exceeds the --max-loss of OUT.
 
     Args:
-        out: Folder of a checkpoint that nearplane quantize wrote with --bits, --grid or --rate; not with --size,
-            --include-embeddings or --include-head.
+        out: Folder of a checkpoint that nearplane quantize wrote with --bits, --grid or --rate.
+            Checkpoints with --size, --include-embeddings or --include-head are refused.
         new: Folder to write.
-        against: The original: a local folder, or a hub id.
-        calibration: The text that OUT was calibrated on; tuning looks at more of it. Default: where the recipe says.
-        samples: Windows of the text to take. Default: five times those that OUT was calibrated on.
-        seqlen: Tokens of a window. Default: as OUT was calibrated on.
-        steps: Of the optimizer. Default: every window is trained on once; those of a text with fewer are seen several times.
-        device: Where to compute: auto (the GPU where there is one), cpu, cuda, or one of several GPUs as cuda:1.
-        overwrite: Replace what is in NEW, once the new checkpoint is whole.
-        trust_remote_code: Run model code that comes with the original.
-        json: Print the record as JSON instead of a summary.
+        against: The original model, as a local folder or hub id.
+        calibration: The calibration text of OUT, of which tuning uses more. Default: the text named in its recipe.
+        samples: Number of windows of the text. Default: five times as many as in calibration.
+        seqlen: Tokens per window. Default: as in calibration.
+        steps: Number of optimizer steps. Default: each training window is used once, or several times in a short text.
+        device: Device to compute on: auto (the GPU if there is one), cpu, cuda, or one of several GPUs as cuda:1.
+        overwrite: Replace an existing checkpoint in NEW, once the new one is complete.
+        trust_remote_code: Run model code that comes with the original model.
+        json: Print the run record as JSON instead of a summary.
     """
     check_named(against, texts=(calibration,))
     from nearplane import tune as run
@@ -402,18 +423,18 @@ def generate(
     device: str = "auto",
     trust_remote_code: Switch = False,
 ) -> None:
-    """Let MODEL go on with PROMPT, and print what it says as it comes.
+    """Continue the text PROMPT with MODEL, and print the new text piece by piece.
 
-    A GGUF runs in llama.cpp where llama-cpp-python is installed; everything else, and a GGUF without it, in transformers.
+    A GGUF runs in llama.cpp if llama-cpp-python is installed; all other models run in transformers.
 
     Args:
-        model: A folder that nearplane wrote, in any format, or a folder or hub id that transformers loads.
-        prompt: Text to go on from.
-        compare: The original: what it says is printed below.
-        tokens: To add at most.
-        temperature: Of the draws; 0 takes the likeliest token each time.
-        seed: Of the draws.
-        device: Where to compute: auto (the GPU where there is one), cpu, cuda, or one of several GPUs as cuda:1.
+        model: Folder that nearplane wrote, in any format, or folder or hub id that transformers loads.
+        prompt: Text to continue.
+        compare: Another model, for example the original, whose text is printed below.
+        tokens: Largest number of new tokens.
+        temperature: Sampling temperature; 0 takes the most likely token each time.
+        seed: Random seed of the sampling.
+        device: Device to compute on: auto (the GPU if there is one), cpu, cuda, or one of several GPUs as cuda:1.
         trust_remote_code: Run model code that comes with the checkpoint.
     """
     from nearplane import generate as run

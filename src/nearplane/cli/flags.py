@@ -1,6 +1,6 @@
-"""The flags of `nearplane quantize` that make up a recipe: which of its fields are flags, in which group they are shown.
+"""Flags of `nearplane quantize` that make up a recipe, and the groups in which its help shows them.
 
-The fields themselves, their types and defaults, are those of `schemes.py` and `recipe.py`; what is no flag is for Python.
+The fields, their types and their defaults are defined in `schemes.py` and `recipe.py`; other fields are only for Python.
 """
 
 from __future__ import annotations
@@ -18,73 +18,73 @@ from nearplane.recipe.recipe import Calibration, LayerScheme, changed, chosen
 from nearplane.recipe.scheme import names_of
 from nearplane.recipe.schemes import AnyScheme, BlockScheme, GridScheme, RateScheme, scheme_of
 
-EVERYDAY = Group("Everyday", sort_key=1)
-RATES = Group("Entropy-coded, instead of --bits", sort_key=2)
-LLAMA = Group("GGUF, for llama.cpp", sort_key=3)
-TEXT = Group("Calibration text", sort_key=4)
-LAYERS = Group("Layer by layer", sort_key=5)
-SOLVING = Group("Solving: the defaults measured best", sort_key=6)
-RUNNING = Group("Running", sort_key=7)
-GROUPS = {  # of every field that is a flag
-    "grid": EVERYDAY,
-    "embeddings": EVERYDAY,
-    "bits": EVERYDAY,
-    "group_size": EVERYDAY,
-    "symmetric": EVERYDAY,
-    "rate": RATES,
-    "size": RATES,
-    "include_head": RATES,
-    "include_embeddings": RATES,
-    "calibration": TEXT,
-    "samples": TEXT,
-    "seqlen": TEXT,
-    "rare_experts": TEXT,
-    "solver": SOLVING,
-    "beam": SOLVING,
-    "polish": SOLVING,
-    "rounds": SOLVING,
-    "order": SOLVING,
-    "damp": SOLVING,
-    "correct": SOLVING,
+EVERYDAY_GROUP = Group("Everyday", sort_key=1)
+RATE_GROUP = Group("Entropy-coded, instead of --bits", sort_key=2)
+GGUF_GROUP = Group("GGUF, for llama.cpp", sort_key=3)
+TEXT_GROUP = Group("Calibration text", sort_key=4)
+LAYER_GROUP = Group("Layer by layer", sort_key=5)
+SOLVER_GROUP = Group("Solver: the defaults gave the best results", sort_key=6)
+RUN_GROUP = Group("Running", sort_key=7)
+GROUPS = {  # fields that are flags, and their groups in the help
+    "grid": EVERYDAY_GROUP,
+    "embeddings": EVERYDAY_GROUP,
+    "bits": EVERYDAY_GROUP,
+    "group_size": EVERYDAY_GROUP,
+    "symmetric": EVERYDAY_GROUP,
+    "rate": RATE_GROUP,
+    "size": RATE_GROUP,
+    "include_head": RATE_GROUP,
+    "include_embeddings": RATE_GROUP,
+    "calibration": TEXT_GROUP,
+    "samples": TEXT_GROUP,
+    "seqlen": TEXT_GROUP,
+    "rare_experts": TEXT_GROUP,
+    "solver": SOLVER_GROUP,
+    "beam": SOLVER_GROUP,
+    "polish": SOLVER_GROUP,
+    "rounds": SOLVER_GROUP,
+    "order": SOLVER_GROUP,
+    "damp": SOLVER_GROUP,
+    "correct": SOLVER_GROUP,
 }
 
 
 def flags_of(part: type, but: str | None = None) -> type:
-    """Return a dataclass of those fields of a part of a recipe that are flags, each in its group, `but` one."""
+    """Return a dataclass of the fields of a part of a recipe that are flags, without the field `but`."""
     hints = get_type_hints(part)
-    chosen_fields = []
+    flag_fields = []
     for each in sorted(fields(part), key=lambda f: list(GROUPS).index(f.name) if f.name in GROUPS else 0):
         if each.name in GROUPS and each.name != but:
             default = field(default=None if each.default is MISSING else each.default, kw_only=True)
             parameter = Parameter(group=GROUPS[each.name], help=help_of(part, each.name))
-            chosen_fields.append((each.name, Annotated[hints[each.name], parameter], default))
-    made = make_dataclass(part.__name__, chosen_fields, frozen=True, kw_only=True)
-    made.__module__ = __name__  # else cyclopts takes it for a type of the language
-    return made
+            flag_fields.append((each.name, Annotated[hints[each.name], parameter], default))
+    flags = make_dataclass(part.__name__, flag_fields, frozen=True, kw_only=True)
+    flags.__module__ = __name__  # else cyclopts treats it as a builtin type
+    return flags
 
 
 def help_of(part: type, name: str) -> str:
-    """Return what the docstring of a dataclass, or of one that it derives from, says of a field."""
+    """Return the description of a field from the docstring of its dataclass or of a base class."""
     for each in part.__mro__:
         lines = (each.__doc__ or "").split("Args:")[-1].splitlines()
         for index, line in enumerate(lines):
             if line.strip().startswith(f"{name}: "):
-                more = []
+                continuation = []
                 for after in lines[index + 1 :]:
                     if not after.startswith(" " * 12):
                         break
-                    more.append(after.strip())
-                return " ".join([line.strip().removeprefix(f"{name}: "), *more])
+                    continuation.append(after.strip())
+                return " ".join([line.strip().removeprefix(f"{name}: "), *continuation])
     raise AssertionError(f"{part.__name__}.{name} is not explained in its docstring")
 
 
-GridFlags = flags_of(GridScheme, but="grid")  # which `scheme_of` understands for all
+GridFlags = flags_of(GridScheme, but="grid")  # `scheme_of` accepts the grid for all kinds
 BlockFlags, RateFlags = flags_of(BlockScheme), flags_of(RateScheme)
 CalibrationFlags = flags_of(Calibration)
-KINDS = {
+PURPOSES = {
     GridFlags: "for weights on a fixed grid",
-    BlockFlags: "for weights on a grid that it names",
-    RateFlags: "for entropy-coded weights, which have none",
+    BlockFlags: "for weights on a named grid",
+    RateFlags: "for entropy-coded weights",
 }
 
 
@@ -92,50 +92,50 @@ def refuse_mixed(words: Sequence[str]) -> None:
     """Refuse a command line with flags of two kinds of scheme.
 
     Raises:
-        RecipeError: it has both.
+        RecipeError: The command line has flags of two kinds.
     """
     given = [word.split("=")[0].replace("--no-", "--") for word in words]
-    for first, second in combinations(KINDS, 2):
+    for first, second in combinations(PURPOSES, 2):
         one, other = (
             next((word for word in given if word in {f"--{name.replace('_', '-')}" for name in alone}), None)
             for alone in (names_of(first) - names_of(second), names_of(second) - names_of(first))
         )
         if one is not None and other is not None:
-            raise RecipeError(f"{one} is {KINDS[first]}, {other} {KINDS[second]}: leave out one of them.")
+            raise RecipeError(f"{one} is {PURPOSES[first]}, {other} is {PURPOSES[second]}. Leave out one of them.")
 
 
 def scheme_from(flags: Any, *, format: str | None = None, allocate: str | None = None) -> AnyScheme:
-    """Return the scheme that flags stand for; None is the default."""
+    """Return the scheme of the flags; None means the default."""
     return scheme_of(into=format, spread=allocate, **_given(flags))
 
 
 def _given(flags: Any) -> dict[str, Any]:
-    """Return what flags say that is not the default: several kinds of scheme have the others."""
+    """Return the flags that differ from their defaults; the defaults may belong to several kinds of scheme."""
     if flags is None:
         return {}
     return {each.name: value for each in fields(flags) if (value := getattr(flags, each.name)) != each.default}
 
 
 def layer_schemes(texts: Sequence[str], flags: Any, *, format: str | None = None) -> tuple[LayerScheme, ...]:
-    """Return the schemes of `--layer 'PATTERN=NAME:VALUE,NAME:VALUE'`, which change what the flags say for all layers.
+    """Return the schemes of `--layer 'PATTERN=NAME:VALUE,NAME:VALUE'`, which override the flags for matching layers.
 
     Raises:
-        RecipeError: a text is not of this form, or a name or value means nothing.
+        RecipeError: A text does not have this form, or a name or value is invalid.
     """
     options = _given(flags)
-    found = []
+    schemes = []
     for text in texts:
         pattern, _, changes = text.rpartition("=")
         pairs = [change.split(":", 1) for change in changes.split(",")]
         if not pattern or not all(len(pair) == 2 for pair in pairs):
-            raise RecipeError(f"--layer {text!r} is no scheme for layers; expected for instance 'down_proj=bits:4'.")
-        own = chosen({name.strip(): _value(value.strip()) for name, value in pairs})
-        found.append(LayerScheme(pattern=pattern, scheme=scheme_of(into=format, **changed(options, own))))
-    return tuple(found)
+            raise RecipeError(f"--layer {text!r} is not PATTERN=NAME:VALUE; expected for example 'down_proj=bits:4'.")
+        overrides = chosen({name.strip(): _value(value.strip()) for name, value in pairs})
+        schemes.append(LayerScheme(pattern=pattern, scheme=scheme_of(into=format, **changed(options, overrides))))
+    return tuple(schemes)
 
 
 def _value(text: str) -> Any:
-    """Read a number, true, false or none; anything else is a word."""
+    """Return the number, boolean or None that a text stands for, or else the text."""
     try:
         return None if text == "none" else json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""nearplane quantize on the command line: flags become a recipe, the record becomes a summary."""
+"""The command `nearplane quantize`: flags become a recipe, and the run record is printed as a summary."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from nearplane.cli.flags import (
-    EVERYDAY,
-    LAYERS,
-    LLAMA,
-    RUNNING,
-    SOLVING,
+    EVERYDAY_GROUP,
+    GGUF_GROUP,
+    LAYER_GROUP,
+    RUN_GROUP,
+    SOLVER_GROUP,
     BlockFlags,
     CalibrationFlags,
     GridFlags,
@@ -37,44 +37,46 @@ def quantize(
     *,
     scheme: Annotated[GridFlags | BlockFlags | RateFlags | None, Flat] = None,  # type: ignore[valid-type]
     tokens: Annotated[CalibrationFlags | None, Flat] = None,  # type: ignore[valid-type]
-    format: Annotated[Format | None, Parameter(group=EVERYDAY)] = None,
-    allocate: Annotated[Allocation | None, Parameter(group=LAYERS)] = None,
-    layer: Annotated[tuple[str, ...], Parameter(group=LAYERS, negative="")] = (),
-    ignore: Annotated[tuple[str, ...], Parameter(group=LAYERS, consume_multiple=True, negative="")] = (),
-    max_loss: Annotated[float | None, Parameter(group=LAYERS)] = None,
-    tune: Annotated[Tune, Parameter(group=SOLVING)] = "none",
-    pre: Annotated[str | None, Parameter(group=LLAMA)] = None,
-    device: Annotated[str, Parameter(group=RUNNING)] = "auto",
-    overwrite: Annotated[bool, Parameter(group=RUNNING, negative="")] = False,
-    memory: Annotated[str | None, Parameter(group=RUNNING)] = None,
-    trust_remote_code: Annotated[bool, Parameter(group=RUNNING, negative="")] = False,
-    json: Annotated[bool, Parameter(group=RUNNING, negative="")] = False,
+    format: Annotated[Format | None, Parameter(group=EVERYDAY_GROUP)] = None,
+    allocate: Annotated[Allocation | None, Parameter(group=LAYER_GROUP)] = None,
+    layer: Annotated[tuple[str, ...], Parameter(group=LAYER_GROUP, negative="")] = (),
+    ignore: Annotated[tuple[str, ...], Parameter(group=LAYER_GROUP, consume_multiple=True, negative="")] = (),
+    max_loss: Annotated[float | None, Parameter(group=LAYER_GROUP)] = None,
+    tune: Annotated[Tune, Parameter(group=SOLVER_GROUP)] = "none",
+    pre: Annotated[str | None, Parameter(group=GGUF_GROUP)] = None,
+    device: Annotated[str, Parameter(group=RUN_GROUP)] = "auto",
+    overwrite: Annotated[bool, Parameter(group=RUN_GROUP, negative="")] = False,
+    memory: Annotated[str | None, Parameter(group=RUN_GROUP)] = None,
+    trust_remote_code: Annotated[bool, Parameter(group=RUN_GROUP, negative="")] = False,
+    json: Annotated[bool, Parameter(group=RUN_GROUP, negative="")] = False,
 ) -> None:
     """Quantize MODEL into the folder OUT.
 
+    Example: nearplane quantize Qwen/Qwen3-0.6B out --bits 4 --calibration text.txt
+
     Args:
-        model: A local folder of safetensors, or a hub id.
+        model: Local folder of safetensors, or hub id.
         out: Folder to write.
-        format: Of the checkpoint: compressed-tensors (vLLM, transformers; the default), gptq or gptq_v2 (most GPTQ readers), or
-            nearplane (entropy-coded; the default with --rate or --size), or gguf (llama.cpp; the default with --grid q4_k_m).
-        layer: Other options for some layers, as 'down_proj=bits:4' or 'down_proj=grid:int8-g32': behind the regular
-            expression what differs there. May be repeated; the first that matches counts. A --rate is then that of the
-            other layers.
-        allocate: The same bits for every layer (uniform), or more where the network needs them (slope). Default: slope with --rate,
-            --size or a fraction of bits, else uniform.
-        max_loss: Relative loss that no layer may exceed. Entropy-coded layers get more bits; layers that exceed it all the same,
-            or on fixed grids, are named and the command ends with code 2.
-        tune: Train steps, norms and codes (at 2 and 3 bits, and entropy-coded) on the divergence of the network's predictions
-            from the original's, once all is solved (network); takes five to ten times as long. See nearplane tune.
-        pre: Of a GGUF: name of the tokenizer's pre-tokenizer in llama.cpp, where its structure is not known.
-        ignore: Regular expressions, one or several; layers whose full name one of them is found in stay as they are.
-        device: Where to compute: auto (the GPU where there is one), cpu, cuda, or one of several GPUs as cuda:1.
-        overwrite: Replace what is in OUT, once the new checkpoint is whole; until then both need room on disk.
-        memory: The most that the run may take, as 12GB: forwards are then repeated instead of paused, hidden states lie in a file,
-            and fewer windows pass at a time, in this order; or it is refused before work begins, with a limit that works.
-            Not together with --tune network. Default: as is fastest.
+        format: File format of the checkpoint.
+            compressed-tensors (the default) is for vLLM and transformers, gptq and gptq_v2 are for GPTQ readers.
+            nearplane is entropy-coded (default with --rate or --size), gguf is for llama.cpp (default with --grid q4_k_m).
+        layer: Options for some layers: REGEX=NAME:VALUE[,...], for example 'down_proj=bits:4,group_size:32'.
+            May be repeated; the first matching pattern counts. A --rate then applies to the other layers.
+        allocate: Use the same bits for every layer (uniform), or measure where more bits help most (slope).
+            Default: slope with --rate, --size or a fraction of bits, else uniform.
+        max_loss: Largest relative loss of a layer, for example 0.01. Entropy-coded layers get more bits to keep to it.
+            If layers still exceed it, they are listed and the command ends with exit code 2.
+        tune: After the solve, train steps, norms and codes against the original's predictions (network).
+            Takes five to ten times as long. See nearplane tune.
+        pre: Name of the tokenizer's pre-tokenizer in llama.cpp, if nearplane does not recognize it.
+        ignore: Regular expressions; layers are not quantized if one of them is found in their full name.
+        device: Device to compute on: auto (the GPU if there is one), cpu, cuda, or one of several GPUs as cuda:1.
+        overwrite: Replace an existing checkpoint in OUT, once the new one is complete. Both need room on disk.
+        memory: Memory limit of the run, for example 12GB. Default: no limit. Not together with --tune network.
+            To stay below it, the run repeats forward passes, keeps hidden states on disk and uses smaller batches.
+            A limit that is too small is refused at once, with one that works.
         trust_remote_code: Run model code that comes with the checkpoint.
-        json: Print the record as JSON instead of a summary.
+        json: Print the run record as JSON instead of a summary.
     """
     check_named(model, texts=(None if tokens is None else tokens.calibration,))
     from nearplane import quantize as run

@@ -1,4 +1,4 @@
-"""What the command line does around a command: a bar or lines that say how far it is, and what a signal makes of it."""
+"""Progress bars, log output and signals of the command line."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM: ends a command as Ctrl-C does."""
+    """Exception for SIGTERM, which ends a command as Ctrl-C does."""
 
 
 def bar(items: Iterable[Any], label: str, total: int) -> Iterator[Any]:
-    """Show a bar on the error stream while items pass through; where that is no terminal, lines of logging do."""
+    """Show a bar on the error stream while items pass through; without a terminal, log lines show the progress."""
     if not sys.stderr.isatty():
         yield from items
         return
@@ -43,9 +43,9 @@ def bar(items: Iterable[Any], label: str, total: int) -> Iterator[Any]:
 
 @contextmanager
 def attended() -> Iterator[None]:
-    """While it lasts, what nearplane logs goes to the error stream, and SIGTERM raises `Terminated`.
+    """A context that writes nearplane's log to the error stream and turns SIGTERM into `Terminated`.
 
-    Ctrl-C and SIGTERM stay what they are even where a library puts an error of its own in their place.
+    Ctrl-C and SIGTERM are raised again if a library replaces them with an error of its own.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
@@ -54,7 +54,7 @@ def attended() -> Iterator[None]:
     package.addHandler(handler)
     package.setLevel(logging.INFO)
     if sys.stderr.isatty():
-        progress.setLevel(logging.WARNING)  # there is a bar
+        progress.setLevel(logging.WARNING)  # the bar shows the progress
     stopped: list[KeyboardInterrupt] = []
 
     def stop(number: int, frame: object) -> None:
@@ -62,7 +62,7 @@ def attended() -> Iterator[None]:
         raise stopped[-1]
 
     before = {signal.SIGTERM: signal.signal(signal.SIGTERM, stop)}
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell makes its background jobs ignore it
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else ignored, as in background jobs of a shell
         before[signal.SIGINT] = signal.signal(signal.SIGINT, stop)
     try:
         yield
@@ -71,18 +71,18 @@ def attended() -> Iterator[None]:
             raise
         for note in getattr(error, "__notes__", ()):
             stopped[-1].add_note(note)
-        raise stopped[-1] from error  # e.g. safetensors turns what is raised while it makes a tensor into a ValueError
+        raise stopped[-1] from error  # e.g. safetensors raises a ValueError instead while it makes a tensor
     finally:
-        for number, as_it_was in before.items():
-            signal.signal(number, as_it_was)
+        for number, handler_before in before.items():
+            signal.signal(number, handler_before)
         package.removeHandler(handler)
         package.setLevel(levels[0])
         progress.setLevel(levels[1])
 
 
 def say_stopped(stopped: KeyboardInterrupt) -> int:
-    """Say in one line what stopped the command and what it left on disk; return the exit code."""
+    """Print in one line the signal that stopped the command and the files left on disk; return the exit code."""
     terminated = isinstance(stopped, Terminated)
-    left = " ".join(getattr(stopped, "__notes__", None) or ["Run the same command again."])
-    print(f"nearplane: stopped by {'SIGTERM' if terminated else 'Ctrl-C'}. {left}", file=sys.stderr)
+    state = " ".join(getattr(stopped, "__notes__", None) or ["Run the same command again."])
+    print(f"nearplane: stopped by {'SIGTERM' if terminated else 'Ctrl-C'}. {state}", file=sys.stderr)
     return 128 + (signal.SIGTERM if terminated else signal.SIGINT)

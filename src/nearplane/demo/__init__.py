@@ -1,8 +1,8 @@
-"""A small trained model, text to calibrate it and text to measure it, all in this package; `README.md` is the model's card."""
+"""Paths and sizes of the demonstration: a small trained model, calibration text and held-out text; see `README.md`."""
 
 from importlib.resources import files
 from pathlib import Path
 
-HERE = Path(str(files(__name__)))
-MODEL, CALIBRATION, HELD_OUT = HERE / "model", HERE / "calibration.txt", HERE / "heldout.txt"
+DEMO_FOLDER = Path(str(files(__name__)))
+MODEL, CALIBRATION, HELD_OUT = DEMO_FOLDER / "model", DEMO_FOLDER / "calibration.txt", DEMO_FOLDER / "heldout.txt"
 SEQLEN, CALIBRATION_WINDOWS, EVALUATION_WINDOWS = 256, 128, 96

@@ -1,4 +1,4 @@
-"""The demonstration: quantize the small model in this folder in several ways and measure what each is worth."""
+"""The demonstration: quantize the small model in this folder in several ways and measure each result."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Row:
     """One line of the demonstration's table.
 
     Args:
-        grid: In words.
-        solver: how codes were found; "-" for the original.
+        grid: Description of the grid, for example "4-bit sym g128".
+        solver: Name of the solver; "-" for the original.
         rate: Bits per quantized weight in the file.
-        bytes: Of the weight files.
-        perplexity: On held-out text.
-        excess: Negative log-likelihood above the original's, nats per token.
-        kl: KL to the original, nats per token.
-        seconds: To quantize.
-        folder: The checkpoint; None for the original.
+        bytes: Size of the weight files in bytes.
+        perplexity: Perplexity on the held-out text.
+        excess: Negative log-likelihood minus that of the original, in nats per token.
+        kl: KL(original || quantized) in nats per token.
+        seconds: Time of quantization in seconds.
+        folder: Folder of the checkpoint; None for the original.
     """
 
     grid: str
@@ -52,7 +52,7 @@ class Row:
 
 
 def run(out: Path, progress: Progress = silent) -> Iterator[Row]:
-    """Quantize the demo model on grids and entropy-coded into folders below `out` and yield what each is worth."""
+    """Quantize the demo model on grids and entropy-coded into folders below `out`, and yield a row for each."""
     perplexity, original, _ = _measure(MODEL, progress)
     size = sum(path.stat().st_size for path in MODEL.glob("*.safetensors"))
     dtype = ShardReader(MODEL).dtype("model.norm.weight").lower()
@@ -75,7 +75,7 @@ def run(out: Path, progress: Progress = silent) -> Iterator[Row]:
 
 
 def recipes() -> Iterator[tuple[str, Solver, Recipe]]:
-    """Yield (grid in words, solver, recipe) of every line of the demonstration but the original's."""
+    """Yield (description of the grid, solver, recipe) for every row except the original."""
     tokens = Calibration(calibration=str(CALIBRATION), samples=CALIBRATION_WINDOWS, seqlen=SEQLEN)
     for bits, group_size, symmetric, format in GRIDS:
         for solver in SOLVERS:
@@ -87,9 +87,9 @@ def recipes() -> Iterator[tuple[str, Solver, Recipe]]:
 
 
 def _measure(model: Path, progress: Progress) -> tuple[float, float, float]:
-    """Return perplexity, negative log-likelihood and KL to the original."""
+    """Return the perplexity, the negative log-likelihood and the KL divergence from the original."""
     against = None if model == MODEL else MODEL
-    found = evaluate(model, HELD_OUT, seqlen=SEQLEN, samples=EVALUATION_WINDOWS, against=against, progress=progress)
-    assert found.perplexity is not None, "a language model"
-    assert found.nll is not None, "as well"
-    return found.perplexity, found.nll, found.kl or 0.0
+    score = evaluate(model, HELD_OUT, seqlen=SEQLEN, samples=EVALUATION_WINDOWS, against=against, progress=progress)
+    assert score.perplexity is not None, "a language model has a perplexity"
+    assert score.nll is not None, "a language model has a likelihood"
+    return score.perplexity, score.nll, score.kl or 0.0

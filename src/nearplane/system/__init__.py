@@ -1,1 +1,1 @@
-"""What the computer gives: device, ranks, memory, locks, whole files, progress."""
+"""Devices, memory, files, locks and progress: what nearplane needs from the machine."""

@@ -1,4 +1,4 @@
-"""Where a verb computes: the device, the dtype of what is computed there, and the memory that is free. Made once per verb."""
+"""The device that a command computes on: its name, its compute dtype and its free memory. Every verb makes one."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class Device:
     """A device of this machine.
 
     Args:
-        place: the device as torch names it, for example `cuda:1`.
+        place: The device as torch names it, for example `cuda:1`.
     """
 
     place: torch.device
 
     @classmethod
     def named(cls, name: str | torch.device) -> Device:
-        """Return the device of a name: auto (the GPU where there is one), cpu, cuda, cuda:1.
+        """Return the device with a name: auto (the GPU if there is one), cpu, cuda, cuda:1.
 
         Raises:
-            RecipeError: torch does not know the name, or this machine has no such device.
+            RecipeError: The name is not a device of torch, or this machine has no such device.
         """
         if name == "auto":
             name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -46,22 +46,22 @@ class Device:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether it is the CPU, whose memory is that of the process."""
+        """Whether this is the CPU."""
         return self.place.type == "cpu"
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which the blocks of a model of `dtype` run: float32 on the CPU, elsewhere the model's own."""
+        """Return the dtype in which blocks of a model run: float32 on the CPU, the model's `dtype` elsewhere."""
         return torch.float32 if self.on_cpu else dtype
 
     def free(self) -> int | None:
-        """Return how many bytes this process can still take there; None where the system does not say."""
+        """Return the bytes that this process can still allocate on the device, or None if they are unknown."""
         if self.place.type == "cuda":
             unused = torch.cuda.memory_reserved(self.place) - torch.cuda.memory_allocated(self.place)
             return torch.cuda.mem_get_info(self.place)[0] + unused
         return free_memory() if self.on_cpu else None
 
     def model(self) -> str:
-        """Return the device with the model of the GPU: results depend on it."""
+        """Return the device and the model of its GPU, on which results depend."""
         return f"{self}, {torch.cuda.get_device_name(self.place)}" if self.place.type == "cuda" else str(self)
 
     def __str__(self) -> str:

@@ -1,6 +1,6 @@
-"""Files and folders on disk: written whole or not at all, flushed, hashed, locked, swapped; JSON read as objects.
+"""Operations on files and folders: write atomically, flush, hash, lock, swap, read JSON objects.
 
-Knows nothing of what they hold; needs no torch.
+They do not depend on what the files hold. Needs no torch.
 """
 
 from __future__ import annotations
@@ -22,67 +22,67 @@ from filelock import FileLock, Timeout
 
 from nearplane.errors import FormatError, NearplaneError, RecipeError, first_line
 
-HERE, SWAP = -100, 2  # AT_FDCWD; RENAME_EXCHANGE of Linux and RENAME_SWAP of macOS
-PATIENCE = 0.5  # seconds in which a process that is just ending gives its lock back
-LONGEST = 256 * 2**20  # bytes of JSON; the index of the largest models has ten million
-DEEPEST = 64  # levels of lists and objects; a config has at most five
-CALLED = {NoneType: "null", list: "a list", str: "text", bool: "true or false"}  # JSON that is no object; else a number
+CURRENT_FOLDER, SWAP_FLAG = -100, 2  # AT_FDCWD; RENAME_EXCHANGE (Linux) and RENAME_SWAP (macOS)
+LOCK_TIMEOUT = 0.5  # seconds to wait for a lock, so that a process that is just ending can release it
+MAX_JSON_BYTES = 256 * 2**20  # far above the index of the largest models, which has ten million bytes
+MAX_JSON_LEVELS = 64  # nested lists and objects; a config has at most five
+JSON_KINDS = {NoneType: "null", list: "a list", str: "text", bool: "true or false"}  # in errors; others are numbers
 
 
 def check_writable(folder: Path) -> None:
-    """Refuse a folder that no file could be written into, before there is something to write; it is made where it is missing.
+    """Make a folder if it is missing, and refuse one in which no file can be written.
 
     Raises:
-        RecipeError: it is a file, or may not be written.
+        RecipeError: The path is a file, or the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise RecipeError(f"{folder} is no folder that can be written ({error}). Choose another one.") from error
+        raise RecipeError(f"{folder} is not a folder that can be written ({error}). Choose another folder.") from error
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file beside its place, its folder made where it is missing, and put it there when it is whole.
+    """Write a file atomically: into a temporary file beside it, which is then renamed. Its folder is made if missing.
 
     Raises:
-        FormatError: the disk is full, or the place not writable; what was there is as it was.
+        FormatError: The disk is full or the folder cannot be written; an old file is unchanged.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         if path.exists() and not path.is_file():
-            raise FileExistsError(f"it is there, and no file: {path}")
+            raise FileExistsError(f"it exists and is not a file: {path}")
         path.parent.mkdir(parents=True, exist_ok=True)
         with part.open("xb") as file:
             file.write(content)
         part.replace(path)
     except OSError as error:
         raise FormatError(
-            f"{path} could not be written ({error}). Free some space or choose another place; what was there is as it was."
+            f"{path} could not be written ({error}). Free some space or choose another place; nothing there was changed."
         ) from error
     finally:
-        with suppress(OSError):  # of a whole one nothing is left
+        with suppress(OSError):  # a file that was written whole was renamed
             part.unlink()
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or what a folder lists, is on disk; of folders only where the system can (some network drives cannot)."""
+    """Wait until a file, or the list of a folder's files, is on disk. Some network drives cannot do it for folders."""
     folder, windows = path.is_dir(), os.name == "nt"
     if folder and windows:
         return
-    number = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
     try:
-        os.fsync(number)
+        os.fsync(descriptor)
     except OSError as error:
         if not folder or error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
             raise
     finally:
-        os.close(number)
+        os.close(descriptor)
 
 
 def flush_all(folder: Path) -> None:
-    """Wait until all that a folder holds is on disk, and what it lists."""
+    """Wait until a folder and everything in it is on disk."""
     for path in folder.rglob("*"):
         flush(path)
     flush(folder)
@@ -95,80 +95,80 @@ def sha256(path: Path) -> str:
 
 
 @contextmanager
-def alone(lock: Path, refusal: str) -> Iterator[None]:
-    """Hold a lock, which one process alone may do at a time; it ends with its process, however that ends.
+def exclusive_lock(lock: Path, refusal: str) -> Iterator[None]:
+    """Hold a lock file that only one process can hold at a time.
 
-    The file is gone when the context ends.
+    The lock ends with the process, even if it is killed; the file is deleted when the context ends.
 
     Args:
-        lock: the file, made together with its folder.
-        refusal: what to say where another process holds it.
+        lock: Path of the lock file; its folder is made if missing.
+        refusal: Message of the error if another process holds the lock.
 
     Raises:
-        RecipeError: another process holds it.
-        FormatError: the file cannot be made or locked.
+        RecipeError: Another process holds the lock.
+        FormatError: The file cannot be made or locked.
     """
-    held = FileLock(lock, thread_local=False)
+    file_lock = FileLock(lock, thread_local=False)
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
-        held.acquire(timeout=PATIENCE)
+        file_lock.acquire(timeout=LOCK_TIMEOUT)
     except Timeout:
         raise RecipeError(refusal) from None
     except OSError as error:
         raise FormatError(
-            f"{lock} could not be written or locked ({error}). Choose a place that can be written."
+            f"{lock} could not be written or locked ({error}). Choose a folder that can be written."
         ) from error
     try:
         yield
     finally:
         with suppress(OSError):
-            lock.unlink()  # while it is held: whoever waits for this file finds that it is gone
-        held.release()
+            lock.unlink()  # while it is held: a process that waits for this file then makes a new one
+        file_lock.release()
 
 
 def swap(one: Path, other: Path) -> bool:
-    """Swap the names of two folders of one file system; return False where the system cannot, and nothing was done."""
+    """Swap two folders of one file system atomically; return False if the system cannot, in which case nothing changes."""
     if sys.platform not in ("linux", "darwin"):
         return False
     library, a, b = ctypes.CDLL(None, use_errno=True), os.fsencode(one), os.fsencode(other)
     if function := getattr(library, "renameat2", None):
-        return bool(function(HERE, a, HERE, b, SWAP) == 0)
+        return bool(function(CURRENT_FOLDER, a, CURRENT_FOLDER, b, SWAP_FLAG) == 0)
     if function := getattr(library, "renamex_np", None):
-        return bool(function(a, b, SWAP) == 0)
+        return bool(function(a, b, SWAP_FLAG) == 0)
     return False
 
 
 def read_object(path: Path, *, expected: str, error: type[NearplaneError] = FormatError) -> dict[str, Any]:
-    """Read a JSON file that holds an object; of a checkpoint, anybody may have written it.
+    """Read a JSON file that holds an object. The file may come from an untrusted source.
 
     Args:
-        path: of the file; pipes and devices are not opened.
-        expected: what the file should be and what to do, one sentence without a full stop.
-        error: to raise.
+        path: Path of the file; pipes and devices are not opened.
+        expected: One sentence, without full stop, that says what the file should be and what to do.
+        error: Class of the error to raise.
 
     Raises:
-        NearplaneError: of the kind `error`: there is no such file, or it is no JSON object, or a monstrous one.
+        NearplaneError: An `error`: the file is missing, is not a JSON object, is too large or nests too deep.
     """
     try:
         if not path.is_file():
-            raise ValueError("there is none" if not path.exists() else "it is no file")
-        if (size := path.stat().st_size) > LONGEST:
+            raise ValueError("the file is missing" if not path.exists() else "it is not a file")
+        if (size := path.stat().st_size) > MAX_JSON_BYTES:
             raise ValueError(f"it has {size:,} bytes")
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(data, dict):
-            raise ValueError(f"it holds {CALLED.get(type(data), 'a number')}, not an object")
-        if (levels := _depth(data)) > DEEPEST:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds {JSON_KINDS.get(type(content), 'a number')}, not an object")
+        if (levels := _depth(content)) > MAX_JSON_LEVELS:
             raise ValueError(f"it nests {levels} levels deep")
     except RecursionError as reason:
         raise error(f"{path} cannot be read (it nests too deep). {expected}.") from reason
     except (OSError, ValueError) as reason:
         raise error(f"{path} cannot be read ({first_line(reason)}). {expected}.") from reason
-    return data
+    return content
 
 
-def _depth(data: Any) -> int:
-    """Return how many levels of lists and objects JSON has: 0 for a number."""
-    levels, level = 0, [data]
+def _depth(content: Any) -> int:
+    """Return the number of nested levels of lists and objects in JSON; 0 for a number."""
+    levels, level = 0, [content]
     while level := [part for part in level if isinstance(part, dict | list)]:
         levels += 1
         level = [inner for part in level for inner in (part.values() if isinstance(part, dict) else part)]
@@ -176,7 +176,7 @@ def _depth(data: Any) -> int:
 
 
 def unordered(value: Any) -> Any:
-    """Return JSON with its lists sorted."""
+    """Return JSON with its lists sorted, for comparisons that ignore order."""
     if isinstance(value, dict):
         return {key: unordered(part) for key, part in value.items()}
     return sorted((unordered(part) for part in value), key=str) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Which library multiplied float32 matrices on the CPU, as data. Needs no torch; `matmul_library.py` makes the choice."""
+"""Record of the library that multiplied float32 matrices on the CPU; `matmul_library.py` chooses it. Needs no torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ Library = Literal["default", "onednn"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Products:
-    """The library of a run, and how exact the products were that were tried.
+    """Matrix library of a run, and the errors of its trial products.
 
     Args:
-        library: torch's default (MKL in most builds), or oneDNN.
-        errors: the largest error of a product that was tried, relative to float64, by library.
+        library: Library of the run: torch's default (MKL in most builds) or oneDNN.
+        errors: Largest relative error of a trial product against float64, by library.
     """
 
     library: Library = "default"

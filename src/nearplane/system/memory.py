@@ -1,4 +1,4 @@
-"""How much memory is free on the CPU, and giving back what is not used. Needs no torch."""
+"""Free memory of the CPU, and functions that return unused memory to the system. Needs no torch."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-# smaller ones come and go in forwards: asking the system for each took 14 % of a run's time at 4 MB, 1 % here
-LARGE = 16 << 20
-M_MMAP_THRESHOLD = -3  # of mallopt
+# bytes; forward passes often allocate smaller blocks: system calls took 14 % of a run with 4 MB here, 1 % with 16 MB
+LARGE_BLOCK = 16 << 20
+M_MMAP_THRESHOLD = -3  # parameter of mallopt
 
 
 def free_memory(root: Path = Path("/")) -> int | None:
-    """Return how many bytes this process can still take, on the CPU: what the system has, or what the limit of its group leaves.
+    """Return the bytes that this process can still allocate on the CPU: free in the system and below its cgroup's limit.
 
-    Memory that only caches files is free. Where the system does not say what is free, half of all memory is taken for it.
+    Memory that only caches files counts as free. Half of all memory is assumed if the system does not report what is free.
 
     Args:
-        root: below which the system's own files lie; for tests.
+        root: Folder that holds /proc and /sys; tests pass another.
 
     Returns:
-        Bytes; None where the system tells nothing.
+        Free bytes, or None if they are unknown.
     """
     meminfo = [line for line in _lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
     available = [int(line.split()[1]) * 1024 for line in meminfo]  # without swapping
@@ -36,24 +36,24 @@ def free_memory(root: Path = Path("/")) -> int | None:
 
 
 def resident(root: Path = Path("/")) -> int | None:
-    """Return how many bytes of memory this process holds now; None where the system does not say."""
+    """Return the resident memory of this process in bytes, or None if it is unknown."""
     for line in _lines(root / "proc/self/statm"):
         return int(line.split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return None
 
 
 def give_back_large() -> None:
-    """Let memory of `LARGE` bytes or more go back to the system as soon as it is freed, in this process from now on.
+    """Make this process return freed blocks of `LARGE_BLOCK` bytes or more to the system at once.
 
-    glibc otherwise comes to keep what is freed, up to 32 MB at a time, for whoever asks next: what waits between
-    activations that live on was a gigabyte in a run of 3 GB, and never twice the same.
+    By default, glibc raises this limit to 32 MB and keeps smaller freed blocks. In a run of 3 GB they added up to a
+    gigabyte between live activations, and to another amount in every run.
     """
     if option := getattr(_c_library(), "mallopt", None):
-        option(M_MMAP_THRESHOLD, LARGE)
+        option(M_MMAP_THRESHOLD, LARGE_BLOCK)
 
 
 def release() -> None:
-    """Give memory that was freed back to the system, where the C library keeps it (glibc does); takes milliseconds."""
+    """Return memory that was freed to the system if the C library keeps it (glibc does); takes milliseconds."""
     if trim := getattr(_c_library(), "malloc_trim", None):
         trim(0)
 
@@ -64,7 +64,7 @@ def _c_library() -> ctypes.CDLL | None:
 
 
 def _left_of_limits(root: Path) -> Iterator[int]:
-    """Yield what is left below the limits of the control groups that this process is in (containers have one)."""
+    """Yield the bytes left below the memory limits of the control groups of this process (containers have one)."""
     for line in _lines(root / "proc/self/cgroup"):
         number, kinds, path = line.split(":", 2)
         if number == "0":
@@ -76,10 +76,10 @@ def _left_of_limits(root: Path) -> Iterator[int]:
             continue
         inner = Path(path.strip().lstrip("/"))
         for group in (root / place / each for each in (inner, *inner.parents)):
-            most, now = _lines(group / limit), _lines(group / used)
-            if most and now and most[0].strip() != "max":
+            maximum, current = _lines(group / limit), _lines(group / used)
+            if maximum and current and maximum[0].strip() != "max":
                 caches = (line.split() for line in _lines(group / "memory.stat"))
-                yield int(most[0]) - int(now[0]) + sum(int(bytes_) for name, bytes_ in caches if name == cached)
+                yield int(maximum[0]) - int(current[0]) + sum(int(bytes_) for name, bytes_ in caches if name == cached)
 
 
 def _lines(file: Path) -> list[str]:

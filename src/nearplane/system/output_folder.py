@@ -1,13 +1,13 @@
-"""The folder beside OUT in which a checkpoint is written: locked by one run, put in the place of OUT once it is whole.
+"""The folder beside OUT in which a checkpoint is written: locked by one run, renamed to OUT when it is complete.
 
-    OUT.unfinished        what is written, marked INCOMPLETE until it is whole; a killed run leaves it
-    OUT.unfinished/journal   what the same command needs to go on there, see `quantize_journal.py`; gone when all is whole
-    OUT.unfinished.lock   locked by the run that writes; the lock ends with its process, however that ends
-    OUT/journal/old       what OUT was, until it is deleted
+    OUT.unfinished           the new checkpoint, marked INCOMPLETE until it is complete; a killed run leaves it
+    OUT.unfinished/journal   data to resume the run, see `quantize_journal.py`; deleted when the checkpoint is complete
+    OUT.unfinished.lock      lock file of the run that writes; the lock ends with the process, even if it is killed
+    OUT/journal/old          the replaced content of OUT, until it is deleted
 
-Knows folders, not what is in them. Where the system can swap two folders, OUT is never missing; elsewhere two renames replace it,
-and a run that is killed between them leaves what OUT was in OUT.unfinished/journal/old. The next run puts that right, and the
-same command finishes.
+This module handles folders, not their contents. OUT is never missing if the system can swap two folders. Otherwise two
+renames replace it; a run that is killed between them leaves the old content in OUT.unfinished/journal/old. The next run
+repairs that, and the same command finishes.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from nearplane.errors import FormatError, NearplaneError, RecipeError
-from nearplane.system.files import alone, flush, flush_all, swap
+from nearplane.system.files import exclusive_lock, flush, flush_all, swap
 from nearplane.system.paths import INCOMPLETE, JOURNAL, RECORD, UNFINISHED
 from nearplane.system.safetensors_files import MARK
 
-STATE = "state.json"  # in the journal: what is there is enough to go on
-OLD = "old"  # in the journal: what OUT was; empty where the two folders were swapped, until it comes there
-# by --overwrite
-REPLACED = ("*.safetensors", "model.gguf", "*.json", "*.jinja", "*.model", "vocab.txt", "merges.txt", INCOMPLETE)
+STATE = "state.json"  # in the journal: its presence means that the run can be resumed
+OLD_NAME = "old"  # in the journal: the old content of OUT; empty between a swap and the move of that content
+# files that --overwrite replaces if OUT has no run record
+PATTERNS = ("*.safetensors", "model.gguf", "*.json", "*.jinja", "*.model", "vocab.txt", "merges.txt", INCOMPLETE)
 
 log = logging.getLogger(__name__)
 
 
 class Unfinished:
-    """A context in which one run alone writes `folder`; when it ends without an error, `folder` becomes `out`.
+    """A context in which only one run writes `folder`, which is renamed to `out` when the context ends without an error.
 
-    Nothing is touched before the context begins. After an error, what was written stays in `folder`; where that is
-    nothing, no trace is left. An error that stops the program (Ctrl-C) gets a note that says what is on disk.
+    Nothing is changed before the context begins. After an error the written files stay in `folder`, which is deleted if it
+    has none. An error that stops the program (Ctrl-C) gets a note about the files on disk.
 
     Args:
-        out: a new or empty folder, or with `overwrite` a checkpoint of nearplane, which stays until the new one is whole.
-        overwrite: replace the checkpoint in `out`; other files in it are kept.
-        resumes: keep what a run left that can be gone on with; the caller does that, or calls `clear`.
+        out: A new or empty folder, or with `overwrite` a checkpoint of nearplane, kept until the new one is complete.
+        overwrite: Whether the checkpoint in `out` may be replaced; files of others in it are kept.
+        resumes: Whether to keep the files of a run that can be resumed; the caller resumes it or calls `clear`.
 
     Raises:
-        RecipeError: `out` cannot be replaced as a whole, is in use, or another run writes it.
+        RecipeError: `out` cannot be replaced, is not empty, or is written by another run.
     """
 
     def __init__(self, out: Path, *, overwrite: bool = False, resumes: bool = False) -> None:
@@ -60,7 +60,7 @@ class Unfinished:
         self._check_free()
 
     def _check_free(self) -> None:
-        """Refuse an `out` that holds what may not be replaced."""
+        """Refuse an `out` with content that may not be replaced."""
         if not self._place.exists() or (self._place.is_dir() and not any(self._place.iterdir())):
             return
         if not self._overwrite:
@@ -69,8 +69,8 @@ class Unfinished:
             )
         if not (self._place / RECORD).is_file() and not (self._place / INCOMPLETE).is_file():
             raise RecipeError(
-                f"{self.out} holds files but neither {RECORD} nor {INCOMPLETE}: nearplane did not write it. Empty it first, "
-                f"or choose another folder."
+                f"{self.out} holds files but neither {RECORD} nor {INCOMPLETE}, so nearplane did not write it. Empty the folder "
+                f"first, or choose another one."
             )
 
     def __enter__(self) -> Unfinished:
@@ -79,7 +79,7 @@ class Unfinished:
             f"folder."
         )
         with ExitStack() as stack:
-            stack.enter_context(alone(Path(f"{self.folder}.lock"), refusal))
+            stack.enter_context(exclusive_lock(Path(f"{self.folder}.lock"), refusal))
             self._recover()
             self._check_free()  # again: a run may have ended since
             self._begin()
@@ -87,7 +87,7 @@ class Unfinished:
         return self
 
     def _begin(self) -> None:
-        """Make the folder, or empty that of a run that did not finish."""
+        """Make the folder, or delete the files of an unfinished run in it."""
         if self.folder.is_symlink() or self.folder.exists():
             self._check_ours()
             if self.whole:
@@ -95,14 +95,14 @@ class Unfinished:
             if not (self._resumes and self.goes_on):
                 if self.goes_on and not self._overwrite:
                     raise RecipeError(
-                        f"{self.folder} is of a run that was stopped, and the command that began it goes on there; this one does "
-                        f"not. Give that command again, delete the folder, or choose another one."
+                        f"{self.folder} belongs to a stopped run that can be resumed, but not by this command. Repeat the command "
+                        f"of that run, delete the folder, or choose another one."
                     )
                 self.clear()
         self._mark()
 
     def _mark(self) -> None:
-        """Mark the folder as not whole, and who writes it."""
+        """Mark the folder as incomplete, and name the process that writes it."""
         self.folder.mkdir(exist_ok=True)
         flush(self.folder.parent)
         now = datetime.now().astimezone().isoformat(" ", "seconds")
@@ -116,27 +116,27 @@ class Unfinished:
 
     @property
     def goes_on(self) -> bool:
-        """Whether a run left what can be gone on with."""
+        """Whether the folder holds a run that can be resumed."""
         return (self.folder / JOURNAL / STATE).is_file()
 
     @property
     def whole(self) -> bool:
-        """Whether a run left all of it, and was stopped before it could put it in place."""
+        """Whether the checkpoint is complete: its run was stopped just before the folder was renamed."""
         return (self.folder / RECORD).is_file() and not (self.folder / INCOMPLETE).exists()
 
     def clear(self) -> None:
-        """Delete what a run left."""
+        """Delete the files of an unfinished run."""
         if self.whole:
             self._mark()
-        found = [path for path in self.folder.iterdir() if path.name != INCOMPLETE]
-        if found:
-            log.warning("%s is of a run that did not finish: it is deleted, and the work begins again.", self.folder)
-        found.sort(key=lambda path: path.name != JOURNAL)  # first: without the rest it is worth nothing
-        for path in found:  # the mark stays: what is left of a folder half deleted is known by it
+        leftovers = [path for path in self.folder.iterdir() if path.name != INCOMPLETE]
+        if leftovers:
+            log.warning("%s is left from an unfinished run: it is deleted, and the work begins again.", self.folder)
+        leftovers.sort(key=lambda path: path.name != JOURNAL)  # the journal first: it is useless without the others
+        for path in leftovers:  # the mark stays, so that a half deleted folder is recognized
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
     def _check_ours(self) -> None:
-        """Refuse to empty a folder that is whole, or that no run of nearplane left."""
+        """Refuse to empty a folder that is complete, or that nearplane did not write."""
         if self.folder.is_dir() and not self.folder.is_symlink():
             if (self.folder / INCOMPLETE).is_file() or not any(self.folder.iterdir()):
                 return
@@ -144,12 +144,12 @@ class Unfinished:
                 return
             if (self.folder / RECORD).is_file():
                 raise RecipeError(
-                    f"{self.folder} is a whole checkpoint: a run was stopped before it could rename it to {self.out}. Rename it, "
-                    f"or delete it, and run again."
+                    f"{self.folder} is a complete checkpoint: its run was stopped before it was renamed to {self.out}. Rename or "
+                    f"delete the folder, and run again."
                 )
         raise RecipeError(
-            f"{self.folder} is where {self.out} would be written, and nearplane did not make it: no {INCOMPLETE} is in it. "
-            f"Move it away, or choose another folder."
+            f"{self.out} would be written in {self.folder}, but nearplane did not make it: it holds no {INCOMPLETE}. Move that "
+            f"folder away, or choose another one."
         )
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -157,21 +157,21 @@ class Unfinished:
             if error is None:
                 self._put_in_place()
                 return
-            nothing = self._remove_if_nothing_is_written()
-            if not isinstance(error, NearplaneError):  # stopped from outside, or a fault
-                error.add_note(self._left(nothing))
+            unwritten = self._remove_if_nothing_is_written()
+            if not isinstance(error, NearplaneError):  # stopped by a signal, or a fault of the program
+                error.add_note(self._left(unwritten))
         finally:
             self._held.close()
 
-    def _left(self, nothing: bool) -> str:
-        """Say what a run that was stopped left on disk."""
-        old = f"{self.out} is as it was" if self._place.is_dir() and any(self._place.iterdir()) else ""
-        if nothing:
+    def _left(self, unwritten: bool) -> str:
+        """Return a sentence on the files that a stopped run left on disk."""
+        old = f"{self.out} is unchanged" if self._place.is_dir() and any(self._place.iterdir()) else ""
+        if unwritten:
             return f"Nothing was written{'; ' * bool(old)}{old}. Run the same command again."
-        how = "goes on from there" if self._resumes and self.goes_on else "begins anew"
+        continuation = "resumes the run" if self._resumes and self.goes_on else "starts the run anew"
         return (
-            f"What is done lies in {self.folder}, which nothing loads{'; ' * bool(old)}{old}. Run the same command again: "
-            f"it {how}."
+            f"The unfinished checkpoint is in {self.folder}{'; ' * bool(old)}{old}. Running the same command again "
+            f"{continuation}."
         )
 
     def _remove_if_nothing_is_written(self) -> bool:
@@ -182,10 +182,10 @@ class Unfinished:
         return False
 
     def _put_in_place(self) -> None:
-        """Rename the folder to `out`; what was there is deleted afterwards, but for files that nearplane did not write."""
-        old = self.folder / JOURNAL / OLD
+        """Rename the folder to `out`, then delete the replaced files; files that nearplane did not write are kept."""
+        old = self.folder / JOURNAL / OLD_NAME
         try:
-            self._check_free()  # others may have written there meanwhile
+            self._check_free()  # other programs may have written there meanwhile
             if self._place.is_dir():
                 self.folder.chmod(stat.S_IMODE(self._place.stat().st_mode))
             if self._place.is_dir() and any(self._place.iterdir()):
@@ -204,62 +204,62 @@ class Unfinished:
             self._undo()
             if isinstance(error, OSError | RecipeError):
                 raise FormatError(
-                    f"{self.folder} is whole but could not become {self.out} ({error}). Rename it yourself; no work is lost."
+                    f"{self.folder} is complete but could not be renamed to {self.out} ({error}). Rename it yourself."
                 ) from error
-            error.add_note(f"{self.folder} is whole: rename it to {self.out}.")
+            error.add_note(f"{self.folder} is complete: rename it to {self.out}.")
             raise
         try:
             flush(self._place.parent)
         except OSError as error:
-            log.warning("%s is whole; a power cut now could still take its name away (%s).", self.out, error)
+            log.warning("%s is complete, but a power cut now could still undo its renaming (%s).", self.out, error)
         self._settle()
 
     def _undo(self) -> None:
-        """Give `out` back what was in it, if only the first of two renames was made."""
-        old = self.folder / JOURNAL / OLD
+        """Restore the old content of `out` if only the first of two renames was made."""
+        old = self.folder / JOURNAL / OLD_NAME
         if old.is_dir() and not self._place.exists():
             old.rename(self._place)
 
     def _recover(self) -> None:
-        """Undo half a swap in which a run was killed; of a whole one, delete what it replaced."""
+        """Clean up after a killed run: undo half a replacement, or finish a whole one."""
         self._undo()
-        if (self._place / JOURNAL / OLD).is_dir() and (self._place / RECORD).is_file():
+        if (self._place / JOURNAL / OLD_NAME).is_dir() and (self._place / RECORD).is_file():
             self._settle()
 
     def _settle(self) -> None:
-        """Delete the journal in `out`, and what was replaced; files in that which no run wrote move to its successor."""
-        old = self._place / JOURNAL / OLD
+        """Delete the journal and the replaced files in `out`; files of others move into the new checkpoint."""
+        old = self._place / JOURNAL / OLD_NAME
         try:
             if old.is_dir() and not any(old.iterdir()) and self.folder.is_dir():
                 self.folder.rename(old)  # the two were swapped
             if old.is_dir():
-                ours = _written(old) | {JOURNAL}  # left by a run that was killed at its very end
+                run_files = _written(old) | {JOURNAL}  # the journal remains if a run is killed at its very end
                 for path in list(old.iterdir()):
-                    if path.name not in ours and not (self._place / path.name).exists():
+                    if path.name not in run_files and not (self._place / path.name).exists():
                         path.rename(self._place / path.name)
             if old.parent.is_dir():
                 shutil.rmtree(old.parent)
         except OSError as error:
-            log.warning("%s is whole; of what it replaced, %s is left (%s). Delete it.", self.out, old.parent, error)
+            log.warning("%s is complete. Its old files in %s could not be deleted (%s).", self.out, old.parent, error)
 
 
 def _check_replaceable(out: Path, place: Path) -> None:
     """Refuse a folder that cannot be renamed.
 
     Args:
-        out: as the user named it.
-        place: the same, resolved.
+        out: The path as the user wrote it.
+        place: The same path, resolved.
     """
-    here = Path.cwd()
+    current = Path.cwd()
     if place.name.endswith(UNFINISHED):
-        raise RecipeError(f"{out} ends in {UNFINISHED}, as folders do that are not whole yet. Choose another name.")
-    if place.is_mount() or place == here or place in here.parents:
-        what = "is a mount point" if place.is_mount() else "is or holds the current folder"
-        raise RecipeError(f"{out} {what}: a finished checkpoint cannot be put in its place. Choose a folder inside it.")
+        raise RecipeError(f"{out} ends in {UNFINISHED}, which marks unfinished checkpoints. Choose another name.")
+    if place.is_mount() or place == current or place in current.parents:
+        reason = "is a mount point" if place.is_mount() else "is or holds the current folder"
+        raise RecipeError(f"{out} {reason}, so a finished checkpoint cannot replace it. Choose a folder inside it.")
 
 
 def _writer(folder: Path) -> str:
-    """Return who writes a folder, as its mark says."""
+    """Return the process that writes a folder, from its mark; an empty text if unknown."""
     with suppress(OSError, UnicodeDecodeError, IndexError):
         line = (folder / INCOMPLETE).read_text().splitlines()[1]
         return f": {''.join(letter for letter in line if letter.isprintable())[:200]}"
@@ -267,8 +267,8 @@ def _writer(folder: Path) -> str:
 
 
 def _written(folder: Path) -> set[str]:
-    """Return which files and folders in a checkpoint are of the run that wrote it: by its record, else by their names."""
+    """Return the files and folders that the run of a checkpoint wrote: from its record, else by their names."""
     with suppress(OSError, ValueError, RecursionError, LookupError, TypeError):
-        if recorded := {Path(name).parts[0] for name in json.loads((folder / RECORD).read_text())["files"]}:
-            return recorded | {RECORD, INCOMPLETE}
-    return {path.name for path in folder.iterdir() if any(fnmatch(path.name, pattern) for pattern in REPLACED)}
+        if recorded_names := {Path(name).parts[0] for name in json.loads((folder / RECORD).read_text())["files"]}:
+            return recorded_names | {RECORD, INCOMPLETE}
+    return {path.name for path in folder.iterdir() if any(fnmatch(path.name, pattern) for pattern in PATTERNS)}

@@ -1,4 +1,4 @@
-"""What a user names, looked up before anything heavy is imported: a mistyped folder or text is refused at once. Needs no torch."""
+"""Early checks of the models and texts that a user names, so that a mistyped path is refused at once. Needs no torch."""
 
 from __future__ import annotations
 
@@ -7,48 +7,48 @@ from pathlib import Path
 
 from nearplane.errors import CalibrationError, ModelError
 
-SUFFIXES = (".txt", ".jsonl")  # of texts
-RECORD = "nearplane.json"  # the record of a run, in the folder of its checkpoint
-UNFINISHED = ".unfinished"  # behind the name of the folder in which a checkpoint is written until it is whole
-INCOMPLETE = "INCOMPLETE"  # a file in that folder, until the checkpoint is whole
-JOURNAL = "journal"  # a folder in it: what a stopped run goes on from
+SUFFIXES = (".txt", ".jsonl")  # of text files
+RECORD = "nearplane.json"  # the run record, in the folder of a checkpoint
+UNFINISHED = ".unfinished"  # suffix of the folder in which a checkpoint is written until it is complete
+INCOMPLETE = "INCOMPLETE"  # name of a file in that folder until the checkpoint is complete
+JOURNAL = "journal"  # name of the folder in it from which a stopped run is resumed
 
 
 def folder_named(source: str | Path) -> Path | None:
-    """Return the local folder of a model; None where it is named by a hub id.
+    """Return the local folder of a model, or None for a hub id.
 
     Raises:
-        ModelError: it is neither.
+        ModelError: The source is neither a folder nor a hub id.
     """
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise ModelError(f"{source} is a file; pass the folder of the model.")
+        raise ModelError(f"{source} is a file. Pass the folder of the model.")
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", str(source)) or left_behind(folder):
         raise ModelError(
-            f"The folder {source} does not exist (and it is no hub id, which reads owner/name).{left_behind(folder)}"
+            f"The folder {source} does not exist, and it is not a hub id of the form owner/name.{left_behind(folder)}"
         )
     return None
 
 
 def left_behind(folder: Path) -> str:
-    """Return a sentence where a run that did not finish left what was to become a folder; else nothing."""
-    there = folder.with_name(folder.name + UNFINISHED)
-    if not folder.name or folder.exists() or not there.is_dir():
+    """Return a sentence if an unfinished run for this folder can be resumed, else an empty text."""
+    unfinished = folder.with_name(folder.name + UNFINISHED)
+    if not folder.name or folder.exists() or not unfinished.is_dir():
         return ""
-    return f" A run that did not finish left {there}: give its command again."
+    return f" An unfinished run left {unfinished}: repeat its command."
 
 
 def check_there(source: str | Path) -> None:
-    """Refuse a text that is not there and whose name is not that of a data set.
+    """Refuse a text that neither exists nor is named like a data set.
 
     Raises:
-        CalibrationError: says what is expected.
+        CalibrationError: The text does not exist; the message lists the accepted forms.
     """
     path = Path(source).expanduser()
-    named = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]*){0,2}", str(source)) and path.suffix not in SUFFIXES
-    if not path.exists() and not named:
+    is_dataset = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]*){0,2}", str(source)) and path.suffix not in SUFFIXES
+    if not path.exists() and not is_dataset:
         raise CalibrationError(
             f"{source} does not exist. Pass a {' or '.join(SUFFIXES)} file, a folder of them, "
             f"or a data set as name:config:split."
@@ -56,7 +56,7 @@ def check_there(source: str | Path) -> None:
 
 
 def check_named(*models: str | Path | None, texts: tuple[str | Path | None, ...] = ()) -> None:
-    """Refuse models and texts that are not there; None is one that was not named."""
+    """Refuse models and texts that do not exist; None stands for an option that was not given."""
     for model in models:
         if model is not None:
             folder_named(model)

@@ -1,4 +1,4 @@
-"""How far a run is, as lines of logging, and how much memory it took. Needs no torch; sets up no handler."""
+"""Progress of a run as log lines, durations in words, and peak memory. Needs no torch; sets up no log handler."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from time import monotonic
 from typing import Any
 
 log = logging.getLogger(__name__)
-Progress = Callable[[Iterable[Any], str, int], Iterable[Any]]  # (items, what is done with them, how many) -> items
-OFTEN, SELDOM = 1.0, 30.0  # seconds: no line sooner than the one, and one as soon as possible after the other
+Progress = Callable[[Iterable[Any], str, int], Iterable[Any]]  # (items, label, number of items) -> items
+MIN_INTERVAL, MAX_INTERVAL = 1.0, 30.0  # seconds between two lines: at the end of a block, and within blocks
 
 
 def silent(items: Iterable[Any], label: str, total: int) -> Iterable[Any]:
-    """Pass items through; the command line puts a progress bar here."""
+    """Pass items through without any display; the command line passes a progress bar instead."""
     return items
 
 
@@ -31,29 +31,30 @@ def logged(
     there: int = 0,
     short: bool = True,
 ) -> Iterator[Any]:
-    """Pass items through and log how far they are: a line of level INFO for every block, or every 30 seconds.
+    """Pass items through and log the progress at level INFO: a line at the end of a block, or every 30 seconds.
 
         quantizing: block 3 of 32, layer 21 of 224, 1 min 35 s, about 15 min 20 s left
 
-    There is at most one line a second, and one at the end.
+    There is at most one line per second, and one at the end. The time left is extrapolated from all items so far; it is
+    too long at first, because compiling kernels counts.
 
     Args:
-        items: as they are worked off, `total` of them.
-        label: what is done with them.
-        total: how many they are.
-        blocks: how many items there are in each block; none: a line comes every 30 seconds only.
-        there: how many of them took no time, as a run that was stopped had worked them off; they come first.
-        short: whether there is a line at the end though none came before it.
+        items: Iterable of `total` items; asking for the next one means that the last one is done.
+        label: Activity to show, for example "quantizing".
+        total: Number of items.
+        blocks: Number of items in each block; without blocks a line comes every 30 seconds only.
+        there: Number of leading items that were done before the run was resumed, and that took no time.
+        short: Whether there is a line at the end if none came before it.
     """
-    began = said = monotonic()
+    began = last_line = monotonic()
     ends = list(accumulate(blocks))
-    last = set(ends)
+    block_ends = set(ends)
     for done, item in enumerate(items, 1):
-        yield item  # whoever takes the next one is done with this one
+        yield item  # the consumer is done with it when it asks for the next one
         now = monotonic()
-        ended = done == total and (short or said > began)
-        if done > there and (ended or now - said >= (OFTEN if done in last else SELDOM)):
-            said = now
+        ended = done == total and (short or last_line > began)
+        if done > there and (ended or now - last_line >= (MIN_INTERVAL if done in block_ends else MAX_INTERVAL)):
+            last_line = now
             log.info("%s: %s, %s", label, _place(done, total, ends), _times(now - began, done - there, total - there))
 
 
@@ -61,14 +62,14 @@ def logged(
 def counted(
     progress: Progress, label: str, total: int, *, blocks: Sequence[int] = (), there: int = 0
 ) -> Iterator[Callable[[int], None]]:
-    """Show how far a loop is that works off several items at a time; yields what is called with how many are done.
+    """Show the progress of a loop that does several items at a time; yields a function of the number of items done.
 
     Args:
-        progress: wraps an iterator over numbers of items, of which the next is asked for as soon as one is done.
-        label, total, blocks, there: as for `logged`; items that are there count as done.
+        progress: Display that wraps an iterator; the next item is taken as soon as one is done.
+        label, total, blocks, there: Arguments of `logged`; items done before count as done.
     """
     items = iter(progress(logged(range(total), label, total, blocks=blocks, there=there), label, total))
-    next(items, None)  # the first is under way
+    next(items, None)  # the first item is in progress
 
     def done(count: int) -> None:
         for _ in range(count):
@@ -97,34 +98,34 @@ def duration(seconds: float) -> str:
     """Return a time in words: "0.4 s", "45 s", "12 min 5 s", "3 h 20 min"."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, secs = divmod(round(seconds), 60)
     if not minutes:
-        return f"{rest} s"
+        return f"{secs} s"
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {secs} s"
 
 
 @cache
 def say_compiling() -> None:
-    """From now on log once, at level INFO, that kernels are being compiled, if they are: Numba does that without a word."""
+    """Make nearplane log once, at level INFO, that Numba compiles kernels, as soon as it does."""
     from numba.core import event
 
-    class Said(event.Listener):
+    class Announcement(event.Listener):
         def on_start(self, event: Any) -> None:
-            if not self.said:
-                log.info("compiling for this processor, which takes up to half a minute: kept for the next run")
-            self.said = True
+            if not self.announced:
+                log.info("compiling kernels for this processor, up to half a minute; the next run reuses them")
+            self.announced = True
 
         def on_end(self, event: Any) -> None:
-            """Nothing to say."""
+            """Do nothing."""
 
-        said = False
+        announced = False
 
-    event.register("numba:compile", Said())  # type: ignore[no-untyped-call]
+    event.register("numba:compile", Announcement())  # type: ignore[no-untyped-call]
 
 
 def peak_memory() -> int:
-    """Return the most bytes of memory that this process has had at a time, on the CPU; 0 where the system does not say."""
+    """Return the peak CPU memory of this process in bytes, or 0 if it is unknown."""
     try:
         from resource import RUSAGE_SELF, getrusage
     except ImportError:  # Windows

@@ -1,4 +1,4 @@
-"""The processes that share a run, and how they agree and exchange what they have. So far a run is one process."""
+"""Communication between the processes (ranks) of a run. So far a run is one process."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """One process by itself: every method is the identity. Processes that share a run override all of this together.
+    """A run of one process: every method is the identity. A run of several processes overrides all of them.
 
     Attributes:
-        rank: number of this process, from 0.
-        world: how many there are.
+        rank: Number of this process, from 0.
+        world: Number of processes.
     """
 
     rank: int = 0
     world: int = 1
 
     def agree(self, value: T) -> T:
-        """Return a value that every rank must have come to itself."""
+        """Return a value that every rank has computed, and that must be the same on all of them."""
         return value
 
     def sum_exactly(self, tensor: Tensor) -> Tensor:
-        """Sum a tensor over all ranks, in place, to the same bits on any number of them."""
+        """Sum a tensor over all ranks, in place; the result has the same bits on any number of ranks."""
         return tensor
 
     def broadcast(self, value: T, owner: int = 0) -> T:
@@ -33,7 +33,7 @@ class Ranks:
         return value
 
     def gather(self, values: list[T]) -> list[T]:
-        """Return the values of all ranks, in the order of the ranks."""
+        """Return the concatenated values of all ranks, in their order."""
         return values
 
 

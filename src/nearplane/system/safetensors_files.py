@@ -1,8 +1,8 @@
-"""Folders of safetensors files: read tensors by name, write them shard by shard, mark what is not finished.
+"""Folders of safetensors files: readers of tensors by name, and a writer that writes one shard after the other.
 
-Memory stays small: a reader opens a file only while it copies tensors out of it, a writer writes a shard as soon as it is
-given one. An index may hold checksums of its tensors; then whatever is read is checked. Knows tensors and names; not what
-they mean.
+Memory use is small: a reader opens a file only while it copies tensors from it, and a writer writes each shard at once.
+If the index holds checksums, every tensor that is read is checked. This module handles tensors and names, not their
+meaning.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from nearplane.system.files import flush, flush_all, read_object, sha256
 from nearplane.system.paths import INCOMPLETE
 
 INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-MARK = "This checkpoint is not finished: the run that writes it is under way or died.\n"  # how that file begins
-NAMES = {  # of dtypes in safetensors, for those that are checked
+WEIGHTS_FILE = "model.safetensors"
+MARK = "This checkpoint is not finished: the run that writes it is under way or died.\n"  # first line of `INCOMPLETE`
+NAMES = {  # names of dtypes in safetensors
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -57,7 +57,7 @@ def about(tensor: Tensor) -> str:
 
 
 def index_text(weight_map: Mapping[str, str], checksums: Mapping[str, str] | None, size: int) -> str:
-    """Return the index of shards: the file and, if there are any, the checksum of every tensor, and the bytes of all."""
+    """Return the text of an index: the file of every tensor, its checksum if there are any, and the total bytes."""
     index: dict[str, object] = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
     if checksums is not None:
         index["checksums"] = dict(sorted(checksums.items()))
@@ -65,7 +65,7 @@ def index_text(weight_map: Mapping[str, str], checksums: Mapping[str, str] | Non
 
 
 def shard_size(tensors: Mapping[str, tuple[str, Sequence[int], int]]) -> int:
-    """Return the bytes of a safetensors file with tensors of these dtypes, shapes and bytes, to a few digits of its header."""
+    """Return the size in bytes of a safetensors file with these tensors (dtype, shape, bytes), to a few bytes."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
     order = {"U8": 1, "I8": 1, "BOOL": 0, "BF16": 2, "F16": 2, "I16": 2, "I32": 4, "F32": 4, "I64": 8, "F64": 8}
@@ -77,19 +77,19 @@ def shard_size(tensors: Mapping[str, tuple[str, Sequence[int], int]]) -> int:
 
 
 def refuse_unfinished(folder: Path) -> None:
-    """Raise ModelError if a folder is not whole."""
+    """Raise ModelError if a checkpoint folder is incomplete."""
     if (folder / INCOMPLETE).exists():
-        raise ModelError(f"{folder} is incomplete: a run that wrote it did not finish. Delete it and run again.")
+        raise ModelError(f"{folder} is incomplete: its run did not finish. Delete the folder and run again.")
 
 
 class TensorInfo(NamedTuple):
-    """What is known of a tensor without reading it.
+    """Description of a tensor in a file.
 
     Args:
-        dtype: in safetensors ("BF16", "F32", ...).
-        shape: of it.
-        nbytes: that it takes, whatever its dtype.
-        file: that holds it.
+        dtype: Name of its dtype in safetensors ("BF16", "F32", ...).
+        shape: Shape of the tensor.
+        nbytes: Size of its data in bytes.
+        file: File that holds the tensor.
     """
 
     dtype: str
@@ -99,12 +99,12 @@ class TensorInfo(NamedTuple):
 
 
 class TensorReader(ABC):
-    """The tensors of a checkpoint, by name, whatever files hold them.
+    """Reader of the tensors of a checkpoint by name, for any file format.
 
     Attributes:
-        folder: that holds them.
-        checksums: of every tensor, where the folder lists them beside.
-        infos: of all tensors, in file order.
+        folder: Folder of the checkpoint.
+        checksums: Checksum of every tensor, if the folder lists them.
+        infos: Descriptions of all tensors by name, in file order.
     """
 
     folder: Path
@@ -116,15 +116,15 @@ class TensorReader(ABC):
         return list(self.infos)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor as `read` gives it, without reading it."""
+        """Return the shape of a tensor as `read` returns it, without reading it."""
         return self.infos[name].shape
 
     def dtype(self, name: str) -> str:
-        """Return the safetensors dtype of a tensor as `read` gives it, without reading it."""
+        """Return the safetensors dtype of a tensor as `read` returns it, without reading it."""
         return self.infos[name].dtype
 
     def nbytes(self, name: str) -> int:
-        """Return the bytes of a tensor as `read` gives it, without reading it."""
+        """Return the bytes of a tensor as `read` returns it, without reading it."""
         return self.infos[name].nbytes
 
     def file(self, name: str) -> Path:
@@ -136,19 +136,19 @@ class TensorReader(ABC):
         """Read tensors into memory of their own; the files are closed again."""
 
     def kept(self, name: str, tensor: Tensor) -> Tensor | None:
-        """Return what such files hold of a tensor that is not quantized, as it is read back; None where they need none of it."""
+        """Return an unquantized tensor as such files store it, or None if they leave it out."""
         return tensor
 
 
 class ShardReader(TensorReader):
-    """The tensors of a folder of safetensors files, by name.
+    """Reader of the tensors of a folder of safetensors files by name.
 
     Args:
-        folder: that holds them.
-        unfinished: whether it may be one that is being written.
+        folder: Folder of the files.
+        unfinished: Whether the folder may be marked as incomplete.
 
     Raises:
-        ModelError: the folder holds no safetensors files, or one is truncated or unreadable.
+        ModelError: The folder holds no safetensors files, or one is truncated or unreadable.
     """
 
     def __init__(self, folder: Path, *, unfinished: bool = False) -> None:
@@ -161,68 +161,68 @@ class ShardReader(TensorReader):
         if (folder / INDEX).exists():
             names, self.checksums = read_index(folder / INDEX)
             files = [folder / name for name in names]
-        elif folder / SINGLE in files:
-            files = [folder / SINGLE]  # others beside it (adapters, the same in another layout) are not the model
+        elif folder / WEIGHTS_FILE in files:
+            files = [folder / WEIGHTS_FILE]  # other files (adapters, the same in another layout) are not the model
         self.infos = {}
         for path in files:
-            with _opened(path), path.open("rb") as file:  # the header is read when safetensors has looked at it
+            with _opened(path), path.open("rb") as file:  # safetensors has checked the header that is read here
                 header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
             for name in sorted(header.keys() - {"__metadata__"}):
                 about, (begin, end) = header[name], header[name]["data_offsets"]
                 self.infos[name] = TensorInfo(about["dtype"], tuple(about["shape"]), end - begin, path)
 
     def check_complete(self) -> None:
-        """Check that the tensors are those that the index has checksums of.
+        """Check that the index has a checksum for every tensor and for no other.
 
         Raises:
-            FormatError: there are no checksums, or a tensor is missing or too many.
+            FormatError: There are no checksums, or a tensor is missing or unknown.
         """
         if self.checksums is None:
-            raise FormatError(f"{self.folder / INDEX} holds no checksums, or is missing. Fetch it again.")
+            raise FormatError(f"{self.folder / INDEX} holds no checksums, or is missing. Fetch the file again.")
         for name in [*self.checksums, *self.infos]:
             if name not in self.infos or name not in self.checksums:
-                fault = (
-                    f"missing from {self.folder}" if name in self.checksums else f"not known to {self.folder / INDEX}"
+                fault = f"missing from {self.folder}" if name in self.checksums else f"not in {self.folder / INDEX}"
+                raise FormatError(
+                    f"{name} is {fault}: files are damaged or of two checkpoints. Fetch the folder again."
                 )
-                raise FormatError(f"{name} is {fault}: files of two checkpoints, or damaged. Fetch the folder again.")
 
     def verify(self) -> None:
-        """Check every tensor against the index's checksums, with all cores and without copying.
+        """Check every tensor against the checksums of the index, on all cores and without copies.
 
         Raises:
-            FormatError: the folder is not complete, or a tensor is not what was written.
+            FormatError: A tensor is missing, or differs from its checksum.
         """
         self.check_complete()
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for path, group in groupby(self.infos, self.file):
                 names = list(group)
                 with _opened(path) as file:
-                    tensors = [file.get_tensor(name) for name in names]  # maps of the file, not copies
-                    for name, found in zip(names, pool.map(checksum, tensors), strict=True):
-                        self._check(name, found)
+                    tensors = [file.get_tensor(name) for name in names]  # memory-mapped, not copied
+                    for name, digest in zip(names, pool.map(checksum, tensors), strict=True):
+                        self._check(name, digest)
 
-    def _check(self, name: str, found: str) -> None:
-        if self.checksums is not None and self.checksums.get(name) != found:
+    def _check(self, name: str, digest: str) -> None:
+        if self.checksums is not None and self.checksums.get(name) != digest:
             raise FormatError(
-                f"{self.infos[name].file}: tensor {name} has the checksum {found}, {INDEX} says {self.checksums.get(name)}: "
-                f"one of them is damaged or belongs to another checkpoint. Fetch the folder again."
+                f"{self.infos[name].file}: tensor {name} has the checksum {digest}, but {INDEX} has {self.checksums.get(name)}: "
+                f"one file is damaged or belongs to another checkpoint. Fetch the folder again."
             )
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read tensors into memory of their own; the files are closed again.
 
         Raises:
-            FormatError: a tensor is not what the index's checksums say.
+            FormatError: A tensor differs from its checksum in the index.
         """
-        wanted: dict[Path, list[str]] = defaultdict(list)
+        by_file: dict[Path, list[str]] = defaultdict(list)
         for name in names:
-            wanted[self.infos[name].file].append(name)
+            by_file[self.infos[name].file].append(name)
         tensors: dict[str, Tensor] = {}
-        for path, group in wanted.items():
+        for path, group in by_file.items():
             with _opened(path) as file:
                 for name in group:
                     try:
-                        tensors[name] = file.get_tensor(name).clone()  # a clone: the map is given back with the file
+                        tensors[name] = file.get_tensor(name).clone()  # a clone, so that the memory map can be closed
                     except SafetensorError as error:
                         raise ModelError(
                             f"{path}: tensor {name} cannot be read ({error}). Fetch the file again."
@@ -233,18 +233,18 @@ class ShardReader(TensorReader):
 
 
 def read_index(path: Path) -> tuple[list[str], dict[str, str] | None]:
-    """Return the names of the weight files and, if there are any, the checksums of tensors that an index lists.
+    """Return the names of the weight files in an index, and its checksums of tensors or None.
 
-    A file is refused by its name if that leads out of the folder; what lies in the folder may be a link (the hub's cache is).
+    A file name that leads out of the folder is refused; a file in the folder may be a link (the hub's cache has links).
 
     Raises:
-        ModelError: it is no index.
+        ModelError: The file is not an index of shards.
     """
-    expected = "Expected an index of shards; fetch it again"
+    expected = "Expected an index of shards; fetch the file again"
     index = read_object(path, expected=expected, error=ModelError)
     shards, sums = index.get("weight_map"), index.get("checksums")
-    for part, found in (("weight_map", shards), ("checksums", {} if sums is None else sums)):
-        if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+    for part, mapping in (("weight_map", shards), ("checksums", {} if sums is None else sums)):
+        if not isinstance(mapping, dict) or not all(isinstance(value, str) for value in mapping.values()):
             raise ModelError(f"{path}: {part} is not an object that maps names to text. {expected}.")
     assert isinstance(shards, dict), "was looked at"
     names = sorted(set(shards.values()))
@@ -253,38 +253,38 @@ def read_index(path: Path) -> tuple[list[str], dict[str, str] | None]:
     for name in names:
         if not inside(name):
             raise ModelError(
-                f"{path} names the file {name!r}: a name that stays within the folder is expected, and ends in .safetensors. "
-                f"Do not use this checkpoint unless you trust who made it; fetch it again."
+                f"{path} names the file {name!r}. Expected a name that stays within the folder and ends in .safetensors. "
+                f"Do not use this checkpoint unless you trust its source; fetch it again."
             )
     return names, sums
 
 
 def inside(name: str) -> bool:
-    """Whether this is the name of a safetensors file in a folder or below it."""
+    """Return whether a name is that of a safetensors file in a folder or below it."""
     parts = re.split(r"[/\\]", name)
     return name.endswith(".safetensors") and not {"", ".", ".."} & set(parts) and ":" not in name and name.isprintable()
 
 
 def _opened(path: Path) -> Any:
-    """Return the context of `safe_open`, with an error that names the file."""
+    """Return the context of `safe_open`; its errors name the file."""
     if not path.exists():
-        raise ModelError(f"{path} is missing: {INDEX} names it. Fetch it again.")
+        raise ModelError(f"{path} is missing, but {INDEX} names it. Fetch the file again.")
     try:
         return safe_open(path, "pt")
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path} is not a readable safetensors file ({error}). Fetch it again.") from error
+        raise ModelError(f"{path} is not a readable safetensors file ({error}). Fetch the file again.") from error
 
 
 class ShardWriter:
-    """Writes a folder of `total` safetensors shards and their index; marked incomplete until `finish`.
+    """Writer of a folder of safetensors shards and their index; the folder is marked incomplete until `finish`.
 
     Args:
-        folder: made if it is not there.
-        total: shards that will be written; None where that is not known before.
-        checksums: whether the index holds a checksum of every tensor.
+        folder: Folder to write; it is made if missing.
+        total: Number of shards that will be written, or None if it is unknown until the end.
+        checksums: Whether the index holds a checksum of every tensor.
 
     Raises:
-        FormatError: a shard cannot be written, for example because the disk is full.
+        FormatError: A shard cannot be written, for example because the disk is full.
     """
 
     def __init__(self, folder: Path, total: int | None, *, checksums: bool = False) -> None:
@@ -292,7 +292,7 @@ class ShardWriter:
         self.checksums: dict[str, str] | None = {} if checksums else None
         self.weight_map: dict[str, str] = {}
         self.size = 0
-        self._digests: dict[str, str] = {}  # of shards; empty of those for which it was not asked yet
+        self._digests: dict[str, str] = {}  # SHA-256 by shard; empty until `digests` computes it
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / INCOMPLETE).exists():
             (folder / INCOMPLETE).write_text(MARK)
@@ -308,26 +308,26 @@ class ShardWriter:
             save_file(tensors, path, {"format": "pt"})
         except (SafetensorError, OSError) as error:
             raise FormatError(
-                f"{path} could not be written ({error}). Free some space and run again; what is there is "
+                f"{path} could not be written ({error}). Free some space and run again; the folder is "
                 f"marked {INCOMPLETE} and does not load."
             ) from error
-        path.chmod((self.folder / INCOMPLETE).stat().st_mode)  # safetensors makes files that only their owner may read
+        path.chmod((self.folder / INCOMPLETE).stat().st_mode)  # safetensors makes files that only their owner can read
         self._digests[name] = ""
         self.weight_map |= dict.fromkeys(tensors, name)
         self.size += sum(value.nbytes for value in tensors.values())
         return path.stat().st_size
 
     def digests(self) -> dict[str, str]:
-        """Return the SHA-256 of every shard so far."""
+        """Return the SHA-256 of every shard written so far."""
         self._digests = {name: known or sha256(self.folder / name) for name, known in self._digests.items()}
         return dict(self._digests)
 
     def state(self) -> dict[str, Any]:
-        """Return as JSON what was written, for `go_on`; all shards are on disk then, whatever happens to the machine."""
+        """Return the state of the writer as JSON, for `go_on`, after flushing all shards to disk."""
         for name, known in self._digests.items():
             if not known:
                 flush(self.folder / name)
-        flush(self.folder)  # which lists them
+        flush(self.folder)  # the folder lists the shards
         return {
             "digests": self.digests(),
             "weight_map": self.weight_map,
@@ -336,18 +336,18 @@ class ShardWriter:
         }
 
     def go_on(self, state: Mapping[str, Any]) -> None:
-        """Go on behind the shards of another writer; shards that it does not name are deleted.
+        """Resume from the `state` of another writer; shards that it does not name are deleted.
 
         Raises:
-            FormatError: one is missing, or is not what was written.
+            FormatError: A shard is missing or has changed.
         """
         self._digests = dict(state["digests"])
-        for name, wanted in self._digests.items():
+        for name, digest in self._digests.items():
             path = self.folder / name
-            if not path.is_file() or sha256(path) != wanted:
-                what = "is not what was written" if path.is_file() else "is missing"
+            if not path.is_file() or sha256(path) != digest:
+                problem = "is not what was written" if path.is_file() else "is missing"
                 raise FormatError(
-                    f"{path} {what}: the run that was stopped cannot be gone on with. Begin anew with --overwrite."
+                    f"{path} {problem}, so the stopped run cannot be resumed. Start it anew with --overwrite."
                 )
         for path in self.folder.glob("*.safetensors"):
             if path.name not in self._digests:
@@ -355,14 +355,14 @@ class ShardWriter:
         self.size, self.weight_map, self.checksums = int(state["bytes"]), dict(state["weight_map"]), state["checksums"]
 
     def index(self, more: Mapping[str, int] | None = None) -> str:
-        """Return what the index says of the shards so far; of as many letters if another had `more` tensors of so many bytes."""
+        """Return the index of the shards so far, or a text of its length after one more shard with tensors `more` (bytes)."""
         more = more or {}
         checksums = None if self.checksums is None else self.checksums | dict.fromkeys(more, 8 * "0")
         shards = self.weight_map | dict.fromkeys(more, self._shard(len(self._digests) + 1))
         return index_text(shards, checksums, self.size + sum(more.values()))
 
     def finish(self) -> None:
-        """Write the index and take the mark away. Call it last, when every other file of the folder is there."""
+        """Write the index and remove the mark. Call it last, after all other files of the folder are written."""
         if self.total is None:
             for name in self._digests:
                 (self.folder / name).rename(self.folder / self._named(name))
@@ -372,12 +372,12 @@ class ShardWriter:
                 f"{self.folder}: {len(self._digests)} shards were written where {self.total} were announced."
             )
         (self.folder / INDEX).write_text(self.index())
-        flush_all(self.folder)  # or a power cut could leave the mark gone and files empty
+        flush_all(self.folder)  # else a power cut could leave empty files without the mark
         (self.folder / INCOMPLETE).unlink()
 
     def _shard(self, number: int) -> str:
         return f"model-{number:05d}-of-{self.total or 0:05d}.safetensors"
 
     def _named(self, name: str) -> str:
-        """Return the name of a shard now that their number is known."""
+        """Return the final name of a shard, when their number is known."""
         return name.replace("-of-00000.", f"-of-{len(self._digests):05d}.")

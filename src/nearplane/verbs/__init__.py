@@ -1,1 +1,1 @@
-"""What a user does, one file a verb; `quantize.py` is the main path."""
+"""The commands of nearplane as Python functions, one file per verb; `quantize.py` is the main path."""

@@ -1,20 +1,20 @@
-"""compare(): several ways to quantize the same models to the same bits, as rows of a table; `compare_figure.py` draws them.
+"""compare(): a table of several methods that quantize the same models to the same bits; `compare_figure.py` draws it.
 
-Every row is one run of `quantize` and one of `evaluate`; of the rows with Huffman codes, which no format holds, one walk through
-the network in memory and one of `evaluate` (`theory/hptq.py`). The methods, all with the same tokens:
+A row is one run of `quantize` and one of `evaluate`. No format holds Huffman codes: their rows take one walk through the
+network in memory and one run of `evaluate` (`theory/hptq.py`). The methods use the same calibration tokens:
 
     rtn-mse         weights rounded to nearest, b-bit symmetric groups, steps of least p-norm error; no calibration
-    gptq-mse        the same grids, GPTQ in its natural order, targets not corrected for what the layers before lost
-    rtn-huffman     weights rounded to nearest with one step a matrix and no limits, codes behind one Huffman code a matrix
-    gptq-huffman    the same coder, GPTQ in its natural order, targets not corrected (HPTQ)
-    nearplane-grid  the grids of the first two with everything this package does by default
-    nearplane       entropy-coded, all by default: steps by water-filling, a rate for each layer by equal slope
+    gptq-mse        the same grids, GPTQ in its natural order, no corrected targets
+    rtn-huffman     weights rounded to nearest with one step per matrix and no limits; one Huffman code per matrix
+    gptq-huffman    the same coder, GPTQ in its natural order, no corrected targets (HPTQ)
+    nearplane-grid  the grids of the first two, with all defaults of nearplane
+    nearplane       entropy-coded, with all defaults: steps by water-filling, rates of layers by equal slope
 
 The first four are the rows of Table 1 in Chen et al., "The Geometry of LLM Quantization: GPTQ as Babai's Nearest Plane
 Algorithm" (2025). Order and damping, which it does not state for them, are GPTQ's own defaults.
 
-There, 4.125 bits are codes of 4 bits and a 16-bit step for every 128 weights. Where groups do not fit the layers they are smaller,
-and checkpoints in float32 have 32-bit steps: the true bits, all bytes of the layers' tensors counted, are in every row.
+4.125 bits on a grid mean codes of 4 bits and a 16-bit step for every 128 weights. Groups that do not divide the layers are
+made smaller, and models in float32 get 32-bit steps. Every row has the true rate, from all bytes of the layers' tensors.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from nearplane.recipe.scheme import Format, Solver
 from nearplane.recipe.schemes import GridScheme, RateScheme, fitting_group
 from nearplane.record.record import RunRecord, read_record, versions
 from nearplane.system.device import Device
-from nearplane.system.files import alone, check_writable, read_object, sha256, write_whole
+from nearplane.system.files import check_writable, exclusive_lock, read_object, sha256, write_whole
 from nearplane.system.matmul_library import fastest
 from nearplane.system.paths import RECORD
 from nearplane.system.progress import Progress, logged, silent
@@ -57,10 +57,10 @@ from nearplane.verbs.quantize_api import quantize
 WAYS: tuple[Way, ...] = Way.__args__  # type: ignore[attr-defined]
 ORIGINAL = "original"
 HUFFMAN: tuple[Way, ...] = ("rtn-huffman", "gptq-huffman")
-GROUPS = (32, 64, 128, 256, 512, 1024)  # powers of two, so that the largest one that fits is a greatest common divisor
-NAME = "rows.json"
-LOCK = f"{NAME}.lock"
-CLOSE = 0.005  # of the bits asked for: what is not worth a note
+GROUPS = (32, 64, 128, 256, 512, 1024)  # powers of two, so that the largest fitting one is a greatest common divisor
+ROWS_FILE = "rows.json"
+LOCK_FILE = f"{ROWS_FILE}.lock"
+MAX_RATE_ERROR = 0.005  # relative deviation from the requested bits that needs no note
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,16 +68,16 @@ class Row:
     """One method at one number of bits on one model.
 
     Args:
-        model: As the user named it.
+        model: Name of the model as the user wrote it.
         method: One of `WAYS`, or "original".
-        asked: Bits per weight; None for the original.
-        rate: Bits per quantized weight in the file, every byte of the layers' tensors counted; of the original, its dtype's.
-        bytes: Of all weight files; where none was written, of the tensors that they would hold.
-        perplexity: On the text.
-        kl: KL(original || this), nats per token.
-        seconds: To quantize.
-        note: What differs from what was asked; or, where nothing was measured and the figures are None, why.
-        folder: The checkpoint, if it was kept; of the original, its own.
+        asked: Requested bits per weight; None for the original.
+        rate: Bits per quantized weight in the file, from all bytes of the layers' tensors; for the original, of its dtype.
+        bytes: Size of all weight files, or of the tensors they would hold if none were written.
+        perplexity: Perplexity on the text.
+        kl: KL(original || quantized) in nats per token.
+        seconds: Time of quantization in seconds.
+        note: Deviations from the request, or the reason why nothing was measured and figures are None.
+        folder: Folder of the checkpoint if it was kept; for the original, of the model.
     """
 
     model: str
@@ -93,25 +93,25 @@ class Row:
 
 
 class Compared:
-    """The rows of a folder, on disk as soon as they are measured: `compare --keep FOLDER` given again goes on behind the last.
+    """Rows of a comparison on disk, written as soon as they are measured, so that `compare --keep FOLDER` can be resumed.
 
-        FOLDER/rows.json        what every row was measured with, and the rows
-        FOLDER/rows.json.lock   locked by the comparison that writes them
+        FOLDER/rows.json        the inputs of the comparison and its rows
+        FOLDER/rows.json.lock   lock file of the comparison that writes them
 
-    Rows count for the same models, texts, tokens and versions alone; other bits and methods are rows beside those that are there.
+    Rows are reused only for the same models, texts, tokens and versions; rows of other bits and methods are added to them.
     Nothing is written before `writing` is entered.
 
     Args:
-        folder: new or empty, or one that a comparison left that was told the same; None: nothing is kept.
-        told: all that a row's figures depend on beside its method and bits, as flat JSON.
+        folder: New or empty folder, or that of a comparison with the same inputs. None: nothing is kept.
+        inputs: All that the figures of a row depend on except its method and bits, as flat JSON.
 
     Raises:
-        RecipeError: the folder holds something else, or rows that were told something else; names the difference.
+        RecipeError: The folder holds other files, or rows with other inputs; the message names the difference.
     """
 
-    def __init__(self, folder: Path | None, told: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path | None, inputs: Mapping[str, Any]) -> None:
         self._folder = folder
-        self._told: dict[str, Any] = json.loads(json.dumps(dict(told)))
+        self._inputs: dict[str, Any] = json.loads(json.dumps(dict(inputs)))
         self._rows: dict[tuple[str, str, float | None], Row] = {}
         if folder is not None:
             self._look(folder)
@@ -119,42 +119,42 @@ class Compared:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Let no other comparison write the rows.
+        """Lock the rows, so that no other comparison writes them.
 
         Raises:
-            RecipeError: another one does.
+            RecipeError: Another comparison holds the lock.
         """
         if self._folder is None:
             yield
             return
-        said = "is being written by another comparison. Wait until it has ended, or choose another folder with --keep."
-        with alone(self._folder / LOCK, f"{self._folder} {said}"):
+        busy = "is being written by another comparison. Wait until it has ended, or choose another folder with --keep."
+        with exclusive_lock(self._folder / LOCK_FILE, f"{self._folder} {busy}"):
             self._look(self._folder)  # again: a comparison may have ended since
             self._write()
             yield
 
     def _look(self, folder: Path) -> None:
-        """Read the rows that are there, or refuse what is there instead."""
-        if (folder / NAME).is_file():
-            self._read(folder / NAME)
-        elif folder.is_dir() and any(path.name != LOCK for path in folder.iterdir()):
+        """Read the rows of the folder; refuse a folder that holds other files."""
+        if (folder / ROWS_FILE).is_file():
+            self._read(folder / ROWS_FILE)
+        elif folder.is_dir() and any(path.name != LOCK_FILE for path in folder.iterdir()):
             raise RecipeError(
-                f"{folder} holds files and no {NAME}: expected a new or empty folder, or one of a comparison."
+                f"{folder} holds files but no {ROWS_FILE}; expected a new or empty folder, or one of a comparison."
             )
 
     def _read(self, path: Path) -> None:
         expected = f"Delete {path.parent} with the checkpoints in it, or choose another folder with --keep"
-        data = read_object(path, expected=expected)
-        then = data.get("told")
-        if not isinstance(then, dict):
+        saved = read_object(path, expected=expected)
+        old = saved.get("told")
+        if not isinstance(old, dict):
             raise FormatError(f"{path} is not what was written. {expected}.")
-        if differing := [name for name in {**then, **self._told} if then.get(name) != self._told.get(name)]:
+        if differing := [name for name in {**old, **self._inputs} if old.get(name) != self._inputs.get(name)]:
             raise RecipeError(
-                f"{path} has rows of another comparison: {', '.join(differing[:3])} differ. Give the same command again to go on "
-                f"with it, or choose another folder."
+                f"{path} has rows of another comparison: {', '.join(differing[:3])} differ. Repeat the command of that comparison "
+                f"to resume it, or choose another folder."
             )
         try:
-            for entry in data["rows"]:
+            for entry in saved["rows"]:
                 folder = None if entry["folder"] is None else Path(entry["folder"])
                 row = Row(**{**entry, "folder": folder})
                 if row.perplexity is not None:
@@ -163,11 +163,11 @@ class Compared:
             raise FormatError(f"{path} is not what was written ({error!r}). {expected}.") from error
 
     def get(self, model: str, method: str, asked: float | None) -> Row | None:
-        """Return a row that was measured before."""
+        """Return a row that was measured before, or None."""
         return self._rows.get((model, method, asked))
 
     def add(self, row: Row) -> Row:
-        """Keep a row, and return it; one without figures is not kept: what was refused costs nothing to ask again."""
+        """Keep a row and return it; rows without figures are not kept, as it takes no time to repeat their error."""
         if row.perplexity is not None:
             self._rows[row.model, row.method, row.asked] = row
             self._write()
@@ -176,8 +176,8 @@ class Compared:
     def _write(self) -> None:
         if self._folder is not None:
             rows = [asdict(row) | {"folder": row.folder and str(row.folder)} for row in self._rows.values()]
-            content = json.dumps({"told": self._told, "rows": rows}, indent=1)
-            write_whole(self._folder / NAME, content.encode())
+            content = json.dumps({"told": self._inputs, "rows": rows}, indent=1)
+            write_whole(self._folder / ROWS_FILE, content.encode())
 
 
 def compare(
@@ -194,38 +194,38 @@ def compare(
     trust_remote_code: bool = False,
     progress: Progress = silent,
 ) -> Iterator[Row]:
-    """Quantize models by every method to every number of bits, and yield what each is worth as soon as it is known.
+    """Quantize models by every method to every number of bits, and yield a row as soon as it is measured.
 
     Args:
-        models: local folders of safetensors, or hub ids.
-        bits: per weight, for instance 4.125, 3.125, 2.125; see the head of this file for what they mean on fixed grids.
-        text: to measure on, see `evaluate`.
-        calibration: tokens to calibrate on.
-        methods: of `WAYS`.
-        samples: windows of the text, its first; None: all.
-        seqlen: tokens of a window of the text; None: as in calibration.
-        keep: folder for the checkpoints, as MODEL/METHOD-BITS, and for the rows: given again it goes on where it was stopped. None:
-            checkpoints are deleted, one by one. Of Huffman codes there are none.
-        device: where to compute.
-        trust_remote_code: run model code that comes with the checkpoints.
-        progress: wraps iterators over layers and windows: (items, label, total) -> items.
+        models: Local folders of safetensors, or hub ids.
+        bits: Bits per weight, for example 4.125, 3.125, 2.125; their meaning on fixed grids is at the top of this file.
+        text: Text to measure on, see `evaluate`.
+        calibration: Calibration tokens.
+        methods: Methods to compare, from `WAYS`.
+        samples: Number of windows, from the beginning of the text. None: all.
+        seqlen: Tokens per window of the text. None: as in calibration.
+        keep: Folder for the rows and for the checkpoints MODEL/METHOD-BITS, from which a stopped comparison is resumed.
+            None: each checkpoint is deleted once it is measured. Huffman methods write no checkpoint.
+        device: Device to compute on.
+        trust_remote_code: Whether to run model code that comes with the checkpoints.
+        progress: Display that wraps iterators over layers and windows: (items, label, total) -> items.
 
     Returns:
-        Per model the original, then every method at every number of bits. A method that cannot have the bits has a row that says
-        why.
+        For each model the row of the original, then one for every method and number of bits. The row of a method that
+        does not support these bits has a note with the reason.
 
     Raises:
-        RecipeError: what is asked for makes no sense for any model; at once. With the first row: another comparison writes `keep`.
-        NearplaneError: a model, text or calibration cannot be read, or a matrix not be quantized; rows that are known were yielded.
+        RecipeError: An option is invalid for all models. With the first row: another comparison writes `keep`.
+        NearplaneError: A model or text cannot be read, or a matrix cannot be quantized; earlier rows were yielded.
     """
     models = [models] if isinstance(models, str | Path) else list(models)
     if unknown := set(methods) - set(WAYS):
-        raise RecipeError(f"{', '.join(sorted(unknown))} is no method to compare; expected some of {', '.join(WAYS)}.")
+        raise RecipeError(f"{', '.join(sorted(unknown))} is not a method; expected some of {', '.join(WAYS)}.")
     if not models or not bits or not methods:
         raise RecipeError("Nothing to compare: give at least one model, one number of bits and one method.")
     names = [Path(model).name for model in models]
     if keep is not None and len(set(names)) < len(names):
-        raise RecipeError(f"{keep} is to take one folder a model ({', '.join(names)}): expected different names.")
+        raise RecipeError(f"{keep} holds one folder per model ({', '.join(names)}); expected different names.")
     calibration = calibration or Calibration()
     measure = _Measure(
         text=text,
@@ -243,7 +243,7 @@ def compare(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Measure:
-    """How every row is measured: what `compare` was told and hands on unchanged."""
+    """Options of `compare` that are the same for every row."""
 
     text: str | Path
     calibration: Calibration
@@ -256,41 +256,41 @@ class _Measure:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What `quantize` and `evaluate` are told alike."""
+        """Options that `quantize` and `evaluate` share."""
         return {"device": self.device, "trust_remote_code": self.trust_remote_code, "progress": self.progress}
 
     def told(self, models: Sequence[str | Path]) -> dict[str, Any]:
-        """Return all that rows depend on beside their method and bits."""
-        asked = {"calibration": asdict(self.calibration), "samples": self.samples, "seqlen": self.seqlen}
+        """Return all that rows depend on except their method and bits."""
+        settings = {"calibration": asdict(self.calibration), "samples": self.samples, "seqlen": self.seqlen}
         folders = {
             Path(model).name: find_folder(str(model), trust_remote_code=self.trust_remote_code) for model in models
         }
         given = self.calibration.calibration
         texts = [self.text] if given is None else [self.text, given]
         digest = " ".join(content_of(Path(text)) for text in texts)
-        return told(asked, folders, digest, versions(), Device.named(self.device))
+        return told(settings, folders, digest, versions(), Device.named(self.device))
 
     def measured(self, row: Row, model: str | Path | PreTrainedModel, **given: Any) -> Row:
-        """Return a row with what a model is worth; `given` are further options of `evaluate`."""
-        found = evaluate(model, self.text, samples=self.samples, seqlen=self.seqlen, **self.options, **given)
-        return replace(row, perplexity=found.perplexity, kl=found.kl)
+        """Return a row with the figures of a model; `given` are additional options of `evaluate`."""
+        evaluation = evaluate(model, self.text, samples=self.samples, seqlen=self.seqlen, **self.options, **given)
+        return replace(row, perplexity=evaluation.perplexity, kl=evaluation.kl)
 
     def original(self, model: str, opened: Model) -> Row:
-        """Return the row of the model itself."""
+        """Return the row of the original model."""
         size = sum(path.stat().st_size for path in opened.folder.glob("*.safetensors"))
         bits = 8.0 * opened.dtype.itemsize
         row = Row(model=model, method=ORIGINAL, rate=bits, bytes=size, folder=opened.folder)
         return replace(self.measured(row, model), kl=0.0)
 
     def written(self, row: Row, recipe: Recipe, note: str, out: Path) -> Row:
-        """Quantize the model of a row into `out`, and fill in the row."""
-        record = _there(out, recipe) or quantize(row.model, out, recipe, **self.options)
-        notes = "; ".join(filter(None, (note, record.missed or _off(row, record.rate))))
+        """Quantize the model of a row into `out`, and complete the row."""
+        record = _quantized_before(out, recipe) or quantize(row.model, out, recipe, **self.options)
+        notes = "; ".join(filter(None, (note, record.missed or _rate_note(row, record.rate))))
         row = replace(row, rate=record.rate, bytes=record.bytes, seconds=record.seconds, folder=out, note=notes)
         return self.measured(row, out, against=row.model)
 
     def coded(self, row: Row, bits: float, opened: Model) -> Row:
-        """Round the model of a row to codes behind Huffman codes, in memory, and fill in the row."""
+        """Quantize the model of a row with Huffman codes, in memory, and complete the row."""
         began, device = time.perf_counter(), Device.named(self.device)
         recipe = hptq_recipe(bits, self.calibration, calibrated=row.method == "gptq-huffman")
         windows = calibration_windows(opened, recipe)
@@ -305,17 +305,17 @@ class _Measure:
                 layer.within(network, "").write(coded.matrix.decode())
                 size += coded.bytes
         seconds = round(time.perf_counter() - began, 6)
-        reader, again = opened.reader, {name for layer in layers for name in layer.copies(opened.weights)}
-        rest = sum(reader.nbytes(name) for name in reader.names() if name not in again)
+        reader, layer_tensors = opened.reader, {name for layer in layers for name in layer.copies(opened.weights)}
+        others = sum(reader.nbytes(name) for name in reader.names() if name not in layer_tensors)
         rate = 8 * size / sum(math.prod(layer.shape) for layer in layers)
-        row = replace(row, rate=rate, bytes=size + rest, seconds=seconds, note=_off(row, rate))
+        row = replace(row, rate=rate, bytes=size + others, seconds=seconds, note=_rate_note(row, rate))
         return self.measured(row, network, against=row.model, tokenizer=tokenizer)
 
 
-def _off(row: Row, found: float) -> str:
-    """Say the true bits where they are not, within `CLOSE`, those asked for."""
+def _rate_note(row: Row, rate: float) -> str:
+    """Return a note on the true bits if they deviate from the requested ones by more than `MAX_RATE_ERROR`."""
     asked = row.asked or 0.0
-    return "" if abs(found / asked - 1) <= CLOSE else f"{found:.3f} bits per weight, {asked:g} asked for"
+    return "" if abs(rate / asked - 1) <= MAX_RATE_ERROR else f"{rate:.3f} bits per weight, {asked:g} asked for"
 
 
 def _rows(
@@ -328,8 +328,8 @@ def _rows(
             yield known.get(model, ORIGINAL, None) or known.add(measure.original(model, opened))
             layers = [layer for block in opened.blocks for layer in block.layers]
             for asked, method in product(bits, methods):
-                if (before := known.get(model, method, asked)) is not None:
-                    yield before
+                if (earlier := known.get(model, method, asked)) is not None:
+                    yield earlier
                     continue
                 row = Row(model=model, method=method, asked=asked)
                 out = Path(keep or temporary) / Path(model).name / f"{method}-{asked:g}"
@@ -340,9 +340,9 @@ def _rows(
                         row = measure.written(row, *recipe_for(method, asked, layers, measure.calibration), out)
                 except KeyboardInterrupt as stopped:
                     if keep is None:
-                        stopped.__notes__ = []  # they tell of files in the temporary folder
+                        stopped.__notes__ = []  # the notes name files in the temporary folder
                     raise
-                except RecipeError as error:  # this method does not have these bits, or not for this model, or not now
+                except RecipeError as error:  # the method does not support these bits or this model
                     row = replace(row, note=str(error))
                 if keep is None:
                     shutil.rmtree(out, ignore_errors=True)
@@ -350,8 +350,8 @@ def _rows(
                 yield known.add(row)
 
 
-def _there(out: Path, recipe: Recipe) -> RunRecord | None:
-    """Return the record of a checkpoint that a comparison made and was stopped before it was measured."""
+def _quantized_before(out: Path, recipe: Recipe) -> RunRecord | None:
+    """Return the record of a checkpoint from a comparison that was stopped before measuring it, or None."""
     if not (out / RECORD).is_file():
         return None
     refuse_unfinished(out)
@@ -360,7 +360,7 @@ def _there(out: Path, recipe: Recipe) -> RunRecord | None:
 
 
 def content_of(text: Path) -> str:
-    """Return the SHA-256 of a text file, or of all files of a folder; of what is neither, its name."""
+    """Return the SHA-256 of a text file or of all files in a folder; for a data set, its name."""
     if text.is_file():
         return sha256(text)
     if not text.is_dir():
@@ -369,10 +369,10 @@ def content_of(text: Path) -> str:
 
 
 def recipe_for(method: Way, bits: float, layers: Iterable[Layer], calibration: Calibration) -> tuple[Recipe, str]:
-    """Return the recipe of a method that writes a checkpoint at `bits` per weight, and what about it differs from what was asked.
+    """Return the recipe of a method that writes a checkpoint at `bits` per weight, and a note on any deviation.
 
     Raises:
-        RecipeError: the method does not have these bits.
+        RecipeError: The method does not support these bits.
     """
     if method == "nearplane":
         return Recipe(scheme=RateScheme(rate=bits), calibration=calibration), ""
@@ -383,22 +383,22 @@ def recipe_for(method: Way, bits: float, layers: Iterable[Layer], calibration: C
     if method != "nearplane-grid":
         scheme = replace(scheme, order="natural", solver=solver, correct=False, polish=0, rounds=0)
     linear = all(layer.kind == "Linear" for layer in layers)
-    format: Format = "compressed-tensors" if linear else "gptq"  # which holds GPT-2's Conv1D too
+    format: Format = "compressed-tensors" if linear else "gptq"  # gptq supports GPT-2's Conv1D too
     return Recipe(scheme=scheme, format=format, allocate="uniform", calibration=calibration), note
 
 
 def fixed_grid(bits: float, columns: Sequence[int]) -> tuple[int, int | None, str]:
-    """Return width, group size and what is to be said of them for a grid of `bits` = width + 16 / group size.
+    """Return width, group size and a note for a grid of `bits` = width + 16 / group size.
 
-    No fraction is one step a row. Groups that do not divide the layers are halved until they do, down to 16; where not even those
-    fit, a step is shared by the row.
+    Without a fraction, a row has one step. Groups that do not divide the layers are halved until they do, down to 16; if
+    that does not fit either, a row has one step.
 
     Args:
-        bits: per weight.
-        columns: inputs of every layer.
+        bits: Bits per weight.
+        columns: Number of inputs of every layer.
 
     Raises:
-        RecipeError: no grid has these bits.
+        RecipeError: No grid has these bits.
     """
     width = math.floor(bits)
     fraction = bits - width

@@ -1,4 +1,4 @@
-"""The figure of `compare`: perplexity against bits per weight, or of several models against the gigabytes of their files."""
+"""Figure of `compare`: perplexity against bits per weight, or for several models against the size of their files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-STYLES = {  # colour and marker of a curve; colours that the colour-blind tell apart (Okabe and Ito)
+STYLES = {  # colour and marker of each curve; the palette of Okabe and Ito suits colour-blind readers
     "rtn-mse": ("#E69F00", "s"),
     "gptq-mse": ("#D55E00", "D"),
     "rtn-huffman": ("#56B4E9", "^"),
@@ -26,47 +26,47 @@ STYLES = {  # colour and marker of a curve; colours that the colour-blind tell a
     "nearplane-grid": ("#CC79A7", "P"),
     "nearplane": ("#0072B2", "o"),
 }
-CEILING = 2.5  # times the original's perplexity: where the figure ends
+MAX_PERPLEXITY_RATIO = 2.5  # top of the figure, as a multiple of the original's perplexity
 
 
 def draw(rows: Iterable[Row], out: str | Path) -> None:
-    """Draw perplexity against bits per weight; of several models, against the gigabytes of their files, a panel a method.
+    """Draw perplexity against bits per weight; for several models, against file size with one panel per method.
 
-    What lies more than `CEILING` times above the original is written in the legend.
+    Values above `MAX_PERPLEXITY_RATIO` times the original's perplexity are written in the legend.
 
     Args:
-        rows: of `compare`.
-        out: .svg, .png or .pdf.
+        rows: Rows of `compare`.
+        out: File to write; its name ends in .svg, .png or .pdf.
 
     Raises:
-        RecipeError: matplotlib is not installed, or does not write such files.
+        RecipeError: matplotlib is not installed, or `out` has another suffix.
     """
     check_plot(out)
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     out = Path(out)
-    found = [row for row in rows if row.perplexity is not None]
-    originals = [row for row in found if row.method == ORIGINAL]
-    if len(found) == len(originals):
-        raise RecipeError("There is nothing to draw: no method has the bits that were asked for.")
-    methods: list[Way] = [way for way in WAYS if any(row.method == way for row in found)]
+    measured = [row for row in rows if row.perplexity is not None]
+    originals = [row for row in measured if row.method == ORIGINAL]
+    if len(measured) == len(originals):
+        raise RecipeError("There is nothing to draw, because no method supports the requested bits.")
+    methods: list[Way] = [way for way in WAYS if any(row.method == way for row in measured)]
     with mpl.rc_context({"svg.hashsalt": "nearplane", "font.size": 10, "savefig.facecolor": "white"}):
         if len(originals) == 1:
             figure = Figure(figsize=(7.2, 4.4), layout="constrained")
-            _curves(figure.subplots(), originals[0], {w: [r for r in found if r.method == w] for w in methods})
+            _curves(figure.subplots(), originals[0], {w: [r for r in measured if r.method == w] for w in methods})
         else:
             columns = min(3, len(methods))
             lines = math.ceil(len(methods) / columns)
             figure = Figure(figsize=(max(5.0, 3.4 * columns), max(3.6, 3.0 * lines)), layout="constrained")
             panels = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).flatten()
-            unit, word = (1e9, "GB") if max(row.bytes or 0 for row in found) >= 1e8 else (1e6, "MB")
-            bits = sorted({row.asked for row in found if row.asked is not None}, reverse=True)
+            unit, word = (1e9, "GB") if max(row.bytes or 0 for row in measured) >= 1e8 else (1e6, "MB")
+            bits = sorted({row.asked for row in measured if row.asked is not None}, reverse=True)
             markers = dict(zip(bits, itertools.cycle("osD^vP")))
             for panel in panels[len(methods) :]:
                 panel.set_visible(False)
             for panel, way in zip(panels, methods, strict=False):
-                _panel(panel, way, originals, [row for row in found if row.method == way], unit, markers)
+                _panel(panel, way, originals, [row for row in measured if row.method == way], unit, markers)
             figure.supxlabel(f"weight files, {word}", fontsize=10)
             figure.supylabel("perplexity", fontsize=10)
             _name_markers(figure, markers)
@@ -77,13 +77,13 @@ def draw(rows: Iterable[Row], out: str | Path) -> None:
 
 
 def check_plot(out: str | Path) -> None:
-    """Refuse a figure that could not be drawn, before the work that it would show.
+    """Refuse a figure that cannot be written, before any work is done.
 
     Raises:
-        RecipeError: matplotlib is not installed, or does not write such files, or they may not be written there.
+        RecipeError: matplotlib is not installed, or the file has another suffix or cannot be written.
     """
     if Path(out).suffix not in (".svg", ".png", ".pdf"):
-        raise RecipeError(f"{out} is no figure that can be written; expected a name that ends in .svg, .png or .pdf.")
+        raise RecipeError(f"{out} cannot be written as a figure; expected a name that ends in .svg, .png or .pdf.")
     try:
         import matplotlib  # noqa: F401  only drawing needs it
     except ImportError as error:
@@ -91,12 +91,12 @@ def check_plot(out: str | Path) -> None:
             "Figures need matplotlib, which is not installed: pip install 'nearplane[figures]'."
         ) from error
     if Path(out).is_dir():
-        raise RecipeError(f"{out} is a folder; expected the name of a figure to write. Choose another one.")
+        raise RecipeError(f"{out} is a folder; expected the name of a figure file. Choose another name.")
     check_writable(Path(out).parent)
 
 
 def _curves(axes: Axes, original: Row, curves: dict[Way, list[Row]]) -> None:
-    """Draw one model's perplexity against bits, a curve a method."""
+    """Draw the perplexity of one model against bits, one curve per method."""
     assert original.perplexity is not None
     top = _scale(axes, [original])
     axes.axhline(original.perplexity, color="#444444", linewidth=1, linestyle=(0, (4, 3)), label="original")
@@ -114,7 +114,7 @@ def _curves(axes: Axes, original: Row, curves: dict[Way, list[Row]]) -> None:
 
 
 def _label(name: str, values: list[float], top: float) -> str:
-    """Return the name of a curve for the legend, with the values that lie above the figure."""
+    """Return the label of a curve, with its values above the top of the figure."""
     above = ", ".join(f"{value:.3g}" for value in values if value > top)
     return f"{name} (above: {above})" if above else name
 
@@ -122,7 +122,7 @@ def _label(name: str, values: list[float], top: float) -> str:
 def _panel(
     axes: Axes, way: Way, originals: list[Row], rows: list[Row], unit: float, markers: Mapping[float, str]
 ) -> None:
-    """Draw one method's perplexity against the size of the files, a curve a model that ends in the original."""
+    """Draw the perplexity of one method against file size, one curve per model that ends in the original."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     top = _scale(axes, originals)
@@ -133,11 +133,11 @@ def _panel(
     axes.xaxis.set_minor_locator(NullLocator())
     colours = [colour for colour, _ in STYLES.values()][::-1]
     for original, colour in zip(originals, itertools.cycle(colours), strict=False):
-        mine: list[Any] = sorted((row for row in rows if row.model == original.model), key=lambda row: row.bytes or 0)
-        points = [(row.bytes / unit, row.perplexity) for row in [*mine, original]]
+        line: list[Any] = sorted((row for row in rows if row.model == original.model), key=lambda row: row.bytes or 0)
+        points = [(row.bytes / unit, row.perplexity) for row in [*line, original]]
         label = _label(Path(original.model).name, [y for _, y in points], top)
         axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.3, label=label)
-        for row, (x, y) in zip([*mine, original], points, strict=True):
+        for row, (x, y) in zip([*line, original], points, strict=True):
             marker = "*" if row is original else markers[row.asked]
             axes.plot(x, y, color=colour, marker=marker, markersize=8 if row is original else 4.5)
     axes.legend(frameon=False, fontsize=7)
@@ -145,7 +145,7 @@ def _panel(
 
 
 def _name_markers(figure: Figure, markers: Mapping[float, str]) -> None:
-    """Say above the panels which marker stands for which bits."""
+    """Add a legend above the panels: one marker for each number of bits."""
     from matplotlib.lines import Line2D
 
     shapes = [*((f"{bits:g} bits", marker) for bits, marker in markers.items()), ("original", "*")]
@@ -156,11 +156,11 @@ def _name_markers(figure: Figure, markers: Mapping[float, str]) -> None:
 
 
 def _scale(axes: Axes, originals: list[Row]) -> float:
-    """Set up a logarithmic axis from just below the originals to the ceiling, which is returned."""
+    """Set up a logarithmic axis from just below the originals to the top of the figure, and return that top."""
     from matplotlib.ticker import MaxNLocator, NullLocator, ScalarFormatter
 
     known = [row.perplexity for row in originals if row.perplexity is not None]
-    top = CEILING * max(known)
+    top = MAX_PERPLEXITY_RATIO * max(known)
     axes.set_yscale("log")
     axes.set_ylim(min(known) * 0.93, top)
     axes.yaxis.set_major_locator(MaxNLocator(7))

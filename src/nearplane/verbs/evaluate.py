@@ -1,7 +1,7 @@
-"""evaluate(): perplexity of a model on a text, and its divergence from the original; of encoders, how alike embeddings are.
+"""evaluate(): perplexity of a model on a text and its divergence from the original; for encoders, similarity of embeddings.
 
-Reads every format that `quantize` writes with readers of our own, and any plain transformers folder. Everything is computed in
-float32 on the decoded weights, but model objects as they are.
+It reads all formats that `quantize` writes with nearplane's own readers, and any transformers folder. Decoded weights are
+used in float32; model objects run as they are.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from nearplane.verbs.evaluate_networks import Network, opened, predictions, wind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What was measured.
+    """Result of `evaluate`.
 
     Args:
-        perplexity: exp of the mean negative log-likelihood; None where there is no head (encoders).
-        nll: mean negative log-likelihood, nats per scored token; None likewise.
-        tokens: scored, without the first of a window; of encoders all.
-        windows, seqlen: of the text; images are windows of one.
-        kl: mean KL(original || this) in nats per scored token; None without an original.
-        agreement: fraction of scored tokens at which both hold the same token for the most likely; None likewise.
-        original: perplexity of the original; None likewise.
-        cosine: of encoders, mean over windows of the cosine between both embeddings, the means of the last hidden states.
-        worst_cosine: the least of all windows.
+        perplexity: exp(nll); None for a model without vocabulary head (an encoder).
+        nll: Mean negative log-likelihood in nats per scored token; None likewise.
+        tokens: Number of scored tokens, which excludes the first of each window; all tokens for encoders.
+        windows, seqlen: Number of windows and tokens per window; 1 for images.
+        kl: Mean KL(original || model) in nats per scored token; None without an original.
+        agreement: Fraction of scored tokens for which both models have the same most likely token; None likewise.
+        original: Perplexity of the original; None likewise.
+        cosine: Encoders only: mean over windows of the cosine of both embeddings (means of the last hidden states).
+        worst_cosine: Smallest of these cosines.
     """
 
     perplexity: float | None = None
@@ -71,28 +71,28 @@ def evaluate(
 ) -> Evaluation:
     """Measure perplexity, and with `against` the divergence from the original.
 
-    Encoders predict nothing: of these `against` is needed, and the embeddings of both are compared.
+    Encoders predict no tokens: they need `against`, and the embeddings of both models are compared.
 
     Args:
-        model: a folder or hub id: any transformers checkpoint, or what `quantize` wrote. Or a model object, which is run as it is:
-            in its dtype, on its device.
-        text: .txt, .jsonl or a folder of them, tokenized whole without special tokens, cut into windows that do not overlap. Or a
-            list of texts, token ids (windows, seqlen), pixel values (images, channels, height, width), or sound with what is said
-            in it (input_features, token_ids). Of encoders windows begin and end with [CLS] and [SEP], or their like. Decoders
-            behind an encoder predict the window that it is given, or what is said in it.
-        tokenizer: of a model object; tokens need none.
-        seqlen: tokens of a window; None: 2048, or the model's positions if fewer.
-        samples: windows, the first ones of the text; None: all.
-        against: the original.
+        model: Folder or hub id of a transformers checkpoint or of one that `quantize` wrote. Or a model object, which runs
+            in its own dtype and on its own device.
+        text: A .txt or .jsonl file or a folder of them; the text is tokenized without special tokens and cut into windows
+            that do not overlap. Or a list of texts, token ids (windows, seqlen), pixel values (images, channels, height,
+            width), or sound with transcripts (input_features, token_ids). Windows of encoders begin and end with tokens
+            such as [CLS] and [SEP]. Encoder-decoders predict their own input, or its transcript.
+        tokenizer: Tokenizer of a model object; not needed for token ids.
+        seqlen: Tokens per window. None: 2048, or the model's positions if fewer.
+        samples: Number of windows, from the beginning of the text. None: all.
+        against: The original model.
 
     Raises:
-        CalibrationError: the text is missing, empty or shorter than one window.
-        ModelError, FormatError: a model cannot be read, or the two have different vocabularies.
+        CalibrationError: The text is missing, empty or shorter than one window.
+        ModelError, FormatError: A model cannot be read, or the two have different vocabularies.
     """
     if samples is not None and samples < 1:
         raise RecipeError(f"samples is {samples}; expected a positive number, or none for the whole text.")
     if seqlen is not None and seqlen < 2:
-        raise RecipeError(f"seqlen is {seqlen}; expected at least 2: the first token of a window is not scored.")
+        raise RecipeError(f"seqlen is {seqlen}; expected at least 2, as the first token is not scored.")
     given = Given.of(text, "text")
     refuse_tokenizer(model, tokenizer)
     sources = (model,) if against is None else (model, against)
@@ -117,79 +117,81 @@ def evaluate(
         return measure(compared, names, len(windows), seqlen)
 
 
-def _check_taken(networks: Sequence[Network], names: Sequence[str], found: Taken) -> None:
-    """Refuse networks that take something else than was given, and one alone that predicts nothing.
+def _check_taken(networks: Sequence[Network], names: Sequence[str], input_kind: Taken) -> None:
+    """Refuse networks with another kind of input, and an encoder without its original.
 
     Raises:
-        CalibrationError: the first.
-        RecipeError: the second.
+        CalibrationError: A network takes another kind of input than was given.
+        RecipeError: An encoder has no original to compare with.
     """
     for network, name in zip(networks, names, strict=True):
-        if network.takes is not found:
-            way = "Pass text" if network.takes is Taken.TEXT else f"Pass {network.takes} from Python"
-            raise CalibrationError(f"{name} takes {network.takes}; what was given is {found}. {way}.")
+        if network.takes is not input_kind:
+            advice = "Pass text" if network.takes is Taken.TEXT else f"Pass {network.takes} from Python"
+            raise CalibrationError(f"{name} takes {network.takes}; the input is {input_kind}. {advice}.")
     if networks[0].embeds and len(networks) == 1:
         raise RecipeError(
-            f"{names[0]} has no vocabulary head and predicts no tokens. Pass its original as against (--against): the embeddings "
-            f"of both are compared."
+            f"{names[0]} has no vocabulary head and predicts no tokens. Pass its original as against (--against), to compare "
+            f"the embeddings of both."
         )
 
 
 def _of_predictions(
     compared: Iterable[tuple[Tensor, ...]], names: Sequence[str], windows: int, seqlen: int
 ) -> Evaluation:
-    """Return what is measured of windows (windows, seqlen), each with the log-probabilities (windows, seqlen - 1, vocabulary)
-    of one or two networks.
+    """Return the scores of batches of windows (windows, seqlen), each with log-probabilities (windows, seqlen - 1,
+    vocabulary) of one or two networks.
 
     Raises:
-        ModelError: they have different vocabularies, or are not finite.
+        ModelError: The networks have different vocabularies, or a log-probability is not finite.
     """
-    nll, original, apart, tokens = 0.0, 0.0, Divergence(), 0
-    for batch, found, *others in compared:
-        wanted = batch[:, 1:, None].to(found.device)
-        tokens += wanted.numel()
-        nll -= float(found.gather(-1, wanted).double().sum())
+    nll, dense_nll, distance, tokens = 0.0, 0.0, Divergence(), 0
+    for batch, predicted, *others in compared:
+        targets = batch[:, 1:, None].to(predicted.device)
+        tokens += targets.numel()
+        nll -= float(predicted.gather(-1, targets).double().sum())
         for expected in others:
-            if expected.shape != found.shape:
+            if expected.shape != predicted.shape:
                 raise ModelError(
-                    f"{names[1]} predicts {expected.shape[-1]} tokens, {names[0]} {found.shape[-1]}. Pass its original."
+                    f"{names[1]} predicts {expected.shape[-1]} tokens, {names[0]} {predicted.shape[-1]}. Pass the original."
                 )
-            apart += divergence(expected, found)
-            original -= float(expected.gather(-1, wanted).double().sum())
-    if not math.isfinite(nll + original):
+            distance += divergence(expected, predicted)
+            dense_nll -= float(expected.gather(-1, targets).double().sum())
+    if not math.isfinite(nll + dense_nll):
         raise ModelError(
-            f"{names[0]} or its original predicts NaN or Inf. Check its files, or compute in a wider dtype."
+            f"{names[0]} or its original predicts NaN or Inf. Check the files, or compute in a wider dtype."
         )
-    alone = Evaluation(perplexity=_exp(nll / tokens), nll=nll / tokens, tokens=tokens, windows=windows, seqlen=seqlen)
+    scores = Evaluation(perplexity=_exp(nll / tokens), nll=nll / tokens, tokens=tokens, windows=windows, seqlen=seqlen)
     if len(names) == 1:
-        return alone
-    return replace(alone, kl=apart.kl / tokens, agreement=apart.agreed / tokens, original=_exp(original / tokens))
+        return scores
+    return replace(
+        scores, kl=distance.kl / tokens, agreement=distance.agreed / tokens, original=_exp(dense_nll / tokens)
+    )
 
 
 def _of_embeddings(
     compared: Iterable[tuple[Tensor, ...]], names: Sequence[str], windows: int, seqlen: int
 ) -> Evaluation:
-    """Return how alike the embeddings (windows, hidden) of two networks are.
+    """Return the similarity of the embeddings (windows, hidden) of two networks.
 
     Raises:
-        ModelError: they are not of one size, or not finite.
+        ModelError: The embeddings have different sizes, or are not finite.
     """
     cosines: list[Tensor] = []
-    for _, found, expected in compared:
-        if expected.shape != found.shape:
+    for _, embedding, expected in compared:
+        if expected.shape != embedding.shape:
             raise ModelError(
-                f"{names[1]} gives {tuple(expected.shape[1:])} where {tuple(found.shape[1:])} is compared. Pass its original."
+                f"{names[1]} embeds to {tuple(expected.shape[1:])}, {names[0]} to {tuple(embedding.shape[1:])}. Pass the original."
             )
-        cosines.append(torch.nn.functional.cosine_similarity(expected.double(), found.double(), dim=-1).cpu())
+        cosines.append(torch.nn.functional.cosine_similarity(expected.double(), embedding.double(), dim=-1).cpu())
         if not torch.isfinite(cosines[-1]).all():
             raise ModelError("An embedding is NaN or Inf. Check the files, or compute in a wider dtype.")
-    alike = torch.cat(cosines)
+    similarities = torch.cat(cosines)
     return Evaluation(
         tokens=seqlen * windows,
         windows=windows,
         seqlen=seqlen,
-        cosine=float(alike.mean()),
-        worst_cosine=float(alike.min()),
+        cosine=float(similarities.mean()),
+        worst_cosine=float(similarities.min()),
     )
 
 
@@ -201,25 +203,23 @@ def _windows(
     samples: int | None,
     seqlen: int | None,
 ) -> Tensor:
-    """Return the windows (windows, seqlen) to measure on."""
+    """Return the windows (windows, seqlen) of the text."""
     positions, tokens = network.positions, None if given is None else given.tokens
     if tokens is not None:
         if seqlen not in (None, tokens.shape[1]):
-            raise RecipeError(f"seqlen is {seqlen}, the windows of text have {tokens.shape[1]} tokens; leave it out.")
+            raise RecipeError(f"seqlen is {seqlen}, but the windows have {tokens.shape[1]} tokens. Leave it out.")
         seqlen = tokens.shape[1]
     if seqlen is not None and positions is not None and seqlen > positions:
         raise CalibrationError(
-            f"--seqlen {seqlen} is more than the {positions} positions of the model; pass at most {positions}."
+            f"--seqlen {seqlen} is more than the {positions} positions of the model. Pass at most {positions}."
         )
     if tokens is not None:
         return tokens[:samples]
     seqlen = seqlen or min(2048, positions or 2048)
     if seqlen < 2:
-        raise ModelError(f"config.json gives the model {positions} position; of one token nothing is predicted.")
+        raise ModelError(f"config.json gives the model {positions} position, too few to predict a token.")
     if tokenizer is None:
-        raise RecipeError(
-            "A model object comes without tokenizer: pass tokenizer=, or token ids (windows, seqlen) as text."
-        )
+        raise RecipeError("A model object has no tokenizer: pass tokenizer=, or token ids (windows, seqlen) as text.")
     return read_windows(
         tokenizer,
         text if given is None else given.texts,

@@ -1,9 +1,9 @@
-"""What networks predict of windows of text: of networks that are in memory, or on disk and pass block by block.
+"""Predictions of networks on windows of text, for networks in memory and for those that are read block by block.
 
-Networks without head predict nothing: of these it is the embedding of each window, the mean of its last hidden states.
+For a network without vocabulary head, the result is the embedding of each window: the mean of its last hidden states.
 
-Where a network in float32 would take more than its share of the memory that is free, one block of it is in memory at a time, and
-the hidden states of a chunk of the windows; the predictions are the same to the noise of float32. Several networks go side by side.
+If a network in float32 would need too much of the free memory, only one of its blocks is in memory at a time, with the
+hidden states of a chunk of the windows. The predictions agree to rounding in float32. Several networks run in parallel.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from nearplane.system.device import Device
 from nearplane.system.fp8_mxfp4 import method_of
 from nearplane.system.memory import free_memory, give_back_large
 
-BATCH_TOKENS, FEW = 2048, 8  # of a batch: of text, and windows of anything else
-SHARE = 0.4  # of the memory that is free, which one network may take in float32
-STATES = 0.2  # of it, which the hidden states of a chunk of windows may take; a network has them twice while it passes a block
+BATCH_TOKENS, OTHER_BATCH = 2048, 8  # tokens of text in a batch, and windows of other inputs
+SHARE = 0.4  # of the free memory, which one network may use in float32
+STATES = 0.2  # of the free memory, for the hidden states of a chunk; a block holds them twice while it runs
 
 log = logging.getLogger(__name__)
 
 
 class Network(ABC):
-    """A network that can be asked what it predicts.
+    """A network that predicts tokens or embeds windows.
 
     Attributes:
-        folder: that it is from; None: an object.
-        device: that it computes on.
-        takes: what it is given.
-        start: the token with which its decoder starts, where it takes sound.
-        vocabulary: how many tokens its input embeddings have; 0 where it takes images.
-        embeds: whether it has no head.
-        framed: whether windows are to begin and end with tokens of its own, see `is_framed`.
-        positions: that it was built for, or None.
-        width: of its hidden states, where those of all windows are in memory; else 0.
+        folder: Folder of the network; None for a model object.
+        device: Device that it runs on.
+        takes: Kind of its input.
+        start: First token of its decoder, if it takes sound.
+        vocabulary: Number of tokens of its input embeddings; 0 if it takes images.
+        embeds: Whether it has no vocabulary head.
+        framed: Whether windows begin and end with special tokens, see `is_framed`.
+        positions: Largest number of tokens in a window, or None if unlimited.
+        width: Width of the hidden states that are kept in memory for a chunk of windows; 0 if none are.
     """
 
     start: int | None = None
@@ -66,19 +66,19 @@ class Network(ABC):
 
     @abstractmethod
     def shapes(self) -> list[tuple[int, int]]:
-        """Return (out, in) of its matrices."""
+        """Return the (out, in) shapes of its matrices."""
 
     @abstractmethod
     def predicting(self, windows: Tensor, batch: int) -> AbstractContextManager[Callable[[int], Tensor]]:
-        """Return a context in which a function from the number of a batch gives `said` of it."""
+        """Return a context with a function from the number of a batch to its `result`."""
 
-    def said(self, outputs: Tensor) -> Tensor:
+    def result(self, outputs: Tensor) -> Tensor:
         """Return float32 log-probabilities of every next token, or without head the mean of the last hidden states."""
         return outputs.float().mean(1) if self.embeds else _next_tokens(outputs)
 
 
 class Held(Network):
-    """A network in memory, as it is."""
+    """A network that is in memory."""
 
     def __init__(self, network: PreTrainedModel, folder: Path | None = None) -> None:
         super().__init__(network, folder, network.device, positions_of(network.config, network))
@@ -87,29 +87,29 @@ class Held(Network):
         self.vocabulary = 0 if self.takes is Taken.IMAGES else network.get_input_embeddings().weight.shape[0]
 
     def shapes(self) -> list[tuple[int, int]]:
-        """Return (out, in) of its linear layers."""
+        """Return the (out, in) shapes of its linear layers."""
         linear = (part for part in self.network.modules() if isinstance(part, nn.Linear))
         return [(part.out_features, part.in_features) for part in linear]
 
     @contextmanager
     def predicting(self, windows: Tensor, batch: int) -> Iterator[Callable[[int], Tensor]]:
-        """Switch dropout off; see `Network`."""
+        """Run batches with dropout switched off; see `Network`."""
         parts = windows.split(batch)
         modes = [(module, module.training) for module in self.network.modules()]
         try:
             for module, _ in modes:
                 module.training = False
-            yield lambda index: self.said(_outputs(self.network, parts[index].to(self.device)))
+            yield lambda index: self.result(_outputs(self.network, parts[index].to(self.device)))
         finally:
             for module, mode in modes:
                 module.training = mode
 
 
 class Streamed(Network):
-    """A network on disk, of which one block is in memory at a time.
+    """A network on disk, with one block in memory at a time.
 
     Raises:
-        ModelError: it does not run block by block.
+        ModelError: The network cannot run block by block.
     """
 
     def __init__(self, model: Model, device: torch.device) -> None:
@@ -123,12 +123,12 @@ class Streamed(Network):
         skeleton(model, [torch.zeros(1, 2, dtype=torch.int64)], device=device, dtype=torch.float32)
 
     def shapes(self) -> list[tuple[int, int]]:
-        """Return (out, in) of the layers of its blocks."""
+        """Return the (out, in) shapes of the layers of its blocks."""
         return [layer.shape for layer in self.model.layers]
 
     @contextmanager
     def predicting(self, windows: Tensor, batch: int) -> Iterator[Callable[[int], Tensor]]:
-        """Pass the windows through all blocks, then hold what follows them; see `Network`."""
+        """Pass the windows through all blocks, then keep the modules behind them in memory; see `Network`."""
         device, dtype = self.device, torch.float32
         parts = windows.split(batch)
         stream = skeleton(self.model, parts, device=device, dtype=dtype)
@@ -138,14 +138,14 @@ class Streamed(Network):
                     stream.quantized[index] = finite(stream.forward(block, block.quantized, index, hidden), block)
             stream.passed(block)
         with readout(self.model, stream, device=device, dtype=dtype) as logits:
-            yield lambda index: self.said(logits(parts[index], stream.quantized[index]))
+            yield lambda index: self.result(logits(parts[index], stream.quantized[index]))
 
 
 def opened(model: str | Path | PreTrainedModel, device: Device, *, trust_remote_code: bool = False) -> Network:
-    """Return the network of an object, which is run as it is, or of a folder, in float32 with every weight decoded.
+    """Return the network of a model object, unchanged, or of a folder, in float32 with every weight decoded.
 
     Raises:
-        ModelError, FormatError: it cannot be read.
+        ModelError, FormatError: The network cannot be read.
     """
     give_back_large()
     if not isinstance(model, str | Path):
@@ -156,19 +156,19 @@ def opened(model: str | Path | PreTrainedModel, device: Device, *, trust_remote_
         try:
             streamed = Streamed(on_disk(folder, trust_remote_code=trust_remote_code), device.place)
         except ModelError as error:
-            log.warning("%s is held in memory as a whole, as it does not run block by block: %s", called(model), error)
+            log.warning("%s is held in memory, because it cannot run block by block: %s", called(model), error)
         else:
-            said = called(model), size_text(size), size_text(free)
-            log.info("%s passes block by block: it would take %s in float32, %s are free", *said)
+            sizes = called(model), size_text(size), size_text(free)
+            log.info("%s runs block by block, because it would need %s in float32 and %s are free", *sizes)
             return streamed
     return Held(dense_network(folder, trust_remote_code=trust_remote_code).to(device.place), folder)
 
 
 def on_disk(folder: Path, *, trust_remote_code: bool = False) -> Model:
-    """Return the model of a folder, quantized or not, whose weights stay on disk; quantized ones are decoded when they are read.
+    """Return the model of a folder with its weights on disk; quantized weights are decoded when they are read.
 
     Raises:
-        ModelError, FormatError: it cannot be read, or not be taken apart.
+        ModelError, FormatError: The model cannot be read, or cannot be split into blocks.
     """
     if quantization_of(folder) is None or method_of(read_config(folder)) is not None:
         return open_model(str(folder), trust_remote_code=trust_remote_code)
@@ -178,21 +178,21 @@ def on_disk(folder: Path, *, trust_remote_code: bool = False) -> Model:
 
 
 def _size(folder: Path, trust_remote_code: bool) -> int:
-    """Return the bytes of a folder's network in float32."""
+    """Return the size of a folder's network in float32, in bytes."""
     network = empty_network(folder, trust_remote_code=trust_remote_code, reader=reader_of(folder))
     return sum(4 * parameter.numel() for parameter in network.parameters())
 
 
 def windows_at_a_time(networks: Sequence[Network], windows: Tensor) -> int:
-    """Return how many windows make a batch."""
+    """Return the number of windows in a batch."""
     text = all(network.takes is Taken.TEXT for network in networks)
-    return max(1, BATCH_TOKENS // windows.shape[1]) if text else FEW
+    return max(1, BATCH_TOKENS // windows.shape[1]) if text else OTHER_BATCH
 
 
 def predictions(networks: Sequence[Network], windows: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield batches of windows (windows, seqlen), and behind each what every network predicts of it.
+    """Yield batches of windows (windows, seqlen), each followed by the result of every network.
 
-    See `Network.said`.
+    See `Network.result`.
     """
     batch = windows_at_a_time(networks, windows)
     for chunk in windows.split(_chunk(networks, windows.shape[1], batch)):
@@ -200,8 +200,8 @@ def predictions(networks: Sequence[Network], windows: Tensor) -> Iterator[tuple[
             functions = [stack.enter_context(network.predicting(chunk, batch)) for network in networks]
             for index, part in enumerate(chunk.split(batch)):
                 with torch.no_grad():
-                    found = [predicted(index) for predicted in functions]
-                yield part, *found
+                    predicted = [function(index) for function in functions]
+                yield part, *predicted
 
 
 @torch.no_grad()
@@ -211,7 +211,7 @@ def log_probabilities(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 
 def _outputs(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Return the logits of a network, or the last hidden states of one without head."""
+    """Return the logits of a network, or its last hidden states if it has no head."""
     return read_out(model, model(main_input(model, tokens), **words(model, tokens)))
 
 
@@ -220,7 +220,7 @@ def _next_tokens(logits: Tensor) -> Tensor:
 
 
 def _chunk(networks: Sequence[Network], seqlen: int, batch: int) -> int:
-    """Return how many windows pass through the blocks together: whole batches, as many as memory holds."""
+    """Return the number of windows that pass through the blocks together: as many whole batches as fit in memory."""
     width, free = sum(network.width for network in networks), free_memory()
     if not width or free is None:
         return 1 << 60

@@ -1,4 +1,4 @@
-"""export(): a quantized checkpoint as a dense one that any program reads. One tensor is decoded at a time."""
+"""export(): a quantized checkpoint as a dense one that any program can read. One tensor is decoded at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nearplane.system.output_folder import Unfinished
 from nearplane.system.safetensors_files import ShardWriter
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-SHARD = 2 * 10**9  # bytes of tensors, after which a new file is begun
+SHARD = 2 * 10**9  # bytes of tensors in a file, at most
 
 
 def export(
@@ -32,34 +32,34 @@ def export(
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
     trust_remote_code: bool = False,
 ) -> int:
-    """Write a quantized checkpoint with every weight decoded, and the tokenizer and other files beside it.
+    """Write a quantized checkpoint with every weight decoded, and copy the tokenizer and other files.
 
     Args:
-        source: a folder that `quantize` wrote, or another one in a format that nearplane reads.
-        out: a new or empty folder. It is written beside it and renamed when it is whole, see `Unfinished`.
-        format: safetensors; of other ones the error says how they are had.
-        dtype: of the weights.
-        trust_remote_code: build the model with code that comes with the checkpoint, and copy it.
+        source: Folder of a quantized checkpoint, written by nearplane or in another format that it reads.
+        out: New or empty folder. It is written under another name and renamed when complete, see `Unfinished`.
+        format: "safetensors" only; the error for another format names the command that writes it.
+        dtype: Dtype of all floating-point tensors.
+        trust_remote_code: Whether to run model code that comes with the checkpoint, and to copy it.
 
     Returns:
-        Bytes of the weights.
+        Size of the weights in bytes.
 
     Raises:
         RecipeError: `out` is in use, or an option is unknown.
-        FormatError, ModelError: the checkpoint cannot be read, or `out` not be written.
+        FormatError, ModelError: The checkpoint cannot be read, or `out` cannot be written.
     """
     source, out = Path(source).expanduser(), Path(out).expanduser()
     if format != "safetensors":
         raise RecipeError(
-            f"--format {format}: export writes safetensors alone, which any program reads. Other formats are solved for: quantize "
-            f"the original with nearplane quantize --format {format if format in FORMATS else 'gguf'}."
+            f"--format {format}: export writes only safetensors, which any program reads. For other formats, quantize the "
+            f"original model with nearplane quantize --format {format if format in FORMATS else 'gguf'}."
         )
     if dtype not in DTYPES:
         raise RecipeError(f"dtype is {dtype!r}; expected one of {', '.join(DTYPES)}.")
     if not source.is_dir():
-        raise ModelError(f"The folder {source} does not exist. Pass one that nearplane quantize wrote.")
+        raise ModelError(f"The folder {source} does not exist. Pass a folder that nearplane quantize wrote.")
     if quantization_of(source) is None:
-        raise RecipeError(f"{source} is not quantized: its weights are dense as they are. Copy the folder.")
+        raise RecipeError(f"{source} is not quantized: its weights are dense already. Copy the folder instead.")
     check_apart(out, source)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RecipeError(f"{out} exists and is not empty. Choose another folder, or empty it first.")
@@ -82,13 +82,13 @@ def export(
 
 
 def _shards(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
-    """Yield tensors in portions of about `SHARD` bytes, floating-point ones in `dtype`."""
+    """Yield tensors in portions of at most about `SHARD` bytes, floating-point ones in `dtype`."""
     portion: dict[str, Tensor] = {}
     for name, tensor in tensors:
         if tensor.is_floating_point():
             tensor = tensor.to(dtype)
             if dtype == torch.float16 and not bool(torch.isfinite(tensor).all()):
-                raise FormatError(f"{name} has values that float16 does not hold. Export to bfloat16 or float32.")
+                raise FormatError(f"{name} has values outside the range of float16. Export to bfloat16 or float32.")
         if portion and sum(part.nbytes for part in portion.values()) + tensor.nbytes > SHARD:
             yield portion
             portion = {}
@@ -97,9 +97,9 @@ def _shards(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterat
 
 
 def _dense(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Return config.json without what it says of quantization, with the dtype wherever it names one."""
-    kept = {
+    """Return config.json without its entries about quantization, and with `dtype` where it names a dtype."""
+    entries = {
         name: value for name, value in config.items() if name not in ("quantization_config", "torch_dtype", WEIGHTS)
     }
-    kept = {name: _dense(value, dtype) if isinstance(value, dict) else value for name, value in kept.items()}
-    return kept | ({"dtype": dtype} if {"dtype", "torch_dtype", "architectures"} & config.keys() else {})
+    entries = {name: _dense(value, dtype) if isinstance(value, dict) else value for name, value in entries.items()}
+    return entries | ({"dtype": dtype} if {"dtype", "torch_dtype", "architectures"} & config.keys() else {})

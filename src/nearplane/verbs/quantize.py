@@ -1,11 +1,11 @@
-"""The main path: a model in a folder becomes a quantized checkpoint. Read this file first.
+"""The main path of nearplane: quantize the model in a folder into a checkpoint. Read this file first.
 
-A model is quantized one block at a time: its weights stay on disk, two activation streams (of the original and of the
-quantized network) pass through the block that is in memory, and each layer is written as soon as it is solved.
+A model is quantized one block at a time. Its weights stay on disk. Hidden states of the original and of the quantized
+network pass through the block that is in memory, and each layer is written as soon as it is solved.
 
-What users call, `quantize`, is in `quantize_api.py`. Behind this file, in the order of a run: `planning/start.py` opens the
-model and decides, `calibration/walk.py` yields stages, `matrix/solve_layer.py` solves one layer, `quantize_run.py` gives it to
-the checkpoint, `formats/container.py` writes that and puts it in the place of OUT.
+The public function `quantize` is in `quantize_api.py`. A run uses these files, in this order: `planning/start.py` opens
+the model and plans the run, `calibration/walk.py` yields the stages, `matrix/solve_layer.py` solves a layer,
+`quantize_run.py` passes it to the checkpoint, and `formats/container.py` writes the files and renames the folder to OUT.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ from nearplane.verbs.quantize_run import Run, start_run
 
 
 def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) -> RunRecord:
-    """Quantize a model that is a folder, or on the hub, into the checkpoint `out`, one block at a time.
+    """Quantize the model in a folder or on the hub into the checkpoint `out`, one block at a time.
 
     Returns:
-        What was done and measured; also in `out/nearplane.json`.
+        The run record, which is also written to `out/nearplane.json`.
 
     Raises:
-        NearplaneError: see `quantize`.
+        NearplaneError: As for `quantize`.
     """
     model, settled = open_settled(folder, recipe, trust_remote_code=options.trust_remote_code)  # weights stay on disk
     remote, overwrite = options.trust_remote_code, options.overwrite
-    with container_for(model, settled, out, overwrite=overwrite, trust_remote_code=remote) as container:  # any format
+    with container_for(model, settled, out, overwrite=overwrite, trust_remote_code=remote) as container:
         windows = calibration_windows(model, settled, options.given)
         check_tokens(model, settled, windows)
         job = Job(model=model, asked=recipe, recipe=settled, windows=windows, options=options)
-        journal = Journal(container, job.told())  # what a stopped run of the same job had done
-        if container.whole:  # but for its place
+        journal = Journal(container, job.told())  # holds the progress of a stopped run of the same job
+        if container.whole:  # only the folder was not renamed yet
             return read_record(container.folder)
         with (
-            start_run(job, container, journal) as run,  # plan, ledger, record so far
+            start_run(job, container, journal) as run,  # the plan of the run and its layers so far
             walk(model, run.recipe, windows, run.setting, moments=run.moments, resumed=journal) as stages,
         ):
-            for stage in stages:  # layers that share one input
-                run.settle(stage)  # what it may take; plain bits have nothing to settle
+            for stage in stages:  # a stage: layers that share one input
+                run.settle(stage)  # its bit budget; without effect on plain grids
                 solved = None
-                while solved is None:  # once, but for the last layers of a --size
+                while solved is None:  # only the last layers under a --size may be solved again
                     solved = run.pack(stage, solve_stage(stage, run))
-                stage.write(each.matrix.decode() for each in solved)  # the next stage sees quantized layers
-                run.add(stage, solved)  # record, journal; at the end of a block its shard
-                del solved  # its codes, before the next stage runs
-        return run.finished()  # leaving the container writes record and config.json, then renames the folder to OUT
+                stage.write(each.matrix.decode() for each in solved)  # later stages see the quantized layers
+                run.add(stage, solved)  # to the run record; at the end of a block also shard and journal
+                del solved  # frees the codes before the next stage
+        return run.finished()  # leaving the container renames its folder to OUT
 
 
 def solve_stage(stage: Stage, run: Run) -> list[Solved]:
-    """Solve the layers of a stage, each by its scheme and on what calibration saw of its inputs."""
+    """Solve the layers of a stage, each by its scheme and with the second moments of its inputs."""
     tasks = zip(stage.layers, run.tasks(stage), strict=True)
     return [Solved(layer, *solve_layer(task)) for layer, task in tasks]

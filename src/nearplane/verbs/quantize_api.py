@@ -1,7 +1,7 @@
-"""quantize(): what users call. Its arguments are checked, a model object is saved to a folder, and `quantize_folder` does the work.
+"""quantize(): the public function, which checks its arguments, saves a model object and calls `quantize_folder`.
 
-Where tuning is asked for, the two verbs run one after the other: OUT.untuned is the checkpoint that `quantize` writes and `tune`
-reads, an ordinary one; it is deleted once OUT is whole. The same command, given again after it was stopped, goes on with either.
+With tuning, two verbs run one after the other: `quantize` writes an ordinary checkpoint OUT.untuned, `tune` reads it and
+writes OUT, and OUT.untuned is deleted. If the command is stopped and repeated, either verb is resumed.
 """
 
 from __future__ import annotations
@@ -52,33 +52,33 @@ def quantize(
     """Quantize a language model into a checkpoint that other programs load.
 
     Args:
-        model: a local folder of safetensors, or a hub id; or a model object, which is saved to a temporary folder and read from it.
-        out: folder to write.
-        recipe: what to do; or give its fields (or other tools' names for them) as keywords: `bits=4, group_size=128, ...`.
-        tokenizer: of a model object; without one `out` holds no tokenizer, and the calibration must be tokens.
-        device: where to compute; auto is the GPU where there is one.
-        overwrite: replace what is in `out`, once the new checkpoint is whole.
-        trust_remote_code: run model code that comes with the checkpoint.
-        progress: wraps the iterator over layers: (items, label, total) -> items. Whatever it is, how far the run is goes to
-            the logger "nearplane.system.progress".
-        memory: that the run may take on the CPU at the most, in bytes or as "12GB": forwards are then repeated instead of paused,
-            hidden states lie in a file, and fewer windows pass at a time, in this order; None: as is fastest.
-        spellings: see `Recipe.from_spellings`. `calibration` may also be a list of texts, token ids (windows, seqlen), or of
-            vision models pixel values (images, channels, height, width), or of models that write down what they hear
-            (input_features, token_ids): sound, (windows, mel bins, frames) as Whisper's feature extractor makes it, and (windows,
-            seqlen) what is said in each, as for `labels=`, with <|en|> and its like but without the token that starts the decoder.
+        model: Local folder of safetensors, hub id, or model object; an object is saved to a temporary folder first.
+        out: Folder to write.
+        recipe: Options of the run. Or pass them as keywords, for example `bits=4, group_size=128`; see `spellings`.
+        tokenizer: Tokenizer of a model object. Without one, `out` holds no tokenizer and calibration needs token ids.
+        device: Device to compute on: "auto" (the GPU if there is one), "cpu", "cuda" or "cuda:1".
+        overwrite: Whether to replace a checkpoint in `out`, once the new one is complete.
+        trust_remote_code: Whether to run model code that comes with the checkpoint.
+        progress: Display that wraps an iterator: (items, label, total) -> items. "nearplane.system.progress" logs as well.
+        memory: Memory limit of the run on the CPU, in bytes or as "12GB". To stay below it, the run repeats forward passes
+            instead of pausing them, then keeps hidden states in a file, then uses smaller batches. None: no limit.
+        spellings: Fields of `Recipe`, or other tools' names for them; see `Recipe.from_spellings`. Instead of a text file,
+            `calibration` may be a list of texts, token ids (windows, seqlen), for vision models pixel values (images,
+            channels, height, width), or for speech recognition (input_features, token_ids): sound (windows, mel bins,
+            frames) from Whisper's feature extractor, and transcripts (windows, seqlen) as for `labels=`, with tokens such
+            as <|en|> but without the one that starts the decoder.
 
     Returns:
-        What was done and measured; also in `out/nearplane.json`.
+        The run record, which is also written to `out/nearplane.json`.
 
     Raises:
-        NearplaneError: of the kind that names the cause. What was in `out` is then as it was; what was written so far lies in
+        NearplaneError: A subclass names the cause. `out` is then unchanged, and files written so far are in
             `out.unfinished`, see `system/output_folder.py`.
     """
     say_compiling()
     given, spellings = taken(spellings)
     if recipe is not None and spellings:
-        raise RecipeError(f"Give a recipe or keywords, not both (found a recipe and {', '.join(spellings)}).")
+        raise RecipeError(f"Pass a recipe or keywords, not both (found a recipe and {', '.join(spellings)}).")
     recipe = recipe or Recipe.from_spellings(**spellings)
     options = Options(
         name=called(model),
@@ -89,15 +89,15 @@ def quantize(
         progress=progress,
         memory=None if memory is None else bytes_in(str(memory), "memory"),
     )
-    texts = (given is None or given.tokens is None) and recipe.scheme.calibrated
-    if texts and tokenizer is None and isinstance(model, torch.nn.Module):
+    calibrates_on_text = (given is None or given.tokens is None) and recipe.scheme.calibrated
+    if calibrates_on_text and tokenizer is None and isinstance(model, torch.nn.Module):
         raise RecipeError(
-            "A model object comes without tokenizer: pass tokenizer=, or token ids (windows, seqlen) as calibration."
+            "A model object has no tokenizer: pass tokenizer=, or token ids (windows, seqlen) as calibration."
         )
     if options.memory is not None and recipe.tune != "none":
         raise RecipeError(
-            "--memory limits what quantizing takes, and tuning takes what it needs. Quantize with --memory and --tune none, "
-            "then tune what came out with nearplane tune."
+            "--memory limits quantization but not tuning. Quantize with --memory and --tune none, then tune the checkpoint "
+            "with nearplane tune."
         )
     give_back_large()
     if given is None and recipe.scheme.calibrated and recipe.calibration.calibration is not None:
@@ -109,34 +109,34 @@ def quantize(
 
 
 def _then_tuned(folder: str, out: Path, recipe: Recipe, options: Options) -> RunRecord:
-    """Quantize into OUT.untuned, tune that into `out`, and delete it.
+    """Quantize into OUT.untuned, tune that checkpoint into `out`, and delete it.
 
     Args:
-        folder: the model: a folder, or its name on the hub.
-        out: folder to write.
-        recipe: that asks for tuning.
-        options: of the run.
+        folder: Folder or hub id of the model.
+        out: Folder to write.
+        recipe: Recipe with tuning.
+        options: Options of the run.
 
     Raises:
-        RecipeError: OUT.untuned is there, and this command did not write it. Nothing in it is replaced.
-        NearplaneError: of the kind that names the cause.
+        RecipeError: OUT.untuned exists and is not from this command. It is left unchanged.
+        NearplaneError: A subclass names the cause.
     """
     solved, given = Path(f"{out.resolve()}.untuned"), options.given
-    place = Unfinished(out, overwrite=options.overwrite)  # refuses now what tuning would refuse after the solve
+    place = Unfinished(out, overwrite=options.overwrite)  # makes errors early that tuning would raise after the solve
     model = find_folder(folder, trust_remote_code=options.trust_remote_code)
-    for written in (out, place.folder):
-        check_apart(written, model)
+    for target in (out, place.folder):
+        check_apart(target, model)
     if not solved.is_symlink() and (not solved.exists() or (solved.is_dir() and not any(solved.iterdir()))):
         _check_tunable(folder, recipe, options)
         quantize_folder(folder, solved, recipe, options)
-    elif reason := _differing(solved, recipe, options):
+    elif difference := _differing(solved, recipe, options):
         raise RecipeError(
-            f"{solved} is where this run would keep the checkpoint until it is tuned, and this command did not write it: {reason} "
-            f"Move it away or delete it, or tune it with nearplane tune."
+            f"The checkpoint to tune would be written in {solved}, which is not from this command: {difference} Move or delete "
+            f"that folder, or tune it with nearplane tune."
         )
     else:
-        log.info("going on with tuning: a run that was stopped left %s", solved)
-    left = f"What was solved is in {solved}; the same command, or nearplane tune, goes on from there."
+        log.info("resuming with tuning: a stopped run left %s", solved)
+    hint = f"The quantized checkpoint is in {solved}; repeat the command, or use nearplane tune, to continue from it."
     try:
         record = tune(
             solved,
@@ -149,19 +149,19 @@ def _then_tuned(folder: str, out: Path, recipe: Recipe, options: Options) -> Run
             progress=options.progress,
         )
     except NearplaneError as error:
-        raise type(error)(f"{error} {left}") from error
-    except BaseException as error:  # stopped from outside, or out of memory
-        error.add_note(left)
+        raise type(error)(f"{error} {hint}") from error
+    except BaseException as error:  # stopped by a signal, or out of memory
+        error.add_note(hint)
         raise
     try:
         shutil.rmtree(solved)
     except OSError as error:
-        log.warning("%s was tuned into %s and could not be deleted (%s). Delete it.", solved, out, error)
+        log.warning("%s was tuned into %s but could not be deleted (%s). Delete that folder.", solved, out, error)
     return record
 
 
 def _check_tunable(folder: str, recipe: Recipe, options: Options) -> None:
-    """Refuse before the solve what `tune` would refuse after it."""
+    """Raise before the solve the errors that `tune` would raise after it."""
     model, settled = open_settled(folder, recipe, trust_remote_code=options.trust_remote_code)
     check_recipe(settled, "This run")
     check_layers(model, "This run")
@@ -171,14 +171,14 @@ def _check_tunable(folder: str, recipe: Recipe, options: Options) -> None:
 
 
 def _differing(solved: Path, recipe: Recipe, options: Options) -> str:
-    """Return why a folder is not what this command's solve writes, as a sentence; empty if it is."""
+    """Return a sentence on how a folder differs from the output of this command; empty if it does not."""
     try:
         refuse_unfinished(solved)
         record = read_record(solved)
     except NearplaneError as error:
         return str(error)
     if record.tuning is not None:
-        return "it is tuned already."
+        return "it is already tuned."
     if (record.source, record.recipe) != (options.name, recipe):
-        return "its model or its options are others."
+        return "it has another model or other options."
     return ""

@@ -1,12 +1,12 @@
-"""What a solve has behind it, kept on disk while it goes on: the same command, given again after a crash, goes on from there.
+"""Journal of a run on disk: if the same command is repeated after a crash, it resumes behind the last finished block.
 
     OUT.unfinished/journal/
-      state.json          what the run was told, how many blocks are behind it, the record of their layers, the plan, the shards
-      plan.pt             what was measured for the plan before the first block
-      behind-00007.0.pt   hidden states of both networks behind block 7: some of the batches
+      state.json          run inputs, number of finished blocks, record of their layers, plan, shards
+      plan.pt             measurements for the plan from before the first block
+      behind-00007.0.pt   hidden states of both networks behind block 7, for some of the batches
 
-A block counts once its shard, these hidden states and then the state are on disk, in this order; until then the block before
-counts. What goes on continues to the last bit as the run would have that was stopped. How pages get to disk: `journal_pages.py`.
+A block is finished when its shard, its hidden states and then the state are on disk, in this order. A resumed run writes
+the same bytes as one that was never stopped. `journal_pages.py` writes the pages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from nearplane.system.matmul_library import repeatable
 from nearplane.system.progress import duration
 
 PLAN = "plan.pt"
-PAGE = 256 << 20  # bytes of hidden states on a page: so much more is in memory while it is written
+PAGE = 256 << 20  # bytes of hidden states on a page; writing it needs so much additional memory
 
 log = logging.getLogger(__name__)
 
@@ -41,15 +41,15 @@ class Journal:
     """The journal of one run.
 
     Args:
-        container: that the run writes, just entered.
-        told: what the run is told, see `journal_pages.told`.
+        container: Container that the run writes, just entered.
+        told: Run inputs, see `journal_pages.told`.
 
     Attributes:
-        before: what a run that was told the same had done; None: nothing that was kept, or all, see `Container.whole`.
+        before: Progress of a stopped run with the same inputs; None if there is none, or if its checkpoint is complete.
 
     Raises:
-        RecipeError: a run that was told something else left the folder, and it may not be replaced; names the difference.
-        FormatError: what is there cannot be read, or a shard is not what was written, and it may not be replaced.
+        RecipeError: A run with other inputs left the folder, which may not be replaced; the message names the difference.
+        FormatError: The journal cannot be read or a shard has changed, and the folder may not be replaced.
     """
 
     def __init__(self, container: Container, told: Mapping[str, Any]) -> None:
@@ -58,7 +58,7 @@ class Journal:
         self.before = self._notebook.before(self._understood)
         if self.before is not None:
             log.info(
-                "going on behind block %d, where a run was stopped that had taken %s: %s",
+                "resuming behind block %d a run that was stopped after %s: %s",
                 self.before.blocks,
                 duration(self.before.seconds),
                 container.folder,
@@ -68,46 +68,46 @@ class Journal:
         record = RunRecord.from_json(state["record"])
         if record.products is not None and not repeatable(record.products):
             raise FormatError(
-                f"The run that was stopped multiplied by oneDNN, which this processor or torch cannot do as exactly: go on "
-                f"where it began. {EXPECTED}."
+                f"The stopped run multiplied with oneDNN, which is not as exact with this processor or this torch. Resume it on "
+                f"its first machine. {EXPECTED}."
             )
         plan = Plan.restored(state["plan"], self._notebook.load(PLAN), record.tokens)
         return Before(blocks=int(state["blocks"]), record=record, plan=plan, seconds=float(state["seconds"]))
 
     @property
     def seconds(self) -> float:
-        """Seconds that the run has taken, those before it was stopped included."""
+        """Seconds that the run has taken, including those before it was stopped."""
         return self._notebook.seconds
 
     @property
     def blocks(self) -> int:
-        """How many blocks were walked through before."""
+        """Number of blocks that were finished before the run was stopped."""
         return 0 if self.before is None else self.before.blocks
 
     def restore(self, stream: Stream) -> None:
-        """Put the hidden states behind these blocks into a stream that stands before the first.
+        """Put the hidden states behind the finished blocks into a stream at the first block.
 
         Raises:
-            FormatError: they cannot be read, or are of another shape.
+            FormatError: The hidden states cannot be read, or have another shape.
         """
         for number, batches in enumerate(_pages(stream)):
-            states = self._notebook.load(page := _behind(self.blocks, number))
+            states = self._notebook.load(page_name := _behind(self.blocks, number))
             for name, batch in batches:
-                now = getattr(stream, name)
-                old, new = now[batch], states.get(f"{name}.{batch}")
+                current = getattr(stream, name)
+                old, new = current[batch], states.get(f"{name}.{batch}")
                 if new is None or (new.shape, new.dtype) != (old.shape, old.dtype):
-                    raise self._notebook.refused(page)
-                now[batch] = new.to(old.device)
+                    raise self._notebook.refused(page_name)
+                current[batch] = new.to(old.device)
         for name in list(stream.calls)[: self.blocks]:
             del stream.calls[name]
 
     def begin(self, ledger: Ledger, model: Model, record: RunRecord) -> None:
-        """Keep what was planned; from now on `passed` keeps what the ledger has.
+        """Write the plan to the journal; from now on `passed` writes the layers of the ledger.
 
         Args:
-            ledger: of the run; takes over the layers that were solved before.
-            model: whose layers they are.
-            record: without layers.
+            ledger: Ledger of the run; it receives the layers that were solved before.
+            model: Model that is quantized.
+            record: Run record without layers.
         """
         self._ledger, self._record = ledger, record
         if self.before is not None:
@@ -116,36 +116,36 @@ class Journal:
         if not self._notebook.wanted():
             return
         self._notebook.keep(PLAN, ledger.planned.tensors())
-        if self._notebook.room and (ledger.planned.rates or ledger.planned.widths):  # which took forwards to measure
+        if self._notebook.room and (ledger.planned.rates or ledger.planned.widths):  # measured in forward passes
             self._write(0, {})
 
     def passed(self, blocks: int, stream: Stream | None) -> None:
-        """Keep that so many blocks are behind the stream, unless that would take too much of the time, or of the disk."""
+        """Write to the journal that `blocks` blocks are finished, unless it would take too much time or disk space."""
         if self._ledger is not None and self._notebook.wanted():
             pages = [] if stream is None else _pages(stream)
             self._write(blocks, {_behind(blocks, i): partial(_on, stream, page) for i, page in enumerate(pages)})
 
     def _write(self, blocks: int, pages: Mapping[str, Any]) -> None:
         ledger = self._ledger
-        assert ledger is not None, "begun"
+        assert ledger is not None, "begin() comes first"
         record = replace(self._record, layers=tuple(ledger.layers))
         state = {"blocks": blocks, "plan": ledger.planned.state(), "record": record.to_json()}
         self._notebook.write(state, pages, replaced=_behind("*", "*"))
 
 
 def _pages(stream: Stream) -> list[list[tuple[str, int]]]:
-    """Share out the hidden states of both networks, as (attribute of the stream, batch), to pages of about `PAGE` bytes."""
+    """Split the hidden states of both networks, as (attribute of the stream, batch), into pages of about `PAGE` bytes."""
     window = stream.quantized[0].nbytes / stream.sizes[0]
     networks = ["quantized", "original"][: 1 + (stream.original is not None)]
-    found: list[list[tuple[str, int]]] = [[]]
+    pages: list[list[tuple[str, int]]] = [[]]
     size = 0.0
     for name in networks:
         for batch, windows in enumerate(stream.sizes):
             if size >= PAGE:
-                found, size = [*found, []], 0.0
-            found[-1].append((name, batch))
+                pages, size = [*pages, []], 0.0
+            pages[-1].append((name, batch))
             size += window * windows
-    return found
+    return pages
 
 
 def _on(stream: Stream | None, page: list[tuple[str, int]]) -> dict[str, Tensor]:

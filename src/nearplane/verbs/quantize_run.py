@@ -1,4 +1,4 @@
-"""A run of `quantize` under way: its plan, what it has written, and the journal from which a stopped run goes on."""
+"""State of a run of `quantize`: its plan, its written layers, and the journal from which a stopped run is resumed."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from nearplane.verbs.quantize_journal import Journal
 
 
 class Run:
-    """A run whose plan is made; `start_run` makes one.
+    """A run with a finished plan; `start_run` makes one.
 
     Attributes:
-        model: that is quantized.
-        recipe: as it is settled for the model, types of blocks that were chosen by measuring included.
-        ledger: the layers that are written, and the plan for the others.
-        setting: how its walk spares memory.
-        moments: what stands for second moments of the inputs of embeddings, where these are quantized.
-        count: called with the number of layers that are written more; set once the run begins.
+        model: Model that is quantized.
+        recipe: Recipe with all defaults for this model, including block types that were chosen by measurement.
+        ledger: Records of the written layers, and the plan for the others.
+        setting: Settings by which the walk saves memory.
+        moments: Substitutes for the second moments of the inputs of quantized embeddings, by name.
+        count: Callback for the number of newly written layers; set when the run begins.
     """
 
     def __init__(self, job: Job, container: Container, journal: Journal, decided: Decided) -> None:
@@ -46,12 +46,12 @@ class Run:
         journal.begin(self.ledger, self.model, self._record)
 
     def settle(self, stage: Stage) -> None:
-        """Spread the bits that are left over the layers still to come, before those of a stage are solved."""
+        """Distribute the remaining bits over the layers that are not solved yet."""
         if stage.first or self.ledger.solves_again(stage.layers):
             self.ledger.settle()
 
     def tasks(self, stage: Stage) -> Iterator[Task]:
-        """Yield what is to be solved at a stage."""
+        """Yield the solver's task for every layer of a stage."""
         plan, again = self.ledger.planned, self.ledger.solves_again(stage.layers)
         for layer, inputs in zip(stage.layers, stage.inputs, strict=True):
             scheme = self.recipe.scheme_of(layer.name)
@@ -68,10 +68,10 @@ class Run:
             )
 
     def pack(self, stage: Stage, solved: Sequence[Solved]) -> Sequence[Solved] | None:
-        """Give solved layers to the container; return them with the bytes that they take.
+        """Pass solved layers to the container, and return them with their sizes in bytes.
 
         Returns:
-            None where they are to be solved again at other rates: the last layers of a run with a limit on its size.
+            The layers; None if they must be solved again at other rates, as the last layers under a --size may be.
         """
         packed = [self._packed(each) for each in solved]
         return self.ledger.accepted(packed, stage.rest) if packed else packed
@@ -82,7 +82,7 @@ class Run:
         return solved._replace(record=with_tensors(solved.record, name, tensors.bytes, tensors.checksum))
 
     def add(self, stage: Stage, packed: Sequence[Solved]) -> None:
-        """Note the layers of a stage; at the end of a block write it, and keep what a stopped run needs to go on."""
+        """Record the layers of a stage; at the end of a block, also write its shard and the journal."""
         for layer, _, record in packed:
             self.ledger.add(layer, record)
         self.count(len(packed))
@@ -96,25 +96,25 @@ class Run:
                     self._forecast.measured(time.monotonic() - self._began, len(self.model.blocks) - stage.blocks)
 
     def finished(self) -> RunRecord:
-        """Return the record of a run that has solved all layers, complete but for what `Container.seal` adds."""
+        """Return the run record after all layers are solved; `Container.seal` completes it."""
         ledger = self.ledger
         record = replace(self._record, layers=tuple(ledger.layers))
-        record = self._container.seal(record, lambda told: replace(told, seconds=self._journal.seconds))
+        record = self._container.seal(record, lambda sealed: replace(sealed, seconds=self._journal.seconds))
         ledger.check(record)
         return record
 
 
 @contextmanager
 def start_run(job: Job, container: Container, journal: Journal) -> Iterator[Run]:
-    """Plan a run, or take up the plan of one that was stopped; see `decide`, also for the errors.
+    """Plan a run, or restore the plan of a stopped one; see `decide`, also for the errors.
 
     Args:
-        job: what is to be done.
-        container: that it writes.
-        journal: of the run.
+        job: Model, recipe, windows and options of the run.
+        container: Container that the run writes.
+        journal: Journal of the run.
     """
     with decide(job, container, journal.before) as decided:
         run = Run(job, container, journal, decided)
-        total, blocks, there = len(run.model.layers), run.model.layers_by_block, len(run.ledger.layers)
-        with counted(job.options.progress, "quantizing", total, blocks=blocks, there=there) as run.count:
+        total, blocks, earlier = len(run.model.layers), run.model.layers_by_block, len(run.ledger.layers)
+        with counted(job.options.progress, "quantizing", total, blocks=blocks, there=earlier) as run.count:
             yield run

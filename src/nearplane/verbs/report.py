@@ -1,4 +1,4 @@
-"""write_report(): the record of a checkpoint as one HTML page."""
+"""write_report(): the run record of a checkpoint as an HTML page."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from nearplane.formats.find_record import found_record
 from nearplane.record.report.page import render
 from nearplane.system.files import write_whole
 
-MADE = b'<meta name="generator" content="nearplane report">'  # in every page
+GENERATOR_TAG = b'<meta name="generator" content="nearplane report">'  # marks a page of nearplane
 
 
 def write_report(out: str | Path, page: str | Path | None = None, *, overwrite: bool = False) -> Path:
-    """Write the report of the checkpoint in a folder, and return where.
+    """Write an HTML report about a checkpoint, and return its path.
 
     Args:
-        out: Folder of a checkpoint; only its record is read.
-        page: File to write. Default: beside the folder, named after it; a report that is there is replaced.
-        overwrite: Replace a file that is there, whatever it is.
+        out: Folder of a checkpoint; only its run record is read.
+        page: File to write. Default: OUT-report.html beside the folder; an old report there is replaced.
+        overwrite: Whether any existing file may be replaced.
 
     Raises:
-        FormatError: the folder holds no record, or the page cannot be written.
-        RecipeError: the page would lie in the checkpoint, whose files are counted, is not named as one, or is there.
+        FormatError: The folder holds no run record, or the page cannot be written.
+        RecipeError: The page lies in the checkpoint, does not end in .html, or exists.
     """
     out = Path(out)
     record = found_record(out)
@@ -31,12 +31,12 @@ def write_report(out: str | Path, page: str | Path | None = None, *, overwrite: 
     default = page is None
     page = folder.with_name(f"{folder.name}-report.html") if page is None else Path(page)
     if page.resolve().is_relative_to(folder):
-        raise RecipeError(f"{page} lies in the checkpoint {out}, whose files are counted: name one outside of it.")
+        raise RecipeError(f"{page} lies in the checkpoint {out}, which must stay as it is. Name a file outside of it.")
     if page.suffix not in (".html", ".htm") or page.is_dir():
-        raise RecipeError(f"{page} is no page that can be written; expected the name of a file that ends in .html.")
-    if page.is_file() and not overwrite and not (default and MADE in _beginning(page)):
-        what = "is there, and is no report of nearplane" if default else "is there already"
-        raise RecipeError(f"{page} {what}. Name another file, or replace it with --overwrite.")
+        raise RecipeError(f"{page} is not a page that can be written; expected the name of a file that ends in .html.")
+    if page.is_file() and not overwrite and not (default and GENERATOR_TAG in _beginning(page)):
+        problem = "exists, and is not a report of nearplane" if default else "exists already"
+        raise RecipeError(f"{page} {problem}. Name another file, or replace it with --overwrite.")
     write_whole(page, render(record).encode())
     return page
 

@@ -1,8 +1,8 @@
-"""tune(): a finished checkpoint with its steps, norms and codes trained on KL(original || quantized); a verb like export.
+"""tune(): trains steps, norms and codes of a finished checkpoint on KL(original || quantized), and writes a new one.
 
-The solve looks at one layer after the other. Here all are looked at together, through the network's own predictions. What is
-trained is in `tuning/parameters.py`; how, and the guard, in `tuning/loop.py`: windows held out decide what is kept. Then the new
-folder is written as `quantize` writes one, read back, and every layer's certificate is measured again along the tuned network.
+`quantize` solves one layer after the other; tuning improves all of them together, through the predictions of the network.
+`tuning/parameters.py` holds the trained parameters, `tuning/loop.py` the training and the choice of the best state on held-out
+windows. The new folder is written as by `quantize`, read back, and the certificates of all layers are measured again.
 """
 
 from __future__ import annotations
@@ -63,30 +63,29 @@ def tune(
 ) -> RunRecord:
     """Train steps, norms and, at 2 and 3 bits, codes of a quantized checkpoint on its divergence from the original.
 
-    Nothing changes for readers: format, widths and groups stay. A fifth of the windows is held out; the state that is best on them
-    is written, and that may be the start.
+    Format, widths and groups stay the same, so nothing changes for readers. A fifth of the windows is held out; the state
+    that is best on them is written, which may be the initial one.
 
     Args:
-        source: a folder that `quantize` wrote with bits, grid or rate; not with a size, nor with coded embeddings or head.
-        out: folder to write.
-        against: the original.
-        calibration: the text that `source` was calibrated on, or what `quantize` was given; None: where its recipe says.
-        samples: windows of it to take; None: five times those that the run was calibrated on, if the text has as many.
-        seqlen: tokens of a window; None: as in the run.
-        steps: of the optimizer; None: as many as take every window that is trained on once; of a text with fewer they are seen
-            several times.
-        device: where to compute, in float32.
-        overwrite: replace what is in `out`, once the new checkpoint is whole.
-        trust_remote_code: run model code that comes with the original.
-        progress: wraps the iterators over steps and layers.
+        source: Folder that `quantize` wrote with bits, grid or rate; not with a size, nor with coded embeddings or head.
+        out: Folder to write.
+        against: The original model.
+        calibration: The calibration text of `source`, in any form that `quantize` accepts. None: the text in its recipe.
+        samples: Number of windows. None: five times as many as in calibration, or fewer if the text is shorter.
+        seqlen: Tokens per window. None: as in calibration.
+        steps: Number of optimizer steps. None: each training window is used once, or several times if there are few.
+        device: Device to compute on, in float32.
+        overwrite: Whether to replace a checkpoint in `out`, once the new one is complete.
+        trust_remote_code: Whether to run model code that comes with the original.
+        progress: Display that wraps the iterators over steps and layers.
 
-    A run that was stopped goes on behind the last step that was kept when the same is asked again: see `tuning/loop.py`.
+    If the same call is repeated after it was stopped, it resumes at the last saved step, see `tuning/loop.py`.
 
     Returns:
-        The record of the new checkpoint; `record.tuning` says what was gained.
+        The run record of the new checkpoint; `record.tuning` describes the gain.
 
     Raises:
-        NearplaneError: of the kind that names the cause; before any work where the checkpoint, the text or `out` will not do.
+        NearplaneError: A subclass names the cause. Unsuitable checkpoints, texts and folders are refused before any work.
     """
     began, folder, where, given = time.perf_counter(), Path(source), Device.named(device), Given.of(calibration)
     record = read_record(folder)
@@ -105,23 +104,23 @@ def tune(
     hold = fits(model, cut, codes, where)
     matrices = solved.matrices(codes=True)
     with container, repeated(record.products, where) as products:
-        asked = {"recipe": asdict(record.recipe), "--samples": cut.samples, "--steps": cut.steps}
+        settings = {"recipe": asdict(record.recipe), "--samples": cut.samples, "--steps": cut.steps}
         files, text = {"original": model.folder, "checkpoint": folder}, digest_of(cut.windows)
-        kept = Snapshots(container, told(asked, files, text, versions(), where), began)
-        if container.whole:  # but for its place
+        kept = Snapshots(container, told(settings, files, text, versions(), where), began)
+        if container.whole:  # only the folder was not renamed yet
             return read_record(container.folder)
         trained = Trained(solved, cut, matrices, solved.vectors(matrices))
         tuning, layers = _tuned(trained, container, hold=hold, kept=kept, progress=progress)
         read = Stored(container.folder, unfinished=container.config)
         model.tuned = tuned_norms(read, model, tuning)
-        made = replace(solved, record=replace(record, layers=layers), stored=read)
-        layers = tuple(along_both_networks(made, windows, progress, partial(_certified, made)))
+        retuned = replace(solved, record=replace(record, layers=layers), stored=read)
+        layers = tuple(along_both_networks(retuned, windows, progress, partial(_certified, retuned)))
         record = replace(
             record, layers=layers, tuning=tuning, versions=versions(), device=str(where), products=products
         )
 
         def timed(record: RunRecord) -> RunRecord:
-            """Add what tuning took to what the solve did."""
+            """Add the time of tuning to that of the solve."""
             seconds = kept.seconds
             return replace(record, tuning=replace(tuning, seconds=seconds), seconds=record.seconds + seconds)
 
@@ -129,29 +128,29 @@ def tune(
 
 
 def _windows_of_the_run(solved: Checkpoint) -> Windows:
-    """Return the windows that losses were and will be measured on.
+    """Return the calibration windows, on which losses were measured and will be measured again.
 
     Raises:
-        CalibrationError: they are not those of the record.
+        CalibrationError: The windows are not those of the record.
     """
     record, recipe = solved.record, solved.recipe
     windows = calibration_windows(solved.model, recipe, solved.given)
     if windows.digest() != record.text:
         raise CalibrationError(
-            f"{recipe.calibration.calibration}: its first tokens are not those that the checkpoint was calibrated on. Losses are "
-            f"measured again on these: pass the same text with --calibration; tuning goes on where they end."
+            f"{recipe.calibration.calibration}: its first tokens are not those that the checkpoint was calibrated on, which are "
+            f"needed to measure losses again. Pass the same text with --calibration; tuning uses the text behind them."
         )
     return windows
 
 
 class Trained(NamedTuple):
-    """What is trained of a checkpoint.
+    """Trained parameters of a checkpoint.
 
     Args:
-        solved: the checkpoint.
-        cut: windows that are trained on, and held out.
-        matrices: layers of blocks, by name.
-        vectors: norms, by name of the parameter.
+        solved: The checkpoint.
+        cut: Windows for training and held-out windows.
+        matrices: Layers of the blocks, by name.
+        vectors: Norms, by name of the parameter.
     """
 
     solved: Checkpoint
@@ -161,17 +160,17 @@ class Trained(NamedTuple):
 
     @property
     def parts(self) -> list[Tuned]:
-        """All of it."""
+        """All trained parameters."""
         return [*self.matrices.values(), *self.vectors.values()]
 
 
 def _tuned(
     trained: Trained, container: Container, *, hold: bool, kept: Snapshots, progress: Progress
 ) -> tuple[Tuning, tuple[LayerRecord, ...]]:
-    """Train, write blocks, read them back; the layers' records say what their tensors are now."""
+    """Train, write the blocks and read them back; return the record of tuning and those of the layers."""
     solved, cut, matrices, vectors = trained
     coded = {name: each for name, each in matrices.items() if isinstance(each, TunedLadders)}
-    most = _most(solved.record) if coded else None
+    most = _byte_limit(solved.record) if coded else None
     network = TunedNetwork(solved.model, matrices, vectors, cut, ends=solved.ends(), hold=hold)
     with network.ready():
         outcome = train(
@@ -182,7 +181,7 @@ def _tuned(
             kept=kept,
             progress=progress,
         )
-        tuning = _said(trained, outcome, most)
+        tuning = _tuning_record(trained, outcome, most)
         container.room = most_bytes(replace(solved.record, tuning=tuning))
         layers = _write(trained, container)
         moved = _load(trained, Stored(container.folder, unfinished=container.config))
@@ -196,8 +195,8 @@ def _tuned(
     return replace(tuning, codes=moved, held_out=by_files, norms=changed), layers
 
 
-def _said(trained: Trained, outcome: Outcome, most: int | None) -> Tuning:
-    """Return what was trained as the record has it, as long as it can become: all norms changed."""
+def _tuning_record(trained: Trained, outcome: Outcome, most: int | None) -> Tuning:
+    """Return the record of tuning at its greatest length, with all norms changed."""
     solved, cut, *_ = trained
     kinds = {kind for each in trained.parts for kind in each.trained()}
     before = [{each.name: getattr(layer, each.name) for each in fields(Solved)} for layer in solved.record.layers]
@@ -223,79 +222,79 @@ def _said(trained: Trained, outcome: Outcome, most: int | None) -> Tuning:
 
 
 def _load(trained: Trained, read: Stored) -> int:
-    """Load what was written in place of what was trained; return how many codes are others than before."""
+    """Load the written layers and norms into the trained parameters; return the number of changed codes."""
     solved, moved = trained.solved, 0
     for layer in solved.of_blocks():
-        there = read.matrix(layer.stored, read.tensors(layer.stored))
+        matrix = read.matrix(layer.stored, read.tensors(layer.stored))
         if trains_codes(layer):
             before = solved.stored.matrix(layer.stored, solved.stored.tensors(layer.stored))
-            moved += int((there.codes != before.codes).sum())
-        trained.matrices[layer.name].load(there)
+            moved += int((matrix.codes != before.codes).sum())
+        trained.matrices[layer.name].load(matrix)
     for name, file in norms_stored(solved.model).items():
         trained.vectors[name].load(read.reader.read([file])[file])
     return moved
 
 
-def _most(record: RunRecord) -> int:
-    """Return the bytes that entropy-coded layers may take: what was asked for, as nearly as the solve does, or what there are."""
-    there = sum(layer.bytes for layer in record.layers)
+def _byte_limit(record: RunRecord) -> int:
+    """Return the byte limit of the entropy-coded layers: their requested rate with its tolerance, or their present size."""
+    used = sum(layer.bytes for layer in record.layers)
     if any(layer.asked is None for layer in record.layers):
-        return there
+        return used
     asked = sum((layer.asked or 0.0) * layer.out_features * layer.in_features / 8 for layer in record.layers)
-    return max(there, math.floor((1 + TOLERANCE) * asked))
+    return max(used, math.floor((1 + TOLERANCE) * asked))
 
 
 def _write(trained: Trained, container: Container) -> tuple[LayerRecord, ...]:
-    """Write the blocks of the new checkpoint; return the layers' records, losses as told."""
+    """Write the blocks of the new checkpoint; return the records of the layers, with their old losses."""
     solved, _, matrices, vectors = trained
     model, files, read = solved.model, solved.stored, solved.stored.reader.read
     norms = {file: vectors[name] for name, file in norms_stored(model).items()}
-    told, there = {layer.name: layer for layer in solved.record.layers}, set(files.reader.names())
+    recorded, stored_names = {layer.name: layer for layer in solved.record.layers}, set(files.reader.names())
     layers: list[LayerRecord] = []
 
-    def rest(names: Sequence[str]) -> dict[str, Tensor]:
-        own = {name: norms[name].tensor().cpu() for name in names if name in norms}
-        return read([name for name in names if name not in own and holds(name)]) | own
+    def unquantized(names: Sequence[str]) -> dict[str, Tensor]:
+        trained_norms = {name: norms[name].tensor().cpu() for name in names if name in norms}
+        return read([name for name in names if name not in trained_norms and is_stored(name)]) | trained_norms
 
-    def holds(name: str) -> bool:
-        """Whether the files hold a tensor of the original; GGUF drop what llama.cpp has no use for."""
-        return name in there or files.reader.kept(name, model.reader.read([name])[name]) is not None
+    def is_stored(name: str) -> bool:
+        """Return whether the files hold a tensor of the original; a GGUF has none that llama.cpp does not use."""
+        return name in stored_names or files.reader.kept(name, model.reader.read([name])[name]) is not None
 
     def add(part: Block | None) -> None:
         for layer in () if part is None else part.layers:
-            stored, tuned = told[layer.name].stored, matrices.get(layer.name)
+            stored, tuned = recorded[layer.name].stored, matrices.get(layer.name)
             matrix = files.matrix(stored, files.tensors(stored)) if tuned is None else tuned.matrix()
             tensors = container.add(stored, matrix)
-            layers.append(with_tensors(told[layer.name], stored, tensors.bytes, tensors.checksum))
+            layers.append(with_tensors(recorded[layer.name], stored, tensors.bytes, tensors.checksum))
 
     add(model.embeddings)
     for index, block in enumerate(model.blocks):
         add(block)
-        container.close_block(rest(model.unquantized(index)))
+        container.close_block(unquantized(model.unquantized(index)))
     add(model.head)
-    container.close_block(rest(model.unquantized()))
+    container.close_block(unquantized(model.unquantized()))
     return tuple(layers)
 
 
 def _agree(outcome: Outcome, by_files: float) -> None:
-    """Refuse files that do not hold what was trained.
+    """Check that the files hold the trained state.
 
     Raises:
-        FormatError: their KL on the held-out windows is another.
+        FormatError: The KL of the files on the held-out windows differs from that of the trained state.
     """
     kept = next(point.held_out for point in outcome.curve if point.step == outcome.kept)
     if not math.isclose(kept, by_files, rel_tol=APART, abs_tol=1e-12):
         raise FormatError(
-            f"What was written has a KL of {by_files:.9g} on the held-out windows, what was trained {kept:.9g}: the files "
-            f"do not hold it. Report this."
+            f"The written files have a KL of {by_files:.9g} on the held-out windows, the trained state {kept:.9g}. "
+            f"This is a fault of nearplane: please report it."
         )
 
 
-def _certified(made: Checkpoint, layer: Layer, inputs: Inputs, old: LayerRecord) -> tuple[Tensor, LayerRecord]:
-    """Return the values of a tuned layer as the files hold them, and its certificate."""
-    matrix = made.stored.matrix(old.stored, made.stored.tensors(old.stored))
-    known = Known(matrix=matrix, base=matrix.grid.base, tuned=True)  # no sweep with another base made these codes
-    scheme = made.recipe.scheme_of(layer.name).storing(old.number_format)
+def _certified(retuned: Checkpoint, layer: Layer, inputs: Inputs, old: LayerRecord) -> tuple[Tensor, LayerRecord]:
+    """Return the values of a tuned layer from its files, and its certificate."""
+    matrix = retuned.stored.matrix(old.stored, retuned.stored.tensors(old.stored))
+    known = Known(matrix=matrix, base=matrix.grid.base, tuned=True)  # these codes come from training, not from a sweep
+    scheme = retuned.recipe.scheme_of(layer.name).storing(old.number_format)
     new = measured_again(layer.name, layer.read(), inputs.used_once(), scheme, known)
     new = with_tensors(new, old.stored, old.bytes, old.checksum)
     return matrix.decode(), replace(new, asked=old.asked, seconds=old.seconds)

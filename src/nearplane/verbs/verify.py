@@ -1,7 +1,7 @@
-"""verify(): does a checkpoint hold what its record says? From the files alone, and from the original and its text all over again.
+"""verify(): checks a checkpoint against its run record, from its files alone or with the original model and text.
 
-With the original the main path runs once more, but for the solver: both streams pass through the network, each layer's codes are
-those of the files, and its certificate is measured anew. Nothing is trusted but the record's numbers, which are what is compared.
+With the original, the main path runs again without the solver: both streams pass through the network, the codes of each
+layer come from the files, and its certificate is measured again and compared with the record.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from nearplane.system.progress import Progress, silent
 from nearplane.system.safetensors_files import INDEX
 from nearplane.tuning.checkpoint import Checkpoint, norms_stored
 from nearplane.verbs.verify_files import Fault, names, shard, sound_files
-from nearplane.verbs.verify_losses import NAMED, losses_again, tuned_norms
+from nearplane.verbs.verify_losses import MAX_NAMED, losses_again, tuned_norms
 
-MOST = 0.5  # share of tensors: where more are not those of the original, it is another model
-TOLERANCE = 1e-6  # relative, of losses measured again; the same machine repeats them to the last digit
-VERSIONS = {"written_by", "meta"}  # of quantization_config: which program wrote it
+MAX_CHANGED_SHARE = 0.5  # of the tensors; if more differ from the original, it is another model
+TOLERANCE = 1e-6  # relative, of repeated losses; the same machine repeats them to the last digit
+VERSIONS = {"written_by", "meta"}  # entries of quantization_config that name the program which wrote it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """What `verify` found.
+    """Result of `verify`.
 
     Args:
-        record: of the checkpoint.
-        faults: what does not hold; empty if everything does.
-        files, layers: how many were checked.
-        asked: whether the losses were to be measured again.
-        measured: whether all of them were.
+        record: The run record of the checkpoint.
+        faults: All faults; empty if the checkpoint is sound.
+        files, layers: Numbers of checked files and layers.
+        asked: Whether the losses were to be measured again.
+        measured: Whether all losses were measured again.
     """
 
     record: RunRecord
@@ -60,14 +60,14 @@ class Verified:
     measured: bool
 
     def summary(self) -> str:
-        """Return one sentence."""
+        """Return the result in one sentence."""
         checked = f"{self.files} files and {self.layers} layers checked"
         if self.measured:
             measured = "every loss measured again"
         elif self.asked:
-            measured = "not every loss could be measured again, as the faults say"
+            measured = "not every loss could be measured again, see the faults"
         else:
-            measured = "losses not measured: that takes --against and --calibration"
+            measured = "losses not measured (they need --against and --calibration)"
         return f"{checked}, {measured}: {len(self.faults) or 'no'} fault{'' if len(self.faults) == 1 else 's'}"
 
 
@@ -81,23 +81,23 @@ def verify(
     trust_remote_code: bool = False,
     progress: Progress = silent,
 ) -> Verified:
-    """Check a checkpoint against its record.
+    """Check a checkpoint against its run record.
 
     Args:
-        out: folder that `quantize` wrote.
-        against: the original, to measure every loss again.
-        calibration: the text that it was calibrated on, or what `quantize` was given; None: where the recipe says.
-        tolerance: relative, of figures measured again.
-        device: where to compute.
-        trust_remote_code: run model code that comes with the original.
-        progress: wraps the iterators over files, layers as they are read, and layers as they are measured.
+        out: Folder that `quantize` wrote.
+        against: The original model. If given, every loss is measured again.
+        calibration: The calibration text, in any form that `quantize` accepts. None: the text named in the recipe.
+        tolerance: Largest relative deviation of a figure that is measured again.
+        device: Device to compute on.
+        trust_remote_code: Whether to run model code that comes with the original.
+        progress: Display that wraps the iterators over files, over layers to check and over layers to measure.
 
     Raises:
-        NearplaneError: there is no record, or the original or the text cannot be read.
+        NearplaneError: There is no run record, or the original or the text cannot be read.
     """
     if calibration is not None and against is None:
         raise RecipeError(
-            "--calibration without --against: losses are measured with the original and the text, or not at all."
+            "--calibration needs --against: losses can only be measured with the original model and the text."
         )
     if not 0 <= tolerance < 1:
         raise RecipeError(f"--tolerance is {tolerance}; expected a number from 0 to 1.")
@@ -107,8 +107,8 @@ def verify(
     if against is not None and stored is not None:
         give_back_large()
         model = open_original(against, record.recipe, trust_remote_code=trust_remote_code)
-        unlike, same = _unlike(folder, record, stored, model)
-        faults += unlike
+        differing, same = _unlike(folder, record, stored, model)
+        faults += differing
         if same:
             model.tuned = tuned_norms(stored, model, record.tuning)
             vary = record.recipe.scheme.types_vary
@@ -116,13 +116,13 @@ def verify(
             recipe = with_types(model, settled(model, record.recipe), formats)
             faults += _beside(folder, record, recipe, model)
             recipe = with_text(recipe, calibration)
-            there = Checkpoint(
+            saved = Checkpoint(
                 record=record, stored=stored, model=model, recipe=recipe, given=given, device=Device.named(device)
             )
-            windows = _windows(there, faults)
+            windows = _windows(saved, faults)
             if windows is not None:
-                with repeated(record.products, there.device):
-                    measured = losses_again(there, windows, tolerance, progress, faults)
+                with repeated(record.products, saved.device):
+                    measured = losses_again(saved, windows, tolerance, progress, faults)
     return Verified(
         record=record,
         faults=tuple(faults),
@@ -134,27 +134,27 @@ def verify(
 
 
 def _unlike(folder: Path, record: RunRecord, stored: Stored, model: Model) -> tuple[list[Fault], bool]:
-    """Compare the original with what is not quantized; return what differs, and whether it is the original at all."""
+    """Compare unquantized tensors with the original; return the faults, and whether it is the original model at all."""
     if (other := _another(record, model)) is not None:
         return [other], False
     untouched, compared = _untouched(stored, model, record.tuning)
-    if len(untouched) <= MOST * compared or len(untouched) <= NAMED:
+    if len(untouched) <= MAX_CHANGED_SHARE * compared or len(untouched) <= MAX_NAMED:
         return untouched, True
-    what = f"another model: of the {compared} tensors that are not quantized {len(untouched)} are others in {folder}"
+    what = f"another model: {len(untouched)} of the {compared} tensors that are not quantized differ in {folder}"
     return [Fault(where=str(model.folder), what=what)], False
 
 
 def _another(record: RunRecord, model: Model) -> Fault | None:
-    """Return what says that the original has other layers than the record, if it has."""
-    here = {layer.name: layer.shape for layer in model.layers}
-    there = {layer.name: (layer.out_features, layer.in_features) for layer in record.layers}
-    if here == there:
+    """Return a fault if the original has other layers than the record, else None."""
+    shapes = {layer.name: layer.shape for layer in model.layers}
+    recorded_shapes = {layer.name: (layer.out_features, layer.in_features) for layer in record.layers}
+    if shapes == recorded_shapes:
         return None
-    unlike = [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
+    unlike = [name for name in sorted({*shapes, *recorded_shapes}) if shapes.get(name) != recorded_shapes.get(name)]
     named = ", ".join(
-        f"{name} ({_size(here.get(name))}, the record says {_size(there.get(name))})" for name in unlike[:3]
+        f"{name} ({_size(shapes.get(name))}, the record has {_size(recorded_shapes.get(name))})" for name in unlike[:3]
     )
-    return Fault(where=str(model.folder), what=f"another model: {len(unlike)} layers are others, as {named}")
+    return Fault(where=str(model.folder), what=f"another model: {len(unlike)} layers differ, for example {named}")
 
 
 def _size(shape: tuple[int, int] | None) -> str:
@@ -162,21 +162,21 @@ def _size(shape: tuple[int, int] | None) -> str:
 
 
 def _untouched(stored: Stored, model: Model, tuning: Tuning | None) -> tuple[list[Fault], int]:
-    """Compare the tensors that are not quantized with the original, norms that were tuned only by name; return their number too."""
+    """Compare unquantized tensors with the original, tuned norms only by name; return faults and number of tensors."""
     faults: list[Fault] = []
-    said = set() if tuning is None else set(tuning.norms)
-    tuned = said & set(norms_stored(model).values())
-    for name in sorted(said - tuned):
-        faults.append(Fault(where=name, what="the record says that this norm was tuned; the original has no such norm"))
+    recorded = set() if tuning is None else set(tuning.norms)
+    tuned = recorded & set(norms_stored(model).values())
+    for name in sorted(recorded - tuned):
+        faults.append(Fault(where=name, what="the record lists this norm as tuned, but the original has no such norm"))
     blocks = (model.block_names(index) for index in range(len(model.blocks)))
-    wanted = {name for names in (*blocks, model.rest()) for name in names} - model.quantized_names
-    for name in sorted(wanted - set(stored.rest())):
+    expected = {name for names in (*blocks, model.rest()) for name in names} - model.quantized_names
+    for name in sorted(expected - set(stored.rest())):
         if stored.reader.kept(name, model.reader.read([name])[name]) is None:
-            continue  # of which such files hold nothing
-        faults.append(Fault(where=name, what="the original has this tensor, and it is not quantized; it is missing"))
+            continue  # files of this format leave it out
+        faults.append(Fault(where=name, what="this unquantized tensor of the original is missing"))
     for name in stored.rest():
-        if name not in wanted:
-            faults.append(Fault(where=name, what="a tensor that the original does not have, or that is quantized"))
+        if name not in expected:
+            faults.append(Fault(where=name, what="the original does not have this tensor, or it is quantized"))
             continue
         try:
             here = stored.reader.read([name])[name]
@@ -192,58 +192,59 @@ def _untouched(stored: Stored, model: Model, tuning: Tuning | None) -> tuple[lis
                 name in tuned or torch.equal(here.reshape(-1).view(torch.uint8), there.reshape(-1).view(torch.uint8))
             )
         ):
-            faults.append(Fault(where=name, what="it is not quantized, and not what it is in the original"))
-    return faults, len(wanted)
+            faults.append(Fault(where=name, what="this unquantized tensor differs from the original"))
+    return faults, len(expected)
 
 
 def _beside(folder: Path, record: RunRecord, recipe: Recipe, model: Model) -> Iterator[Fault]:
-    """Compare what lies beside the weights with the original: what config.json says of the model, tokenizer, templates."""
-    ours = {RECORD, INDEX, CONFIG, GPTQ_CONFIG}
+    """Compare the other files with the original: config.json without its quantization, tokenizer, templates."""
+    run_files = {RECORD, INDEX, CONFIG, GPTQ_CONFIG}
     copied = set(names_copied(model.folder, trust_remote_code=True))
-    for name in sorted((record.files.keys() & names(folder)) - ours):
+    for name in sorted((record.files.keys() & names(folder)) - run_files):
         if shard(name):
             continue
         if name not in copied or sha256(folder / name) != sha256(model.folder / name):
             yield Fault(
-                where=name, what="not the file that the original has" if name in copied else "a file of no original"
+                where=name,
+                what="differs from the original file" if name in copied else "the original has no such file",
             )
-    for name in names_copied(model.folder, trust_remote_code=False):  # nobody has to take the code
+    for name in names_copied(model.folder, trust_remote_code=False):  # the model's code need not be copied
         if name not in record.files:
-            yield Fault(where=name, what="the original has this file, the record does not")
-    here, there = (read_config(where) for where in (folder, model.folder))
+            yield Fault(where=name, what="the original has this file, but the record does not")
+    config_json, original_json = (read_config(where) for where in (folder, model.folder))
     if unlike := sorted(
         key
-        for key in (here.keys() | there.keys()) - {"quantization_config", WEIGHTS}
-        if here.get(key) != there.get(key)
+        for key in (config_json.keys() | original_json.keys()) - {"quantization_config", WEIGHTS}
+        if config_json.get(key) != original_json.get(key)
     ):
-        yield Fault(where=CONFIG, what=f"{', '.join(unlike)} are not what the original's says")
-    if here.get(WEIGHTS) not in (None, READ_WITH, EXPERTS_WITH):
-        yield Fault(where=CONFIG, what=f"{WEIGHTS} names a file, which nearplane never does")
-    own = {layer.name: layer.number_format.bits for layer in record.layers}  # by name in the network
-    wanted = quantization_config(model, recipe, own if recipe.allocate == "slope" else None)
-    config = here["quantization_config"]
-    for key in sorted((config.keys() | wanted.keys()) - VERSIONS):
-        if unordered(config.get(key)) != unordered(wanted.get(key)):
-            yield Fault(where=CONFIG, what=f"{key} in quantization_config is not what the recipe makes of this model")
+        yield Fault(where=CONFIG, what=f"these entries differ from the original: {', '.join(unlike)}")
+    if config_json.get(WEIGHTS) not in (None, READ_WITH, EXPERTS_WITH):
+        yield Fault(where=CONFIG, what=f"{WEIGHTS} names a file, which nearplane never writes")
+    bits = {layer.name: layer.number_format.bits for layer in record.layers}  # by name in the network
+    expected = quantization_config(model, recipe, bits if recipe.allocate == "slope" else None)
+    config = config_json["quantization_config"]
+    for key in sorted((config.keys() | expected.keys()) - VERSIONS):
+        if unordered(config.get(key)) != unordered(expected.get(key)):
+            yield Fault(where=CONFIG, what=f"{key} in quantization_config differs from the recipe for this model")
 
 
-def _windows(there: Checkpoint, faults: list[Fault]) -> Windows | None:
-    """Return the windows of calibration, or None where they are not the record's; adds to `faults`.
+def _windows(saved: Checkpoint, faults: list[Fault]) -> Windows | None:
+    """Return the calibration windows, or None if they are not those of the record; adds to `faults`.
 
     Raises:
-        CalibrationError: they cannot be read.
+        CalibrationError: The text cannot be read.
     """
-    record, model = there.record, there.model
+    record, model = saved.record, saved.model
     if tuple(model.skipped) != record.skipped:
-        what = f"{len(record.skipped)} skipped layers, the model has {len(model.skipped)}, or others"
+        what = f"it lists {len(record.skipped)} skipped layers; the model has {len(model.skipped)}, or others"
         faults.append(Fault(where=RECORD, what=what))
     try:
-        windows = calibration_windows(model, there.recipe, there.given)
+        windows = calibration_windows(model, saved.recipe, saved.given)
     except CalibrationError as error:
-        raise CalibrationError(f"{error} (The text is the record's, if --calibration names no other.)") from error
-    found = (windows.digest(), windows.seqlen, windows.count, windows.extra_count)
-    if found != (record.text, record.seqlen, record.windows, record.extra_windows):
-        where = str(there.recipe.calibration.calibration or "calibration")
-        faults.append(Fault(where=where, what="its tokens are not those that the record was made with"))
+        raise CalibrationError(f"{error} (Without --calibration, the text is that of the record.)") from error
+    figures = (windows.digest(), windows.seqlen, windows.count, windows.extra_count)
+    if figures != (record.text, record.seqlen, record.windows, record.extra_windows):
+        where = str(saved.recipe.calibration.calibration or "calibration")
+        faults.append(Fault(where=where, what="its tokens differ from those of the record"))
         return None
     return windows

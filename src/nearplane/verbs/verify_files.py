@@ -1,4 +1,4 @@
-"""What a checkpoint's files tell by themselves: hashes, sizes, and whether codes and steps are what the record says of them."""
+"""Checks of a checkpoint's files alone against its run record: hashes, sizes, codes and steps."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from nearplane.system.files import sha256
 from nearplane.system.paths import RECORD
 from nearplane.system.progress import Progress, logged
 
-IGNORED = ("README", "LICENSE", "LICENCE", ".")  # beginnings of files that repositories add
+REPOSITORY_FILES = ("README", "LICENSE", "LICENCE", ".")  # beginnings of names of files that repositories add
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """Something that does not hold.
+    """A difference between a checkpoint and its run record.
 
     Args:
-        where: a layer, a file or a tensor.
-        what: what was found and what was expected.
+        where: Name of a layer, file or tensor.
+        what: Description of what was found and what was expected.
     """
 
     where: str
     what: str
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "where", printable(self.where))  # names in files are anybody's choice
+        object.__setattr__(self, "where", printable(self.where))  # names in files are untrusted
         object.__setattr__(self, "what", printable(self.what))
 
 
 def sound_files(folder: Path, record: RunRecord, progress: Progress, faults: list[Fault]) -> Stored | None:
-    """Compare all files with the record; adds to `faults`, returns the tensors where every layer can be measured."""
+    """Compare all files with the record; adds to `faults`, returns the tensors if every layer can be measured."""
     faults += [*_hashes(folder, record, progress), *_inside(folder, record), *_sums(folder, record)]
     try:
         stored = Stored(folder)
@@ -57,46 +57,46 @@ def sound_files(folder: Path, record: RunRecord, progress: Progress, faults: lis
 
 
 def _shown(progress: Progress, items: Sequence[Any], label: str) -> Iterable[Any]:
-    """Pass items through and show how far they are."""
+    """Pass items through and show the progress."""
     return progress(logged(items, label, len(items), short=False), label, len(items))
 
 
 def _hashes(folder: Path, record: RunRecord, progress: Progress) -> Iterator[Fault]:
-    """Compare every file with its hash."""
-    if (has := digest_of((folder / RECORD).read_text(encoding="utf-8"))) != record.digest:
-        yield Fault(where=RECORD, what=f"it has the digest {has[:16]}.., and says {record.digest[:16]}..")
-    found = names(folder) - {RECORD}
-    for name in sorted(found - record.files.keys()):
-        if not name.startswith(IGNORED):
-            yield Fault(where=name, what="the record does not know this file")
-    for name, wanted in _shown(progress, [*record.files.items()], "hashing files"):
-        if name not in found:
+    """Compare every file with its recorded hash."""
+    if (digest := digest_of((folder / RECORD).read_text(encoding="utf-8"))) != record.digest:
+        yield Fault(where=RECORD, what=f"its digest is {digest[:16]}.., but it names {record.digest[:16]}..")
+    existing = names(folder) - {RECORD}
+    for name in sorted(existing - record.files.keys()):
+        if not name.startswith(REPOSITORY_FILES):
+            yield Fault(where=name, what="the record does not list this file")
+    for name, expected in _shown(progress, [*record.files.items()], "hashing files"):
+        if name not in existing:
             yield Fault(where=name, what="the file is missing")
-        elif (has := sha256(folder / name)) != wanted:
-            yield Fault(where=name, what=f"it has the SHA-256 {has[:16]}.., the record says {wanted[:16]}..")
+        elif (digest := sha256(folder / name)) != expected:
+            yield Fault(where=name, what=f"it has the SHA-256 {digest[:16]}.., the record has {expected[:16]}..")
 
 
 def _inside(folder: Path, record: RunRecord) -> Iterator[Fault]:
-    """Compare the record in a GGUF, where it has one, with that beside it."""
+    """Compare the record inside a GGUF, if there is one, with that beside it."""
     path = folder / FILE
     if not path.is_file():
         return
     try:
         if read_header(path).fields.get(RECORD_KEY, "").strip() and record_inside(path) != record.inside():
-            yield Fault(where=FILE, what=f"the record in it says something else than {RECORD} beside it")
+            yield Fault(where=FILE, what=f"the record in this file differs from {RECORD} beside it")
     except (FormatError, ModelError) as error:
         yield Fault(where=FILE, what=str(error))
 
 
 def _sums(folder: Path, record: RunRecord) -> Iterator[Fault]:
-    """Add up what the record says in two places."""
+    """Check sums and repetitions within the record."""
     known = sorted({RECORD, *record.files} & set(names(folder)))
     shards = sum((folder / name).stat().st_size for name in known if shard(name))
     if shards != record.bytes:
-        yield Fault(where=RECORD, what=f"the weight files have {shards:,} bytes, the record says {record.bytes:,}")
+        yield Fault(where=RECORD, what=f"the weight files have {shards:,} bytes, the record has {record.bytes:,}")
     size = sum((folder / name).stat().st_size for name in known)
     if size != record.folder:
-        yield Fault(where=RECORD, what=f"the files have {size:,} bytes, the record says {record.folder:,}")
+        yield Fault(where=RECORD, what=f"the files have {size:,} bytes, the record has {record.folder:,}")
     if record.tokens != record.windows * record.seqlen:
         yield Fault(where=RECORD, what=f"{record.windows} windows of {record.seqlen} are not {record.tokens:,} tokens")
     for name, count in Counter(layer.name for layer in record.layers).items():
@@ -107,34 +107,34 @@ def _sums(folder: Path, record: RunRecord) -> Iterator[Fault]:
 
 
 def names(folder: Path) -> set[str]:
-    """Return the files in a folder and below; what the record names is looked for among these, never opened by its name."""
+    """Return the names of all files in a folder. Names in a record are only looked up in this set, never opened."""
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
 def shard(name: str) -> bool:
-    """Return whether a file holds tensors."""
+    """Return whether a file name is that of a weight file."""
     return name.endswith((".safetensors", ".gguf"))
 
 
 def _layers(stored: Stored, record: RunRecord, sound: set[str], progress: Progress) -> Iterator[Fault]:
-    """Compare the tensors of every layer with the record, one in memory at a time; `sound` gets the names of good ones."""
+    """Compare the tensors of every layer with the record, one layer at a time; `sound` receives the names of good ones."""
     recipe = record.recipe.grouped(layer.in_features for layer in record.layers)
     known = {layer.stored: layer for layer in record.layers}
     format = FORMATS[str(recipe.format)]
     described = format.config.describe(Quantized(scheme=recipe.scheme, quantized=list(known), version=""))
     if stored.layers != format.layers.configured(described):
-        yield Fault(where=CONFIG, what=f"its quantization_config is not that of {recipe.format} as the recipe has it")
-    for name, text in stored.says().items():  # read first by some programs
-        again = stored.reader.folder / name
-        if again.is_file() and again.read_bytes() != text.encode():
-            yield Fault(where=name, what=f"it is not the quantization_config of {CONFIG}")
-    there = dict.fromkeys(stored.names())
-    for name in there:
+        yield Fault(where=CONFIG, what=f"its quantization_config is not that of {recipe.format} with this recipe")
+    for name, text in stored.says().items():  # some programs read this copy first
+        copy = stored.reader.folder / name
+        if copy.is_file() and copy.read_bytes() != text.encode():
+            yield Fault(where=name, what=f"it differs from the quantization_config in {CONFIG}")
+    stored_names = dict.fromkeys(stored.names())
+    for name in stored_names:
         if name not in known:
-            yield Fault(where=name, what=f"a quantized layer that {RECORD} does not know")
+            yield Fault(where=name, what=f"{RECORD} does not list this quantized layer")
     for layer in _shown(progress, record.layers, "checking layers"):
-        if layer.stored not in there:
-            yield Fault(where=layer.name, what=f"no tensors named {layer.stored} in the weight files")
+        if layer.stored not in stored_names:
+            yield Fault(where=layer.name, what=f"the weight files have no tensors named {layer.stored}")
             continue
         try:
             tensors = stored.tensors(layer.stored)
@@ -142,15 +142,15 @@ def _layers(stored: Stored, record: RunRecord, sound: set[str], progress: Progre
         except (FormatError, ModelError) as error:
             yield Fault(where=layer.name, what=str(error))
             continue
-        found = written(tensors)
-        if found.checksum != layer.checksum:
+        summary = written(tensors)
+        if summary.checksum != layer.checksum:
             yield Fault(
                 where=layer.name,
-                what=f"its tensors have the SHA-256 {found.checksum[:16]}.., the record says {layer.checksum[:16]}..",
+                what=f"its tensors have the SHA-256 {summary.checksum[:16]}.., the record has {layer.checksum[:16]}..",
             )
-        if found.bytes != layer.bytes:
+        if summary.bytes != layer.bytes:
             yield Fault(
-                where=layer.name, what=f"its tensors have {found.bytes:,} bytes, the record says {layer.bytes:,}"
+                where=layer.name, what=f"its tensors have {summary.bytes:,} bytes, the record has {layer.bytes:,}"
             )
         faults = list(_of_the_grid(matrix, layer))
         yield from (Fault(where=layer.name, what=what) for what in faults)
@@ -159,32 +159,33 @@ def _layers(stored: Stored, record: RunRecord, sound: set[str], progress: Progre
 
 
 def _of_the_grid(matrix: QuantizedMatrix, layer: LayerRecord) -> Iterator[str]:
-    """Yield what is wrong with codes and grid of a layer by themselves."""
+    """Yield the faults of the codes and the grid of a layer."""
     shape, format = tuple(matrix.codes.shape), layer.number_format
     if shape != (layer.out_features, layer.in_features):
-        yield f"the matrix is {shape[0]} x {shape[1]}, the record says {layer.out_features} x {layer.in_features}"
+        yield f"the matrix is {shape[0]} x {shape[1]}, the record has {layer.out_features} x {layer.in_features}"
         return
     if not format.bits and layer.base is None:
-        yield "the record says no step of it, which entropy-coded weights have"
+        yield "the record has no step for it, which entropy-coded weights need"
     yield from matrix.grid.unlike(format, matrix.codes)
 
 
 def _tuning(stored: Stored, record: RunRecord) -> Iterator[Fault]:
-    """Compare what tuning says of itself, and of norms, with the files."""
+    """Compare the tuning part of the record, and the tuned norms, with the files."""
     tuning, where = record.tuning, f"{RECORD}, tuning"
     if tuning is None:
         return
     yield from (Fault(where=where, what=what) for what in odd(tuning))
     if [each.name for each in tuning.solved] != [layer.name for layer in record.layers]:
-        yield Fault(where=where, what="its losses before tuning are not those of the layers")
+        yield Fault(where=where, what="its losses before tuning do not match the layers")
     kept = next((point.bytes for point in tuning.curve if point.step == tuning.kept), None)
     if kept is not None and kept != sum(layer.bytes for layer in record.layers):
-        yield Fault(where=where, what=f"the state that was kept took {kept:,} bytes, its layers take others")
-    there = set(stored.rest())
-    for name, wanted in tuning.norms.items():
-        if name not in there:
-            yield Fault(where=name, what="the record says that this norm was tuned; it is missing")
-        elif (has := written(stored.reader.read([name])).checksum) != wanted:
+        yield Fault(where=where, what=f"the kept state took {kept:,} bytes, but the layers take another number")
+    unquantized = set(stored.rest())
+    for name, expected in tuning.norms.items():
+        if name not in unquantized:
+            yield Fault(where=name, what="the record lists this norm as tuned, but it is missing")
+        elif (digest := written(stored.reader.read([name])).checksum) != expected:
             yield Fault(
-                where=name, what=f"it has the SHA-256 {has[:16]}.., the record says {wanted[:16]}.. of the tuned norm"
+                where=name,
+                what=f"it has the SHA-256 {digest[:16]}.., the record has {expected[:16]}.. of the tuned norm",
             )

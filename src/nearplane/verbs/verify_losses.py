@@ -1,7 +1,7 @@
-"""Losses measured again, layer by layer, along the original network and that of the files; of tuned ones held-out KL too.
+"""Repeated measurement of all losses along the original and the quantized network, and of the held-out KL after tuning.
 
-What `verify` compares with the record, and what `tune` records of a network whose codes, steps and norms it has trained. Losses
-from before tuning are not measured, as no file holds what they were of.
+`verify` compares these figures with the record; `tune` records them for a network with trained codes, steps and norms.
+Losses from before tuning cannot be measured again, because no file holds the weights from before it.
 """
 
 from __future__ import annotations
@@ -33,81 +33,81 @@ from nearplane.tuning.network import TunedNetwork
 from nearplane.tuning.settings import split
 from nearplane.verbs.verify_files import Fault
 
-NAMED = 4  # figures that one fault spells out
-EXACT = 1e-12  # relative, of figures of integers
-ASKED = {"name", "stored", "seconds", "asked", "bytes", "checksum", "entropy"}  # no data can measure these
+MAX_NAMED = 4  # in one fault
+ROUNDING = 1e-12  # relative, for figures that depend only on integers
+UNMEASURED = {"name", "stored", "seconds", "asked", "bytes", "checksum", "entropy"}  # cannot be measured again
 
-Found = TypeVar("Found")
+Measured = TypeVar("Measured")
 
 
 def along_both_networks(
-    there: Checkpoint,
+    saved: Checkpoint,
     windows: Windows,
     progress: Progress,
-    measure: Callable[[Layer, Inputs, LayerRecord], tuple[Tensor | None, Found]],
-) -> list[Found]:
-    """Pass windows through the original and the network of the files, and return what was measured of every layer.
+    measure: Callable[[Layer, Inputs, LayerRecord], tuple[Tensor | None, Measured]],
+) -> list[Measured]:
+    """Pass windows through the original and the quantized network, and return the measurement of every layer.
 
     Args:
-        there: the checkpoint.
-        windows: of calibration.
-        progress: wraps the layers.
-        measure: returns the values that layers behind are to see, None for those of the original, and what it measured.
+        saved: The checkpoint to measure.
+        windows: Calibration windows.
+        progress: Display that wraps the iterator over layers.
+        measure: Function that returns the weights that later layers see (None: the original's) and a measurement.
     """
-    model, record, told = there.model, there.record, {layer.name: layer for layer in there.record.layers}
-    moments = moments_of_embeddings(model, there.recipe.scheme, windows.fitted, there.device)
-    setting = MemorySetting.usual(windows.seqlen, there.device, record.batch)
-    found: list[Found] = []
+    model, record, entries = (saved.model, saved.record, {layer.name: layer for layer in saved.record.layers})
+    moments = moments_of_embeddings(model, saved.recipe.scheme, windows.fitted, saved.device)
+    setting = MemorySetting.usual(windows.seqlen, saved.device, record.batch)
+    results: list[Measured] = []
     with (
-        walk(model, there.recipe, windows, setting, moments=moments) as stages,
-        counted(progress, "measuring", len(told), blocks=model.layers_by_block) as count,
+        walk(model, saved.recipe, windows, setting, moments=moments) as stages,
+        counted(progress, "measuring", len(entries), blocks=model.layers_by_block) as count,
     ):
         for stage in stages:
             pairs = zip(stage.layers, stage.inputs, strict=True)
-            measured = [measure(layer, inputs, told[layer.name]) for layer, inputs in pairs]
+            measured = [measure(layer, inputs, entries[layer.name]) for layer, inputs in pairs]
             stage.write(values for values, _ in measured)
-            found += [each for _, each in measured]
+            results += [each for _, each in measured]
             count(len(measured))
             del measured
-    return found
+    return results
 
 
 def losses_again(
-    there: Checkpoint, windows: Windows, tolerance: float, progress: Progress, faults: list[Fault]
+    saved: Checkpoint, windows: Windows, tolerance: float, progress: Progress, faults: list[Fault]
 ) -> bool:
-    """Measure every layer and the held-out KL, and compare; adds to `faults`, returns whether all layers could be measured."""
-    tuned = there.record.tuning is not None
+    """Measure every layer and the held-out KL again; adds to `faults`, returns whether all layers could be measured."""
+    tuned = saved.record.tuning is not None
 
-    def measure(layer: Layer, inputs: Inputs, told: LayerRecord) -> tuple[Tensor | None, bool]:
-        scheme = there.recipe.scheme_of(layer.name)
+    def measure(layer: Layer, inputs: Inputs, entry: LayerRecord) -> tuple[Tensor | None, bool]:
+        scheme = saved.recipe.scheme_of(layer.name)
         try:
-            matrix = there.stored.matrix(told.stored, there.stored.tensors(told.stored)).to(layer.weight.device)
-            known, own = Known(matrix=matrix, base=told.base, tuned=tuned), scheme.storing(told.number_format)
-            again = measured_again(layer.name, layer.read(), inputs.used_once(), own, known)
+            matrix = saved.stored.matrix(entry.stored, saved.stored.tensors(entry.stored)).to(layer.weight.device)
+            known, storing = (Known(matrix=matrix, base=entry.base, tuned=tuned), scheme.storing(entry.number_format))
+            again = measured_again(layer.name, layer.read(), inputs.used_once(), storing, known)
         except (FormatError, ModelError, NumericalError) as error:
             faults.append(Fault(where=layer.name, what=str(error)))
             return None, False
-        faults.extend(_compare(again, told, tolerance))
+        faults.extend(_compare(again, entry, tolerance))
         values, dead = matrix.decode(), inputs.damped_for_the_correction(scheme).dead
-        if bool(values[:, dead].any()) and not tuned:  # which no loss shows; other text may have moved these codes
+        if bool(values[:, dead].any()) and not tuned:  # no loss shows it; tuning on other text may move these codes
             faults.append(Fault(where=layer.name, what="weights of inputs that were always 0 are not 0"))
         return values, True
 
-    if not all(along_both_networks(there, windows, progress, measure)):
+    if not all(along_both_networks(saved, windows, progress, measure)):
         return False
-    faults += _held_out_again(there, tolerance)
+    faults += _held_out_again(saved, tolerance)
     return True
 
 
-def _compare(again: LayerRecord, told: LayerRecord, tolerance: float) -> Iterator[Fault]:
-    """Yield one fault that names the first fields that differ, if any do."""
+def _compare(again: LayerRecord, entry: LayerRecord, tolerance: float) -> Iterator[Fault]:
+    """Yield one fault that names the first differing fields, if there are any."""
     wrong = []
-    for name in [*(each.name for each in fields(told) if each.name not in ASKED), "entropy"]:
-        new, old = getattr(again, name), getattr(told, name)
-        if not _same(new, old, EXACT if name == "entropy" else tolerance):
-            wrong.append(f"{name} is {_short(new)}, the record says {_short(old)}")
+    for name in [*(each.name for each in fields(entry) if each.name not in UNMEASURED), "entropy"]:
+        new, old = getattr(again, name), getattr(entry, name)
+        if not _same(new, old, ROUNDING if name == "entropy" else tolerance):
+            wrong.append(f"{name} is {_short(new)}, the record has {_short(old)}")
     if wrong:
-        yield Fault(where=told.name, what=first_few(wrong, NAMED, "; "))
+        yield Fault(where=entry.name, what=first_few(wrong, MAX_NAMED, "; "))
 
 
 def _same(new: Any, old: Any, tolerance: float) -> bool:
@@ -125,33 +125,33 @@ def _short(value: Any) -> str:
 
 
 def tuned_norms(stored: Stored, model: Model, tuning: Tuning | None) -> dict[str, Tensor]:
-    """Return the norms of the files that are not the original's, by name of the parameter."""
+    """Return the tuned norms in the files, by name of the parameter."""
     if tuning is None:
         return {}
-    there = tuning.norms.keys() & set(stored.rest())
-    return {name: stored.reader.read([file])[file] for name, file in norms_stored(model).items() if file in there}
+    names = tuning.norms.keys() & set(stored.rest())
+    return {name: stored.reader.read([file])[file] for name, file in norms_stored(model).items() if file in names}
 
 
-def _held_out_again(there: Checkpoint, tolerance: float) -> Iterator[Fault]:
-    """Measure KL on the held-out windows from the files, and compare."""
-    record, model, tuning = there.record, there.model, there.record.tuning
+def _held_out_again(saved: Checkpoint, tolerance: float) -> Iterator[Fault]:
+    """Measure the KL on the held-out windows from the files again, and compare it with the record."""
+    record, model, tuning = saved.record, saved.model, saved.record.tuning
     if tuning is None:
         return
-    where, model.tuned = f"{RECORD}, tuning", {}  # the walk is over: blocks are the original's again
+    where, model.tuned = f"{RECORD}, tuning", {}  # the walk is over: its blocks are those of the original again
     try:
-        steps = max(tuning.steps, tuning.windows // tuning.batch)  # as asked for, as far as that matters here
-        cut = split(there.windows, record, samples=tuning.samples, seqlen=tuning.seqlen, steps=steps)
+        steps = max(tuning.steps, tuning.windows // tuning.batch)  # splits the text as the requested number did
+        cut = split(saved.windows, record, samples=tuning.samples, seqlen=tuning.seqlen, steps=steps)
         if (digest_of(cut.windows), cut.training, cut.held) != (tuning.text, tuning.windows, tuning.held_windows):
-            yield Fault(where=where, what="the text does not give the windows that it was tuned on")
+            yield Fault(where=where, what="the text does not give the windows of the tuning")
             return
-        matrices, held = there.matrices(), replace(cut, windows=cut.windows[cut.training :], training=0)
-        network = TunedNetwork(model, matrices, there.vectors(matrices), held, ends=there.ends())
+        matrices, held = saved.matrices(), replace(cut, windows=cut.windows[cut.training :], training=0)
+        network = TunedNetwork(model, matrices, saved.vectors(matrices), held, ends=saved.ends())
         with network.ready():
-            found = mean_kl(network, held.batches()[1])
+            kl = mean_kl(network, held.batches()[1])
     except (CalibrationError, FormatError, ModelError) as error:
         yield Fault(where=where, what=str(error))
         return
-    if not math.isclose(found, tuning.held_out, rel_tol=tolerance, abs_tol=1e-12):
+    if not math.isclose(kl, tuning.held_out, rel_tol=tolerance, abs_tol=1e-12):
         yield Fault(
-            where=where, what=f"KL on its held-out windows is {found:.9g}, the record says {tuning.held_out:.9g}"
+            where=where, what=f"the KL on its held-out windows is {kl:.9g}, the record has {tuning.held_out:.9g}"
         )

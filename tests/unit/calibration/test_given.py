@@ -133,7 +133,7 @@ def test_verify_measures_again_on_what_was_given(source: Path, tokens: torch.Ten
             nearplane.verify(out, against=source)
     assert [
         fault.what for fault in nearplane.verify(tmp_path / TOKENS, against=source, calibration=tokens[:2]).faults
-    ] == ["its tokens are not those that the record was made with"]
+    ] == ["its tokens differ from those of the record"]
     (tmp_path / "text.jsonl").write_text(json.dumps({"text": text}) + "\n")
     assert nearplane.verify(tmp_path / TEXTS, against=source, calibration=tmp_path / "text.jsonl").measured
 
@@ -192,7 +192,7 @@ def test_sizes_beside_tokens_that_have_others_are_refused(
 ) -> None:
     with pytest.raises(RecipeError, match="5 windows of 32 tokens"):
         nearplane.quantize(source, tmp_path / "out", calibration=tokens, group_size=16, **sizes)
-    with pytest.raises(RecipeError, match="leave it out"):
+    with pytest.raises(RecipeError, match="Leave it out"):
         nearplane.evaluate(source, tokens, seqlen=8)
 
 

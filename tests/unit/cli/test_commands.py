@@ -135,7 +135,7 @@ def test_verify_says_that_all_holds_in_one_line(monkeypatch, capsys, tiny):
     model, out, text = tiny
     code, printed, _ = command(monkeypatch, capsys, "verify", out)
     assert code == 0
-    assert printed.endswith("layers checked, losses not measured: that takes --against and --calibration: no faults\n")
+    assert printed.endswith("layers checked, losses not measured (they need --against and --calibration): no faults\n")
     code, printed, _ = command(monkeypatch, capsys, "verify", out, "--against", model, "--calibration", text)
     assert code == 0
     assert printed.count("\n") == 1
@@ -152,7 +152,7 @@ def test_verify_prints_a_line_for_every_fault_and_ends_with_1(monkeypatch, capsy
     (tmp_path / "out" / "extra.py").write_text("import os")
     code, printed, err = command(monkeypatch, capsys, "verify", tmp_path / "out")
     assert code == 1
-    assert printed.splitlines()[0] == "extra.py: the record does not know this file"
+    assert printed.splitlines()[0] == "extra.py: the record does not list this file"
     assert printed.splitlines()[-1].endswith(": 1 fault")
     assert len(printed.splitlines()) == 2
     code, printed, err = command(monkeypatch, capsys, "verify", tmp_path / "out", "--against", model)
@@ -163,7 +163,7 @@ def test_verify_prints_a_line_for_every_fault_and_ends_with_1(monkeypatch, capsy
     code, printed, _ = command(monkeypatch, capsys, "verify", tmp_path / "out", "--json")
     assert code == 1
     assert json.loads(printed) == {
-        "faults": [{"where": "extra.py", "what": "the record does not know this file"}],
+        "faults": [{"where": "extra.py", "what": "the record does not list this file"}],
         "asked": False,
         "measured": False,
     }
@@ -181,7 +181,7 @@ def test_verify_takes_a_tolerance(monkeypatch, capsys, tiny, tmp_path):
 def test_a_text_without_the_original_is_refused_in_one_sentence(monkeypatch, capsys, tiny):
     code, printed, err = command(monkeypatch, capsys, "verify", tiny[1], "--calibration", tiny[2])
     assert (code, printed) == (1, "")
-    assert "--calibration without --against" in err
+    assert "--calibration needs --against" in err
 
 
 def test_layers_that_lose_more_than_max_loss_are_named_and_the_command_ends_with_2(monkeypatch, capsys, tiny, tmp_path):

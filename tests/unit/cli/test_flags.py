@@ -18,7 +18,10 @@ SHOWN = (  # groups in the order of the help, and their flags
     ("GGUF, for llama.cpp", ("pre",)),
     ("Calibration text", ("calibration", "samples", "seqlen", "rare-experts")),
     ("Layer by layer", ("allocate", "layer", "ignore", "max-loss")),
-    ("Solving: the defaults measured best", ("solver", "beam", "polish", "rounds", "order", "damp", "correct", "tune")),
+    (
+        "Solver: the defaults gave the best results",
+        ("solver", "beam", "polish", "rounds", "order", "damp", "correct", "tune"),
+    ),
     ("Running", ("device", "overwrite", "memory", "trust-remote-code", "json")),
 )
 
@@ -97,16 +100,19 @@ def test_layers_of_a_size_have_types():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--bits", "3", "--rate", "2.5"], "--bits is for weights on a fixed grid, --rate for entropy-coded weights"),
+        (
+            ["--bits", "3", "--rate", "2.5"],
+            "--bits is for weights on a fixed grid, --rate is for entropy-coded weights",
+        ),
         (["--rate=2.5", "--group-size=32"], "--group-size is for weights on a fixed grid, --rate"),
         (["--size", "1GB", "--no-symmetric"], "--symmetric is for weights on a fixed grid, --size"),
         (
             ["--grid", "q4_k", "--bits", "3"],
-            "--bits is for weights on a fixed grid, --grid for weights on a grid that it names",
+            "--bits is for weights on a fixed grid, --grid is for weights on a named grid",
         ),
         (
             ["--grid", "q4_k", "--rate", "3"],
-            "--grid is for weights on a grid that it names, --rate for entropy-coded weights",
+            "--grid is for weights on a named grid, --rate is for entropy-coded weights",
         ),
         (["--include-head", "--polish", "3"], "--polish is for weights on a fixed grid, --include-head"),
     ],
@@ -145,10 +151,10 @@ def test_layers_of_a_rate_have_rates():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("down_proj", "--layer 'down_proj' is no scheme for layers; expected for instance 'down_proj=bits:4'"),
-        ("=bits:4", "is no scheme for layers"),
-        ("down_proj=bits", "is no scheme for layers"),
-        ("down_proj=", "is no scheme for layers"),
+        ("down_proj", "--layer 'down_proj' is not PATTERN=NAME:VALUE; expected for example 'down_proj=bits:4'"),
+        ("=bits:4", "is not PATTERN=NAME:VALUE"),
+        ("down_proj=bits", "is not PATTERN=NAME:VALUE"),
+        ("down_proj=", "is not PATTERN=NAME:VALUE"),
         ("down_proj=bitz:4", "bitz is not a keyword"),
         ("down_proj=bits:four", "bits is 'four'"),
         ("down_proj=rows:equal", "rows is 'equal', but only entropy-coded weights have this option"),

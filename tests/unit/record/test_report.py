@@ -115,7 +115,7 @@ def test_the_page_lies_beside_the_checkpoint_and_never_in_it(tmp_path, monkeypat
 def test_a_file_that_is_there_is_not_overwritten_unless_asked(tmp_path):
     out = saved(GRID, tmp_path / "out")
     (tmp_path / "thesis.html").write_text("mine")
-    with pytest.raises(RecipeError, match=r"thesis\.html is there already.*--overwrite"):
+    with pytest.raises(RecipeError, match=r"thesis\.html exists already.*--overwrite"):
         write_report(out, tmp_path / "thesis.html")
     assert (tmp_path / "thesis.html").read_text() == "mine"
     assert write_report(out, tmp_path / "thesis.html", overwrite=True).read_text(encoding="utf-8") == render(GRID)
@@ -126,7 +126,7 @@ def test_the_default_page_is_replaced_if_it_is_a_report(tmp_path):
     page = write_report(out)
     assert write_report(saved(CODED, tmp_path / "out")).read_text(encoding="utf-8") == render(CODED)
     page.write_text("mine")
-    with pytest.raises(RecipeError, match=r"no report of nearplane.*--overwrite"):
+    with pytest.raises(RecipeError, match=r"not a report of nearplane.*--overwrite"):
         write_report(out)
     assert page.read_text() == "mine"
 

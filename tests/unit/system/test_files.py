@@ -37,7 +37,7 @@ def test_a_full_disk_is_a_sentence_and_leaves_what_was_there(tmp_path: Path) -> 
 def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
     """A pipe, for one, or a device."""
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(FormatError, match="no file"):
+    with pytest.raises(FormatError, match="not a file"):
         write_whole(tmp_path / "pipe", b"x")
     assert (tmp_path / "pipe").is_fifo()
     (tmp_path / "folder").mkdir()
@@ -50,5 +50,5 @@ def test_a_folder_is_made_or_refused(tmp_path: Path) -> None:
     assert list((tmp_path / "new" / "folder").iterdir()) == []
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere")):
-        with pytest.raises(RecipeError, match="no folder that can be written"):
+        with pytest.raises(RecipeError, match="not a folder that can be written"):
             check_writable(folder)

@@ -88,7 +88,7 @@ def again(out: Path) -> str:
     try:
         finish(out, "newer", overwrite=True)
     except RecipeError as error:
-        return "refused" if "is a whole checkpoint" in str(error) else str(error)
+        return "refused" if "is a complete checkpoint" in str(error) else str(error)
     return "written"
 
 
@@ -140,7 +140,7 @@ def test_the_lock_of_a_killed_run_holds_nobody_up(
     with caplog.at_level(logging.INFO, logger="nearplane"):
         finish(tmp_path / "out")
     assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path / 'out.unfinished'} is of a run that did not finish: it is deleted, and the work begins again."
+        f"{tmp_path / 'out.unfinished'} is left from an unfinished run: it is deleted, and the work begins again."
     ]
     assert contents(tmp_path) == {"out/nearplane.json": "new", "out/model.safetensors": "new"}
 
@@ -175,7 +175,7 @@ def test_a_run_that_is_stopped_says_what_is_on_disk(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt) as stopped:
         stop_half_way(out)
     assert stopped.value.__notes__ == [
-        f"What is done lies in {out}.unfinished, which nothing loads; {out} is as it was. Run the same command again: it begins "
+        f"The unfinished checkpoint is in {out}.unfinished; {out} is unchanged. Running the same command again starts the run "
         f"anew."
     ]
 
@@ -222,7 +222,7 @@ def test_after_a_crash_in_between_the_next_run_loses_nothing(tmp_path: Path) -> 
     finish(tmp_path / "out")
     (tmp_path / "out").rename(tmp_path / "out.unfinished")
     before = contents(tmp_path)
-    with pytest.raises(RecipeError, match=r"out\.unfinished is a whole checkpoint.*Rename it"):
+    with pytest.raises(RecipeError, match=r"out\.unfinished is a complete checkpoint.*Rename or delete"):
         finish(tmp_path / "out")
     assert contents(tmp_path) == before
 
@@ -297,7 +297,7 @@ def fill_meanwhile(out: Path) -> None:
 
 
 def test_a_folder_that_fills_while_the_run_works_is_left_alone(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match=r"is whole but could not become .*Rename it yourself"):
+    with pytest.raises(FormatError, match=r"is complete but could not be renamed .*Rename it yourself"):
         fill_meanwhile(tmp_path / "out")
     assert contents(tmp_path)["out/thesis.tex"] == "mine"
     assert contents(tmp_path)["out.unfinished/model.safetensors"] == "new"
@@ -315,4 +315,4 @@ def test_a_folder_that_has_its_name_is_whole_even_where_that_cannot_be_flushed(
         (place.folder / "INCOMPLETE").unlink()
     assert (tmp_path / "out" / "part").read_text() == "whole"
     assert os.listdir(tmp_path) == ["out"]
-    assert "out is whole; a power cut now could still take its name away" in caplog.text
+    assert "out is complete, but a power cut now could still undo its renaming" in caplog.text

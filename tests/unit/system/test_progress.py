@@ -83,11 +83,11 @@ def test_compiling_is_said_once_and_only_where_it_happens(caplog):
     with caplog.at_level(logging.INFO, logger="nearplane"):
         for add in (1, 2, 3):
             assert numba.njit(lambda x, add=add: x + add)(1) == 1 + add
-    assert sum("compiling for this processor" in line for line in caplog.messages) <= 1
+    assert sum("compiling kernels for this processor" in line for line in caplog.messages) <= 1
     code = (
         "import logging, numba; from nearplane.system.progress import say_compiling\n"
         "logging.basicConfig(level=logging.INFO); say_compiling(); print(numba.njit(lambda x: x + 1)(1))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "2\n"
-    assert run.stderr.count("compiling for this processor") == 1
+    assert run.stderr.count("compiling kernels for this processor") == 1

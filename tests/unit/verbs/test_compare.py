@@ -165,7 +165,7 @@ def test_layers_that_are_not_linear_get_a_format_that_holds_them(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"methods": ("gptq", "rtn-mse")}, "gptq is no method"),
+        ({"methods": ("gptq", "rtn-mse")}, "gptq is not a method"),
         ({"bits": ()}, "at least one"),
         ({"models": [MODEL, MODEL]}, "different names"),
     ],
@@ -321,7 +321,7 @@ def test_places_that_cannot_be_written_are_refused_before_the_work(small, tmp_pa
         with pytest.raises(RecipeError, match="folder"):
             check_plot(plot)
     for keep in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(RecipeError, match="no folder that can be written"):
+        with pytest.raises(RecipeError, match="not a folder that can be written"):
             nearplane.compare(small, BITS, text=HELD_OUT, keep=keep)
 
 
