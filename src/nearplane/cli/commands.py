@@ -15,19 +15,6 @@ from nearplane.recipe.recipe import Calibration, Way
 from nearplane.recipe.sizes import size_text, three_places
 from nearplane.system.paths import check_named
 
-COLUMN_LEGEND = {  # of `inspect`; the lines after its table explain others
-    "bits/weight": "size of the layer in the file, per weight",
-    "relative loss": "squared output error on the calibration tokens / squared outputs",
-    "nearest/this": "loss of rounding to nearest on the same grid / loss of these codes",
-    "nearest/extra": "the same on the extra windows",
-    "bound/this": "worst-case (Babai) bound of the loss / loss of these codes",
-    "clipped %": "codes that the solver would have put outside the grid",
-    "above limit": "bits per weight above the limit for Gaussian weights at this loss",
-    "correction": "part of the full correction for errors of earlier layers, 0 to 1",
-    "asked": "requested bits per weight",
-    "of it codes": "bits per weight of the codes, without side information",
-    "above it": "bits per weight above the limit",
-}
 Dense = Literal["bfloat16", "float16", "float32"]
 Switch = Annotated[bool, Parameter(negative="")]
 Flat = Parameter(name="*")
@@ -253,7 +240,6 @@ def inspect(out: Path, *, json: Switch = False) -> None:
     before, columns, rows, after = layer_table(record)
     say(before)
     table(columns, rows)
-    say(f"{name}: {COLUMN_LEGEND[name]}" for name in columns if name in COLUMN_LEGEND)
     say(after)
 
 

@@ -12,6 +12,22 @@ from nearplane.record.words import UNSEEN, calibrated, exceeding, left, next_com
 NOTABLE_LOSS = 0.05  # share of a layer's output energy; at 4 bits most layers lose less than a tenth of it
 MAX_NAMED = 3  # layers with the largest losses that the summary names
 
+LEGEND = {  # of the columns of `layer_table`
+    "bits/weight": "size of the layer in the file, per weight",
+    "relative loss": "squared output error on the calibration tokens / squared outputs",
+    "on extra": f"the same against the outputs of the original model, on windows {UNSEEN}",
+    "nearest/this": "loss of rounding to nearest on the same grid / loss of these codes",
+    "nearest/extra": "the same on the extra windows",
+    "bound/this": "worst-case (Babai) bound of the loss / loss of these codes; * where rows clip, for which it does not hold",
+    "clipped %": "codes that the solver would have put outside the grid",
+    "above limit": "bits per weight above the limit for Gaussian weights at this loss",
+    "correction": "part of the full correction for errors of earlier layers, 0 to 1",
+    "asked": "requested bits per weight",
+    "of it codes": "bits per weight of the codes, without side information",
+    "limit": "least bits per weight for this loss on Gaussian weights; a reference, not a bound for real weights",
+    "above it": "bits per weight above the limit",
+}
+
 
 def summary(record: RunRecord, out: Path) -> Iterator[str]:
     """Yield the lines that `nearplane quantize` prints."""
@@ -97,24 +113,15 @@ def layer_table(record: RunRecord) -> tuple[list[str], tuple[str, ...], Iterator
     ]
     if record.tuning is not None:
         before += [record.tuning.sentence(), record.tuning.looked_at()]
-    after = [*left(record)]
+    columns = CODED_COLUMNS if coded else GRID_COLUMNS
+    after = [f"{name}: {LEGEND[name]}" for name in columns if name in LEGEND]
+    after += [*left(record)]
     after.append(f"total: {record.rate:.3f} bits per quantized weight, weight files {size_text(record.bytes)}")
-    if record.extra_windows:
-        after.insert(
-            0,
-            f"on extra: outputs against the original's, on {counted(record.extra_windows, 'window')} {UNSEEN}",
-        )
-    if any(layer.worst_case and layer.clipped_rows for layer in record.layers):
-        after.insert(0, "* some rows clip: for them the worst case does not hold")
     if coded:
-        after.insert(
-            0, "limit: least bits per weight for this loss on Gaussian weights; a reference, not a bound for real ones"
-        )
         after.append(
             f"of {record.rate:.3f} bits: codes {three_places(record.entropy)}, above the limit {three_places(record.above_limit)}; "
             f"headers and all that is not quantized {size_text(record.overhead)}"
         )
-    columns = CODED_COLUMNS if coded else GRID_COLUMNS
     rows = (tuple(text(layer) for text in columns.values()) for layer in record.layers)
     return before, tuple(columns), rows, after
 

@@ -190,19 +190,16 @@ def test_the_table_of_grids_has_a_row_for_every_layer():
         "bound/this": "4.00*", "clipped %": "12.50", "correction": "0.70",
     }.items()  # fmt: skip
     assert second["relative loss"] == "3.000e-02"
-    assert after == [
-        "* some rows clip: for them the worst case does not hold",
-        "on extra: outputs against the original's, on 1 window to which nothing was fitted",
-        "total: 4.000 bits per quantized weight, weight files 1.25 MB",
-    ]
+    explained = [line.split(":")[0] for line in after[:-1]]
+    assert [name for name in columns if name not in explained] == ["layer", "grid", "shape"]
+    assert after[-1] == "total: 4.000 bits per quantized weight, weight files 1.25 MB"
 
 
 @pytest.mark.parametrize("run", [RUN, RATE], ids=["grid", "coded"])
 def test_bounds_that_hold_for_every_row_have_no_star(run):
     whole = replace(run, layers=tuple(replace(layer, clipped=0.0, clipped_rows=0.0) for layer in run.layers))
-    _, columns, rows, after = layer_table(whole)
+    _, columns, rows, _ = layer_table(whole)
     assert {dict(zip(columns, row, strict=True))["bound/this"] for row in rows} == {"4.00"}
-    assert not any(line.startswith("*") for line in after)
 
 
 def test_the_table_of_rates_says_what_was_asked_for_and_how_far_the_limit_is():
