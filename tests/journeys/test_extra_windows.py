@@ -173,7 +173,8 @@ def test_pruned_neurons_are_told_from_inputs_that_the_original_never_uses(model,
     assert (down.dead, down.pruned) == (7, 5)
     said = list(summary(record, tmp_path))
     assert (
-        "5 neurons were pruned: quantization made their outputs 0 for every calibration token, and the weights for them were set to 0: "
+        "5 neurons were pruned: quantization made their outputs 0 for every calibration token, and "
+        "the weights for them were set to 0: "
         f"{DOWN} (5 of 96)"
     ) in said
     assert (

@@ -132,7 +132,8 @@ def test_layers_that_no_extra_window_reaches_do_not_hide_the_others():
         ),
         (
             {"layers": (replace(GOOD, dead=3, pruned=2), replace(WORSE, dead=4, pruned=4))},
-            "6 neurons were pruned: quantization made their outputs 0 for every calibration token, and the weights for them were set to 0: "
+            "6 neurons were pruned: quantization made their outputs 0 for every calibration token, and "
+            "the weights for them were set to 0: "
             "model.layers.0.mlp.up_proj (2 of 16), model.layers.1.mlp.up_proj (4 of 16)",
         ),
         (
