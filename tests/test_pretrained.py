@@ -102,7 +102,7 @@ def test_an_empty_network_is_as_if_never_quantized(checkpoints: dict[str, Path])
         pytest.param({"num_hidden_layers": 90_000}, "many more layers than the", marks=pytest.mark.nightly),
         ({"num_hidden_layers": 300}, "many more layers|weights that the weight files do not hold"),
         ({"num_hidden_layers": 4}, "lack|do not belong together"),
-        ({"vocab_size": 10**9}, r"is \(2048, 64\), config.json asks for \(1000000000, 64\)"),
+        ({"vocab_size": 10**9}, r"is \(2048, 64\), but config.json describes \(1000000000, 64\)"),
         ({"vocab_size": 10**30}, "builds no language model from"),
         ({"head_dim": 10**9}, "The two do not|tables of|correct its"),
         ({"hidden_size": "64"}, "builds no language model from"),

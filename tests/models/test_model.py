@@ -195,7 +195,7 @@ def test_a_missing_tensor_is_named_at_once(saved: Saved, tmp_path: Path) -> None
 
 def test_a_tensor_of_another_shape_is_named(saved: Saved, tmp_path: Path) -> None:
     folder = changed(saved("llama"), tmp_path, NORM, torch.ones(31, dtype=torch.float64))
-    with pytest.raises(ModelError, match=rf"{NORM} is \(31,\), config.json asks for \(32,\)"):
+    with pytest.raises(ModelError, match=rf"{NORM} is \(31,\), but config.json describes \(32,\)"):
         open_model(str(folder))
     changed(saved("llama"), tmp_path, NORM, torch.ones(1, 32, dtype=torch.float64))
     model = open_model(str(folder))

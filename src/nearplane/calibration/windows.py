@@ -173,26 +173,26 @@ def extra_windows(samples: int, seqlen: int) -> int:
     return max(1, min(samples // WINDOWS_PER_EXTRA, enough))
 
 
-def check_tokens(model: Model, recipe: Recipe, found: Windows) -> None:
+def check_tokens(model: Model, recipe: Recipe, windows: Windows) -> None:
     """Warn about few calibration tokens; refuse too few tokens and repetitive text.
 
     Raises:
         CalibrationError: There is less than one token, or less than one distinct run, per input of the widest layer.
     """
     layers = [layer for layer in model.layers if layer.kind != "Embedding"]  # rows are looked up, not multiplied
-    tokens = found.fitted
+    tokens = windows.fitted
     if tokens is None or not layers or not SOLVERS[recipe.scheme.solver].needs_inputs:
         return
     widest = max(layers, key=lambda layer: layer.shape[1])
-    inputs, seqlen = widest.shape[1], found.seqlen
-    warning = shortage(found.count, seqlen, recipe.calibration.samples, widest.name, inputs)
-    if warning is not None and found.count * seqlen < LEAST * inputs:
+    inputs, seqlen = widest.shape[1], windows.seqlen
+    warning = shortage(windows.count, seqlen, recipe.calibration.samples, widest.name, inputs)
+    if warning is not None and windows.count * seqlen < LEAST * inputs:
         raise CalibrationError(warning)
     different, runs = (0, 0) if taken_by(model.network) is Taken.IMAGES else distinct_runs(tokens)
     if different < min(LEAST * inputs, MIN_DISTINCT_RUNS * runs):
         raise CalibrationError(
-            f"The calibration text is repetitive: of {runs:,} runs of {min(RUN_TOKENS, seqlen)} tokens only {different:,} are distinct, "
-            f"fewer than the {inputs:,} inputs of {widest.name}. Pass more varied text with --calibration."
+            f"The calibration text is repetitive: of {runs:,} runs of {min(RUN_TOKENS, seqlen)} tokens only {different:,} are "
+            f"distinct, fewer than the {inputs:,} inputs of {widest.name}. Pass more varied text with --calibration."
         )
     if warning is not None:
         logger.warning(warning)

@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nearplane.errors import ModelError, NearplaneError, first_line
-from nearplane.models.config_checks import Limited, check_config, check_sizes
-from nearplane.models.kinds import HEARD, hears_alone, is_headless, is_multimodal, is_seq2seq
+from nearplane.models.config_checks import BuildBudget, check_config, check_sizes
+from nearplane.models.kinds import SPEECH_TYPES, hears_alone, is_headless, is_multimodal, is_seq2seq
 from nearplane.system.files import read_object
 from nearplane.system.paths import folder_named
 from nearplane.system.safetensors_files import ShardReader, TensorReader, refuse_unfinished
@@ -101,7 +101,7 @@ def empty_network(
             if hasattr(config, said) and not quantized:
                 delattr(config, said)
         wanted = {} if dtype is None else {"dtype": dtype}
-        with torch.device("meta"), Limited(reader):
+        with torch.device("meta"), BuildBudget(reader):
             network = _builder(config).from_config(config, trust_remote_code=trust_remote_code, **wanted)
     check_sizes(network, reader)
     return network
@@ -118,10 +118,10 @@ def _builder(config: Any) -> Any:
     if is_seq2seq(config):
         return transformers.AutoModelForSeq2SeqLM
     if (made := hears_alone(config)) is not None:
-        if config.model_type not in HEARD:
+        if config.model_type not in SPEECH_TYPES:
             raise ModelError(
                 f"The architecture {made} is not supported: it is given sound, and of such models nearplane knows those of the "
-                f"types {', '.join(HEARD)}. Leave this model as it is, or use another tool for it."
+                f"types {', '.join(SPEECH_TYPES)}. Leave this model as it is, or use another tool for it."
             )
         return transformers.AutoModelForSpeechSeq2Seq
     return transformers.AutoModelForImageTextToText if is_multimodal(config) else transformers.AutoModelForCausalLM
