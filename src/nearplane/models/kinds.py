@@ -43,7 +43,7 @@ def is_headless(config: Any) -> bool:
     causal = (
         kind in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and getattr(config, "is_decoder", None) is not False
     )
-    return _architecture(config) in _plain(kind) and not (causal and tied)
+    return _class_name(config) in _plain(kind) and not (causal and tied)
 
 
 def is_multimodal(config: Any) -> bool:
@@ -51,17 +51,15 @@ def is_multimodal(config: Any) -> bool:
 
     For types with and without a vision tower (Llama 4, Qwen3.5), the architecture in the config decides.
     """
-    kind, architecture = _kind(config), _architecture(config)
+    kind, name = _kind(config), _class_name(config)
     visual = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind)
-    return visual is not None and (
-        visual == architecture or kind not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    )
+    return visual is not None and (visual == name or kind not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def is_seq2seq(config: Any) -> bool:
     """Return whether AutoModelForSeq2SeqLM builds a model: an encoder with a decoder, or a language model with sound."""
-    architecture, names = _architecture(config), modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
-    return architecture is not None and architecture == names.get(_kind(config))
+    name = _class_name(config)
+    return name is not None and name == modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.get(_kind(config))
 
 
 def writes_down(config: Any) -> bool:
@@ -71,16 +69,16 @@ def writes_down(config: Any) -> bool:
 
 def hears_alone(config: Any) -> str | None:
     """Return the architecture if AutoModelForSpeechSeq2Seq builds it and it takes only sound; else None."""
-    architecture, names = _architecture(config), modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
-    speech = architecture is not None and architecture == names.get(_kind(config))
-    return architecture if speech and not is_seq2seq(config) else None
+    name = _class_name(config)
+    speech = name is not None and name == modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES.get(_kind(config))
+    return name if speech and not is_seq2seq(config) else None
 
 
 def _kind(config: Any) -> str:
     return str(getattr(config, "model_type", ""))
 
 
-def _architecture(config: Any) -> str | None:
+def _class_name(config: Any) -> str | None:
     """Return the name of the class of the saved model, from its config."""
     names = getattr(config, "architectures", None) or (None,)
     return names[0] if isinstance(names[0], str) else None
