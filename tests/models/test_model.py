@@ -225,7 +225,7 @@ def test_a_quantized_model_is_refused(saved: Saved, tmp_path: Path) -> None:
     [
         (None, "config.json cannot be read"),
         ("{", "config.json cannot be read"),
-        ('{"model_type": "nothing"}', "builds no"),
+        ('{"model_type": "nothing"}', "cannot build"),
     ],
 )
 def test_a_folder_without_a_usable_config_is_refused(
@@ -242,7 +242,7 @@ def test_a_folder_without_a_usable_config_is_refused(
 def test_a_model_that_is_no_language_model_is_refused(saved: Saved, tmp_path: Path) -> None:
     folder = changed(saved("llama"), tmp_path, NORM, torch.ones(32))
     (folder / "config.json").write_text('{"model_type": "vit"}')
-    with pytest.raises(ModelError, match="builds no language model"):
+    with pytest.raises(ModelError, match="cannot build a language model"):
         open_model(str(folder))
 
 
@@ -272,7 +272,7 @@ def test_an_unreachable_hub_is_one_sentence_and_the_environment_is_left_alone(tm
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120, check=True
     )
     message, unchanged = run.stdout.splitlines()
-    assert message.startswith("some-owner/some-model is no folder here, and the hub could not be reached")
+    assert message.startswith("some-owner/some-model is not a local folder, and the hub could not be reached")
     assert unchanged == "True"
 
 

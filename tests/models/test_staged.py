@@ -316,6 +316,8 @@ def test_a_block_that_does_not_do_the_same_for_all_tokens_is_refused(which: str)
         for batch, sign in enumerate((1.0, -1.0)):
             states[batch] = states[batch].clone()
             states[batch][0, 0, 0] = sign
-    with pytest.raises(CalibrationError, match=r"block ran differently on two batches .*true_sequential=False"):
+    with pytest.raises(
+        CalibrationError, match=r"block ran different layers or additions on two batches .*true_sequential=False"
+    ):
         pass_through(block, stream, MUCH, Seen())
     assert paused() == []

@@ -88,7 +88,7 @@ class Given:
         if options.seqlen not in (None, seqlen) or options.samples not in (Calibration().samples, windows):
             raise RecipeError(
                 f"calibration holds {windows} windows of {seqlen} tokens, but samples is {options.samples} and seqlen "
-                f"{options.seqlen}. Leave both out: all windows are used, the last ones (at most a ninth) to measure losses."
+                f"{options.seqlen}. Leave both out: all windows are used, at most the last ninth to measure losses."
             )
         name = SOUND if self.kind is Taken.SOUND else TOKENS
         return replace(recipe, calibration=replace(options, calibration=name, samples=windows, seqlen=seqlen))

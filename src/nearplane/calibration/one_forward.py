@@ -1,9 +1,9 @@
 """One forward pass per stream and block: every batch pauses at each stage until the layers of that stage are solved.
 
-All batches of both streams run to the first stage (q/k/v), each in its own greenlet; the rows that they show are summed, the
-layers are solved and written, and all batches continue to the next stage. The output of a finished forward pass enters the
-next block. The result equals that of one pass per stage (`stages.py`) to the bit, with 2 forward passes of a block instead
-of 4.33, at the cost of memory for the paused activations. Stages at which a block cannot pause are separate passes.
+All batches of both streams run to the first stage (q/k/v), each in its own greenlet. Their rows are summed, the layers
+are solved and written, and all batches continue to the next stage. The results equal those of one pass per stage
+(`stages.py`) to the bit, with 2 forward passes of a block instead of 4.33, at the cost of memory for the paused
+activations. Stages at which a block cannot pause are separate passes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def batch_of(seqlen: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySetting:
-    """Device of a walk, and settings that trade time for memory. Only `batch` changes the checkpoint; it is in the run record.
+    """Device of a walk, and settings that trade time for memory. Only `batch` changes the bytes of the checkpoint.
 
     Args:
         batch: Windows per forward pass; floating-point sums depend on it.
@@ -135,9 +135,9 @@ def waiting(alive: int, before: int, state: int, streams: int, *, last: bool) ->
 class Passage:
     """Forward passes of both streams through a block, stage by stage: `for groups, rows in passage: ...`
 
-    Yields the groups of layers that share an input (one at a time; all at once if not `sequential`), each with an iterator
-    over the rows of this input, batch by batch. The caller consumes the iterator and writes the layers before the next
-    group. After the last group, the streams have passed the block. Must be closed.
+    Yields the groups of layers that share an input (one at a time; all at once if not `sequential`), each with an
+    iterator over the rows of this input, batch by batch. The caller consumes the iterator and writes the layers before
+    the next group. After the last group, the streams have passed the block. Must be closed.
 
     Args:
         block: The block in memory, with its original if there are two streams.
@@ -240,7 +240,7 @@ class Passage:
         return event
 
     def _seen(self, forward: _Forward, stage: int) -> Seen:
-        """Run a forward pass to a stage; return the inputs of the stage's layers, and what is added to their outputs."""
+        """Run a forward pass to a stage; return its input rows, and the tensors added to the outputs of its layers."""
         group, event = self._look.groups[stage], self._continue(forward)
         if not isinstance(event, Paused) or event.stage != stage:
             raise self._inconsistent_batches()
@@ -282,8 +282,8 @@ class Passage:
 
     def _inconsistent_batches(self) -> CalibrationError:
         return CalibrationError(
-            f"{self.block.name} ran different layers or additions on two batches of tokens. nearplane needs blocks that compute "
-            f"the same for all batches. Use true_sequential=False, which does not need this."
+            f"{self.block.name} ran different layers or additions on two batches of tokens. nearplane needs blocks "
+            f"that compute the same for all batches. Use true_sequential=False, which does not need this."
         )
 
 

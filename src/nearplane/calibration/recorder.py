@@ -259,7 +259,7 @@ class FinalNorm:
         last_modules = [module for module, candidate in self._candidates if same(candidate, encoded)]
         if not last_modules:
             raise ModelError(
-                f"{type(encoder).__name__} runs more than one module after its last block, so it cannot be run block by block."
+                f"{type(encoder).__name__} runs several modules after its last block, so it cannot be run block by block."
             )
         self._module = self._module or deepcopy(last_modules[0])  # small; the network itself is freed
 

@@ -71,12 +71,12 @@ def summed(
 ) -> Iterator[Observed]:
     """Yield groups of layers with the second moments of their inputs, summed over all batches.
 
-        H = X_hat^T X_hat / tokens        C = X^T X_hat / tokens        lost = (X W^T + r - X_hat W^T - r_hat)^T X_hat / tokens
+        H = X_hat^T X_hat / tokens    C = X^T X_hat / tokens    lost = (X W^T + r - X_hat W^T - r_hat)^T X_hat / tokens
 
-    `lost` replaces C where that is less work, see `_lost_outputs`. Products are computed in float32 (float64 for float64
-    activations) batch by batch and summed in float64. Extra windows do not enter these sums; about `EXTRA_TOKENS` of their
-    rows, evenly spread, are kept separately as `ExtraRows`. With an original network to compare with, the moments of the
-    held-out windows, the last `HELD_OUT` of all windows, are also returned separately.
+    `lost` replaces C where that is less work, see `_lost_outputs`. Products are computed in float32 (float64 for
+    float64 activations) batch by batch and summed in float64. Extra windows do not enter these sums; about
+    `EXTRA_TOKENS` of their rows, evenly spread, are kept separately as `ExtraRows`. With an original network to compare
+    with, the moments of the held-out windows, the last `HELD_OUT` of all windows, are also returned separately.
 
     All experts of a block are one group. The rows of all batches are kept and the moments of one expert are summed at a
     time, so that the matrices of all experts are never in memory together.
@@ -88,7 +88,7 @@ def summed(
         rare: Treatment of experts that few tokens reach.
 
     Raises:
-        CalibrationError: An input is not finite, extra windows are used on several ranks, or too few tokens reach an expert.
+        CalibrationError: An input is not finite, too few tokens reach an expert, or extra windows meet several ranks.
     """
     if stream.fitted < len(stream.sizes) and ALONE.world > 1:
         raise CalibrationError(f"Extra windows are measured on one rank only, and this run has {ALONE.world} ranks.")

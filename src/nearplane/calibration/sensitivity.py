@@ -36,8 +36,8 @@ class Sensitivity:
             states, are absent.
         embeddings: (hidden, hidden) matrix G if embeddings are quantized: errors `e` of a row cost `1/2 e G e^T` per
             use. For tied embeddings G includes the cost in the head, and `outputs` has the head's under their name.
-        together: {layer: (run, run) `G = E[g g^T]` of every run of up to `RUN_ROWS` neighbouring outputs}. Errors `e` in
-            a run cost `1/2 e G e^T`. Holds only the requested layers in blocks.
+        together: {layer: (run, run) `G = E[g g^T]` of every run of up to `RUN_ROWS` neighbouring outputs}. Errors `e`
+            in a run cost `1/2 e G e^T`. Holds only the requested layers in blocks.
     """
 
     outputs: dict[str, Tensor]
@@ -54,15 +54,15 @@ def sensitivity(
     seed: int = 0,
     together: Collection[str] = (),
 ) -> Sensitivity:
-    """Measure the diagonal of the Fisher information of every layer's outputs: `E[g_i^2]`, g the gradient of the log-likelihood.
+    """Measure the diagonal `E[g_i^2]` of the Fisher information of every layer's outputs; g: log-likelihood's gradient.
 
-    Labels are drawn from the network's own predictions. For a network without head, hidden states are drawn from a normal
-    distribution around the last ones, whose standard deviation is their root mean square. For the outputs of the head, the
-    expectation over labels is computed exactly: `E[p_i (1 - p_i)]`.
+    Labels are drawn from the network's own predictions. For a network without head, hidden states are drawn from a
+    normal distribution around the last ones, whose standard deviation is their root mean square. For the outputs of the
+    head, the expectation over labels is computed exactly: `E[p_i (1 - p_i)]`.
 
     The time is that of about four forward passes of a sixteenth of the tokens, at least 2048 and at most 16384; with
-    quantized embeddings an eighth, at least 4096; with `together` a quarter, at least 8192. The hidden states between all
-    blocks are kept in a file, in the compute dtype, so that memory does not grow with the number of blocks.
+    quantized embeddings an eighth, at least 4096; with `together` a quarter, at least 8192. The hidden states between
+    all blocks are kept in a file, in the compute dtype, so that memory does not grow with the number of blocks.
 
     Args:
         model: The original model.
@@ -142,7 +142,7 @@ def _embedding_scale(embeddings: Block, hidden: Sequence[Tensor], tokens: Sequen
 def _from_predictions(
     model: Model, stream: Stream, tokens: tuple[Tensor, ...], hidden: Sequence[Tensor], seed: int
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Return the gradients of the log-likelihood of drawn labels with respect to the hidden states after the last block.
+    """Return the gradients of drawn labels' log-likelihood with respect to the hidden states after the last block.
 
     If the head is quantized, also returns {its name: sums over tokens of squared gradients of its outputs}.
     """
@@ -177,7 +177,7 @@ def _finite(gradient: Tensor, name: str) -> Tensor:
     """Return a gradient if it is finite; else raise CalibrationError."""
     if not torch.isfinite(gradient).all():
         raise CalibrationError(
-            f"Gradients are NaN or Inf before {name}. Check the model's weights, or use --rows equal, which needs no gradients."
+            f"Gradients are NaN or Inf before {name}. Check the weights, or use --rows equal, which needs no gradients."
         )
     return gradient
 

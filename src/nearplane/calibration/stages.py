@@ -1,12 +1,12 @@
 """Inputs of the layers of a block: the stages of layers that share one input, and the rows of each batch at a stage.
 
-Two streams run, of the original and of the quantized network. `first_look` finds the stages (q/k/v, o, gate/up, down). Each
-stage is a separate pass of both streams, which stops as soon as it has seen the inputs of that stage; the last pass of the
-original stream continues to the next block. In multiplications by weights this is 4.33 forward passes of a Llama block
-(attention is a third of the weights): 0 + 1/3 + 1/3 + 1 for each stream, and 1 for the quantized stream to the next block.
-`one_forward.py` needs only 2 where it applies. `second_moments.py` sums the rows.
+Two streams run, of the original and of the quantized network. `first_look` finds the stages (q/k/v, o, gate/up, down).
+Each stage is a separate pass of both streams, which stops as soon as it has seen the inputs of that stage; the last
+pass of the original stream continues to the next block. In multiplications by weights this is 4.33 forward passes of a
+Llama block (attention is a third of the weights): 0 + 1/3 + 1/3 + 1 for each stream, and 1 for the quantized stream to
+the next block. `one_forward.py` needs only 2 where it applies. `second_moments.py` sums the rows.
 
-A trial of one window through one block of each kind, before anything is solved, finds networks that cannot be calibrated.
+Before anything is solved, a trial of one window through one block of each kind finds unsupported networks.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Entered:
             receives only some of the tokens.
         computed: Number of results numbered so far, see `Results`.
         alive: Bytes of all activations in memory.
-        routed: Bytes of the input of experts: shared by all experts, and with one row per pair of token and expert. None
-            for other layers.
+        routed: Bytes of the input of experts: shared by all experts, and with one row per pair of token and expert.
+            None for other layers.
     """
 
     same: tuple[Any, ...]
@@ -62,7 +62,7 @@ class FirstLook:
         groups: Layers grouped by the input that they share, in the order they run.
         entered: {layer: one `Entered` per run of the layer}.
         operands: {layer: numbers of the results to whose sum its output is added}; None for a result without number.
-        unwatched: Name of a module whose operations depend on the tokens, so that numbers of results mean nothing; or "".
+        unwatched: Name of a module whose operations depend on the tokens, which makes result numbers useless; or "".
     """
 
     groups: tuple[tuple[Layer, ...], ...]
@@ -140,7 +140,7 @@ def seen(
         block: The block in memory, with its original if there are two streams.
         groups: Groups from `stages`; often one of them.
         stream: The streams before the block.
-        last: Whether these are the last groups of the block; the original stream then passes the block in the same pass.
+        last: Whether these are the last groups of the block; the original stream then passes the block as well.
         onward: Whether the quantized stream passes the block as well, with its current weights.
 
     Raises:
@@ -267,6 +267,6 @@ def never_run(model: Model, block: Block, stream: Stream) -> str:
         return ""
     patterns = " ".join(f"'{pattern}'" for pattern in dict.fromkeys(never.values()))
     return (
-        f"{type(model.network).__name__} never runs {first_few([*never])} as separate layers, so their inputs cannot be "
-        f"observed. Leave these layers unquantized with --ignore {patterns}."
+        f"{type(model.network).__name__} never runs {first_few([*never])} as separate layers, so their inputs are not "
+        f"observable. Leave these layers unquantized with --ignore {patterns}."
     )

@@ -31,9 +31,9 @@ class StatesOnDisk(MutableSequence[Tensor]):
     """List of tensors in one nameless temporary file, which vanishes with the list, however the program ends.
 
     Every access reads the item anew, equal to the bit, with the same dtype, shape and device. Its memory is contiguous
-    and belongs to the caller: changing it does not change the list. The list keeps no reference to the tensors that were
-    put in. Bytes are read and written, not mapped, so they do not count as memory of the process. An item that replaces
-    another of the same size reuses its offset in the file.
+    and belongs to the caller: changing it does not change the list. The list keeps no reference to the tensors that
+    were put in. Bytes are read and written, not mapped, so they do not count as memory of the process. An item that
+    replaces another of the same size reuses its offset in the file.
 
     Args:
         folder: Folder of the file; None: the system's folder for temporary files, which must not lie in memory.
@@ -100,7 +100,7 @@ class StatesOnDisk(MutableSequence[Tensor]):
         while len(remaining):
             if not (count := self._file.readinto(remaining)):
                 raise FormatError(
-                    f"The file of hidden states in {self.folder} has become shorter. Run again with another folder (TMPDIR)."
+                    f"The file of hidden states in {self.folder} was truncated. Run again with another folder (TMPDIR)."
                 )
             remaining = remaining[count:]
         return state.to(entry.device)

@@ -81,7 +81,7 @@ def read_windows(
 
 
 def around(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the tokens that encoders expect before and after a text ([CLS] and [SEP]); () if the tokenizer has none."""
+    """Return the tokens that encoders expect before and after a text ([CLS], [SEP]); () if the tokenizer has none."""
     edges = (tokenizer.cls_token_id, tokenizer.sep_token_id)
     return edges if all(isinstance(token, int) for token in edges) else ()
 

@@ -1,9 +1,9 @@
-"""The walk: the pass of activations through the network, block by block, which stops at every stage until it is written.
+"""The walk: the pass of activations through the network, block by block, which waits at every stage for its values.
 
-Two streams run, of the original and of the quantized network. A stage is a group of layers that share one input. The walk sums
-the second moments of this input and waits until the caller writes the layers' values; later layers then see the quantized ones.
-`quantize` solves for the values, `verify` and `tune` read them from files. Order of calls: `walk`, `observations` of a block,
-its forward passes in `one_forward.py`, sums over their rows in `second_moments.py`, one `Inputs` per layer, a `Stage`.
+Two streams run, of the original and of the quantized network. At each stage (layers that share one input) the walk sums
+the second moments of the input and waits until the caller writes the layers' values, which later layers then see.
+`quantize` solves for the values, `verify` and `tune` read them from files. Order of calls: `walk`, `observations` of a
+block, forward passes in `one_forward.py`, sums over rows in `second_moments.py`, one `Inputs` per layer, a `Stage`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ log = logging.getLogger(__name__)
 
 
 class Stage:
-    """Layers that are to be written next, with their inputs, in the block in memory; or the end of a block, without layers.
+    """Layers to be written next, with their inputs, in the block in memory; or the end of a block, without layers.
 
     Args:
         layers: Layers that share one input, in module order; or those of several experts; empty at the end of a block.
-        inputs: The `Inputs` of each layer; layers that share an input share its factors, not the mismatch of the residual.
+        inputs: The `Inputs` of each layer; layers share the factors of one input, not the mismatch of the residual.
         first: Whether this is the first stage of a block.
         rest: Names of the tensors that are not quantized and are written with the block.
         blocks: Number of blocks that the streams have passed, at the end of a block; 0 elsewhere.
@@ -104,8 +104,8 @@ def walk(
 ) -> Iterator[Iterator[Stage]]:
     """Walk through a network from embeddings to head: `with walk(...) as stages: for stage in stages: ...`
 
-    Each stage sees the layers of earlier stages as they were written. At the end, and after an error, all hooks and paused
-    forward passes are removed and no block stays on the device.
+    Each stage sees the layers of earlier stages as they were written. At the end, and after an error, all hooks and
+    paused forward passes are removed and no block stays on the device.
 
     Args:
         model: The original model.
@@ -218,8 +218,8 @@ def _chunks(observed: Iterable[Observed], experts: int) -> Iterator[list[Observe
 def observations(block: Block, stream: Stream | None, recipe: Recipe, room: int) -> Generator[Observed]:
     """Yield the layers of a block by shared input, with its moments once the earlier stages are solved.
 
-    After the last group the stream has passed the block. Close the generator if it is not exhausted: forward passes of the
-    block are paused in it.
+    After the last group the stream has passed the block. Close the generator if it is not exhausted: forward passes of
+    the block are paused in it.
     """
     if stream is None:
         for layer in block.quantized_layers():

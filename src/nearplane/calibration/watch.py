@@ -1,4 +1,4 @@
-"""Observation of a running forward pass: the rows that layers multiply, and the additions that consume their outputs."""
+"""Observation of a running forward pass: the rows that layers multiply, and the additions to their outputs."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def stop(*_: Any) -> None:
 class Results:
     """Numbers of the tensors that a block computes, in order: equal tensors of two batches have equal numbers.
 
-    Only tensors with as many rows as the hidden states and rows of the same length are numbered; the first is the input of
-    the block, which is a copy. Tensors computed only from parameters, or from integers made without arguments
+    Only tensors with as many rows as the hidden states and rows of the same length are numbered; the first is the input
+    of the block, which is a copy. Tensors computed only from parameters, or from integers made without arguments
     (positions), are excluded: they do not grow with the batch and match the shape only by chance. No tensor is kept in
     memory.
 
@@ -196,8 +196,8 @@ class ExpertRows(Rows):
     Args:
         token: (rows,) index of each row's token in the batch, ascending.
         tokens: Number of tokens in the batch.
-        alike: Number of rows whose token the original network routes to this expert as well; in the other rows `X` equals
-            `X_hat`, as there is nothing to compare with.
+        alike: Number of rows whose token the original network routes to this expert as well; in the other rows `X`
+            equals `X_hat`, as there is nothing to compare with.
     """
 
     token: Tensor
@@ -241,7 +241,7 @@ class InParts:
 
     Args:
         parts: The layers of each pass.
-        run: Function that runs all batches through the block and yields the rows of groups of layers; see `stages.seen`.
+        run: Function that runs all batches through the block and yields rows of groups of layers; see `stages.seen`.
         ends: Whether the last of these passes is the last of the block.
     """
 
@@ -298,8 +298,8 @@ def rows_of(name: str, quantized: Seen, original: Seen | None) -> Rows | RoutedR
     X = original.stacked
     if len(X) != len(X_hat):
         raise CalibrationError(
-            f"{name} receives {len(X)} tokens in the original network and {len(X_hat)} in the quantized network, as routed "
-            f"experts do. Leave it out with --ignore, or use --no-correct."
+            f"{name} receives {len(X)} tokens in the original network and {len(X_hat)} in the quantized network, as "
+            f"routed experts do. Leave it out with --ignore, or use --no-correct."
         )
     residual = {layer: original.added[layer] - r_hat for layer, r_hat in quantized.added.items()}
     return Rows(X_hat=X_hat, X=X, residual=residual)

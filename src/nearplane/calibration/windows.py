@@ -31,12 +31,12 @@ MIN_DISTINCT_RUNS = (
 EXPECTED_INPUTS = {
     Taken.TEXT: "takes text, and something else was given. Pass text.",
     Taken.IMAGES: (
-        "takes images. In Python, pass calibration=pixel_values (images, channels, height, width), as its image processor "
-        "makes them."
+        "takes images. In Python, pass calibration=pixel_values (images, channels, height, width), as its image "
+        "processor makes them."
     ),
     Taken.SOUND: (
-        "takes sound. In Python, pass calibration=(input_features, token_ids): the output of its feature extractor, and the "
-        "token ids (windows, seqlen) of the transcripts, as for labels=."
+        "takes sound. In Python, pass calibration=(input_features, token_ids): the output of its feature extractor, and "
+        "the token ids (windows, seqlen) of the transcripts, as for labels=."
     ),
 }
 logger = logging.getLogger("nearplane")
@@ -48,9 +48,9 @@ class Windows:
 
     Args:
         seqlen: Tokens per window.
-        fitted: (windows, seqlen) calibration windows, which enter all sums, perhaps with sound; None if none are needed.
-        extra: (windows, seqlen) extra windows, which follow in the text and enter no sum; losses are measured on them as
-            well. None if there are none.
+        fitted: (windows, seqlen) calibration windows, perhaps with sound, which enter all sums; None if not needed.
+        extra: (windows, seqlen) extra windows, which follow in the text and enter no sum; losses are measured on them
+            as well. None if there are none.
     """
 
     seqlen: int
@@ -73,7 +73,7 @@ class Windows:
         return self.fitted if self.extra is None else joined([self.fitted, self.extra])
 
     def batches(self, size: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the calibration windows in batches, the first batch of one window, and the batches of extra windows."""
+        """Return the batches of calibration windows, the first of one window, and the batches of extra windows."""
         assert self.fitted is not None, "this run has no windows"
         others = self.fitted[1:].split(size) if self.count > 1 else ()
         return [self.fitted[:1], *others], [] if self.extra is None else [*self.extra.split(size)]
@@ -94,8 +94,8 @@ def digest_of(tokens: Tensor) -> str:
 def calibration_windows(model: Model, recipe: Recipe, given: Given | None = None) -> Windows:
     """Read the calibration text: `samples` calibration windows, and the extra windows after them, see `extra_windows`.
 
-    If the text is shorter, the last ninth of its windows are the extra windows, at least one and at most `extra_windows`;
-    a single window is a calibration window.
+    If the text is shorter, the last ninth of its windows are the extra windows, at least one and at most
+    `extra_windows`; a single window is a calibration window.
 
     Args:
         model: The model, whose tokenizer reads the text.
@@ -146,8 +146,8 @@ def _images(model: Model, recipe: Recipe, images: Tensor) -> int:
     kind = type(model.network).__name__
     if recipe.allocate == "slope" or not isinstance(recipe.scheme, GridScheme):
         raise RecipeError(
-            f"{kind} takes images, on which the bits of each layer are not measured yet. Use --bits with whole numbers and "
-            f"--allocate uniform."
+            f"{kind} takes images, on which the bits of each layer are not measured yet. Use --bits with whole numbers "
+            f"and --allocate uniform."
         )
     with in_a_sentence(f"{kind} does not take images {tuple(images.shape[1:])}, (channels, height, width)"):
         return places(model, images)
@@ -168,7 +168,7 @@ def _check_spoken(model: Model, windows: Spoken) -> None:
 
 
 def extra_windows(samples: int, seqlen: int) -> int:
-    """Return the number of extra windows for `samples` calibration windows: an eighth, at least one, bounded in tokens."""
+    """Return the number of extra windows: an eighth of `samples`, at least one, with an upper bound in tokens."""
     enough = max(EXTRA_WINDOWS, -(-EXTRA_TOKENS // seqlen))
     return max(1, min(samples // WINDOWS_PER_EXTRA, enough))
 
@@ -191,15 +191,15 @@ def check_tokens(model: Model, recipe: Recipe, windows: Windows) -> None:
     different, runs = (0, 0) if taken_by(model.network) is Taken.IMAGES else distinct_runs(tokens)
     if different < min(LEAST * inputs, MIN_DISTINCT_RUNS * runs):
         raise CalibrationError(
-            f"The calibration text is repetitive: of {runs:,} runs of {min(RUN_TOKENS, seqlen)} tokens only {different:,} are "
-            f"distinct, fewer than the {inputs:,} inputs of {widest.name}. Pass more varied text with --calibration."
+            f"The calibration text is repetitive: of {runs:,} runs of {min(RUN_TOKENS, seqlen)} tokens only "
+            f"{different:,} are distinct, fewer than the {inputs:,} inputs of {widest.name}. Pass more varied text."
         )
     if warning is not None:
         logger.warning(warning)
 
 
 def distinct_runs(tokens: Tensor) -> tuple[int, int]:
-    """Return how many runs of `RUN_TOKENS` neighbouring tokens in (windows, seqlen) are distinct, and how many there are."""
+    """Return how many runs of `RUN_TOKENS` neighbouring tokens in (windows, seqlen) are distinct, and the total."""
     length = min(RUN_TOKENS, tokens.shape[1])
     runs = tokens.unfold(1, length, 1).reshape(-1, length)  # (runs, length)
     weights = 1_000_003 ** torch.arange(length)  # a hash; overflow wraps around

@@ -1,7 +1,7 @@
 """Rules by which readers of GPTQ select the layers that they replace; the readers need packages that exclude ours.
 
-The rules are those of optimum 2.3 with gptqmodel 7.6, through which transformers reads GPTQ. tests/readers/test_survey.py
-compares them with these programs where they are installed.
+The rules are those of optimum 2.3 with gptqmodel 7.6, through which transformers reads GPTQ.
+tests/readers/test_survey.py compares them with these programs where they are installed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class GPTQByRule(HfQuantizer):
                 module.register_parameter(part.removeprefix("."), nn.Parameter(tensor, requires_grad=False))
 
     def takes(self, network: PreTrainedModel, name: str, module: nn.Module) -> tuple[int, int | None] | None:
-        """Return bits and group size of a layer that readers replace: below the blocks, and in the list if there is one."""
+        """Return bits and group size of a replaced layer: one below the blocks, and in the list if there is one."""
         fields = self.quantization_config.fields
         if type(module) is not nn.Linear and not isinstance(module, Conv1D | nn.Conv2d):
             return None

@@ -2,10 +2,10 @@
 
     y = row_scale * (codes @ (column_scale * x)) + bias
 
-A weight takes half a byte if codes lie in -8 ... 7. The layer replaces Linear and Conv1D, which both multiply by an (out, in)
-matrix. Many tokens are multiplied by strips of decoded rows, on any device. A few tokens on the CPU are multiplied by the
-packed codes themselves, compiled by Numba, in one pass over the packed bytes per vector. A byte of two nibbles is
-`byte - 136 = low + 16 high`, so that two columns cost two multiplications and one mask:
+A weight takes half a byte if codes lie in -8 ... 7. The layer replaces Linear and Conv1D, which both multiply by an
+(out, in) matrix. Many tokens are multiplied by strips of decoded rows, on any device. A few tokens on the CPU are
+multiplied by the packed codes themselves, compiled by Numba, in one pass over the packed bytes per vector. A byte of
+two nibbles is `byte - 136 = low + 16 high`, so that two columns cost two multiplications and one mask:
 
     low xe + high xo = low (xe - xo / 16) + (byte - 136) (xo / 16)
 """

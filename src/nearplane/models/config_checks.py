@@ -1,7 +1,7 @@
 """Checks that a config.json fits the weight files, before a network is built that takes minutes or all memory.
 
-A damaged or edited config can describe ten million blocks by one number. Counts are checked before transformers reads it,
-the work of building the empty network is limited, and the sizes of that network are compared with the tensors on disk.
+A damaged config can describe ten million blocks by one number. Counts are checked before transformers reads it, the
+work of building the empty network is limited, and the sizes of this network are compared with the tensors on disk.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nearplane.recipe.patterns import fault_of
 from nearplane.system.safetensors_files import TensorReader
 
 COUNT = re.compile(r"^(num|n|number)_\w+|layers?$|blocks?$|experts$|heads?$|depths?$|labels$|groups$")
-# sizes, not counts: no loop runs over them, so they may be large
+# sizes may be large: no loop runs over them
 SIZES = re.compile(r"positions|embd|embed|ctx|inner|hidden_size|intermediate|vocab|tokens")
 PATTERNS = ("re:", "+:", "-:")  # prefixes of texts that are regular expressions
 MAX_COUNT = 100_000  # largest number of layers, heads, labels and the like
@@ -88,7 +88,8 @@ class BuildBudget(TorchFunctionMode):
         if self._left < 0:
             raise ModelError(
                 f"{self._reader.folder}/config.json describes many more layers than the "
-                f"{len(self._reader.names())} tensors of the weight files can fill. These files do not belong together. Fetch the folder again."
+                f"{len(self._reader.names())} tensors of the weight files can fill. These files do not belong "
+                f"together. Fetch the folder again."
             )
         return func(*args, **(kwargs or {}))
 
@@ -96,7 +97,7 @@ class BuildBudget(TorchFunctionMode):
 def check_sizes(network: nn.Module, reader: TensorReader) -> None:
     """Refuse an empty network whose parameters differ in size from the tensors of their names, or are far too many.
 
-    Tensors that transformers converts (fused experts) are compared in total only; quantized layers when they are decoded.
+    Of tensors that transformers converts (fused experts) only the total is compared; quantized layers are not.
 
     Args:
         network: The network on the meta device.
@@ -141,6 +142,6 @@ def check_sizes(network: nn.Module, reader: TensorReader) -> None:
         )
     if (tables := sum(buffer.numel() for buffer in network.buffers())) > BUFFERS + max_unknown:
         raise ModelError(
-            f"{reader.folder}: config.json describes tables of {tables:,} numbers in addition to the weights. Fetch it again, "
-            f"or correct its number of positions and its sizes of heads."
+            f"{reader.folder}: config.json describes tables of {tables:,} numbers in addition to the weights. "
+            f"Fetch it again, or correct its number of positions and its sizes of heads."
         )

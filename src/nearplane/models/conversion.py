@@ -74,7 +74,7 @@ class Weights:
         if missing := [name for name in missing if name not in self._computed]:
             raise ModelError(
                 f"{reader.folder}: the weight files lack {len(missing)} of the {len(names)} parameters of "
-                f"{type(network).__name__}, first {missing[0]}. Check that all files are there and belong to this config.json."
+                f"{type(network).__name__}, first {missing[0]}. Check that the files are complete and fit config.json."
             )
 
     def source_name(self, parameter: str) -> str:
@@ -211,7 +211,7 @@ class Weights:
 
     @torch.no_grad()
     def _compute(self, root: nn.Module, prefix: str, device: torch.device, dtype: torch.dtype) -> None:
-        """Compute tensors that are not stored (rotary frequencies, masks, Marian's sine waves) as from_pretrained does."""
+        """Compute tensors that are not stored (rotary frequencies, masks, sine waves) as from_pretrained does."""
         for path, module in root.named_modules():
             place = f"{prefix}{path}." if path else prefix
             empty = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
@@ -281,7 +281,8 @@ def _plan(
     """Find the source of every parameter in the files.
 
     Returns:
-        {parameter or buffer: load}, and {stored name: name that it would have} of tensors that the network does not use.
+        {parameter or buffer: load}, and {stored name: name that it would have} of tensors that the network does not
+        use.
     """
     renamings = [entry for entry in conversions if isinstance(entry, core_model_loading.WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, core_model_loading.WeightConverter)]

@@ -1,8 +1,9 @@
 """Experts in stacked parameters: every matrix of every expert as a layer, and the rows that it multiplies.
 
-transformers keeps the experts of a block in one module with 3-D parameters whose forward can be replaced (`ExpertsInterface`).
-The forward here computes the same as transformers' own. On the way it calls observers twice with all rows and their routing:
-before gate and up of all experts, and before down of all. Only blocks in memory run it, see `observable`.
+transformers keeps the experts of a block in one module with 3-D parameters whose forward can be replaced
+(`ExpertsInterface`). The forward here computes the same as transformers' own. On the way it calls observers twice with
+all rows and their routing: before gate and up of all experts, and before down of all. Only blocks in memory run it, see
+`observable`.
 """
 
 from __future__ import annotations

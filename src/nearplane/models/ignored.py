@@ -1,7 +1,7 @@
 """Layers that stay unquantized, as names and patterns for readers, and models that are not supported.
 
-Readers treat every linear layer as quantized unless config.json lists it as ignored. They look names up in the network that
-they build, or among the stored tensors; where the two differ, both are listed. Whole parts are patterns, "re:...".
+Readers treat every linear layer as quantized unless config.json lists it as ignored. They look names up in the network
+that they build, or among the stored tensors; where the two differ, both are listed. Whole parts are patterns, "re:...".
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ OTHER_HEADS = re.compile(r"For(?!CausalLM$|ConditionalGeneration$)[A-Z]\w+$")
 def refuse_unmatched(model: Model, patterns: Sequence[str], option: str = "--ignore") -> None:
     """Refuse a pattern that matches no name: the option would silently have no effect.
 
-    For --ignore, the names are those of all modules with weights and of stored tensors that the network does not use; for
-    other options, those of the quantized layers.
+    For --ignore, the names are those of all modules with weights and of stored tensors that the network does not use;
+    for other options, those of the quantized layers.
 
     Args:
         model: The model with the names.
@@ -46,8 +46,8 @@ def refuse_unmatched(model: Model, patterns: Sequence[str], option: str = "--ign
         similar = get_close_matches(re.sub(r"[\\^$]", "", pattern), parts, n=MAX_SUGGESTIONS, cutoff=0.5)
         suggestions = f"Similar names: {', '.join(similar)}. " if similar else ""
         raise RecipeError(
-            f"{option} {pattern} matches no layer of {model.folder}. {suggestions}Expected a regular expression that is found in "
-            f"a full name such as {model.layers[0].name if model.layers else names[0]}."
+            f"{option} {pattern} matches no layer of {model.folder}. {suggestions}Expected a regular expression that is "
+            f"found in a full name such as {model.layers[0].name if model.layers else names[0]}."
         )
 
 
@@ -71,8 +71,8 @@ def pattern_of(block: str, layer: str) -> str:
 def left_dense(model: Model, layers: Sequence[Layer]) -> list[str]:
     """Return names and patterns of everything unquantized that a reader might take for a linear layer.
 
-    These are all modules that are or inherit from Linear, Conv1D and Conv2d, experts in one tensor or stored one by one,
-    and stored parts that transformers does not build but other readers do.
+    These are all modules that are or inherit from Linear, Conv1D and Conv2d, experts in one tensor or stored one by
+    one, and stored parts that transformers does not build but other readers do.
 
     Args:
         model: The original model.
@@ -115,21 +115,21 @@ def refuse_unsupported(model: Model) -> None:
     kind = type(model.network).__name__
     if not has_head(model.network) and getattr(model.config, "is_encoder_decoder", False):
         raise RecipeError(
-            f"The architecture {kind} is not supported: an encoder with a decoder needs its head, which determines the decoder's "
-            f"input. Pass the model saved with its head, for conditional generation."
+            f"The architecture {kind} is not supported: an encoder with a decoder needs its head, which determines "
+            f"the decoder's input. Pass the model saved with its head, for conditional generation."
         )
     for architecture in getattr(model.config, "architectures", None) or ():
         if architecture != kind and OTHER_HEADS.search(architecture) and hasattr(transformers, architecture):
             raise RecipeError(
-                f"The architecture {architecture} is not supported because it does not predict the next token (transformers would "
-                f"build {kind} from it). Pass a causal language model, or an encoder saved without a head."
+                f"The architecture {architecture} is not supported because it does not predict the next token (transformers "
+                f"would build {kind} from it). Pass a causal language model, or an encoder saved without a head."
             )
     if model.layers:
         return
     if left := [(name, reason) for name, reason in model.skipped if reason.endswith(NOT_HANDLED)]:
         name, reason = left[0]
         raise RecipeError(
-            f"The architecture {kind} is not supported: its matrices have the type {reason.split()[0]} (for example {name}), and "
+            f"The architecture {kind} is not supported: its matrices have the type {reason.split()[0]} (for example {name}); "
             f"nearplane handles Linear, Conv1D and Conv2d. Use another model, or another tool for this one."
         )
     raise RecipeError(

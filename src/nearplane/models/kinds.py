@@ -1,7 +1,7 @@
 """Kinds of networks by their inputs and outputs, and the divergence between the outputs of two networks.
 
-A network has a vocabulary head or none (an encoder, which returns hidden states), perhaps towers for images or sound, and
-takes text, images, or sound with its transcript. All is read off transformers' configs and networks.
+A network has a vocabulary head or none (an encoder, which returns hidden states), perhaps towers for images or sound,
+and takes text, images, or sound with its transcript. All is read off transformers' configs and networks.
 """
 
 from __future__ import annotations
@@ -17,12 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-SPEECH_TYPES = (
-    "whisper",
-    "moonshine",
-    "speech_to_text",
-    "speecht5",
-)  # speech-to-text models with which nearplane was tried
+SPEECH_TYPES = "whisper", "moonshine", "speech_to_text", "speecht5"  # types of speech-to-text models that were tried
 
 
 class Taken(StrEnum):
@@ -36,8 +31,8 @@ class Taken(StrEnum):
 def is_headless(config: Any) -> bool:
     """Return whether a config describes a model without head, which AutoModel builds and AutoModelForCausalLM does not.
 
-    Its architecture is then the plain model of its type, "BertModel". A plain model of a causal type with tied embeddings
-    counts as a language model, saved without the head that the embeddings are.
+    Its architecture is then the plain model of its type, "BertModel". A plain model of a causal type with tied
+    embeddings counts as a language model that was saved without its head.
     """
     kind, tied = _kind(config), getattr(config, "tie_word_embeddings", False)
     causal = (
@@ -47,7 +42,7 @@ def is_headless(config: Any) -> bool:
 
 
 def is_multimodal(config: Any) -> bool:
-    """Return whether a config describes a language model with images as input, which AutoModelForImageTextToText builds.
+    """Return whether a config describes a language model with images, which AutoModelForImageTextToText builds.
 
     For types with and without a vision tower (Llama 4, Qwen3.5), the architecture in the config decides.
     """
@@ -57,13 +52,13 @@ def is_multimodal(config: Any) -> bool:
 
 
 def is_seq2seq(config: Any) -> bool:
-    """Return whether AutoModelForSeq2SeqLM builds a model: an encoder with a decoder, or a language model with sound."""
+    """Return whether AutoModelForSeq2SeqLM builds a model, such as an encoder with a decoder."""
     name = _class_name(config)
     return name is not None and name == modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.get(_kind(config))
 
 
 def writes_down(config: Any) -> bool:
-    """Return whether a config describes a supported speech-to-text model: an encoder of sound and a decoder (Whisper)."""
+    """Return whether a config describes a supported speech-to-text model such as Whisper, with encoder and decoder."""
     return hears_alone(config) is not None and _kind(config) in SPEECH_TYPES
 
 

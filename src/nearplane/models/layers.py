@@ -40,7 +40,8 @@ class Layer:
 
     Attributes:
         kind: Type of the module.
-        convolves: Whether inputs and outputs are (images, channels, height, width) instead of rows in the last dimension.
+        convolves: Whether inputs and outputs are (images, channels, height, width) instead of rows in the last
+            dimension.
         routed: Whether this is one of several experts, to some of which every token is routed; see `experts.py`.
     """
 
@@ -107,7 +108,8 @@ class Layer:
     def share(self, x: Tensor, hidden: Tensor) -> float:
         """Return the rows of `x` per token of the block's input; not an integer if `x` has only some of the tokens.
 
-        It is 1 for convolutions, whose rows are not tokens, and for experts, whose input has all tokens with their routing.
+        It is 1 for convolutions, whose rows are not tokens, and for experts, whose input has all tokens with their
+        routing.
         """
         if self.convolves or self.routed:
             return 1.0
@@ -128,7 +130,7 @@ class Layer:
         return self.module.register_forward_hook(lambda module, args, output: see(self, output))
 
     def within(self, root: nn.Module, prefix: str) -> Self:
-        """Return this view in a copy of a submodule; `prefix` is its name with a dot at the end, or "" for the model."""
+        """Return this view in a copy of a submodule, whose name with a dot at the end is `prefix`; "": the model."""
         return replace(self, module=root.get_submodule(self.parameter.removeprefix(prefix).rpartition(".")[0]))
 
 

@@ -68,7 +68,7 @@ def open_model(
 
 
 def positions_of(config: Any, network: nn.Module | None = None) -> int | None:
-    """Return the number of positions of a model, without those reserved for padding; None if config.json has no limit."""
+    """Return the number of positions of a model, without those reserved for padding; None without a limit."""
     padding = 0 if network is None else padded_positions(network)
     for section in (config, getattr(config, "text_config", None)):
         for name in POSITIONS:
@@ -94,8 +94,8 @@ class Model:
         embeddings, head: Blocks of one layer each if these are quantized, else None.
         tied: Whether embeddings and head are one matrix, which is then `embeddings`.
         unbuilt: {stored name of a part that transformers does not build: number of its matrices}.
-        skipped: (name, reason) of matrices in blocks that are not supported, and of parts that are unbuilt or lie outside
-            the blocks.
+        skipped: (name, reason) of matrices in blocks that are not supported, and of parts that are unbuilt or lie
+            outside the blocks.
         ignored: Names of matrices that `ignore` leaves out.
         tuned: {parameter name: tensor} of parameters in blocks that replace the original's in the quantized network.
     """

@@ -1,7 +1,7 @@
 """Networks and tokenizers that transformers builds from a folder: an empty network, a loaded one, a tokenizer.
 
-All loading of configs, weights and tokenizers by transformers goes through this file. Folders that would take minutes or
-all memory are refused beforehand, and every error that transformers raises becomes one sentence.
+All loading of configs, weights and tokenizers by transformers goes through this file. Folders that would take minutes
+or all memory are refused beforehand, and every error that transformers raises becomes one sentence.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GPTQ_READERS = "pip install optimum gptqmodel"  # packages with which transforme
 
 @contextmanager
 def in_a_sentence(what: str) -> Iterator[None]:
-    """Convert any error raised within into a ModelError that begins with `what`; nearplane's errors stay as they are."""
+    """Convert any error raised within, except nearplane's own, into a ModelError that begins with `what`."""
     try:
         yield
     except BaseException as error:
@@ -124,7 +124,7 @@ def _builder(config: Any) -> Any:
         if config.model_type not in SPEECH_TYPES:
             raise ModelError(
                 f"The architecture {architecture} is not supported: it takes sound, and nearplane supports "
-                f"only sound models of the types {', '.join(SPEECH_TYPES)}. Use another model, or another tool for this one."
+                f"only sound models of the types {', '.join(SPEECH_TYPES)}. Use another model, or another tool."
             )
         return transformers.AutoModelForSpeechSeq2Seq
     return transformers.AutoModelForImageTextToText if is_multimodal(config) else transformers.AutoModelForCausalLM

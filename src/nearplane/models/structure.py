@@ -1,7 +1,7 @@
 """Search for the blocks of a network, the matrices in them that can be quantized, and the parts that stay unquantized.
 
-Unquantized parts are those that transformers does not build (multi-token prediction), and those outside the stack of blocks
-(the vision tower of a multimodal model). Both are copied into the checkpoint.
+Unquantized parts are those that transformers does not build (multi-token prediction), and those outside the stack of
+blocks (the vision tower of a multimodal model). Both are copied into the checkpoint.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def refuse_parts(stacked: Sequence[Layer], kept: Sequence[Layer]) -> None:
     for parameter, count in counts.items():
         if count < whole[parameter]:
             raise RecipeError(
-                f"--ignore leaves out {whole[parameter] - count} of the {whole[parameter]} matrices in {parameter}, which can "
-                f"only be quantized together. Leave them all out with --ignore "
+                f"--ignore leaves out {whole[parameter] - count} of the {whole[parameter]} matrices in {parameter}, which "
+                f"can only be quantized together. Leave them all out with --ignore "
                 f"'{re.escape(parameter.rpartition('.')[0])}'."
             )
 
