@@ -105,7 +105,7 @@ def test_long_texts_raise_no_warning(
         ("a.jsonl", '["text"]', r"a\.jsonl, line 1 has neither `text`"),
         ("a.jsonl", '{"messages": ["hello"]}', "line 1: the chat template cannot be applied"),
         ("a.jsonl", '{"text": "abc"}', "holds 3 tokens; one window needs 20"),
-        ("a.csv", "text\nabc", r"a\.csv is no \.txt or \.jsonl file"),
+        ("a.csv", "text\nabc", r"a\.csv is not a \.txt or \.jsonl file"),
     ],
 )
 def test_files_that_cannot_be_used_are_named_with_the_reason(

@@ -46,7 +46,7 @@ def test_a_model_that_continues_no_text_is_refused(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"architectures": ["BertForMaskedLM"]}))
     with pytest.raises(
-        NearplaneError, match=r"^The architecture BertForMaskedLM is not supported: it does not predict the next"
+        NearplaneError, match=r"^The architecture BertForMaskedLM is not supported because it does not predict the next"
     ):
         nearplane.quantize(tmp_path / "model", tmp_path / "out", bits=4, solver="round-to-nearest", device="cpu")
 

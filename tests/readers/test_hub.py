@@ -372,7 +372,7 @@ def of_another_shape(tensors: dict[str, Tensor]) -> None:
         (truncated, r"00001-of-00002\.safetensors: .*layers\.0\.self_attn\.q_proj\.weight_coded"),
         (extended, r"00001-of-00002\.safetensors: .*layers\.0\.self_attn\.q_proj\.weight_coded"),
         (emptied, r"00001-of-00002\.safetensors: .*layers\.0\.self_attn\.q_proj\.weight_coded"),
-        (missing, r"holds 20 tensors weight_coded, config\.json names 21"),
+        (missing, r"holds 20 tensors weight_coded, but config\.json names 21"),
         (renamed, r"layers\.0\.self_attn\.q_proj\.weight_coded was not loaded"),
         (widened, r"q_proj\.weight_coded is I32 .*expected bytes"),
         (of_another_shape, r"q_proj\.weight_coded holds a matrix 33 x 32, but config\.json describes 32 x 32"),
@@ -404,9 +404,9 @@ def claiming_more_elsewhere(tensors: dict[str, Tensor]) -> None:
     [
         (
             of_another_shape,
-            r"00001-of-00002\.safetensors: .*q_proj\.weight_coded holds a matrix 33 x 32, .* describes 32 x 32",
+            r"00001-of-00002\.safetensors: .*q_proj\.weight_coded holds a matrix 33 x 32, .* asks for 32 x 32",
         ),
-        (claiming_more, r"q_proj\.weight_coded holds a matrix 1048576 x 1024, but config\.json describes 32 x 32"),
+        (claiming_more, r"q_proj\.weight_coded holds a matrix 1048576 x 1024, config\.json asks for 32 x 32"),
         (
             claiming_more_elsewhere,
             r"x_proj\.weight_coded holds a matrix 1048576 x 1024; no weight .* more than 3,072 elements",

@@ -150,7 +150,7 @@ def test_experts_in_gptq_are_for_the_types_that_gptqmodel_reads(
             check()
         return
     check()
-    assert "Experts in GPTQ are read by GPTQModel" in caplog.text
+    assert "GPTQModel reads them" in caplog.text
     assert json.loads(config_text(model.folder, configure(recipe)))[WEIGHTS] == EXPERTS_WITH
     plain = configure(recipe, layers=[layer for layer in model.layers if not layer.routed])
     assert WEIGHTS not in json.loads(config_text(model.folder, plain))
