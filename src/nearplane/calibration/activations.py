@@ -1,6 +1,6 @@
 """Activation streams: the inputs of each block of a network, found by running the network without its blocks.
 
-This module calls the blocks; what is measured while they run is decided elsewhere.
+This module calls the blocks; other modules observe their layers meanwhile.
 """
 
 from __future__ import annotations

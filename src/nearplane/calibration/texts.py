@@ -95,9 +95,7 @@ def _first_ids(tokenizer: PreTrainedTokenizerBase, text: str, needed: int) -> li
     length = needed * LETTERS + MARGIN
     while tokenizer.is_fast and length < len(text):
         encoding = tokenizer(text[:length], add_special_tokens=False, verbose=False, return_offsets_mapping=True)
-        certain = next(
-            (n for n, (_, end) in enumerate(encoding["offset_mapping"]) if end > length - MARGIN), 0
-        )
+        certain = next((n for n, (_, end) in enumerate(encoding["offset_mapping"]) if end > length - MARGIN), 0)
         if certain >= needed:
             return list(encoding["input_ids"][:certain])
         length *= 2

@@ -22,7 +22,7 @@ from nearplane.recipe.schemes import GridScheme
 from nearplane.record.words import LEAST, shortage
 
 DEFAULT_SEQLEN = 2048
-WINDOWS_PER_EXTRA = 8  # at least so many calibration windows for every extra window
+WINDOWS_PER_EXTRA = 8  # calibration windows per extra window, at least
 EXTRA_TOKENS, EXTRA_WINDOWS = 1024, 4  # enough for a measurement: no more extra windows are read
 RUN_TOKENS = 8  # text that is not repetitive repeats few runs of 8 neighbouring tokens
 MIN_DISTINCT_RUNS = (

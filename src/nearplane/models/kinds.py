@@ -25,7 +25,7 @@ class Taken(StrEnum):
 
     TEXT = "text"
     IMAGES = "pixel values (images, channels, height, width)"
-    SOUND = "sound with what is said in it (input_features, token_ids)"
+    SOUND = "sound with its transcript (input_features, token_ids)"
 
 
 def is_headless(config: Any) -> bool:
