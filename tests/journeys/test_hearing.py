@@ -115,28 +115,28 @@ def test_the_record_tells_other_sound_from_that_which_was_heard(solved: Path, wh
     for other in ((SOUND + 1, TOKENS), (SOUND, TOKENS.flip(1))):
         found = nearplane.verify(solved, against=whisper, calibration=other)
         assert [fault.what for fault in found.faults] == ["its tokens differ from those of the record"]
-    with pytest.raises(NearplaneError, match="sound given in Python, of which the record holds the SHA-256 alone"):
+    with pytest.raises(NearplaneError, match="sound given in Python; the run record holds only their SHA-256"):
         nearplane.verify(solved, against=whisper)
 
 
 @pytest.mark.parametrize(
     ("calibration", "match"),
     [
-        (TOKENS, r"WhisperForConditionalGeneration takes sound: from Python, pass calibration=\(input_features"),
+        (TOKENS, r"WhisperForConditionalGeneration takes sound. In Python, pass calibration=\(input_features"),
         (str(CALIBRATION), "takes sound"),
         (["A text."], "takes sound"),
         (SOUND[:, None], "takes sound"),
         ((SOUND[:, :8], TOKENS), r"does not take sound \(8, 40\) with 12 tokens \(RuntimeError: .* channels"),
         ((SOUND[:, :, :30], TOKENS), r"does not take sound \(16, 30\) .* to be of length 40, but found 30"),
-        ((SOUND[:39], TOKENS), r"a pair of \(39, 16, 40\) and \(40, 12\); expected .* of as many windows"),
-        ((SOUND, TOKENS.float()), "calibration is a tuple that makes up no tensor"),
+        ((SOUND[:39], TOKENS), r"a pair of shapes \(39, 16, 40\) and \(40, 12\); expected .* the same number of windows"),
+        ((SOUND, TOKENS.float()), "calibration is a tuple that cannot be converted to a tensor"),
         ((SOUND, TOKENS[:, :, None]), r"calibration\[1\] is int64 \(40, 12, 1\); expected"),
-        ((SOUND / 0, TOKENS), "NaN or Inf in its sound"),
-        ((SOUND.double() * 1e300, TOKENS), "NaN or Inf in its sound"),
-        ((SOUND, np.array([[1, 2], [3]], dtype=object)), r"calibration\[1\] is a ndarray that makes up no tensor"),
+        ((SOUND / 0, TOKENS), "holds NaN or Inf in float32"),
+        ((SOUND.double() * 1e300, TOKENS), "holds NaN or Inf in float32"),
+        ((SOUND, np.array([[1, 2], [3]], dtype=object)), r"calibration\[1\] is a ndarray that cannot be converted to a tensor"),
         ((SOUND, TOKENS.clone().fill_(-100)), r"calibration\[1\] holds the token id -100; .* leave padding out"),
-        ((SOUND, TOKENS + 9), "token id 104, the model a vocabulary of 96"),
-        ((SOUND, TOKENS.clone().index_fill_(1, torch.tensor(0), START)), "All token_ids begin with 1, with which"),
+        ((SOUND, TOKENS + 9), "token id 104, but the model's vocabulary has 96"),
+        ((SOUND, TOKENS.clone().index_fill_(1, torch.tensor(0), START)), "All token_ids begin with 1, the start token"),
         ((SOUND, TOKENS.repeat(1, 3)), "--seqlen 36 is more than the 32 positions of the model"),
         ((SOUND[:4], TOKENS[:4]), "36 calibration tokens are 0.56 for each of the 64 inputs of model.encoder.layers.0.fc2"),
     ],
@@ -149,7 +149,7 @@ def test_bad_input_is_refused_in_a_sentence(calibration: Any, match: str, whispe
 
 def test_what_begins_with_the_start_token_is_not_measured_either(whisper: Path) -> None:
     started = TOKENS.clone().index_fill_(1, torch.tensor(0), START)
-    with pytest.raises(NearplaneError, match="All token_ids begin with 1, with which"):
+    with pytest.raises(NearplaneError, match="All token_ids begin with 1, the start token"):
         nearplane.evaluate(whisper, (SOUND, started), device="cpu")
 
 
@@ -189,7 +189,7 @@ def test_two_images_in_a_list_are_no_pair() -> None:
 
 def test_the_command_line_says_how_to_do_it_from_python(whisper: Path, tmp_path: Path) -> None:
     words = ["quantize", str(whisper), str(tmp_path / "out"), "--bits", "4", "--group-size", "16"]
-    with pytest.raises(NearplaneError, match=r"from Python, pass calibration=\(input_features, token_ids\)"):
+    with pytest.raises(NearplaneError, match=r"In Python, pass calibration=\(input_features, token_ids\)"):
         app([*words, "--calibration", str(CALIBRATION)], exit_on_error=False, result_action="return_value")
     app([*words, "--solver", "round-to-nearest"], exit_on_error=False, result_action="return_value")
     assert read_record(tmp_path / "out").windows == 0

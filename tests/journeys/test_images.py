@@ -59,7 +59,7 @@ def test_losses_are_measured_again_on_the_images_and_on_no_others(solved: Path, 
     assert found.measured
     others = nearplane.verify(solved, against=vit, calibration=IMAGES + 1)
     assert [fault.what for fault in others.faults] == ["its tokens differ from those of the record"]
-    with pytest.raises(CalibrationError, match="images given in Python, of which the record holds the SHA-256 alone"):
+    with pytest.raises(CalibrationError, match="images given in Python; the run record holds only their SHA-256"):
         nearplane.verify(solved, against=vit)
 
 
@@ -73,11 +73,11 @@ def test_embeddings_of_images_are_compared_by_cosine(solved: Path, vit: Path) ->
 
 
 def test_what_is_no_image_or_of_another_size_is_refused(vit: Path, solved: Path, tmp_path: Path) -> None:
-    with pytest.raises(CalibrationError, match="ViTModel takes images: from Python, pass calibration=pixel_values"):
+    with pytest.raises(CalibrationError, match=r"ViTModel takes images\. In Python, pass calibration=pixel_values"):
         nearplane.quantize(vit, tmp_path / "out", calibration=str(CALIBRATION), bits=4, device="cpu")
     with pytest.raises(nearplane.NearplaneError, match=r"ViTModel does not take images \(3, 16, 32\)"):
         nearplane.quantize(vit, tmp_path / "out", calibration=IMAGES[:, :, :16], bits=4, device="cpu")
-    with pytest.raises(RecipeError, match="bits of layers are not measured yet"):
+    with pytest.raises(RecipeError, match="bits of each layer are not measured yet"):
         nearplane.quantize(vit, tmp_path / "out", calibration=IMAGES, rate=3, device="cpu")
     with pytest.raises(CalibrationError, match="takes text, and something else was given"):
         nearplane.quantize(MODEL, tmp_path / "out", calibration=IMAGES, bits=4, device="cpu")

@@ -1,1 +1,1 @@
-"""From text to second moments: tokens, hidden states block by block, and the walk through a network."""
+"""Calibration: text to windows, the walk of activations through a network, and second moments of layer inputs."""

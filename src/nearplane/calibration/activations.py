@@ -1,6 +1,6 @@
-"""Activation streams: what enters each block of a network, found by running the network without its blocks.
+"""Activation streams: the inputs of each block of a network, found by running the network without its blocks.
 
-Knows how blocks are called; not what is measured on the way.
+This module calls the blocks; other modules observe their layers meanwhile.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from nearplane.calibration.recorder import ENCODED, Between, Call, End, Recorder, Tape, mapped, part_of, with_part
+from nearplane.calibration.recorder import ENCODER_OUT, Call, End, FinalNorm, Recorder, Tape, mapped, part_of, with_part
 from nearplane.calibration.states_on_disk import Keep
 from nearplane.calibration.texts import check_vocabulary
 from nearplane.calibration.watch import Stop, stop
@@ -25,17 +25,17 @@ from nearplane.models.model import ABSENT, Block, Model
 
 
 class Stream:
-    """Hidden states on their way through the network, batch by batch: (windows, seqlen, hidden) each.
+    """Hidden states between two blocks of the network, in batches of (windows, seqlen, hidden).
 
     Attributes:
-        quantized: inputs of the next block in the quantized network; batches of extra windows come last.
-        original: the same in the original one; None if only one stream runs. Both start as the same tensors.
-        calls: {block name: its other arguments, by batch}.
-        ahead: whether `original` has passed the block that `quantized` still stands before.
-        extra: what each block returns beside hidden states, of one window; None if it returns no tuple.
-        between: from the hidden states behind an encoder to what a decoder sees of them.
-        sizes: windows of each batch.
-        fitted: batches that sums are made of; the windows of those behind them enter none.
+        quantized: Inputs of the next block in the quantized network; batches of extra windows come last.
+        original: Inputs of the same block in the original network; None without a second stream. Both start equal.
+        calls: {block name: the other arguments of the block, one `Call` per batch}.
+        ahead: Whether `original` has already passed the next block of `quantized`.
+        extra: Values that each block returns after the hidden states, for one window; None if it returns no tuple.
+        between: Function from the output of the encoder's last block to the input of the decoder's cross-attention.
+        sizes: Number of windows in each batch.
+        fitted: Number of batches that enter sums; the batches after these hold extra windows, which enter none.
     """
 
     def __init__(
@@ -52,29 +52,29 @@ class Stream:
         self.sizes = [len(x) for x in hidden]
 
     def forward(self, block: Block, module: Callable[..., Any] | None, batch: int, hidden: Tensor) -> Tensor:
-        """Run a copy of a block on one batch and return the hidden states that come out."""
+        """Run a copy of a block on one batch and return its output hidden states."""
         assert module is not None, ABSENT
         call = self.calls[block.name][batch]
         whole = hidden.clone()  # a block may work in place
-        if call.seen is not None:
-            assert self.between is not None, "decoders are behind an encoder"
-            encoded = self.between(whole[:, call.seen])
-            args, kwargs = mapped(lambda value: encoded if value is ENCODED else value, (call.args, call.kwargs))
+        if call.encoder_positions is not None:
+            assert self.between is not None, "a decoder follows an encoder"
+            encoded = self.between(whole[:, call.encoder_positions])
+            args, kwargs = mapped(lambda value: encoded if value is ENCODER_OUT else value, (call.args, call.kwargs))
             call = replace(call, args=args, kwargs=kwargs)
-        output = call.run(module, part_of(whole, call.own))
+        output = call.run(module, part_of(whole, call.positions))
         states: Tensor = output[0] if isinstance(output, tuple) else output
-        return with_part(whole, call.own, states)
+        return with_part(whole, call.positions, states)
 
-    def own(self, block: Block, batch: int) -> Tensor:
-        """Return the hidden states in the quantized network that a block is given, without those that it lets be."""
-        return part_of(self.quantized[batch], self.calls[block.name][batch].own)
+    def block_input(self, block: Block, batch: int) -> Tensor:
+        """Return the hidden states of the quantized network at the positions that a block works on."""
+        return part_of(self.quantized[batch], self.calls[block.name][batch].positions)
 
     @torch.no_grad()
     def advance(self, block: Block) -> None:
-        """Move both streams past a block; each batch of the old hidden states is freed as the new one is there.
+        """Move both streams past a block; each batch of inputs is freed as soon as its outputs exist.
 
         Raises:
-            CalibrationError: what comes out is not finite.
+            CalibrationError: The block returns NaN or Inf.
         """
         for batch in range(len(self.sizes)):
             self.quantized[batch] = finite(self.forward(block, block.quantized, batch, self.quantized[batch]), block)
@@ -83,7 +83,7 @@ class Stream:
         self.passed(block)
 
     def passed(self, block: Block) -> None:
-        """Note that both streams stand behind a block."""
+        """Record that both streams have passed a block."""
         self.ahead = False
         del self.calls[block.name]
 
@@ -98,41 +98,41 @@ def skeleton(
     embeddings: Tensor | None = None,
     keep: Keep = list,
 ) -> Stream:
-    """Run the network without its blocks: learn the inputs of the first one and the other arguments of all.
+    """Run the network without its blocks; record the first block's inputs and the other arguments of all blocks.
 
-    Every block is replaced by a recorder that returns its input, so embeddings, masks and rotary tables are computed as
-    the model does; they are in memory only for this.
+    Every block is replaced by a recorder that returns its input, so the model itself computes embeddings, masks and
+    rotary tables; they are in memory only during this call.
 
     Args:
-        model: whose blocks are to be calibrated.
-        batches: (windows, seqlen) int64 each, with their sound where the network hears; of networks that take images (images,
-            channels, height, width). By the first one blocks are looked at before all pass through.
-        device, dtype: where and in what to compute; hidden states stay there.
-        embeddings: (vocabulary, hidden) input embeddings of the quantized network, beside whose stream that of the original
-            starts; None: those of the original, and one stream.
-        keep: makes the lists that hold hidden states.
+        model: The model to calibrate.
+        batches: (windows, seqlen) int64 each, perhaps with sound; or (images, channels, height, width).
+            One window of the first batch runs beforehand, to find what blocks return.
+        device, dtype: Device and dtype of the computation and of the hidden states.
+        embeddings: (vocabulary, hidden) input embeddings of the quantized network, for a second stream; None: one
+            stream, from the original embeddings.
+        keep: Function that makes the lists of hidden states.
 
     Raises:
-        ModelError: the blocks do not run one after the other, each on what the one before returned.
-        CalibrationError: a token is not in the model's vocabulary.
+        ModelError: The blocks do not run one after the other, each on the output of the one before.
+        CalibrationError: A token is not in the model's vocabulary.
     """
     place = torch.device(device)
     for part in batches if taken_by(model.network) is not Taken.IMAGES else ():
         check_vocabulary(part, len(model.network.get_input_embeddings().weight))
-    firsts = [next(i for i, b in enumerate(model.blocks) if b.name.startswith(f"{stack}.")) for stack in model.stacks]
-    tape = Tape([block.name for block in model.blocks], firsts)
+    starts = [next(i for i, b in enumerate(model.blocks) if b.name.startswith(f"{stack}.")) for stack in model.stacks]
+    tape = Tape([block.name for block in model.blocks], starts)
     recorders = [Recorder(block.empty, index=index, tape=tape) for index, block in enumerate(model.blocks)]
-    with model.around(recorders, place, dtype) as network, ExitStack() as opening:
+    with model.around(recorders, place, dtype) as network, ExitStack() as first_blocks:
         if (head := network.get_output_embeddings()) is not None:
             head.register_forward_pre_hook(stop)
-        if len(firsts) > 1:
-            tape.between = Between(network.get_encoder())
-        for first in firsts:
-            block = opening.enter_context(model.blocks[first].on(place, dtype, original=False))
-            tape.opening[first] = block.quantized
+        if len(starts) > 1:
+            tape.between = FinalNorm(network.get_encoder())
+        for start in starts:
+            block = first_blocks.enter_context(model.blocks[start].on(place, dtype, original=False))
+            tape.first_blocks[start] = block.quantized
         tape.probe(network, batches[0][:1], place)
-        if not tape.opening:
-            opening.close()
+        if not tape.first_blocks:
+            first_blocks.close()
         original = None
         if embeddings is not None:
             original = tape.run(network, batches, place, keep)
@@ -142,76 +142,79 @@ def skeleton(
 
 
 def places(model: Model, windows: Tensor) -> int:
-    """Return how many hidden states a network has of a window: of both stacks, of patches of an image and what stands before."""
+    """Return the number of hidden states of one window: over both stacks; of an image, patches and class tokens."""
     return skeleton(model, [windows[:1]], device="cpu", dtype=torch.float32).quantized[0].shape[1]
 
 
 @torch.no_grad()
 def finish(model: Model, stream: Stream, tokens: Tensor, dtype: torch.dtype) -> None:
-    """Move both streams from behind the last block to the head: past the last norm.
+    """Move both streams from the output of the last block to the input of the head: through the last norm.
 
     Args:
-        model: whose head is a module of its own.
-        stream: from `skeleton`, advanced past all blocks.
-        tokens: (windows, seqlen) that it was made of, extra ones last.
-        dtype: in which to compute.
+        model: A model whose head is a module of its own.
+        stream: The stream that `skeleton` made of `tokens`, advanced past all blocks.
+        tokens: (windows, seqlen) calibration tokens, extra windows last.
+        dtype: Dtype of the computation.
     """
-    assert len(model.stacks) == 1, "heads behind a decoder are not quantized"
-    entered: list[Tensor] = []
+    assert len(model.stacks) == 1, "the head of a decoder with an encoder is not quantized"
+    head_inputs: list[Tensor] = []
 
-    def enter(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        entered.append(args[0])
+    def capture(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        head_inputs.append(args[0])
         raise Stop
 
-    with _behind(model, stream, stream.quantized[0].device, dtype, head=False) as (network, end):
-        network.get_output_embeddings().register_forward_pre_hook(enter)
+    with _network_ends(model, stream, stream.quantized[0].device, dtype, head=False) as (network, end):
+        network.get_output_embeddings().register_forward_pre_hook(capture)
         for states in (stream.quantized, stream.original or []):
             for batch, (part, hidden) in enumerate(zip(tokens.split(stream.sizes), states, strict=False)):
-                end.given, given = hidden, part.to(hidden.device)
+                end.states, tokens_here = hidden, part.to(hidden.device)
                 with suppress(Stop):
-                    network(given, **words(network, given))
-                states[batch] = entered.pop()
+                    network(tokens_here, **words(network, tokens_here))
+                states[batch] = head_inputs.pop()
 
 
 @contextmanager
 def readout(
     model: Model, stream: Stream, *, device: torch.device | str, dtype: torch.dtype
 ) -> Iterator[Callable[..., Tensor]]:
-    """Hold what follows the last block in memory: yields logits(tokens, hidden), (windows, seqlen, vocabulary).
+    """Load what follows the last block; yield the function logits(tokens, hidden) -> (windows, seqlen, vocabulary).
 
-    Of a network without head it yields the last hidden states in their place.
-
-    Gradients flow from the logits to the hidden states where the caller lets them, and to tensors that are
-    given as a third argument, by name, in place of parameters of the network.
+    For a network without head, the function returns the last hidden states instead of logits. Gradients flow to the
+    hidden states if autograd is on, and to the tensors of an optional third argument, {parameter name: tensor}, which
+    replace parameters of the network.
 
     Args:
-        model: whose head is wanted.
-        stream: from `skeleton`; tells what blocks return.
-        device, dtype: where and in what to compute.
+        model: The model that is read out.
+        stream: A stream that `skeleton` made of this model.
+        device, dtype: Device and dtype of the computation.
     """
-    with _behind(model, stream, torch.device(device), dtype, head=True) as (network, end):
+    with _network_ends(model, stream, torch.device(device), dtype, head=True) as (network, end):
 
-        def logits(tokens: Tensor, hidden: Tensor, given: Mapping[str, Tensor] | None = None) -> Tensor:
+        def logits(tokens: Tensor, hidden: Tensor, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
             tokens = tokens.to(hidden.device)
-            end.given = hidden if len(model.stacks) == 1 else hidden[:, -tokens.shape[1] :]  # what the decoder is given
-            output = functional_call(network, dict(given or {}), (main_input(network, tokens),), words(network, tokens))
+            end.states = hidden if len(model.stacks) == 1 else hidden[:, -tokens.shape[1] :]  # the decoder's positions
+            output = functional_call(
+                network, dict(parameters or {}), (main_input(network, tokens),), words(network, tokens)
+            )
             return read_out(network, output)
 
         yield logits
 
 
 @contextmanager
-def _behind(
+def _network_ends(
     model: Model, stream: Stream, device: torch.device, dtype: torch.dtype, *, head: bool
 ) -> Iterator[tuple[PreTrainedModel, End]]:
-    """Hold what follows the last block in memory: the network, and what to give the hidden states to."""
+    """Load the network without its blocks; yield it and the stand-in that passes hidden states on as the last block."""
     ends = [End(block.empty, extra=extra) for block, extra in zip(model.blocks, stream.extra, strict=True)]
     with model.around(ends, device, dtype, head=head) as network:
         yield network, ends[-1]
 
 
 def finite(hidden: Tensor, block: Block) -> Tensor:
-    """Return what comes out of a block, if it is finite."""
+    """Return the output of a block if it is finite; else raise CalibrationError."""
     if not torch.isfinite(hidden).all():
-        raise CalibrationError(f"{block.name} returns NaN or Inf. Check the checkpoint, or compute in a wider dtype.")
+        raise CalibrationError(
+            f"{block.name} returns NaN or Inf. Check the model's weights, or compute in a wider dtype."
+        )
     return hidden

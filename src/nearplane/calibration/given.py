@@ -1,6 +1,6 @@
-"""What Python programs hand over instead of paths: a model object, texts, tokens, images, sound with what is said in it.
+"""Models and calibration data passed as Python objects: texts, tokens, images, or sound with its transcripts.
 
-An object is saved to a temporary folder and streamed from there like any model; texts and tokens become windows.
+A model object is saved to a temporary folder and read from there like any model; texts and tokens become windows.
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ from nearplane.models.pretrained import in_a_sentence
 from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.recipe.spellings import SPELLINGS
 
-TEXTS, TOKENS = "texts given in Python", "tokens given in Python"  # in the record, where a path would be
+TEXTS, TOKENS = "texts given in Python", "tokens given in Python"  # names in the run record, in place of a path
 IMAGES, SOUND = "images given in Python", "sound given in Python"
-# what to pass in place of what the record does not hold
-AGAIN: dict[object, str] = dict.fromkeys((IMAGES, SOUND), "the same again from Python:")
-AGAIN |= {TEXTS: "a .jsonl file of them with --calibration, or", TOKENS: "them from Python with --calibration, or"}
-EXPECTED = (
-    "a path, a list of texts, whole numbers (windows, seqlen), pixel values (images, channels, height, width), or a pair of "
+# advice on passing data again that the run record does not hold
+PASS_AGAIN: dict[object, str] = dict.fromkeys((IMAGES, SOUND), "the same data again from Python:")
+PASS_AGAIN |= {TEXTS: "a .jsonl file of them with --calibration, or", TOKENS: "them from Python with --calibration, or"}
+EXPECTED_DATA = (
+    "a path, a list of texts, token ids (windows, seqlen), pixel values (images, channels, height, width), or a pair of "
     "tensors or arrays (input_features, token_ids)"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """Texts, or tokens: (windows, seqlen) int64, which may have their sound, or (images, channels, height, width) float32.
+    """Calibration data passed from Python: either texts or tensors; the other field is None.
 
-    The other is None.
+    Args:
+        texts: The documents.
+        tokens: (windows, seqlen) int64 token ids, perhaps with sound, or (images, channels, height, width) float32.
     """
 
     texts: tuple[str, ...] | None = None
@@ -47,12 +49,12 @@ class Given:
 
     @classmethod
     def of(cls, value: object, what: str = "calibration") -> Given | None:
-        """Take a list of texts, or a tensor or array of token ids or pixel values, or a pair of features of sound and token ids.
+        """Accept a list of texts, an array of token ids or pixel values, or a pair of sound features and token ids.
 
-        None where it is a path or nothing.
+        Returns None for a path and for None.
 
         Raises:
-            CalibrationError: it is something else, or holds nothing.
+            CalibrationError: The value is something else, or empty.
         """
         if value is None or isinstance(value, str | os.PathLike):
             return None
@@ -60,40 +62,40 @@ class Given:
             return cls(texts=tuple(value))
         if isinstance(value, Sequence) and [isinstance(part, Tensor | np.ndarray) for part in value] == [True, True]:
             sound, tokens = (_tensor(part, f"{what}[{place}]") for place, part in enumerate(value))
-            if sound.is_floating_point() and not tokens.is_floating_point():  # else two images
+            if sound.is_floating_point() and not tokens.is_floating_point():  # otherwise two images
                 return cls(tokens=_spoken(sound, _windows(tokens, f"{what}[1]"), what))
         return cls(tokens=_windows(value, what))
 
     @property
     def kind(self) -> Taken:
-        """What it is for."""
+        """The kind of network input that this data is."""
         if isinstance(self.tokens, Spoken):
             return Taken.SOUND
         return Taken.IMAGES if self.tokens is not None and self.tokens.is_floating_point() else Taken.TEXT
 
     def recorded(self, recipe: Recipe) -> Recipe:
-        """Return a recipe that says what was given, and the sizes of windows of tokens.
+        """Return the recipe with the name of this data and the number and length of its windows.
 
         Raises:
-            RecipeError: it asks for other sizes.
+            RecipeError: The recipe asks for another number or length.
         """
-        wanted = recipe.calibration
+        options = recipe.calibration
         if self.tokens is None:
-            return replace(recipe, calibration=replace(wanted, calibration=TEXTS))
+            return replace(recipe, calibration=replace(options, calibration=TEXTS))
         if self.kind is Taken.IMAGES:
-            return replace(recipe, calibration=replace(wanted, calibration=IMAGES, samples=len(self.tokens)))
+            return replace(recipe, calibration=replace(options, calibration=IMAGES, samples=len(self.tokens)))
         windows, seqlen = self.tokens.shape
-        if wanted.seqlen not in (None, seqlen) or wanted.samples not in (Calibration().samples, windows):
+        if options.seqlen not in (None, seqlen) or options.samples not in (Calibration().samples, windows):
             raise RecipeError(
-                f"calibration holds {windows} windows of {seqlen} tokens; samples is {wanted.samples}, seqlen {wanted.seqlen}. "
-                f"Leave both out: all windows are used as they are, the last ones, at most a ninth, to measure losses on."
+                f"calibration holds {windows} windows of {seqlen} tokens, but samples is {options.samples} and seqlen "
+                f"{options.seqlen}. Leave both out: all windows are used, at most the last ninth to measure losses."
             )
-        named = SOUND if self.kind is Taken.SOUND else TOKENS
-        return replace(recipe, calibration=replace(wanted, calibration=named, samples=windows, seqlen=seqlen))
+        name = SOUND if self.kind is Taken.SOUND else TOKENS
+        return replace(recipe, calibration=replace(options, calibration=name, samples=windows, seqlen=seqlen))
 
 
 def with_text(recipe: Recipe, calibration: object) -> Recipe:
-    """Return the recipe of a record with its text where it is now, if a path says so; see `Given.of` for what else it may be."""
+    """Return the recipe of a run record with the calibration path replaced, if a path is given."""
     if not isinstance(calibration, str | os.PathLike):
         return recipe
     return replace(recipe, calibration=replace(recipe.calibration, calibration=str(calibration)))
@@ -104,10 +106,10 @@ def _windows(value: Any, what: str) -> Tensor:
     tokens = _tensor(value, what)
     if tokens.is_floating_point() and tokens.ndim == 4 and tokens.numel() and bool(torch.isfinite(tokens).all()):
         return tokens.detach().to("cpu", torch.float32).contiguous()
-    whole = not tokens.is_floating_point() and not tokens.is_complex() and tokens.dtype != torch.bool
-    if not whole or tokens.ndim != 2 or tokens.numel() == 0 or tokens.shape[1] < 2:
-        found = f"{str(tokens.dtype).removeprefix('torch.')} {tuple(tokens.shape)}"
-        raise CalibrationError(f"{what} is {found}; expected {EXPECTED} with at least one window of two.")
+    integers = not tokens.is_floating_point() and not tokens.is_complex() and tokens.dtype != torch.bool
+    if not integers or tokens.ndim != 2 or tokens.numel() == 0 or tokens.shape[1] < 2:
+        description = f"{str(tokens.dtype).removeprefix('torch.')} {tuple(tokens.shape)}"
+        raise CalibrationError(f"{what} is {description}; expected {EXPECTED_DATA} with at least one window of two.")
     tokens = tokens.to(torch.int64)
     if (least := int(tokens.min())) < 0:
         raise CalibrationError(f"{what} holds the token id {least}; expected 0 or more: leave padding out.")
@@ -115,41 +117,41 @@ def _windows(value: Any, what: str) -> Tensor:
 
 
 def _tensor(value: Any, what: str) -> Tensor:
-    """Return a tensor of a tensor, an array or nested lists, in memory of its own unless it is one already.
+    """Return a tensor unchanged, or a new tensor with the values of an array or nested lists.
 
     Raises:
-        CalibrationError: it makes up none.
+        CalibrationError: The value cannot be converted to a tensor.
     """
     try:
         return value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
     except (TypeError, ValueError, RuntimeError) as error:  # ragged, or of objects
         raise CalibrationError(
-            f"{what} is a {type(value).__name__} that makes up no tensor; expected {EXPECTED}."
+            f"{what} is a {type(value).__name__} that cannot be converted to a tensor; expected {EXPECTED_DATA}."
         ) from error
 
 
 def _spoken(sound: Tensor, tokens: Tensor, what: str) -> Tensor:
-    """Return token ids (windows, seqlen) with the sound (windows, ..) in which they are said.
+    """Return token ids (windows, seqlen) with the sound (windows, ..) that they transcribe.
 
     Raises:
-        CalibrationError: the two do not belong together, or the sound is not finite.
+        CalibrationError: The numbers of windows differ, or the sound is not finite.
     """
     if sound.ndim < 2 or len(sound) != len(tokens):
         raise CalibrationError(
-            f"{what} is a pair of {tuple(sound.shape)} and {tuple(tokens.shape)}; expected features of sound and the token ids "
-            f"(windows, seqlen) that are said in it, of as many windows."
+            f"{what} is a pair of shapes {tuple(sound.shape)} and {tuple(tokens.shape)}; expected sound features and the "
+            f"token ids (windows, seqlen) of their transcripts, with the same number of windows."
         )
     sound = sound.detach().to("cpu", torch.float32).contiguous()
     if not bool(torch.isfinite(sound).all()):
-        raise CalibrationError(f"{what} holds NaN or Inf in its sound, in float32. Make the features again.")
+        raise CalibrationError(f"The sound of {what} holds NaN or Inf in float32. Compute the features again.")
     return Spoken.of(tokens, sound)
 
 
 def taken(spellings: Mapping[str, Any]) -> tuple[Given | None, dict[str, Any]]:
-    """Return texts or tokens among the keywords of `quantize`, and the other keywords.
+    """Split the keywords of `quantize` into calibration data passed as objects and all other keywords.
 
     Raises:
-        CalibrationError: they are neither.
+        CalibrationError: The calibration data is of no known kind.
     """
     for word, value in spellings.items():
         if SPELLINGS.get(word, word) == "calibration" and (given := Given.of(value, word)) is not None:
@@ -158,20 +160,20 @@ def taken(spellings: Mapping[str, Any]) -> tuple[Given | None, dict[str, Any]]:
 
 
 def refuse_lost(calibration: object) -> None:
-    """Refuse to look for what was given in Python where a path is expected.
+    """Refuse the name of data that was passed from Python and is not in the run record.
 
     Raises:
-        CalibrationError: the record does not hold it; says how to pass it again.
+        CalibrationError: The data must be passed again; the message says how.
     """
-    if calibration in AGAIN:
+    if calibration in PASS_AGAIN:
         raise CalibrationError(
-            f"The calibration was {calibration}, of which the record holds the SHA-256 alone. Pass {AGAIN[calibration]} "
-            f"nearplane.verify(..., calibration=...)."
+            f"The calibration was {calibration}; the run record holds only their SHA-256. "
+            f"Pass {PASS_AGAIN[calibration]} nearplane.verify(..., calibration=...)."
         )
 
 
 def called(model: str | Path | PreTrainedModel) -> str:
-    """Return how the record names a model."""
+    """Return the name of a model for the run record."""
     if isinstance(model, str | os.PathLike):
         return str(model)
     return str(getattr(model, "name_or_path", "") or f"{type(model).__name__} given in Python")
@@ -179,11 +181,11 @@ def called(model: str | Path | PreTrainedModel) -> str:
 
 @contextmanager
 def as_folder(model: str | Path | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Iterator[str]:
-    """Yield the path or hub id of a model: that given, or of a temporary folder to which an object was saved.
+    """Yield a path or hub id of a model; a model object is saved to a temporary folder first.
 
     Raises:
-        RecipeError: a tokenizer is given beside a path.
-        ModelError: the object is no model that transformers saves.
+        RecipeError: A tokenizer is passed together with a path.
+        ModelError: The object is not a model that transformers can save.
     """
     refuse_tokenizer(model, tokenizer)
     if isinstance(model, str | os.PathLike):
@@ -191,15 +193,15 @@ def as_folder(model: str | Path | PreTrainedModel, tokenizer: PreTrainedTokenize
         return
     check_model(model)
     if getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
-        raise ModelError(f"The {type(model).__name__} that was given is quantized already; start from the original.")
+        raise ModelError(f"The {type(model).__name__} passed as model is already quantized; start from the original.")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ModelError(
-            f"The {type(model).__name__} that was given has weights on the meta device, or sent away by accelerate: pass the "
-            f"folder that it was loaded from."
+            f"The {type(model).__name__} passed as model has weights on the meta device, or offloaded by accelerate. "
+            f"Pass the folder from which it was loaded."
         )
     with tempfile.TemporaryDirectory(prefix="nearplane-") as place:
         with in_a_sentence(
-            f"The {type(model).__name__} that was given could not be saved to {place} (TMPDIR chooses where)"
+            f"The {type(model).__name__} passed as model could not be saved to {place} (set TMPDIR for another folder)"
         ):
             model.save_pretrained(place)
             if tokenizer is not None:
@@ -208,24 +210,24 @@ def as_folder(model: str | Path | PreTrainedModel, tokenizer: PreTrainedTokenize
 
 
 def refuse_tokenizer(model: object, tokenizer: object) -> None:
-    """Refuse a tokenizer beside the path of a model, whose folder has its own.
+    """Refuse a tokenizer together with the path of a model, whose folder has its own.
 
     Raises:
-        RecipeError: both are given.
+        RecipeError: Both are given.
     """
     if tokenizer is not None and isinstance(model, str | os.PathLike):
-        raise RecipeError(f"tokenizer= goes with a model object; that of {model} is the one in its folder.")
+        raise RecipeError(f"tokenizer= is for model objects; the tokenizer of {model} is read from its folder.")
 
 
 def check_model(model: object) -> PreTrainedModel:
-    """Return a model object; refuse what is neither a path nor a model of transformers.
+    """Return a model object; refuse anything but a transformers model.
 
     Raises:
-        ModelError: says what is expected.
+        ModelError: The object is not a PreTrainedModel.
     """
     if not isinstance(model, PreTrainedModel):
         raise ModelError(
-            f"model is a {type(model).__name__}; expected a folder, a hub id or a PreTrainedModel of transformers (of adapters "
-            f"or compiled modules, the model inside: merge_and_unload(), _orig_mod)."
+            f"model is a {type(model).__name__}; expected a folder, a hub id or a PreTrainedModel of transformers. "
+            f"Of adapters or compiled modules, pass the model inside: merge_and_unload(), _orig_mod."
         )
     return model

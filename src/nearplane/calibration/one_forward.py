@@ -1,9 +1,9 @@
-"""One forward per stream and block: every batch pauses where the input of a stage is there, and goes on when the stage is solved.
+"""One forward pass per stream and block: every batch pauses at each stage until the layers of that stage are solved.
 
-All batches of both streams run to the first stage (q/k/v), each in a greenlet of its own; what they show is summed, the layers are
-solved and written, and all go on to the next stage. When a forward ends, its output is what enters the next block. That is bit for
-bit what a pass per stage gives (`stages.py`), at 2 forwards of a block instead of 4.33, and costs the memory of what is paused.
-Where a block cannot be run so, or only up to some stage, its other stages are passes as there. Knows modules and activations.
+All batches of both streams run to the first stage (q/k/v), each in its own greenlet. Their rows are summed, the layers
+are solved and written, and all batches continue to the next stage. The results equal those of one pass per stage
+(`stages.py`) to the bit, with 2 forward passes of a block instead of 4.33, at the cost of memory for the paused
+activations. Stages at which a block cannot pause are separate passes.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from nearplane.recipe.sizes import size_text
 from nearplane.system.device import Device
 from nearplane.system.memory import release
 
-SHARE = 2  # one part in so many of the free memory may hold what is paused: solving takes memory too
-BATCH_TOKENS, BATCH_WINDOWS = 2048, 8  # of a batch at most: enough rows for products at full speed
+PAUSED_DIVISOR = 2  # paused activations may fill half of the free memory: solving needs memory too
+BATCH_TOKENS, BATCH_WINDOWS = 2048, 8  # largest batch by default: enough rows for matrix products at full speed
 
 
 def batch_of(seqlen: int) -> int:
-    """Return how many windows of so many tokens pass through a block at a time where memory is not limited."""
+    """Return the default number of windows of `seqlen` tokens in a batch."""
     return max(1, min(BATCH_WINDOWS, BATCH_TOKENS // seqlen))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySetting:
-    """Where a walk computes, and what trades time for memory. Only `batch` changes the bytes of a checkpoint: the record has it.
+    """Device of a walk, and settings that trade time for memory. Only `batch` changes the bytes of the checkpoint.
 
     Args:
-        batch: windows that pass through a block at a time; sums of floating-point numbers depend on it.
-        room: bytes that paused activations may take; stages that take more are passes of their own.
-        device: where to compute.
-        disk: whether hidden states between blocks lie in a file.
-        folder: for that file; None: that of the system for temporary files.
-        experts: how many experts of a block are solved together at most; so many have their inputs in memory.
+        batch: Windows per forward pass; floating-point sums depend on it.
+        room: Bytes that paused activations may take; stages that need more are separate passes.
+        device: The device of the computation.
+        disk: Whether hidden states between blocks lie in a file.
+        folder: Folder of that file; None: the system's folder for temporary files.
+        experts: Most experts of a block that are solved together; their inputs are in memory at the same time.
     """
 
     batch: int
@@ -63,89 +63,90 @@ class MemorySetting:
 
     @classmethod
     def usual(cls, seqlen: int, device: Device, batch: int | None = None) -> MemorySetting:
-        """Return the fastest setting, before a run's first block; `batch` windows at a time, by default those of `batch_of`."""
-        return cls(batch=batch or batch_of(seqlen), room=(device.free() or 0) // SHARE, device=device)
+        """Return the fastest setting, before the first block of a run; `batch` is `batch_of` the windows by default."""
+        return cls(batch=batch or batch_of(seqlen), room=(device.free() or 0) // PAUSED_DIVISOR, device=device)
 
 
 def pauses(look: FirstLook, stream: Stream, room: int) -> tuple[int, str]:
-    """Decide at how many stages of a block, from the first on, forwards pause; the other ones are passes of their own.
+    """Return the number of stages at which forward passes of a block pause; later stages are separate passes.
 
     Args:
-        look: how the first batch ran through the block.
-        stream: that is to pass through it.
-        room: bytes that paused activations may take.
+        look: Observations of the first batch in the block.
+        stream: The stream before the block.
+        room: Bytes that paused activations may take.
 
     Returns:
-        That many, and why not at all; empty if they do.
+        The number of stages, from the first on, and the reason why it is not all; "" if it is all.
     """
     correct = stream.original is not None
     if reason := never_pauses(look, correct=correct):
         return 0, reason
     batches = sum(stream.sizes) / stream.sizes[0]
-    held = [look.entered[group[0].name][0].alive for group in look.groups]
-    for stage, (group, now) in enumerate(zip(look.groups, held, strict=True)):
-        last = stage == len(held) - 1 and not group[0].routed  # what experts multiply is kept
+    alive = [look.entered[group[0].name][0].alive for group in look.groups]
+    for stage, (group, here) in enumerate(zip(look.groups, alive, strict=True)):
+        last = stage == len(alive) - 1 and not group[0].routed  # rows of experts are kept
         state = stream.quantized[0].nbytes
-        before = held[stage - 1] if stage else state
-        needed = int(batches * waiting(now, before, state, 1 + correct, last=last))
+        before = alive[stage - 1] if stage else state
+        needed = int(batches * waiting(here, before, state, 1 + correct, last=last))
         if needed > room:
-            where = f"paused at {group[0].name}, forwards would hold {size_text(needed)}"
-            return stage, f"{where} of the {size_text(room)} that they may"
-    return len(held), ""
+            where = f"forward passes paused at {group[0].name} would need {size_text(needed)}"
+            return stage, f"{where}, more than the {size_text(room)} that paused passes may use"
+    return len(alive), ""
 
 
 def never_pauses(look: FirstLook, *, correct: bool) -> str:
-    """Return why forwards cannot pause in a block, whatever memory there is; empty if they can.
+    """Return the reason why forward passes cannot pause in a block, whatever memory there is; "" if they can.
 
     Args:
-        look: how a batch ran through the block.
-        correct: whether the original network runs beside.
+        look: Observations of one batch in the block.
+        correct: Whether the original network runs as well.
     """
     for layer in (layer for group in look.groups for layer in group):
-        times = look.entered[layer.name]
-        if len(times) > 1:
-            return f"{layer.name} runs {len(times)} times"
-        if times[0].rows % 1:
-            return f"{layer.name} sees some of the tokens only"
+        runs = look.entered[layer.name]
+        if len(runs) > 1:
+            return f"{layer.name} runs {len(runs)} times"
+        if runs[0].rows % 1:
+            return f"{layer.name} receives only some of the tokens"
     if look.unwatched and any(layer.adds for group in look.groups for layer in group):
-        return f"{look.unwatched} runs the experts that its tokens reach, by itself"
+        return f"{look.unwatched} runs experts inside one module, depending on the tokens"
     for group in look.groups if correct else ():
         computed = look.entered[group[0].name][0].computed
         for layer in group:
             numbers = look.operands.get(layer.name, ())
             if layer.adds and not all(number is not None and number < computed for number in numbers):
-                return f"what the output of {layer.name} is added to is not known before it runs"
+                return f"the output of {layer.name} is added to a tensor that is computed later"
     return ""
 
 
 def waiting(alive: int, before: int, state: int, streams: int, *, last: bool) -> int:
-    """Return the most bytes of activations of a window while forwards go on to wait at a stage.
+    """Return the peak bytes of one window's activations while forward passes run from one stage to the next.
 
     Args:
-        alive: of a forward that waits there, and `before` at the stage before.
-        state: of the hidden states that come out of the block.
-        streams: networks that pass.
-        last: whether nothing waits for the original network behind this stage: it goes on to the end of the block.
+        alive: Bytes held by a forward pass that is paused at the next stage.
+        before: Bytes held by a forward pass that is paused at the stage before.
+        state: Bytes of the hidden states that leave the block.
+        streams: Number of networks that run.
+        last: Whether this is the last pause of the original network, which then runs to the end of the block.
     """
     arrived = alive + state * (streams - 1) if last else streams * alive
     return max(streams * before, arrived)
 
 
 class Passage:
-    """The way of the streams through a block, stage by stage; to be closed: `for groups, rows in passage: ...`
+    """Forward passes of both streams through a block, stage by stage: `for groups, rows in passage: ...`
 
-    Yields groups of layers that share an input, one after the other (all at once if not `sequential`), with an iterator over
-    what each batch shows of these inputs, as the block is then. Take all of it, and write the layers, before the next. Behind the
-    last group the streams have passed the block.
+    Yields the groups of layers that share an input (one at a time; all at once if not `sequential`), each with an
+    iterator over the rows of this input, batch by batch. The caller consumes the iterator and writes the layers before
+    the next group. After the last group, the streams have passed the block. Must be closed.
 
     Args:
-        block: in memory, with its original if the stream has two streams.
-        stream: standing before the block.
-        sequential: whether each stage is to see the layers of those before it as they were written.
-        room: bytes that paused activations may take.
+        block: The block in memory, with its original if there are two streams.
+        stream: The streams before the block.
+        sequential: Whether the layers of each stage see those of earlier stages as they were written.
+        room: Bytes that paused activations may take.
 
     Attributes:
-        repeated: why stages are passes of their own; empty if every forward of the block is run once.
+        repeated: Reason why some stages are separate passes; "" if every forward pass of the block runs once.
     """
 
     def __init__(self, block: Block, stream: Stream, *, sequential: bool, room: int) -> None:
@@ -157,7 +158,7 @@ class Passage:
         self._adding = {layer.name for group in self._look.groups for layer in group if layer.adds}
         self._original: list[_Forward] = []
         self._quantized: list[_Forward] = []
-        self._ends = ExitStack()  # removes hooks and ends forwards, wherever they are
+        self._ends = ExitStack()  # removes hooks and stops forward passes
         self._running: _Forward | None = None
 
     def __iter__(self) -> Iterator[tuple[tuple[tuple[Layer, ...], ...], Iterator[list[Rows | RoutedRows]] | InParts]]:
@@ -188,75 +189,75 @@ class Passage:
         self.stream.advance(self.block)
 
     def _parts(self, group: tuple[Layer, ...]) -> list[tuple[Layer, ...]]:
-        """Split experts so that what those of each part multiply may be kept; other layers are one part."""
+        """Split experts so that the rows of each part fit into memory; other layers are one part."""
         batches = sum(self.stream.sizes) / self.stream.sizes[0]
         networks = 1 if self.stream.original is None else 2
         sizes = self._look.entered[group[0].name][0].routed or (0, 0)
-        whole, apart = (int(size * batches) * networks for size in sizes)
-        if whole <= self._room or not group[0].routed:
+        shared_bytes, pair_bytes = (int(size * batches) * networks for size in sizes)
+        if shared_bytes <= self._room or not group[0].routed:
             return [group]
         experts = list(by_expert(group).values())
-        share = -(-len(experts) // min(len(experts), -(-apart // max(1, self._room))))
-        chunks = (experts[first : first + share] for first in range(0, len(experts), share))
+        size = -(-len(experts) // min(len(experts), -(-pair_bytes // max(1, self._room))))
+        chunks = (experts[first : first + size] for first in range(0, len(experts), size))
         return [tuple(chain.from_iterable(chunk)) for chunk in chunks]
 
     def _forwards(self, module: nn.Module | None, states: MutableSequence[Tensor]) -> list[_Forward]:
-        """Make a forward of every batch, not yet started, and the hooks in which they pause."""
-        firsts = {group[0].name: stage for stage, group in enumerate(self._look.groups[: self._stages])}
+        """Make a forward pass for every batch, not yet started, and the hooks in which they pause."""
+        stage_of = {group[0].name: stage for stage, group in enumerate(self._look.groups[: self._stages])}
         for layer in self.block.layers_of(module):
-            if layer.name in firsts:
-                self._ends.enter_context(layer.before(partial(_pause, firsts[layer.name])))
+            if layer.name in stage_of:
+                self._ends.enter_context(layer.before(partial(_pause, stage_of[layer.name])))
             if layer.name in self._adding:
                 self._ends.enter_context(layer.after(self._watch))
-        own = [self.stream.own(self.block, batch) for batch in range(len(states))]
-        forwards = [_Forward(partial(self._run, module, batch, states), x) for batch, x in enumerate(own)]
+        inputs = [self.stream.block_input(self.block, batch) for batch in range(len(states))]
+        forwards = [_Forward(partial(self._run, module, batch, states), x) for batch, x in enumerate(inputs)]
         for forward in forwards:
             self._ends.callback(forward.end)
         return forwards
 
     def _run(self, module: nn.Module | None, batch: int, states: MutableSequence[Tensor]) -> Tensor:
-        """Run a copy of the block on a batch: what a greenlet does."""
+        """Run a copy of the block on a batch; the function of a greenlet."""
         hidden = [states[batch]]
         if self._whole:
-            states[batch] = hidden[0].new_empty(0)  # not needed again
+            states[batch] = hidden[0].new_empty(0)  # its memory is free once the block has used it
         return self.stream.forward(self.block, module, batch, hidden.pop())
 
     def _watch(self, layer: Layer, output: Tensor) -> None:
         assert self._running is not None, "only forwards of this passage run while it has hooks"
         self._running.additions.watch(layer, output)
 
-    def _go_on(self, forward: _Forward) -> Paused | Tensor:
-        """Let a forward run to its next pause, or to its end: then what it returns."""
+    def _continue(self, forward: _Forward) -> Paused | Tensor:
+        """Run a forward pass to its next pause or to its end; return the pause or the output."""
         self._running = forward
-        with torch.no_grad(), forward.additions:  # they belong to the thread, not to the greenlet
-            said: Paused | Tensor = forward.greenlet.switch()
+        with torch.no_grad(), forward.additions:  # both are states of the thread, not of the greenlet
+            event: Paused | Tensor = forward.greenlet.switch()
         self._running = None
         if forward.greenlet.dead:
             forward.additions.finish()
         ran = {name: numbers for name, numbers in forward.additions.found.items() if name in self._adding}
         if any(numbers != self._look.operands[name] for name, numbers in ran.items()):
-            raise self._astray()
-        return said
+            raise self._inconsistent_batches()
+        return event
 
     def _seen(self, forward: _Forward, stage: int) -> Seen:
-        """Let a forward run to a stage; return what it shows there."""
-        group, said = self._look.groups[stage], self._go_on(forward)
-        if not isinstance(said, Paused) or said.stage != stage:
-            raise self._astray()
+        """Run a forward pass to a stage; return its input rows, and the tensors added to the outputs of its layers."""
+        group, event = self._look.groups[stage], self._continue(forward)
+        if not isinstance(event, Paused) or event.stage != stage:
+            raise self._inconsistent_batches()
         shown = Seen(inputs=group[0].shape[1])
-        shown.add(group, said.x, waits=True)
+        shown.add(group, event.x, waits=True)
         for layer in (layer for layer in group if layer.adds and self._original):
             numbers = (number for number in self._look.operands[layer.name] if number is not None)
             operands = [forward.results.get(number) for number in numbers]
             known = [wide(operand) for operand in operands if operand is not None]
             if len(known) < len(self._look.operands[layer.name]):
-                raise self._astray()
+                raise self._inconsistent_batches()
             shown.added[layer.name] = total(known).reshape(-1, layer.shape[0])
         return shown
 
     @torch.no_grad()
     def _shown(self, stage: int) -> Iterator[list[Rows | RoutedRows]]:
-        """Yield what each batch shows at a stage; behind the last the original stream goes on to the next block."""
+        """Yield the rows of each batch at a stage; after the last stage the original stream enters the next block."""
         name, states = self._look.groups[stage][0].name, self.stream.original
         for batch, forward in enumerate(self._quantized):
             original = None
@@ -265,43 +266,43 @@ class Passage:
                 if self._whole and stage == self._stages - 1:
                     states[batch] = self._output(self._original[batch])
             yield [rows_of(name, self._seen(forward, stage), original)]
-            release()  # what the forwards between two stages took and freed lies among what waits
+            release()  # memory that the forward passes freed is scattered among paused activations
 
     def _output(self, forward: _Forward) -> Tensor:
-        """Let a forward run to its end; return the hidden states that come out."""
-        said = self._go_on(forward)
-        if isinstance(said, Paused) or forward.additions.found.keys() != self._adding:
-            raise self._astray()
-        return finite(said, self.block)
+        """Run a forward pass to its end; return its output hidden states."""
+        event = self._continue(forward)
+        if isinstance(event, Paused) or forward.additions.found.keys() != self._adding:
+            raise self._inconsistent_batches()
+        return finite(event, self.block)
 
     def close(self) -> None:
-        """End all forwards, wherever they are, and let go of what they hold."""
+        """Stop all forward passes and free their memory."""
         self._ends.close()
         self._original, self._quantized = [], []
 
-    def _astray(self) -> CalibrationError:
+    def _inconsistent_batches(self) -> CalibrationError:
         return CalibrationError(
-            f"{self.block.name} ran differently on two batches of tokens: other layers, or other additions. nearplane needs "
-            f"blocks that compute the same for all; calibrate with true_sequential=False, which needs less."
+            f"{self.block.name} ran different layers or additions on two batches of tokens. nearplane needs blocks "
+            f"that compute the same for all batches. Use true_sequential=False, which does not need this."
         )
 
 
 class Paused(NamedTuple):
-    """Where a forward waits: before the first layer of a stage, which is given `x`."""
+    """A pause of a forward pass: before the first layer of a stage, whose input is `x`."""
 
     stage: int
     x: Any
 
 
 def _pause(stage: int, _: Layer, x: Any) -> None:
-    """Wait until the forward is to go on; the thread goes on where it was switched to this forward."""
+    """Pause this forward pass; the thread returns to the point from which it switched to this greenlet."""
     parent = getcurrent().parent
     assert parent is not None, "only greenlets pause"
     parent.switch(Paused(stage=stage, x=x))
 
 
 class _Forward:
-    """One batch on its way through one copy of a block."""
+    """Forward pass of one batch through one copy of a block, in a greenlet."""
 
     def __init__(self, run: Callable[[], Tensor], hidden: Tensor) -> None:
         self.results = Results(hidden)

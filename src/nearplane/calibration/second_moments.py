@@ -1,4 +1,4 @@
-"""The second moments of what layers see: rows that `calibration/stages.py` hands out, summed by `lattice/moments.py`."""
+"""Second moments of the inputs of layers, summed over the rows that `stages.py` and `one_forward.py` yield."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from nearplane.recipe.recipe import Rare
 from nearplane.record.words import ADVISED, LEAST
 from nearplane.system.ranks import ALONE
 
-HELD_OUT = 0.2  # of the windows
+HELD_OUT = 0.2  # fraction of the calibration windows whose moments are also summed separately
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """Layers with the same input, bound to the quantized block, and the moments of that input.
+    """Layers that share one input, bound to the quantized block, and the moments of this input.
 
     Args:
-        layers: in module order.
-        moments: by layer name; H and C are the same tensors for all, `lost` is each layer's own.
-        more: whether they are an expert of a stage of which another follows that is known already.
+        layers: The layers in module order.
+        moments: {layer name: moments}; H and C are the same tensors for all layers, `lost` differs.
+        more: Whether another expert of the same stage follows, whose rows are already in memory.
     """
 
     layers: tuple[Layer, ...]
@@ -48,67 +48,68 @@ class Observed:
 def observe(
     block: Block, groups: Sequence[tuple[Layer, ...]], stream: Stream, *, last: bool = False, onward: bool = False
 ) -> list[Observed]:
-    """Sum the second moments of the inputs of some groups of layers, as the block is now.
-
-    This is a pass of its own; see `seen` for `last` and `onward`, and `summed` for the sums.
+    """Sum the second moments of the inputs of groups of layers in a separate pass; see `summed`.
 
     Args:
-        block: in memory, with its original if the stream has two streams.
-        groups: from `stages`; often one of them.
-        stream: standing before the block.
-        last, onward: whether the streams move on in the same pass.
+        block: The block in memory, with its original if there are two streams.
+        groups: Groups from `stages`; often one of them.
+        stream: The streams before the block.
+        last, onward: Whether the original and the quantized stream pass the block; see `seen`.
 
     Raises:
-        CalibrationError: as `summed`, or a layer sees different tokens in the two networks.
+        CalibrationError: As in `summed`, or a layer receives different tokens in the two networks.
     """
     return [*summed(groups, seen(block, groups, stream, last=last, onward=onward), stream)]
 
 
-# not under torch.no_grad, which would hold what a generator yields until it is asked for more; what it calls is under it
+# without torch.no_grad, which would keep a reference to each yielded value; the functions called here have it
 def summed(
     groups: Sequence[tuple[Layer, ...]],
     looked: Iterable[list[Rows | RoutedRows]] | InParts,
     stream: Stream,
     rare: Rare = "mean",
 ) -> Iterator[Observed]:
-    """Yield some groups of layers with the second moments of their inputs, summed over all batches.
+    """Yield groups of layers with the second moments of their inputs, summed over all batches.
 
-        H = X_hat^T X_hat / tokens        C = X^T X_hat / tokens        lost = (X W^T + r - X_hat W^T - r_hat)^T X_hat / tokens
+        H = X_hat^T X_hat / tokens    C = X^T X_hat / tokens    lost = (X W^T + r - X_hat W^T - r_hat)^T X_hat / tokens
 
-    `lost` takes the place of C where that is less work, see `_lost_outputs`. Products are taken in float32 (float64 if the
-    activations are) batch by batch and summed in float64. Extra windows enter none of this; about `EXTRA_TOKENS` of their rows,
-    evenly spread, are given apart: `Extra`; so are, where there is the original network to compare with, the moments of the
-    last `HELD_OUT` of the windows, at least one.
+    `lost` replaces C where that is less work, see `_lost_outputs`. Products are computed in float32 (float64 for
+    float64 activations) batch by batch and summed in float64. Extra windows do not enter these sums; about
+    `EXTRA_TOKENS` of their rows, evenly spread, are kept separately as `ExtraRows`. With an original network to compare
+    with, the moments of the held-out windows, the last `HELD_OUT` of all windows, are also returned separately.
 
-    Of experts, which come in one group, the rows of all batches are kept, and the moments of each are summed when its turn comes:
-    as many matrices as there are experts never live at once.
+    All experts of a block are one group. The rows of all batches are kept and the moments of one expert are summed at a
+    time, so that the matrices of all experts are never in memory together.
 
     Args:
-        groups: of layers that share an input, or of all experts of a block.
-        looked: of every batch, its rows of the input of each group.
-        stream: that the batches are of.
-        rare: what becomes of experts that few tokens reach.
+        groups: Groups of layers that share an input, or all experts of a block.
+        looked: Rows of the input of each group, batch by batch.
+        stream: The stream of these batches.
+        rare: Treatment of experts that few tokens reach.
 
     Raises:
-        CalibrationError: an input is not finite, extra windows are asked for on several ranks, or too few tokens reach an expert.
+        CalibrationError: An input is not finite, too few tokens reach an expert, or extra windows meet several ranks.
     """
     if stream.fitted < len(stream.sizes) and ALONE.world > 1:
-        raise CalibrationError(f"Extra windows are measured on one rank, and this run has {ALONE.world}.")
+        raise CalibrationError(f"Extra windows are measured on one rank only, and this run has {ALONE.world} ranks.")
     windows = sum(stream.sizes[: stream.fitted])
     split = stream.original is not None and windows > 1
     first_held = windows - min(windows - 1, max(1, round(HELD_OUT * windows))) if split else windows
-    made = partial(_Sums, stream=stream, first_held=first_held)
+    new_sums = partial(_Sums, stream=stream, first_held=first_held)
     if isinstance(looked, InParts):
-        whole = made(groups[0], crossed=True).summed_over_experts(looked.shown(groups[0], last=False))
+        mean_sums = new_sums(groups[0], crossed=True).summed_over_experts(looked.shown(groups[0], last=False))
         for part in looked.parts:
-            last = part is looked.parts[-1]  # rows are an argument alone: two parts would be in memory at once
-            yield from _in_turn(part, list(looked.shown(part, last=last)), made, split, rare, whole)
+            last = part is looked.parts[-1]  # no variable for the rows: it would keep two parts in memory
+            yield from _in_turn(part, list(looked.shown(part, last=last)), new_sums, split, rare, mean_sums)
         return
-    sums, kept = {index: made(group) for index, group in enumerate(groups)}, defaultdict[int, list[RoutedRows]](list)
+    sums, kept = (
+        {index: new_sums(group) for index, group in enumerate(groups)},
+        defaultdict[int, list[RoutedRows]](list),
+    )
     _take_in(looked, sums, kept)
-    for index, group in enumerate(groups):  # nothing of one is held here while the layers of another are solved
+    for index, group in enumerate(groups):  # drops each group's rows before other layers are solved
         if index in kept:
-            yield from _in_turn(group, kept.pop(index), made, split, rare)
+            yield from _in_turn(group, kept.pop(index), new_sums, split, rare)
         else:
             yield sums.pop(index).observed(split)
 
@@ -117,9 +118,9 @@ def summed(
 def _take_in(
     looked: Iterable[list[Rows | RoutedRows]], sums: Mapping[int, _Sums], kept: Mapping[int, list[RoutedRows]]
 ) -> None:
-    """Add what all batches show to the sums of each group; the rows of experts are kept instead."""
-    for batch, every in enumerate(looked):
-        for index, rows in enumerate(every):
+    """Add the rows of all batches to the sums of each group; rows of experts are kept instead."""
+    for batch, rows_by_group in enumerate(looked):
+        for index, rows in enumerate(rows_by_group):
             if isinstance(rows, RoutedRows):
                 kept[index].append(rows)
             else:
@@ -129,51 +130,52 @@ def _take_in(
 def _in_turn(
     group: tuple[Layer, ...],
     shown: list[RoutedRows],
-    made: Callable[..., _Sums],
+    new_sums: Callable[..., _Sums],
     split: bool,
     rare: Rare,
-    known: _Sums | None = None,
+    mean_sums: _Sums | None = None,
 ) -> Iterator[Observed]:
     """Yield the layers of one expert after the other, each with the moments of the tokens that reach it.
 
-    One that fewer tokens reach than `LEAST` for every input has the mean over all experts besides, as if so many more
-    tokens were like those of the others: `H = (n H_own + m H_mean) / (n + m)`, n its tokens, n + m the least number.
+    If n tokens reach an expert and this is less than `LEAST` per input, m tokens' worth of the mean over all experts is
+    added, n + m being that least number: `H = (n H_own + m H_mean) / (n + m)`.
 
     Args:
-        group: layers of experts.
-        shown: what each batch shows of them.
-        made: makes sums of some layers.
-        split, rare: see `summed`.
-        known: sums over the rows of all experts; None: `group` is all of them.
+        group: Layers of experts.
+        shown: Routed rows of each batch.
+        new_sums: Function that returns empty sums for some layers.
+        split: Whether moments of the held-out windows are returned separately.
+        rare: Treatment of experts that few tokens reach; see `summed`.
+        mean_sums: Sums over the rows of all experts; None if `group` holds all experts.
 
     Raises:
-        CalibrationError: there is such an expert, and `rare` is "error".
+        CalibrationError: Too few tokens reach an expert, and `rare` is "error".
     """
-    fitted, inputs, experts = shown[: made(group).fitted], group[0].shape[1], by_expert(group)
-    whole = [] if known is None else [known]  # once there is need of it
+    fitted, inputs, experts = shown[: new_sums(group).fitted], group[0].shape[1], by_expert(group)
+    mean_cache = [] if mean_sums is None else [mean_sums]  # computed only if an expert needs it
 
-    def formed(expert: int, layers: tuple[Layer, ...]) -> Observed:
+    def observed_expert(expert: int, layers: tuple[Layer, ...]) -> Observed:
         tokens = sum(rows.quantized.count(expert) for rows in fitted)
-        wanted = max(0, LEAST * inputs - tokens)
+        borrowed = max(0, LEAST * inputs - tokens)
         if tokens < ADVISED * inputs and rare == "error":
             raise CalibrationError(too_rare(layers[0].name, tokens, inputs))
-        if wanted and not whole:
-            whole.append(made(group, crossed=True).summed_over_experts(fitted))
-        own = made(layers, crossed=True if wanted else None).summed(rows.of(expert) for rows in shown)
-        return own.observed(split, blended=(wanted, whole[0]) if wanted else None)
+        if borrowed and not mean_cache:
+            mean_cache.append(new_sums(group, crossed=True).summed_over_experts(fitted))
+        sums = new_sums(layers, crossed=True if borrowed else None).summed(rows.of(expert) for rows in shown)
+        return sums.observed(split, blended=(borrowed, mean_cache[0]) if borrowed else None)
 
     for number, (expert, layers) in enumerate(experts.items(), 1):
-        yield replace(formed(expert, layers), more=number < len(experts))
+        yield replace(observed_expert(expert, layers), more=number < len(experts))
 
 
 def too_rare(name: str, tokens: int, inputs: int) -> str:
-    """Return the sentence for an expert that too few tokens reach."""
+    """Return the message about an expert that too few tokens reach."""
     more = ""
     if tokens:
-        more = f" About {math.ceil(ADVISED * inputs / tokens)} times the --samples would give it as many."
+        more = f" About {math.ceil(ADVISED * inputs / tokens)} times as many --samples would be enough."
     return (
-        f"{tokens:,} calibration tokens reach {name}, fewer than {ADVISED} for each of its {inputs:,} inputs.{more} Ask for more "
-        f"--samples, pass text like what the model is for, or take --rare-experts mean, which fills up with the mean over the "
+        f"{tokens:,} calibration tokens reach {name}, fewer than {ADVISED} for each of its {inputs:,} inputs.{more} Use more "
+        f"--samples, text of the kind that the model is used for, or --rare-experts mean, which adds the mean over the "
         f"experts of the block."
     )
 
@@ -182,10 +184,10 @@ class _Sums:
     """Sums over the rows of layers that share an input, batch by batch.
 
     Args:
-        group: the layers.
-        stream: that the batches are of.
-        first_held: the first window that is held out.
-        crossed: whether C is summed whatever the layers; None: as is less work.
+        group: The layers.
+        stream: The stream of the batches.
+        first_held: Index of the first held-out window.
+        crossed: Whether C is summed in any case; None: whichever of C and `lost` is less work.
     """
 
     def __init__(
@@ -198,7 +200,7 @@ class _Sums:
 
     @torch.no_grad()
     def add(self, batch: int, rows: Rows) -> None:
-        """Add what a batch showed; batches come in order."""
+        """Add the rows of a batch; batches come in order."""
         stream, size = self._stream, self._stream.sizes[batch]
         if batch >= stream.fitted:
             expected = len(rows.X_hat) * sum(stream.sizes[stream.fitted :]) // size  # of all extra windows
@@ -217,14 +219,14 @@ class _Sums:
 
     @torch.no_grad()
     def summed(self, shown: Iterable[Rows]) -> _Sums:
-        """Add what all batches showed."""
+        """Add the rows of all batches."""
         for batch, rows in enumerate(shown):
             self.add(batch, rows)
         return self
 
     @torch.no_grad()
     def summed_over_experts(self, shown: Iterable[RoutedRows]) -> _Sums:
-        """Add what batches showed of every expert of the group; nothing of extra windows."""
+        """Add the rows of every expert of the group, without extra windows."""
         for batch, rows in enumerate(shown):
             for expert in by_expert(self.group) if batch < self.fitted else ():
                 self.add(batch, rows.of(expert))
@@ -232,18 +234,18 @@ class _Sums:
 
     @torch.no_grad()
     def observed(self, split: bool, *, blended: tuple[int, _Sums] | None = None) -> Observed:
-        """Return the layers with what was summed, which is not summed on.
+        """Return the layers with their moments; these sums are used up.
 
         Args:
-            split: whether moments of the held-out windows are given apart.
-            blended: tokens and sums, of which as much is added as stands for so many tokens.
+            split: Whether moments of the held-out windows are returned separately.
+            blended: Number of tokens and sums over all experts; the sums are added with the weight of so many tokens.
         """
         tokens, more = self._fitted.tokens + self._held.tokens, 0
         if blended is not None:
-            wanted, whole = blended
-            share = wanted / max(1, whole._fitted.tokens + whole._held.tokens)
-            self._fitted.blend(whole._fitted, share)
-            self._held.blend(whole._held, share)
+            borrowed, mean_sums = blended
+            share = borrowed / max(1, mean_sums._fitted.tokens + mean_sums._held.tokens)
+            self._fitted.blend(mean_sums._fitted, share)
+            self._held.blend(mean_sums._held, share)
             more = self._fitted.tokens + self._held.tokens - tokens
         moments = self._moments(split)
         if any(layer.routed for layer in self.group):
@@ -252,14 +254,12 @@ class _Sums:
         return Observed(layers=self.group, moments=moments)
 
     def _moments(self, split: bool) -> dict[str, Moments]:
-        """Return what was summed, by layer name."""
+        """Return {layer name: moments}."""
         fitted, held = self._fitted, self._held
-        split = (
-            split and fitted.tokens > 0 and held.tokens > 0
-        )  # an expert may be reached by the ones or the others alone
+        split = split and fitted.tokens > 0 and held.tokens > 0  # all tokens of an expert may lie in one of the two
         fitted.absorb(held)
         total, extra = fitted.means(ALONE.sum_exactly), self._extra.together()
-        apart = held.means(ALONE.sum_exactly, held.dtype) if split else None
+        held_moments = held.means(ALONE.sum_exactly, held.dtype) if split else None
         names = ", ".join(layer.name for layer in self.group)
         if not total.tokens:
             raise unreached(names)
@@ -270,30 +270,30 @@ class _Sums:
         for which, tensors in (("quantized", quantized), ("original", original)):
             if not all(tensor is None or torch.isfinite(tensor).all() for tensor in tensors):
                 raise CalibrationError(
-                    f"The input of {names} holds NaN or Inf (in the {which} network, or its square overflows). "
-                    f"Check the checkpoint, or compute in a wider dtype."
+                    f"The input of {names} holds NaN or Inf in the {which} network, or its square overflows. "
+                    f"Check the model's weights, or compute in a wider dtype."
                 )
-        return {layer.name: replace(total.of(layer.name, apart), extra=extra) for layer in self.group}
+        return {layer.name: replace(total.of(layer.name, held_moments), extra=extra) for layer in self.group}
 
 
 def _lost_outputs(rows: Rows, group: tuple[Layer, ...]) -> dict[str, Tensor]:
-    """Return (tokens, out) `W x + r - W x_hat - r_hat` for the layers whose loss is summed as such, not by C.
+    """Return (tokens, out) `W x + r - W x_hat - r_hat` of the layers whose `lost` is summed directly, not through C.
 
-    That is fewer products for a layer by itself; and where a layer adds to a residual stream r, what that has lost is in the same
-    sum. None of them is quantized yet.
+    For a layer alone this needs fewer products; for a layer whose output is added to a residual stream r, the sum also
+    includes the error of r. None of the layers is quantized yet.
     """
     if rows.X is None:
         return {}
     alone = len(group) == 1 and group[0].shape[0] <= group[0].shape[1]
-    apart = rows.X - rows.X_hat
-    outputs = {layer.name: apart @ layer.read().to(apart.dtype).T for layer in group if layer.adds or alone}
+    difference = rows.X - rows.X_hat
+    outputs = {layer.name: difference @ layer.read().to(difference.dtype).T for layer in group if layer.adds or alone}
     for name, residual in rows.residual.items():
         outputs[name] += residual
     return outputs
 
 
 def shared_inputs(observed: Observed) -> Iterator[Inputs]:
-    """Yield the inputs of each layer: factors are made once for all of them."""
+    """Yield the `Inputs` of each layer, which share the factors of one Hessian."""
     shared: Inputs | None = None
     for layer in observed.layers:
         moments = observed.moments.get(layer.name)

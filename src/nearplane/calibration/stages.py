@@ -1,12 +1,12 @@
-"""What the layers of a network see: activations pass through one block at a time, and the rows of their inputs are handed out.
+"""Inputs of the layers of a block: the stages of layers that share one input, and the rows of each batch at a stage.
 
-Two streams run side by side, of the original and of the quantized network. A first look finds which layers share an input: the
-stages (q/k/v, o, gate/up, down). Here each stage is a pass of both streams, which stops as soon as it has seen what it is for; the
-original stream's last pass is also its way to the next block. In multiplications by weights that is 4.33 forwards of a Llama
-block (attention a third of the weights): 0 + 1/3 + 1/3 + 1 for each stream and 1 for the quantized stream's way on.
-`one_forward.py` does it in 2 where it can. Knows modules and activations; what is summed over them is `second_moments.py`'s.
+Two streams run, of the original and of the quantized network. `first_look` finds the stages (q/k/v, o, gate/up, down).
+Each stage is a separate pass of both streams, which stops as soon as it has seen the inputs of that stage; the last
+pass of the original stream continues to the next block. In multiplications by weights this is 4.33 forward passes of a
+Llama block (attention is a third of the weights): 0 + 1/3 + 1/3 + 1 for each stream, and 1 for the quantized stream to
+the next block. `one_forward.py` needs only 2 where it applies. `second_moments.py` sums the rows.
 
-A trial of one window through one block of each kind, before anything is solved, finds networks that cannot be calibrated.
+Before anything is solved, a trial of one window through one block of each kind finds unsupported networks.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from nearplane.system.memory import release
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entered:
-    """A layer as a forward came to it.
+    """State of a forward pass at the moment when it enters a layer.
 
     Args:
-        same: what it has in common with layers that multiply the same rows.
-        rows: how often what it was given holds a number for every token, or every hidden state that the block sees of an encoder;
-            no integer: some are left out.
-        computed: how many results had a number, see `Results`.
-        alive: bytes of all activations that were in memory.
-        routed: of experts, what they were given, without its contents: how many bytes it takes to keep it for all of them, and a
-            row for every pair of a token and an expert. None of other layers.
+        same: Key of the layer's input; layers with equal keys multiply the same rows.
+        rows: Rows of the input per token of the block's input (or per encoder position); not an integer if the layer
+            receives only some of the tokens.
+        computed: Number of results numbered so far, see `Results`.
+        alive: Bytes of all activations in memory.
+        routed: Bytes of the input of experts: shared by all experts, and with one row per pair of token and expert.
+            None for other layers.
     """
 
     same: tuple[Any, ...]
@@ -56,13 +56,13 @@ class Entered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstLook:
-    """How the first batch ran through a block.
+    """Observations of the first batch in a block.
 
     Args:
-        groups: layers by the input that they share, in the order they run.
-        entered: of each layer, every time it ran.
-        operands: {layer: numbers of the results whose sum its output is added to}, None where one has no number.
-        unwatched: the module that runs other functions for other tokens, so that numbers of results say nothing; or empty.
+        groups: Layers grouped by the input that they share, in the order they run.
+        entered: {layer: one `Entered` per run of the layer}.
+        operands: {layer: numbers of the results to whose sum its output is added}; None for a result without number.
+        unwatched: Name of a module whose operations depend on the tokens, which makes result numbers useless; or "".
     """
 
     groups: tuple[tuple[Layer, ...], ...]
@@ -78,20 +78,20 @@ def stages(block: Block, stream: Stream) -> list[tuple[Layer, ...]]:
 
 @torch.no_grad()
 def first_look(block: Block, stream: Stream) -> FirstLook:
-    """Group the layers of a block by the input that they share, in the order they run: q/k/v, then o, gate/up, down.
+    """Run one batch through a block and group its layers by the input that they share: q/k/v, then o, gate/up, down.
 
-    One batch is run through the block; inputs are the same if they are the same memory, unchanged in between.
+    Two inputs are the same if they are the same memory and were not written to in between. Groups are in running order.
 
     Raises:
-        CalibrationError: layers did not run; the message names them.
+        CalibrationError: Some layers did not run; the message names them.
     """
-    module, hidden = block.quantized, stream.own(block, 0)
-    encoded = stream.calls[block.name][0].seen
-    given = [hidden] if encoded is None else [hidden, stream.quantized[0][:, encoded]]
+    module, hidden = block.quantized, stream.block_input(block, 0)
+    encoded = stream.calls[block.name][0].encoder_positions
+    block_inputs = [hidden] if encoded is None else [hidden, stream.quantized[0][:, encoded]]
     assert module is not None, ABSENT
     layers = block.quantized_layers()
     entered: dict[str, list[Entered]] = {}
-    held: list[Any] = []  # while they live, no other tensor takes their memory
+    kept_alive: list[Any] = []  # so that no other tensor reuses their memory
     results = Results(hidden)
     additions = Additions(results=results)
     weights = {x.untyped_storage().data_ptr() for x in (*module.parameters(), *module.buffers())}
@@ -100,13 +100,13 @@ def first_look(block: Block, stream: Stream) -> FirstLook:
         entered.setdefault(layer.name, []).append(
             Entered(
                 same=layer.same_input(x),
-                rows=min((layer.share(x, states) for states in given), key=lambda share: share % 1),
+                rows=min((layer.share(x, states) for states in block_inputs), key=lambda share: share % 1),
                 computed=len(results.numbered),
                 alive=results.bytes_alive(but=weights),
                 routed=x.sizes if layer.routed else None,
             )
         )
-        held.append(x.untyped_storage())
+        kept_alive.append(x.untyped_storage())
 
     with additions, ExitStack() as hooks:
         for layer in layers:
@@ -115,13 +115,13 @@ def first_look(block: Block, stream: Stream) -> FirstLook:
                 hooks.enter_context(layer.after(additions.watch))
         stream.forward(block, module, 0, stream.quantized[0])
         additions.finish()
-    if unseen := [layer.name for layer in layers if layer.name not in entered]:
-        raise unreached(", ".join(unseen))
+    if missing := [layer.name for layer in layers if layer.name not in entered]:
+        raise unreached(", ".join(missing))
     groups: dict[tuple[Any, ...], list[Layer]] = {}
     by_name = {layer.name: layer for layer in layers}
-    for name, times in entered.items():
-        known = replace(by_name[name], calls=len(times), adds=name in additions.found and len(times) == 1)
-        groups.setdefault(tuple(each.same for each in times), []).append(known)
+    for name, runs in entered.items():
+        layer = replace(by_name[name], calls=len(runs), adds=name in additions.found and len(runs) == 1)
+        groups.setdefault(tuple(run.same for run in runs), []).append(layer)
     return FirstLook(
         groups=tuple(map(tuple, groups.values())),
         entered=entered,
@@ -134,27 +134,27 @@ def first_look(block: Block, stream: Stream) -> FirstLook:
 def seen(
     block: Block, groups: Sequence[tuple[Layer, ...]], stream: Stream, *, last: bool = False, onward: bool = False
 ) -> Iterator[list[Rows | RoutedRows]]:
-    """Yield for each batch what it shows of the inputs of some groups of layers, as the block is now.
+    """Yield for each batch the rows of the inputs of groups of layers, one entry per group, in the current block.
 
     Args:
-        block: in memory, with its original if the stream has two streams.
-        groups: from `stages`; often one of them.
-        stream: standing before the block.
-        last: no other groups of this block follow: the original stream moves on to the next block in the same pass.
-        onward: the quantized stream moves on as well, with the block as it is.
+        block: The block in memory, with its original if there are two streams.
+        groups: Groups from `stages`; often one of them.
+        stream: The streams before the block.
+        last: Whether these are the last groups of the block; the original stream then passes the block as well.
+        onward: Whether the quantized stream passes the block as well, with its current weights.
 
     Raises:
-        CalibrationError: a layer sees different tokens in the two networks, or what comes out of the block is not finite.
+        CalibrationError: A layer receives different tokens in the two networks, or the block returns NaN or Inf.
     """
     original = stream.original
     assert not stream.ahead, "the original stream has passed the block"
     adding = {layer.name for group in groups for layer in group if layer.adds and original is not None}
 
     def look(module: nn.Module | None, states: MutableSequence[Tensor], batch: int, to_the_end: bool) -> list[Seen]:
-        """Run a copy of the block just far enough to see the groups' inputs, and what is added to their outputs."""
-        seen = [Seen(inputs=group[0].shape[1]) for group in groups]
-        here = {layer.name: layer for layer in block.layers_of(module)}
-        missing = {group[0].name: group[0].calls for group in groups}  # inputs still to be seen
+        """Run a copy of the block until all inputs of the groups, and all tensors added to their outputs, are seen."""
+        records = [Seen(inputs=group[0].shape[1]) for group in groups]
+        layers = {layer.name: layer for layer in block.layers_of(module)}
+        missing = {group[0].name: group[0].calls for group in groups}  # number of inputs still to be seen
 
         def done() -> None:
             if not to_the_end and not any(missing.values()) and adding <= additions.found.keys():
@@ -167,78 +167,78 @@ def seen(
 
         additions = Additions(done)
         with additions, ExitStack() as hooks:
-            for group, record in zip(groups, seen, strict=True):
-                hooks.enter_context(here[group[0].name].before(partial(entering, record, group)))
+            for group, record in zip(groups, records, strict=True):
+                hooks.enter_context(layers[group[0].name].before(partial(entering, record, group)))
                 for layer in group:
                     if layer.name in adding:
-                        hooks.enter_context(here[layer.name].after(additions.watch))
+                        hooks.enter_context(layers[layer.name].after(additions.watch))
             with suppress(Stop):
                 output = stream.forward(block, module, batch, states[batch])
             additions.finish()
-        for group, record in zip(groups, seen, strict=True):
+        for group, record in zip(groups, records, strict=True):
             for layer in group:
                 if layer.name in additions.found:
                     record.added[layer.name] = total(additions.found[layer.name]).reshape(-1, layer.shape[0])
         if to_the_end:
             states[batch] = finite(output, block)
-        return seen
+        return records
 
     for batch in range(len(stream.sizes)):
-        before = repeat(None) if original is None else look(block.original, original, batch, last)
-        now = look(block.quantized, stream.quantized, batch, onward)
-        yield [rows_of(group[0].name, one, other) for group, one, other in zip(groups, now, before, strict=False)]
-        del before, now
-        release()  # what the forwards took and freed lies among what is kept
+        originals = repeat(None) if original is None else look(block.original, original, batch, last)
+        quantized = look(block.quantized, stream.quantized, batch, onward)
+        yield [rows_of(group[0].name, q, o) for group, q, o in zip(groups, quantized, originals, strict=False)]
+        del originals, quantized
+        release()  # memory that the forward passes freed is scattered among kept rows
     stream.ahead = last and original is not None
 
 
 def before_the_head(block: Block, stream: Stream) -> tuple[Layer, ...]:
-    """Prepare to look at the head's inputs; return it as a group.
+    """Prepare a pass that sees the inputs of the head; return the head as a group.
 
     Args:
-        block: the head, in memory.
-        stream: from `finish`.
+        block: The head, in memory.
+        stream: The streams after `finish`.
     """
     stream.calls[block.name] = [Call(args=(), kwargs={}, positional=True) for _ in stream.sizes]
-    block.original = block.quantized  # only looked into; both stop before they multiply
+    block.original = block.quantized  # both passes stop before the head multiplies
     return tuple(block.quantized_layers())
 
 
 def unreached(names: str) -> CalibrationError:
     return CalibrationError(
-        f"No token reached {names}: the block does not run them, or not on this text. Leave them out with --ignore."
+        f"No token reached {names}. The block does not run them, or not on this text. Leave them out with --ignore."
     )
 
 
 def try_blocks(model: Model, tokens: Tensor, device: Device) -> dict[str, FirstLook]:
-    """Run the first window through one block of each kind, as calibration will; return what was seen, by name of the block.
+    """Run the first window through one block of each kind; return {block name: `FirstLook`}.
 
-    Where the window does not reach every expert, nothing is returned of that kind.
+    A kind of block is absent if the window does not reach all of its experts.
 
     Args:
-        model: to be calibrated.
-        tokens: (windows, seqlen).
-        device: where to compute.
+        model: The model to calibrate.
+        tokens: (windows, seqlen) calibration tokens.
+        device: The device of the computation.
 
     Raises:
-        ModelError: the network does not run block by block, or not on windows of this length.
-        CalibrationError: a layer never runs, whatever the text.
+        ModelError: The network does not run block by block, or not on windows of this length.
+        CalibrationError: A layer never runs, whatever the text.
     """
     dtype = device.compute_dtype(model.dtype)
-    found: dict[str, FirstLook] = {}
+    looks: dict[str, FirstLook] = {}
     try:
         stream = skeleton(model, [tokens[:1]], device=device.place, dtype=dtype)
         for block in (blocks[0] for blocks in kinds(model) if blocks[0].layers):
             with block.on(device.place, dtype, original=False):
                 try:
-                    found[block.name] = first_look(block, stream)
-                except CalibrationError:  # it did not run all layers
+                    looks[block.name] = first_look(block, stream)
+                except CalibrationError:  # some layers did not run
                     if never := never_run(model, block, stream):
                         raise CalibrationError(never) from None
-        return found
+        return looks
     except NearplaneError:
         raise
-    except Exception as error:  # models are programs of their makers and raise what they like
+    except Exception as error:  # the code of a model may raise anything
         raise ModelError(
             f"{type(model.network).__name__} does not run on a window of {tokens.shape[1]} tokens ({first_line(error)}). Try "
             f"another --seqlen, or --solver round-to-nearest, which does not run it."
@@ -246,16 +246,16 @@ def try_blocks(model: Model, tokens: Tensor, device: Device) -> dict[str, FirstL
 
 
 def kinds(model: Model) -> list[list[Block]]:
-    """Return the blocks by kind; of one kind are those whose modules have the same names and types."""
-    found: dict[frozenset[tuple[str, type]], list[Block]] = {}
+    """Return the blocks grouped by kind; blocks of one kind have the same names and types of modules."""
+    groups: dict[frozenset[tuple[str, type]], list[Block]] = {}
     for block in model.blocks:
-        found.setdefault(frozenset((name, type(part)) for name, part in block.empty.named_modules()), []).append(block)
-    return list(found.values())
+        groups.setdefault(frozenset((name, type(part)) for name, part in block.empty.named_modules()), []).append(block)
+    return list(groups.values())
 
 
 @torch.no_grad()
 def never_run(model: Model, block: Block, stream: Stream) -> str:
-    """Return what to do about layers that one window does not run, nor any that differs by a number (an expert); or nothing."""
+    """Return a message about layers that do not run, nor any layer that differs only by a number (experts); or ""."""
     reached: set[str] = set()
     layers = block.quantized_layers()
     with ExitStack() as hooks:
@@ -267,6 +267,6 @@ def never_run(model: Model, block: Block, stream: Stream) -> str:
         return ""
     patterns = " ".join(f"'{pattern}'" for pattern in dict.fromkeys(never.values()))
     return (
-        f"{type(model.network).__name__} is not supported as it is: it never runs {first_few([*never])} as layers of their own, so "
-        f"nothing shows their inputs. Leave them as they are with --ignore {patterns}."
+        f"{type(model.network).__name__} never runs {first_few([*never])} as separate layers, so their inputs are not "
+        f"observable. Leave these layers unquantized with --ignore {patterns}."
     )

@@ -1,4 +1,4 @@
-"""Hidden states kept in a file instead of memory: a list of tensors. Knows tensors and one file; not what they mean."""
+"""List of tensors whose contents lie in one file instead of memory: hidden states between blocks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor
 from nearplane.errors import FormatError
 
 Keep = Callable[[Iterable[Tensor]], MutableSequence[Tensor]]
-"""Makes a list of hidden states: `list`, or one whose contents lie in a file."""
+"""Function that makes a list of hidden states: `list`, or `StatesOnDisk` with its folder."""
 
 
-class _Kept(NamedTuple):
-    """Where the bytes of a tensor begin, and what they are."""
+class _Entry(NamedTuple):
+    """Position and form of a tensor in the file."""
 
-    place: int
+    offset: int
     size: int  # bytes
     shape: torch.Size
     dtype: torch.dtype
@@ -28,32 +28,32 @@ class _Kept(NamedTuple):
 
 
 class StatesOnDisk(MutableSequence[Tensor]):
-    """A list of tensors whose contents lie in one file without a name, which is gone when the list is, however the program ends.
+    """List of tensors in one nameless temporary file, which vanishes with the list, however the program ends.
 
-    An item is read anew each time: dtype, shape, device and every bit are those of what was put in, its memory is contiguous and
-    the caller's own, so that changing it does not change the list. What was put in is let go. Items go in and out one at a time.
-    Bytes are read and written, not mapped: they do not count as memory of the process. Items that replace others of the same size
-    take their room in the file.
+    Every access reads the item anew, equal to the bit, with the same dtype, shape and device. Its memory is contiguous
+    and belongs to the caller: changing it does not change the list. The list keeps no reference to the tensors that
+    were put in. Bytes are read and written, not mapped, so they do not count as memory of the process. An item that
+    replaces another of the same size reuses its offset in the file.
 
     Args:
-        folder: where the file lies; None: the system's folder for temporary files, which must not be memory itself.
-        states: what to begin with, one after the other.
+        folder: Folder of the file; None: the system's folder for temporary files, which must not lie in memory.
+        states: The first items.
 
     Raises:
-        FormatError: the folder cannot be written to; later, when items are put in, the disk is full.
+        FormatError: The folder cannot be written to; later, when an item is put in, the disk is full.
     """
 
     def __init__(self, folder: Path | None = None, states: Iterable[Tensor] = ()) -> None:
         self.folder = Path(tempfile.gettempdir() if folder is None else folder)
-        self._items: list[_Kept] = []
-        self._free: dict[int, list[int]] = {}  # {bytes: places of so many that hold nothing}
+        self._items: list[_Entry] = []
+        self._free: dict[int, list[int]] = {}  # {size in bytes: offsets of free places of this size}
         self._end = 0
         try:
             self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115 - lives as long as the list
         except OSError as error:
             raise self._refused(error) from error
         self.close = weakref.finalize(self, self._file.close)
-        """Delete the file. What is put in or taken out afterwards is a ValueError."""
+        """Delete the file. Any later access raises ValueError."""
         try:
             self.extend(states)
         except BaseException:
@@ -68,50 +68,50 @@ class StatesOnDisk(MutableSequence[Tensor]):
 
     def __setitem__(self, index: Any, state: Any) -> None:
         self._release(self._items[index])
-        self._items[index] = self._written(state)
+        self._items[index] = self._write(state)
 
     def __delitem__(self, index: Any) -> None:
         self._release(self._items.pop(index))
 
     def insert(self, index: int, value: Tensor) -> None:
-        """Put a tensor before that of this number."""
-        self._items.insert(index, self._written(value))
+        """Insert a tensor before item number `index`."""
+        self._items.insert(index, self._write(value))
 
-    def _release(self, kept: _Kept) -> None:
-        self._free.setdefault(kept.size, []).append(kept.place)
+    def _release(self, entry: _Entry) -> None:
+        self._free.setdefault(entry.size, []).append(entry.offset)
 
-    def _written(self, state: Tensor) -> _Kept:
-        left = _bytes(state.detach().cpu()).numpy().data
-        size, free = len(left), self._free.get(len(left))
-        place = free.pop() if free else self._end
-        self._end = max(self._end, place + size)
+    def _write(self, state: Tensor) -> _Entry:
+        remaining = _bytes(state.detach().cpu()).numpy().data
+        size, free = len(remaining), self._free.get(len(remaining))
+        offset = free.pop() if free else self._end
+        self._end = max(self._end, offset + size)
         try:
-            self._file.seek(place)
-            while len(left):
-                left = left[self._file.write(left) :]
+            self._file.seek(offset)
+            while len(remaining):
+                remaining = remaining[self._file.write(remaining) :]
         except OSError as error:
             raise self._refused(error) from error
-        return _Kept(place, size, state.shape, state.dtype, state.device)
+        return _Entry(offset, size, state.shape, state.dtype, state.device)
 
-    def _read(self, kept: _Kept) -> Tensor:
-        state = torch.empty(kept.shape, dtype=kept.dtype)
-        left = _bytes(state).numpy().data
-        self._file.seek(kept.place)
-        while len(left):
-            if not (count := self._file.readinto(left)):
+    def _read(self, entry: _Entry) -> Tensor:
+        state = torch.empty(entry.shape, dtype=entry.dtype)
+        remaining = _bytes(state).numpy().data
+        self._file.seek(entry.offset)
+        while len(remaining):
+            if not (count := self._file.readinto(remaining)):
                 raise FormatError(
-                    f"The file of hidden states in {self.folder} is shorter than it was written. Run again with another folder."
+                    f"The file of hidden states in {self.folder} was truncated. Run again with another folder (TMPDIR)."
                 )
-            left = left[count:]
-        return state.to(kept.device)
+            remaining = remaining[count:]
+        return state.to(entry.device)
 
     def _refused(self, error: OSError) -> FormatError:
         return FormatError(
-            f"Hidden states could not be kept in {self.folder} ({error}). Free some space or choose another folder "
+            f"Hidden states could not be written to {self.folder} ({error}). Free some space or choose another folder "
             f"(TMPDIR), and run again."
         )
 
 
 def _bytes(state: Tensor) -> Tensor:
-    """Return the bytes of a tensor, in its own memory where that is contiguous."""
+    """Return the bytes of a tensor; of a contiguous one without a copy."""
     return state.contiguous().reshape(-1).view(torch.uint8)

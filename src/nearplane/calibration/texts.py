@@ -1,6 +1,6 @@
-"""Calibration tokens: from a text file, a jsonl file, a folder of them, or a named data set.
+"""Calibration tokens from a text file, a jsonl file, a folder of them, or a named data set.
 
-Knows tokenizers and files; nothing of networks. Files are read in their order, data sets are shuffled by a seed.
+Files are read in their order; data sets are shuffled by a seed. No network is needed here.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from nearplane.models.pretrained import in_a_sentence
 from nearplane.system.paths import SUFFIXES, check_there
 
 DEFAULT_DATASET = "HuggingFaceFW/fineweb-edu:sample-10BT:train"
-LETTERS = 6  # of a token, more than most have
-MARGIN = 10_000  # letters behind a token that may still have a say in it: no word is as long
-SHUFFLED_ROWS = 10_000  # rows of a streamed data set that are held to draw from
+LETTERS = 6  # guess for the first attempt; most tokens are shorter
+MARGIN = 10_000  # letters after a token that may still change it: longer than any word
+SHUFFLED_ROWS = 10_000  # size of the buffer from which rows of a streamed data set are drawn
 
 
 def read_windows(
@@ -33,103 +33,103 @@ def read_windows(
     seed: int = 0,
     between: tuple[int, ...] = (),
 ) -> Tensor:
-    """Read the first `samples` windows of `seqlen` tokens; fewer if the text ends before.
+    """Read the first `samples` windows of `seqlen` tokens, or fewer if the text is shorter.
 
     A text file is one document, taken raw and tokenized whole; every line of a jsonl file (`text`, or `messages` for
     the chat template) and every row of a data set is one. Documents are joined with the end-of-sequence token, if there
     is one, and cut into windows that do not overlap. No other special tokens are added.
 
     Args:
-        tokenizer: of the model.
-        source: a .txt or .jsonl file, a folder of them, or a data set name[:config][:split]; None: `DEFAULT_DATASET`. Or the
-            documents themselves.
-        samples, seqlen: windows, and tokens of each.
-        seed: of the shuffle of a data set; files are not shuffled.
-        between: two tokens, counted in `seqlen`, that every window begins and ends with, see `around`.
+        tokenizer: The tokenizer of the model.
+        source: A .txt or .jsonl file, a folder of them, a data set name[:config][:split], or a list of documents; None:
+            `DEFAULT_DATASET`.
+        samples, seqlen: Number of windows, and tokens per window.
+        seed: Seed of the shuffle of a data set; files are not shuffled.
+        between: First and last token of every window, counted in `seqlen`; see `around`.
 
     Returns:
         (windows, seqlen) int64.
 
     Raises:
-        CalibrationError: there is no such text, it is malformed, or it is shorter than one window.
+        CalibrationError: The text is missing, malformed, or shorter than one window.
     """
     if seqlen <= len(between):
         raise CalibrationError(
-            f"Windows of {seqlen} tokens hold nothing but the two that each begins and ends with. Take longer ones."
+            f"Windows of {seqlen} tokens hold only the special tokens at their two ends. Use a larger --seqlen."
         )
     seqlen -= len(between)
     ids: list[int] = []
-    joint = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
-    wanted = samples * seqlen
+    separator = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
+    needed = samples * seqlen
     for text in _documents(tokenizer, DEFAULT_DATASET if source is None else source, seed):
         if ids:
-            ids += joint
-        with in_a_sentence("The tokenizer of the model cannot tokenize the text; fetch its files again"):
-            ids += _first_ids(tokenizer, text, wanted - len(ids))
-        if len(ids) >= wanted:
+            ids += separator
+        with in_a_sentence("The model's tokenizer cannot tokenize the text; fetch its files again"):
+            ids += _first_ids(tokenizer, text, needed - len(ids))
+        if len(ids) >= needed:
             break
     windows = min(len(ids) // seqlen, samples)
     if not windows:
         where = f"The list of {len(source)} texts" if isinstance(source, tuple | list) else source or DEFAULT_DATASET
         raise CalibrationError(
-            f"{where} holds {len(ids)} tokens where one window needs {seqlen}. "
+            f"{where} holds {len(ids)} tokens; one window needs {seqlen}. "
             f"Pass a longer text with --calibration, or shorter windows with --seqlen."
         )
-    found = torch.tensor(ids[: windows * seqlen], dtype=torch.int64).view(windows, seqlen)
+    tokens = torch.tensor(ids[: windows * seqlen], dtype=torch.int64).view(windows, seqlen)
     edges = [torch.full((windows, 1), edge) for edge in between]
-    return torch.cat([edges[0], found, edges[1]], 1) if edges else found
+    return torch.cat([edges[0], tokens, edges[1]], 1) if edges else tokens
 
 
 def around(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the two tokens that encoders expect a text between ([CLS] and [SEP]); none where the tokenizer has no such."""
-    found = (tokenizer.cls_token_id, tokenizer.sep_token_id)
-    return found if all(isinstance(token, int) for token in found) else ()
+    """Return the tokens that encoders expect before and after a text ([CLS], [SEP]); () if the tokenizer has none."""
+    edges = (tokenizer.cls_token_id, tokenizer.sep_token_id)
+    return edges if all(isinstance(token, int) for token in edges) else ()
 
 
-def _first_ids(tokenizer: PreTrainedTokenizerBase, text: str, wanted: int) -> list[int]:
-    """Return the ids of a text, at least `wanted` of them if it has so many: no more of a long text is tokenized than that takes.
+def _first_ids(tokenizer: PreTrainedTokenizerBase, text: str, needed: int) -> list[int]:
+    """Return at least the first `needed` ids of a text, or all; of a long text only the beginning is tokenized.
 
-    Which token a letter is in depends on what follows it, but not on what is `MARGIN` letters further on: of a part of the text,
-    only the tokens count that end so far before its end.
+    The token of a letter depends on the letters after it, but on none more than `MARGIN` away. So of a part of
+    the text, only tokens that end this far before the end of the part are used.
     """
-    length = wanted * LETTERS + MARGIN
+    length = needed * LETTERS + MARGIN
     while tokenizer.is_fast and length < len(text):
-        found = tokenizer(text[:length], add_special_tokens=False, verbose=False, return_offsets_mapping=True)
-        whole = next((n for n, (_, end) in enumerate(found["offset_mapping"]) if end > length - MARGIN), 0)
-        if whole >= wanted:
-            return list(found["input_ids"][:whole])
+        encoding = tokenizer(text[:length], add_special_tokens=False, verbose=False, return_offsets_mapping=True)
+        certain = next((n for n, (_, end) in enumerate(encoding["offset_mapping"]) if end > length - MARGIN), 0)
+        if certain >= needed:
+            return list(encoding["input_ids"][:certain])
         length *= 2
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def check_vocabulary(tokens: Tensor, size: int) -> None:
-    """Refuse tokens that a model with `size` embeddings cannot look up.
+    """Refuse token ids that a model with `size` embeddings does not have.
 
     Raises:
-        CalibrationError: names the token.
+        CalibrationError: A token id is too large.
     """
     if (largest := int(tokens.max())) >= size:
         raise CalibrationError(
-            f"The text has the token id {largest}, the model a vocabulary of {size} (ids 0 to {size - 1}). The two do not belong "
-            f"together; check the tokenizer files in the model's folder, or the token ids that were given."
+            f"The text has the token id {largest}, but the model's vocabulary has {size} tokens (ids 0 to {size - 1}). "
+            f"Check the tokenizer files in the model's folder, or the token ids that you passed."
         )
 
 
 def check_start(tokens: Tensor, start: int | None, called: str) -> None:
-    """Refuse tokens that all begin with the one with which a decoder is started anyway.
+    """Refuse transcripts that all begin with the decoder's start token, which is added anyway.
 
     Args:
-        tokens: (windows, seqlen) what is said in sound.
-        start: that token; None where there is none.
-        called: what the model is called.
+        tokens: (windows, seqlen) token ids of the transcripts.
+        start: The decoder's start token; None if there is none.
+        called: Name of the model in messages.
 
     Raises:
-        CalibrationError: names the token.
+        CalibrationError: All transcripts begin with the start token.
     """
     if start is not None and bool((tokens[:, 0] == start).all()):
         raise CalibrationError(
-            f"All token_ids begin with {start}, with which the decoder of {called} is started anyway. Pass them without it, as for "
-            f"labels=."
+            f"All token_ids begin with {start}, the start token that the decoder of {called} adds itself. "
+            f"Pass them without it, as for labels=."
         )
 
 
@@ -143,7 +143,7 @@ def _documents(tokenizer: PreTrainedTokenizerBase, source: str | Path | Sequence
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
         if not files:
-            raise CalibrationError(f"The folder {source} holds no {' or '.join(SUFFIXES)} file to calibrate on.")
+            raise CalibrationError(f"The folder {source} holds no {' or '.join(SUFFIXES)} file for calibration.")
         for file in files:
             yield from _documents_in(file, tokenizer)
     elif path.exists():
@@ -156,13 +156,13 @@ def _documents(tokenizer: PreTrainedTokenizerBase, source: str | Path | Sequence
 def _documents_in(file: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     """Yield the documents of one file."""
     if file.suffix not in SUFFIXES:
-        raise CalibrationError(f"{file} is no {' or '.join(SUFFIXES)} file; rename plain text to .txt.")
+        raise CalibrationError(f"{file} is not a {' or '.join(SUFFIXES)} file. Rename plain text to .txt.")
     try:
         content = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CalibrationError(f"{file} cannot be read as UTF-8 text ({error}).") from error
     if not content.strip():
-        raise CalibrationError(f"{file} is empty; pass a file with text.")
+        raise CalibrationError(f"{file} is empty. Pass a file with text.")
     if file.suffix == ".txt":
         yield content
         return
@@ -172,19 +172,19 @@ def _documents_in(file: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[st
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise CalibrationError(f"{place} is not JSON ({error}); every line holds one object.") from error
+                raise CalibrationError(f"{place} is not JSON ({error}). Every line must hold one object.") from error
             yield _text(row, place, tokenizer)
 
 
 def _text(row: Any, place: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the text of a row, chats through the tokenizer's template."""
+    """Return the text of a row; a chat is formatted by the tokenizer's template."""
     match row:
         case {"text": str(text)}:
             return text
         case {"messages": list(messages)}:
             try:
                 return str(tokenizer.apply_chat_template(messages, tokenize=False))
-            except Exception as error:  # templates are programs of the model's makers and raise what they like
+            except Exception as error:  # templates are programs and raise anything
                 raise CalibrationError(
                     f"{place}: the chat template cannot be applied ({first_line(error)})."
                 ) from error
@@ -192,19 +192,19 @@ def _text(row: Any, place: str, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _rows(source: str, seed: int) -> Iterator[dict[str, Any]]:
-    """Stream a data set of the hub, shuffled."""
+    """Yield the rows of a data set of the hub, streamed and shuffled."""
     try:
         from datasets import load_dataset
     except ImportError as error:
         raise CalibrationError(
-            f'Reading the data set {source} needs the datasets package: pip install "nearplane[datasets]", '
-            f"or pass a .txt or .jsonl file with --calibration."
+            f"Reading the data set {source} needs the datasets package. "
+            f'Run pip install "nearplane[datasets]", or pass a .txt or .jsonl file with --calibration.'
         ) from error
     name, config, split = [*source.split(":"), "", ""][:3]
     try:
         rows = load_dataset(name, config or None, split=split or "train", streaming=True)
         yield from rows.shuffle(seed=seed, buffer_size=SHUFFLED_ROWS)
-    except Exception as error:  # whatever the network and the readers of many formats raise
+    except Exception as error:  # the network and the readers of many formats raise anything
         raise CalibrationError(
-            f"The data set {source} cannot be read ({first_line(error)}); pass a .txt or .jsonl file with --calibration."
+            f"The data set {source} cannot be read ({first_line(error)}). Pass a .txt or .jsonl file with --calibration."
         ) from error

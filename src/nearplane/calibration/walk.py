@@ -1,9 +1,9 @@
-"""The walk: activations pass through the network block by block, and stop at every stage until its layers are written.
+"""The walk: the pass of activations through the network, block by block, which waits at every stage for its values.
 
-Two streams run, of the original and of the quantized network. At every stage, the layers that share one input, the walk sums the
-second moments of that input and waits: whoever walks gives the layers' values, and the layers behind see the quantized ones before
-them. `quantize` solves for the values, `verify` and `tune` read them from files. The way of the data: `walk`, `observations` of a
-block, its forwards in `one_forward.py`, sums over their rows in `second_moments.py`, one `Inputs` a layer, a `Stage`.
+Two streams run, of the original and of the quantized network. At each stage (layers that share one input) the walk sums
+the second moments of the input and waits until the caller writes the layers' values, which later layers then see.
+`quantize` solves for the values, `verify` and `tune` read them from files. Order of calls: `walk`, `observations` of a
+block, forward passes in `one_forward.py`, sums over rows in `second_moments.py`, one `Inputs` per layer, a `Stage`.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ log = logging.getLogger(__name__)
 
 
 class Stage:
-    """Layers whose inputs are known and whose turn it is, bound to the block in memory; or the end of a block, without layers.
+    """Layers to be written next, with their inputs, in the block in memory; or the end of a block, without layers.
 
     Args:
-        layers: that share one input, in module order; or those of one expert after the other; none at the end of a block.
-        inputs: of each layer: factors are made once for all that share one, the residual's mismatch is each layer's own.
-        first: whether it is the first stage of a block.
-        rest: names of the tensors that are not quantized and are written with the block.
-        blocks: how many blocks the streams have passed, at the end of one; 0 elsewhere.
-        stream: the streams behind these blocks; None: there are none, or it is not the end of a block.
+        layers: Layers that share one input, in module order; or those of several experts; empty at the end of a block.
+        inputs: The `Inputs` of each layer; layers share the factors of one input, not the mismatch of the residual.
+        first: Whether this is the first stage of a block.
+        rest: Names of the tensors that are not quantized and are written with the block.
+        blocks: Number of blocks that the streams have passed, at the end of a block; 0 elsewhere.
+        stream: The streams after these blocks; None without streams, and where it is not the end of a block.
 
     Attributes:
-        written: whether `write` was called: only then the walk goes on.
+        written: Whether `write` was called; the walk requires it before the next stage.
     """
 
     def __init__(
@@ -66,30 +66,30 @@ class Stage:
 
     @property
     def ends_block(self) -> bool:
-        """Whether all that is written with `rest` is behind the walk."""
+        """Whether this is the end of a block: all layers that are written with `rest` are done."""
         return not self.layers
 
     def write(self, values: Iterable[Tensor | None]) -> None:
-        """Write the values (out, in) of each layer into the block, in order; None leaves a layer as it is.
+        """Write the values (out, in) of each layer into the block, in order; None leaves a layer unchanged.
 
-        Inputs are let go of: with their factors they take as much memory as a block.
+        The inputs are dropped: with their factors they take as much memory as a block.
         """
         for layer, each in zip(self.layers, values, strict=True):
             if each is not None:
                 layer.write(each)
-            del each  # in the block now
+            del each  # frees a copy: the block has the values
         self.inputs, self.written = (), True
 
 
 class Resumed(Protocol):
-    """How far a walk had come that was stopped, so that another goes on from there."""
+    """State of a stopped walk, from which another walk resumes."""
 
     @property
     def blocks(self) -> int:
-        """How many blocks were walked through, and are not again."""
+        """Number of blocks that are done and are skipped."""
 
     def restore(self, stream: Stream) -> None:
-        """Put the hidden states behind these blocks into a stream that stands before the first."""
+        """Replace the hidden states of a stream before the first block by those after the skipped blocks."""
 
 
 @contextmanager
@@ -102,24 +102,24 @@ def walk(
     moments: Mapping[str, Moments] | None = None,
     resumed: Resumed | None = None,
 ) -> Iterator[Iterator[Stage]]:
-    """Walk through a network from its embeddings to its head, stage by stage: `with walk(...) as stages: for stage in stages: ...`
+    """Walk through a network from embeddings to head: `with walk(...) as stages: for stage in stages: ...`
 
-    The next stage sees the layers of this one as they were written. At the end, and after an error, no hook, no paused forward
-    and no block on the device is left.
+    Each stage sees the layers of earlier stages as they were written. At the end, and after an error, all hooks and
+    paused forward passes are removed and no block stays on the device.
 
     Args:
-        model: the original.
-        recipe: what calibration is to see.
-        windows: of the text; without any, layers are solved without looking at their inputs.
-        setting: where to compute, and how much memory that may use.
-        moments: of the embeddings' inputs, where they are quantized; see `Plan`.
-        resumed: where a walk that was stopped had come; the stages before are left out.
+        model: The original model.
+        recipe: The recipe; its calibration, scheme and solver options are used.
+        windows: The calibration windows; without windows, the inputs of layers are not observed.
+        setting: The device, and settings for memory.
+        moments: Moments of the embeddings' inputs, if embeddings are quantized; see `Plan`.
+        resumed: State of a stopped walk, whose stages are skipped.
 
     Yields:
-        The stages. The iterator raises RuntimeError where the next is asked for before this one was written.
+        An iterator over the stages. It raises RuntimeError if a stage is not written before the next is requested.
 
     Raises:
-        CalibrationError: an input is not finite, or not all layers run.
+        CalibrationError: An input is not finite, or some layers do not run.
     """
     stages = _Walk(model, recipe, windows, setting).stages(moments or {}, resumed)
     with closing(_in_order(stages)) as in_order:
@@ -127,7 +127,7 @@ def walk(
 
 
 def _in_order(stages: Generator[Stage]) -> Generator[Stage]:
-    """Yield stages; each is written before the next is made."""
+    """Yield stages; raise RuntimeError if a stage is not written before the next is made."""
     with closing(stages):
         for stage in stages:
             yield stage
@@ -139,7 +139,7 @@ def _in_order(stages: Generator[Stage]) -> Generator[Stage]:
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """What a walk is made with; see `walk`."""
+    """Arguments of a walk; see `walk`."""
 
     model: Model
     recipe: Recipe
@@ -147,35 +147,35 @@ class _Walk:
     setting: MemorySetting
 
     def stages(self, moments: Mapping[str, Moments], resumed: Resumed | None) -> Generator[Stage]:
-        """Yield all stages, and the end of every block."""
+        """Yield all stages, including the end of every block."""
         model, recipe, place = self.model, self.recipe, self.setting.device.place
         dtype = self.setting.device.compute_dtype(model.dtype)
-        behind = 0 if resumed is None else resumed.blocks
+        done = 0 if resumed is None else resumed.blocks
         embeddings = None
-        if model.embeddings is not None and not behind:
+        if model.embeddings is not None and not done:
             with model.embeddings.on(place, dtype, original=False) as block:
                 layers = tuple(block.quantized_layers())
                 yield from self._through([Observed(layers=layers, moments=dict(moments))])
                 embeddings = block.quantized_layers()[0].read()
         stream = self._stream(dtype, embeddings)
-        if resumed is not None and behind and stream is not None:
+        if resumed is not None and done and stream is not None:
             resumed.restore(stream)
-        for index, block in enumerate(model.blocks[behind:], behind):
+        for index, block in enumerate(model.blocks[done:], done):
             with block.on(place, dtype, original=recipe.scheme.correct and stream is not None):
-                rest = model.unquantized(index)
+                unquantized = model.unquantized(index)
                 with closing(observations(block, stream, recipe, self.setting.room)) as observed:
-                    yield from self._through(observed, rest)
-            yield Stage(rest=rest, blocks=index + 1, stream=stream)  # the end of the block: no layers, a shard to write
-        rest = model.unquantized()
+                    yield from self._through(observed, unquantized)
+            yield Stage(rest=unquantized, blocks=index + 1, stream=stream)  # the end of the block
+        unquantized = model.unquantized()
         if model.head is not None:
             if stream is not None:
                 finish(model, stream, self.windows.tokens(), dtype)
             with model.head.on(place, dtype, original=False) as block:
-                yield from self._through(observations_of_the_head(block, stream), rest)
-        yield Stage(rest=rest)
+                yield from self._through(observations_of_the_head(block, stream), unquantized)
+        yield Stage(rest=unquantized)
 
     def _stream(self, dtype: torch.dtype, embeddings: Tensor | None) -> Stream | None:
-        """Return both streams before the first block; None where nothing looks at inputs."""
+        """Return both streams before the first block; None if the solver needs no inputs."""
         if self.windows.fitted is None or not SOLVERS[self.recipe.scheme.solver].needs_inputs:
             return None
         fitted, extra = self.windows.batches(self.setting.batch)
@@ -187,38 +187,39 @@ class _Walk:
         return stream
 
     def _through(self, observed: Iterable[Observed], rest: tuple[str, ...] = ()) -> Iterator[Stage]:
-        """Yield the layers of a block, stage by stage."""
+        """Yield the stages of a block."""
         for number, together in enumerate(_chunks(observed, self.setting.experts)):
-            release()  # what forwards took: solving takes as much
+            release()  # memory of the forward passes, which solving needs
             stage = Stage(
                 tuple(layer for each in together for layer in each.layers),
                 tuple(inputs for each in together for inputs in shared_inputs(each)),
                 rest=rest,
                 first=number == 0,
             )
-            together.clear()  # the stage alone holds moments and factors: they are as large as a block
+            together.clear()  # only the stage may hold moments and factors: they are as large as a block
             yield stage
-            del stage  # the next one makes its own
+            del stage  # frees them before the next stage
 
 
 def _chunks(observed: Iterable[Observed], experts: int) -> Iterator[list[Observed]]:
-    """Yield what is solved together: layers that share an input, or up to so many experts of a block.
+    """Yield lists of what is solved together: layers that share an input, or up to `experts` experts of a block.
 
-    Nothing is looked at before what was yielded is written, but for the other experts of the same stage.
+    The next stage is not computed before the list is written; experts of one stage are all known beforehand.
     """
     chunk: list[Observed] = []
     for each in observed:
         chunk.append(each)
-        del each  # the stage is to be the only one that holds it
+        del each  # only the stage may hold it
         if len(chunk) == experts or not chunk[-1].more:
             yield chunk
             chunk = []
 
 
 def observations(block: Block, stream: Stream | None, recipe: Recipe, room: int) -> Generator[Observed]:
-    """Yield the layers of a block by shared input, with what calibration sees of it once the stages before are solved.
+    """Yield the layers of a block by shared input, with its moments once the earlier stages are solved.
 
-    Behind the last the stream has passed the block. Close what is left before its end: forwards of the block wait in it.
+    After the last group the stream has passed the block. Close the generator if it is not exhausted: forward passes of
+    the block are paused in it.
     """
     if stream is None:
         for layer in block.quantized_layers():
@@ -226,13 +227,13 @@ def observations(block: Block, stream: Stream | None, recipe: Recipe, room: int)
         return
     with closing(Passage(block, stream, sequential=recipe.calibration.true_sequential, room=room)) as passage:
         if passage.repeated:
-            log.info("%s: %s, so that stages are passes of their own", block.name, passage.repeated)
+            log.info("%s: stages are separate passes because %s", block.name, passage.repeated)
         for groups, shown in passage:  # q/k/v, then o, then gate/up, then down
             yield from summed(groups, shown, stream, rare=recipe.calibration.rare_experts)
 
 
 def observations_of_the_head(block: Block, stream: Stream | None) -> Iterator[Observed]:
-    """Yield the head with the second moments of its inputs; see `observe`. Without a stream nothing is measured."""
+    """Yield the head with the second moments of its inputs; see `observe`. Without a stream there are no moments."""
     if stream is None:
         yield Observed(layers=tuple(block.quantized_layers()), moments={})
         return

@@ -1,7 +1,4 @@
-"""The tokens that a run looks at: the windows that are fitted, those that are not, and whether they are enough.
-
-Knows texts, models' tokenizers and widths; nothing of what is computed from the tokens.
-"""
+"""Windows of a run: the calibration windows, the extra windows after them, and checks that there are enough tokens."""
 
 from __future__ import annotations
 
@@ -25,19 +22,21 @@ from nearplane.recipe.schemes import GridScheme
 from nearplane.record.words import LEAST, shortage
 
 DEFAULT_SEQLEN = 2048
-EXTRA = 8  # windows that are fitted for every one that follows them and is not, at least
-EXTRA_TOKENS, EXTRA_WINDOWS = 1024, 4  # that many in so many windows tell enough: no more are read
-RUN = 8  # tokens in a row: text that says something new repeats few runs of so many
-VARIED = 0.25  # share of runs that differ: less, and fewer than the widest layer has inputs, is no text to learn from
-WAYS = {
-    Taken.TEXT: "takes text, and something else was given; pass text.",
+WINDOWS_PER_EXTRA = 8  # calibration windows per extra window, at least
+EXTRA_TOKENS, EXTRA_WINDOWS = 1024, 4  # enough for a measurement: no more extra windows are read
+RUN_TOKENS = 8  # text that is not repetitive repeats few runs of 8 neighbouring tokens
+MIN_DISTINCT_RUNS = (
+    0.25  # fraction of distinct runs; with less, and fewer than the widest layer has inputs, text is refused
+)
+EXPECTED_INPUTS = {
+    Taken.TEXT: "takes text, and something else was given. Pass text.",
     Taken.IMAGES: (
-        "takes images: from Python, pass calibration=pixel_values (images, channels, height, width), as its image "
+        "takes images. In Python, pass calibration=pixel_values (images, channels, height, width), as its image "
         "processor makes them."
     ),
     Taken.SOUND: (
-        "takes sound: from Python, pass calibration=(input_features, token_ids), sound as its feature extractor makes it "
-        "and (windows, seqlen) what is said in each, as for labels=."
+        "takes sound. In Python, pass calibration=(input_features, token_ids): the output of its feature extractor, and "
+        "the token ids (windows, seqlen) of the transcripts, as for labels=."
     ),
 }
 logger = logging.getLogger("nearplane")
@@ -45,13 +44,13 @@ logger = logging.getLogger("nearplane")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windows:
-    """The calibration text in windows.
+    """Calibration windows and extra windows.
 
     Args:
-        seqlen: tokens of a window.
-        fitted: (windows, seqlen) what every sum is made of, with its sound where the network hears; None where nothing looks at it.
-        extra: (windows, seqlen) what follows them in the text and enters no sum: what the losses are measured on besides. None
-            where there are none.
+        seqlen: Tokens per window.
+        fitted: (windows, seqlen) calibration windows, perhaps with sound, which enter all sums; None if not needed.
+        extra: (windows, seqlen) extra windows, which follow in the text and enter no sum; losses are measured on them
+            as well. None if there are none.
     """
 
     seqlen: int
@@ -60,106 +59,106 @@ class Windows:
 
     @property
     def count(self) -> int:
-        """How many are fitted."""
+        """Number of calibration windows."""
         return 0 if self.fitted is None else len(self.fitted)
 
     @property
     def extra_count(self) -> int:
-        """How many follow them."""
+        """Number of extra windows."""
         return 0 if self.extra is None else len(self.extra)
 
     def tokens(self) -> Tensor:
-        """Return (windows, seqlen) all of them, extra ones last."""
-        assert self.fitted is not None, "nothing looks at the network"
+        """Return all windows (windows, seqlen), extra windows last."""
+        assert self.fitted is not None, "this run has no windows"
         return self.fitted if self.extra is None else joined([self.fitted, self.extra])
 
     def batches(self, size: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the fitted windows in batches, the first alone where there are others, and the extra ones in theirs."""
-        assert self.fitted is not None, "nothing looks at the network"
+        """Return the batches of calibration windows, the first of one window, and the batches of extra windows."""
+        assert self.fitted is not None, "this run has no windows"
         others = self.fitted[1:].split(size) if self.count > 1 else ()
         return [self.fitted[:1], *others], [] if self.extra is None else [*self.extra.split(size)]
 
     def digest(self) -> str:
-        """Return the `digest_of` all; empty where there are none."""
+        """Return the `digest_of` all windows; "" if there are none."""
         return "" if self.fitted is None else digest_of(self.tokens())
 
 
 def digest_of(tokens: Tensor) -> str:
-    """Return the SHA-256 of token ids as little-endian int64, of pixel values as float32; of token ids and then their sound."""
-    found = hashlib.sha256()
+    """Return the SHA-256 of token ids as little-endian int64, then sound as float32; or of pixel values as float32."""
+    digest = hashlib.sha256()
     for part in (tokens, tokens.sound) if isinstance(tokens, Spoken) else (tokens,):
-        found.update(part.cpu().contiguous().numpy().astype("<f4" if part.is_floating_point() else "<i8").tobytes())
-    return found.hexdigest()
+        digest.update(part.cpu().contiguous().numpy().astype("<f4" if part.is_floating_point() else "<i8").tobytes())
+    return digest.hexdigest()
 
 
 def calibration_windows(model: Model, recipe: Recipe, given: Given | None = None) -> Windows:
-    """Read the calibration text: `samples` windows that are fitted, and some that follow them, see `extra_windows`.
+    """Read the calibration text: `samples` calibration windows, and the extra windows after them, see `extra_windows`.
 
-    Where the text is shorter, the last ninth of its windows, at least one and no more than would follow, are the extra ones; of a
-    single window there are none.
+    If the text is shorter, the last ninth of its windows are the extra windows, at least one and at most
+    `extra_windows`; a single window is a calibration window.
 
     Args:
-        model: whose tokenizer reads the text.
-        recipe: names it.
-        given: texts or tokens in place of what the recipe names.
+        model: The model, whose tokenizer reads the text.
+        recipe: The recipe, which names the text.
+        given: Calibration data from Python that replaces the text of the recipe.
 
     Raises:
-        CalibrationError: the text cannot be read, or windows are longer than the model has positions.
+        CalibrationError: The text cannot be read, or --seqlen exceeds the positions of the model.
     """
-    wanted, positions = recipe.calibration, model.positions
-    if wanted.seqlen is not None and positions is not None and wanted.seqlen > positions:
+    options, positions = recipe.calibration, model.positions
+    if options.seqlen is not None and positions is not None and options.seqlen > positions:
         raise CalibrationError(
-            f"--seqlen {wanted.seqlen} is more than the {positions} positions of the model; pass at most {positions}."
+            f"--seqlen {options.seqlen} is more than the {positions} positions of the model. Pass at most {positions}."
         )
-    seqlen = wanted.seqlen or min(DEFAULT_SEQLEN, positions or DEFAULT_SEQLEN)
+    seqlen = options.seqlen or min(DEFAULT_SEQLEN, positions or DEFAULT_SEQLEN)
     if not SOLVERS[recipe.scheme.solver].needs_inputs and recipe.allocate != "slope":
         return Windows(seqlen=seqlen)
-    takes = taken_by(model.network)
-    if takes is not (Taken.TEXT if given is None else given.kind):
+    kind = taken_by(model.network)
+    if kind is not (Taken.TEXT if given is None else given.kind):
         if given is None:
-            refuse_lost(wanted.calibration)
-        raise CalibrationError(f"{type(model.network).__name__} {WAYS[takes]}")
+            refuse_lost(options.calibration)
+        raise CalibrationError(f"{type(model.network).__name__} {EXPECTED_INPUTS[kind]}")
     windows = None if given is None else given.tokens
-    if windows is not None and takes is Taken.IMAGES:
+    if windows is not None and kind is Taken.IMAGES:
         seqlen = _images(model, recipe, windows)
     elif isinstance(windows, Spoken):
         _check_spoken(model, windows)
-    following = extra_windows(wanted.samples, seqlen)
+    following = extra_windows(options.samples, seqlen)
     if windows is None:
-        texts = wanted.calibration if given is None else given.texts
-        refuse_lost(texts)
-        samples, tokenizer = wanted.samples + following, model.tokenizer()
+        source = options.calibration if given is None else given.texts
+        refuse_lost(source)
+        samples, tokenizer = options.samples + following, model.tokenizer()
         edges = around(tokenizer) if is_framed(model.network) else ()
-        windows = read_windows(tokenizer, texts, samples=samples, seqlen=seqlen, seed=wanted.seed, between=edges)
+        windows = read_windows(tokenizer, source, samples=samples, seqlen=seqlen, seed=options.seed, between=edges)
     if len(windows) == 1:
         return Windows(seqlen=seqlen, fitted=windows)
-    fitted = min(wanted.samples, len(windows) - max(1, min(following, len(windows) // (EXTRA + 1))))
+    fitted = min(options.samples, len(windows) - max(1, min(following, len(windows) // (WINDOWS_PER_EXTRA + 1))))
     return Windows(seqlen=seqlen, fitted=windows[:fitted], extra=windows[fitted:])
 
 
 def _images(model: Model, recipe: Recipe, images: Tensor) -> int:
-    """Return how many hidden states a network has of each image: of patches, and of what stands before them.
+    """Return the number of hidden states of each image: those of patches and of class tokens.
 
     Raises:
-        ModelError: they are of another size than the network's.
-        RecipeError: bits of layers are to be measured on them.
+        ModelError: The network does not take images of this size.
+        RecipeError: The recipe asks for bits per layer, which are not measured on images.
     """
     kind = type(model.network).__name__
     if recipe.allocate == "slope" or not isinstance(recipe.scheme, GridScheme):
         raise RecipeError(
-            f"{kind} takes images, on which bits of layers are not measured yet: use --bits with whole numbers and --allocate "
-            f"uniform."
+            f"{kind} takes images, on which the bits of each layer are not measured yet. Use --bits with whole numbers "
+            f"and --allocate uniform."
         )
     with in_a_sentence(f"{kind} does not take images {tuple(images.shape[1:])}, (channels, height, width)"):
         return places(model, images)
 
 
 def _check_spoken(model: Model, windows: Spoken) -> None:
-    """Refuse sound, or what is said in it, that a network does not take.
+    """Refuse sound or transcripts that a network does not take.
 
     Raises:
-        ModelError: the sound is of another size than the network's.
-        CalibrationError: token ids are not in the vocabulary, or have the start token.
+        ModelError: The network does not take sound of this size.
+        CalibrationError: Token ids are not in the vocabulary, or all begin with the start token.
     """
     kind = type(model.network).__name__
     check_vocabulary(windows, len(model.network.get_input_embeddings().weight))
@@ -169,39 +168,39 @@ def _check_spoken(model: Model, windows: Spoken) -> None:
 
 
 def extra_windows(samples: int, seqlen: int) -> int:
-    """Return how many windows of `seqlen` tokens follow `samples` fitted ones: an eighth, up to what tells enough, at least one."""
+    """Return the number of extra windows: an eighth of `samples`, at least one, with an upper bound in tokens."""
     enough = max(EXTRA_WINDOWS, -(-EXTRA_TOKENS // seqlen))
-    return max(1, min(samples // EXTRA, enough))
+    return max(1, min(samples // WINDOWS_PER_EXTRA, enough))
 
 
-def check_tokens(model: Model, recipe: Recipe, found: Windows) -> None:
-    """Warn of few calibration tokens; refuse too few, and text that says the same again and again.
+def check_tokens(model: Model, recipe: Recipe, windows: Windows) -> None:
+    """Warn about few calibration tokens; refuse too few tokens and repetitive text.
 
     Raises:
-        CalibrationError: there is less than one token, or less than one that is new, for each input of the widest layer.
+        CalibrationError: There is less than one token, or less than one distinct run, per input of the widest layer.
     """
-    layers = [layer for layer in model.layers if layer.kind != "Embedding"]  # which no token multiplies
-    tokens = found.fitted
+    layers = [layer for layer in model.layers if layer.kind != "Embedding"]  # rows are looked up, not multiplied
+    tokens = windows.fitted
     if tokens is None or not layers or not SOLVERS[recipe.scheme.solver].needs_inputs:
         return
     widest = max(layers, key=lambda layer: layer.shape[1])
-    inputs, seqlen = widest.shape[1], found.seqlen
-    said = shortage(found.count, seqlen, recipe.calibration.samples, widest.name, inputs)
-    if said is not None and found.count * seqlen < LEAST * inputs:
-        raise CalibrationError(said)
+    inputs, seqlen = widest.shape[1], windows.seqlen
+    warning = shortage(windows.count, seqlen, recipe.calibration.samples, widest.name, inputs)
+    if warning is not None and windows.count * seqlen < LEAST * inputs:
+        raise CalibrationError(warning)
     different, runs = (0, 0) if taken_by(model.network) is Taken.IMAGES else distinct_runs(tokens)
-    if different < min(LEAST * inputs, VARIED * runs):
+    if different < min(LEAST * inputs, MIN_DISTINCT_RUNS * runs):
         raise CalibrationError(
-            f"The calibration text says the same again and again: of {runs:,} runs of {min(RUN, seqlen)} tokens {different:,} "
-            f"differ, fewer than the {inputs:,} inputs of {widest.name}. Pass text like what the model is for with --calibration."
+            f"The calibration text is repetitive: of {runs:,} runs of {min(RUN_TOKENS, seqlen)} tokens only "
+            f"{different:,} are distinct, fewer than the {inputs:,} inputs of {widest.name}. Pass more varied text."
         )
-    if said is not None:
-        logger.warning(said)
+    if warning is not None:
+        logger.warning(warning)
 
 
 def distinct_runs(tokens: Tensor) -> tuple[int, int]:
-    """Return how many runs of `RUN` neighbouring tokens in windows (windows, seqlen) differ, and how many there are."""
-    length = min(RUN, tokens.shape[1])
+    """Return how many runs of `RUN_TOKENS` neighbouring tokens in (windows, seqlen) are distinct, and the total."""
+    length = min(RUN_TOKENS, tokens.shape[1])
     runs = tokens.unfold(1, length, 1).reshape(-1, length)  # (runs, length)
-    weights = 1_000_003 ** torch.arange(length)  # a hash: what overflows wraps round
+    weights = 1_000_003 ** torch.arange(length)  # a hash; overflow wraps around
     return int((runs * weights).sum(1).unique().numel()), len(runs)

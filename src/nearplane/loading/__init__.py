@@ -1,1 +1,1 @@
-"""Finished checkpoints as networks again: transformers, packed layers, the rehearsal of a reader."""
+"""Loading of checkpoints as networks, packed or decoded, and the rehearsal of loading before a run."""

@@ -1,7 +1,7 @@
-"""The network that config.json describes: what it expects of a checkpoint's matrices, and itself with every weight decoded.
+"""Networks from quantized folders with every weight decoded, and the shapes and names that they expect of a folder.
 
-Also where the blobs of a native checkpoint go: modules of their own, and matrices of experts in stacked parameters. What
-transformers loads into each place is bytes, decoded when all is there.
+Also the places of the blobs of a native checkpoint: separate modules, and matrices of experts in stacked parameters.
+transformers loads bytes into each place; they are decoded after all tensors are loaded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from nearplane.models.pretrained import empty_network, network_of
 from nearplane.system.fp8_mxfp4 import WidenedReader
 
 KEY = Native.KEY
-LENGTH = torch.int64  # of a blob, where several are in one tensor
+LENGTH = torch.int64  # dtype of the lengths of blobs that share one tensor
 
 
 def stored_transposed(model: nn.Module) -> set[str]:
@@ -41,9 +41,9 @@ def stored_transposed(model: nn.Module) -> set[str]:
 
 
 def weight_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter, with and without the base model's prefix; of matrices always (out, in).
+    """Return {name: shape} of every parameter, with and without the base model's prefix; matrices are (out, in).
 
-    Also those of the matrices of experts, by the names that they have as layers.
+    The matrices of experts are included, under the names that they have as layers.
     """
     transposed, prefix = stored_transposed(model), f"{getattr(model, 'base_model_prefix', '')}."
     shapes: dict[str, tuple[int, ...]] = {}
@@ -56,12 +56,14 @@ def weight_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def stacked_matrices(model: nn.Module) -> dict[str, list[ExpertLayer]]:
-    """Return the matrices in every parameter that holds those of several experts, in order, as views of its module."""
+    """Return {stacked parameter: its matrices in order, as views of the module}."""
     conversions = get_model_conversion_mapping(model) if isinstance(model, PreTrainedModel) else []
 
     def names(parameter: str, parts: int, experts: int) -> Names:
-        found = names_apart(conversions, parameter, parts, experts)
-        return Names(layers=found, stored=found, sources=tuple(tuple((name,) for name in part) for part in found))
+        matrices = names_apart(conversions, parameter, parts, experts)
+        return Names(
+            layers=matrices, stored=matrices, sources=tuple(tuple((name,) for name in part) for part in matrices)
+        )
 
     stacks: dict[str, list[ExpertLayer]] = {}
     for path, module in model.named_modules():
@@ -71,7 +73,7 @@ def stacked_matrices(model: nn.Module) -> dict[str, list[ExpertLayer]]:
 
 
 def stacks_of(model: nn.Module) -> dict[str, Stack]:
-    """Return how the stacked parameters of a network are put together, of which transformers knows no matrices by name."""
+    """Return {parameter: `Stack`} of the stacked parameters for whose matrices transformers has no names."""
     conversions = get_model_conversion_mapping(model) if isinstance(model, PreTrainedModel) else []
     return {
         parameter: Stack(
@@ -85,11 +87,11 @@ def stacks_of(model: nn.Module) -> dict[str, Stack]:
 
 
 def decoded_tensors(folder: Path, empty: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (parameter name, tensor) of a folder as if it had never been quantized; see `read_dense`.
+    """Yield (parameter name, decoded tensor) of a quantized folder; see `read_dense`.
 
     Args:
-        folder: quantized.
-        empty: the network that its config.json describes.
+        folder: A quantized folder.
+        empty: The network that its config.json describes, on the meta device.
     """
     return read_dense(folder, transposed=stored_transposed(empty), shapes=weight_shapes(empty), stacks=stacks_of(empty))
 
@@ -97,16 +99,16 @@ def decoded_tensors(folder: Path, empty: nn.Module) -> Iterator[tuple[str, Tenso
 def dense_network(
     folder: Path, *, dtype: torch.dtype | str = torch.float32, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Load the language model of a folder with every weight decoded; needs no package of the format's makers.
+    """Load the language model of a folder with every weight decoded, without the packages of the format's reader.
 
     Args:
-        folder: quantized in a format that nearplane reads, or not quantized.
-        dtype: of the weights; "auto" is that of config.json.
-        trust_remote_code: run model code that comes with the checkpoint.
+        folder: A folder that is quantized in a format that nearplane reads, or not quantized.
+        dtype: Dtype of the weights; "auto" is the dtype in config.json.
+        trust_remote_code: Whether code that comes with the model may run.
 
     Raises:
-        FormatError: a layer is not what its format or config.json says.
-        ModelError: transformers builds no such network, or a weight is missing.
+        FormatError: A layer contradicts its format or config.json.
+        ModelError: transformers cannot build the network, or a weight is missing.
     """
     reader = reader_of(folder)
     empty = empty_network(folder, trust_remote_code=trust_remote_code, reader=reader)
@@ -124,18 +126,18 @@ def dense_network(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where one blob goes.
+    """Place of one blob in the network.
 
     Args:
-        name: of the module in this model.
-        called: what errors say: file and tensor.
+        name: Name of the module in the network.
+        label: File and tensor, for error messages.
         shape: (out, in) of the matrix.
-        module: that was there, without weights.
-        tensor: of the module that transformers fills with the blob: "weight" where the module stays and is decoded.
+        module: The original module, without weights.
+        tensor: Name of the module's tensor that receives the blob; "weight" if the module is kept and decoded.
     """
 
     name: str
-    called: str
+    label: str
     shape: tuple[int, int]
     module: nn.Module
     tensor: str
@@ -143,48 +145,48 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackPlace:
-    """Where the blobs of all matrices in a stacked parameter go.
+    """Place of the blobs of all matrices in one stacked parameter.
 
     Args:
-        name: of the module in this model.
-        tensor: the parameter, which transformers fills with all blobs in one.
-        called: of each matrix, what errors say.
-        layers: the matrices, as views of the module.
-        shape: of the parameter.
+        name: Name of the module in the network.
+        tensor: Name of the parameter, which receives all blobs as one tensor.
+        labels: File and tensor of each matrix, for error messages.
+        layers: The matrices, as views of the module.
+        shape: Shape of the parameter.
     """
 
     name: str
     tensor: str
-    called: tuple[str, ...]
+    labels: tuple[str, ...]
     layers: tuple[ExpertLayer, ...]
     shape: tuple[int, ...]
 
     @property
     def words(self) -> list[str]:
-        """What distinguishes the matrices of one expert: the ends of their names."""
+        """Last parts of the names of one expert's matrices, which distinguish them."""
         return list(dict.fromkeys(layer.name.rpartition(".")[2] for layer in self.layers))
 
 
-class Coded(ConversionOps):
-    """Take the blob of two tensors that transformers puts in one place: beside it may be a weight without elements."""
+class SingleBlob(ConversionOps):
+    """Conversion of the tensors of one place into its blob; the other tensor, if any, has no elements."""
 
     def convert(self, input_dict: dict[str, list[Tensor]], *args: Any, **kwargs: Any) -> dict[str, list[Tensor]]:
         """Return the blob under the name of the weight."""
         return {kwargs["full_layer_name"]: max(input_dict.values(), key=lambda tensors: tensors[0].numel())}
 
 
-class Joined(ConversionOps):
-    """Take the blobs of all matrices in a parameter as one tensor: their number and lengths, then one after the other."""
+class JoinedBlobs(ConversionOps):
+    """Conversion of the blobs of all matrices in a parameter into one tensor: their number, lengths, and bytes."""
 
     def convert(self, input_dict: dict[str, list[Tensor]], *args: Any, **kwargs: Any) -> dict[str, list[Tensor]]:
-        """Return that under the name of the parameter; blobs by the order of patterns, within each by number."""
+        """Return the tensor under the name of the parameter; blobs are ordered by pattern, then by number."""
         blobs = [blob for pattern in kwargs["source_patterns"] for blob in input_dict.get(pattern, []) if blob.numel()]
         lengths = torch.tensor([len(blobs), *(blob.numel() for blob in blobs)], dtype=LENGTH)
         return {kwargs["full_layer_name"]: [torch.cat([lengths.view(torch.uint8), *(blob.cpu() for blob in blobs)])]}
 
 
-def apart(joined: Tensor) -> list[Tensor]:
-    """Return the blobs that `Joined` put together."""
+def split_blobs(joined: Tensor) -> list[Tensor]:
+    """Return the blobs in a tensor from `JoinedBlobs`."""
     size = LENGTH.itemsize
     count = int(joined[:size].clone().view(LENGTH))
     lengths = joined[size : size * (count + 1)].clone().view(LENGTH).tolist()
@@ -192,51 +194,51 @@ def apart(joined: Tensor) -> list[Tensor]:
 
 
 def make_places(
-    model: PreTrainedModel, names: Sequence[str], called: Iterable[str], dtype: torch.dtype
+    model: PreTrainedModel, names: Sequence[str], labels: Iterable[str], dtype: torch.dtype
 ) -> dict[str, Place | StackPlace]:
-    """Find where blobs belong, and put packed layers in place of linear ones of their own.
+    """Find the places of all blobs, and replace linear modules by packed layers.
 
     Args:
-        model: empty.
-        names: of quantized modules and matrices of experts, as config.json has them.
-        called: what errors say of each.
-        dtype: of the weights.
+        model: The empty network; changed in place.
+        names: Names of quantized modules and of matrices of experts, as in config.json.
+        labels: File and tensor of each, for error messages.
+        dtype: Dtype of the weights.
 
     Returns:
-        The places by the name of the tensor that transformers fills.
+        {name of the tensor that transformers loads: place}.
 
     Raises:
-        FormatError: the model has no such matrix, or some of the experts of a parameter are not named.
+        FormatError: The network lacks a named matrix, or only some experts of a parameter are named.
     """
     prefix, stacks = f"{model.base_model_prefix}.", stacked_matrices(model)
     views = {layer.name: layer for layers in stacks.values() for layer in layers}
     if not any(name.startswith(prefix) for name in views):
         views |= {prefix + name: layer for name, layer in views.items()}
     places: dict[str, Place | StackPlace] = {}
-    experts: dict[str, dict[str, str]] = {}  # of a parameter, what errors say of each matrix
-    for name, said in zip(names, called, strict=True):
+    experts: dict[str, dict[str, str]] = {}  # {parameter: {matrix: label}}
+    for name, label in zip(names, labels, strict=True):
         if name in views:
-            experts.setdefault(views[name].parameter, {})[views[name].name] = said
+            experts.setdefault(views[name].parameter, {})[views[name].name] = label
         else:
-            place = make_place(model, name, said, dtype)
+            place = make_place(model, name, label, dtype)
             places[f"{place.name}.{place.tensor}"] = place
-    for parameter, found in experts.items():
+    for parameter, label_of in experts.items():
         layers, (module, _, tensor) = stacks[parameter], parameter.rpartition(".")
-        if absent := [layer.name for layer in layers if layer.name not in found]:
+        if absent := [layer.name for layer in layers if layer.name not in label_of]:
             raise FormatError(
-                f"config.json does not name {absent[0]} as quantized, but other experts of {parameter}. Fetch config.json again."
+                f"config.json names other experts of {parameter} as quantized, not {absent[0]}. Fetch config.json again."
             )
-        said_of = tuple(found[layer.name] for layer in layers)
+        ordered = tuple(label_of[layer.name] for layer in layers)
         shape = tuple(layers[0].weight.shape)
-        places[parameter] = StackPlace(name=module, tensor=tensor, called=said_of, layers=tuple(layers), shape=shape)
+        places[parameter] = StackPlace(name=module, tensor=tensor, labels=ordered, layers=tuple(layers), shape=shape)
     return places
 
 
-def make_place(model: PreTrainedModel, name: str, called: str, dtype: torch.dtype) -> Place:
-    """Find the module that a blob belongs to, and put a packed layer in its place if it is a linear one of its own.
+def make_place(model: PreTrainedModel, name: str, label: str, dtype: torch.dtype) -> Place:
+    """Find the module of a blob, and replace it by a packed layer if it is linear and its weight is not tied.
 
     Raises:
-        FormatError: the model has no such matrix.
+        FormatError: The network has no such matrix.
     """
     known = dict(model.named_modules())
     path = name if name in known else name.removeprefix(f"{model.base_model_prefix}.")
@@ -244,7 +246,7 @@ def make_place(model: PreTrainedModel, name: str, called: str, dtype: torch.dtyp
     weight = getattr(module, "weight", None)
     if module is None or not isinstance(weight, Tensor) or weight.dim() != 2:
         raise FormatError(
-            f"config.json names {name} as quantized; {type(model).__name__} has no matrix of that name. "
+            f"config.json names {name} as quantized, but {type(model).__name__} has no matrix of that name. "
             f"Fetch config.json again."
         )
     out, columns = weight.shape[::-1] if type(module) is Conv1D else weight.shape
@@ -254,54 +256,54 @@ def make_place(model: PreTrainedModel, name: str, called: str, dtype: torch.dtyp
         layer = PackedLinear(columns, out, bias=module.bias is not None, dtype=dtype, device="meta")
         layer.register_buffer(KEY, torch.empty(1, dtype=torch.uint8, device="meta"))
         model.set_submodule(path, layer)
-    return Place(name=path, called=called, shape=(out, columns), module=module, tensor=KEY if packed else "weight")
+    return Place(name=path, label=label, shape=(out, columns), module=module, tensor=KEY if packed else "weight")
 
 
 def fill(place: Place | StackPlace, module: nn.Module, dtype: torch.dtype, threads: int | None) -> None:
-    """Decode what was loaded into a place.
+    """Decode the bytes that were loaded into a place.
 
     Raises:
-        FormatError: it was not loaded, is damaged, or of another shape.
+        FormatError: The bytes are missing or damaged, or the matrix has another shape.
     """
     loaded: Tensor = getattr(module, place.tensor)
-    called = place.called if isinstance(place, Place) else place.called[0]
+    label = place.label if isinstance(place, Place) else place.labels[0]
     if loaded.is_meta or loaded.dtype != torch.uint8 or loaded.dim() != 1 or loaded.numel() < 2:
-        raise FormatError(f"{called} was not loaded. Fetch the folder again, and map its layers to a device.")
+        raise FormatError(f"{label} was not loaded. Fetch the folder again, and map its layers to a device.")
     if isinstance(place, StackPlace):
         _fill_stack(place, module, loaded, dtype, threads)
         return
     blob = loaded.detach().cpu().numpy()
-    _check_shape(place.called, tuple(shape_of(blob, name=place.called)), place.shape)
+    _check_shape(place.label, tuple(shape_of(blob, name=place.label)), place.shape)
     if isinstance(module, PackedLinear):
         delattr(module, place.tensor)
-        module.fill(decode_packed(blob, name=place.called, threads=threads), loaded.device)
+        module.fill(decode_packed(blob, name=place.label, threads=threads), loaded.device)
         return
-    values = matrix_of(decode(blob, name=place.called, threads=threads)).decode().to(dtype)
+    values = matrix_of(decode(blob, name=place.label, threads=threads)).decode().to(dtype)
     values = values.T.contiguous() if type(place.module) is Conv1D else values
     module.weight = nn.Parameter(values.to(loaded.device))
 
 
 def _fill_stack(place: StackPlace, module: nn.Module, loaded: Tensor, dtype: torch.dtype, threads: int | None) -> None:
     """Decode the matrices of all experts into their parameter."""
-    blobs, words = apart(loaded.detach().cpu()), place.words
+    blobs, words = split_blobs(loaded.detach().cpu()), place.words
     if len(blobs) != len(place.layers):
         raise FormatError(
-            f"{place.called[0]} and its like: {len(blobs)} of the {len(place.layers)} matrices of "
-            f"{place.name}.{place.tensor} are there. Fetch the folder again."
+            f"{place.labels[0]}: the files hold {len(blobs)} of the {len(place.layers)} matrices of "
+            f"{place.name}.{place.tensor}. Fetch the folder again."
         )
     experts = len(blobs) // len(words)
     whole = nn.Parameter(torch.empty(place.shape, dtype=dtype), requires_grad=False)
     setattr(module, place.tensor, whole)
-    for layer, called in zip(place.layers, place.called, strict=True):
+    for layer, label in zip(place.layers, place.labels, strict=True):
         blob = blobs[words.index(layer.name.rpartition(".")[2]) * experts + layer.expert].numpy()
-        _check_shape(called, tuple(shape_of(blob, name=called)), layer.shape)
-        replace(layer, module=module).write(matrix_of(decode(blob, name=called, threads=threads)).decode())
+        _check_shape(label, tuple(shape_of(blob, name=label)), layer.shape)
+        replace(layer, module=module).write(matrix_of(decode(blob, name=label, threads=threads)).decode())
     setattr(module, place.tensor, nn.Parameter(whole.data.to(loaded.device), requires_grad=False))
 
 
-def _check_shape(called: str, found: tuple[int, ...], expected: tuple[int, int]) -> None:
-    if found != expected:
+def _check_shape(label: str, shape: tuple[int, ...], expected: tuple[int, int]) -> None:
+    if shape != expected:
         raise FormatError(
-            f"{called} holds a matrix {found[0]} x {found[1]}, config.json asks for {expected[0]} x {expected[1]}. The two do not "
-            f"belong together; fetch the folder again."
+            f"{label} holds a matrix {shape[0]} x {shape[1]}, but config.json describes {expected[0]} x {expected[1]}. "
+            f"These files do not belong together. Fetch the folder again."
         )

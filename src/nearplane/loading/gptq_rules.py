@@ -1,7 +1,7 @@
-"""Which layers the programs that read GPTQ replace, by rule: they need versions of other packages that exclude ours.
+"""Rules by which readers of GPTQ select the layers that they replace; the readers need packages that exclude ours.
 
-The rules are those of optimum 2.3 with gptqmodel 7.6, through which transformers reads GPTQ. tests/journeys/test_survey.py
-holds them against the programs where these are installed.
+The rules are those of optimum 2.3 with gptqmodel 7.6, through which transformers reads GPTQ.
+tests/journeys/test_survey.py compares them with these programs where they are installed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nearplane.formats.layer_format import GridFormat
 from nearplane.formats.table import format_of
 from nearplane.lattice.number_formats import integers
 
-GPTQMODEL_ALONE = frozenset({"gpt2", "gpt_bigcode", "nanochat"})  # types that gptqmodel loads and transformers does not
+GPTQMODEL_ALONE = frozenset({"gpt2", "gpt_bigcode", "nanochat"})  # model types that only gptqmodel loads
 
 EXPERTS_BY_GPTQMODEL: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1"), ()),
@@ -29,11 +29,11 @@ EXPERTS_BY_GPTQMODEL: Mapping[str, tuple[str, ...]] = {
     "deepseek_v32": (r"indexer\.weights_proj$",),
     "qwen3_next": (r"linear_attn\.in_proj_ba$",),
     "qwen3_5_moe_text": (r"linear_attn\.in_proj_a$", r"linear_attn\.in_proj_b$"),
-}  # types whose experts gptqmodel reads from GPTQ, and patterns of linear layers that it leaves as they are
+}  # model types whose experts gptqmodel reads from GPTQ, with patterns of linear layers that it does not replace
 
 
 class Described(QuantizationConfigMixin):
-    """A quantization_config as it stands in config.json."""
+    """The quantization_config of config.json, unchanged."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self.quant_method: Any = fields["quant_method"]
@@ -41,9 +41,9 @@ class Described(QuantizationConfigMixin):
 
 
 class GPTQByRule(HfQuantizer):
-    """Puts tensors of GPTQ in place of the weights of layers that its readers replace.
+    """Quantizer that replaces the weights of layers by tensors of GPTQ, as readers of GPTQ do.
 
-    These are what is exactly a Linear, or a Conv1D or Conv2d, and lies below the list of blocks.
+    These layers are exactly Linear, or are or inherit from Conv1D or Conv2d, and lie below the list of blocks.
     """
 
     requires_calibration = True
@@ -51,11 +51,11 @@ class GPTQByRule(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         if model.main_input_name != "input_ids":
-            raise ValueError("GPTQ is loaded for models of text alone")
+            raise ValueError("GPTQ is loaded for text models only")
         layout = format_of(self.quantization_config.fields).layers
-        assert isinstance(layout, GridFormat), "GPTQ is written on grids"
-        chosen = {name: self.takes(model, name, module) for name, module in model.named_modules()}
-        for name, grid in chosen.items():
+        assert isinstance(layout, GridFormat), "GPTQ stores grids"
+        grids = {name: self.takes(model, name, module) for name, module in model.named_modules()}
+        for name, grid in grids.items():
             if grid is None:
                 continue
             module = model.get_submodule(name)
@@ -66,7 +66,7 @@ class GPTQByRule(HfQuantizer):
                 module.register_parameter(part.removeprefix("."), nn.Parameter(tensor, requires_grad=False))
 
     def takes(self, network: PreTrainedModel, name: str, module: nn.Module) -> tuple[int, int | None] | None:
-        """Return bits and group size of a layer below the blocks that is among those listed, if any are."""
+        """Return bits and group size of a replaced layer: one below the blocks, and in the list if there is one."""
         fields = self.quantization_config.fields
         if type(module) is not nn.Linear and not isinstance(module, Conv1D | nn.Conv2d):
             return None
@@ -75,29 +75,31 @@ class GPTQByRule(HfQuantizer):
             listed is not None and not any(name.endswith(entry) for part in listed for entry in part)
         ):
             return None
-        ruled = {
-            key.removeprefix("+:"): own for key, own in (fields.get("dynamic") or {}).items() if key.startswith("+:")
+        rules = {
+            key.removeprefix("+:"): options
+            for key, options in (fields.get("dynamic") or {}).items()
+            if key.startswith("+:")
         }
-        own: Mapping[str, Any] = next((own for key, own in ruled.items() if re.match(key, name)), {})
-        group_size = own.get("group_size", fields["group_size"])
-        return own.get("bits", fields["bits"]), None if group_size == -1 else group_size
+        options: Mapping[str, Any] = next((options for key, options in rules.items() if re.match(key, name)), {})
+        group_size = options.get("group_size", fields["group_size"])
+        return options.get("bits", fields["bits"]), None if group_size == -1 else group_size
 
     def is_serializable(self) -> bool:
-        """Nothing is saved."""
+        """Return False: no model is saved."""
         return False
 
     @property
     def is_trainable(self) -> bool:
-        """Nothing is trained."""
+        """False: no model is trained."""
         return False
 
 
 def _blocks(fields: Mapping[str, Any], network: nn.Module) -> str:
-    """Return how names of layers that are replaced begin: as config.json says, or where such a module is found first."""
+    """Return the name prefix of replaced layers: from config.json, or the first known one that the network has."""
     if fields.get("block_name_to_quantize"):
         return str(fields["block_name_to_quantize"])
     names = [name for name, _ in network.named_modules()]
-    found = [known for known in BLOCKS_FOUND if any(name.startswith(known) for name in names)]
-    if not found:
-        raise ValueError("the blocks are not found")
-    return found[0]
+    prefixes = [known for known in BLOCKS_FOUND if any(name.startswith(known) for name in names)]
+    if not prefixes:
+        raise ValueError("the network has no list of blocks of a known name")
+    return prefixes[0]

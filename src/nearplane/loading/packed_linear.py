@@ -1,11 +1,11 @@
-"""A linear layer whose weights stay packed: 4 or 8 bits a code, and a scale for every row and column.
+"""Linear layer whose weights stay packed: 4 or 8 bits per code, and a scale for every row and column.
 
     y = row_scale * (codes @ (column_scale * x)) + bias
 
-Takes half a byte a weight where codes lie in -8 ... 7. Serves Linear and Conv1D alike: both multiply by an (out, in)
-matrix. Many tokens are multiplied by strips of decoded rows, on any device; a few on the CPU by the packed codes
-themselves, compiled by Numba: one pass over the packed bytes for each vector. A byte of two nibbles is
-`byte - 136 = low + 16 high`, so that two columns cost two multiplications and one mask:
+A weight takes half a byte if codes lie in -8 ... 7. The layer replaces Linear and Conv1D, which both multiply by an
+(out, in) matrix. Many tokens are multiplied by strips of decoded rows, on any device. A few tokens on the CPU are
+multiplied by the packed codes themselves, compiled by Numba, in one pass over the packed bytes per vector. A byte of
+two nibbles is `byte - 136 = low + 16 high`, so that two columns cost two multiplications and one mask:
 
     low xe + high xo = low (xe - xo / 16) + (byte - 136) (xo / 16)
 """
@@ -31,13 +31,13 @@ Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 Integers = npt.NDArray[np.int32]
 
-MIN_THREADED_BYTES = 2**22  # bytes of codes under which one thread does all
+MIN_THREADED_BYTES = 2**22  # with fewer bytes of codes, one thread computes everything
 MAX_STRIP_WEIGHTS = 2**22  # weights decoded at a time
-MAX_PACKED_PRODUCT_ROWS = 16  # rows of x, up to which the CPU multiplies packed codes
+MAX_PACKED_PRODUCT_ROWS = 16  # with more rows of x, the CPU decodes the codes first
 
 
 class GroupBytes(NamedTuple):
-    """Where the codes of neighbouring columns that are stored alike lie."""
+    """Location of the codes of neighbouring columns that are stored in the same way."""
 
     start: int  # position of the first column
     stop: int  # position after the last
@@ -60,11 +60,11 @@ class _PackedCodes(NamedTuple):
 
 
 class _Factors(NamedTuple):
-    """A vector, and what the bytes of a row are multiplied by."""
+    """A vector, and the factors of the bytes of a row."""
 
     x: Floats  # (in,)
-    low: Floats  # (bytes a row,) factors of low nibbles
-    whole: Floats  # (bytes a row,) factors of whole bytes
+    low: Floats  # (bytes per row,) factors of low nibbles
+    whole: Floats  # (bytes per row,) factors of whole bytes
 
 
 BUFFERS = ("codes", "column_order", "row_place", "column_bits", "row_bits", "patch_start", "patch_at", "patch_delta")
@@ -74,19 +74,19 @@ class PackedLinear(nn.Module):
     """`y = x @ values.T + bias` with packed (out, in) values; empty until `fill`.
 
     Args:
-        in_features, out_features: of the matrix.
-        bias: whether there is one.
-        dtype: of the bias, and of `weight`.
-        device: of the bias.
+        in_features, out_features: Width and height of the matrix.
+        bias: Whether the layer has a bias.
+        dtype: Dtype of the bias, and of `weight`.
+        device: Device of the bias.
 
     Attributes:
         codes: (bytes,) uint8: row after row of each group of columns, in the order of `column_order` and sorted rows.
-        column_order: (in,) int32 which column of x stands at each position.
-        row_place: (out,) int32 at which position each row of the matrix stands.
+        column_order: (in,) int32 column of x at each position.
+        row_place: (out,) int32 position of each row of the matrix.
         column_bits, row_bits: (in,), (out,) scales by position, float32 seen as int32 so that no cast of the module
             rounds them.
-        patch_start, patch_at, patch_delta: (out + 1,), (patches,) int32, (patches,) int64: what is added to codes that
-            nibbles or bytes do not hold, by position of the row; `patch_at` is the position of the column.
+        patch_start, patch_at, patch_delta: (out + 1,), (patches,) int32, (patches,) int64: corrections of codes that do
+            not fit in nibbles or bytes, by position of the row; `patch_at` is the position of the column.
     """
 
     bias: nn.Parameter | None
@@ -117,13 +117,15 @@ class PackedLinear(nn.Module):
             self.register_buffer(name, None)
 
     def fill(self, packed: PackedMatrix, device: torch.device | str | None = None) -> None:
-        """Take the codes and scales of a decoded matrix.
+        """Store the codes and scales of a decoded matrix.
 
         Raises:
-            FormatError: its shape is another one.
+            FormatError: The matrix has another shape than the layer.
         """
         if tuple(packed.shape) != (self.out_features, self.in_features):
-            raise FormatError(f"A matrix {tuple(packed.shape)} for a layer {(self.out_features, self.in_features)}.")
+            raise FormatError(
+                f"A matrix of shape {tuple(packed.shape)} does not fit a layer of {(self.out_features, self.in_features)}."
+            )
         groups, offset = [], 0
         for group in packed.groups:
             width = group.array.shape[1]
@@ -149,13 +151,13 @@ class PackedLinear(nn.Module):
             setattr(self, name, torch.from_numpy(np.ascontiguousarray(array)).to(device))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply (..., in) `x`; returns (..., out) in its dtype."""
+        """Return the product (..., out) for an input `x` (..., in), in its dtype."""
         if self.codes is None:
-            raise FormatError("This layer holds no weights yet: it is filled when its model is loaded.")
+            raise FormatError("This layer holds no weights yet. Load them with nearplane.load or from_pretrained.")
         flat = x.reshape(-1, self.in_features)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        few = len(flat) <= MAX_PACKED_PRODUCT_ROWS and flat.device.type == "cpu" and x.dtype != torch.float64
-        if few and not (torch.is_grad_enabled() and x.requires_grad):
+        packed_product = len(flat) <= MAX_PACKED_PRODUCT_ROWS and flat.device.type == "cpu" and x.dtype != torch.float64
+        if packed_product and not (torch.is_grad_enabled() and x.requires_grad):
             y = self._product(flat, bias)
         else:
             sorted_x = flat.index_select(1, self.column_order)
@@ -166,7 +168,7 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The (out, in) values in the layer's dtype, decoded anew; nothing while the layer is empty."""
+        """The (out, in) values in the layer's dtype, decoded at each access; no elements while the layer is empty."""
         if self.codes is None:
             nothing = torch.empty(0, dtype=self.dtype)
             nothing._is_hf_initialized = True  # some models initialise weights of their layers
@@ -175,7 +177,7 @@ class PackedLinear(nn.Module):
         return strips.index_select(0, self.row_place).index_select(1, self.column_order.argsort()).to(self.dtype)
 
     def extra_repr(self) -> str:
-        """Describe sizes, as Linear does."""
+        """Return the sizes as Linear does."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
     def _strips(self) -> Iterator[Tensor]:
@@ -187,7 +189,7 @@ class PackedLinear(nn.Module):
             yield self._codes(a, b).mul_(row_scale[a:b, None]).mul_(column_scale)
 
     def _codes(self, a: int, b: int) -> Tensor:
-        """Return (b - a, in) codes as float32, of the rows at positions a ... b, columns by position."""
+        """Return (b - a, in) codes of the rows at positions a ... b - 1 as float32, columns by position."""
         codes = torch.empty(b - a, self.in_features, device=self.codes.device, dtype=torch.float32)
         for start, stop, nibbles, first, width in self.groups:
             block = self.codes[first + a * width : first + b * width].view(b - a, width)
@@ -202,11 +204,11 @@ class PackedLinear(nn.Module):
             counts = self.patch_start[a + 1 : b + 1] - self.patch_start[a:b]
             rows = torch.arange(b - a, device=codes.device).repeat_interleave(counts)
             at = rows, self.patch_at[first:last].long()
-            codes[at] = (codes[at].long() + self.patch_delta[first:last]).float()  # rounded once, if at all
+            codes[at] = (codes[at].long() + self.patch_delta[first:last]).float()  # rounded at most once
         return codes
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return (tokens, out): x times the packed codes, on the CPU."""
+        """Return the product (tokens, out) of x with the packed codes, on the CPU."""
         scaled = x.detach().float().index_select(1, self.column_order) * self.column_bits.view(torch.float32)
         groups = np.array(self.groups, np.int64).reshape(-1, 5)
         patches = (part.numpy() for part in (self.patch_start, self.patch_at, self.patch_delta))
@@ -216,7 +218,7 @@ class PackedLinear(nn.Module):
 
 
 def _joined(arrays: list[Any]) -> Any:
-    """Return (bytes,) arrays one after the other; not copied if they lie so in memory, as a decoder leaves them."""
+    """Return arrays as one (bytes,) array, without a copy if they are adjacent in memory, as a decoder leaves them."""
     ends = [array.ctypes.data + array.size for array in arrays[:-1]]
     starts = [array.ctypes.data for array in arrays[1:]]
     if arrays and ends == starts and len({id(array.base) for array in arrays}) == 1:
@@ -230,8 +232,8 @@ def _products(x: Floats, packed: _PackedCodes) -> Floats:
     """Return (tokens, out) float32 products of the codes with every row of x.
 
     Args:
-        x: (tokens, in) times the scale of the column, by position.
-        packed: the codes.
+        x: (tokens, in) inputs times the scale of the column, by position.
+        packed: The codes.
     """
     out = len(packed.patch_start) - 1
     y = np.empty((len(x), out), np.float32)
@@ -250,7 +252,7 @@ def _products(x: Floats, packed: _PackedCodes) -> Floats:
 
 
 def _factors(x: Floats, groups: npt.NDArray[np.int64]) -> _Factors:
-    """Return what low nibbles and whole bytes are multiplied by, byte by byte."""
+    """Return the factors of low nibbles and whole bytes for a vector x (in,)."""
     lows, wholes = [np.empty(0, np.float32)], [np.empty(0, np.float32)]
     for start, stop, nibbles, _, width in groups:
         part = np.zeros(2 * width, np.float32)

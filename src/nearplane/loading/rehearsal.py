@@ -1,10 +1,9 @@
-"""Loading what a run is going to write, before it is written: transformers' own loader on tensors without contents.
+"""Rehearsal: loading an empty copy of the checkpoint by transformers' own loader, before the run.
 
-What would not load when the run is done is refused before it begins.
-
-The network is built on the meta device, the reader of the format puts its layers into it, and every tensor that will be written,
-as shape and dtype alone, goes through the renaming and merging that transformers has for the model. What does not find its place,
-what finds none, and what fails on the way is a `Fault`. Nothing is read from the disk.
+A checkpoint that could not be loaded is refused before any work. The network is built on the meta device and the reader
+of the format inserts its layers. Every tensor that will be written, as shape and dtype alone, goes through
+transformers' renaming and merging for the model. A tensor without place, a place without tensor, and any error is a
+`Fault`. No file is read.
 """
 
 from __future__ import annotations
@@ -41,21 +40,21 @@ from nearplane.models.model import Model
 from nearplane.recipe.recipe import Recipe
 from nearplane.system.safetensors_files import NAMES
 
-Configure = Callable[[Recipe, Sequence[Layer]], dict[str, Any]]  # quantization_config where these layers are quantized
+Configure = Callable[[Recipe, Sequence[Layer]], dict[str, Any]]  # quantization_config for these quantized layers
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
-SAYS_SO = ("transformers", "compressed_tensors")  # loggers that are quiet meanwhile: what they would say is returned
+SILENCED_LOGGERS = ("transformers", "compressed_tensors")  # their messages are returned as faults
 log = logging.getLogger("nearplane")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One thing that would not load.
+    """One reason why the checkpoint would not load.
 
     Args:
-        place: name of a module in the network; "" where no place is to blame.
-        why: what is wrong with it, a clause.
-        late: whether all tensors have found their places, and what fails comes after: a program that reads them with a loader of
-            its own is not stopped by it.
+        place: Name of a module in the network; "" if the fault concerns no module.
+        why: Description of the fault, as a clause.
+        late: Whether the fault comes after all tensors have found their places; a program with its own loader is not
+            affected by it.
     """
 
     place: str
@@ -67,71 +66,71 @@ def check_loads(model: Model, recipe: Recipe, configure: Configure) -> None:
     """Load the tensors that will be written, without contents, as their reader does.
 
     Raises:
-        RecipeError: something would not load; names a layer, what its reader does not find or take, and what to do.
+        RecipeError: The checkpoint would not load; the message names a layer, the fault and a remedy.
     """
     if merged := [layer for layer in model.layers if not layer.stored_alone(model.weights)]:
         patterns = " ".join(dict.fromkeys(f"'{_pattern(model, layer)}'" for layer in merged))
         raise RecipeError(
-            f"{merged[0].name} cannot be written: the checkpoint has no tensor for it alone, transformers makes its weight of "
-            f"others. Leave it and its like as they are with --ignore {patterns}."
+            f"{merged[0].name} cannot be written: the files have no tensor of its own, transformers makes its weight "
+            f"from others. Leave such layers unquantized with --ignore {patterns}."
         )
     if not isinstance(FORMATS[str(recipe.format)].layers, GridFormat):
-        return  # transformers has no reader of it
+        return  # transformers has no reader of this format
     _refuse_unlike_experts(model, recipe)
     layers = model.layers
     if recipe.files.by_gptqmodel and any(layer.routed for layer in layers):
         _refuse_experts_of_others(model)
         log.warning(
-            "Experts in GPTQ are read by GPTQModel, under the names that vLLM and SGLang read; transformers alone stops."
+            "Experts in GPTQ have the names that vLLM and SGLang read. GPTQModel reads them; transformers alone does not."
         )
         layers = [layer for layer in layers if not layer.routed]
-    found = faults(model, recipe, configure, layers) if layers else []
-    if not found:
+    all_faults = faults(model, recipe, configure, layers) if layers else []
+    if not all_faults:
         return
-    why = found[0].why
+    why = all_faults[0].why
     known_to_gptqmodel = recipe.files.by_gptqmodel and model.config.model_type in GPTQMODEL_ALONE
-    if known_to_gptqmodel and all(fault.late for fault in found):
+    if known_to_gptqmodel and all(fault.late for fault in all_faults):
         log.warning(
-            f"transformers does not load {model.config.model_type} from {recipe.format} ({why}); GPTQModel.load does."
+            f"transformers does not load {model.config.model_type} from {recipe.format} ({why}), but GPTQModel.load does."
         )
         return
-    first = _blamed(found[0], layers) or layers[0]
-    place = f"{found[0].place}: " if found[0].place not in ("", first.name) else ""
+    layer = _faulty_layer(all_faults[0], layers) or layers[0]
+    place = f"{all_faults[0].place}: " if all_faults[0].place not in ("", layer.name) else ""
     raise RecipeError(
-        f"{first.name}: transformers would not load this {model.network.config.model_type} from {recipe.format}: {place}{why}. "
-        f"{_way_out(model, recipe, layers, found)}"
+        f"{layer.name}: transformers would not load this {model.network.config.model_type} from {recipe.format}: {place}{why}. "
+        f"{_remedy(model, recipe, layers, all_faults)}"
     )
 
 
 def _refuse_experts_of_others(model: Model) -> None:
-    """Refuse experts in GPTQ where gptqmodel, which has modules for them, does not read those of a model of this type.
+    """Refuse experts in GPTQ if gptqmodel does not read those of this type of model.
 
     Raises:
-        RecipeError: names one of them, or a layer that gptqmodel leaves as it is.
+        RecipeError: gptqmodel does not read the experts, or does not replace one of the layers.
     """
     kind = model.config.model_type
     left = EXPERTS_BY_GPTQMODEL.get(kind)
     if left is None:
         first = next(layer for layer in model.layers if layer.routed)
         raise RecipeError(
-            f"{first.name} is one of several experts in one parameter, which transformers does not read from GPTQ, and of "
-            f"{kind} GPTQModel does not either. Use --format compressed-tensors if its reader takes them, or --rate, which "
-            f"nearplane.load reads, or leave them as they are with --ignore 'experts'."
+            f"{first.name} is one of several experts in one parameter. Neither transformers nor GPTQModel reads the experts "
+            f"of {kind} from GPTQ. Use --format compressed-tensors if its reader takes them, --rate, which nearplane.load "
+            f"reads, or --ignore 'experts'."
         )
-    found = {pattern: layer.name for pattern in left for layer in model.layers if re.search(pattern, layer.name)}
-    if found:
-        patterns = " ".join(f"'{pattern}'" for pattern in found)
+    dense = {pattern: layer.name for pattern in left for layer in model.layers if re.search(pattern, layer.name)}
+    if dense:
+        patterns = " ".join(f"'{pattern}'" for pattern in dense)
         raise RecipeError(
-            f"{next(iter(found.values()))} stays as it is in GPTQModel, which reads the experts of {kind} from GPTQ. Leave out "
-            f"what does with --ignore {patterns}."
+            f"{next(iter(dense.values()))} would not load: GPTQModel, which reads the experts of {kind} from GPTQ, keeps "
+            f"this layer unquantized. Leave such layers out with --ignore {patterns}."
         )
 
 
 def _refuse_unlike_experts(model: Model, recipe: Recipe) -> None:
-    """Refuse experts with grids of their own, where those of all blocks are decoded by one scheme.
+    """Refuse experts with different grids if the reader decodes all experts by one scheme.
 
     Raises:
-        RecipeError: names two of them.
+        RecipeError: Two experts have different grids; the message names them.
     """
     first: dict[NumberFormat, str] = {}
     for layer in model.layers if recipe.files.one_grid_for_experts else ():
@@ -140,9 +139,9 @@ def _refuse_unlike_experts(model: Model, recipe: Recipe) -> None:
     if len(first) > 1:
         (one, name), (other, second) = list(first.items())[:2]
         raise RecipeError(
-            f"{second} is to have {other.bits} bits in groups of {other.group or 'a row'}, {name} {one.bits} in groups of "
-            f"{one.group or 'a row'}: transformers decodes the experts of all blocks alike. Give them one grid, as "
-            f"with --layer 'experts=bits:4', or use --rate {one.bits}, which nearplane.load reads."
+            f"{second} has {other.bits} bits in groups of {other.group or 'a row'}, but {name} has {one.bits} in groups of "
+            f"{one.group or 'a row'}. transformers decodes the experts of all blocks with one grid. Give them one, for "
+            f"example with --layer 'experts=bits:4', or use --rate {one.bits}, which nearplane.load reads."
         )
 
 
@@ -156,37 +155,37 @@ def tensors_of(model: Model, recipe: Recipe, layers: Sequence[Layer]) -> dict[st
         if name not in quantized
     }
     layout = FORMATS[str(recipe.format)].layers
-    assert isinstance(layout, GridFormat), "shapes of entropy-coded layers are not known before they are solved"
+    assert isinstance(layout, GridFormat), "the shapes of entropy-coded layers are known only after solving"
     for layer in layers:
         format = recipe.scheme_of(layer.name).number_format
         tensors |= layout.empty(layer.written(model.weights), layer.shape, format, model.dtype)
     return tensors
 
 
-def _way_out(model: Model, recipe: Recipe, layers: Sequence[Layer], found: Sequence[Fault]) -> str:
-    """Return what to do about faults: leave the layers that they name as they are, or choose something else for all."""
-    patterns = dict.fromkeys(_pattern(model, layer) for fault in found if (layer := _blamed(fault, layers)))
+def _remedy(model: Model, recipe: Recipe, layers: Sequence[Layer], all_faults: Sequence[Fault]) -> str:
+    """Return a remedy for faults: leave the named layers unquantized, or choose another format for all."""
+    patterns = dict.fromkeys(_pattern(model, layer) for fault in all_faults if (layer := _faulty_layer(fault, layers)))
     listed = " ".join(f"'{pattern}'" for pattern in patterns)
-    rest = f"ry another --format, or use --rate {recipe.scheme.number_format.bits}, which nearplane.load reads."
-    return f"Leave out what does not load with --ignore {listed}, t{rest}" if patterns else f"T{rest}"
+    other_format = f"ry another --format, or use --rate {recipe.scheme.number_format.bits}, which nearplane.load reads."
+    return f"Leave out these layers with --ignore {listed}, t{other_format}" if patterns else f"T{other_format}"
 
 
 def _pattern(model: Model, layer: Layer) -> str:
-    """Return a pattern for --ignore of a layer and those in its place in other blocks; of experts for all of them."""
+    """Return a pattern for --ignore that matches a layer in every block; for an expert, all experts."""
     block = next((block.name for block in model.blocks if layer in block.layers), "")
     if layer.routed:
         return f"{pattern_of(block, layer.parameter.rpartition('.')[0]).removesuffix('$')}\\b"
     return pattern_of(block, layer.name)
 
 
-def _blamed(fault: Fault, layers: Sequence[Layer]) -> Layer | None:
-    """Return the layer that a fault is about, of experts the first in the module that is."""
+def _faulty_layer(fault: Fault, layers: Sequence[Layer]) -> Layer | None:
+    """Return the layer of a fault, or the first expert of its module; None if there is none."""
     places = ((layer, layer.name if not layer.routed else layer.parameter.rpartition(".")[0]) for layer in layers)
     return next((layer for layer, place in places if fault.place in (layer.name, place)), None)
 
 
 def faults(model: Model, recipe: Recipe, configure: Configure, layers: Sequence[Layer]) -> list[Fault]:
-    """Return what transformers would not load of the original if these layers of it were quantized, on grids."""
+    """Return the faults of loading the original model with these layers quantized on grids."""
     config, tensors = configure(recipe, layers), tensors_of(model, recipe, layers)
     shared = {id(part): part for part in model.configs()}
     network: PreTrainedModel = deepcopy(model.network, dict(shared))
@@ -198,43 +197,43 @@ def faults(model: Model, recipe: Recipe, configure: Configure, layers: Sequence[
                 reader = AutoHfQuantizer.from_config(deepcopy(config), pre_quantized=True)
             reader.validate_environment(device_map=None, weights_only=True)
             reader.preprocess_model(model=network, dtype=model.dtype, device_map=None, checkpoint_files=None)
-            found = list(_load(model, network, reader, tensors))
-        except Exception as error:  # of compressed-tensors and transformers, which raise what they like
+            load_faults = list(_load(model, network, reader, tensors))
+        except Exception as error:  # compressed-tensors and transformers raise anything
             return [Fault(place="", why=shorten(first_line(error), 160))]
-        return found + list(_initialised(network))
+        return load_faults + list(_initialised(network))
 
 
 def _load(
     model: Model, network: PreTrainedModel, reader: HfQuantizer, tensors: Mapping[str, Tensor]
 ) -> Iterator[Fault]:
-    """Put tensors into a network and say what did not fit."""
+    """Load tensors into a network and yield a fault for everything that does not fit."""
     plan = LoadStateDictConfig(
         device_map={"": torch.device("meta")},
         dtype=model.dtype,
         hf_quantizer=reader,
         weight_mapping=get_model_conversion_mapping(network, None, reader),
     )
-    found, _ = convert_and_load_state_dict_in_model(network, dict(tensors), plan)
-    network.mark_tied_weights_as_initialized(found)
-    network._adjust_missing_and_unexpected_keys(found)
-    for name, why in found.conversion_errors.items():
-        last = [line for line in why.splitlines() if line.strip()]
-        yield Fault(place=_module(name), why=f"its tensors are not put together ({last[-2] if len(last) > 1 else why})")
-    for name, shape, wanted in sorted(found.mismatched_keys):
-        yield Fault(place=_module(name), why=f"{name} is {tuple(shape)}, {tuple(wanted)} is expected")
+    report, _ = convert_and_load_state_dict_in_model(network, dict(tensors), plan)
+    network.mark_tied_weights_as_initialized(report)
+    network._adjust_missing_and_unexpected_keys(report)
+    for name, why in report.conversion_errors.items():
+        lines = [line for line in why.splitlines() if line.strip()]
+        yield Fault(place=_module(name), why=f"its tensors cannot be merged ({lines[-2] if len(lines) > 1 else why})")
+    for name, shape, expected in sorted(report.mismatched_keys):
+        yield Fault(place=_module(name), why=f"{name} is {tuple(shape)}, {tuple(expected)} is expected")
     tied = network.all_tied_weights_keys
-    for name in sorted(found.missing_keys):
-        if name not in tied and not model.weights.lacks(name) and name not in found.conversion_errors:
-            yield Fault(place=_module(name), why=f"it looks for {name}, which no file has")
-    for name in sorted(found.unexpected_keys & tensors.keys()):
+    for name in sorted(report.missing_keys):
+        if name not in tied and not model.weights.lacks(name) and name not in report.conversion_errors:
+            yield Fault(place=_module(name), why=f"it needs {name}, which no file has")
+    for name in sorted(report.unexpected_keys & tensors.keys()):
         if name not in model.reader.names():
             yield Fault(place=_module(name), why=f"it has no place for {name}")
 
 
 def _initialised(network: PreTrainedModel) -> Iterator[Fault]:
-    """Let every module set what was not loaded, as the loader does at the end, and say which quantized layers it misses.
+    """Initialise every module, as the loader does at the end, and yield a fault for every weight that is packed.
 
-    Some set weights of the layers in them, which quantized layers do not have.
+    Some modules set the weights of layers inside them, which quantized layers do not have.
     """
     names = {module: name for name, module in network.named_modules()}
 
@@ -249,7 +248,7 @@ def _initialised(network: PreTrainedModel) -> Iterator[Fault]:
                 yield Fault(
                     place=names[missing], why=f"{type(module).__name__} sets its weight, which is packed", late=True
                 )
-        except Exception:  # of code that looks into tensors, which have no contents here
+        except Exception:  # the code needs the contents of tensors, which are empty here
             return
 
     with torch.no_grad(), guard_torch_init_functions():
@@ -262,13 +261,13 @@ def _module(name: str) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep warnings and progress bars of the loaders from the terminal: what they would say is returned."""
-    before = [(logger, logger.level) for logger in map(logging.getLogger, SAYS_SO)]
+    """Silence warnings and progress bars of the loaders."""
+    levels = [(logger, logger.level) for logger in map(logging.getLogger, SILENCED_LOGGERS)]
     try:
-        for logger, _ in before:
+        for logger, _ in levels:
             logger.setLevel(logging.CRITICAL)
         with redirect_stderr(io.StringIO()):
             yield
     finally:
-        for logger, level in before:
+        for logger, level in levels:
             logger.setLevel(level)

@@ -1,1 +1,1 @@
-"""A transformers network whose weights stay on disk. Knows no lattices."""
+"""Models of transformers whose weights stay on disk: blocks, layers, experts and the conversion of names."""

@@ -1,7 +1,7 @@
-"""Which tensors of a checkpoint make up which parameters of a network, by transformers' own renaming rules.
+"""Mapping from the tensors of a model's files to the parameters of its network, by transformers' own renaming rules.
 
-All that nearplane needs of transformers' loading internals is in this file: key conversion, and the initialisation of
-buffers that no checkpoint holds. Knows nothing of blocks.
+Only this file uses transformers' loading internals: the conversion of keys, and the initialisation of buffers that are
+not stored.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from transformers.initialization import guard_torch_init_functions
 from nearplane.errors import ModelError, NumericalError
 from nearplane.system.safetensors_files import TensorReader
 
-PARTS = ("gate_proj", "up_proj")  # of a parameter that holds both, where checkpoints give them no names
-STACKED = [
+PARTS = ("gate_proj", "up_proj")  # names for the two matrices of one parameter, where the files have no names for them
+STACKING_STEPS = [
     core_model_loading.MergeModulelist,
     core_model_loading.Concatenate,
-]  # what makes one parameter of the matrices of all experts
+]  # transformers' conversions that merge the matrices of all experts into one parameter
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How parameters come out of the checkpoint: one tensor as it is, or several converted (fused experts)."""
+    """Source of parameters in the files: one tensor unchanged, or several tensors converted (fused experts)."""
 
     targets: list[str]
-    sources: list[tuple[str, str]] = field(default_factory=list)  # (name in the checkpoint, pattern that matched)
+    sources: list[tuple[str, str]] = field(default_factory=list)  # (name in the files, pattern that matched)
     converter: core_model_loading.WeightConverter | None = None
 
 
@@ -42,9 +42,9 @@ class Names:
     """Names of the matrices in a 3-D parameter, by part (gate, up) and expert.
 
     Args:
-        layers: in the network, of which they are no modules.
-        stored: in a checkpoint made of this one.
-        sources: of the tensors in this one that hold them.
+        layers: Layer names in the network, where these matrices are not modules.
+        stored: Names in a checkpoint of the quantized model.
+        sources: Names of the original model's tensors that hold each matrix.
     """
 
     layers: tuple[tuple[str, ...], ...]
@@ -53,13 +53,13 @@ class Names:
 
 
 class Weights:
-    """The parameters of a network on the meta device, as a checkpoint holds them.
+    """Reader of the stored weights of a network that is on the meta device.
 
     Attributes:
-        unused: names in the checkpoint of what the network has no place for, and what theirs would be there.
+        unused: {stored name: name that it would have in the network} of tensors that the network does not use.
 
     Raises:
-        ModelError: the checkpoint lacks parameters of the network.
+        ModelError: The files lack parameters of the network.
     """
 
     def __init__(self, network: PreTrainedModel, reader: TensorReader) -> None:
@@ -73,20 +73,20 @@ class Weights:
         self._computed = {name for name in missing if name in (network._keys_to_ignore_on_save or ())}
         if missing := [name for name in missing if name not in self._computed]:
             raise ModelError(
-                f"{reader.folder}: the checkpoint lacks {len(missing)} of the {len(names)} parameters of "
-                f"{type(network).__name__}, first {missing[0]}. Is it complete, and is config.json its own?"
+                f"{reader.folder}: the weight files lack {len(missing)} of the {len(names)} parameters of "
+                f"{type(network).__name__}, first {missing[0]}. Check that the files are complete and fit config.json."
             )
 
     def source_name(self, parameter: str) -> str:
-        """Return the name in the checkpoint of a parameter.
+        """Return the stored name of a parameter.
 
         Raises:
-            ModelError: it is not stored as one tensor of its own.
+            ModelError: The parameter is not stored as a tensor of its own.
         """
         load = self._find(parameter)
         if load is None or load.converter is not None:
             how = "not stored" if load is None else f"made of {len(load.sources)} tensors"
-            raise ModelError(f"{parameter} is {how} in {self.reader.folder}; it has no name of its own there.")
+            raise ModelError(f"{parameter} is {how} in {self.reader.folder}, where it has no name of its own.")
         return load.sources[0][0]
 
     def stored_alone(self, parameter: str) -> bool:
@@ -95,57 +95,57 @@ class Weights:
         return load is not None and load.converter is None
 
     def written_name(self, parameter: str) -> str:
-        """Return the name of a parameter in a checkpoint made of this one.
+        """Return the name of a parameter in the checkpoint of the quantized model.
 
-        It is that in this one; but its own in the network where this one stores only what it is tied to.
+        This is the stored name, or the name in the network if only a parameter tied to this one is stored.
 
         Raises:
-            ModelError: it is not stored as one tensor of its own.
+            ModelError: The parameter is not stored as a tensor of its own.
         """
         stored = self.source_name(parameter)
         return stored if parameter in self._loads else parameter
 
     def copies(self, parameter: str) -> list[str]:
-        """Return the names in the checkpoint of a parameter and of those tied to it, which may be stored again."""
+        """Return the stored names of a parameter and of parameters tied to it, which may be stored as well."""
         names = self._aliases.get(parameter, (parameter,))
         return [name for alias in names if alias in self._loads for name, _ in self._loads[alias].sources]
 
     def merged(self) -> dict[str, list[str]]:
-        """Return the parameters that are made of several tensors, or of one that is converted, and the names of these."""
+        """Return {parameter: stored names} of all parameters that are converted from one or several tensors."""
         return {name: [source for source, _ in load.sources] for name, load in self._loads.items() if load.converter}
 
     def stacked(self, parameter: str, parts: int, experts: int) -> Names:
-        """Return the names of the matrices in a 3-D parameter, as checkpoints of its type have them.
+        """Return the names of the matrices in a 3-D parameter, as usual in files of this type of model.
 
-        Where transformers knows of none, that of an expert's matrix is made of that of the module: "mlp.experts.3.gate_proj".
+        If transformers has no such names, they are made from the name of the module: "mlp.experts.3.gate_proj".
 
         Args:
-            parameter: (experts, ..) of the network.
-            parts: how many matrices of an expert it holds, one behind the other.
-            experts: how many there are.
+            parameter: Name of a parameter (experts, ..) of the network.
+            parts: Number of matrices of each expert in the parameter.
+            experts: Number of experts.
         """
         load = self._find(parameter)
-        assert load is not None, "the checkpoint has every parameter"
+        assert load is not None, "the files have every parameter"
         names = [name for name, _ in load.sources]
         layers = names_apart(self._conversions, parameter, parts, experts)
         if load.converter is None or not any("*" in pattern for pattern in load.converter.source_patterns):
             return Names(layers=layers, stored=layers, sources=((tuple(names),) * experts,) * parts)
-        own = [[name for name, pattern in load.sources if pattern == p] for p in load.converter.source_patterns]
-        if any(len(part) != experts for part in own):
-            found = " and ".join(str(len(part)) for part in own)
+        by_part = [[name for name, pattern in load.sources if pattern == p] for p in load.converter.source_patterns]
+        if any(len(part) != experts for part in by_part):
+            counts = " and ".join(str(len(part)) for part in by_part)
             raise ModelError(
-                f"{self.reader.folder}: {parameter} is of {experts} experts, the checkpoint holds {found} tensors for it. "
-                f"The two do not belong together; fetch the checkpoint again."
+                f"{self.reader.folder}: {parameter} has {experts} experts, but the files hold {counts} tensors for it. "
+                f"These files do not belong together. Fetch the folder again."
             )
-        stored = tuple(tuple(name.removesuffix(".weight") for name in part) for part in own)
-        return Names(layers=layers, stored=stored, sources=tuple(tuple((name,) for name in part) for part in own))
+        stored = tuple(tuple(name.removesuffix(".weight") for name in part) for part in by_part)
+        return Names(layers=layers, stored=stored, sources=tuple(tuple((name,) for name in part) for part in by_part))
 
     def lacks(self, name: str) -> bool:
-        """Return whether the network has a parameter or buffer of this name that no tensor is for."""
+        """Return whether the network has a parameter or buffer of this name that is not stored."""
         return name in self._known and self._find(name) is None
 
     def names_below(self, prefix: str) -> list[str]:
-        """Return the names in the checkpoint of all that belongs to a submodule, used by it or not."""
+        """Return the stored names of all tensors of a submodule, whether it uses them or not."""
         loads = {id(load): load for load in self._loads.values() if any(t.startswith(prefix) for t in load.targets)}
         unused = [name for name, target in self.unused.items() if target.startswith(prefix)]
         return [name for load in loads.values() for name, _ in load.sources] + unused
@@ -153,32 +153,32 @@ class Weights:
     def fill(
         self, root: nn.Module, prefix: str, device: torch.device, dtype: torch.dtype, *, without: tuple[str, ...] = ()
     ) -> None:
-        """Give a copy of a part of the network its weights from disk and its computed buffers.
+        """Load the weights of a copy of a submodule from disk, and compute its buffers.
 
         Args:
-            root: a copy of the submodule `prefix`, on the meta device; changed in place.
-            prefix: its name in the network with a dot behind it, "" for all of it.
-            device, dtype: of the weights; buffers keep their dtype.
-            without: prefixes of what stays on the meta device.
+            root: A copy of the submodule `prefix`, on the meta device; changed in place.
+            prefix: Name of the submodule in the network with a dot at the end; "" for the whole network.
+            device, dtype: Device and dtype of the weights; buffers keep their dtype.
+            without: Name prefixes of parameters that stay on the meta device.
 
         Raises:
-            ModelError: a tensor is unreadable or of the wrong shape.
-            NumericalError: a tensor is not finite; the message names it.
+            ModelError: A tensor is unreadable or has the wrong shape.
+            NumericalError: A tensor is not finite; the message names it.
         """
         parameters = {prefix + name: p for name, p in root.named_parameters(remove_duplicate=False)}
         buffers = {prefix + name: b for name, b in root.named_buffers() if prefix + name in self._loads}
-        wanted = {name: empty for name, empty in (parameters | buffers).items() if not name.startswith(without)}
+        empties = {name: empty for name, empty in (parameters | buffers).items() if not name.startswith(without)}
         done: set[str] = set()
-        for name in wanted:
+        for name in empties:
             if name in done or name in self._computed:
                 continue
             load = self._find(name)
             assert load is not None, name
             for target, tensor in self._read(load).items():
-                places = [place for place in self._aliases.get(target, (target,)) if place in wanted]
+                places = [place for place in self._aliases.get(target, (target,)) if place in empties]
                 if not places:
                     continue
-                empty = wanted[places[0]]
+                empty = empties[places[0]]
                 kept = dtype if places[0] in parameters else empty.dtype
                 tensor = _checked(tensor.to(device), empty, kept, load.sources[0][0])
                 _put(root, [place.removeprefix(prefix) for place in places], tensor)
@@ -187,19 +187,19 @@ class Weights:
 
     @staticmethod
     def leave_out(part: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-        """Give a part of a network that does not run weights that take no memory: all NaN, which shows where it runs."""
+        """Give a part that must not run NaN weights without memory: if it runs after all, the outputs are NaN."""
         nothing = torch.full((), math.nan, device=device, dtype=dtype)
         for name, empty in [*part.named_parameters()]:
             if empty.is_floating_point():
                 _put(part, [name], nothing.expand(empty.shape))
 
     def _find(self, parameter: str) -> Load | None:
-        """Return how a parameter, or one tied to it, comes out of the checkpoint."""
+        """Return the source of a parameter, or of one tied to it; None if it is not stored."""
         names = (parameter, *self._aliases.get(parameter, ()))
         return next((self._loads[name] for name in names if name in self._loads), None)
 
     def _read(self, load: Load) -> dict[str, Tensor]:
-        """Read what a load needs and convert it: {parameter: tensor}."""
+        """Read and convert the tensors of a load; return {parameter: tensor}."""
         tensors = self.reader.read([name for name, _ in load.sources])
         if load.converter is None:
             return {load.targets[0]: tensors[load.sources[0][0]]}
@@ -211,7 +211,7 @@ class Weights:
 
     @torch.no_grad()
     def _compute(self, root: nn.Module, prefix: str, device: torch.device, dtype: torch.dtype) -> None:
-        """Compute what no checkpoint holds (rotary frequencies, masks, Marian's sine waves) as from_pretrained does."""
+        """Compute tensors that are not stored (rotary frequencies, masks, sine waves) as from_pretrained does."""
         for path, module in root.named_modules():
             place = f"{prefix}{path}." if path else prefix
             empty = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
@@ -219,7 +219,7 @@ class Weights:
             if not empty and not waves:
                 continue
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                tensor._is_hf_initialized = True  # transformers leaves these alone
+                tensor._is_hf_initialized = True  # transformers does not overwrite these
             for name, buffer in empty.items():
                 module._buffers[name] = torch.zeros_like(buffer, device=device)
             for name in waves:
@@ -229,7 +229,7 @@ class Weights:
 
 
 def renamed(network: PreTrainedModel, names: Iterable[str]) -> set[str]:
-    """Return what transformers calls tensors of a checkpoint in the network, by its renaming rules alone."""
+    """Return the names in the network of stored tensors, by transformers' renaming rules only."""
     rules = [
         entry for entry in get_model_conversion_mapping(network) if isinstance(entry, core_model_loading.WeightRenaming)
     ]
@@ -240,9 +240,9 @@ def renamed(network: PreTrainedModel, names: Iterable[str]) -> set[str]:
 
 
 def patterns_apart(conversions: Iterable[core_model_loading.WeightTransform], parameter: str) -> list[str] | None:
-    """Return what checkpoints call the matrices in a 3-D parameter, "experts.*.gate_proj" for each of its parts.
+    """Return the stored names of the matrices in a 3-D parameter: "experts.*.gate_proj" for each part.
 
-    None: transformers does not put it together.
+    None if transformers does not merge this parameter from several tensors.
     """
     for converter in conversions:
         if not isinstance(converter, core_model_loading.WeightConverter) or len(converter.target_patterns) != 1:
@@ -250,7 +250,7 @@ def patterns_apart(conversions: Iterable[core_model_loading.WeightTransform], pa
         target, sources = converter.target_patterns[0], converter.source_patterns
         plain = all(name.count("*") == 1 and name.endswith(".weight") for name in sources)
         steps = [type(step) for step in converter.operations]
-        if plain and parameter.endswith(target) and steps and steps == STACKED[: len(steps)]:
+        if plain and parameter.endswith(target) and steps and steps == STACKING_STEPS[: len(steps)]:
             head = parameter.removesuffix(target)
             return [head + name.removesuffix(".weight").replace("\\.", ".") for name in sources]  # regular expressions
     return None
@@ -278,10 +278,11 @@ def _aliases(network: nn.Module) -> dict[str, tuple[str, ...]]:
 def _plan(
     network: PreTrainedModel, reader: TensorReader, conversions: Sequence[core_model_loading.WeightTransform]
 ) -> tuple[dict[str, Load], dict[str, str]]:
-    """Work out how every parameter comes out of the checkpoint.
+    """Find the source of every parameter in the files.
 
     Returns:
-        {parameter or buffer: load}, and of tensors that the network does not use {name: what its name would be}.
+        {parameter or buffer: load}, and {stored name: name that it would have} of tensors that the network does not
+        use.
     """
     renamings = [entry for entry in conversions if isinstance(entry, core_model_loading.WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, core_model_loading.WeightConverter)]
@@ -310,21 +311,21 @@ def _plan(
 
 
 def _checked(tensor: Tensor, empty: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """Cast a tensor that was read, if it is what the network expects."""
+    """Return a stored tensor in the dtype of the network; raise an error if its shape differs or it is not finite."""
     if tensor.shape != empty.shape:
         raise ModelError(
-            f"{name} gives {tuple(tensor.shape)} where config.json asks for {tuple(empty.shape)}. "
-            f"The two do not belong together; fetch the checkpoint again."
+            f"{name} has shape {tuple(tensor.shape)}, but config.json describes {tuple(empty.shape)}. "
+            f"These files do not belong together. Fetch the folder again."
         )
     if not tensor.is_floating_point():
         return tensor
     if not torch.isfinite(tensor := tensor.to(dtype)).all():
-        raise NumericalError(f"{name} holds NaN or Inf as {dtype}. Fetch the checkpoint again.")
+        raise NumericalError(f"{name} holds NaN or Inf as {dtype}. Fetch the folder again.")
     return tensor
 
 
 def _put(root: nn.Module, names: Sequence[str], tensor: Tensor) -> None:
-    """Set a parameter or buffer, under all its names."""
+    """Set a parameter or buffer under all of its names."""
     parameter = nn.Parameter(tensor, requires_grad=False)
     for name in names:
         path, _, last = name.rpartition(".")
@@ -336,6 +337,6 @@ def _put(root: nn.Module, names: Sequence[str], tensor: Tensor) -> None:
 
 
 def _owner(network: PreTrainedModel, path: str) -> PreTrainedModel:
-    """Return the innermost transformers model that holds a module: it knows how the buffers are computed."""
+    """Return the innermost transformers model that holds a module; it computes the module's buffers."""
     models = [(name, module) for name, module in network.named_modules() if isinstance(module, PreTrainedModel)]
     return [network, *(module for name, module in models if f"{path}.".startswith(f"{name}."))][-1]

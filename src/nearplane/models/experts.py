@@ -1,8 +1,9 @@
-"""Experts whose matrices lie in stacked parameters: every matrix of every expert as a layer, and the rows that it multiplies.
+"""Experts in stacked parameters: every matrix of every expert as a layer, and the rows that it multiplies.
 
-transformers keeps the experts of a block in one module with 3-D parameters, and lets its forward be replaced: `ExpertsInterface`.
-The forward here computes what transformers' own does and stops twice on the way, before gate and up of all experts and before down
-of all, to show all rows with their routing. Blocks in memory run it, see `observable`; other copies of the network do not.
+transformers keeps the experts of a block in one module with 3-D parameters whose forward can be replaced
+(`ExpertsInterface`). The forward here computes the same as transformers' own. On the way it calls observers twice with
+all rows and their routing: before gate and up of all experts, and before down of all. Only blocks in memory run it, see
+`observable`.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from transformers.integrations.moe import ExpertsInterface
 from nearplane.models.conversion import Names, Weights
 from nearplane.models.layers import Layer
 
-NAME = "nearplane"  # of the forward here, among transformers' implementations of experts
-Side = Literal["up", "down"]  # of an expert: what is given hidden states (gate as well), and what gives them back
+NAME = "nearplane"  # name of the forward here among transformers' implementations of experts
+Side = Literal["up", "down"]  # the two products of an expert: from hidden states (gate and up), and back to them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routed:
-    """What the experts of a block are about to multiply, for one batch.
+    """Inputs of the experts of a block in one batch, with their routing.
 
     Args:
-        x: (tokens, in) what all experts choose rows of; (pairs, in) where `apart`.
-        token: (pairs,) token of every pair of a token and an expert that it is routed to; by expert, ascending within each.
-        ends: where the pairs of every expert end.
-        tokens: in the batch.
-        apart: whether every pair has a row of its own.
+        x: (tokens, in) rows, from which each expert takes its own; (pairs, in) if `apart`.
+        token: (pairs,) token of every pair of a token and an expert to which it is routed; by expert, then ascending.
+        ends: Index after the last pair of every expert.
+        tokens: Number of tokens in the batch.
+        apart: Whether `x` has one row per pair.
     """
 
     x: Tensor
@@ -48,20 +49,20 @@ class Routed:
     apart: bool
 
     def count(self, expert: int) -> int:
-        """Return how many tokens are routed to an expert."""
+        """Return the number of tokens that are routed to an expert."""
         return self.ends[expert] - (self.ends[expert - 1] if expert else 0)
 
     def of(self, expert: int) -> slice:
-        """Return which pairs are those of an expert."""
+        """Return the slice of an expert's pairs."""
         return slice(self.ends[expert - 1] if expert else 0, self.ends[expert])
 
     def rows(self, expert: int) -> Tensor:
-        """Return (pairs of an expert, in) the rows that it multiplies."""
-        here = self.of(expert)
-        return self.x[here] if self.apart else self.x[self.token[here]]
+        """Return the rows (pairs, in) that an expert multiplies."""
+        pairs = self.of(expert)
+        return self.x[pairs] if self.apart else self.x[self.token[pairs]]
 
     def only(self, experts: Sequence[int]) -> Routed:
-        """Return what some experts multiply, in memory of its own; of the others no pairs."""
+        """Return a copy with the pairs of some experts only."""
         counts = [self.count(expert) if expert in experts else 0 for expert in range(len(self.ends))]
         if sum(counts) == self.ends[-1]:
             return replace(self, x=self.x.clone())
@@ -71,25 +72,25 @@ class Routed:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """How many bytes it takes to keep what all experts multiply, and to keep a row for every pair."""
+        """Bytes of `x`, and bytes of one row per pair."""
         return self.x.nbytes, self.ends[-1] * self.x.shape[1] * self.x.itemsize
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Return the memory that the rows lie in."""
+        """Return the memory of the rows."""
         return self.x.untyped_storage()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExpertLayer(Layer):
-    """Of one matrix of one expert: some rows or columns of a slice of a 3-D parameter.
+    """View of one matrix of one expert: some rows or columns of a slice of a 3-D parameter.
 
     Args:
-        stored: name of the matrix in a checkpoint made of the one it comes from.
-        sources: names in that one of what holds it: a tensor of its own, or one of all experts.
-        holder: name of the parameter.
-        expert: its number.
-        outputs: which of the outputs of the slice are those of the matrix.
-        transposed: whether the slice is (in, out).
+        stored: Name of the matrix in a checkpoint of the quantized model.
+        sources: Names of the original model's tensors that hold it: one of its own, or one of all experts.
+        holder: Name of the 3-D parameter in the whole model.
+        expert: Number of the expert.
+        outputs: Outputs of the slice that belong to this matrix.
+        transposed: Whether the slice is (in, out).
     """
 
     kind = "Expert"
@@ -108,20 +109,20 @@ class ExpertLayer(Layer):
         return self.holder
 
     def written(self, weights: Weights) -> str:
-        """Return the name of the matrix in a checkpoint made of this one."""
+        """Return the name of the matrix in a checkpoint of the quantized model."""
         return self.stored
 
     def copies(self, weights: Weights) -> list[str]:
-        """Return the names in the checkpoint of what holds it."""
+        """Return the stored names of the original tensors that hold it."""
         return list(self.sources)
 
     def stored_alone(self, weights: Weights) -> bool:
-        """Return true: it has a name, if not every format's reader knows it."""
+        """Return True: the matrix always has a name, even if not every format's reader knows it."""
         return True
 
     @property
     def side(self) -> Side:
-        """Which of the two products of an expert it is of."""
+        """The product of the expert to which this matrix belongs."""
         return "down" if self.holder.endswith("down_proj") else "up"
 
     @property
@@ -130,12 +131,12 @@ class ExpertLayer(Layer):
         return self.module.get_parameter(self.holder.rpartition(".")[2])
 
     def matrix(self) -> Tensor:
-        """Return the part of the parameter that is this matrix."""
+        """Return the (out, in) part of the parameter that is this matrix."""
         part = self.weight[self.expert]
         return (part.T if self.transposed else part)[self.outputs]
 
     def write(self, values: Tensor) -> None:
-        """Put (out, in) `values` in their place in the parameter."""
+        """Write (out, in) `values` into the parameter."""
         self.matrix().detach().copy_(values)
 
     def rows(self, x: Any) -> Any:
@@ -143,7 +144,7 @@ class ExpertLayer(Layer):
         return x.rows(self.expert)
 
     def same_input(self, x: Any) -> tuple[Any, ...]:
-        """Return what all experts of a block have in common before this side: they are shown together."""
+        """Return the key that all experts of a block share before this side: their inputs are observed together."""
         return ("experts", self.side, x.x.data_ptr(), id(self.module))
 
     def before(self, see: Callable[[Layer, Any], None]) -> RemovableHandle:
@@ -151,28 +152,28 @@ class ExpertLayer(Layer):
         return self._watch(self.side, lambda routed: see(self, routed))
 
     def after(self, see: Callable[[Layer, Tensor], None]) -> RemovableHandle:
-        """Call `see(layer, output)` whenever this expert has run on some rows, with all outputs of the slice."""
+        """Call `see(layer, output)` whenever this expert has run, with all outputs of the slice."""
         return self._watch((self.side, self.expert), lambda output: see(self, output))
 
     def _watch(self, key: Any, call: Callable[[Any], None]) -> RemovableHandle:
         module: Any = self.module
-        assert hasattr(module, "watched"), "only experts of blocks in memory are watched"
+        assert hasattr(module, "watched"), "only experts of blocks in memory are observed"
         callbacks = module.watched.setdefault(key, OrderedDict())
         handle = RemovableHandle(callbacks)
         callbacks[handle.id] = call
         return handle
 
     def outputs_of(self, output: Tensor) -> Tensor:
-        """Return (rows, out) those of this matrix."""
+        """Return the (rows, out) outputs of this matrix."""
         return output[:, self.outputs]
 
 
 def parameter_of(layers: Sequence[Layer], values: Sequence[Tensor]) -> Tensor:
-    """Return the parameter in which layers lie, made of their values; differentiable by these.
+    """Return the parameter of some layers, assembled from their values; differentiable with respect to them.
 
     Args:
-        layers: all that lie in it: one, or every matrix of every expert.
-        values: (out, in) of each.
+        layers: All layers of the parameter: one, or every matrix of every expert.
+        values: (out, in) values of each layer.
     """
     experts: dict[int, list[tuple[ExpertLayer, Tensor]]] = {}
     for layer, value in zip(layers, values, strict=True):
@@ -183,53 +184,53 @@ def parameter_of(layers: Sequence[Layer], values: Sequence[Tensor]) -> Tensor:
 
 
 def _slice(parts: Sequence[tuple[ExpertLayer, Tensor]]) -> Tensor:
-    """Return one expert's slice of a parameter, made of the values of its matrices."""
+    """Return one expert's slice of a parameter, assembled from the values of its matrices."""
     rows = torch.cat([value for _, value in parts])
-    places = torch.arange(len(rows), device=rows.device)
-    place = torch.cat([places[layer.outputs] for layer, _ in parts])  # of every row
-    if not torch.equal(place, places):
-        rows = rows[place.argsort()]
+    in_order = torch.arange(len(rows), device=rows.device)
+    position = torch.cat([in_order[layer.outputs] for layer, _ in parts])  # of every row
+    if not torch.equal(position, in_order):
+        rows = rows[position.argsort()]
     return rows.T if parts[0][0].transposed else rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How a module of experts stores their matrices.
+    """Storage of the matrices in a module of experts.
 
     Args:
-        up: name of the parameter of what multiplies hidden states, "gate_up_proj" if that is gate and up.
-        transposed: whether slices are (in, out).
-        halves: whether gate and up are one behind the other, not in turns.
-        given: how its forward is called: with hidden states and routing, or with the rows of all tokens for every expert, which
-            are 0 where a token is not routed to it.
+        up: Name of the parameter that multiplies hidden states: "gate_up_proj" if it holds gate and up.
+        transposed: Whether slices are (in, out).
+        halves: Whether the outputs of gate come before those of up; else they alternate.
+        called_with: Arguments of its forward: hidden states and routing, or one row per expert and token, which is 0 if
+            the token is not routed to the expert.
     """
 
     up: str
     transposed: bool
     halves: bool
-    given: Literal["routing", "rows"]
+    called_with: Literal["routing", "rows"]
 
 
-GIVEN_ROWS = "Llama4TextExperts"  # a class of transformers whose forward is not replaceable in its own way
-MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate", "config")
+ROWS_CLASS = "Llama4TextExperts"  # class of transformers whose forward takes rows and is not in `ExpertsInterface`
+ATTRIBUTES = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate", "config")
 
 
 def layout_of(module: nn.Module) -> Layout | None:
-    """Return how a module stores experts whose forward can be replaced; None of all others."""
+    """Return the storage of experts whose forward can be replaced; None for any other module."""
     stack: Any = module
-    if type(module).__name__ == GIVEN_ROWS:
-        found = Layout(up="gate_up_proj", transposed=True, halves=True, given="rows")
-    elif all(hasattr(module, mark) for mark in MARKS):
-        found = Layout(
+    if type(module).__name__ == ROWS_CLASS:
+        layout = Layout(up="gate_up_proj", transposed=True, halves=True, called_with="rows")
+    elif all(hasattr(module, mark) for mark in ATTRIBUTES):
+        layout = Layout(
             up="gate_up_proj" if stack.has_gate else "up_proj",
             transposed=stack.is_transposed,
             halves=stack.is_concatenated,
-            given="routing",
+            called_with="routing",
         )
     else:
         return None
     parts: dict[str, nn.Parameter] = dict(module.named_parameters(recurse=False))
-    return found if all(name in parts and parts[name].dim() == 3 for name in (found.up, "down_proj")) else None
+    return layout if all(name in parts and parts[name].dim() == 3 for name in (layout.up, "down_proj")) else None
 
 
 def is_stack(module: nn.Module) -> bool:
@@ -238,11 +239,11 @@ def is_stack(module: nn.Module) -> bool:
 
 
 def unwatched(name: str, root: nn.Module) -> str:
-    """Return which part of a module runs the matrices of one parameter by itself, those that tokens reach; or nothing.
+    """Return the name of a submodule with stacked matrices that cannot be observed; "" if there is none.
 
     Args:
-        name: of the module.
-        root: the module.
+        name: Name of the module.
+        root: The module.
     """
     for path, module in root.named_modules():
         stacked = any(p.dim() >= 3 and min(p.shape) > 1 for p in module.parameters(recurse=False))
@@ -252,13 +253,13 @@ def unwatched(name: str, root: nn.Module) -> str:
 
 
 def observable(root: nn.Module) -> None:
-    """Let the experts in a part of a network run the forward here, which can be watched; changes nothing of other copies."""
+    """Replace the forward of all experts in a part of a network by the one here; other copies keep theirs."""
     for module in root.modules():
         layout, stack = layout_of(module), cast(Any, module)
         if layout is None or hasattr(module, "watched"):
             continue
-        stack.watched = {}  # who is called as they run: before a side with a `Routed`, after a matrix with its outputs
-        if layout.given == "rows":
+        stack.watched = {}  # {side, or (side, expert): observers}
+        if layout.called_with == "rows":
             stack.forward = MethodType(forward_of_rows, module)
             continue
         stack.config = copy(stack.config)
@@ -271,10 +272,10 @@ def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
     """Compute (tokens, hidden) outputs of the experts, as transformers' own implementations do.
 
     Args:
-        self: the module of the experts.
-        hidden_states: (tokens, hidden).
-        top_k_index: (tokens, k) experts that each token is routed to.
-        top_k_weights: (tokens, k) of their outputs.
+        self: The module of the experts.
+        hidden_states: (tokens, hidden) inputs.
+        top_k_index: (tokens, k) experts to which each token is routed.
+        top_k_weights: (tokens, k) weights of their outputs.
     """
     tokens, k = top_k_index.shape
     experts = len(self.down_proj)
@@ -282,32 +283,32 @@ def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
     counts = top_k_index.reshape(-1).bincount(minlength=experts)[:experts]
     ends = tuple(counts.cumsum(0).tolist())
     token = order[: ends[-1]] // k
-    y = _computed(self, Routed(x=hidden_states, token=token, ends=ends, tokens=tokens, apart=False))
-    none = hidden_states.new_zeros(tokens * k - ends[-1], hidden_states.shape[1])  # of pairs of no expert
+    y = _expert_outputs(self, Routed(x=hidden_states, token=token, ends=ends, tokens=tokens, apart=False))
+    none = hidden_states.new_zeros(tokens * k - ends[-1], hidden_states.shape[1])  # pairs without an expert
     weighted = torch.cat([*y, none]) * top_k_weights.reshape(-1)[order, None]
     return weighted[order.argsort()].view(tokens, k, -1).sum(1).to(hidden_states.dtype)
 
 
 def forward_of_rows(self: Any, hidden_states: Tensor) -> Tensor:
-    """Compute (experts * tokens, hidden) outputs of experts that are given a row for every token.
+    """Compute (experts * tokens, hidden) outputs of experts that take a row for every token.
 
     Args:
-        self: the module of the experts.
-        hidden_states: (experts * tokens, hidden) rows by expert, 0 where a token is not routed to it.
+        self: The module of the experts.
+        hidden_states: (experts * tokens, hidden) rows by expert; 0 where a token is not routed to the expert.
     """
     rows = hidden_states.view(len(self.down_proj), -1, hidden_states.shape[-1])
     chosen = rows.any(-1)  # (experts, tokens)
     expert, token = chosen.nonzero(as_tuple=True)
     ends = tuple(chosen.sum(1).cumsum(0).tolist())
-    y = _computed(self, Routed(x=rows[chosen], token=token, ends=ends, tokens=rows.shape[1], apart=True))
-    found = torch.zeros_like(rows).index_put((expert, token), torch.cat(y))
-    return found.view_as(hidden_states)
+    y = _expert_outputs(self, Routed(x=rows[chosen], token=token, ends=ends, tokens=rows.shape[1], apart=True))
+    outputs = torch.zeros_like(rows).index_put((expert, token), torch.cat(y))
+    return outputs.view_as(hidden_states)
 
 
-def _computed(self: Any, both: Routed) -> list[Tensor]:
-    """Return (rows, hidden) outputs of every expert, not weighted; shows on the way what they multiply.
+def _expert_outputs(self: Any, routed_input: Routed) -> list[Tensor]:
+    """Return (rows, hidden) outputs of every expert, not weighted; calls the observers on the way.
 
-    What each expert computes is hidden from modes that watch functions: how much that is depends on the tokens.
+    Torch function modes are off while an expert computes: the number of calls depends on the tokens.
     """
     layout = layout_of(self)
     assert layout is not None, "only stacks are made observable"
@@ -322,17 +323,17 @@ def _computed(self: Any, both: Routed) -> list[Tensor]:
             for expert in range(len(weight)):
                 W, b = weight[expert], None if bias is None else bias[expert]
                 outputs.append(linear(routed.rows(expert), W.T if layout.transposed else W, b))
-        for expert, found in enumerate(outputs):
+        for expert, output in enumerate(outputs):
             for see in (*self.watched.get((side, expert), {}).values(),):
-                see(found)
+                see(output)
         return outputs
 
-    up = multiplied("up", layout.up, both)
+    up = multiplied("up", layout.up, routed_input)
     with torch._C.DisableTorchFunction():
         inner = [_activated(self, layout, x) for x in up]
     h = torch.cat(inner)  # (pairs, intermediate)
     del up, inner
-    y = multiplied("down", "down_proj", replace(both, x=h, apart=True))
+    y = multiplied("down", "down_proj", replace(routed_input, x=h, apart=True))
     if getattr(self, "has_post_expert_norm", False):
         with torch._C.DisableTorchFunction():
             y = [self.post_expert_norm(x) for x in y]
@@ -340,10 +341,10 @@ def _computed(self: Any, both: Routed) -> list[Tensor]:
 
 
 def _activated(self: Any, layout: Layout, x: Tensor) -> Any:
-    """Return what down multiplies, of the outputs of gate and up or of up alone."""
+    """Return the input of down from the outputs of gate and up, or of up alone."""
     if layout.up != "gate_up_proj":
         return self.act_fn(x)
-    if layout.given == "routing":
+    if layout.called_with == "routing":
         return self._apply_gate(x)
     gate, up = x.chunk(2, dim=-1)
     return up * self.act_fn(gate)
@@ -353,28 +354,28 @@ def stacked_layers(name: str, module: nn.Module, names: Callable[[str, int, int]
     """Yield every matrix of every expert of a module: gate and up of one expert after the other, then down.
 
     Args:
-        name: of the module.
-        module: for which `is_stack`.
-        names: by parameter, the number of its parts, and that of the experts.
+        name: Name of the module.
+        module: A module for which `is_stack` is true.
+        names: Function from parameter name, number of parts and number of experts to the names of the matrices.
     """
     layout = layout_of(module)
-    assert layout is not None, "only stacks have such layers"
+    assert layout is not None, "only stacks have expert layers"
     for attribute in (layout.up, "down_proj"):
         weight: Tensor = getattr(module, attribute)
         experts, *sides = weight.shape
         out, columns = sides[::-1] if layout.transposed else sides
         parts = 2 if attribute == "gate_up_proj" else 1
         holder = f"{name}.{attribute}"
-        called = names(holder, parts, experts)
+        matrix_names = names(holder, parts, experts)
         for expert in range(experts):
             for part in range(parts):
                 half = slice(part * (out // parts), (part + 1) * (out // parts))
                 yield ExpertLayer(
-                    name=called.layers[part][expert],
+                    name=matrix_names.layers[part][expert],
                     shape=(out // parts, columns),
                     module=module,
-                    stored=called.stored[part][expert],
-                    sources=called.sources[part][expert],
+                    stored=matrix_names.stored[part][expert],
+                    sources=matrix_names.sources[part][expert],
                     holder=holder,
                     expert=expert,
                     outputs=half if parts == 1 or layout.halves else slice(part, None, parts),
@@ -383,9 +384,9 @@ def stacked_layers(name: str, module: nn.Module, names: Callable[[str, int, int]
 
 
 def by_expert(group: Sequence[Layer]) -> dict[int, tuple[Layer, ...]]:
-    """Return the layers of each expert in a group, in the order in which they come."""
-    found: dict[int, list[Layer]] = {}
+    """Return {expert: its layers in the group}, in the order of the group."""
+    experts: dict[int, list[Layer]] = {}
     for layer in group:
-        assert isinstance(layer, ExpertLayer), "experts are shown apart from other layers"
-        found.setdefault(layer.expert, []).append(layer)
-    return {expert: tuple(layers) for expert, layers in found.items()}
+        assert isinstance(layer, ExpertLayer), "a group holds experts only, or none"
+        experts.setdefault(layer.expert, []).append(layer)
+    return {expert: tuple(layers) for expert, layers in experts.items()}

@@ -1,8 +1,7 @@
-"""What kind of network a model is, what it is given and what comes out of it.
+"""Kinds of networks by their inputs and outputs, and the divergence between the outputs of two networks.
 
-It has a vocabulary head or none (encoders, which give hidden states alone), and parts that see images or hear; it is given text,
-images, or sound with the tokens that are said in it; and how far two networks' predictions, or hidden states, are apart is counted
-here. Knows configs and networks of transformers.
+A network has a vocabulary head or none (an encoder, which returns hidden states), perhaps towers for images or sound,
+and takes text, images, or sound with its transcript. All is read off transformers' configs and networks.
 """
 
 from __future__ import annotations
@@ -18,64 +17,64 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-HEARD = "whisper", "moonshine", "speech_to_text", "speecht5"  # types of models that write down what they hear, as tried
+SPEECH_TYPES = "whisper", "moonshine", "speech_to_text", "speecht5"  # types of speech-to-text models that were tried
 
 
 class Taken(StrEnum):
-    """What networks are given."""
+    """Input of a network."""
 
     TEXT = "text"
     IMAGES = "pixel values (images, channels, height, width)"
-    SOUND = "sound with what is said in it (input_features, token_ids)"
+    SOUND = "sound with its transcript (input_features, token_ids)"
 
 
 def is_headless(config: Any) -> bool:
     """Return whether a config describes a model without head, which AutoModel builds and AutoModelForCausalLM does not.
 
-    It names the plain model of its type, "BertModel", as its architecture. Of types that continue text, one whose embeddings would
-    be its head (tied) is taken for a language model that was saved without it.
+    Its architecture is then the plain model of its type, "BertModel". A plain model of a causal type with tied
+    embeddings counts as a language model that was saved without its head.
     """
     kind, tied = _kind(config), getattr(config, "tie_word_embeddings", False)
-    continues = (
+    causal = (
         kind in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and getattr(config, "is_decoder", None) is not False
     )
-    return _made(config) in _plain(kind) and not (continues and tied)
+    return _class_name(config) in _plain(kind) and not (causal and tied)
 
 
 def is_multimodal(config: Any) -> bool:
-    """Return whether a config describes a language model that sees images, too, which AutoModelForImageTextToText builds.
+    """Return whether a config describes a language model with images, which AutoModelForImageTextToText builds.
 
-    Of types that there are with and without a vision tower (Llama 4, Qwen3.5) its architecture tells.
+    For types with and without a vision tower (Llama 4, Qwen3.5), the architecture in the config decides.
     """
-    kind, made = _kind(config), _made(config)
-    seeing = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind)
-    return seeing is not None and (seeing == made or kind not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    kind, name = _kind(config), _class_name(config)
+    visual = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind)
+    return visual is not None and (visual == name or kind not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def is_seq2seq(config: Any) -> bool:
-    """Return whether AutoModelForSeq2SeqLM builds a model: an encoder with a decoder, or a language model that hears."""
-    made = _made(config)
-    return made is not None and made == modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.get(_kind(config))
+    """Return whether AutoModelForSeq2SeqLM builds a model, such as an encoder with a decoder."""
+    name = _class_name(config)
+    return name is not None and name == modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.get(_kind(config))
 
 
 def writes_down(config: Any) -> bool:
-    """Return whether a config describes an encoder that is given sound, and a decoder that writes it down (Whisper)."""
-    return hears_alone(config) is not None and _kind(config) in HEARD
+    """Return whether a config describes a supported speech-to-text model such as Whisper, with encoder and decoder."""
+    return hears_alone(config) is not None and _kind(config) in SPEECH_TYPES
 
 
 def hears_alone(config: Any) -> str | None:
-    """Return the architecture that AutoModelForSpeechSeq2Seq builds, where no text can stand for sound; else None."""
-    made = _made(config)
-    heard = made is not None and made == modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES.get(_kind(config))
-    return made if heard and not is_seq2seq(config) else None
+    """Return the architecture if AutoModelForSpeechSeq2Seq builds it and it takes only sound; else None."""
+    name = _class_name(config)
+    speech = name is not None and name == modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES.get(_kind(config))
+    return name if speech and not is_seq2seq(config) else None
 
 
 def _kind(config: Any) -> str:
     return str(getattr(config, "model_type", ""))
 
 
-def _made(config: Any) -> str | None:
-    """Return the name of the class that a model was saved from."""
+def _class_name(config: Any) -> str | None:
+    """Return the name of the class of the saved model, from its config."""
     names = getattr(config, "architectures", None) or (None,)
     return names[0] if isinstance(names[0], str) else None
 
@@ -87,93 +86,95 @@ def has_head(network: PreTrainedModel) -> bool:
 
 
 def taken_by(network: PreTrainedModel) -> Taken:
-    """Return what a network is given."""
+    """Return the kind of input of a network."""
     if str(getattr(network, "main_input_name", "")) == "pixel_values":
         return Taken.IMAGES
     return Taken.SOUND if has_head(network) and writes_down(network.config) else Taken.TEXT
 
 
 def towers(network: PreTrainedModel) -> tuple[str, ...]:
-    """Return the names of the networks in a network that lie beside the one that looks tokens up: they see images or hear."""
+    """Return the names of the inner networks beside the language model, for images or sound."""
     if taken_by(network) is Taken.IMAGES or has_two_stacks(network):
         return ()
     inputs = network.get_input_embeddings()
-    place = next(name for name, part in network.named_modules() if part is inputs)
-    whole = [name for name, part in network.named_modules() if isinstance(part, PreTrainedModel)]
-    speaks = max((name for name in whole if _within(place, name)), key=len)
-    return tuple(name for name in whole if not _within(speaks, name) and not _within(name, speaks))
+    embeddings = next(name for name, part in network.named_modules() if part is inputs)
+    networks = [name for name, part in network.named_modules() if isinstance(part, PreTrainedModel)]
+    language_model = max((name for name in networks if _within(embeddings, name)), key=len)
+    return tuple(name for name in networks if not _within(language_model, name) and not _within(name, language_model))
 
 
 def _within(name: str, part: str) -> bool:
-    """Return whether a module lies in a part of a network, "" being all of it."""
+    """Return whether a module lies in a part of a network; "" is the whole network."""
     return not part or f"{name}.".startswith(f"{part}.")
 
 
 def has_two_stacks(network: PreTrainedModel) -> bool:
-    """Return whether a network has blocks of an encoder and of a decoder, which looks at what comes out of the encoder."""
+    """Return whether a network has an encoder and a decoder with cross-attention to the encoder's output."""
     config: Any = network.config
-    translates = getattr(config, "is_encoder_decoder", False) and (is_seq2seq(config) or writes_down(config))
-    return has_head(network) and bool(translates)
+    two_stacks = getattr(config, "is_encoder_decoder", False) and (is_seq2seq(config) or writes_down(config))
+    return has_head(network) and bool(two_stacks)
 
 
 def is_framed(network: PreTrainedModel) -> bool:
-    """Return whether a network was made for text between two tokens of its own, [CLS] and [SEP] or their like."""
+    """Return whether a network expects text between two special tokens such as [CLS] and [SEP]."""
     return not has_head(network) or has_two_stacks(network)
 
 
 def padded_positions(network: nn.Module) -> int:
-    """Return how many of the positions that a config names are taken by padding, as in RoBERTa: the first ones."""
+    """Return how many of a config's positions are reserved for padding, as the first ones in RoBERTa."""
     tables = [part for name, part in network.named_modules() if name.endswith("position_embeddings")]
-    taken = [part.padding_idx + 1 for part in tables if isinstance(part, nn.Embedding) and part.padding_idx is not None]
-    return max(taken, default=0)
+    reserved = [
+        part.padding_idx + 1 for part in tables if isinstance(part, nn.Embedding) and part.padding_idx is not None
+    ]
+    return max(reserved, default=0)
 
 
 def _plain(kind: str) -> tuple[str, ...]:
-    """Return the names of the classes of a type of model that have no head."""
-    found = modeling_auto.MODEL_MAPPING_NAMES.get(kind, ())
-    return (found,) if isinstance(found, str) else tuple(found)
+    """Return the names of the classes without head of a type of model."""
+    names = modeling_auto.MODEL_MAPPING_NAMES.get(kind, ())
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def main_input(network: PreTrainedModel, windows: Tensor) -> Tensor:
-    """Return what a network is given first: windows as they are, or their sound, in its own dtype."""
+    """Return the first argument of a network: the windows, or their sound in the network's dtype."""
     return windows.sound.to(network.dtype) if isinstance(windows, Spoken) else windows
 
 
 def words(network: PreTrainedModel, tokens: Tensor) -> dict[str, Any]:
-    """Return what a network is told beside its input: to keep nothing for later tokens, if it knows of that.
+    """Return the keyword arguments of a network's forward pass: no cache, and the input of a decoder after an encoder.
 
-    The decoder behind an encoder is given the same tokens, or those that are said in its sound, one place on: it starts with its
-    own token, and predicts the first.
+    The decoder's input is the same tokens, or the transcript of the sound, shifted by one: it begins with the decoder's
+    start token, at which the first token is predicted.
 
     Args:
-        network: that runs.
-        tokens: (windows, seqlen) its input, or pixel values.
+        network: The network to run.
+        tokens: (windows, seqlen) tokens, or pixel values.
     """
-    named = "use_cache" in inspect.signature(network.forward).parameters
-    told: dict[str, Any] = {"use_cache": False} if named or has_head(network) else {}
+    has_option = "use_cache" in inspect.signature(network.forward).parameters
+    kwargs: dict[str, Any] = {"use_cache": False} if has_option or has_head(network) else {}
     if has_two_stacks(network):
         start = tokens.new_full((len(tokens), 1), int(network.config.decoder_start_token_id))
-        told["decoder_input_ids"] = torch.cat([start, tokens[:, :-1]], 1)
-    return told
+        kwargs["decoder_input_ids"] = torch.cat([start, tokens[:, :-1]], 1)
+    return kwargs
 
 
 def read_out(network: PreTrainedModel, output: Any) -> Tensor:
-    """Return logits (windows, seqlen, vocabulary), or of a network without head the last hidden states.
+    """Return logits (windows, seqlen, vocabulary), or the last hidden states of a network without head.
 
-    Logits at a token are those of the next one; behind an encoder, see `words`, the last are those of the first.
+    Logits at a token predict the next token. With an encoder, see `words`, those at the last token predict the first.
     """
-    found: Tensor = output.logits if has_head(network) else output.last_hidden_state
-    return found.roll(-1, 1) if has_two_stacks(network) else found
+    outputs: Tensor = output.logits if has_head(network) else output.last_hidden_state
+    return outputs.roll(-1, 1) if has_two_stacks(network) else outputs
 
 
 class Spoken(Tensor):
-    """What is said, (windows, seqlen) int64 token ids, and how it sounds.
+    """Transcripts, (windows, seqlen) int64 token ids, with their sound.
 
-    To all that counts, looks up or compares tokens it is a tensor of token ids, and what comes of that is a plain tensor. Windows
-    that are taken, split off, gone through or moved to a device take their sound along.
+    Most operations treat it as a tensor of token ids and return a plain tensor. Indexing, splitting, iteration and `to`
+    keep the sound of each window.
 
     Attributes:
-        sound: (windows, ..) float32, as the model's feature extractor makes it: of Whisper (windows, mel bins, frames).
+        sound: (windows, ..) float32 output of the model's feature extractor; for Whisper (windows, mel bins, frames).
     """
 
     sound: Tensor
@@ -181,39 +182,39 @@ class Spoken(Tensor):
 
     @classmethod
     def of(cls, tokens: Tensor, sound: Tensor) -> Spoken:
-        """Join token ids with the sound of as many windows; no memory is copied."""
-        found = tokens.as_subclass(cls)
-        found.sound = sound
-        return found
+        """Combine token ids with the sound of the same windows; no memory is copied."""
+        spoken = tokens.as_subclass(cls)
+        spoken.sound = sound
+        return spoken
 
     def __getitem__(self, which: Any) -> Tensor:
-        """Return some windows with their sound; by two indices, plain token ids."""
+        """Return some windows with their sound; for two indices, plain token ids."""
         ids = super().__getitem__(which)
         return ids if isinstance(which, tuple) else Spoken.of(ids, self.sound[which])
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Yield window after window, (seqlen,) each."""
+        """Yield the windows, (seqlen,) each."""
         return (self[i] for i in range(len(self)))
 
     def split(self, size: Any, dim: int = 0) -> tuple[Tensor, ...]:
-        """Return the windows in parts."""
+        """Return the windows in parts, with their sound."""
         assert dim == 0, "windows are not cut"
         return tuple(map(Spoken.of, torch.split(self.as_subclass(Tensor), size), torch.split(self.sound, size)))
 
     def to(self, *place: Any, **how: Any) -> Tensor:
-        """Return them on another device; their sound stays float32."""
+        """Return the windows on another device; the sound stays float32."""
         ids = super().to(*place, **how)
         return Spoken.of(ids, self.sound.to(ids.device))
 
 
 def joined(parts: list[Tensor]) -> Tensor:
-    """Return windows one behind the other, with their sound if they have one."""
+    """Return the windows of all parts in one tensor, with their sound if there is any."""
     ids, sounds = torch.cat(parts), [part.sound for part in parts if isinstance(part, Spoken)]
     return Spoken.of(ids, torch.cat(sounds)) if sounds else ids
 
 
 def cut(windows: Tensor, seqlen: int) -> Tensor:
-    """Return windows cut into shorter ones of at most `seqlen` tokens; what is said in a sound stays whole."""
+    """Return windows cut into shorter ones of at most `seqlen` tokens; transcripts with sound are not cut."""
     if isinstance(windows, Spoken) or windows.shape[1] <= seqlen:
         return windows
     return windows[:, : windows.shape[1] // seqlen * seqlen].reshape(-1, seqlen)
@@ -221,12 +222,12 @@ def cut(windows: Tensor, seqlen: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """Sums over tokens, so that batches add up.
+    """Divergence between two networks as sums over tokens, so that batches can be added.
 
     Args:
-        kl: sum of KL(original || quantized), nats.
-        agreed: tokens at which both networks hold the same one for the most likely.
-        tokens: that were compared.
+        kl: Sum of KL(original || quantized) in nats.
+        agreed: Number of tokens at which both networks predict the same token as most likely.
+        tokens: Number of tokens compared.
     """
 
     kl: float = 0.0
@@ -249,9 +250,9 @@ def divergence(original: Tensor, quantized: Tensor) -> Divergence:
 
 
 def distance(original: Tensor, quantized: Tensor) -> Divergence:
-    """Compare the last hidden states of two networks (..., hidden), as if each were the mean of a normal distribution.
+    """Compare the last hidden states (..., hidden) of two networks, each taken as the mean of a normal distribution.
 
-    Its standard deviation is the root mean square of the original's token, in every direction: `KL = |x - y|^2 / (2 s^2)`.
+    Its standard deviation s is the root mean square of the original hidden state: `KL = |x - y|^2 / (2 s^2)`.
     """
     original, quantized = original.float(), quantized.float()
     variance = original.square().mean(-1).clamp(min=1e-30)

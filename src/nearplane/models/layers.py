@@ -1,6 +1,6 @@
-"""The kinds of layers: views of one weight matrix, however its module stores and applies it.
+"""Layers: views of one weight matrix, for every way in which modules store and apply it.
 
-Knows modules; not what becomes of their weights. Experts, of which many lie in one parameter, are in `experts.py`.
+Experts, which share one parameter, are in `experts.py`.
 """
 
 from __future__ import annotations
@@ -16,32 +16,33 @@ from transformers.pytorch_utils import Conv1D
 
 from nearplane.models.conversion import Weights
 
-# what a subclass may have of its own and still compute the same
-HARMLESS = {"__init__", "extra_repr", "__module__", "__doc__", "__qualname__", "__annotations__", "__constants__"}
-HARMLESS |= {"__static_attributes__", "__firstlineno__"}
+# attributes that a subclass of Linear may define without computing something else
+ATTRIBUTES = {"__init__", "extra_repr", "__module__", "__doc__", "__qualname__", "__annotations__", "__constants__"}
+ATTRIBUTES |= {"__static_attributes__", "__firstlineno__"}
 EQUAL = {
     "transformers.models.falcon.modeling_falcon.FalconLinear"
-}  # have a forward of their own that is that of Linear
-NOT_RUN = {"torch.nn.modules.linear.NonDynamicallyQuantizableLinear"}  # torch's attention takes their weights
+}  # subclasses with their own forward, which computes the same as Linear's
+NOT_RUN = {"torch.nn.modules.linear.NonDynamicallyQuantizableLinear"}  # torch's attention only reads their weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Layer:
-    """A view of one weight matrix, however its module stores it: `output rows = rows(x) @ read().T + bias`.
+    """View of one weight matrix in a module: `output rows = rows(x) @ read().T + bias`.
 
-    A subclass is a kind of layer: it says how the matrix lies in the parameter and which rows it multiplies.
+    A subclass is a kind of layer: it defines where the matrix lies in the parameter and which rows it multiplies.
 
     Args:
-        name: of the layer in the whole model, "model.layers.0.self_attn.q_proj".
-        shape: (out, in).
-        module: that holds it; on the meta device while the weights are on disk.
-        calls: how often one forward runs the module, once calibration has looked.
-        adds: whether the output is added to a residual stream as it is, once calibration has looked.
+        name: Name of the layer in the whole model, "model.layers.0.self_attn.q_proj".
+        shape: (out, in) of the matrix.
+        module: The module with the matrix; on the meta device while the weights are on disk.
+        calls: Number of runs of the module in one forward pass; 1 until calibration observes it.
+        adds: Whether the output is added unchanged to a residual stream; False until calibration observes it.
 
     Attributes:
-        kind: how the module stores and applies it.
-        convolves: whether the module is given (images, channels, places) and returns that, not rows along the last dimension.
-        routed: whether it is one of several experts, of which every token takes some; see `experts.py`.
+        kind: Type of the module.
+        convolves: Whether inputs and outputs are (images, channels, height, width) instead of rows in the last
+            dimension.
+        routed: Whether this is one of several experts, to some of which every token is routed; see `experts.py`.
     """
 
     name: str
@@ -67,19 +68,19 @@ class Layer:
         return stored
 
     def written(self, weights: Weights) -> str:
-        """Return the name of the layer in a checkpoint made of this one."""
+        """Return the name of the layer in the checkpoint of the quantized model."""
         return weights.written_name(self.parameter).removesuffix(".weight")
 
     def copies(self, weights: Weights) -> list[str]:
-        """Return the names in the checkpoint of what holds it, several where what is tied is stored again."""
+        """Return the stored names of the matrix in the original model; several if tied weights are stored twice."""
         return weights.copies(self.parameter)
 
     def stored_alone(self, weights: Weights) -> bool:
-        """Return whether a checkpoint made of this one can hold it by a name of its own."""
+        """Return whether the checkpoint of the quantized model can store the layer under a name of its own."""
         return weights.stored_alone(self.parameter)
 
     def matrix(self) -> Tensor:
-        """Return the (out, in) matrix, in the memory of the parameter wherever that can be."""
+        """Return the (out, in) matrix, in the memory of the parameter."""
         return self.weight
 
     def arranged(self, values: Tensor) -> Tensor:
@@ -87,34 +88,35 @@ class Layer:
         return values.view(self.weight.shape)
 
     def read(self) -> Tensor:
-        """Return the weights in memory of their own: (out, in) float32, or float64 if the module is."""
+        """Return a copy of the weights: (out, in) float32, or float64 if the module has that dtype."""
         values = self.matrix().detach()
         wide = torch.promote_types(values.dtype, torch.float32)
         return values.to(wide, copy=True, memory_format=torch.contiguous_format)
 
     def write(self, values: Tensor) -> None:
-        """Put (out, in) `values` in the module, in its own dtype."""
+        """Write (out, in) `values` into the module, in its dtype."""
         self.weight.data.copy_(self.arranged(values))
 
     def rows(self, x: Tensor) -> Tensor:
-        """Return the rows that the matrix multiplies when the module is given `x`: (tokens, in), in its order."""
+        """Return the rows (tokens, in) that the matrix multiplies for the module's input `x`, in its order."""
         return x.reshape(-1, x.shape[-1])
 
     def outputs_of(self, output: Tensor) -> Tensor:
-        """Return (tokens, out) the outputs of the matrix in what the module returned, or in a gradient by that."""
+        """Return the rows (tokens, out) of the module's output, or of its gradient."""
         return output.reshape(-1, self.shape[0])
 
     def share(self, x: Tensor, hidden: Tensor) -> float:
-        """Return how often `x` holds a number for every token of the block's input; no integer: some tokens are left out.
+        """Return the rows of `x` per token of the block's input; not an integer if `x` has only some of the tokens.
 
-        It is 1 of places of an image, which are no tokens, and of experts, of which all tokens are shown with their routing.
+        It is 1 for convolutions, whose rows are not tokens, and for experts, whose input has all tokens with their
+        routing.
         """
         if self.convolves or self.routed:
             return 1.0
         return x.shape[:-1].numel() / hidden.shape[:-1].numel()
 
     def same_input(self, x: Tensor) -> tuple[Any, ...]:
-        """Return what this layer, given `x`, has in common with others if they multiply the same rows."""
+        """Return a key of the input `x`: layers with equal keys multiply the same rows."""
         return (x.data_ptr(), x.shape, x.stride(), x.dtype, x._version)
 
     def before(self, see: Callable[[Layer, Tensor], None]) -> RemovableHandle:
@@ -128,26 +130,26 @@ class Layer:
         return self.module.register_forward_hook(lambda module, args, output: see(self, output))
 
     def within(self, root: nn.Module, prefix: str) -> Self:
-        """Return the same view in a copy of a part of the model, whose name with a dot behind is `prefix`; "" for all of it."""
+        """Return this view in a copy of a submodule, whose name with a dot at the end is `prefix`; "": the model."""
         return replace(self, module=root.get_submodule(self.parameter.removeprefix(prefix).rpartition(".")[0]))
 
 
 class LinearLayer(Layer):
-    """Of a Linear, or of what computes the same; see `is_linear`."""
+    """View of a Linear, or of a module that computes the same; see `is_linear`."""
 
     __slots__ = ()
     kind = "Linear"
 
 
 class EmbeddingLayer(Layer):
-    """Of embeddings, whose rows are looked up: (vocabulary, hidden)."""
+    """View of embeddings (vocabulary, hidden), whose rows are looked up."""
 
     __slots__ = ()
     kind = "Embedding"
 
 
 class Conv1DLayer(Layer):
-    """Of GPT-2's Conv1D, a Linear that stores (in, out)."""
+    """View of GPT-2's Conv1D, a Linear that stores (in, out)."""
 
     __slots__ = ()
     kind = "Conv1D"
@@ -157,32 +159,32 @@ class Conv1DLayer(Layer):
         return self.weight.T
 
     def arranged(self, values: Tensor) -> Tensor:
-        """Return the transpose."""
+        """Return the transpose of `values`."""
         return values.T
 
 
 class Conv2dLayer(Layer):
-    """Of a Conv2d in one group, zero-padded: each output place multiplies a patch of the image."""
+    """View of a zero-padded Conv2d with one group: each output position multiplies a patch of the image."""
 
     __slots__ = ()
     kind = "Conv2d"
     convolves = True
 
     def matrix(self) -> Tensor:
-        """Return (out, channels * height * width)."""
+        """Return the (out, channels * height * width) matrix."""
         return self.weight.flatten(1)
 
     def rows(self, x: Tensor) -> Tensor:
-        """Return the patches, one a row."""
+        """Return the patches, one per row."""
         patches = nn.functional.unfold(x, *self._unfolding)
-        return patches.transpose(1, 2).reshape(-1, self.shape[1])  # patches: (images, in, places)
+        return patches.transpose(1, 2).reshape(-1, self.shape[1])  # patches: (images, in, positions)
 
     def outputs_of(self, output: Tensor) -> Tensor:
-        """Return the outputs of all places, one place a row."""
+        """Return the outputs of all positions, one per row."""
         return output.movedim(1, -1).reshape(-1, self.shape[0])
 
     def same_input(self, x: Tensor) -> tuple[Any, ...]:
-        """Return also how patches are taken."""
+        """Return the key of the input together with the arguments of unfolding."""
         return (*Layer.same_input(self, x), self._unfolding)
 
     @property
@@ -192,20 +194,20 @@ class Conv2dLayer(Layer):
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module computes what a Linear does: it is one, or of a subclass that is known to or changes no method.
+    """Return whether a module computes the same as Linear: a subclass must be known to, or define no methods.
 
-    Routers are of subclasses that do something else.
+    Routers, for example, are subclasses of Linear that compute something else.
     """
     kind = type(module)
-    called = f"{kind.__module__}.{kind.__qualname__}"
-    if not issubclass(kind, nn.Linear) or called in NOT_RUN:
+    class_name = f"{kind.__module__}.{kind.__qualname__}"
+    if not issubclass(kind, nn.Linear) or class_name in NOT_RUN:
         return False
-    between = kind.__mro__[: kind.__mro__.index(nn.Linear)]
-    return called in EQUAL or all(vars(each).keys() <= HARMLESS for each in between)
+    subclasses = kind.__mro__[: kind.__mro__.index(nn.Linear)]
+    return class_name in EQUAL or all(vars(each).keys() <= ATTRIBUTES for each in subclasses)
 
 
 def as_layer(name: str, module: Any) -> Layer | None:
-    """View a module as one matrix; None if it is of no type that is handled."""
+    """View a module as one matrix; None if its type is not supported."""
     if is_linear(module):
         return LinearLayer(name=name, shape=tuple(module.weight.shape), module=module)
     if type(module) is Conv1D:

@@ -1,7 +1,4 @@
-"""Models whose weights stay on disk: one block at a time is materialised, and freed again.
-
-The network is built on the meta device. Knows files and modules; not what is computed with them.
-"""
+"""Models whose weights stay on disk: the network is on the meta device, and one block at a time is loaded and freed."""
 
 from __future__ import annotations
 
@@ -46,24 +43,24 @@ def open_model(
     embeddings: bool = False,
     head: bool = False,
 ) -> Model:
-    """Open a language model or an encoder for quantization; no weight is read yet.
+    """Open a language model or an encoder for quantization, without reading weights.
 
     Args:
-        source: a folder of safetensors and config.json, or a hub id.
-        trust_remote_code: run model code that comes with the checkpoint.
-        ignore: regular expressions of layers to leave alone, see `find_layers`.
-        embeddings, head: whether these are to be quantized too, see `find_ends`.
+        source: A folder of safetensors and config.json, or a hub id.
+        trust_remote_code: Whether code that comes with the model may run.
+        ignore: Regular expressions of layers that stay unquantized, see `find_layers`.
+        embeddings, head: Whether input embeddings and head are quantized as well, see `find_ends`.
 
     Raises:
-        ModelError: the model is not there, is quantized already, or cannot be taken apart.
+        ModelError: The model is missing, already quantized, or has no list of blocks.
     """
     folder = find_folder(source, trust_remote_code=trust_remote_code)
     plain = read_object(folder / "config.json", expected="Pass what save_pretrained wrote", error=ModelError)
     if (quantized := plain.get("quantization_config")) is not None and method_of(plain) is None:
         method = quantized.get("quant_method", "an unnamed method") if isinstance(quantized, dict) else quantized
         raise ModelError(
-            f"{source} is already quantized with {str(method)[:40]}; start from the original. What its makers store in "
-            f"{' or '.join(METHODS)} is read."
+            f"{source} is already quantized with {str(method)[:40]}. Start from the original; it may be stored as "
+            f"{' or '.join(METHODS)}."
         )
     reader = source_reader(folder, plain)
     network = empty_network(folder, dtype=_dtype(reader), trust_remote_code=trust_remote_code, reader=reader).eval()
@@ -71,36 +68,36 @@ def open_model(
 
 
 def positions_of(config: Any, network: nn.Module | None = None) -> int | None:
-    """Return how many positions a model was built for, without those that its network has for padding; None: no limit is set."""
-    taken = 0 if network is None else padded_positions(network)
-    for place in (config, getattr(config, "text_config", None)):
+    """Return the number of positions of a model, without those reserved for padding; None without a limit."""
+    padding = 0 if network is None else padded_positions(network)
+    for section in (config, getattr(config, "text_config", None)):
         for name in POSITIONS:
-            if type(value := getattr(place, name, None)) is int and value > 0:
-                return value - taken
+            if type(value := getattr(section, name, None)) is int and value > 0:
+                return value - padding
     return None
 
 
 class Model:
-    """A network whose weights are on disk: of text, images or sound, with a head or without, or an encoder with a decoder.
+    """A network whose weights are on disk: with or without a head, or an encoder with a decoder.
 
     Attributes:
-        folder: that holds it.
-        config: of transformers.
-        network: the whole model on the meta device.
-        reader: of the checkpoint's tensors.
-        stored: how its makers store weights, if in few bits: "fp8"; else "".
-        dtype: of the weights in the checkpoint.
-        positions: that it was built for, or None.
-        trust_remote_code: whether code that comes with the checkpoint may run.
-        stacks: names of the lists of blocks: one, or those of an encoder and of a decoder.
-        blocks: of all of them in the order they run.
-        embeddings, head: as blocks of one layer each where they are to be quantized, else None.
-        tied: whether they are one matrix, which is then `embeddings`.
-        unbuilt: names in the checkpoint of parts that transformers does not build, with the number of their matrices.
-        skipped: (name, reason) of matrices in the blocks that no one asked to leave out and that are not handled, and of
-            parts that are unbuilt or lie outside the blocks.
-        ignored: names of matrices that `ignore` leaves out.
-        tuned: tensors by name of the parameter that the quantized network has in place of the original's; of blocks.
+        folder: The folder of the original model.
+        config: The transformers config.
+        network: The whole network on the meta device.
+        reader: Reader of the original tensors.
+        stored: Few-bit format of the original weights: "fp8"; "" if they are ordinary floats.
+        dtype: Dtype of most original weights.
+        positions: Largest number of positions, or None.
+        trust_remote_code: Whether code that comes with the model may run.
+        stacks: Names of the lists of blocks: one, or those of an encoder and of a decoder.
+        blocks: All blocks in the order they run.
+        embeddings, head: Blocks of one layer each if these are quantized, else None.
+        tied: Whether embeddings and head are one matrix, which is then `embeddings`.
+        unbuilt: {stored name of a part that transformers does not build: number of its matrices}.
+        skipped: (name, reason) of matrices in blocks that are not supported, and of parts that are unbuilt or lie
+            outside the blocks.
+        ignored: Names of matrices that `ignore` leaves out.
+        tuned: {parameter name: tensor} of parameters in blocks that replace the original's in the quantized network.
     """
 
     def __init__(
@@ -116,9 +113,9 @@ class Model:
         """Find blocks and layers.
 
         Args:
-            folder, network, reader, trust_remote_code: see the attributes.
-            ignore: patterns of layers that stay as they are.
-            ends: whether input embeddings and head are quantized too.
+            folder, network, reader, trust_remote_code: See the attributes.
+            ignore: Patterns of layers that stay unquantized.
+            ends: Whether input embeddings and whether the head are quantized as well.
         """
         self.folder, self.network, self.reader, self.config = folder, network, reader, network.config
         self.dtype, self.positions = _dtype(reader), positions_of(network.config, network)
@@ -128,23 +125,23 @@ class Model:
         self.stacks = tuple(name for name, _ in stacks)
         self.weights = Weights(network, reader)
         self.blocks: list[Block] = []
-        apart: list[tuple[str, str]] = []
+        skipped: list[tuple[str, str]] = []
         self.tuned: dict[str, torch.Tensor] = {}
         for name, module in ((f"{stack}.{i}", block) for stack, blocks in stacks for i, block in enumerate(blocks)):
-            layers, left = find_layers(module, name, ignore, self.weights.stacked)
+            layers, unhandled = find_layers(module, name, ignore, self.weights.stacked)
             self.blocks.append(Block(self, name, module, layers))
-            apart += left
-        first, last, left = find_ends(network, ignore, embeddings=ends[0], head=ends[1])
+            skipped += unhandled
+        first, last, unhandled = find_ends(network, ignore, embeddings=ends[0], head=ends[1])
         self.embeddings, self.head = (
             None if layer is None else Block(self, layer.name, layer.module, [layer]) for layer in (first, last)
         )
         outputs = network.get_output_embeddings()
         self.tied = outputs is not None and outputs.weight is network.get_input_embeddings().weight
-        apart += left
+        skipped += unhandled
         matrices = sorted(name for name in self.weights.unused if len(reader.shape(name)) >= 2)
         self.unbuilt = unbuilt_parts(matrices, {*reader.names()} - {*self.weights.unused})
-        self.ignored = [layer for layer, reason in apart if reason == IGNORED]
-        self.skipped = [entry for entry in apart if entry[1] != IGNORED]
+        self.ignored = [layer for layer, reason in skipped if reason == IGNORED]
+        self.skipped = [entry for entry in skipped if entry[1] != IGNORED]
         self.skipped += kept_parts(self.unbuilt, network, self.stacks)
 
     @property
@@ -155,7 +152,7 @@ class Model:
 
     @property
     def layers_by_block(self) -> list[int]:
-        """How many matrices are quantized with each block, embeddings with the first and the head with the last."""
+        """Number of quantized matrices by block; embeddings count in the first and the head in the last."""
         counts = [len(block.layers) for block in self.blocks]
         counts[0] += self.embeddings is not None
         counts[-1] += self.head is not None
@@ -165,15 +162,17 @@ class Model:
         """Load the tokenizer.
 
         Raises:
-            ModelError: the folder holds none.
+            ModelError: The folder holds no usable tokenizer.
         """
         return tokenizer_of(self.folder, trust_remote_code=self.trust_remote_code)
 
     def tokenizer_folder(self) -> Path:
-        """Return a folder whose tokenizer, if it has one, has a tokenizer.json: `folder`, or one that lasts as long as this object.
+        """Return `folder`, or if its tokenizer has no tokenizer.json, a temporary folder with a converted tokenizer.
+
+        The temporary folder lasts as long as this object.
 
         Raises:
-            ModelError: a tokenizer in other files cannot be loaded.
+            ModelError: A tokenizer in other files cannot be loaded.
         """
         if not has_other_tokenizer(self.folder):
             return self.folder
@@ -184,33 +183,33 @@ class Model:
 
     @cached_property
     def quantized_names(self) -> frozenset[str]:
-        """The names in the checkpoint of the weights of all layers to be quantized, with those of their copies."""
+        """The stored names of the weights of all quantized layers, including copies."""
         return frozenset(name for layer in self.layers for name in layer.copies(self.weights))
 
     def unquantized(self, block: int | None = None) -> tuple[str, ...]:
-        """Return the names in the checkpoint of what is not quantized of a block; None: of what belongs to none."""
+        """Return the stored names of the unquantized tensors of a block; None: of those that belong to no block."""
         names = self.rest() if block is None else self.block_names(block)
         return tuple(name for name in names if name not in self.quantized_names)
 
     def block_names(self, index: int) -> list[str]:
-        """Return the names in the checkpoint of what belongs to a block."""
+        """Return the stored names of all tensors of a block."""
         return self.weights.names_below(f"{self.blocks[index].name}.")
 
     def rest(self) -> list[str]:
-        """Return the names in the checkpoint of what belongs to no block: embeddings, norm, head, what is unused."""
-        taken = {name for index in range(len(self.blocks)) for name in self.block_names(index)}
-        return [name for name in self.reader.names() if name not in taken]
+        """Return the stored names of all tensors outside the blocks: embeddings, norm, head, unused tensors."""
+        in_blocks = {name for index in range(len(self.blocks)) for name in self.block_names(index)}
+        return [name for name in self.reader.names() if name not in in_blocks]
 
     def configs(self) -> list[Any]:
-        """Return the config and those nested in it; copies of the network, or of a block, share them."""
+        """Return the config and the configs nested in it, which copies of the network and of blocks share."""
         return [self.config, *(value for value in vars(self.config).values() if isinstance(value, PreTrainedConfig))]
 
     def matrices(self) -> set[str]:
-        """Return the names of all modules that are a Linear, Conv1D or Conv2d or inherit from one, in blocks or not."""
+        """Return the names of all modules that are or inherit from Linear, Conv1D or Conv2d, in blocks or not."""
         return {name for name, module in self.network.named_modules() if isinstance(module, MATRICES)}
 
     def stacked(self) -> set[str]:
-        """Return the names of all modules with several matrices in one parameter: the experts of a block."""
+        """Return the names of all modules with several matrices in one parameter, such as the experts of a block."""
         return {
             name
             for name, module in self.network.named_modules()
@@ -221,21 +220,23 @@ class Model:
     def around(
         self, stand_ins: Sequence[nn.Module], device: torch.device, dtype: torch.dtype, *, head: bool = False
     ) -> Iterator[PreTrainedModel]:
-        """Hold a copy of the network with other modules in place of its blocks in memory, its head only if asked for.
+        """Load a copy of the network with other modules in place of its blocks, and without the head unless `head`.
 
-        What sees images or hears beside a language model does not run on text, and stays on disk.
+        Towers of a language model for images or sound do not run on text and are not loaded.
         """
         shared: dict[int, Any] = {id(config): config for config in self.configs()}
-        left = list(stand_ins)
+        remaining = list(stand_ins)
         for stack in self.stacks:
-            blocks: Any = self.network.get_submodule(stack)  # a ModuleList, as it was found
-            shared[id(blocks)] = nn.ModuleList([left.pop(0) for _ in blocks])
+            blocks: Any = self.network.get_submodule(stack)  # a ModuleList
+            shared[id(blocks)] = nn.ModuleList([remaining.pop(0) for _ in blocks])
         network = deepcopy(self.network, shared)
-        last, apart = network.get_output_embeddings(), towers(network)
-        where = [path for path, module in network.named_modules() if module is last and not head]
+        last, not_run = network.get_output_embeddings(), towers(network)
+        without_head = [path for path, module in network.named_modules() if module is last and not head]
         try:
-            self.weights.fill(network, "", device, dtype, without=tuple(f"{path}." for path in (*where, *apart)))
-            for path in apart:
+            self.weights.fill(
+                network, "", device, dtype, without=tuple(f"{path}." for path in (*without_head, *not_run))
+            )
+            for path in not_run:
                 self.weights.leave_out(network.get_submodule(path), device, dtype)
             yield network
         finally:
@@ -243,13 +244,13 @@ class Model:
 
 
 class Block:
-    """One block of a model: described always, in memory only within `on`.
+    """One block of a model, with weights in memory only within `on`.
 
     Attributes:
-        name: "model.layers.0".
-        layers: its matrices, on the meta device: name, kind and shape without reading weights.
-        original: the module with the weights of the checkpoint; None unless `on(original=True)`.
-        quantized: the module whose weights are being replaced.
+        name: Name of the block, "model.layers.0".
+        layers: Layers of the block on the meta device, with name, kind and shape.
+        original: The module with the original weights; None except within `on(original=True)`.
+        quantized: The module whose weights are replaced by quantized ones; None except within `on`.
     """
 
     def __init__(self, model: Model, name: str, empty: nn.Module, layers: list[Layer]) -> None:
@@ -260,7 +261,7 @@ class Block:
 
     @contextmanager
     def on(self, device: torch.device | str, dtype: torch.dtype, *, original: bool = True) -> Iterator[Block]:
-        """Hold the block's weights in memory: as `quantized`, and as `original` in memory of its own if asked for."""
+        """Load the block's weights as `quantized`, and a second copy as `original` if requested."""
         shared = {id(config): config for config in self._model.configs()}
         try:
             self.quantized = deepcopy(self.empty, dict(shared)).eval().requires_grad_(False)
@@ -274,25 +275,25 @@ class Block:
         finally:
             for module in (self.original, self.quantized):
                 if module is not None:
-                    module.to("meta")  # whoever still holds a layer holds no memory
+                    module.to("meta")  # frees memory even if a layer of the block is still referenced
             self.original = self.quantized = None
 
     def layers_of(self, module: nn.Module | None) -> list[Layer]:
-        """Return the layers, bound to a copy of the block."""
+        """Return the layers of a copy of the block."""
         assert module is not None, ABSENT
         return [layer.within(module, f"{self.name}.") for layer in self.layers]
 
     def quantized_layers(self) -> list[Layer]:
-        """Return the layers, bound to the copy whose weights are being replaced."""
+        """Return the layers of `quantized`."""
         return self.layers_of(self.quantized)
 
 
 def _dtype(reader: TensorReader) -> torch.dtype:
-    """Return the dtype of most weights of a checkpoint."""
+    """Return the dtype of most weights in the files."""
     sizes: Counter[str] = Counter()
     for name in reader.names():
         sizes[reader.dtype(name)] += math.prod(reader.shape(name))
     most = sizes.most_common(1)[0][0]
     if most not in DTYPES:
-        raise ModelError(f"{reader.folder}: weights are stored as {most}; nearplane starts from {', '.join(DTYPES)}.")
+        raise ModelError(f"{reader.folder}: weights are stored as {most}; nearplane reads {', '.join(DTYPES)}.")
     return DTYPES[most]

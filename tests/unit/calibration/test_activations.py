@@ -122,7 +122,7 @@ def test_embeddings_are_in_memory_only_for_the_skeleton(saved: Saved, tokens: Te
 
 
 def test_tokens_beyond_the_vocabulary_are_named(saved: Saved) -> None:
-    with pytest.raises(CalibrationError, match=f"token id 200, the model a vocabulary of {VOCABULARY}"):
+    with pytest.raises(CalibrationError, match=f"token id 200, but the model's vocabulary has {VOCABULARY}"):
         started(saved("llama"), torch.tensor([[1, 200, 3]]))
 
 
@@ -172,7 +172,7 @@ def too_few(layers: nn.ModuleList, hidden: Tensor, kwargs: dict[str, object]) ->
 
 
 @pytest.mark.parametrize(
-    ("order", "message"), [(twice, "out of turn"), (scaled, "changes hidden states"), (too_few, "did not run")]
+    ("order", "message"), [(twice, "out of order"), (scaled, "changes the hidden states"), (too_few, "did not run")]
 )
 def test_a_network_that_cannot_be_run_block_by_block_is_refused(
     order: Callable[..., Tensor], message: str, saved: Saved, tokens: Tensor, monkeypatch: pytest.MonkeyPatch
@@ -184,7 +184,5 @@ def test_a_network_that_cannot_be_run_block_by_block_is_refused(
 
 def test_hidden_states_with_tokens_before_windows_are_refused(tmp_path: Path, tokens: Tensor) -> None:
     """XLNet's: windows would be taken for tokens."""
-    with pytest.raises(
-        ModelError, match=r"hidden states \(\d+, \d+, 64\) for tokens \(\d+, \d+\): .* one window behind"
-    ):
+    with pytest.raises(ModelError, match=r"shape \(\d+, \d+, 64\) for tokens of shape \(\d+, \d+\)\. .* windows along"):
         started(save_type(tmp_path, "xlnet"), tokens)

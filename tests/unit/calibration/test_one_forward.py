@@ -24,8 +24,8 @@ from nearplane.models.model import Block, open_model
 
 MUCH, NOTHING = 1 << 40, 0  # bytes that paused activations may take
 REPEATED = {  # why some families repeat passes
-    "gptj": "what the output of transformer.h.0.attn.out_proj is added to is not known before it runs",
-    "gpt_neox": "what the output of gpt_neox.layers.0.attention.dense is added to is not known before it runs",
+    "gptj": "the output of transformer.h.0.attn.out_proj is added to a tensor that is computed later",
+    "gpt_neox": "the output of gpt_neox.layers.0.attention.dense is added to a tensor that is computed later",
 }
 GPTJ = dict(n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64, vocab_size=VOCABULARY)
 FAMILIES = ("llama", "mistral", "qwen3", "gemma2", "gpt2", "opt", "mixtral", "gptj", "gpt_neox", "deepseek_v3")
@@ -146,7 +146,7 @@ def test_pausing_and_repeating_show_the_same_to_the_bit(
     if family not in REPEATED:
         assert once.repeated == ["", ""]
         assert once.forwards == [2 * 3 + 1] * 2  # three batches of each stream; one more finds the stages
-    assert all(why.startswith("paused at ") for why in often.repeated) or family in REPEATED
+    assert all(why.startswith("forward passes paused at ") for why in often.repeated) or family in REPEATED
 
 
 @pytest.mark.parametrize("correct", [True, False])
@@ -168,7 +168,7 @@ def test_so_they_do_on_convolutions_and_lists_of_experts(module: type[nn.Module]
         found.append(Seen())
         pass_through(block, stream, room, found[-1])
     equal(*found)
-    assert found[0].repeated == ["block.experts.0.up sees some of the tokens only" if module is Experts else ""]
+    assert found[0].repeated == ["block.experts.0.up receives only some of the tokens" if module is Experts else ""]
     assert not any(stream.calls)
 
 
@@ -226,7 +226,7 @@ def test_blocks_whose_functions_depend_on_the_tokens_repeat_passes() -> None:
         found.append(Seen())
         pass_through(block, stream, room, found[-1])
     equal(*found)
-    assert found[0].repeated == ["block runs the experts that its tokens reach, by itself"]
+    assert found[0].repeated == ["block runs experts inside one module, depending on the tokens"]
 
 
 def test_stages_that_fit_pause_and_the_others_repeat(folder_of: Callable[[str], Path], tokens: Tensor) -> None:
@@ -239,7 +239,7 @@ def test_stages_that_fit_pause_and_the_others_repeat(folder_of: Callable[[str], 
     plans = {plan[0]: (room, plan[1]) for room in range(0, 1 << 19, 1 << 9) for plan in [pauses(look, stream, room)]}
     assert {0, 3, 4} <= plans.keys()
     assert plans[4][1] == ""
-    assert plans[3][1].startswith("paused at model.layers.0.mlp.down_proj, forwards would hold ")
+    assert plans[3][1].startswith("forward passes paused at model.layers.0.mlp.down_proj would need ")
     some = way(folder_of("wide"), tokens, plans[3][0])
     equal(some, often)
     assert some.repeated[0] == plans[3][1]
@@ -316,6 +316,8 @@ def test_a_block_that_does_not_do_the_same_for_all_tokens_is_refused(which: str)
         for batch, sign in enumerate((1.0, -1.0)):
             states[batch] = states[batch].clone()
             states[batch][0, 0, 0] = sign
-    with pytest.raises(CalibrationError, match=r"block ran differently on two batches .*true_sequential=False"):
+    with pytest.raises(
+        CalibrationError, match=r"block ran different layers or additions on two batches .*true_sequential=False"
+    ):
         pass_through(block, stream, MUCH, Seen())
     assert paused() == []

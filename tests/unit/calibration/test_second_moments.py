@@ -351,7 +351,7 @@ def test_layers_that_see_other_tokens_in_the_two_networks_are_named() -> None:
     assert len(observe(block, groups, stream)) == 2
     with torch.no_grad():
         block.quantized.first.bias[0] += 9.0
-    with pytest.raises(CalibrationError, match=r"block\.expert sees \d+ tokens in the original network and 12 in"):
+    with pytest.raises(CalibrationError, match=r"block\.expert receives \d+ tokens in the original network and 12 in"):
         observe(block, groups, stream)
     stream.original = None
     assert observe(block, groups, stream)[1].moments["block.expert"].tokens == 24

@@ -81,7 +81,7 @@ def test_replacing_items_does_not_lengthen_the_file(tmp_path):
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(FormatError, match=r"could not be kept in .*missing .*Free some space"):
+    with pytest.raises(FormatError, match=r"could not be written to .*missing .*Free some space"):
         StatesOnDisk(tmp_path / "missing")
 
 
@@ -100,7 +100,7 @@ def test_a_full_disk_is_said_with_the_folder(tmp_path):
         """
     )
     assert said.returncode == 0, said.stderr
-    assert said.stdout.startswith(f"Hidden states could not be kept in {tmp_path} (")
+    assert said.stdout.startswith(f"Hidden states could not be written to {tmp_path} (")
     assert said.stdout.endswith("1 True\n")
     assert not list(tmp_path.iterdir())
 

@@ -97,15 +97,15 @@ def test_long_texts_raise_no_warning(
     [
         ("a.txt", "", r"a\.txt is empty"),
         ("a.txt", " \n\n", r"a\.txt is empty"),
-        ("a.txt", "abc", "holds 3 tokens where one window needs 20"),
+        ("a.txt", "abc", "holds 3 tokens; one window needs 20"),
         ("a.jsonl", "\n", r"a\.jsonl is empty"),
         ("a.jsonl", '{"text": "a"}\n{"text": ', r"a\.jsonl, line 2 is not JSON"),
         ("a.jsonl", '{"text": "a"}\n\n{"body": "b"}', r"a\.jsonl, line 3 has neither `text`"),
         ("a.jsonl", '{"text": 7}', r"a\.jsonl, line 1 has neither `text`"),
         ("a.jsonl", '["text"]', r"a\.jsonl, line 1 has neither `text`"),
         ("a.jsonl", '{"messages": ["hello"]}', "line 1: the chat template cannot be applied"),
-        ("a.jsonl", '{"text": "abc"}', "holds 3 tokens where one window needs 20"),
-        ("a.csv", "text\nabc", r"a\.csv is no \.txt or \.jsonl file"),
+        ("a.jsonl", '{"text": "abc"}', "holds 3 tokens; one window needs 20"),
+        ("a.csv", "text\nabc", r"a\.csv is not a \.txt or \.jsonl file"),
     ],
 )
 def test_files_that_cannot_be_used_are_named_with_the_reason(
@@ -149,5 +149,5 @@ def test_data_sets_say_what_to_install(source: str | None, tokenizer: PreTrained
 
 def test_tokens_the_model_does_not_know_are_named() -> None:
     check_vocabulary(torch.tensor([[0, 95]]), 96)
-    with pytest.raises(CalibrationError, match="token id 96, the model a vocabulary of 96"):
+    with pytest.raises(CalibrationError, match="token id 96, but the model's vocabulary has 96"):
         check_vocabulary(torch.tensor([[0, 96]]), 96)

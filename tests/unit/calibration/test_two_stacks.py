@@ -86,5 +86,5 @@ def test_a_bias_of_positions_is_no_hidden_state_where_it_is_as_large(tmp_path: P
 
 
 def test_stacks_of_two_widths_are_refused() -> None:
-    with pytest.raises(ModelError, match=r"^decoder\.0 is given hidden states 6 wide, the encoder 4"):
+    with pytest.raises(ModelError, match=r"^The hidden states of decoder\.0 have width 6, those of the encoder 4"):
         joined(torch.zeros(1, 2, 4), torch.zeros(1, 2, 6), "decoder.0")

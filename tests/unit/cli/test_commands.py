@@ -60,7 +60,7 @@ def test_quantize_evaluate_and_inspect_work_together(monkeypatch, capsys, tiny, 
         (("quantize", MODEL, "{tmp}", "--calibration", CALIBRATION), "not empty"),
         (
             ("quantize", MODEL, "{tmp}/out", "--calibration", CALIBRATION, "--ignore", "q_proj", "k_porj"),
-            "like it: k_proj",
+            "Similar names: k_proj",
         ),
         (("evaluate", MODEL, "--text", "{tmp}/none.txt"), "none.txt"),
         (("evaluate", "{tmp}", "--text", HELD_OUT), "config.json"),

@@ -372,10 +372,10 @@ def of_another_shape(tensors: dict[str, Tensor]) -> None:
         (truncated, r"00001-of-00002\.safetensors: .*layers\.0\.self_attn\.q_proj\.weight_coded"),
         (extended, r"00001-of-00002\.safetensors: .*layers\.0\.self_attn\.q_proj\.weight_coded"),
         (emptied, r"00001-of-00002\.safetensors: .*layers\.0\.self_attn\.q_proj\.weight_coded"),
-        (missing, r"holds 20 tensors weight_coded, config\.json names 21"),
+        (missing, r"holds 20 tensors weight_coded, but config\.json names 21"),
         (renamed, r"layers\.0\.self_attn\.q_proj\.weight_coded was not loaded"),
         (widened, r"q_proj\.weight_coded is I32 .*expected bytes"),
-        (of_another_shape, r"q_proj\.weight_coded holds a matrix 33 x 32, config\.json asks for 32 x 32"),
+        (of_another_shape, r"q_proj\.weight_coded holds a matrix 33 x 32, but config\.json describes 32 x 32"),
     ],
 )
 def test_a_file_that_is_not_what_its_config_says_does_not_load(
@@ -430,7 +430,7 @@ def test_a_matrix_that_the_model_does_not_expect_is_refused_before_it_is_decoded
         ({"quantization_config": {"modules": []}}, "modules is .*list of names"),
         ({"quantization_config": {"modules": [Q]}}, "names 1 modules"),
         ({"quantization_config": {"modules": [f"{Q}.{i}" for i in range(21)]}}, r"q_proj\.0.*no matrix of that name"),
-        ({"hidden_size": 64}, r"embed_tokens\.weight is \(96, 32\), config\.json asks for \(96, 64\)"),
+        ({"hidden_size": 64}, r"embed_tokens\.weight is \(96, 32\), but config\.json describes \(96, 64\)"),
         ({"intermediate_size": 96}, "96"),
         ({"num_hidden_layers": 2}, r"layers\.2.*no matrix of that name|hold 21 quantized matrices, .* has 16"),
     ],

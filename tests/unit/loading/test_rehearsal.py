@@ -128,10 +128,10 @@ def test_a_refusal_names_a_layer_and_what_to_do(source: Callable[[str], Path], t
     [
         ("qwen3_moe", None),
         ("qwen2_moe", None),
-        ("qwen3_next", r"linear_attn\.in_proj_ba stays as it is .* --ignore 'linear_attn\\\.in_proj_ba\$'\.$"),
+        ("qwen3_next", r"linear_attn\.in_proj_ba would not load: .* --ignore 'linear_attn\\\.in_proj_ba\$'\.$"),
         (
             "mixtral",
-            r"of mixtral GPTQModel does not either\. Use --format compressed-tensors if .* --rate, .* --ignore 'experts'",
+            r"GPTQModel reads the experts of mixtral from GPTQ\. Use --format compressed-tensors .* --rate, .* --ignore 'experts'",
         ),
     ],
 )
@@ -150,14 +150,14 @@ def test_experts_in_gptq_are_for_the_types_that_gptqmodel_reads(
             check()
         return
     check()
-    assert "Experts in GPTQ are read by GPTQModel" in caplog.text
+    assert "GPTQModel reads them" in caplog.text
     assert json.loads(config_text(model.folder, configure(recipe)))[WEIGHTS] == EXPERTS_WITH
     plain = configure(recipe, layers=[layer for layer in model.layers if not layer.routed])
     assert WEIGHTS not in json.loads(config_text(model.folder, plain))
 
 
 def test_where_no_layer_is_to_blame_none_is_to_be_left_out(source: Callable[[str], Path], tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"looks for .*experts.*\. Try another --format, or use --rate 4, which"):
+    with pytest.raises(RecipeError, match=r"needs .*experts.*\. Try another --format, or use --rate 4, which"):
         rounded(source("llama4_text"), tmp_path / "out", bits=4, ignore=["experts"])
     with pytest.raises(RecipeError, match=r"packed\. .* or use --rate 4, which nearplane\.load reads\.$"):
         rounded(source("rwkv"), tmp_path / "out", bits=4)

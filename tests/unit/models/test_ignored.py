@@ -29,13 +29,13 @@ def test_what_has_weights_may_be_named_quantized_or_not(model, pattern):
 def test_a_pattern_that_names_nothing_is_refused_with_names_like_it(model, pattern, near):
     with pytest.raises(RecipeError) as error:
         refuse_unmatched(model, ["lm_head", pattern])
-    assert f"--ignore {pattern} is found in the name of no layer" in str(error.value)
+    assert f"--ignore {pattern} matches no layer" in str(error.value)
     assert near in str(error.value)
 
 
 def test_a_scheme_for_layers_that_are_not_quantized_is_refused(model):
     refuse_unmatched(model, ["down_proj"], "--layer")
-    with pytest.raises(RecipeError, match=r"--layer lm_head is found in the name of no layer"):
+    with pytest.raises(RecipeError, match=r"--layer lm_head matches no layer"):
         refuse_unmatched(model, ["lm_head"], "--layer")
 
 

@@ -189,17 +189,17 @@ def test_weights_that_overflow_in_the_dtype_asked_for_are_named(saved: Saved, tm
 
 
 def test_a_missing_tensor_is_named_at_once(saved: Saved, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=f"lacks 1 of .* {NORM}"):
+    with pytest.raises(ModelError, match=f"lack 1 of .* {NORM}"):
         open_model(str(changed(saved("llama"), tmp_path, NORM, None)))
 
 
 def test_a_tensor_of_another_shape_is_named(saved: Saved, tmp_path: Path) -> None:
     folder = changed(saved("llama"), tmp_path, NORM, torch.ones(31, dtype=torch.float64))
-    with pytest.raises(ModelError, match=rf"{NORM} is \(31,\), config.json asks for \(32,\)"):
+    with pytest.raises(ModelError, match=rf"{NORM} is \(31,\), but config.json describes \(32,\)"):
         open_model(str(folder))
     changed(saved("llama"), tmp_path, NORM, torch.ones(1, 32, dtype=torch.float64))
     model = open_model(str(folder))
-    with pytest.raises(ModelError, match=rf"{NORM} gives \(1, 32\) where .* \(32,\)"):  # noqa: SIM117
+    with pytest.raises(ModelError, match=rf"{NORM} has shape \(1, 32\), but .* \(32,\)"):  # noqa: SIM117
         with model.blocks[1].on("cpu", torch.float64):
             pass
 
@@ -216,7 +216,7 @@ def test_a_quantized_model_is_refused(saved: Saved, tmp_path: Path) -> None:
     folder = changed(saved("llama"), tmp_path, NORM, torch.ones(32))
     config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "gptq"}}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="already quantized with gptq; start from the original"):
+    with pytest.raises(ModelError, match=r"already quantized with gptq\. Start from the original"):
         open_model(str(folder))
 
 
@@ -225,7 +225,7 @@ def test_a_quantized_model_is_refused(saved: Saved, tmp_path: Path) -> None:
     [
         (None, "config.json cannot be read"),
         ("{", "config.json cannot be read"),
-        ('{"model_type": "nothing"}', "builds no"),
+        ('{"model_type": "nothing"}', "cannot build"),
     ],
 )
 def test_a_folder_without_a_usable_config_is_refused(
@@ -242,7 +242,7 @@ def test_a_folder_without_a_usable_config_is_refused(
 def test_a_model_that_is_no_language_model_is_refused(saved: Saved, tmp_path: Path) -> None:
     folder = changed(saved("llama"), tmp_path, NORM, torch.ones(32))
     (folder / "config.json").write_text('{"model_type": "vit"}')
-    with pytest.raises(ModelError, match="builds no language model"):
+    with pytest.raises(ModelError, match="cannot build a language model"):
         open_model(str(folder))
 
 
@@ -272,7 +272,7 @@ def test_an_unreachable_hub_is_one_sentence_and_the_environment_is_left_alone(tm
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120, check=True
     )
     message, unchanged = run.stdout.splitlines()
-    assert message.startswith("some-owner/some-model is no folder here, and the hub could not be reached")
+    assert message.startswith("some-owner/some-model is not a local folder, and the hub could not be reached")
     assert unchanged == "True"
 
 

@@ -95,22 +95,22 @@ def test_an_empty_network_is_as_if_never_quantized(checkpoints: dict[str, Path])
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"num_hidden_layers": 10_000_000}, "num_hidden_layers is 10,000,000; the weight files hold"),
-        ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1,000,000,000,000; the weight"),
+        ({"num_hidden_layers": 10_000_000}, "num_hidden_layers is 10,000,000, but the weight files hold"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1,000,000,000,000, but the weight"),
         ({"num_hidden_layers": 10**4000}, "num_hidden_layers is a number of 4001 digits"),
-        ({"num_labels": 10**9}, "num_labels is 1,000,000,000; the weight"),
+        ({"num_labels": 10**9}, "num_labels is 1,000,000,000, but the weight"),
         pytest.param({"num_hidden_layers": 90_000}, "many more layers than the", marks=pytest.mark.nightly),
-        ({"num_hidden_layers": 300}, "many more layers|weights that the weight files do not hold"),
+        ({"num_hidden_layers": 300}, "many more layers|weights that are not in the weight files"),
         ({"num_hidden_layers": 4}, "lack|do not belong together"),
-        ({"vocab_size": 10**9}, r"is \(2048, 64\), config.json asks for \(1000000000, 64\)"),
-        ({"vocab_size": 10**30}, "builds no language model from"),
-        ({"head_dim": 10**9}, "The two do not|tables of|correct its"),
-        ({"hidden_size": "64"}, "builds no language model from"),
-        ({"num_attention_heads": 0}, "builds no language model from"),
-        ({"num_hidden_layers": "2"}, "builds no language model from"),
-        ({"hidden_act": {"a": 1}}, "builds no language model from"),
-        ({"rope_parameters": [3]}, "builds no language model from"),
-        ({"model_type": ["llama"]}, "builds no language model from"),
+        ({"vocab_size": 10**9}, r"is \(2048, 64\), but config.json describes \(1000000000, 64\)"),
+        ({"vocab_size": 10**30}, "cannot build a language model from"),
+        ({"head_dim": 10**9}, "These files do not|tables of|correct its"),
+        ({"hidden_size": "64"}, "cannot build a language model from"),
+        ({"num_attention_heads": 0}, "cannot build a language model from"),
+        ({"num_hidden_layers": "2"}, "cannot build a language model from"),
+        ({"hidden_act": {"a": 1}}, "cannot build a language model from"),
+        ({"rope_parameters": [3]}, "cannot build a language model from"),
+        ({"model_type": ["llama"]}, "cannot build a language model from"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -261,7 +261,7 @@ def test_the_hub_is_asked_once_at_most(hub: Any, tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     first, second = run.stdout.splitlines()
     assert "nonexistent does not exist" in first
-    assert "nobody/nothing is neither a folder here nor a model on the hub" in second
+    assert "nobody/nothing is neither a local folder nor a model on the hub" in second
     assert [path for path in asked if path.startswith("/api/models/") or "resolve" in path] == [
         "/api/models/nobody/nothing/revision/main"
     ]
