@@ -30,7 +30,7 @@ import nearplane
 from nearplane import GridScheme
 from nearplane.demo import CALIBRATION, MODEL
 from nearplane.system.device import Device
-from nearplane.system.matmul_library import fastest
+from nearplane.system.matmul_library import chosen_library
 
 BASELINES = Path(__file__).with_name("baselines.json")
 LOSS = 0.15  # a ratio may be above its baseline by so much
@@ -113,7 +113,7 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    with tempfile.TemporaryDirectory() as place, fastest([(1024, 1024)], 10**9, Device(torch.device("cpu"))):
+    with tempfile.TemporaryDirectory() as place, chosen_library([(1024, 1024)], 10**9, Device(torch.device("cpu"))):
         work = cases(Path(place))
         ratios(work, 1)  # compiles
         found = ratios(work, AGAIN if write else ROUNDS)

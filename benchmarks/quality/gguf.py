@@ -36,10 +36,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from nearplane import Calibration, Recipe, quantize, tune
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.formats.gguf.architecture import architecture_of, tell
-from nearplane.formats.gguf.gguf_container import ENDS
+from nearplane.formats.gguf.gguf_container import EMBEDDING_TENSORS
 from nearplane.formats.gguf.gguf_header import FILE
 from nearplane.formats.gguf.mixes import MIXES
-from nearplane.formats.gguf.names import called, rule_of
+from nearplane.formats.gguf.names import llama_names, rule_of
 from nearplane.formats.gguf.tokenizer import vocabulary
 from nearplane.models.kinds import Divergence, divergence
 from nearplane.recipe.schemes import BlockScheme
@@ -64,7 +64,7 @@ class File:
     def __init__(self, folder: Path, network: PreTrainedModel) -> None:
         self.folder, self.config = folder, network.config.to_dict()
         self.reader = ShardReader(folder)
-        self.names = called(self.reader.names(), self.config)
+        self.names = llama_names(self.reader.names(), self.config)
         heads, shared = self.config.get("num_attention_heads"), self.config.get("num_key_value_heads")
         self.fields = {"llama.attention.head_count": heads, "llama.attention.head_count_kv": shared or heads}
         self.fields["general.architecture"] = architecture_of(self.config).name
@@ -91,7 +91,7 @@ class File:
         back = {new: name for name, new in self.names.items()}
         found = {}
         for tensor in gguf.GGUFReader(path).tensors:
-            if tensor.name in back and tensor.name not in ENDS:
+            if tensor.name in back and tensor.name not in EMBEDDING_TENSORS:
                 values = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy()).float()
                 rule = rule_of(tensor.name, self.fields, dims=len(tensor.shape))
                 found[back[tensor.name]] = (tensor.tensor_type.name, int(tensor.n_bytes), rule.back(values))

@@ -25,7 +25,7 @@ from nearplane.coding import chunk, header_bits, layout, payload, tans
 from nearplane.coding.bit_stream import read_rice
 from nearplane.coding.blob import Contents, decode, decode_packed, encode, size, stored_base
 from nearplane.coding.layout import Header
-from nearplane.theory.huffman import coded_bytes, foretold_size
+from nearplane.theory.huffman import coded_bytes, estimated_size
 
 
 def main() -> None:
@@ -58,7 +58,7 @@ def main() -> None:
         for coder in ("tans", "one huffman code"):
             count = len(encode(contents, threads=1)) if coder == "tans" else coded_bytes(contents.codes)
             bits = 8 * count / contents.codes.size
-            foretold = (size(contents) if coder == "tans" else foretold_size(contents.codes)).bytes / count - 1
+            foretold = (size(contents) if coder == "tans" else estimated_size(contents.codes)).bytes / count - 1
             print(
                 f"| {name} | {coder} | {bits:.4f} | {classes:.4f} | {bits / classes - 1:+.2%} "
                 f"| {corrected:.4f} | {bits - corrected:+.4f} | {foretold:+.3%} |",

@@ -23,7 +23,7 @@ from families import FAMILIES, LLAMA, config_of, random_model
 from nearplane import FormatError, ModelError, RecipeError
 from nearplane.cli.app import app, main
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
-from nearplane.formats.find_record import record_inside
+from nearplane.formats.find_record import embedded_record
 from nearplane.formats.gguf.gguf_header import FILE, read_header
 from nearplane.formats.gguf.gguf_reader import GGUFReader
 from nearplane.formats.gguf.tokenizer import vocabulary
@@ -310,7 +310,7 @@ def test_a_record_that_was_changed_inside_is_refused(
     whole = path.read_bytes()
     path.write_bytes(whole.replace(b'"device": "cpu"', b'"device": "gpu"', 1))
     with pytest.raises(FormatError, match=r"nearplane\.record is damaged: its digest is"):
-        record_inside(path)
+        embedded_record(path)
     other = replace(read_record(out), device="gpu").inside().to_json().encode()
     begin = read_header(out / FILE).places["nearplane.record"] + 8
     path.write_bytes(whole[:begin] + other + whole[begin + len(other) :])
@@ -328,7 +328,7 @@ def test_a_file_without_room_for_the_record_has_none(
     assert "as it reserved 1,000 bytes" in caplog.text
     assert nearplane.verify(out).faults == ()
     with pytest.raises(FormatError, match=r"has no run record in its key"):
-        record_inside(out / FILE)
+        embedded_record(out / FILE)
 
 
 def test_a_config_that_leaves_out_what_is_the_default_holds(

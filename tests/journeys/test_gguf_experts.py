@@ -92,7 +92,7 @@ def test_a_run_that_was_stopped_goes_on(
     source_of: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = source_of("qwen3_moe")
-    monkeypatch.setattr("nearplane.formats.journal_pages.SHARE", float("inf"))
+    monkeypatch.setattr("nearplane.formats.journal_pages.MAX_JOURNAL_SHARE", float("inf"))
     stopped_behind(1, source, tmp_path / "out", monkeypatch, **WORDS)
     nearplane.quantize(source, tmp_path / "out", **WORDS)
     nearplane.quantize(source, tmp_path / "whole", **WORDS)

@@ -21,7 +21,7 @@ from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.formats.container import Container
 from nearplane.formats.stored import read_dense, read_matrices
 from nearplane.models.model import open_model
-from nearplane.planning.folder_size import foretell
+from nearplane.planning.folder_size import predict_overhead
 from nearplane.record.record import digest_of, read_record
 from nearplane.system.safetensors_files import ShardReader
 
@@ -110,7 +110,9 @@ def test_what_is_not_weights_is_foretold(small, tmp_path):
     assert record.folder == found
     rest = found - sum(layer.bytes for layer in record.layers)
     assert bytes_of(folder) - bytes_of(small) > 120_000
-    assert foretell(open_model(str(folder)), recipe, recipe.scheme).total() == pytest.approx(rest, abs=0.002 * found)
+    assert predict_overhead(open_model(str(folder)), recipe, recipe.scheme).total() == pytest.approx(
+        rest, abs=0.002 * found
+    )
 
 
 def test_slope_spends_more_where_the_network_needs_it(coded):

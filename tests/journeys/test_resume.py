@@ -61,7 +61,7 @@ def text(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def every_block(monkeypatch):
     """Keep every block, however quick it is."""
-    monkeypatch.setattr("nearplane.formats.journal_pages.SHARE", math.inf)
+    monkeypatch.setattr("nearplane.formats.journal_pages.MAX_JOURNAL_SHARE", math.inf)
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +222,7 @@ def test_shards_below_the_folder_count(tmp_path):
     said = []
     for content in (b"one", b"other"):
         (tmp_path / "parts" / "1.safetensors").write_bytes(content)
-        said.append(notebook.told({}, {"model": tmp_path}, "", {}, Device(torch.device("cpu"))))
+        said.append(notebook.run_inputs({}, {"model": tmp_path}, "", {}, Device(torch.device("cpu"))))
     names = ["config.json", "model.safetensors.index.json", "parts/1.safetensors"]
     assert [name for name in said[0] if "the model's" in name] == [f"the model's {name}" for name in names]
     assert {name for name in said[0] if said[0][name] != said[1][name]} == {"the model's parts/1.safetensors"}
@@ -288,7 +288,7 @@ def test_a_disk_that_is_full_costs_the_journal_not_the_run(model, text, whole, t
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("nearplane.formats.journal_pages.Notebook._saved", full)
+        patch.setattr("nearplane.formats.journal_pages.JournalPages._saved", full)
         nearplane.quantize(model, tmp_path / "out", calibration=str(text), **WAYS["grid"], **TEXT)
     assert "later work is lost" in caplog.text
     assert contents(tmp_path / "out") == contents(whole("grid"))
@@ -323,14 +323,14 @@ def test_a_full_disk_in_the_middle_is_gone_on_with(model, text, whole, tmp_path,
 
 def test_quick_blocks_are_not_all_kept(model, text, tmp_path, monkeypatch):
     """Keeping hidden states may take a twentieth of the time: of a run of a second not more than the first is."""
-    monkeypatch.setattr("nearplane.formats.journal_pages.SHARE", 1e-9)
+    monkeypatch.setattr("nearplane.formats.journal_pages.MAX_JOURNAL_SHARE", 1e-9)
     kept = []
-    write = notebook.Notebook.write
+    write = notebook.JournalPages.write
 
     def noted(self, state, pages, **words):
         kept.append(state["blocks"])
         write(self, state, pages, **words)
 
-    monkeypatch.setattr("nearplane.formats.journal_pages.Notebook.write", noted)
+    monkeypatch.setattr("nearplane.formats.journal_pages.JournalPages.write", noted)
     nearplane.quantize(model, tmp_path / "out", calibration=str(text), **WAYS["grid"], **TEXT)
     assert kept == [1]

@@ -42,7 +42,7 @@ def text(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def every_step(monkeypatch):
     """Keep every step, however quick it is."""
-    monkeypatch.setattr("nearplane.formats.journal_pages.SHARE", math.inf)
+    monkeypatch.setattr("nearplane.formats.journal_pages.MAX_JOURNAL_SHARE", math.inf)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from nearplane import Recipe, RecipeError
 from nearplane.demo import CALIBRATION, MODEL
 from nearplane.matrix.solve_layer import solve_layer
 from nearplane.models.model import open_model
-from nearplane.planning.folder_size import foretell
+from nearplane.planning.folder_size import predict_overhead
 
 FAST = {"calibration": str(CALIBRATION), "samples": 8, "seqlen": 64, "solver": "nearest-plane", "allocate": "uniform"}
 
@@ -66,7 +66,7 @@ def test_what_is_not_codes_is_foretold(tiny, tmp_path):
     recipe = Recipe.from_spellings(rate=3.0, **FAST)
     record = nearplane.quantize(tiny, tmp_path / "out", recipe)
     rest = record.folder - sum(layer.bytes for layer in record.layers)
-    assert foretell(open_model(str(tiny)), recipe, recipe.scheme).total() == pytest.approx(
+    assert predict_overhead(open_model(str(tiny)), recipe, recipe.scheme).total() == pytest.approx(
         rest, abs=0.005 * record.folder
     )
 

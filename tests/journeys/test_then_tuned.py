@@ -128,7 +128,7 @@ def test_another_recipe_is_refused(solved, again):
 def test_overwrite_begins_a_solve_anew_that_was_stopped(place, solved, again, monkeypatch):
     """The sentence that refuses it names --overwrite."""
     shutil.rmtree(solved)
-    monkeypatch.setattr("nearplane.formats.journal_pages.SHARE", float("inf"))
+    monkeypatch.setattr("nearplane.formats.journal_pages.MAX_JOURNAL_SHARE", float("inf"))
 
     def until_the_second_block(items, label, total):
         for number, item in enumerate(items):

@@ -18,7 +18,7 @@ from families import config_of, random_model
 from nearplane import CalibrationError, NearplaneError, RecipeError
 from nearplane.cli import app as cli
 from nearplane.demo import CALIBRATION, MODEL
-from nearplane.formats.find_record import record_inside
+from nearplane.formats.find_record import embedded_record
 from nearplane.formats.gguf.gguf_header import read_header
 from nearplane.formats.stored import Stored, read_matrices
 from nearplane.record.record import RunRecord, read_record
@@ -139,7 +139,7 @@ def test_readers_find_what_they_found_before(tuned_of, way):
                 [(x.name, x.type, x.size) for x in read_header(path / name).tensors] for path in (solved, tuned)
             )
             assert one == other
-            assert record_inside(tuned / name) == read_record(tuned).inside()
+            assert embedded_record(tuned / name) == read_record(tuned).inside()
             continue
         one, other = load_file(solved / name), load_file(tuned / name)
         assert [(key, x.dtype) for key, x in one.items()] == [(key, x.dtype) for key, x in other.items()]

@@ -19,7 +19,7 @@ from native_checkpoints import save_tiny
 from nearplane.formats.table import FORMATS
 from nearplane.lattice.number_formats import NAMED
 from nearplane.lattice.solvers import SOLVERS
-from nearplane.recipe.scheme import FILE_FORMATS, UNCALIBRATED, FileFormat, Format, Solver
+from nearplane.recipe.scheme import FILE_FORMATS, UNCALIBRATED_SOLVERS, FileFormat, Format, Solver
 from nearplane.recipe.schemes import BlockScheme, GridScheme, RateScheme
 from nearplane.record.from_json import _hints
 
@@ -44,7 +44,7 @@ def test_every_example_runs(page: dict[str, Any]) -> None:
 
 def test_tables_and_names_are_the_same() -> None:
     assert set(SOLVERS) == set(get_args(Solver))
-    assert {name for name, solver in SOLVERS.items() if not solver.needs_inputs} == set(UNCALIBRATED)
+    assert {name for name, solver in SOLVERS.items() if not solver.needs_inputs} == set(UNCALIBRATED_SOLVERS)
     formats = {*GridScheme.FORMATS, *BlockScheme.FORMATS, *RateScheme.FORMATS}
     assert {*FORMATS, "gguf"} == set(get_args(Format)) == formats == {*FILE_FORMATS} - {None}
 

@@ -23,8 +23,8 @@ from nearplane.models.experts import by_expert
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block
 from nearplane.recipe.recipe import Rare
-from nearplane.record.words import ADVISED, LEAST
-from nearplane.system.ranks import ALONE
+from nearplane.record.words import ADVISED_TOKENS_PER_INPUT, MIN_TOKENS_PER_INPUT
+from nearplane.system.ranks import ONE_PROCESS
 
 HELD_OUT = 0.2  # fraction of the calibration windows whose moments are also summed separately
 
@@ -90,8 +90,10 @@ def summed(
     Raises:
         CalibrationError: An input is not finite, too few tokens reach an expert, or extra windows meet several ranks.
     """
-    if stream.fitted < len(stream.sizes) and ALONE.world > 1:
-        raise CalibrationError(f"Extra windows are measured on one rank only, and this run has {ALONE.world} ranks.")
+    if stream.fitted < len(stream.sizes) and ONE_PROCESS.world > 1:
+        raise CalibrationError(
+            f"Extra windows are measured on one rank only, and this run has {ONE_PROCESS.world} ranks."
+        )
     windows = sum(stream.sizes[: stream.fitted])
     split = stream.original is not None and windows > 1
     first_held = windows - min(windows - 1, max(1, round(HELD_OUT * windows))) if split else windows
@@ -137,7 +139,7 @@ def _in_turn(
 ) -> Iterator[Observed]:
     """Yield the layers of one expert after the other, each with the moments of the tokens that reach it.
 
-    If n tokens reach an expert and this is less than `LEAST` per input, m tokens' worth of the mean over all experts is
+    If n tokens reach an expert and this is less than `MIN_TOKENS_PER_INPUT` per input, m tokens' worth of the mean over all experts is
     added, n + m being that least number: `H = (n H_own + m H_mean) / (n + m)`.
 
     Args:
@@ -156,8 +158,8 @@ def _in_turn(
 
     def observed_expert(expert: int, layers: tuple[Layer, ...]) -> Observed:
         tokens = sum(rows.quantized.count(expert) for rows in fitted)
-        borrowed = max(0, LEAST * inputs - tokens)
-        if tokens < ADVISED * inputs and rare == "error":
+        borrowed = max(0, MIN_TOKENS_PER_INPUT * inputs - tokens)
+        if tokens < ADVISED_TOKENS_PER_INPUT * inputs and rare == "error":
             raise CalibrationError(too_rare(layers[0].name, tokens, inputs))
         if borrowed and not mean_cache:
             mean_cache.append(new_sums(group, crossed=True).summed_over_experts(fitted))
@@ -172,9 +174,11 @@ def too_rare(name: str, tokens: int, inputs: int) -> str:
     """Return the message about an expert that too few tokens reach."""
     more = ""
     if tokens:
-        more = f" About {math.ceil(ADVISED * inputs / tokens)} times as many --samples would be enough."
+        more = (
+            f" About {math.ceil(ADVISED_TOKENS_PER_INPUT * inputs / tokens)} times as many --samples would be enough."
+        )
     return (
-        f"{tokens:,} calibration tokens reach {name}, fewer than {ADVISED} for each of its {inputs:,} inputs.{more} Use more "
+        f"{tokens:,} calibration tokens reach {name}, fewer than {ADVISED_TOKENS_PER_INPUT} for each of its {inputs:,} inputs.{more} Use more "
         f"--samples, text of the kind that the model is used for, or --rare-experts mean, which adds the mean over the "
         f"experts of the block."
     )
@@ -258,8 +262,8 @@ class _Sums:
         fitted, held = self._fitted, self._held
         split = split and fitted.tokens > 0 and held.tokens > 0  # all tokens of an expert may lie in one of the two
         fitted.absorb(held)
-        total, extra = fitted.means(ALONE.sum_exactly), self._extra.together()
-        held_moments = held.means(ALONE.sum_exactly, held.dtype) if split else None
+        total, extra = fitted.means(ONE_PROCESS.sum_exactly), self._extra.together()
+        held_moments = held.means(ONE_PROCESS.sum_exactly, held.dtype) if split else None
         names = ", ".join(layer.name for layer in self.group)
         if not total.tokens:
             raise unreached(names)

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nearplane.errors import CalibrationError, first_line
 from nearplane.models.pretrained import in_a_sentence
-from nearplane.system.paths import SUFFIXES, check_there
+from nearplane.system.paths import SUFFIXES, check_text_exists
 
 DEFAULT_DATASET = "HuggingFaceFW/fineweb-edu:sample-10BT:train"
 LETTERS = 6  # guess for the first attempt; most tokens are shorter
@@ -138,7 +138,7 @@ def _documents(tokenizer: PreTrainedTokenizerBase, source: str | Path | Sequence
     if not isinstance(source, str | Path):
         yield from source
         return
-    check_there(source)
+    check_text_exists(source)
     path = Path(source).expanduser()
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)

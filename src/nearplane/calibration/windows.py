@@ -19,7 +19,7 @@ from nearplane.models.model import Model
 from nearplane.models.pretrained import in_a_sentence
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.schemes import GridScheme
-from nearplane.record.words import LEAST, shortage
+from nearplane.record.words import MIN_TOKENS_PER_INPUT, shortage
 
 DEFAULT_SEQLEN = 2048
 WINDOWS_PER_EXTRA = 8  # calibration windows per extra window, at least
@@ -186,10 +186,10 @@ def check_tokens(model: Model, recipe: Recipe, windows: Windows) -> None:
     widest = max(layers, key=lambda layer: layer.shape[1])
     inputs, seqlen = widest.shape[1], windows.seqlen
     warning = shortage(windows.count, seqlen, recipe.calibration.samples, widest.name, inputs)
-    if warning is not None and windows.count * seqlen < LEAST * inputs:
+    if warning is not None and windows.count * seqlen < MIN_TOKENS_PER_INPUT * inputs:
         raise CalibrationError(warning)
     different, runs = (0, 0) if taken_by(model.network) is Taken.IMAGES else distinct_runs(tokens)
-    if different < min(LEAST * inputs, MIN_DISTINCT_RUNS * runs):
+    if different < min(MIN_TOKENS_PER_INPUT * inputs, MIN_DISTINCT_RUNS * runs):
         raise CalibrationError(
             f"The calibration text is repetitive: of {runs:,} runs of {min(RUN_TOKENS, seqlen)} tokens only "
             f"{different:,} are distinct, fewer than the {inputs:,} inputs of {widest.name}. Pass more varied text."

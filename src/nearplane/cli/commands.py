@@ -230,10 +230,10 @@ def inspect(out: Path, *, json: Switch = False) -> None:
         out: Folder of a checkpoint that nearplane wrote.
         json: Print the run record as JSON.
     """
-    from nearplane.formats.find_record import found_record
+    from nearplane.formats.find_record import find_record
     from nearplane.record.summary import layer_table
 
-    record = found_record(out)
+    record = find_record(out)
     if json:
         print(record.to_json())
         return

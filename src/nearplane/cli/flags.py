@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_type_hints
 from cyclopts import Group, Parameter
 
 from nearplane.errors import RecipeError
-from nearplane.recipe.recipe import Calibration, LayerScheme, changed, chosen
+from nearplane.recipe.recipe import Calibration, LayerScheme, merged_options, translated_options
 from nearplane.recipe.scheme import names_of
 from nearplane.recipe.schemes import AnyScheme, BlockScheme, GridScheme, RateScheme, scheme_of
 
@@ -129,8 +129,10 @@ def layer_schemes(texts: Sequence[str], flags: Any, *, format: str | None = None
         pairs = [change.split(":", 1) for change in changes.split(",")]
         if not pattern or not all(len(pair) == 2 for pair in pairs):
             raise RecipeError(f"--layer {text!r} is not PATTERN=NAME:VALUE; expected for example 'down_proj=bits:4'.")
-        overrides = chosen({name.strip(): _value(value.strip()) for name, value in pairs})
-        schemes.append(LayerScheme(pattern=pattern, scheme=scheme_of(into=format, **changed(options, overrides))))
+        overrides = translated_options({name.strip(): _value(value.strip()) for name, value in pairs})
+        schemes.append(
+            LayerScheme(pattern=pattern, scheme=scheme_of(into=format, **merged_options(options, overrides)))
+        )
     return tuple(schemes)
 
 

@@ -26,7 +26,14 @@ from nearplane.system.files import sha256
 from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import RECORD
 from nearplane.system.progress import peak_memory
-from nearplane.system.safetensors_files import INDEX, ShardReader, ShardWriter, TensorReader, about, shard_size
+from nearplane.system.safetensors_files import (
+    INDEX,
+    ShardReader,
+    ShardWriter,
+    TensorReader,
+    dtype_and_shape,
+    shard_size,
+)
 
 Kind = tuple[str, Sequence[int], int]  # dtype in safetensors, shape and bytes of a tensor
 
@@ -75,16 +82,16 @@ class Container(ABC):
     def __init__(
         self, place: Place, format: Format, config: Mapping[str, Any], *, dtype: torch.dtype, shards: int
     ) -> None:
-        check_apart(place.out, place.source)
+        refuse_overlap(place.out, place.source)
         self.place, self.layers, self.config_file, self.config = place, format.layers, format.config, dict(config)
         self.shards = shards
         self.record_json: str | None = None
         self.room = 0
         self.size = 0  # bytes that `close_block` has written so far
-        with disk(place.out):  # reading the folder may fail, too
+        with readable_errors(place.out):  # reading the folder may fail, too
             self._unfinished = Unfinished(place.out, overwrite=place.overwrite, resumes=place.resumes)
         self.folder = self._unfinished.folder  # files are written here until the checkpoint is complete
-        check_apart(self.folder, place.source)
+        refuse_overlap(self.folder, place.source)
         self._scale_dtype = self.layers.scale_dtype(dtype)
         self.pending: dict[str, Tensor] = {}  # tensors of the layers of the next block
         self._first = ""
@@ -172,7 +179,7 @@ class Container(ABC):
         raise NotImplementedError
 
     def __enter__(self) -> Container:
-        with disk(self.place.out):
+        with readable_errors(self.place.out):
             self._unfinished.__enter__()
             if not self.found:
                 self.begin()
@@ -190,7 +197,7 @@ class Container(ABC):
 
     def restart(self) -> None:
         """Delete the files of the stopped run and begin."""
-        with disk(self.place.out):
+        with readable_errors(self.place.out):
             self._unfinished.clear()
             self.size, self.pending, self._first = 0, {}, ""
             self.begin()
@@ -231,7 +238,7 @@ class Container(ABC):
                     raise FormatError(
                         f"{self.place.out}: layers without a shard, or no record. Call close_block and set record_json."
                     )
-                with disk(self.place.out):
+                with readable_errors(self.place.out):
                     (self.folder / RECORD).write_text(self.record_json)
                     self.finish()
         except BaseException as failure:
@@ -265,7 +272,10 @@ class Folder(Container):
 
     def size_with(self, *blocks: Mapping[str, Kind]) -> int:
         """Return the bytes of the folder without the record, if it ended with these shards."""
-        kinds = {name: (about(each).split()[0], tuple(each.shape), each.nbytes) for name, each in self.pending.items()}
+        kinds = {
+            name: (dtype_and_shape(each).split()[0], tuple(each.shape), each.nbytes)
+            for name, each in self.pending.items()
+        }
         all_blocks: Sequence[Mapping[str, Kind]] = (kinds | dict(blocks[0]) if blocks else kinds, *blocks[1:])
         shards = [shard for shard in all_blocks if shard]
         index = self._writer.index({name: size for shard in shards for name, (_, _, size) in shard.items()})
@@ -289,7 +299,7 @@ class Format(NamedTuple):
     reader: Callable[..., TensorReader] = ShardReader
 
 
-def check_apart(out: Path, source: Path) -> None:
+def refuse_overlap(out: Path, source: Path) -> None:
     """Refuse an output folder that is the model's folder, contains it or lies in it.
 
     Raises:
@@ -312,13 +322,13 @@ def written(tensors: Mapping[str, Tensor]) -> Written:
     """Return size and checksum of a layer's tensors: SHA-256 of "NAME DTYPE SIZE SIZE ..." lines and bytes, by name."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {about(tensor)}\n".encode())
+        digest.update(f"{name} {dtype_and_shape(tensor)}\n".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return Written(bytes=sum(tensor.nbytes for tensor in tensors.values()), checksum=digest.hexdigest())
 
 
 @contextmanager
-def disk(folder: Path) -> Iterator[None]:
+def readable_errors(folder: Path) -> Iterator[None]:
     """Turn an `OSError` of the file system into a `FormatError`."""
     try:
         yield

@@ -10,7 +10,7 @@ from nearplane.record.record import RunRecord, digest_of, read_record
 from nearplane.system.paths import RECORD
 
 
-def found_record(out: Path) -> RunRecord:
+def find_record(out: Path) -> RunRecord:
     """Return the record of a checkpoint in a folder or in a GGUF; the latter lacks times and hashes of files.
 
     Args:
@@ -21,13 +21,13 @@ def found_record(out: Path) -> RunRecord:
         ModelError: The GGUF is damaged.
     """
     if out.is_file() and _begins(out) == MAGIC:
-        return record_inside(out)
+        return embedded_record(out)
     if (out / FILE).is_file() and not (out / RECORD).exists():
-        return record_inside(out / FILE)
+        return embedded_record(out / FILE)
     return read_record(out)
 
 
-def record_inside(path: Path) -> RunRecord:
+def embedded_record(path: Path) -> RunRecord:
     """Return the record inside a GGUF.
 
     Raises:

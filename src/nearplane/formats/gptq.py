@@ -30,7 +30,7 @@ from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.number_formats import NumberFormat, integers
 
 BITS = (2, 3, 4, 8)
-FUSED = {  # names under which vLLM and SGLang look up the scheme of layers that they load as one
+FUSED_NAMES = {  # names under which vLLM and SGLang look up the scheme of layers that they load as one
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
     **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
 }
@@ -237,8 +237,8 @@ def _with_fused(grids: Mapping[str, NumberFormat]) -> dict[str, NumberFormat]:
     fused: dict[str, set[NumberFormat]] = {}
     for name, grid in grids.items():
         path, _, last = name.rpartition(".")
-        if last in FUSED:
-            fused.setdefault(f"{path}.{FUSED[last]}", set()).add(grid)
+        if last in FUSED_NAMES:
+            fused.setdefault(f"{path}.{FUSED_NAMES[last]}", set()).add(grid)
     return dict(grids) | {name: next(iter(g)) for name, g in fused.items() if name not in grids and len(g) == 1}
 
 

@@ -40,15 +40,15 @@ from nearplane.system.safetensors_files import INDEX, read_index
 VERSION = 4  # of the journal; journals of other versions are refused
 # suffixes of a model's files that are run inputs
 HASHED_SUFFIXES = {".safetensors", ".gguf", ".json", ".model", ".txt", ".jinja", ".py"}
-SHARE = 0.05  # fraction of a run's time for writing pages; after quick blocks none is written
+MAX_JOURNAL_SHARE = 0.05  # fraction of a run's time for writing pages; after quick blocks none is written
 MAX_NAMED_DIFFERENCES = 3  # in a refusal
-EXPECTED = "Delete the folder, or start again with --overwrite"
+REMEDY = "Delete the folder, or start again with --overwrite"
 
 Progress = TypeVar("Progress")
 log = logging.getLogger("nearplane")
 
 
-def told(
+def run_inputs(
     recipe: Any, files: Mapping[str, Path], text: str, versions: Mapping[str, str], device: Device
 ) -> dict[str, Any]:
     """Return the run inputs, all that the output depends on, as flat JSON: equal inputs give equal files.
@@ -91,12 +91,12 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name.removeprefix("recipe.").removeprefix("scheme."), value
 
 
-class Notebook:
+class JournalPages:
     """Journal of one run.
 
     Args:
         container: The container that the run writes, just entered.
-        inputs: The run inputs, see `told`.
+        inputs: The run inputs, see `run_inputs`.
         began: The start of the run by `time.perf_counter`; None: now.
 
     Attributes:
@@ -136,13 +136,13 @@ class Notebook:
             if not self._container.place.overwrite:
                 if isinstance(error, FormatError):
                     raise
-                raise FormatError(f"The files of the stopped run cannot be read: {error} {EXPECTED}.") from error
+                raise FormatError(f"The files of the stopped run cannot be read: {error} {REMEDY}.") from error
             log.warning("%s", error)
             self._container.restart()
             return None
 
     def _read(self, understood: Callable[[Mapping[str, Any]], Progress]) -> Progress | None:
-        state = read_object(self._folder / STATE, expected=EXPECTED)
+        state = read_object(self._folder / STATE, expected=REMEDY)
         if state.get("version") != VERSION or not isinstance(state.get("told"), dict):
             raise self._version_error(state)
         if differing := _differing(state, self._inputs):
@@ -157,7 +157,7 @@ class Notebook:
         if self._container.whole:
             for name, written in read_record(self._container.folder).files.items():  # did all files reach the disk?
                 if not (path := self._container.folder / name).is_file() or sha256(path) != written:
-                    raise FormatError(f"{path} has changed since it was written. {EXPECTED}.")
+                    raise FormatError(f"{path} has changed since it was written. {REMEDY}.")
             log.info("the stopped run had already written all files: %s", self._container.folder)
             return None
         try:
@@ -173,7 +173,7 @@ class Notebook:
                 )
             self._began -= float(state["seconds"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise FormatError(f"{self._folder / STATE} is damaged ({error!r}). {EXPECTED}.") from error
+            raise FormatError(f"{self._folder / STATE} is damaged ({error!r}). {REMEDY}.") from error
         return progress
 
     def _version_error(self, state: Mapping[str, Any]) -> FormatError:
@@ -183,7 +183,7 @@ class Notebook:
         by = f"nearplane {printable(number)[:20]}" if isinstance(number, str) else "another version of nearplane"
         return FormatError(
             f"{self._container.folder} is of a run of {by}, whose journal this version does not read: found journal "
-            f"version {json.dumps(state.get('version'))[:20]}, expected {VERSION}. {EXPECTED}, or finish it with {by}."
+            f"version {json.dumps(state.get('version'))[:20]}, expected {VERSION}. {REMEDY}, or finish it with {by}."
         )
 
     def load(self, name: str) -> Any:
@@ -198,20 +198,20 @@ class Notebook:
                 raise self.refused(name)
             return torch.load(path, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
-            raise FormatError(f"{path} cannot be read ({error}). {EXPECTED}.") from error
+            raise FormatError(f"{path} cannot be read ({error}). {REMEDY}.") from error
 
     def refused(self, name: str) -> FormatError:
         """Return the error for a page that has changed since it was written."""
-        return FormatError(f"{self._folder / name} has changed since it was written. {EXPECTED}.")
+        return FormatError(f"{self._folder / name} has changed since it was written. {REMEDY}.")
 
     def wanted(self, share: float | None = None) -> bool:
         """Return whether to write a page now: the disk has room, and writing takes a small share of the time.
 
         Args:
-            share: Largest share of the time since the last page; None: `SHARE`.
+            share: Largest share of the time since the last page; None: `MAX_JOURNAL_SHARE`.
         """
         elapsed = time.perf_counter() - self._kept
-        return self.room and (share or SHARE) * elapsed >= self._cost
+        return self.room and (share or MAX_JOURNAL_SHARE) * elapsed >= self._cost
 
     def write(self, state: Mapping[str, Any], pages: Mapping[str, Any], *, replaced: str = "") -> None:
         """Write pages and then the state; if the disk is full, warn and write no more.

@@ -23,7 +23,7 @@ from nearplane.formats.container import Format
 from nearplane.formats.integers import expect
 from nearplane.formats.layer_format import METHOD, ConfigFile, LayerFormat, Quantized
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
-from nearplane.lattice.number_formats import CODED, NumberFormat
+from nearplane.lattice.number_formats import ENTROPY_CODED_FORMAT, NumberFormat
 
 VERSION = 1
 CODER = "tans"
@@ -108,7 +108,7 @@ class Config(ConfigFile):
 
     def grid_of(self, config: Mapping[str, Any], name: str) -> NumberFormat:
         """Return the number format of all layers; each tensor describes its own grid."""
-        return CODED
+        return ENTROPY_CODED_FORMAT
 
 
 FORMAT = Format(DEFAULT, Config())

@@ -132,7 +132,7 @@ def certify(
     )
 
 
-def losses_beside(
+def losses_on_extra(
     W: Tensor, target: Tensor, matrix: QuantizedMatrix, extra: Extra, *, values: Tensor | None = None
 ) -> tuple[float, float, float]:
     """Measure outputs `V x_hat` of a quantized matrix against outputs `W x` of the original, on the extra windows.

@@ -129,11 +129,11 @@ TYPES: dict[str, BlockType] = {
 }  # fmt: skip
 
 INTEGERS = "integers as int4-g128, int8-row, int3-g64-asym"  # description of the integer formats in messages
-CODED = NumberFormat(name="coded", bits=0)  # codes without limits, entropy-coded
+ENTROPY_CODED_FORMAT = NumberFormat(name="coded", bits=0)  # codes without limits, entropy-coded
 E2M1 = (-6.0, -4.0, -3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # four-bit floats, 0 once
 MXFP4 = NumberFormat(name="mxfp4", bits=4, group=32, levels=E2M1, steps="float8_e8m0fnu")
 FLOATS: tuple[NumberFormat, ...] = (MXFP4,)  # formats with tables of levels
-NAMED: dict[str, NumberFormat] = {each.name: each for each in (*TYPES.values(), *FLOATS, CODED)}
+NAMED: dict[str, NumberFormat] = {each.name: each for each in (*TYPES.values(), *FLOATS, ENTROPY_CODED_FORMAT)}
 
 
 def integers(bits: int, group: int | None, *, symmetric: bool = True) -> NumberFormat:

@@ -38,10 +38,10 @@ from nearplane.models.ignored import pattern_of
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.recipe.recipe import Recipe
-from nearplane.system.safetensors_files import NAMES
+from nearplane.system.safetensors_files import DTYPE_NAMES
 
 Configure = Callable[[Recipe, Sequence[Layer]], dict[str, Any]]  # quantization_config for these quantized layers
-DTYPES = {name: dtype for dtype, name in NAMES.items()}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 SILENCED_LOGGERS = ("transformers", "compressed_tensors")  # their messages are returned as faults
 log = logging.getLogger("nearplane")
 

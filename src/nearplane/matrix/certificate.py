@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nearplane.coding.blob import Contents, size
-from nearplane.lattice.bounds import certify, limit, limit_of_all, losses_beside
+from nearplane.lattice.bounds import certify, limit, limit_of_all, losses_on_extra
 from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
 from nearplane.lattice.solvers import SOLVERS, Solution, sweep_planes
 from nearplane.matrix.inputs import Inputs, corrected
@@ -22,7 +22,7 @@ from nearplane.system.memory import release
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
+class SolvedMatrix:
     """A quantized matrix with facts about its solve.
 
     Args:
@@ -38,7 +38,7 @@ class Known:
     tuned: bool = False
 
 
-def measured_again(name: str, W: Tensor, inputs: Inputs, scheme: AnyScheme, known: Known) -> LayerRecord:
+def remeasure(name: str, W: Tensor, inputs: Inputs, scheme: AnyScheme, known: SolvedMatrix) -> LayerRecord:
     """Return the record that a run would write for a layer with known codes and grid; `verify` compares with it.
 
     Args:
@@ -56,7 +56,7 @@ def measured_again(name: str, W: Tensor, inputs: Inputs, scheme: AnyScheme, know
 
 
 def measure(
-    name: str, W: Tensor, aim: tuple[Tensor, float], known: Known, inputs: Inputs, scheme: AnyScheme
+    name: str, W: Tensor, aim: tuple[Tensor, float], known: SolvedMatrix, inputs: Inputs, scheme: AnyScheme
 ) -> LayerRecord:
     """Measure a quantized matrix against its target.
 
@@ -89,7 +89,7 @@ def measure(
     figures = certify(W, target, solution, H, sweep, values=values)
     extra: tuple[float | None, ...] = (None, None, None)
     if (extra_moments := moments.extra) is not None:
-        extra = losses_beside(W, target, on_grid, extra_moments, values=values)
+        extra = losses_on_extra(W, target, on_grid, extra_moments, values=values)
     entropy = None  # on fixed grids; else bits per weight under the tables in the file
     if isinstance(grid, ProductGrid):
         entropy = size(Contents.of(matrix.codes, grid)).payload / matrix.codes.numel()

@@ -32,14 +32,14 @@ from nearplane.lattice.moments import Moments
 from nearplane.lattice.polish import polish, refine
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solvers import SOLVERS, Problem, Solution
-from nearplane.matrix.certificate import Known, measure
+from nearplane.matrix.certificate import SolvedMatrix, measure
 from nearplane.matrix.inputs import Inputs, corrected, lattice_problem
 from nearplane.recipe.scheme import Scheme
 from nearplane.recipe.schemes import BlockScheme, GridScheme
 from nearplane.record.record import LayerRecord
 
-DAMP = 0.1  # damping of G, relative to the mean of its diagonal
-MAX_PARTS, LEAST_ROWS = 16, 16  # a run of rows is solved in at most 16 parts, of at least 16 rows
+ROW_DAMP = 0.1  # damping of G, relative to the mean of its diagonal
+MAX_PARTS, MIN_ROWS = 16, 16  # a run of rows is solved in at most 16 parts, of at least 16 rows
 
 
 def quantize_matrix(
@@ -84,7 +84,7 @@ def quantize_matrix(
             solution = solve_joined(wide, together, lambda part: solve(part, inputs, scheme, storage))
         else:
             solution = solve(wide, inputs, scheme, storage)
-        record = measure(name, W, aim, Known(matrix=solution.matrix, outside=solution.outside), inputs, scheme)
+        record = measure(name, W, aim, SolvedMatrix(matrix=solution.matrix, outside=solution.outside), inputs, scheme)
     except NumericalError as error:
         raise NumericalError(f"{name} ({inputs.moments.tokens} tokens): {error}") from error
     return solution.matrix, replace(record, seconds=round(time.perf_counter() - began, 6))
@@ -135,9 +135,9 @@ def solve_joined(target: Tensor, together: Sequence[Tensor], solve: Callable[[Te
         raise NumericalError(f"Found gradients of {sum(map(len, together))} outputs; expected {len(target)}.")
     feedback, parts, first = [], [], 0
     for G in together:
-        factor = factorize(G.double(), "natural", damp=DAMP)
+        factor = factorize(G.double(), "natural", damp=ROW_DAMP)
         feedback.append((factor.d.sqrt()[:, None] * factor.U.T).to(target))  # M of G = M^T M, lower triangular
-        size = max(LEAST_ROWS, -(-len(G) // MAX_PARTS))
+        size = max(MIN_ROWS, -(-len(G) // MAX_PARTS))
         parts.append(torch.arange(first, first + len(G), device=target.device).split(size))
         first += len(G)
     errors = torch.zeros_like(target)  # errors of the rows that are solved already

@@ -23,7 +23,7 @@ from nearplane.lattice.factor import Factor
 from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
 from nearplane.lattice.moments import Moments
 from nearplane.lattice.scale import high_rate_step, ladder, row_exponents, waterfill_exponents
-from nearplane.matrix.certificate import Known, measure
+from nearplane.matrix.certificate import SolvedMatrix, measure
 from nearplane.matrix.inputs import Inputs, corrected, lattice_problem
 from nearplane.matrix.on_grid import rounded
 from nearplane.recipe.scheme import Solver
@@ -167,7 +167,7 @@ def quantize_matrix_to_rate(
         while True:
             trial = search(T, inputs, scheme, rate, steps)
             matrix = scaled(trial.matrix, T, inputs.moments.H)
-            known = Known(matrix=matrix, base=trial.matrix.grid.base)
+            known = SolvedMatrix(matrix=matrix, base=trial.matrix.grid.base)
             record = measure(name, W, (T, rho), known, inputs, scheme)
             if max_loss is None or record.relative_loss <= max_loss or rate >= HIGHEST_RATE:
                 break

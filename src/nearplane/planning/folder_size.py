@@ -63,7 +63,7 @@ def budget_of(model: Model, recipe: Recipe, scheme: RateScheme) -> float:
     weights = sum(math.prod(layer.shape) for layer in layers)
     rate, size = scheme.rate, scheme.bytes()
     if size is not None:
-        overhead = foretell(model, recipe, scheme).total()
+        overhead = predict_overhead(model, recipe, scheme).total()
         rate = 8 * (aim_of(size) - overhead) / weights
         smallest, largest = (
             math.ceil((overhead + bits * weights / 8 + RESERVED_BYTES + 1) / (1 - SIZE_MARGIN))
@@ -105,7 +105,7 @@ class Overhead:
         return math.ceil(sum(self.dense.values()) + self.files + self.fixed + sum(self.entries.values()))
 
 
-def foretell(model: Model, recipe: Recipe, scheme: RateScheme) -> Overhead:
+def predict_overhead(model: Model, recipe: Recipe, scheme: RateScheme) -> Overhead:
     """Predict the bytes of a checkpoint beside the codes of its layers."""
     layers, reader = model.layers, model.reader
     replaced = {name for layer in layers for name in layer.copies(model.weights)}  # with tied copies, not written twice
@@ -218,7 +218,7 @@ def measured_choice(
     limit, weights = bytes_in(scheme.size), sum(math.prod(layer.shape) for layer in free)
     names = [CONFIG, FILE, *names_copied(model.folder, trust_remote_code=model.trust_remote_code)]
     record = replace(record, files=dict.fromkeys(names, 64 * "0"))
-    constant = container.size_with() + longest_record(model, record) + ALIGNMENT * len(free)
+    constant = container.size_with() + max_final_record_bytes(model, record) + ALIGNMENT * len(free)
     constant -= sum(_bytes(layer, recipe.scheme_of(layer.name).number_format.name) for layer in (*free, *ends))
     for kind in reversed(MEASURED_TYPES):  # untied embeddings get the type of most layers, as in llama.cpp
         types = {layer.name: fitting(kind, layer.shape[1]).name for layer in ends}
@@ -249,7 +249,7 @@ def _bytes(layer: Layer, name: str) -> int:
     return layer.shape[0] * (layer.shape[1] // TYPES[name].columns) * TYPES[name].bytes
 
 
-def most_bytes(record: RunRecord) -> int:
+def max_record_bytes(record: RunRecord) -> int:
     """Return the maximum number of bytes of a record's JSON, whatever its figures become."""
 
     def widest(part: Any, name: str = "") -> Any:
@@ -263,7 +263,7 @@ def most_bytes(record: RunRecord) -> int:
     return len(one_line(json.dumps(widest(asdict(replace(record, digest=64 * "0"))), indent=1)).encode())
 
 
-def longest_record(model: Model, record: RunRecord) -> int:
+def max_final_record_bytes(model: Model, record: RunRecord) -> int:
     """Return the maximum number of bytes of the record at the end of a run.
 
     Args:
@@ -286,4 +286,4 @@ def longest_record(model: Model, record: RunRecord) -> int:
         )
         for layer in model.layers
     )
-    return most_bytes(replace(record, layers=tuple(layers)))
+    return max_record_bytes(replace(record, layers=tuple(layers)))

@@ -19,7 +19,7 @@ from nearplane.matrix.to_rate import HIGHEST_RATE
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.planning.allocate import MIN_RATE
-from nearplane.planning.folder_size import RESERVED_BYTES, Overhead, aim_of, completed_record, foretell
+from nearplane.planning.folder_size import RESERVED_BYTES, Overhead, aim_of, completed_record, predict_overhead
 from nearplane.planning.plan import Plan
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.schemes import RateScheme
@@ -58,7 +58,7 @@ class Ledger:
         if isinstance(recipe.scheme, RateScheme) and (limit := recipe.scheme.bytes()) is not None:
             self._limit = limit
             self._record = completed_record(record, model, limit)
-            self._overhead: Overhead = foretell(model, recipe, recipe.scheme)
+            self._overhead: Overhead = predict_overhead(model, recipe, recipe.scheme)
             self.planned.bounds = (MIN_RATE, HIGHEST_RATE)
 
     def restore(self, record: RunRecord, closed: Iterable[str]) -> None:

@@ -16,7 +16,7 @@ from nearplane.calibration.one_forward import MemorySetting, waiting
 from nearplane.planning.probe import COMPARED_LOGITS, Extent
 from nearplane.record.record import MAX_CERTIFIED_INPUTS
 
-SLACK = 1.3  # factor for memory that allocators keep between live tensors, and for buffers of libraries
+ALLOCATOR_FACTOR = 1.3  # factor for memory that allocators keep between live tensors, and for buffers of libraries
 SINGLE, DOUBLE = 4, 8  # bytes of a float32 and of a float64 number
 EXTRA_ROWS = 1024  # rows of extra windows that are kept for a layer
 CERTIFIED_ROWS, CERTIFIED_BYTES = 256, 110  # rows that a certificate measures at a time, bytes per weight of these rows
@@ -133,7 +133,7 @@ def bound(shapes: Shapes, setting: MemorySetting, resident: int) -> Bound:
         resident: Bytes of the process at the start, with its libraries loaded.
     """
     while_, live = max(_moments(shapes, setting), key=lambda moment: moment[1])
-    return Bound(setting=setting, bytes=round(SLACK * (resident + live)), while_=while_)
+    return Bound(setting=setting, bytes=round(ALLOCATOR_FACTOR * (resident + live)), while_=while_)
 
 
 def choose(bounds: Iterable[Bound], limit: int) -> tuple[Bound, bool]:

@@ -218,7 +218,7 @@ def relative_energy(differences: Sequence[Tensor], states: Sequence[Tensor]) -> 
     )
 
 
-def told_losses(changes: Sequence[Change]) -> list[float]:
+def corrected_losses(changes: Sequence[Change]) -> list[float]:
     """Return the loss of every change: its estimate times a factor that is interpolated over depth.
 
     The factor is the ratio of loss and estimate of layers with the same name in measured blocks; its logarithm is linear between

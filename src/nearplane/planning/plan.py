@@ -44,7 +44,9 @@ from nearplane.system.progress import Progress
 POINTS = 3  # widths or types that are measured of each layer, about
 Measure = Callable[[Perturbations], list[Curve]]
 """Function like `probe`, applied to the model and tokens of the run."""
-SWAY = 0.02  # largest deviation from a layer's planned rate, relative, to absorb surplus or excess of earlier blocks
+MAX_CARRYOVER = (
+    0.02  # largest deviation from a layer's planned rate, relative, to absorb surplus or excess of earlier blocks
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,7 +61,7 @@ class Plan:
         together: (rows, rows) moments of gradients for each run of rows, by layer with joined rows; see `Sensitivity`.
         moments: Substitute for second moments of inputs, for embeddings, which have no inputs; see `Sensitivity`.
         to_come: Number of weights of each layer that is not quantized yet.
-        bounds: Lowest and highest rate that a layer may be moved to; None: within `SWAY` of its planned rate.
+        bounds: Lowest and highest rate that a layer may be moved to; None: within `MAX_CARRYOVER` of its planned rate.
     """
 
     widths: dict[str, int] | None = None
@@ -117,7 +119,7 @@ class Plan:
     def rate(self, layer: Layer) -> float:
         """Return the present rate of a layer in bits per weight."""
         asked = self.rates[layer.name]
-        least, most = self.bounds or (asked - SWAY * asked, asked + SWAY * asked)
+        least, most = self.bounds or (asked - MAX_CARRYOVER * asked, asked + MAX_CARRYOVER * asked)
         return min(max(most, asked), max(min(least, asked), asked + self._shift))
 
     def spend(self, layer: Layer, size: int) -> None:

@@ -22,7 +22,7 @@ from nearplane.models.kinds import Divergence, cut, distance, divergence, has_he
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block, Model
 from nearplane.planning.allocate import Curve, sum_of
-from nearplane.planning.perturb import Change, Perturbations, measured_blocks, relative_energy, told_losses, within
+from nearplane.planning.perturb import Change, Perturbations, corrected_losses, measured_blocks, relative_energy, within
 from nearplane.system.memory import release
 from nearplane.system.progress import Progress, logged, silent
 
@@ -30,7 +30,7 @@ SEQLEN = 512  # maximum tokens of a window; more windows make a more even sample
 COMPARED_LOGITS = 1 << 26  # logits in memory at a time
 FORWARDS = 0.36  # cost of one perturbation of every layer, in forward passes on all tokens; the quantization takes two
 MEMORY = 4 << 30  # bytes of the propagated hidden states
-TRAVELLERS, MIN_TOKENS = 48, 1024  # maximum of propagated perturbations if tokens are few; minimum tokens of each
+MAX_TRAVELLERS, MIN_TOKENS = 48, 1024  # maximum of propagated perturbations if tokens are few; minimum tokens of each
 
 
 class Extent(NamedTuple):
@@ -91,10 +91,10 @@ def probe(
     cost `FORWARDS` forward passes on all tokens, at least `MIN_TOKENS`, and not more than fit into `MEMORY` bytes as differences
     from the original hidden states in bfloat16.
 
-    A network with more layers than `TRAVELLERS` (or than `MIN_TOKENS` fits into the tokens, if that is more) is too deep for that.
+    A network with more layers than `MAX_TRAVELLERS` (or than `MIN_TOKENS` fits into the tokens, if that is more) is too deep for that.
     About so many perturbations are then propagated, one per layer (its middle point), from blocks that `measured_blocks` chooses.
     The layers of all other blocks are perturbed too, but their loss is estimated: from the sensitivities of their outputs if all
-    are given, else from the relative change of the hidden states after the block. `told_losses` corrects the estimates by the
+    are given, else from the relative change of the hidden states after the block. `corrected_losses` corrects the estimates by the
     measured losses. Memory therefore does not grow with depth, and propagation costs at most half a forward pass on all tokens (or
     on `TRAVELLERS * MIN_TOKENS`). Measuring three of five blocks changed the KL of two models at rates by -5 to +2 %, without
     sensitivities by -2 to +1 %.
@@ -147,7 +147,7 @@ def probe(
         for one in travellers:
             names_within = tuple(names[layer] for layer in one.layers)
             changes.append(Change(one.block, names_within, one.expected, measured_losses.get(id(one))))
-        losses = told_losses(changes)
+        losses = corrected_losses(changes)
     return _curves(model, travellers, losses, tied=perturbations.together)
 
 
@@ -183,7 +183,7 @@ def _sample(model: Model, tokens: Tensor, points: int) -> tuple[frozenset[int], 
         first of these windows are used for propagation.
     """
     blocks, layers = len(model.blocks), _perturbed_sets(model)
-    chosen = measured_blocks(model.blocks, max(TRAVELLERS, tokens.numel() // MIN_TOKENS) // layers)
+    chosen = measured_blocks(model.blocks, max(MAX_TRAVELLERS, tokens.numel() // MIN_TOKENS) // layers)
     measured = len(chosen)
     travelling_points = points if measured == blocks else 1
     windows = cut(tokens, SEQLEN)

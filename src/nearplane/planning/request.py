@@ -15,7 +15,7 @@ from nearplane.calibration.stages import FirstLook, try_blocks
 from nearplane.calibration.windows import Windows
 from nearplane.errors import RecipeError
 from nearplane.formats.gguf.mixes import role_of, type_of
-from nearplane.formats.gptq import FUSED
+from nearplane.formats.gptq import FUSED_NAMES
 from nearplane.formats.layer_format import Quantized
 from nearplane.formats.table import FORMATS
 from nearplane.lattice.number_formats import NumberFormat, number_format
@@ -41,7 +41,7 @@ def open_original(source: str | Path, recipe: Recipe, *, trust_remote_code: bool
     )
 
 
-def settled(model: Model, recipe: Recipe) -> Recipe:
+def resolved(model: Model, recipe: Recipe) -> Recipe:
     """Return the recipe with the group size "auto" and the type of blocks of every layer resolved for a model.
 
     Raises:
@@ -153,8 +153,8 @@ def _inconsistent_fusions(model: Model, recipe: Recipe) -> dict[str, list[str]]:
     formats: dict[tuple[str, str], dict[str, object]] = {}
     for layer in model.layers if recipe.layers and not recipe.files.for_llama_cpp else ():
         path, _, last = layer.name.rpartition(".")
-        if last in FUSED:
-            formats.setdefault((path, FUSED[last]), {})[last] = recipe.scheme_of(layer.name).number_format
+        if last in FUSED_NAMES:
+            formats.setdefault((path, FUSED_NAMES[last]), {})[last] = recipe.scheme_of(layer.name).number_format
     inconsistent = [(path, list(each)) for (path, _), each in formats.items() if len(set(each.values())) > 1]
     return dict(inconsistent[:1])
 

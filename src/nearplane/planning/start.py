@@ -12,17 +12,17 @@ from nearplane.calibration.given import Given
 from nearplane.calibration.one_forward import batch_of
 from nearplane.calibration.windows import Windows
 from nearplane.formats.container import Container, Place
-from nearplane.formats.journal_pages import told
+from nearplane.formats.journal_pages import run_inputs
 from nearplane.formats.table import open_container
 from nearplane.models.model import Model
-from nearplane.planning.folder_size import longest_record, measured_choice
+from nearplane.planning.folder_size import max_final_record_bytes, measured_choice
 from nearplane.planning.forecast import Forecast, forecast
 from nearplane.planning.plan import Plan, plan
-from nearplane.planning.request import check_request, open_original, quantization_config, settled
+from nearplane.planning.request import check_request, open_original, quantization_config, resolved
 from nearplane.recipe.recipe import Recipe
 from nearplane.record.record import RunRecord, versions
 from nearplane.system.device import Device
-from nearplane.system.matmul_library import fastest, repeated
+from nearplane.system.matmul_library import chosen_library, recorded_library
 from nearplane.system.progress import Progress
 
 
@@ -65,7 +65,7 @@ class Job:
     def told(self) -> dict[str, Any]:
         """Return all that the output depends on as JSON, equal for runs with equal output; see `journal_pages.told`."""
         files, device = {"model": self.model.folder}, self.options.device
-        return told(asdict(self.asked), files, self.windows.digest(), versions(), device)
+        return run_inputs(asdict(self.asked), files, self.windows.digest(), versions(), device)
 
     def record(self) -> RunRecord:
         """Return the run record with what is known before anything is measured."""
@@ -86,7 +86,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Before:
+class StoppedRun:
     """State of a stopped run that is resumed.
 
     Args:
@@ -102,7 +102,7 @@ class Before:
     seconds: float
 
 
-class Decided(NamedTuple):
+class Decisions(NamedTuple):
     """The run record so far, the bit budget of each layer, and the memory settings with their forecast."""
 
     record: RunRecord
@@ -110,14 +110,14 @@ class Decided(NamedTuple):
     forecast: Forecast
 
 
-def open_settled(source: str, recipe: Recipe, *, trust_remote_code: bool) -> tuple[Model, Recipe]:
+def open_resolved(source: str, recipe: Recipe, *, trust_remote_code: bool) -> tuple[Model, Recipe]:
     """Open the model that a recipe quantizes; return it and the recipe resolved for it.
 
     Raises:
         NearplaneError: The model cannot be quantized by this recipe.
     """
     model = open_original(source, recipe, trust_remote_code=trust_remote_code)
-    recipe = settled(model, recipe)
+    recipe = resolved(model, recipe)
     check_request(model, recipe)
     return model, recipe
 
@@ -153,7 +153,7 @@ def container_for(
 
 
 @contextmanager
-def decide(job: Job, container: Container, before: Before | None) -> Iterator[Decided]:
+def decide(job: Job, container: Container, before: StoppedRun | None) -> Iterator[Decisions]:
     """Decide plan and memory settings of a run; within this context matrix products use the library that was chosen.
 
     Args:
@@ -167,17 +167,17 @@ def decide(job: Job, container: Container, before: Before | None) -> Iterator[De
     model, windows, device = job.model, job.windows, job.options.device
     if before is not None:
         record = replace(before.record, source=job.options.name, layers=())
-        container.room = longest_record(model, record)
-        with repeated(record.products, device):
+        container.room = max_final_record_bytes(model, record)
+        with recorded_library(record.products, device):
             batch = record.batch or batch_of(windows.seqlen)  # affects the order of sums
             prediction = forecast(model, job.recipe, windows, device, job.options.memory, batch)
-            yield Decided(record, before.plan, prediction)
+            yield Decisions(record, before.plan, prediction)
         return
-    with fastest([layer.shape for layer in model.layers], windows.count * windows.seqlen, device) as products:
+    with chosen_library([layer.shape for layer in model.layers], windows.count * windows.seqlen, device) as products:
         prediction = forecast(model, job.recipe, windows, device, job.options.memory)
         batch = prediction.setting.batch
         record = replace(job.record(), products=products, batch=None if batch == batch_of(windows.seqlen) else batch)
-        container.room = longest_record(model, record)
+        container.room = max_final_record_bytes(model, record)
         choice = measured_choice(model, job.asked, job.recipe, container, record)
         planned = plan(model, job.recipe, windows.fitted, device, job.options.progress, free=choice)
-        yield Decided(record, planned, prediction)
+        yield Decisions(record, planned, prediction)

@@ -246,7 +246,7 @@ class Recipe:
         Raises:
             RecipeError: A keyword is unknown, is given twice under two names, or has an unsupported value.
         """
-        options = chosen(spellings)
+        options = translated_options(spellings)
         layers = options.pop("layers", None) or {}
         if not isinstance(layers, Mapping) or not all(isinstance(changes, Mapping) for changes in layers.values()):
             raise RecipeError(
@@ -256,7 +256,10 @@ class Recipe:
         flat = {name: options.pop(name) for name in RECIPE_FIELDS & options.keys()}
         tokens = {name: options.pop(name) for name in names_of(Calibration) & options.keys()}
         other = tuple(
-            LayerScheme(pattern=pattern, scheme=scheme_of(into=flat.get("format"), **changed(options, chosen(changes))))
+            LayerScheme(
+                pattern=pattern,
+                scheme=scheme_of(into=flat.get("format"), **merged_options(options, translated_options(changes))),
+            )
             for pattern, changes in layers.items()
         )
         scheme = scheme_of(into=flat.get("format"), spread=flat.get("allocate"), **options)
@@ -284,7 +287,7 @@ def _unfit(format: str, scheme: AnyScheme) -> str:
     )
 
 
-def changed(options: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def merged_options(options: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of layers that change some of them; a different solver drops the options of the general solver.
 
     Raises:
@@ -307,7 +310,7 @@ def changed(options: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
 RECIPE_FIELDS = {"format", "ignore", "allocate", "max_loss", "tune", "pre"}  # plain fields of a recipe, not dataclasses
 
 
-def chosen(spellings: Mapping[str, Any]) -> dict[str, Any]:
+def translated_options(spellings: Mapping[str, Any]) -> dict[str, Any]:
     """Return nearplane's names and values for keywords in any supported spelling.
 
     Raises:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Self
 
 from nearplane.errors import RecipeError
-from nearplane.lattice.number_formats import CODED, TYPES, NumberFormat, find_format, integers
+from nearplane.lattice.number_formats import ENTROPY_CODED_FORMAT, TYPES, NumberFormat, find_format, integers
 
 Order = Literal["natural", "activation", "pivoted"]
 Solver = Literal["nearest-plane", "round-to-nearest", "k-best"]
@@ -18,9 +18,11 @@ Format = Literal["compressed-tensors", "gptq", "gptq_v2", "gguf", "nearplane"]
 Allocation = Literal["uniform", "slope"]
 
 BEAM = 8  # candidates of a row; docs/log.md has the measurements behind this and the defaults of `schemes.py`
-FITTING = (128, 64, 32, 16)  # default group sizes to try; kernels take no smaller ones
+DEFAULT_GROUP_SIZES = (128, 64, 32, 16)  # default group sizes to try; kernels take no smaller ones
 SWEEP_DAMP = 0.1  # default of `sweep_damp` where targets are corrected
-UNCALIBRATED: tuple[Solver, ...] = ("round-to-nearest",)  # solvers that need no inputs; see `lattice/solvers.py`
+UNCALIBRATED_SOLVERS: tuple[Solver, ...] = (
+    "round-to-nearest",
+)  # solvers that need no inputs; see `lattice/solvers.py`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +106,7 @@ class Scheme:
     @property
     def calibrated(self) -> bool:
         """Whether the solver uses the inputs of layers."""
-        return self.solver not in UNCALIBRATED
+        return self.solver not in UNCALIBRATED_SOLVERS
 
     @property
     def title(self) -> str:
@@ -129,7 +131,7 @@ class Scheme:
     @property
     def number_format(self) -> NumberFormat:
         """Number format of layers that have none of their own."""
-        return CODED
+        return ENTROPY_CODED_FORMAT
 
     @property
     def mixed(self) -> bool:

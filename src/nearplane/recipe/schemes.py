@@ -22,8 +22,8 @@ from nearplane.lattice.number_formats import (
     number_format,
 )
 from nearplane.recipe.scheme import (
+    DEFAULT_GROUP_SIZES,
     FILE_FORMATS,
-    FITTING,
     Allocation,
     Format,
     Scheme,
@@ -413,9 +413,9 @@ def _settle_refits(scheme: GridScheme | BlockScheme) -> None:
         whole(name, getattr(scheme, name), 0)
 
 
-def fitting_group(inputs: Iterable[int], most: int = FITTING[0]) -> int:
+def fitting_group(inputs: Iterable[int], most: int = DEFAULT_GROUP_SIZES[0]) -> int:
     """Return the largest of `most`, `most` / 2, `most` / 4, ... that divides all numbers of inputs, at least 16.
 
     16 is the smallest group that kernels take.
     """
-    return max(FITTING[-1], gcd(most, *inputs))
+    return max(DEFAULT_GROUP_SIZES[-1], gcd(most, *inputs))

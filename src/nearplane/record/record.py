@@ -20,7 +20,7 @@ from nearplane.recipe.schemes import BlockScheme
 from nearplane.record.from_json import annotated
 from nearplane.record.tuning_record import Tuning
 from nearplane.system.matmul_choice import Products
-from nearplane.system.paths import RECORD, left_behind
+from nearplane.system.paths import RECORD, unfinished_run
 
 VERSION = 5  # of the record; records of other versions are refused
 MAX_CERTIFIED_INPUTS = 4096  # no limit is computed for wider layers, as it would take longer than the solve
@@ -383,7 +383,7 @@ def read_record(folder: Path) -> RunRecord:
         )
     if not path.is_file():
         raise FormatError(
-            f"{folder} holds no {RECORD}: expected a folder that nearplane quantize wrote.{left_behind(folder)}"
+            f"{folder} holds no {RECORD}: expected a folder that nearplane quantize wrote.{unfinished_run(folder)}"
         )
     try:
         return RunRecord.from_json(path.read_text(encoding="utf-8"), str(path))

@@ -10,7 +10,7 @@ from nearplane.errors import FormatError
 from nearplane.recipe.recipe import Tune
 from nearplane.recipe.sizes import counted, size_text
 
-APART = 1e-5  # relative tolerance of the held-out KL from files: float32 sums in another order
+KL_TOLERANCE = 1e-5  # relative tolerance of the held-out KL from files: float32 sums in another order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +138,7 @@ class Tuning:
         return text
 
 
-def odd(tuning: Tuning) -> Iterator[str]:
+def tuning_contradictions(tuning: Tuning) -> Iterator[str]:
     """Yield contradictions in a record of tuning that cannot be true for any data."""
     fitting = [point for point in tuning.curve if tuning.most is None or (point.bytes or 0) <= tuning.most]
     best = min(fitting, key=lambda point: point.held_out, default=None)
@@ -147,7 +147,7 @@ def odd(tuning: Tuning) -> Iterator[str]:
     elif best.step != tuning.kept:
         yield f"the state of step {tuning.kept} was kept, but step {best.step} is the best on the held-out windows"
     kept = next((point.held_out for point in tuning.curve if point.step == tuning.kept), math.nan)
-    if not math.isclose(kept, tuning.held_out, rel_tol=APART, abs_tol=1e-12):
+    if not math.isclose(kept, tuning.held_out, rel_tol=KL_TOLERANCE, abs_tol=1e-12):
         yield f"the held-out KL is {tuning.held_out:.9g} from the files, but {kept:.9g} on the curve"
     if [point.step for point in tuning.curve] != sorted({point.step for point in tuning.curve}):
         yield "the steps of the tuning curve do not ascend"

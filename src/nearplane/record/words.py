@@ -11,13 +11,13 @@ from pathlib import Path
 
 from nearplane.errors import first_few
 from nearplane.lattice.number_formats import TYPES
-from nearplane.recipe.scheme import FITTING
+from nearplane.recipe.scheme import DEFAULT_GROUP_SIZES
 from nearplane.recipe.schemes import BlockScheme
 from nearplane.recipe.sizes import bytes_in, counted
 from nearplane.record.record import RunRecord
 
 UNSEEN = "to which nothing was fitted"  # said of windows that follow the calibration windows in the text
-LEAST, ADVISED = 1, 4  # of the widest layer; a run with fewer than the first is refused
+MIN_TOKENS_PER_INPUT, ADVISED_TOKENS_PER_INPUT = 1, 4  # of the widest layer; a run with fewer than the first is refused
 
 
 def calibrated(record: RunRecord) -> str:
@@ -69,13 +69,13 @@ def shortage(windows: int, seqlen: int, samples: int, widest: str, inputs: int) 
         inputs: The number of inputs of that layer.
     """
     tokens = windows * seqlen
-    if tokens >= ADVISED * inputs:
+    if tokens >= ADVISED_TOKENS_PER_INPUT * inputs:
         return None
-    enough = math.ceil(ADVISED * inputs / seqlen)
+    enough = math.ceil(ADVISED_TOKENS_PER_INPUT * inputs / seqlen)
     short = f" The text has only {windows} such windows: pass a longer text." if windows < samples else ""
     return (
         f"{tokens:,} calibration tokens are {tokens / inputs:.2g} for each of the {inputs:,} inputs of {widest}; at least "
-        f"{LEAST} is needed, {ADVISED} or more are advised. Use --samples {enough} or more "
+        f"{MIN_TOKENS_PER_INPUT} is needed, {ADVISED_TOKENS_PER_INPUT} or more are advised. Use --samples {enough} or more "
         f"(windows of {seqlen} tokens).{short}"
     )
 
@@ -109,20 +109,22 @@ def _experts(record: RunRecord) -> Iterator[str]:
         yield (
             f"{100 * share:.1f} % of the tokens are routed to the same expert as in the original model; only these are corrected"
         )
-    few = [layer for layer in matrices if layer.tokens < ADVISED * layer.in_features]
+    few = [layer for layer in matrices if layer.tokens < ADVISED_TOKENS_PER_INPUT * layer.in_features]
     rare = {layer.name.rpartition(".")[0] for layer in few}
     filled = {layer.name.rpartition(".")[0] for layer in few if layer.blended}
     if not rare:
         return
-    factor = max((ADVISED * layer.in_features / layer.tokens for layer in few if layer.tokens), default=1.0)
+    factor = max(
+        (ADVISED_TOKENS_PER_INPUT * layer.in_features / layer.tokens for layer in few if layer.tokens), default=1.0
+    )
     yield (
-        f"{counted(len(rare), 'expert')} got fewer than the advised {ADVISED} tokens for each input; about "
+        f"{counted(len(rare), 'expert')} got fewer than the advised {ADVISED_TOKENS_PER_INPUT} tokens for each input; about "
         f"--samples {math.ceil(factor * record.windows):,} ({factor:.1f} times as many) would be enough for every expert that any "
         f"token reached"
     )
     if filled:
         yield (
-            f"{counted(len(filled), 'expert')} got fewer than {LEAST} token for each input: the mean Hessian of the "
+            f"{counted(len(filled), 'expert')} got fewer than {MIN_TOKENS_PER_INPUT} token for each input: the mean Hessian of the "
             f"experts of the block was added to theirs (--rare-experts mean)"
         )
     if never := sorted(name for name in rare if not experts[name].tokens):
@@ -217,18 +219,18 @@ def _wide_steps(record: RunRecord) -> Iterator[str]:
 def _smaller_groups(record: RunRecord) -> Iterator[str]:
     """Yield a line if no group size was given and the default does not divide the inputs."""
     size = record.layers[0].number_format.group
-    if getattr(record.recipe.scheme, "group_size", None) != "auto" or size == FITTING[0]:
+    if getattr(record.recipe.scheme, "group_size", None) != "auto" or size == DEFAULT_GROUP_SIZES[0]:
         return
-    narrow = next((x for x in record.layers if x.in_features % (2 * size if size else FITTING[-1])), None)
+    narrow = next((x for x in record.layers if x.in_features % (2 * size if size else DEFAULT_GROUP_SIZES[-1])), None)
     if narrow is None:  # all layers could have larger groups
         return
     if size is None:
         yield (
-            f"each row has a single step: no group of {FITTING[-1]} or more divides the {narrow.in_features} inputs of "
+            f"each row has a single step: no group of {DEFAULT_GROUP_SIZES[-1]} or more divides the {narrow.in_features} inputs of "
             f"{narrow.name}; a smaller --group-size loses less and takes more bits"
         )
     else:
-        yield f"groups of {size}: the default, {FITTING[0]}, does not divide the {narrow.in_features} inputs of {narrow.name}"
+        yield f"groups of {size}: the default, {DEFAULT_GROUP_SIZES[0]}, does not divide the {narrow.in_features} inputs of {narrow.name}"
 
 
 def next_commands(record: RunRecord, out: Path) -> Iterator[str]:

@@ -27,8 +27,10 @@ from nearplane.system.matmul_choice import Library, Products
 logger = logging.getLogger("nearplane")
 
 PRECISIONS: dict[Library, str] = {"default": "ieee", "onednn": "bf16"}  # torch's names for how inputs may be rounded
-ERROR = 4.0  # oneDNN error / default error that counts as equally exact; rounding to bf16 gives ten thousand
-WORTH = 2e9  # multiplications by weights in a forward pass of all tokens, below which a choice gains nothing
+MAX_ERROR_RATIO = 4.0  # oneDNN error / default error that counts as equally exact; rounding to bf16 gives ten thousand
+MIN_MULTIPLICATIONS = (
+    2e9  # multiplications by weights in a forward pass of all tokens, below which a choice gains nothing
+)
 TRIAL_ROWS = 96  # rows of X in trial products
 SIDE = 3072  # longest side of a matrix in trial products
 TRIAL_SHAPES = 2  # number of shapes with a trial product: those that hold the most weights
@@ -36,7 +38,7 @@ COMPARED_ROWS = 16  # rows of each product that are compared with float64
 
 
 @contextmanager
-def fastest(shapes: Iterable[tuple[int, int]], tokens: int, device: Device) -> Iterator[Products | None]:
+def chosen_library(shapes: Iterable[tuple[int, int]], tokens: int, device: Device) -> Iterator[Products | None]:
     """Choose the library for a run and use it inside the context; the switch is restored afterwards.
 
     The switch belongs to the process: enter before threads start, and use one context at a time in a process.
@@ -52,14 +54,14 @@ def fastest(shapes: Iterable[tuple[int, int]], tokens: int, device: Device) -> I
     """
     sizes = list(shapes)
     work = tokens * sum(rows * columns for rows, columns in sizes)
-    eligible = device.on_cpu and work >= WORTH and _switch() is not None and slow_for_mkl()
+    eligible = device.on_cpu and work >= MIN_MULTIPLICATIONS and _switch() is not None and slow_for_mkl()
     products = trial(kinds(sizes)) if eligible else None
     with _using("default" if products is None else products.library):
         yield products
 
 
 @contextmanager
-def repeated(products: Products | None, device: Device) -> Iterator[Products | None]:
+def recorded_library(products: Products | None, device: Device) -> Iterator[Products | None]:
     """Use the library that a record names, or with a warning the default if this machine cannot repeat its results.
 
     Yields:
@@ -117,7 +119,7 @@ def trial(shapes: Iterable[tuple[int, int]]) -> Products:
 
 def as_exact(measured: Products) -> bool:
     """Return whether oneDNN computed in float32 although it may round."""
-    return measured.errors["onednn"] <= ERROR * measured.errors["default"]
+    return measured.errors["onednn"] <= MAX_ERROR_RATIO * measured.errors["default"]
 
 
 def _products(rows: int, columns: int, generator: torch.Generator) -> list[tuple[Callable[[], Tensor], Tensor]]:

@@ -42,7 +42,7 @@ def resident(root: Path = Path("/")) -> int | None:
     return None
 
 
-def give_back_large() -> None:
+def return_large_blocks() -> None:
     """Make this process return freed blocks of `LARGE_BLOCK` bytes or more to the system at once.
 
     By default, glibc raises this limit to 32 MB and keeps smaller freed blocks. In a run of 3 GB they added up to a

@@ -25,14 +25,14 @@ def folder_named(source: str | Path) -> Path | None:
         return folder
     if folder.exists():
         raise ModelError(f"{source} is a file. Pass the folder of the model.")
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", str(source)) or left_behind(folder):
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", str(source)) or unfinished_run(folder):
         raise ModelError(
-            f"The folder {source} does not exist, and it is not a hub id of the form owner/name.{left_behind(folder)}"
+            f"The folder {source} does not exist, and it is not a hub id of the form owner/name.{unfinished_run(folder)}"
         )
     return None
 
 
-def left_behind(folder: Path) -> str:
+def unfinished_run(folder: Path) -> str:
     """Return a sentence if an unfinished run for this folder can be resumed, else an empty text."""
     unfinished = folder.with_name(folder.name + UNFINISHED)
     if not folder.name or folder.exists() or not unfinished.is_dir():
@@ -40,7 +40,7 @@ def left_behind(folder: Path) -> str:
     return f" An unfinished run left {unfinished}: repeat its command."
 
 
-def check_there(source: str | Path) -> None:
+def check_text_exists(source: str | Path) -> None:
     """Refuse a text that neither exists nor is named like a data set.
 
     Raises:
@@ -62,4 +62,4 @@ def check_named(*models: str | Path | None, texts: tuple[str | Path | None, ...]
             folder_named(model)
     for text in texts:
         if text is not None:
-            check_there(text)
+            check_text_exists(text)

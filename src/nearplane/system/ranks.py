@@ -37,4 +37,4 @@ class Ranks:
         return values
 
 
-ALONE = Ranks()
+ONE_PROCESS = Ranks()

@@ -31,7 +31,7 @@ from nearplane.system.paths import INCOMPLETE
 INDEX = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
 MARK = "This checkpoint is not finished: the run that writes it is under way or died.\n"  # first line of `INCOMPLETE`
-NAMES = {  # names of dtypes in safetensors
+DTYPE_NAMES = {  # names of dtypes in safetensors
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -48,12 +48,12 @@ NAMES = {  # names of dtypes in safetensors
 def checksum(tensor: Tensor) -> str:
     """Return the CRC-32 of "DTYPE SIZE SIZE ..." and the bytes of a contiguous tensor on the CPU, as 8 hexadecimal digits."""
     content = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
-    return f"{zlib.crc32(content, zlib.crc32(about(tensor).encode())):08x}"
+    return f"{zlib.crc32(content, zlib.crc32(dtype_and_shape(tensor).encode())):08x}"
 
 
-def about(tensor: Tensor) -> str:
+def dtype_and_shape(tensor: Tensor) -> str:
     """Return "DTYPE SIZE SIZE ..." of a tensor, with the dtype's name in safetensors."""
-    return " ".join([NAMES.get(tensor.dtype, str(tensor.dtype)), *map(str, tensor.shape)])
+    return " ".join([DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)), *map(str, tensor.shape)])
 
 
 def index_text(weight_map: Mapping[str, str], checksums: Mapping[str, str] | None, size: int) -> str:

@@ -31,7 +31,7 @@ from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.recipe.scheme import Solver
 from nearplane.recipe.schemes import RateScheme
 from nearplane.system.device import Device
-from nearplane.theory.huffman import coded_bytes, foretold_size
+from nearplane.theory.huffman import coded_bytes, estimated_size
 
 MIN_RATE = 1.1  # bits per weight; every code word has at least one bit
 MAX_CARRYOVER = 0.02  # relative change of a layer's rate that uses up the surplus bits of earlier blocks
@@ -95,7 +95,7 @@ def hptq(
     try:
         T, _ = corrected(W, inputs, scheme)
         trial = search(
-            T, inputs, scheme, rate, one_step, lambda matrix: foretold_size(_numbers(matrix)).bits / W.numel()
+            T, inputs, scheme, rate, one_step, lambda matrix: estimated_size(_numbers(matrix)).bits / W.numel()
         )
     except NumericalError as error:
         raise NumericalError(f"{name} ({inputs.moments.tokens} tokens): {error}") from error

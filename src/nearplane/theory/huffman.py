@@ -67,7 +67,7 @@ class Parts(NamedTuple):
     listed: int  # number of listed codes
 
 
-def foretold_size(codes: NDArray[np.int32]) -> Size:
+def estimated_size(codes: NDArray[np.int32]) -> Size:
     """Estimate the size of codes (out, in) with one step and one Huffman code; its table is stored if that pays.
 
     Header, table and lists are as in docs/format.md; small matrices are one stream, large ones chunks of eight.

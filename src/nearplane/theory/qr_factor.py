@@ -15,7 +15,7 @@ from torch import Tensor
 from nearplane.errors import NumericalError
 from nearplane.lattice.factor import AUTO_DAMPS, Factor, Order, one_thread, order_by, rounding_order
 
-TALL = 2  # rows of a block per column: R is then a quarter of the work, and three such blocks fit in memory
+ROWS_PER_COLUMN = 2  # rows of a block per column: R is then a quarter of the work, and three such blocks fit in memory
 
 
 def append(R: Tensor | None, X: Tensor, *, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -29,7 +29,7 @@ def append(R: Tensor | None, X: Tensor, *, dtype: torch.dtype = torch.float64) -
     Returns:
         (in, in) upper triangular with a diagonal that is not negative: unique where the rows have full rank.
     """
-    step = TALL * X.shape[1]
+    step = ROWS_PER_COLUMN * X.shape[1]
     for start in range(0, max(len(X), 1), step):
         rows = X[start : start + step].to(dtype)
         R = _triangle(rows if R is None else torch.cat([R.to(dtype), rows]))

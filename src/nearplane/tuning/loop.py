@@ -22,7 +22,7 @@ import torch
 
 from nearplane.errors import CalibrationError
 from nearplane.formats.container import Container
-from nearplane.formats.journal_pages import Notebook
+from nearplane.formats.journal_pages import JournalPages
 from nearplane.models.kinds import Divergence
 from nearplane.record.tuning_record import Point
 from nearplane.system.progress import Progress, duration, logged, silent
@@ -53,7 +53,7 @@ class Outcome:
     steps: int
 
 
-class Snapshots:
+class TrainingJournal:
     """State of training on disk, for resuming it.
 
     Args:
@@ -67,7 +67,7 @@ class Snapshots:
     """
 
     def __init__(self, container: Container, told: Mapping[str, Any], began: float) -> None:
-        self._notebook = Notebook(container, told, began)
+        self._notebook = JournalPages(container, told, began)
         self._standing: dict[str, Any] | None = self._notebook.before(
             lambda state: self._notebook.load(_page(int(state["done"])))
         )
@@ -106,7 +106,7 @@ def train(
     cut: Split,
     *,
     pressed: Callable[[float], Pressure | None] = lambda kl: None,
-    kept: Snapshots | None = None,
+    kept: TrainingJournal | None = None,
     progress: Progress = silent,
 ) -> Outcome:
     """Train; leave the tensors in the state that was best on the held-out batches among states that are small enough.

@@ -36,7 +36,7 @@ from transformers import PreTrainedModel
 
 from nearplane.calibration.windows import calibration_windows, check_tokens
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.journal_pages import told
+from nearplane.formats.journal_pages import run_inputs
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model, open_model
 from nearplane.models.pretrained import find_folder
@@ -46,7 +46,7 @@ from nearplane.recipe.schemes import GridScheme, RateScheme, fitting_group
 from nearplane.record.record import RunRecord, read_record, versions
 from nearplane.system.device import Device
 from nearplane.system.files import check_writable, exclusive_lock, read_object, sha256, write_whole
-from nearplane.system.matmul_library import fastest
+from nearplane.system.matmul_library import chosen_library
 from nearplane.system.paths import RECORD
 from nearplane.system.progress import Progress, logged, silent
 from nearplane.system.safetensors_files import refuse_unfinished
@@ -55,7 +55,7 @@ from nearplane.verbs.evaluate import evaluate, load_dense
 from nearplane.verbs.quantize_api import quantize
 
 WAYS: tuple[Way, ...] = Way.__args__  # type: ignore[attr-defined]
-ORIGINAL = "original"
+ORIGINAL_METHOD = "original"
 HUFFMAN: tuple[Way, ...] = ("rtn-huffman", "gptq-huffman")
 GROUPS = (32, 64, 128, 256, 512, 1024)  # powers of two, so that the largest fitting one is a greatest common divisor
 ROWS_FILE = "rows.json"
@@ -268,7 +268,7 @@ class _Measure:
         given = self.calibration.calibration
         texts = [self.text] if given is None else [self.text, given]
         digest = " ".join(content_of(Path(text)) for text in texts)
-        return told(settings, folders, digest, versions(), Device.named(self.device))
+        return run_inputs(settings, folders, digest, versions(), Device.named(self.device))
 
     def measured(self, row: Row, model: str | Path | PreTrainedModel, **given: Any) -> Row:
         """Return a row with the figures of a model; `given` are additional options of `evaluate`."""
@@ -279,7 +279,7 @@ class _Measure:
         """Return the row of the original model."""
         size = sum(path.stat().st_size for path in opened.folder.glob("*.safetensors"))
         bits = 8.0 * opened.dtype.itemsize
-        row = Row(model=model, method=ORIGINAL, rate=bits, bytes=size, folder=opened.folder)
+        row = Row(model=model, method=ORIGINAL_METHOD, rate=bits, bytes=size, folder=opened.folder)
         return replace(self.measured(row, model), kl=0.0)
 
     def written(self, row: Row, recipe: Recipe, note: str, out: Path) -> Row:
@@ -298,7 +298,7 @@ class _Measure:
         network, tokenizer = load_dense(row.model, device.place, trust_remote_code=self.trust_remote_code)
         size, layers = 0, opened.layers
         with (
-            fastest([layer.shape for layer in layers], windows.count * windows.seqlen, device),
+            chosen_library([layer.shape for layer in layers], windows.count * windows.seqlen, device),
             closing(hptq_layers(opened, recipe, windows, device)) as walked,
         ):
             for layer, coded in self.progress(logged(walked, "quantizing", len(layers)), "quantizing", len(layers)):
@@ -325,7 +325,7 @@ def _rows(
     with known.writing(), tempfile.TemporaryDirectory(prefix="nearplane-") as temporary:
         for model in map(str, models):
             opened = open_model(model, trust_remote_code=measure.trust_remote_code)
-            yield known.get(model, ORIGINAL, None) or known.add(measure.original(model, opened))
+            yield known.get(model, ORIGINAL_METHOD, None) or known.add(measure.original(model, opened))
             layers = [layer for block in opened.blocks for layer in block.layers]
             for asked, method in product(bits, methods):
                 if (earlier := known.get(model, method, asked)) is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nearplane.errors import RecipeError
 from nearplane.recipe.recipe import Way
 from nearplane.system.files import check_writable, write_whole
-from nearplane.verbs.compare import ORIGINAL, WAYS, Row
+from nearplane.verbs.compare import ORIGINAL_METHOD, WAYS, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,7 +47,7 @@ def draw(rows: Iterable[Row], out: str | Path) -> None:
 
     out = Path(out)
     measured = [row for row in rows if row.perplexity is not None]
-    originals = [row for row in measured if row.method == ORIGINAL]
+    originals = [row for row in measured if row.method == ORIGINAL_METHOD]
     if len(measured) == len(originals):
         raise RecipeError("There is nothing to draw, because no method supports the requested bits.")
     methods: list[Way] = [way for way in WAYS if any(row.method == way for row in measured)]

@@ -24,7 +24,7 @@ from nearplane.loading.dense_network import dense_network
 from nearplane.models.kinds import Divergence, Taken, divergence
 from nearplane.models.pretrained import find_folder, in_a_sentence, tokenizer_of
 from nearplane.system.device import Device
-from nearplane.system.matmul_library import fastest
+from nearplane.system.matmul_library import chosen_library
 from nearplane.system.progress import Progress, logged, silent
 from nearplane.verbs.evaluate_networks import Network, opened, predictions, windows_at_a_time
 
@@ -109,7 +109,7 @@ def evaluate(
         check_start(windows, network.start, names[0])
     total = -(-len(windows) // windows_at_a_time(networks, windows))
     with (
-        fastest(network.shapes(), windows.numel(), Device(network.device)),
+        chosen_library(network.shapes(), windows.numel(), Device(network.device)),
         in_a_sentence(f"{names[0]} does not run on its windows of {seqlen} tokens"),
     ):
         compared = progress(logged(predictions(networks, windows), "evaluating", total), "evaluating", total)

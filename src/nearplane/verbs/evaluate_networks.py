@@ -30,10 +30,10 @@ from nearplane.models.pretrained import empty_network, find_folder
 from nearplane.recipe.sizes import size_text
 from nearplane.system.device import Device
 from nearplane.system.fp8_mxfp4 import method_of
-from nearplane.system.memory import free_memory, give_back_large
+from nearplane.system.memory import free_memory, return_large_blocks
 
 BATCH_TOKENS, OTHER_BATCH = 2048, 8  # tokens of text in a batch, and windows of other inputs
-SHARE = 0.4  # of the free memory, which one network may use in float32
+MAX_MEMORY_SHARE = 0.4  # of the free memory, which one network may use in float32
 STATES = 0.2  # of the free memory, for the hidden states of a chunk; a block holds them twice while it runs
 
 log = logging.getLogger(__name__)
@@ -147,12 +147,12 @@ def opened(model: str | Path | PreTrainedModel, device: Device, *, trust_remote_
     Raises:
         ModelError, FormatError: The network cannot be read.
     """
-    give_back_large()
+    return_large_blocks()
     if not isinstance(model, str | Path):
         return Held(check_model(model))
     folder = find_folder(str(model), trust_remote_code=trust_remote_code)
     size, free = _size(folder, trust_remote_code), device.free()
-    if device.on_cpu and free is not None and size > SHARE * free:
+    if device.on_cpu and free is not None and size > MAX_MEMORY_SHARE * free:
         try:
             streamed = Streamed(on_disk(folder, trust_remote_code=trust_remote_code), device.place)
         except ModelError as error:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nearplane.errors import FormatError, ModelError, RecipeError
 from nearplane.formats.beside import CONFIG, copy_beside
-from nearplane.formats.container import check_apart, disk
+from nearplane.formats.container import readable_errors, refuse_overlap
 from nearplane.formats.layer_format import WEIGHTS, json_text, read_config
 from nearplane.formats.stored import quantization_of, reader_of
 from nearplane.formats.table import FORMATS
@@ -60,14 +60,14 @@ def export(
         raise ModelError(f"The folder {source} does not exist. Pass a folder that nearplane quantize wrote.")
     if quantization_of(source) is None:
         raise RecipeError(f"{source} is not quantized: its weights are dense already. Copy the folder instead.")
-    check_apart(out, source)
+    refuse_overlap(out, source)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RecipeError(f"{out} exists and is not empty. Choose another folder, or empty it first.")
     place = Unfinished(out)
-    check_apart(place.folder, source)
+    refuse_overlap(place.folder, source)
     network = empty_network(source, trust_remote_code=trust_remote_code, reader=reader_of(source))
     tensors = decoded_tensors(source, network)
-    with disk(out), place:
+    with readable_errors(out), place:
         writer = ShardWriter(place.folder, None)
         for shard in _shards(tensors, DTYPES[dtype]):
             writer.write(shard)

@@ -17,16 +17,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from nearplane.calibration.given import as_folder, called, taken
 from nearplane.calibration.windows import calibration_windows
 from nearplane.errors import NearplaneError, RecipeError
-from nearplane.formats.container import check_apart
+from nearplane.formats.container import refuse_overlap
 from nearplane.models.pretrained import find_folder
-from nearplane.planning.start import Job, Options, open_settled
+from nearplane.planning.start import Job, Options, open_resolved
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.sizes import bytes_in
 from nearplane.record.record import RunRecord, read_record
 from nearplane.system.device import Device
-from nearplane.system.memory import give_back_large
+from nearplane.system.memory import return_large_blocks
 from nearplane.system.output_folder import Unfinished
-from nearplane.system.paths import check_there
+from nearplane.system.paths import check_text_exists
 from nearplane.system.progress import Progress, say_compiling, silent
 from nearplane.system.safetensors_files import refuse_unfinished
 from nearplane.tuning.checkpoint import check_layers, check_recipe, check_tunable
@@ -99,9 +99,9 @@ def quantize(
             "--memory limits quantization but not tuning. Quantize with --memory and --tune none, then tune the checkpoint "
             "with nearplane tune."
         )
-    give_back_large()
+    return_large_blocks()
     if given is None and recipe.scheme.calibrated and recipe.calibration.calibration is not None:
-        check_there(recipe.calibration.calibration)
+        check_text_exists(recipe.calibration.calibration)
     with as_folder(model, tokenizer) as folder:
         recipe = recipe if given is None else given.recorded(recipe)
         quantizes = quantize_folder if recipe.tune == "none" else _then_tuned
@@ -125,7 +125,7 @@ def _then_tuned(folder: str, out: Path, recipe: Recipe, options: Options) -> Run
     place = Unfinished(out, overwrite=options.overwrite)  # makes errors early that tuning would raise after the solve
     model = find_folder(folder, trust_remote_code=options.trust_remote_code)
     for target in (out, place.folder):
-        check_apart(target, model)
+        refuse_overlap(target, model)
     if not solved.is_symlink() and (not solved.exists() or (solved.is_dir() and not any(solved.iterdir()))):
         _check_tunable(folder, recipe, options)
         quantize_folder(folder, solved, recipe, options)
@@ -162,7 +162,7 @@ def _then_tuned(folder: str, out: Path, recipe: Recipe, options: Options) -> Run
 
 def _check_tunable(folder: str, recipe: Recipe, options: Options) -> None:
     """Raise before the solve the errors that `tune` would raise after it."""
-    model, settled = open_settled(folder, recipe, trust_remote_code=options.trust_remote_code)
+    model, settled = open_resolved(folder, recipe, trust_remote_code=options.trust_remote_code)
     check_recipe(settled, "This run")
     check_layers(model, "This run")
     windows = calibration_windows(model, settled, options.given)

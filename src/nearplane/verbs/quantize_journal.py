@@ -22,11 +22,11 @@ from torch import Tensor
 from nearplane.calibration.activations import Stream
 from nearplane.errors import FormatError
 from nearplane.formats.container import Container
-from nearplane.formats.journal_pages import EXPECTED, Notebook
+from nearplane.formats.journal_pages import REMEDY, JournalPages
 from nearplane.models.model import Model
 from nearplane.planning.ledger import Ledger
 from nearplane.planning.plan import Plan
-from nearplane.planning.start import Before
+from nearplane.planning.start import StoppedRun
 from nearplane.record.record import RunRecord
 from nearplane.system.matmul_library import repeatable
 from nearplane.system.progress import duration
@@ -53,7 +53,7 @@ class Journal:
     """
 
     def __init__(self, container: Container, told: Mapping[str, Any]) -> None:
-        self._notebook = Notebook(container, told)
+        self._notebook = JournalPages(container, told)
         self._ledger: Ledger | None = None
         self.before = self._notebook.before(self._understood)
         if self.before is not None:
@@ -64,15 +64,15 @@ class Journal:
                 container.folder,
             )
 
-    def _understood(self, state: Mapping[str, Any]) -> Before:
+    def _understood(self, state: Mapping[str, Any]) -> StoppedRun:
         record = RunRecord.from_json(state["record"])
         if record.products is not None and not repeatable(record.products):
             raise FormatError(
                 f"The stopped run multiplied with oneDNN, which is not as exact with this processor or this torch. Resume it on "
-                f"its first machine. {EXPECTED}."
+                f"its first machine. {REMEDY}."
             )
         plan = Plan.restored(state["plan"], self._notebook.load(PLAN), record.tokens)
-        return Before(blocks=int(state["blocks"]), record=record, plan=plan, seconds=float(state["seconds"]))
+        return StoppedRun(blocks=int(state["blocks"]), record=record, plan=plan, seconds=float(state["seconds"]))
 
     @property
     def seconds(self) -> float:

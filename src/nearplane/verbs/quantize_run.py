@@ -14,7 +14,7 @@ from nearplane.matrix.on_grid import with_tensors
 from nearplane.matrix.solve_layer import Task
 from nearplane.planning.ledger import Ledger, Solved
 from nearplane.planning.request import quantization_config, with_types
-from nearplane.planning.start import Decided, Job, decide
+from nearplane.planning.start import Decisions, Job, decide
 from nearplane.record.record import RunRecord
 from nearplane.system.progress import counted
 from nearplane.verbs.quantize_journal import Journal
@@ -32,7 +32,7 @@ class Run:
         count: Callback for the number of newly written layers; set when the run begins.
     """
 
-    def __init__(self, job: Job, container: Container, journal: Journal, decided: Decided) -> None:
+    def __init__(self, job: Job, container: Container, journal: Journal, decided: Decisions) -> None:
         self.model, self._container, self._journal = job.model, container, journal
         self._record, plan, self._forecast = decided
         self.setting = replace(self._forecast.setting, folder=container.folder)

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from nearplane.errors import RecipeError
-from nearplane.formats.find_record import found_record
+from nearplane.formats.find_record import find_record
 from nearplane.record.report.page import render
 from nearplane.system.files import write_whole
 
@@ -26,7 +26,7 @@ def write_report(out: str | Path, page: str | Path | None = None, *, overwrite: 
         RecipeError: The page lies in the checkpoint, does not end in .html, or exists.
     """
     out = Path(out)
-    record = found_record(out)
+    record = find_record(out)
     folder = out.resolve()
     default = page is None
     page = folder.with_name(f"{folder.name}-report.html") if page is None else Path(page)

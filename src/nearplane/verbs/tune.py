@@ -23,24 +23,24 @@ from nearplane.calibration.texts import DEFAULT_DATASET
 from nearplane.calibration.windows import Windows, calibration_windows, digest_of
 from nearplane.errors import CalibrationError, FormatError
 from nearplane.formats.container import Container, written
-from nearplane.formats.journal_pages import told
+from nearplane.formats.journal_pages import run_inputs
 from nearplane.formats.stored import Stored
-from nearplane.matrix.certificate import Known, measured_again
+from nearplane.matrix.certificate import SolvedMatrix, remeasure
 from nearplane.matrix.inputs import Inputs
 from nearplane.matrix.on_grid import with_tensors
 from nearplane.matrix.to_rate import TOLERANCE
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block
-from nearplane.planning.folder_size import most_bytes
-from nearplane.planning.request import open_original, settled
+from nearplane.planning.folder_size import max_record_bytes
+from nearplane.planning.request import open_original, resolved
 from nearplane.planning.start import container_for
 from nearplane.record.record import LayerRecord, RunRecord, read_record, versions
-from nearplane.record.tuning_record import APART, Solved, Tuning
+from nearplane.record.tuning_record import KL_TOLERANCE, Solved, Tuning
 from nearplane.system.device import Device
-from nearplane.system.matmul_library import repeated
+from nearplane.system.matmul_library import recorded_library
 from nearplane.system.progress import Progress, silent
 from nearplane.tuning.checkpoint import Checkpoint, check_checkpoint, check_model, fits, norms_stored, trains_codes
-from nearplane.tuning.loop import Outcome, Snapshots, mean_kl, train
+from nearplane.tuning.loop import Outcome, TrainingJournal, mean_kl, train
 from nearplane.tuning.network import TunedNetwork
 from nearplane.tuning.parameters import Pressure, Tuned, TunedLadders, TunedLayer, TunedVector
 from nearplane.tuning.settings import Split, split
@@ -96,17 +96,17 @@ def tune(
     container = container_for(
         model, record.recipe, Path(out), stored.config, overwrite=overwrite, trust_remote_code=trust_remote_code
     )
-    recipe = with_text(settled(model, record.recipe), calibration)
+    recipe = with_text(resolved(model, record.recipe), calibration)
     solved = Checkpoint(record=record, stored=stored, model=model, recipe=recipe, given=given, device=where)
     windows = _windows_of_the_run(solved)
     cut = split(solved.windows, record, samples=samples, seqlen=seqlen, steps=steps)
     codes = sum(layer.out_features * layer.in_features for layer in solved.of_blocks() if trains_codes(layer))
     hold = fits(model, cut, codes, where)
     matrices = solved.matrices(codes=True)
-    with container, repeated(record.products, where) as products:
+    with container, recorded_library(record.products, where) as products:
         settings = {"recipe": asdict(record.recipe), "--samples": cut.samples, "--steps": cut.steps}
         files, text = {"original": model.folder, "checkpoint": folder}, digest_of(cut.windows)
-        kept = Snapshots(container, told(settings, files, text, versions(), where), began)
+        kept = TrainingJournal(container, run_inputs(settings, files, text, versions(), where), began)
         if container.whole:  # only the folder was not renamed yet
             return read_record(container.folder)
         trained = Trained(solved, cut, matrices, solved.vectors(matrices))
@@ -165,7 +165,7 @@ class Trained(NamedTuple):
 
 
 def _tuned(
-    trained: Trained, container: Container, *, hold: bool, kept: Snapshots, progress: Progress
+    trained: Trained, container: Container, *, hold: bool, kept: TrainingJournal, progress: Progress
 ) -> tuple[Tuning, tuple[LayerRecord, ...]]:
     """Train, write the blocks and read them back; return the record of tuning and those of the layers."""
     solved, cut, matrices, vectors = trained
@@ -182,7 +182,7 @@ def _tuned(
             progress=progress,
         )
         tuning = _tuning_record(trained, outcome, most)
-        container.room = most_bytes(replace(solved.record, tuning=tuning))
+        container.room = max_record_bytes(replace(solved.record, tuning=tuning))
         layers = _write(trained, container)
         moved = _load(trained, Stored(container.folder, unfinished=container.config))
         by_files = mean_kl(network, cut.batches()[1])
@@ -283,7 +283,7 @@ def _agree(outcome: Outcome, by_files: float) -> None:
         FormatError: The KL of the files on the held-out windows differs from that of the trained state.
     """
     kept = next(point.held_out for point in outcome.curve if point.step == outcome.kept)
-    if not math.isclose(kept, by_files, rel_tol=APART, abs_tol=1e-12):
+    if not math.isclose(kept, by_files, rel_tol=KL_TOLERANCE, abs_tol=1e-12):
         raise FormatError(
             f"The written files have a KL of {by_files:.9g} on the held-out windows, the trained state {kept:.9g}. "
             f"This is a fault of nearplane: please report it."
@@ -293,8 +293,10 @@ def _agree(outcome: Outcome, by_files: float) -> None:
 def _certified(retuned: Checkpoint, layer: Layer, inputs: Inputs, old: LayerRecord) -> tuple[Tensor, LayerRecord]:
     """Return the values of a tuned layer from its files, and its certificate."""
     matrix = retuned.stored.matrix(old.stored, retuned.stored.tensors(old.stored))
-    known = Known(matrix=matrix, base=matrix.grid.base, tuned=True)  # these codes come from training, not from a sweep
+    known = SolvedMatrix(
+        matrix=matrix, base=matrix.grid.base, tuned=True
+    )  # these codes come from training, not from a sweep
     scheme = retuned.recipe.scheme_of(layer.name).storing(old.number_format)
-    new = measured_again(layer.name, layer.read(), inputs.used_once(), scheme, known)
+    new = remeasure(layer.name, layer.read(), inputs.used_once(), scheme, known)
     new = with_tensors(new, old.stored, old.bytes, old.checksum)
     return matrix.decode(), replace(new, asked=old.asked, seconds=old.seconds)

@@ -20,14 +20,14 @@ from nearplane.formats.beside import CONFIG, GPTQ_CONFIG, names_copied
 from nearplane.formats.layer_format import EXPERTS_WITH, READ_WITH, WEIGHTS, read_config
 from nearplane.formats.stored import Stored
 from nearplane.models.model import Model
-from nearplane.planning.request import open_original, quantization_config, settled, with_types
+from nearplane.planning.request import open_original, quantization_config, resolved, with_types
 from nearplane.recipe.recipe import Recipe
 from nearplane.record.record import RunRecord, read_record
 from nearplane.record.tuning_record import Tuning
 from nearplane.system.device import Device
 from nearplane.system.files import sha256, unordered
-from nearplane.system.matmul_library import repeated
-from nearplane.system.memory import give_back_large
+from nearplane.system.matmul_library import recorded_library
+from nearplane.system.memory import return_large_blocks
 from nearplane.system.paths import RECORD
 from nearplane.system.progress import Progress, silent
 from nearplane.system.safetensors_files import INDEX
@@ -105,7 +105,7 @@ def verify(
     record, faults = read_record(folder), list[Fault]()
     stored, measured = sound_files(folder, record, progress, faults), False
     if against is not None and stored is not None:
-        give_back_large()
+        return_large_blocks()
         model = open_original(against, record.recipe, trust_remote_code=trust_remote_code)
         differing, same = _unlike(folder, record, stored, model)
         faults += differing
@@ -113,7 +113,7 @@ def verify(
             model.tuned = tuned_norms(stored, model, record.tuning)
             vary = record.recipe.scheme.types_vary
             formats = {layer.name: layer.format for layer in record.layers if vary}
-            recipe = with_types(model, settled(model, record.recipe), formats)
+            recipe = with_types(model, resolved(model, record.recipe), formats)
             faults += _beside(folder, record, recipe, model)
             recipe = with_text(recipe, calibration)
             saved = Checkpoint(
@@ -121,7 +121,7 @@ def verify(
             )
             windows = _windows(saved, faults)
             if windows is not None:
-                with repeated(record.products, saved.device):
+                with recorded_library(record.products, saved.device):
                     measured = losses_again(saved, windows, tolerance, progress, faults)
     return Verified(
         record=record,

@@ -11,14 +11,14 @@ from typing import Any
 from nearplane.errors import FormatError, ModelError, printable
 from nearplane.formats.beside import CONFIG
 from nearplane.formats.container import written
-from nearplane.formats.find_record import record_inside
+from nearplane.formats.find_record import embedded_record
 from nearplane.formats.gguf.gguf_header import FILE, RECORD_KEY, read_header
 from nearplane.formats.layer_format import Quantized
 from nearplane.formats.stored import Stored
 from nearplane.formats.table import FORMATS
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.record.record import LayerRecord, RunRecord, contradictions, digest_of
-from nearplane.record.tuning_record import odd
+from nearplane.record.tuning_record import tuning_contradictions
 from nearplane.system.files import sha256
 from nearplane.system.paths import RECORD
 from nearplane.system.progress import Progress, logged
@@ -82,7 +82,7 @@ def _inside(folder: Path, record: RunRecord) -> Iterator[Fault]:
     if not path.is_file():
         return
     try:
-        if read_header(path).fields.get(RECORD_KEY, "").strip() and record_inside(path) != record.inside():
+        if read_header(path).fields.get(RECORD_KEY, "").strip() and embedded_record(path) != record.inside():
             yield Fault(where=FILE, what=f"the record in this file differs from {RECORD} beside it")
     except (FormatError, ModelError) as error:
         yield Fault(where=FILE, what=str(error))
@@ -174,7 +174,7 @@ def _tuning(stored: Stored, record: RunRecord) -> Iterator[Fault]:
     tuning, where = record.tuning, f"{RECORD}, tuning"
     if tuning is None:
         return
-    yield from (Fault(where=where, what=what) for what in odd(tuning))
+    yield from (Fault(where=where, what=what) for what in tuning_contradictions(tuning))
     if [each.name for each in tuning.solved] != [layer.name for layer in record.layers]:
         yield Fault(where=where, what="its losses before tuning do not match the layers")
     kept = next((point.bytes for point in tuning.curve if point.step == tuning.kept), None)

@@ -18,7 +18,7 @@ from nearplane.calibration.walk import walk
 from nearplane.calibration.windows import Windows, digest_of
 from nearplane.errors import CalibrationError, FormatError, ModelError, NumericalError, first_few
 from nearplane.formats.stored import Stored
-from nearplane.matrix.certificate import Known, measured_again
+from nearplane.matrix.certificate import SolvedMatrix, remeasure
 from nearplane.matrix.inputs import Inputs
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
@@ -82,8 +82,11 @@ def losses_again(
         scheme = saved.recipe.scheme_of(layer.name)
         try:
             matrix = saved.stored.matrix(entry.stored, saved.stored.tensors(entry.stored)).to(layer.weight.device)
-            known, storing = (Known(matrix=matrix, base=entry.base, tuned=tuned), scheme.storing(entry.number_format))
-            again = measured_again(layer.name, layer.read(), inputs.used_once(), storing, known)
+            known, storing = (
+                SolvedMatrix(matrix=matrix, base=entry.base, tuned=tuned),
+                scheme.storing(entry.number_format),
+            )
+            again = remeasure(layer.name, layer.read(), inputs.used_once(), storing, known)
         except (FormatError, ModelError, NumericalError) as error:
             faults.append(Fault(where=layer.name, what=str(error)))
             return None, False

@@ -16,7 +16,7 @@ from nearplane.lattice.factor import rounding_order
 from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
 from nearplane.lattice.moments import Extra, Moments
 from nearplane.matrix import certificate
-from nearplane.matrix.certificate import Known, measured_again
+from nearplane.matrix.certificate import SolvedMatrix, remeasure
 from nearplane.matrix.inputs import Inputs, corrected
 from nearplane.matrix.on_grid import quantize_matrix
 from nearplane.matrix.to_rate import quantize_matrix_to_rate
@@ -292,7 +292,7 @@ def test_measuring_again_what_was_solved_gives_the_same_record() -> None:
     inputs = Inputs(seen(X))
     for scheme in (GridScheme(bits=3, group_size=8), GridScheme(bits=3, group_size=8, solver="k-best", beam=2)):
         matrix, record = quantize_matrix(W, inputs, scheme)
-        again = measured_again("matrix", W, inputs, scheme, Known(matrix=matrix))
+        again = remeasure("matrix", W, inputs, scheme, SolvedMatrix(matrix=matrix))
         assert again == replace(record, seconds=0.0)
 
 
@@ -303,7 +303,7 @@ def test_one_code_moved_by_one_shows_in_its_group_of_rows() -> None:
     codes = matrix.codes.clone()
     live = int(inputs.moments.H.diagonal().argmax())
     codes[-1, live] += 1 if int(codes[-1, live]) < 3 else -1
-    moved = measured_again("matrix", W, inputs, scheme, Known(matrix=replace(matrix, codes=codes))).row_losses
+    moved = remeasure("matrix", W, inputs, scheme, SolvedMatrix(matrix=replace(matrix, codes=codes))).row_losses
     differ = [a != b for a, b in zip(moved, record.row_losses, strict=True)]
     assert differ == [False] * (len(differ) - 1) + [True]
     assert len(differ) == row_groups(OUT, COLUMNS) == 2
@@ -330,6 +330,6 @@ def test_the_solver_says_what_clipped_and_nothing_is_swept_again(monkeypatch: py
     matrix, record = quantize_matrix(W, inputs, scheme)
     assert record.clipped > 0
     assert not swept
-    again = measured_again("matrix", W, inputs, scheme, Known(matrix=matrix))
+    again = remeasure("matrix", W, inputs, scheme, SolvedMatrix(matrix=matrix))
     assert len(swept) == 1
     assert (again.clipped, again.clipped_rows) == (record.clipped, record.clipped_rows)

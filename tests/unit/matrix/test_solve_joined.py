@@ -9,7 +9,7 @@ from nearplane.errors import NumericalError
 from nearplane.lattice.number_formats import integers
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solvers import Solution, round_to_nearest
-from nearplane.matrix.on_grid import DAMP, LEAST_ROWS, quantize_matrix, solve_joined
+from nearplane.matrix.on_grid import MIN_ROWS, ROW_DAMP, quantize_matrix, solve_joined
 from nearplane.recipe.schemes import GridScheme
 
 IN, TOKENS = 24, 96
@@ -29,7 +29,7 @@ def plain(part):
 
 
 def damped(G):
-    return G + DAMP * G.diagonal().mean() * torch.eye(len(G), dtype=G.dtype)
+    return G + ROW_DAMP * G.diagonal().mean() * torch.eye(len(G), dtype=G.dtype)
 
 
 def test_rows_that_have_nothing_to_do_with_each_other_are_solved_as_alone(generator):
@@ -49,7 +49,7 @@ def test_every_part_is_solved_for_what_is_best_if_the_rows_after_it_make_up_for_
 
     E = W - solve_joined(W, [G], solve).matrix.decode()
     H, first = damped(G.double()), 0
-    assert [len(part) for part in given] == [LEAST_ROWS, LEAST_ROWS, 40 - 2 * LEAST_ROWS]
+    assert [len(part) for part in given] == [MIN_ROWS, MIN_ROWS, 40 - 2 * MIN_ROWS]
     for part in given:
         end = first + len(part)
         S = H[:end, :end] - H[:end, end:] @ torch.linalg.solve(H[end:, end:], H[end:, :end])

@@ -83,7 +83,7 @@ def test_the_same_bytes_come_out_however_memory_is_spared(room, disk, model, who
     """But for the number of windows that pass at a time. And a run that was stopped goes on the same way."""
     setting = MemorySetting(batch=8, room=room, device=CPU, disk=disk)
     monkeypatch.setattr("nearplane.planning.start.forecast", lambda *_: Forecast(setting=setting))
-    monkeypatch.setattr("nearplane.formats.journal_pages.SHARE", float("inf"))
+    monkeypatch.setattr("nearplane.formats.journal_pages.MAX_JOURNAL_SHARE", float("inf"))
     monkeypatch.setattr("nearplane.verbs.quantize_journal.PAGE", 1 << 14)
     stopped_behind(2, model, tmp_path / "out", monkeypatch, calibration=str(CALIBRATION), **TEXT)
     nearplane.quantize(model, tmp_path / "out", calibration=str(CALIBRATION), **TEXT)
@@ -96,7 +96,7 @@ def test_the_same_bytes_come_out_however_memory_is_spared(room, disk, model, who
 @pytest.mark.parametrize("batch", [2, 8], ids=["fewer", "as usual"])
 def test_a_run_that_was_stopped_goes_on_with_as_many_windows_at_a_time(batch, model, tmp_path, monkeypatch) -> None:
     """Whatever limit it then has; and `verify` takes as many."""
-    monkeypatch.setattr("nearplane.formats.journal_pages.SHARE", float("inf"))
+    monkeypatch.setattr("nearplane.formats.journal_pages.MAX_JOURNAL_SHARE", float("inf"))
     options = dict(calibration=str(CALIBRATION), **TEXT)
     begun = Forecast(setting=MemorySetting(batch=batch, room=0, device=CPU))
     with monkeypatch.context() as patch:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nearplane.models.layers import LinearLayer
-from nearplane.planning.plan import SWAY, Plan
+from nearplane.planning.plan import MAX_CARRYOVER, Plan
 
 LAYERS = [LinearLayer(name=str(index), shape=(16, 64), module=torch.nn.Identity()) for index in range(6)]
 
@@ -36,4 +36,4 @@ def test_what_is_left_moves_no_layer_far():
     plan = planned()
     plan.spend(LAYERS[0], 1000)
     plan.settle()
-    assert plan.rate(LAYERS[1]) == 2.0 * (1 - SWAY)
+    assert plan.rate(LAYERS[1]) == 2.0 * (1 - MAX_CARRYOVER)

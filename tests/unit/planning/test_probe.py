@@ -16,10 +16,10 @@ from nearplane.planning.perturb import (
     Change,
     Perturbations,
     Perturbed,
+    corrected_losses,
     expected_loss,
     measured_blocks,
     relative_energy,
-    told_losses,
 )
 from nearplane.planning.probe import probe
 
@@ -81,13 +81,13 @@ def test_what_was_measured_stays_and_loss_per_energy_is_geometric_between():
         Change(2, ("q",), 0.0, None),
     ]
     expected = [8, 0.25, 3, 3, 5, 2, 0.5, math.sqrt(3), 2.5, 0]
-    assert told_losses(changes) == pytest.approx(expected)
+    assert corrected_losses(changes) == pytest.approx(expected)
 
 
 def test_layers_that_change_nothing_where_they_are_measured_are_told_by_all_others():
     changes = [Change(0, ("q",), 1.0, 2.0), Change(0, ("v",), 0.0, 0.0), Change(1, ("v",), 3.0, None)]
-    assert told_losses(changes) == pytest.approx([2, 0, 6])
-    assert told_losses([one._replace(loss=None if one.loss is None else 0.0) for one in changes]) == [0, 0, 0]
+    assert corrected_losses(changes) == pytest.approx([2, 0, 6])
+    assert corrected_losses([one._replace(loss=None if one.loss is None else 0.0) for one in changes]) == [0, 0, 0]
 
 
 def test_the_energy_is_relative_to_every_token(generator):
@@ -120,7 +120,7 @@ def test_what_is_told_of_a_deep_network_is_near_what_all_travellers_tell(togethe
     known = sensitivity(model, tokens, device=CPU, dtype=torch.float64).outputs if minded else {}
     perturbations = Perturbations(of=shaken, points=3, together=together, sensitivity=known)
     full = probe(model, tokens, perturbations, device=CPU, dtype=torch.float64)
-    monkeypatch.setattr("nearplane.planning.probe.TRAVELLERS", 4 * 7)
+    monkeypatch.setattr("nearplane.planning.probe.MAX_TRAVELLERS", 4 * 7)
     told = probe(model, tokens, perturbations, device=CPU, dtype=torch.float64)
     assert [(c.layers, c.weights, c.rates) for c in told] == [(c.layers, c.weights, c.rates) for c in full]
     measured = measured_blocks(model.blocks, 4)
@@ -144,7 +144,7 @@ def test_no_more_travel_than_agreed(most, measured, deep, monkeypatch):
     calls = []
     last = model.blocks[-1]
     handle = last.empty.register_forward_hook(lambda *_: calls.append(1))
-    monkeypatch.setattr("nearplane.planning.probe.TRAVELLERS", most)
+    monkeypatch.setattr("nearplane.planning.probe.MAX_TRAVELLERS", most)
     try:
         probe(model, tokens, Perturbations(of=shaken, points=3), device=CPU)
     finally:

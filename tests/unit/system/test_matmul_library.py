@@ -17,7 +17,7 @@ from nearplane.record.record import read_record
 from nearplane.system import matmul_library as products
 from nearplane.system.device import Device
 from nearplane.system.matmul_choice import Products
-from nearplane.system.matmul_library import fastest, kinds, repeated, trial
+from nearplane.system.matmul_library import chosen_library, kinds, recorded_library, trial
 
 CPU = Device(torch.device("cpu"))
 pytestmark = pytest.mark.skipif(products._switch() is None, reason="this torch has no oneDNN, or no switch for it")
@@ -31,7 +31,7 @@ def switch() -> str:
 def onednn(monkeypatch):
     """Whatever the processor, oneDNN is taken unless it rounds; no run is too short."""
     monkeypatch.setattr(products, "slow_for_mkl", lambda: True)
-    monkeypatch.setattr(products, "WORTH", 0)
+    monkeypatch.setattr(products, "MIN_MULTIPLICATIONS", 0)
     if not products.as_exact(trial([(64, 64)])):
         pytest.skip("this processor has matrix units for bf16: oneDNN is never taken")
 
@@ -74,7 +74,7 @@ def test_the_shapes_with_most_weights_are_tried_and_none_is_huge():
 
 def test_a_short_run_has_none():
     before = switch()
-    with fastest([(64, 64)], 1000, CPU) as chosen:
+    with chosen_library([(64, 64)], 1000, CPU) as chosen:
         assert chosen is None
         assert switch() == before
 
@@ -84,13 +84,13 @@ def test_the_switch_is_set_inside_and_as_it_was_outside_even_after_an_error(oned
     """What a program has set for itself is not what the run computes with, and is not lost."""
     own, torch.backends.mkldnn.matmul.fp32_precision = switch(), before
     try:
-        with suppress(KeyError), fastest([(64, 64)], 1000, CPU) as chosen:
+        with suppress(KeyError), chosen_library([(64, 64)], 1000, CPU) as chosen:
             assert chosen is not None
             assert chosen.library == "onednn"
             assert switch() == "bf16"
             raise KeyError
         assert switch() == before
-        with repeated(None, CPU):
+        with recorded_library(None, CPU):
             assert switch() == ("none" if before == "none" else "ieee")
         assert switch() == before
     finally:
@@ -132,8 +132,8 @@ def test_the_choice_stands_in_the_record_and_verify_computes_the_same_by_it(oned
 
 def test_where_the_machine_rounds_a_record_is_measured_again_by_the_default_and_it_is_said(monkeypatch, caplog):
     before = switch()
-    monkeypatch.setattr(products, "ERROR", 0.0)  # as if every product of oneDNN were rounded
-    with caplog.at_level(logging.WARNING), repeated(replace(measured(0.0), library="onednn"), CPU) as used:
+    monkeypatch.setattr(products, "MAX_ERROR_RATIO", 0.0)  # as if every product of oneDNN were rounded
+    with caplog.at_level(logging.WARNING), recorded_library(replace(measured(0.0), library="onednn"), CPU) as used:
         assert switch() == before
         assert used is None
     assert "--tolerance" in caplog.text

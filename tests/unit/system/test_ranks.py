@@ -2,12 +2,12 @@
 
 import torch
 
-from nearplane.system.ranks import ALONE
+from nearplane.system.ranks import ONE_PROCESS
 
 
 def test_one_process_by_itself_changes_nothing():
     tensor = torch.arange(3.0)
-    assert (ALONE.rank, ALONE.world) == (0, 1)
-    assert ALONE.sum_exactly(tensor) is tensor
-    assert ALONE.agree("value") == ALONE.broadcast("value") == "value"
-    assert ALONE.gather([1, 2]) == [1, 2]
+    assert (ONE_PROCESS.rank, ONE_PROCESS.world) == (0, 1)
+    assert ONE_PROCESS.sum_exactly(tensor) is tensor
+    assert ONE_PROCESS.agree("value") == ONE_PROCESS.broadcast("value") == "value"
+    assert ONE_PROCESS.gather([1, 2]) == [1, 2]

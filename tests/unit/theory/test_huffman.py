@@ -48,14 +48,14 @@ def test_a_matrix_takes_within_a_bit_of_its_entropy_and_more_than_by_tans(out: i
     entropy = total_entropy(contents.codes) / contents.codes.size
     found = huffman.coded_bytes(contents.codes)
     assert entropy < 8 * found / contents.codes.size < entropy + 1
-    assert found == pytest.approx(huffman.foretold_size(contents.codes).bytes, rel=1e-3, abs=3)
+    assert found == pytest.approx(huffman.estimated_size(contents.codes).bytes, rel=1e-3, abs=3)
     assert found > 0.999 * len(encode(contents))
 
 
 def test_what_is_beside_the_codes_is_counted() -> None:
     """Codes +-1 as often as 0 take 1, 2, 2 bits; a header and a table besides, and 12 bits of a state and one of a list."""
     codes = np.tile(np.array([[0, 0, 1, -1]], np.int32), (200, 30))
-    found = huffman.foretold_size(codes)
+    found = huffman.estimated_size(codes)
     assert found.payload == 1.5 * codes.size + 13
     assert 10 < found.side < 40
     assert huffman.coded_bytes(codes) - found.side - math.ceil(found.payload / 8) in (

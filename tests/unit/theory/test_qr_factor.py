@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nearplane.errors import NumericalError
 from nearplane.lattice.factor import Factor, factorize
-from nearplane.theory.qr_factor import TALL, append, factorize_inputs, factorize_root
+from nearplane.theory.qr_factor import ROWS_PER_COLUMN, append, factorize_inputs, factorize_root
 from oracles import min_pivot, ql, same
 from strategies import ORDERS, Problem, problem, problems
 
@@ -66,7 +66,7 @@ def test_streamed_it_is_the_root_of_all_rows_at_once(p: Problem, rows: int) -> N
 
 
 def test_many_rows_are_taken_in_blocks(generator: torch.Generator) -> None:
-    X = torch.randn(3 * TALL * 5 + 2, 5, generator=generator, dtype=torch.float64)
+    X = torch.randn(3 * ROWS_PER_COLUMN * 5 + 2, 5, generator=generator, dtype=torch.float64)
     assert same(append(None, X), torch.linalg.cholesky(X.T @ X).T)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from nearplane import CalibrationError
 from nearplane.models.kinds import Divergence
-from nearplane.record.tuning_record import Point, Tuning, odd
+from nearplane.record.tuning_record import Point, Tuning, tuning_contradictions
 from nearplane.tuning.loop import train
 from nearplane.tuning.settings import Split
 
@@ -136,7 +136,7 @@ TUNING = Tuning(
 
 def test_a_tuning_says_what_was_gained():
     assert "0.50000 -> 0.30000 (step 8 of 8, 3 codes moved, 0 norms changed)" in TUNING.sentence()
-    assert list(odd(TUNING)) == []
+    assert list(tuning_contradictions(TUNING)) == []
     assert "was 0.50000 before and not finite after" in replace(TUNING, curve=CURVE[:1], kept=0).sentence()
 
 
@@ -150,4 +150,4 @@ def test_a_tuning_says_what_was_gained():
     ],
 )
 def test_what_cannot_be_true_of_a_tuning_is_said(changes, said):
-    assert any(said in what for what in odd(replace(TUNING, **changes)))
+    assert any(said in what for what in tuning_contradictions(replace(TUNING, **changes)))

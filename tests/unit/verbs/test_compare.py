@@ -20,7 +20,7 @@ from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.formats.stored import read_matrices
 from nearplane.models.model import open_model
 from nearplane.record.record import read_record
-from nearplane.verbs.compare import ORIGINAL, WAYS, Row, fixed_grid, recipe_for
+from nearplane.verbs.compare import ORIGINAL_METHOD, WAYS, Row, fixed_grid, recipe_for
 from nearplane.verbs.compare_figure import check_plot, draw
 
 TOKENS = Calibration(calibration=str(CALIBRATION), samples=16, seqlen=64)
@@ -41,7 +41,7 @@ def rows(small, tmp_path_factory):
 
 
 def test_the_original_comes_first_and_then_every_method_at_every_number_of_bits(rows):
-    assert [(row.method, row.asked) for row in rows] == [(ORIGINAL, None), *((m, b) for b in BITS for m in WAYS)]
+    assert [(row.method, row.asked) for row in rows] == [(ORIGINAL_METHOD, None), *((m, b) for b in BITS for m in WAYS)]
 
 
 def test_the_original_is_what_evaluate_says_of_it(rows, small):
@@ -118,7 +118,7 @@ def test_checkpoints_are_deleted_as_soon_as_they_are_measured(small, tmp_path, m
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     methods = ("rtn-mse", "rtn-huffman")
     for row in nearplane.compare(small, [3.125], text=HELD_OUT, calibration=TOKENS, methods=methods, samples=1):
-        assert row.method == ORIGINAL or row.folder is None
+        assert row.method == ORIGINAL_METHOD or row.folder is None
         assert not list(tmp_path.rglob("*.safetensors"))
     assert not list(tmp_path.iterdir())
 
@@ -228,7 +228,7 @@ def test_what_was_refused_is_asked_again(small, tmp_path):
     assert "exists and is not empty" in refused.note
     (out / "something").unlink()
     kept = json.loads((tmp_path / "rows.json").read_text())
-    assert [row["method"] for row in kept["rows"]] == [ORIGINAL]
+    assert [row["method"] for row in kept["rows"]] == [ORIGINAL_METHOD]
     entry = {**kept["rows"][0], "method": "rtn-mse", "asked": 3, "note": refused.note, "perplexity": None}
     (tmp_path / "rows.json").write_text(json.dumps({**kept, "rows": [*kept["rows"], entry]}))  # as they were kept once
     _, row = nearplane.compare(small, [3], **words)
@@ -270,7 +270,7 @@ def test_the_figure_names_every_method(rows, tmp_path, form):
 
 def test_values_beyond_the_figure_are_written_in_its_legend(tmp_path):
     pytest.importorskip("matplotlib")
-    rows = [Row(model="m", method=ORIGINAL, rate=16.0, perplexity=10.0, bytes=10)]
+    rows = [Row(model="m", method=ORIGINAL_METHOD, rate=16.0, perplexity=10.0, bytes=10)]
     rows += [
         Row(model="m", method="rtn-mse", asked=b, rate=b, perplexity=p, bytes=5) for b, p in ((2, 2e10), (3, 12.0))
     ]
@@ -281,7 +281,7 @@ def test_values_beyond_the_figure_are_written_in_its_legend(tmp_path):
 def test_a_figure_of_the_original_alone_is_refused(tmp_path):
     pytest.importorskip("matplotlib")
     with pytest.raises(RecipeError, match="nothing to draw"):
-        draw([Row(model="m", method=ORIGINAL, perplexity=10.0)], tmp_path / "figure.svg")
+        draw([Row(model="m", method=ORIGINAL_METHOD, perplexity=10.0)], tmp_path / "figure.svg")
 
 
 def test_a_figure_that_cannot_be_drawn_is_refused(tmp_path, monkeypatch):

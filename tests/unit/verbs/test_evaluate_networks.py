@@ -47,7 +47,7 @@ def test_block_by_block_is_the_same_to_the_last_digits(folders, family, monkeypa
     monkeypatch.setattr(predictions, "BATCH_TOKENS", 48)
     held = nearplane.evaluate(out, HELD_OUT, against=original, device="cpu", **TEXT)
     assert "block by block" not in caplog.text
-    monkeypatch.setattr(predictions, "SHARE", 0.0)
+    monkeypatch.setattr(predictions, "MAX_MEMORY_SHARE", 0.0)
     monkeypatch.setattr(predictions, "STATES", 0.0)
     passes = []
     monkeypatch.setattr(
@@ -71,7 +71,7 @@ def test_what_does_not_run_block_by_block_is_held_and_that_is_said(folders, monk
         raise nearplane.ModelError("No blocks are found.")
 
     original, _ = folders("llama")
-    monkeypatch.setattr(predictions, "SHARE", 0.0)
+    monkeypatch.setattr(predictions, "MAX_MEMORY_SHARE", 0.0)
     monkeypatch.setattr(predictions, step, apart)
     found = nearplane.evaluate(original, HELD_OUT, device="cpu", **TEXT)
     assert torch.isfinite(torch.tensor(found.nll))

@@ -41,17 +41,17 @@ from nearplane.formats.gguf.gguf_header import (
 )
 from nearplane.formats.gguf.gguf_layers import Blocks, Config
 from nearplane.formats.gguf.gguf_reader import DENSE, GGUFReader
-from nearplane.formats.gguf.names import called, reshaping, rule_of, stacked_name
+from nearplane.formats.gguf.names import llama_names, reshaping, rule_of, stacked_name
 from nearplane.formats.layer_format import read_config
 from nearplane.lattice.number_formats import TYPES
 from nearplane.record.record import RunRecord
 from nearplane.system.files import flush_all, sha256
 from nearplane.system.fp8_mxfp4 import source_reader
 from nearplane.system.paths import INCOMPLETE, RECORD
-from nearplane.system.safetensors_files import NAMES
+from nearplane.system.safetensors_files import DTYPE_NAMES
 
 INSTALL = 'pip install "nearplane[gguf]"'
-ENDS = ("token_embd.weight", "output.weight")
+EMBEDDING_TENSORS = ("token_embd.weight", "output.weight")
 logger = logging.getLogger("nearplane")
 
 
@@ -85,7 +85,7 @@ class GGUFFile(Container):
         self._network = dict(place.network)
         self._header()  # refuses networks that llama.cpp does not compute
         self._source = source_reader(place.source, read_config(place.source))
-        self._new_names = called(self._source.names(), self._network)
+        self._new_names = llama_names(self._source.names(), self._network)
         self._size = 0  # bytes of the file
         self._infos: dict[str, Info] = {}  # by name in the checkpoint
         self._sums: dict[str, str] = {}
@@ -132,7 +132,7 @@ class GGUFFile(Container):
                 kind = NUMBER["F32"]
             elif name in layer_of:
                 kind = TYPES[types[layer_of[name]]].number
-            elif new in ENDS:
+            elif new in EMBEDDING_TENSORS:
                 dtype = self.config.get("embeddings") or self._source.dtype(name)
                 kind = NUMBER.get(dtype.upper(), NUMBER["F32"])
             else:  # like the unquantized tensors of llama.cpp's quantizer
@@ -242,8 +242,8 @@ class GGUFFile(Container):
         if info.type in DENSE:
             tensor = tensor.to(DENSE[info.type])
             if not bool(torch.isfinite(tensor).all()):
-                remedy = "Use --embeddings bf16" if info.name in ENDS else "Remove it from --ignore"
-                raise FormatError(f"{name} has values that {NAMES[tensor.dtype]} cannot represent. {remedy}.")
+                remedy = "Use --embeddings bf16" if info.name in EMBEDDING_TENSORS else "Remove it from --ignore"
+                raise FormatError(f"{name} has values that {DTYPE_NAMES[tensor.dtype]} cannot represent. {remedy}.")
         data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
         if len(data) != info.size:
             raise FormatError(f"{name} has {len(data)} bytes, expected {info.size} for {info.name}.")

@@ -13,7 +13,7 @@ from nearplane.errors import FormatError, ModelError
 from nearplane.formats.gguf.gguf_header import BLOCKS, FILE, SHA_SIZE, STAR, SUMS, TENSORS, Info, parts_of, read_header
 from nearplane.formats.gguf.names import Rule, rule_of, unused
 from nearplane.system.files import read_object
-from nearplane.system.safetensors_files import NAMES, TensorInfo, TensorReader, refuse_unfinished
+from nearplane.system.safetensors_files import DTYPE_NAMES, TensorInfo, TensorReader, refuse_unfinished
 
 DENSE = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # types without blocks
 
@@ -60,7 +60,7 @@ class GGUFReader(TensorReader):
                 if stored_name in self._infos:
                     raise ModelError(f"{self.path}: tensor {part} occurs twice. Fetch the file again.")
                 self._infos[stored_name] = entry
-                dtype = NAMES[DENSE.get(entry.type, torch.uint8)]
+                dtype = DTYPE_NAMES[DENSE.get(entry.type, torch.uint8)]
                 self.infos[stored_name] = TensorInfo(dtype, self._shape(entry), entry.size, self.path)
                 if not unfinished:
                     self._sums[stored_name] = digests[SHA_SIZE * index : SHA_SIZE * (index + 1)]

@@ -97,7 +97,7 @@ def unused(name: str, config: Config) -> bool:
     return name.endswith(UNUSED_NAMES) or (name == "lm_head.weight" and bool(config.get("tie_word_embeddings", True)))
 
 
-def called(names: Iterable[str], config: Config) -> dict[str, str]:
+def llama_names(names: Iterable[str], config: Config) -> dict[str, str]:
     """Return llama.cpp's names of tensors by name in the checkpoint, without unused tensors.
 
     The matrices of all experts of a block have the same name, as they are one tensor, see `stacked_name`.
