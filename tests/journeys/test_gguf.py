@@ -120,7 +120,7 @@ def test_room_for_the_record_is_foretold(name: str, out_of: Callable[[str], tupl
     """Whatever its figures become, it fits; and not much of a small file is empty."""
     out, _ = out_of(name)
     kept = read_header(out / FILE).fields["nearplane.record"]
-    assert kept.rstrip() == read_record(out).inside().to_json()
+    assert kept.rstrip() == read_record(out).embedded().to_json()
     assert len(kept) < 2 * len(kept.rstrip())
 
 
@@ -311,7 +311,7 @@ def test_a_record_that_was_changed_inside_is_refused(
     path.write_bytes(whole.replace(b'"device": "cpu"', b'"device": "gpu"', 1))
     with pytest.raises(FormatError, match=r"nearplane\.record is damaged: its digest is"):
         embedded_record(path)
-    other = replace(read_record(out), device="gpu").inside().to_json().encode()
+    other = replace(read_record(out), device="gpu").embedded().to_json().encode()
     begin = read_header(out / FILE).places["nearplane.record"] + 8
     path.write_bytes(whole[:begin] + other + whole[begin + len(other) :])
     assert any("differs from nearplane.json" in fault.what for fault in nearplane.verify(tmp_path / "out").faults)
@@ -497,7 +497,7 @@ def test_the_file_says_what_it_was_made_of(out_of: Callable[[str], tuple[Path, P
     config = json.loads(fields["nearplane.quantization_config"].contents())
     assert config == json.loads((out / "config.json").read_text())["quantization_config"]
     assert set(config["types"].values()) == {"q4_0"}
-    assert RunRecord.from_json(fields["nearplane.record"].contents()) == read_record(out).inside()
+    assert RunRecord.from_json(fields["nearplane.record"].contents()) == read_record(out).embedded()
     sums = {
         tensor.name: hashlib.sha256(tensor.data.tobytes()).hexdigest() for tensor in gguf.GGUFReader(out / FILE).tensors
     }

@@ -23,7 +23,7 @@ from killing import (
 )
 from nearplane import FormatError, RecipeError
 from nearplane.demo import CALIBRATION, MODEL
-from nearplane.formats import journal_pages as notebook
+from nearplane.formats import journal_pages
 from nearplane.formats.gguf.gguf_header import read_header
 from nearplane.record.record import read_record
 from nearplane.system.device import Device
@@ -222,7 +222,7 @@ def test_shards_below_the_folder_count(tmp_path):
     said = []
     for content in (b"one", b"other"):
         (tmp_path / "parts" / "1.safetensors").write_bytes(content)
-        said.append(notebook.run_inputs({}, {"model": tmp_path}, "", {}, Device(torch.device("cpu"))))
+        said.append(journal_pages.run_inputs({}, {"model": tmp_path}, "", {}, Device(torch.device("cpu"))))
     names = ["config.json", "model.safetensors.index.json", "parts/1.safetensors"]
     assert [name for name in said[0] if "the model's" in name] == [f"the model's {name}" for name in names]
     assert {name for name in said[0] if said[0][name] != said[1][name]} == {"the model's parts/1.safetensors"}
@@ -325,7 +325,7 @@ def test_quick_blocks_are_not_all_kept(model, text, tmp_path, monkeypatch):
     """Keeping hidden states may take a twentieth of the time: of a run of a second not more than the first is."""
     monkeypatch.setattr("nearplane.formats.journal_pages.MAX_JOURNAL_SHARE", 1e-9)
     kept = []
-    write = notebook.JournalPages.write
+    write = journal_pages.JournalPages.write
 
     def noted(self, state, pages, **words):
         kept.append(state["blocks"])

@@ -139,7 +139,7 @@ def test_readers_find_what_they_found_before(tuned_of, way):
                 [(x.name, x.type, x.size) for x in read_header(path / name).tensors] for path in (solved, tuned)
             )
             assert one == other
-            assert embedded_record(tuned / name) == read_record(tuned).inside()
+            assert embedded_record(tuned / name) == read_record(tuned).embedded()
             continue
         one, other = load_file(solved / name), load_file(tuned / name)
         assert [(key, x.dtype) for key, x in one.items()] == [(key, x.dtype) for key, x in other.items()]
@@ -408,13 +408,13 @@ def test_what_tuning_looked_at_adds_up(tuned_of, text, tmp_path):
     short.write_text(text.read_text()[:4000])
     tuning = nearplane.tune(solved, tmp_path / "new", against=original, calibration=short, steps=3).tuning
     assert tuning.found < tuning.samples == 60
-    assert f"the text has {tuning.found} windows of 40, 60 were requested" in tuning.looked_at()
+    assert f"the text has {tuning.found} windows of 40, 60 were requested" in tuning.windows_sentence()
     left = tuning.found - tuning.windows - tuning.held_windows
     assert left > 0
     assert tuning.windows == 3 * tuning.batch
     assert not verify(tmp_path / "new", against=original, calibration=short).faults
-    assert f"{left} not used" in tuning.looked_at()
-    assert "were requested" not in read_record(tuned).tuning.looked_at()
+    assert f"{left} not used" in tuning.windows_sentence()
+    assert "were requested" not in read_record(tuned).tuning.windows_sentence()
 
 
 def test_what_was_solved_is_not_lost_where_tuning_fails(model_of, text, tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ from nearplane.calibration.texts import check_vocabulary
 from nearplane.calibration.watch import Stop, stop
 from nearplane.errors import CalibrationError
 from nearplane.models.kinds import Taken, main_input, read_out, taken_by, words
-from nearplane.models.model import ABSENT, Block, Model
+from nearplane.models.model import NOT_IN_MEMORY, Block, Model
 
 
 class Stream:
@@ -53,7 +53,7 @@ class Stream:
 
     def forward(self, block: Block, module: Callable[..., Any] | None, batch: int, hidden: Tensor) -> Tensor:
         """Run a copy of a block on one batch and return its output hidden states."""
-        assert module is not None, ABSENT
+        assert module is not None, NOT_IN_MEMORY
         call = self.calls[block.name][batch]
         whole = hidden.clone()  # a block may work in place
         if call.encoder_positions is not None:

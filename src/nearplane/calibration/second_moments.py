@@ -139,8 +139,8 @@ def _in_turn(
 ) -> Iterator[Observed]:
     """Yield the layers of one expert after the other, each with the moments of the tokens that reach it.
 
-    If n tokens reach an expert and this is less than `MIN_TOKENS_PER_INPUT` per input, m tokens' worth of the mean over all experts is
-    added, n + m being that least number: `H = (n H_own + m H_mean) / (n + m)`.
+    If the n tokens of an expert are fewer than `MIN_TOKENS_PER_INPUT` per input, the mean over all experts is added with the
+    weight of the m missing tokens: `H = (n H_own + m H_mean) / (n + m)`.
 
     Args:
         group: Layers of experts.
@@ -178,9 +178,9 @@ def too_rare(name: str, tokens: int, inputs: int) -> str:
             f" About {math.ceil(ADVISED_TOKENS_PER_INPUT * inputs / tokens)} times as many --samples would be enough."
         )
     return (
-        f"{tokens:,} calibration tokens reach {name}, fewer than {ADVISED_TOKENS_PER_INPUT} for each of its {inputs:,} inputs.{more} Use more "
-        f"--samples, text of the kind that the model is used for, or --rare-experts mean, which adds the mean over the "
-        f"experts of the block."
+        f"{tokens:,} calibration tokens reach {name}, fewer than {ADVISED_TOKENS_PER_INPUT} for each of its {inputs:,} "
+        f"inputs.{more} Use more --samples, text of the kind that the model is used for, or --rare-experts mean, which adds "
+        f"the mean over the experts of the block."
     )
 
 

@@ -28,7 +28,7 @@ from nearplane.errors import CalibrationError, ModelError, NearplaneError, first
 from nearplane.models.experts import unwatched
 from nearplane.models.ignored import pattern_of
 from nearplane.models.layers import Layer
-from nearplane.models.model import ABSENT, Block, Model
+from nearplane.models.model import NOT_IN_MEMORY, Block, Model
 from nearplane.system.device import Device
 from nearplane.system.memory import release
 
@@ -88,7 +88,7 @@ def first_look(block: Block, stream: Stream) -> FirstLook:
     module, hidden = block.quantized, stream.block_input(block, 0)
     encoded = stream.calls[block.name][0].encoder_positions
     block_inputs = [hidden] if encoded is None else [hidden, stream.quantized[0][:, encoded]]
-    assert module is not None, ABSENT
+    assert module is not None, NOT_IN_MEMORY
     layers = block.quantized_layers()
     entered: dict[str, list[Entered]] = {}
     kept_alive: list[Any] = []  # so that no other tensor reuses their memory

@@ -20,7 +20,7 @@ from nearplane.system.paths import SUFFIXES, check_text_exists
 
 DEFAULT_DATASET = "HuggingFaceFW/fineweb-edu:sample-10BT:train"
 LETTERS = 6  # guess for the first attempt; most tokens are shorter
-MARGIN = 10_000  # letters after a token that may still change it: longer than any word
+MAX_TOKEN_LETTERS = 10_000  # letters after a token that may still change it: longer than any word
 SHUFFLED_ROWS = 10_000  # size of the buffer from which rows of a streamed data set are drawn
 
 
@@ -89,13 +89,15 @@ def around(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 def _first_ids(tokenizer: PreTrainedTokenizerBase, text: str, needed: int) -> list[int]:
     """Return at least the first `needed` ids of a text, or all; of a long text only the beginning is tokenized.
 
-    The token of a letter depends on the letters after it, but on none more than `MARGIN` away. So of a part of
+    The token of a letter depends on the letters after it, but on none more than `MAX_TOKEN_LETTERS` away. So of a part of
     the text, only tokens that end this far before the end of the part are used.
     """
-    length = needed * LETTERS + MARGIN
+    length = needed * LETTERS + MAX_TOKEN_LETTERS
     while tokenizer.is_fast and length < len(text):
         encoding = tokenizer(text[:length], add_special_tokens=False, verbose=False, return_offsets_mapping=True)
-        certain = next((n for n, (_, end) in enumerate(encoding["offset_mapping"]) if end > length - MARGIN), 0)
+        certain = next(
+            (n for n, (_, end) in enumerate(encoding["offset_mapping"]) if end > length - MAX_TOKEN_LETTERS), 0
+        )
         if certain >= needed:
             return list(encoding["input_ids"][:certain])
         length *= 2

@@ -148,7 +148,7 @@ class Container(ABC):
             (self.folder / CONFIG).unlink(missing_ok=True)
             raise
 
-    def tell(self, record: RunRecord) -> None:
+    def embed(self, record: RunRecord) -> None:
         """Embed the record in the weight files, where a format has a place for it; most have none."""
         del record
 
@@ -160,17 +160,17 @@ class Container(ABC):
             timed: The function that adds the seconds, called after all other files were hashed.
         """
         record = replace(record, bytes=self.size)
-        self.tell(record)
+        self.embed(record)
         record = replace(record, files=self.digests(), peak_memory=peak_memory())
         record = timed(record).in_folder(self.size_with())
         self.record_json = record.to_json()
         return record
 
     def state(self) -> dict[str, Any] | None:
-        """Flush all files to disk and return their state as JSON, for `go_on`; None: this kind cannot resume."""
+        """Flush all files to disk and return their state as JSON, for `resume`; None: this kind cannot resume."""
         return None
 
-    def go_on(self, state: Mapping[str, Any]) -> None:
+    def resume(self, state: Mapping[str, Any]) -> None:
         """Resume after the blocks in `state`, instead of `begin`; files that `state` does not list are deleted.
 
         Raises:
@@ -181,19 +181,19 @@ class Container(ABC):
     def __enter__(self) -> Container:
         with readable_errors(self.place.out):
             self._unfinished.__enter__()
-            if not self.found:
+            if not self.resumable:
                 self.begin()
         return self
 
     @property
-    def found(self) -> bool:
-        """Whether a stopped run can be resumed; if so, call `go_on` or `restart` first."""
-        return self.place.resumes and self._unfinished.goes_on
+    def resumable(self) -> bool:
+        """Whether a stopped run can be resumed; if so, call `resume` or `restart` first."""
+        return self.place.resumes and self._unfinished.resumable
 
     @property
     def whole(self) -> bool:
         """Whether a stopped run had written all files; then nothing is left to do inside the `with` block."""
-        return self.found and self._unfinished.whole
+        return self.resumable and self._unfinished.whole
 
     def restart(self) -> None:
         """Delete the files of the stopped run and begin."""
@@ -264,10 +264,10 @@ class Folder(Container):
         """Flush the shards to disk and return their state."""
         return {"size": self.size, "first": self._first, "shards": self._writer.state()}
 
-    def go_on(self, state: Mapping[str, Any]) -> None:
+    def resume(self, state: Mapping[str, Any]) -> None:
         """Resume after the shards of a stopped run."""
         self.begin()
-        self._writer.go_on(state["shards"])
+        self._writer.resume(state["shards"])
         self.size, self._first = int(state["size"]), str(state["first"])
 
     def size_with(self, *blocks: Mapping[str, Kind]) -> int:

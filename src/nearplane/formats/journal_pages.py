@@ -116,7 +116,7 @@ class JournalPages:
         """Seconds that the run has taken, including those before it was stopped."""
         return time.perf_counter() - self._began
 
-    def before(self, understood: Callable[[Mapping[str, Any]], Progress]) -> Progress | None:
+    def progress(self, understood: Callable[[Mapping[str, Any]], Progress]) -> Progress | None:
         """Return the progress of a stopped run with equal inputs, or None if there is none or all files are complete.
 
         With --overwrite a run that cannot be resumed is deleted with a warning.
@@ -128,7 +128,7 @@ class JournalPages:
             RecipeError: The stopped run had other inputs, and may not be replaced; the message names the differences.
             FormatError: The journal or a file is damaged, and may not be replaced.
         """
-        if not self._container.found:
+        if not self._container.resumable:
             return None
         try:
             return self._read(understood)
@@ -162,7 +162,7 @@ class JournalPages:
             return None
         try:
             self._pages = dict(state["pages"])
-            self._container.go_on(state["container"])
+            self._container.resume(state["container"])
             progress = understood(state)
             if state["processor"] != (here := _processor()):
                 log.warning(
@@ -195,16 +195,16 @@ class JournalPages:
         path = self._folder / name
         try:
             if sha256(path) != self._pages.get(name):
-                raise self.refused(name)
+                raise self.changed_page(name)
             return torch.load(path, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
             raise FormatError(f"{path} cannot be read ({error}). {REMEDY}.") from error
 
-    def refused(self, name: str) -> FormatError:
+    def changed_page(self, name: str) -> FormatError:
         """Return the error for a page that has changed since it was written."""
         return FormatError(f"{self._folder / name} has changed since it was written. {REMEDY}.")
 
-    def wanted(self, share: float | None = None) -> bool:
+    def due(self, share: float | None = None) -> bool:
         """Return whether to write a page now: the disk has room, and writing takes a small share of the time.
 
         Args:
@@ -259,7 +259,7 @@ class JournalPages:
         self._kept = time.perf_counter()
         self._cost = self._kept - start
 
-    def keep(self, name: str, page: Any) -> None:
+    def write_first(self, name: str, page: Any) -> None:
         """Write a page to which the first state will refer."""
         with self._while_disk_has_room():
             self._folder.mkdir(exist_ok=True)

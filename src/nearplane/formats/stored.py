@@ -107,7 +107,7 @@ class Stored:
         """Return the tensors of one layer, checked against the folder's checksums."""
         return self.reader.read(self._parts[name])
 
-    def says(self) -> dict[str, str]:
+    def repeated_files(self) -> dict[str, str]:
         """Return the expected texts of the files that repeat the quantization_config, by file name."""
         return self._config_file.files(self.config)
 

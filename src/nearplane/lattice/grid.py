@@ -105,7 +105,7 @@ class Grid:
         del base
         return self
 
-    def unlike(self, format: NumberFormat, codes: Tensor) -> Iterator[str]:
+    def differences_from(self, format: NumberFormat, codes: Tensor) -> Iterator[str]:
         """Yield the differences of codes (out, in) and grid from a number format."""
         low, high, groups = self.low, self.high, format.groups(codes.shape[1])
         if not format.bits or low is None or high is None:
@@ -185,7 +185,7 @@ class ProductGrid:
         """Return the grid with another base step: that of the sweep, if the matrix was scaled afterwards."""
         return self if base is None else replace(self, base=base)
 
-    def unlike(self, format: NumberFormat, codes: Tensor) -> Iterator[str]:
+    def differences_from(self, format: NumberFormat, codes: Tensor) -> Iterator[str]:
         """Yield the differences of the grid from a number format; any codes are valid."""
         del codes
         if format.bits:

@@ -133,7 +133,9 @@ ENTROPY_CODED_FORMAT = NumberFormat(name="coded", bits=0)  # codes without limit
 E2M1 = (-6.0, -4.0, -3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # four-bit floats, 0 once
 MXFP4 = NumberFormat(name="mxfp4", bits=4, group=32, levels=E2M1, steps="float8_e8m0fnu")
 FLOATS: tuple[NumberFormat, ...] = (MXFP4,)  # formats with tables of levels
-NAMED: dict[str, NumberFormat] = {each.name: each for each in (*TYPES.values(), *FLOATS, ENTROPY_CODED_FORMAT)}
+FORMATS_BY_NAME: dict[str, NumberFormat] = {
+    each.name: each for each in (*TYPES.values(), *FLOATS, ENTROPY_CODED_FORMAT)
+}
 
 
 def integers(bits: int, group: int | None, *, symmetric: bool = True) -> NumberFormat:
@@ -149,7 +151,9 @@ def number_format(name: str) -> NumberFormat:
         RecipeError: No format has this name.
     """
     if (format := find_format(name)) is None:
-        raise RecipeError(f"{name!r} is not a number format; expected {INTEGERS}, or one of {', '.join(NAMED)}.")
+        raise RecipeError(
+            f"{name!r} is not a number format; expected {INTEGERS}, or one of {', '.join(FORMATS_BY_NAME)}."
+        )
     return format
 
 
@@ -157,4 +161,4 @@ def find_format(name: str) -> NumberFormat | None:
     """Return the format of this name, or None."""
     if (parts := re.fullmatch(r"int([2-8])-(?:row|g([1-9][0-9]{0,8}))(-asym)?", name)) is not None:
         return integers(int(parts[1]), int(parts[2]) if parts[2] else None, symmetric=parts[3] is None)
-    return NAMED.get(name)
+    return FORMATS_BY_NAME.get(name)

@@ -66,9 +66,9 @@ class SuperGrid(Grid):
         offset = self.offset
         return values if offset is None else values.sub_(offset[:, self.group])
 
-    def unlike(self, format: NumberFormat, codes: Tensor) -> Iterator[str]:
+    def differences_from(self, format: NumberFormat, codes: Tensor) -> Iterator[str]:
         """Yield the differences of codes (out, in) and grid from a number format."""
-        yield from Grid.unlike(self, format, codes)
+        yield from Grid.differences_from(self, format, codes)
         if codes.shape[1] != format.run * self.d.shape[1]:
             yield f"its {self.d.shape[1]} blocks per row are not those of {format.name}"
 

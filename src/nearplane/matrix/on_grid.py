@@ -76,7 +76,7 @@ def quantize_matrix(
     W, inputs = lattice_problem(W, statistics, name)
     scheme = scheme.grouped([W.shape[1]])
     if scheme.mixed or W.shape[1] % scheme.number_format.run:
-        raise RecipeError(f"{name}: {W.shape[1]} inputs {scheme.unfit}")
+        raise RecipeError(f"{name}: {W.shape[1]} inputs {scheme.misfit}")
     try:
         aim = corrected(W, inputs, scheme)
         wide = aim[0].to(torch.promote_types(W.dtype, torch.float32))

@@ -25,14 +25,22 @@ from nearplane.models.experts import observable
 from nearplane.models.kinds import padded_positions, towers
 from nearplane.models.layers import Layer
 from nearplane.models.pretrained import empty_network, find_folder, has_other_tokenizer, save_tokenizer, tokenizer_of
-from nearplane.models.structure import IGNORED, MATRICES, find_ends, find_layers, find_stacks, kept_parts, unbuilt_parts
+from nearplane.models.structure import (
+    IGNORED_REASON,
+    MATRICES,
+    find_ends,
+    find_layers,
+    find_stacks,
+    kept_parts,
+    unbuilt_parts,
+)
 from nearplane.system.files import read_object
 from nearplane.system.fp8_mxfp4 import METHODS, WidenedReader, method_of, source_reader
 from nearplane.system.safetensors_files import TensorReader
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "max_target_positions")
-ABSENT = "a block is in memory only within `with block.on(...)`, its original only where asked for"
+NOT_IN_MEMORY = "a block is in memory only within `with block.on(...)`, its original only where asked for"
 
 
 def open_model(
@@ -140,8 +148,8 @@ class Model:
         skipped += unhandled
         matrices = sorted(name for name in self.weights.unused if len(reader.shape(name)) >= 2)
         self.unbuilt = unbuilt_parts(matrices, {*reader.names()} - {*self.weights.unused})
-        self.ignored = [layer for layer, reason in skipped if reason == IGNORED]
-        self.skipped = [entry for entry in skipped if entry[1] != IGNORED]
+        self.ignored = [layer for layer, reason in skipped if reason == IGNORED_REASON]
+        self.skipped = [entry for entry in skipped if entry[1] != IGNORED_REASON]
         self.skipped += kept_parts(self.unbuilt, network, self.stacks)
 
     @property
@@ -280,7 +288,7 @@ class Block:
 
     def layers_of(self, module: nn.Module | None) -> list[Layer]:
         """Return the layers of a copy of the block."""
-        assert module is not None, ABSENT
+        assert module is not None, NOT_IN_MEMORY
         return [layer.within(module, f"{self.name}.") for layer in self.layers]
 
     def quantized_layers(self) -> list[Layer]:

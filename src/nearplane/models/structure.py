@@ -21,7 +21,7 @@ from nearplane.models.experts import is_stack, stacked_layers
 from nearplane.models.kinds import has_two_stacks, towers
 from nearplane.models.layers import EmbeddingLayer, Layer, as_layer
 
-IGNORED = "ignored"
+IGNORED_REASON = "ignored"
 NOT_HANDLED = "is of no type that is handled"
 GATE = "one output: a gate"
 MATRICES = (nn.Linear, Conv1D, nn.Conv2d)
@@ -42,7 +42,7 @@ def find_layers(
 
     Returns:
         The layers in module order, and (name, reason) of every other module with a floating-point weight of two or more
-        dimensions of its own: the reason is its type, `GATE`, or `IGNORED`.
+        dimensions of its own: the reason is its type, `GATE`, or `IGNORED_REASON`.
 
     Raises:
         RecipeError: `ignore` matches some, but not all, of the matrices in one parameter.
@@ -56,14 +56,14 @@ def find_layers(
             continue
         layer = as_layer(name, module)
         if any(re.search(pattern, name) for pattern in ignore):
-            skipped.append((name, IGNORED))
+            skipped.append((name, IGNORED_REASON))
         elif names is not None and is_stack(module):
             stacked = [*stacked_layers(name, module, names)]
             kept = [layer for layer in stacked if not any(re.search(pattern, layer.name) for pattern in ignore)]
             refuse_parts(stacked, kept)
             layers += kept
-            skipped += [(layer.name, IGNORED) for layer in stacked if layer not in kept]
-            skipped += [(name, IGNORED)] if not kept else []
+            skipped += [(layer.name, IGNORED_REASON) for layer in stacked if layer not in kept]
+            skipped += [(name, IGNORED_REASON)] if not kept else []
         elif layer is None:
             shapes = ", ".join("x".join(map(str, p.shape)) for p in matrices)
             skipped.append((name, f"{type(module).__name__} ({shapes}) {NOT_HANDLED}"))
@@ -118,7 +118,7 @@ def find_ends(
         layer: Layer | None = None
         matched_names = (name, names[outputs]) if tied else (name,)
         if requested and any(re.search(pattern, each) for pattern in ignore for each in matched_names):
-            skipped.append((name, IGNORED))
+            skipped.append((name, IGNORED_REASON))
         elif requested and isinstance(module, nn.Embedding):  # subclasses scale the rows
             layer = EmbeddingLayer(name=name, shape=(module.num_embeddings, module.embedding_dim), module=module)
         elif requested and (module is None or (layer := as_layer(name, module)) is None):

@@ -1,6 +1,6 @@
 """Upper bound of the memory of a run, computed from shapes alone, without measuring or allocating.
 
-    bound = SLACK * (resident memory at the start + maximum of live bytes)
+    bound = ALLOCATOR_FACTOR * (resident memory at the start + maximum of live bytes)
 
 Live bytes are counted part by part: hidden states, waiting activations and second moments of `calibration/`, the solve in
 `matrix/`, and `planning/probe.py` before the first layer. Changes there must be made here too; `benchmarks/speed/memory_bound.py`

@@ -62,8 +62,8 @@ class Job:
     windows: Windows
     options: Options
 
-    def told(self) -> dict[str, Any]:
-        """Return all that the output depends on as JSON, equal for runs with equal output; see `journal_pages.told`."""
+    def run_inputs(self) -> dict[str, Any]:
+        """Return all that the output depends on as JSON, equal for runs with equal output; see `journal_pages.run_inputs`."""
         files, device = {"model": self.model.folder}, self.options.device
         return run_inputs(asdict(self.asked), files, self.windows.digest(), versions(), device)
 

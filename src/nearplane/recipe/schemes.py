@@ -142,7 +142,7 @@ class GridScheme(Scheme):
         return self.grid is None
 
     @property
-    def unfit(self) -> str:
+    def misfit(self) -> str:
         """End of the error message for inputs that groups do not divide."""
         return f"are not a multiple of --group-size {self.group_size}. Use a divisor of them, or none for one step per row."
 
@@ -269,7 +269,7 @@ class BlockScheme(Scheme):
         return self.grid not in TYPES
 
     @property
-    def unfit(self) -> str:
+    def misfit(self) -> str:
         """End of the error message for inputs that blocks do not divide."""
         kind = self.number_format
         return f"on {self.grid}. Use a type of llama.cpp whose blocks divide them; {kind.name} has blocks of {kind.columns}."

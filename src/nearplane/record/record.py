@@ -210,7 +210,7 @@ class RunRecord:
         """Return the record as JSON, with every list of numbers on one line."""
         return one_line(json.dumps(asdict(self), indent=1))
 
-    def inside(self) -> RunRecord:
+    def embedded(self) -> RunRecord:
         """Return the record that a weight file embeds, without hashes of files and without times, which vary.
 
         `folder` is then equal to `bytes`, the size of the file alone.

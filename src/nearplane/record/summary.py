@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nearplane.recipe.sizes import counted, size_text, three_places
 from nearplane.record.record import LayerRecord, RunRecord
-from nearplane.record.words import UNSEEN, calibrated, exceeding, left, next_commands, remarks
+from nearplane.record.words import NOT_FITTED, calibrated, exceeding, left, next_commands, remarks
 
 NOTABLE_LOSS = 0.05  # share of a layer's output energy; at 4 bits most layers lose less than a tenth of it
 MAX_NAMED = 3  # layers with the largest losses that the summary names
@@ -15,7 +15,7 @@ MAX_NAMED = 3  # layers with the largest losses that the summary names
 LEGEND = {  # of the columns of `layer_table`
     "bits/weight": "size of the layer in the file, per weight",
     "relative loss": "squared output error on the calibration tokens / squared outputs",
-    "on extra": f"the same against the outputs of the original model, on windows {UNSEEN}",
+    "on extra": f"the same against the outputs of the original model, on windows {NOT_FITTED}",
     "nearest/this": "loss of rounding to nearest on the same grid / loss of these codes",
     "nearest/extra": "the same on the extra windows",
     "bound/this": "worst-case (Babai) bound of the loss / loss of these codes; * where rows clip, for which it does not hold",
@@ -60,7 +60,7 @@ def tuned(record: RunRecord, out: Path) -> Iterator[str]:
     """Yield the lines that `nearplane tune` prints."""
     assert record.tuning is not None, "expected the record of a tuned checkpoint"
     yield f"{record.tuning.sentence()}: {out}"
-    yield record.tuning.looked_at()
+    yield record.tuning.windows_sentence()
     yield "the losses below were measured again after tuning; the record also keeps those from before"
     yield from _losses(record)
     yield from exceeding(record)
@@ -79,7 +79,7 @@ def _losses(record: RunRecord) -> Iterator[str]:
         if layer.extra_relative_loss is not None
     ]
     if losses:
-        where = f" on {counted(record.extra_windows, 'extra window')}, {UNSEEN}"
+        where = f" on {counted(record.extra_windows, 'extra window')}, {NOT_FITTED}"
     else:
         losses = [(layer.relative_loss, layer.nearest_loss, layer.loss, layer.name) for layer in record.layers]
         where = ""
@@ -112,7 +112,7 @@ def layer_table(record: RunRecord) -> tuple[list[str], tuple[str, ...], Iterator
         + ", ".join(f"{name} {number}" for name, number in record.versions.items()),
     ]
     if record.tuning is not None:
-        before += [record.tuning.sentence(), record.tuning.looked_at()]
+        before += [record.tuning.sentence(), record.tuning.windows_sentence()]
     columns = CODED_COLUMNS if coded else GRID_COLUMNS
     after = [f"{name}: {LEGEND[name]}" for name in columns if name in LEGEND]
     after += [*left(record)]

@@ -123,7 +123,7 @@ class Tuning:
             f"{moved}, {counted(len(self.norms), 'norm')} changed{size})"
         )
 
-    def looked_at(self) -> str:
+    def windows_sentence(self) -> str:
         """Return the windows for training and measurement in words."""
         passes = self.steps * self.batch / self.windows
         text = (

@@ -16,7 +16,7 @@ from nearplane.recipe.schemes import BlockScheme
 from nearplane.recipe.sizes import bytes_in, counted
 from nearplane.record.record import RunRecord
 
-UNSEEN = "to which nothing was fitted"  # said of windows that follow the calibration windows in the text
+NOT_FITTED = "to which nothing was fitted"  # said of windows that follow the calibration windows in the text
 MIN_TOKENS_PER_INPUT, ADVISED_TOKENS_PER_INPUT = 1, 4  # of the widest layer; a run with fewer than the first is refused
 
 
@@ -230,7 +230,8 @@ def _smaller_groups(record: RunRecord) -> Iterator[str]:
             f"{narrow.name}; a smaller --group-size loses less and takes more bits"
         )
     else:
-        yield f"groups of {size}: the default, {DEFAULT_GROUP_SIZES[0]}, does not divide the {narrow.in_features} inputs of {narrow.name}"
+        default = DEFAULT_GROUP_SIZES[0]
+        yield f"groups of {size}: the default, {default}, does not divide the {narrow.in_features} inputs of {narrow.name}"
 
 
 def next_commands(record: RunRecord, out: Path) -> Iterator[str]:

@@ -92,8 +92,8 @@ class Unfinished:
             self._check_ours()
             if self.whole:
                 return
-            if not (self._resumes and self.goes_on):
-                if self.goes_on and not self._overwrite:
+            if not (self._resumes and self.resumable):
+                if self.resumable and not self._overwrite:
                     raise RecipeError(
                         f"{self.folder} belongs to a stopped run that can be resumed, but not by this command. Repeat the command "
                         f"of that run, delete the folder, or choose another one."
@@ -115,7 +115,7 @@ class Unfinished:
             raise
 
     @property
-    def goes_on(self) -> bool:
+    def resumable(self) -> bool:
         """Whether the folder holds a run that can be resumed."""
         return (self.folder / JOURNAL / STATE).is_file()
 
@@ -140,7 +140,7 @@ class Unfinished:
         if self.folder.is_dir() and not self.folder.is_symlink():
             if (self.folder / INCOMPLETE).is_file() or not any(self.folder.iterdir()):
                 return
-            if self._resumes and self.goes_on and self.whole:
+            if self._resumes and self.resumable and self.whole:
                 return
             if (self.folder / RECORD).is_file():
                 raise RecipeError(
@@ -168,7 +168,7 @@ class Unfinished:
         old = f"{self.out} is unchanged" if self._place.is_dir() and any(self._place.iterdir()) else ""
         if unwritten:
             return f"Nothing was written{'; ' * bool(old)}{old}. Run the same command again."
-        continuation = "resumes the run" if self._resumes and self.goes_on else "starts the run anew"
+        continuation = "resumes the run" if self._resumes and self.resumable else "starts the run anew"
         return (
             f"The unfinished checkpoint is in {self.folder}{'; ' * bool(old)}{old}. Running the same command again "
             f"{continuation}."
@@ -176,7 +176,7 @@ class Unfinished:
 
     def _remove_if_nothing_is_written(self) -> bool:
         with suppress(OSError):
-            if {path.name for path in self.folder.iterdir()} <= {INCOMPLETE, JOURNAL} and not self.goes_on:
+            if {path.name for path in self.folder.iterdir()} <= {INCOMPLETE, JOURNAL} and not self.resumable:
                 shutil.rmtree(self.folder)
                 return True
         return False

@@ -323,7 +323,7 @@ class ShardWriter:
         return dict(self._digests)
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the writer as JSON, for `go_on`, after flushing all shards to disk."""
+        """Return the state of the writer as JSON, for `resume`, after flushing all shards to disk."""
         for name, known in self._digests.items():
             if not known:
                 flush(self.folder / name)
@@ -335,7 +335,7 @@ class ShardWriter:
             "bytes": self.size,
         }
 
-    def go_on(self, state: Mapping[str, Any]) -> None:
+    def resume(self, state: Mapping[str, Any]) -> None:
         """Resume from the `state` of another writer; shards that it does not name are deleted.
 
         Raises:

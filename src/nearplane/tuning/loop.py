@@ -58,7 +58,7 @@ class TrainingJournal:
 
     Args:
         container: Container of the tuned checkpoint, just entered.
-        told: Run inputs of the tuning, see `journal_pages.told`.
+        told: Run inputs of the tuning, see `journal_pages.run_inputs`.
         began: Time of the start by `time.perf_counter`.
 
     Raises:
@@ -67,22 +67,22 @@ class TrainingJournal:
     """
 
     def __init__(self, container: Container, told: Mapping[str, Any], began: float) -> None:
-        self._notebook = JournalPages(container, told, began)
-        self._standing: dict[str, Any] | None = self._notebook.before(
-            lambda state: self._notebook.load(_page(int(state["done"])))
+        self._pages = JournalPages(container, told, began)
+        self._standing: dict[str, Any] | None = self._pages.progress(
+            lambda state: self._pages.load(_page(int(state["done"])))
         )
         if self._standing is not None:
             logger.info(
                 "resuming tuning after step %d of a stopped run, which had taken %s: %s",
                 self._standing["done"],
-                duration(self._notebook.seconds),
+                duration(self._pages.seconds),
                 container.folder,
             )
 
     @property
     def seconds(self) -> float:
         """Return the duration of tuning in seconds, with the time before it was stopped."""
-        return self._notebook.seconds
+        return self._pages.seconds
 
     def before(self) -> dict[str, Any] | None:
         """Return the state of the stopped training, if any; only once, to free its memory."""
@@ -91,9 +91,9 @@ class TrainingJournal:
 
     def passed(self, standing: Callable[[], dict[str, Any]], *, done: bool) -> None:
         """Write the state of training, unless that would take too much time or disk space."""
-        if self._notebook.wanted(1.0 if done else None):  # a loss at the end would cost most
+        if self._pages.due(1.0 if done else None):  # a loss at the end would cost most
             page = standing()
-            self._notebook.write({"done": page["done"]}, {_page(page["done"]): page}, replaced=_page("*"))
+            self._pages.write({"done": page["done"]}, {_page(page["done"]): page}, replaced=_page("*"))
 
 
 def _page(done: int | str) -> str:

@@ -20,7 +20,7 @@ from nearplane.errors import CalibrationError, ModelError
 from nearplane.models.experts import parameter_of
 from nearplane.models.kinds import Divergence, divergence
 from nearplane.models.layers import Layer
-from nearplane.models.model import ABSENT, Block, Model
+from nearplane.models.model import NOT_IN_MEMORY, Block, Model
 from nearplane.tuning.parameters import Tuned, TunedLayer, TunedVector
 from nearplane.tuning.settings import Split
 
@@ -149,7 +149,7 @@ class _Block:
 
     def __init__(self, block: Block, matrices: Mapping[str, TunedLayer], vectors: Mapping[str, TunedVector]) -> None:
         module, start = block.quantized, len(block.name) + 1
-        assert module is not None, ABSENT
+        assert module is not None, NOT_IN_MEMORY
         self.block = block
         self._layers: dict[str, list[tuple[Layer, TunedLayer]]] = {}  # by parameter, which experts may share
         for layer in block.quantized_layers():

@@ -237,7 +237,7 @@ def compare(
         trust_remote_code=trust_remote_code,
         progress=progress,
     )
-    known = Compared(measure.keep, {} if keep is None else measure.told(models))
+    known = Compared(measure.keep, {} if keep is None else measure.run_inputs(models))
     return _rows(models, bits, methods, measure, known)
 
 
@@ -259,7 +259,7 @@ class _Measure:
         """Options that `quantize` and `evaluate` share."""
         return {"device": self.device, "trust_remote_code": self.trust_remote_code, "progress": self.progress}
 
-    def told(self, models: Sequence[str | Path]) -> dict[str, Any]:
+    def run_inputs(self, models: Sequence[str | Path]) -> dict[str, Any]:
         """Return all that rows depend on except their method and bits."""
         settings = {"calibration": asdict(self.calibration), "samples": self.samples, "seqlen": self.seqlen}
         folders = {

@@ -38,7 +38,7 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
         windows = calibration_windows(model, settled, options.given)
         check_tokens(model, settled, windows)
         job = Job(model=model, asked=recipe, recipe=settled, windows=windows, options=options)
-        journal = Journal(container, job.told())  # holds the progress of a stopped run of the same job
+        journal = Journal(container, job.run_inputs())  # holds the progress of a stopped run of the same job
         if container.whole:  # only the folder was not renamed yet
             return read_record(container.folder)
         with (

@@ -42,7 +42,7 @@ class Journal:
 
     Args:
         container: Container that the run writes, just entered.
-        told: Run inputs, see `journal_pages.told`.
+        told: Run inputs, see `journal_pages.run_inputs`.
 
     Attributes:
         before: Progress of a stopped run with the same inputs; None if there is none, or if its checkpoint is complete.
@@ -53,9 +53,9 @@ class Journal:
     """
 
     def __init__(self, container: Container, told: Mapping[str, Any]) -> None:
-        self._notebook = JournalPages(container, told)
+        self._pages = JournalPages(container, told)
         self._ledger: Ledger | None = None
-        self.before = self._notebook.before(self._understood)
+        self.before = self._pages.progress(self._understood)
         if self.before is not None:
             log.info(
                 "resuming behind block %d a run that was stopped after %s: %s",
@@ -71,13 +71,13 @@ class Journal:
                 f"The stopped run multiplied with oneDNN, which is not as exact with this processor or this torch. Resume it on "
                 f"its first machine. {REMEDY}."
             )
-        plan = Plan.restored(state["plan"], self._notebook.load(PLAN), record.tokens)
+        plan = Plan.restored(state["plan"], self._pages.load(PLAN), record.tokens)
         return StoppedRun(blocks=int(state["blocks"]), record=record, plan=plan, seconds=float(state["seconds"]))
 
     @property
     def seconds(self) -> float:
         """Seconds that the run has taken, including those before it was stopped."""
-        return self._notebook.seconds
+        return self._pages.seconds
 
     @property
     def blocks(self) -> int:
@@ -91,12 +91,12 @@ class Journal:
             FormatError: The hidden states cannot be read, or have another shape.
         """
         for number, batches in enumerate(_pages(stream)):
-            states = self._notebook.load(page_name := _behind(self.blocks, number))
+            states = self._pages.load(page_name := _behind(self.blocks, number))
             for name, batch in batches:
                 current = getattr(stream, name)
                 old, new = current[batch], states.get(f"{name}.{batch}")
                 if new is None or (new.shape, new.dtype) != (old.shape, old.dtype):
-                    raise self._notebook.refused(page_name)
+                    raise self._pages.changed_page(page_name)
                 current[batch] = new.to(old.device)
         for name in list(stream.calls)[: self.blocks]:
             del stream.calls[name]
@@ -113,15 +113,15 @@ class Journal:
         if self.before is not None:
             ledger.restore(self.before.record, [name for i in range(self.blocks) for name in model.unquantized(i)])
             return
-        if not self._notebook.wanted():
+        if not self._pages.due():
             return
-        self._notebook.keep(PLAN, ledger.planned.tensors())
-        if self._notebook.room and (ledger.planned.rates or ledger.planned.widths):  # measured in forward passes
+        self._pages.write_first(PLAN, ledger.planned.tensors())
+        if self._pages.room and (ledger.planned.rates or ledger.planned.widths):  # measured in forward passes
             self._write(0, {})
 
     def passed(self, blocks: int, stream: Stream | None) -> None:
         """Write to the journal that `blocks` blocks are finished, unless it would take too much time or disk space."""
-        if self._ledger is not None and self._notebook.wanted():
+        if self._ledger is not None and self._pages.due():
             pages = [] if stream is None else _pages(stream)
             self._write(blocks, {_behind(blocks, i): partial(_on, stream, page) for i, page in enumerate(pages)})
 
@@ -130,7 +130,7 @@ class Journal:
         assert ledger is not None, "begin() comes first"
         record = replace(self._record, layers=tuple(ledger.layers))
         state = {"blocks": blocks, "plan": ledger.planned.state(), "record": record.to_json()}
-        self._notebook.write(state, pages, replaced=_behind("*", "*"))
+        self._pages.write(state, pages, replaced=_behind("*", "*"))
 
 
 def _pages(stream: Stream) -> list[list[tuple[str, int]]]:

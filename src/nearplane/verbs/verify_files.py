@@ -82,7 +82,7 @@ def _inside(folder: Path, record: RunRecord) -> Iterator[Fault]:
     if not path.is_file():
         return
     try:
-        if read_header(path).fields.get(RECORD_KEY, "").strip() and embedded_record(path) != record.inside():
+        if read_header(path).fields.get(RECORD_KEY, "").strip() and embedded_record(path) != record.embedded():
             yield Fault(where=FILE, what=f"the record in this file differs from {RECORD} beside it")
     except (FormatError, ModelError) as error:
         yield Fault(where=FILE, what=str(error))
@@ -124,7 +124,7 @@ def _layers(stored: Stored, record: RunRecord, sound: set[str], progress: Progre
     described = format.config.describe(Quantized(scheme=recipe.scheme, quantized=list(known), version=""))
     if stored.layers != format.layers.configured(described):
         yield Fault(where=CONFIG, what=f"its quantization_config is not that of {recipe.format} with this recipe")
-    for name, text in stored.says().items():  # some programs read this copy first
+    for name, text in stored.repeated_files().items():  # some programs read this copy first
         copy = stored.reader.folder / name
         if copy.is_file() and copy.read_bytes() != text.encode():
             yield Fault(where=name, what=f"it differs from the quantization_config in {CONFIG}")
@@ -166,7 +166,7 @@ def _of_the_grid(matrix: QuantizedMatrix, layer: LayerRecord) -> Iterator[str]:
         return
     if not format.bits and layer.base is None:
         yield "the record has no step for it, which entropy-coded weights need"
-    yield from matrix.grid.unlike(format, matrix.codes)
+    yield from matrix.grid.differences_from(format, matrix.codes)
 
 
 def _tuning(stored: Stored, record: RunRecord) -> Iterator[Fault]:

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from families import FAMILIES, config_of
 from nearplane.errors import ModelError
 from nearplane.models.layers import as_layer
-from nearplane.models.structure import IGNORED, find_blocks, find_layers
+from nearplane.models.structure import IGNORED_REASON, find_blocks, find_layers
 
 
 def modules() -> list[tuple[nn.Module, Tensor]]:
@@ -143,5 +143,5 @@ def test_ignored_layers_are_found_by_search_in_the_full_name() -> None:
         model = AutoModelForCausalLM.from_config(config_of("llama"))
     layers, skipped = find_layers(model.model.layers[1], "model.layers.1", [r"\.1\.self_attn", "down"])
     assert [layer.name for layer in layers] == ["model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"]
-    assert all(reason == IGNORED for _, reason in skipped)
+    assert all(reason == IGNORED_REASON for _, reason in skipped)
     assert len(skipped) == 5

@@ -194,7 +194,7 @@ class GGUFFile(Container):
             os.fsync(self._file.fileno())
         return {"size": self.size, "first": self._first, "sums": self._sums}
 
-    def go_on(self, state: Mapping[str, Any]) -> None:
+    def resume(self, state: Mapping[str, Any]) -> None:
         """Resume after the tensors of a stopped run; all others are written again."""
         path, sums = self.folder / FILE, dict(state["sums"])
         if not sums:
@@ -253,9 +253,9 @@ class GGUFFile(Container):
         file.write(data)
         self._sums[name] = hashlib.sha256(data).hexdigest()
 
-    def tell(self, record: RunRecord) -> None:
-        """Embed the part of the record that is equal in all runs, see `RunRecord.inside`."""
-        text = record.inside().to_json().encode()
+    def embed(self, record: RunRecord) -> None:
+        """Embed the part of the record that is equal in all runs, see `RunRecord.embedded`."""
+        text = record.embedded().to_json().encode()
         if len(text) > self.room:
             logger.warning(
                 f"{FILE} has no record inside, as it reserved {self.room:,} bytes and the record takes {len(text):,}. "

@@ -21,7 +21,7 @@ from nearplane.recipe.sizes import counted, size_text
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.record.report.drawing import NO_VALUE, TIMES, Scale, Tick, curve, percent, plot, short, spanning
 from nearplane.record.report.figures import figures, kinds, legend
-from nearplane.record.words import UNSEEN, calibrated, remarks
+from nearplane.record.words import NOT_FITTED, calibrated, remarks
 
 
 def render(record: RunRecord) -> str:
@@ -92,7 +92,7 @@ def _cards(record: RunRecord) -> list[tuple[str, str, str]]:
         cards.append(("worst relative loss", percent(worst.relative_loss), worst.name))
     if extra := [(layer.extra_relative_loss, layer.name) for layer in layers if layer.extra_relative_loss is not None]:
         worst_extra, name = max(extra)
-        windows = f"{counted(record.extra_windows, 'window')} {UNSEEN}"
+        windows = f"{counted(record.extra_windows, 'window')} {NOT_FITTED}"
         cards.append(("worst on extra windows", percent(worst_extra), f"{name}, {windows}"))
     if known := [layer for layer in layers if layer.above_limit is not None and math.isfinite(layer.above_limit)]:
         counts = [layer.out_features * layer.in_features for layer in known]
@@ -154,7 +154,7 @@ TERMS = {
     "relative loss": "Squared error of a layer's outputs on the calibration text, divided by the squared outputs: 0.01 "
     "is 1 %, or 20 dB below the outputs. Use it to compare layers.",
     "loss": "Mean squared error of an output, divided by the number of inputs. Its unit is that of an output, squared.",
-    "on extra windows": f"Squared difference to the outputs of the original model, on windows of the text {UNSEEN}. "
+    "on extra windows": f"Squared difference to the outputs of the original model, on windows of the text {NOT_FITTED}. "
     "It includes the losses of earlier layers. A value far above the relative loss indicates too few tokens.",
     "nearest / this": "The loss of rounding every weight to nearest with the same steps, divided by this loss.",
     "worst case, expected": "The largest loss that Babai's theorem allows, and a third of it, the probable loss. They "
@@ -210,7 +210,7 @@ def _tuning(record: RunRecord) -> str:
     ticks = [Tick(place=f"{100 * share}%", text=f"{share * last:.0f}") for share in (0, 0.5, 1)]
     note = "Losses on this page are those of the tuned network; the record holds those before tuning."
     return (
-        f"<h2>Tuning</h2><p>{escape(_sentence(tuned.sentence()))} {escape(_sentence(tuned.looked_at()))} "
+        f"<h2>Tuning</h2><p>{escape(_sentence(tuned.sentence()))} {escape(_sentence(tuned.windows_sentence()))} "
         f"{escape(note)}</p>"
         '<div class="panels"><figure class="panel"><figcaption><h3>KL to the original, nats per token</h3></figcaption>'
         f"{plot('KL to the original while tuning', y, ticks, parts)}"
