@@ -17,7 +17,7 @@ import nearplane
 from families import VOCABULARY
 from native_checkpoints import save_tiny
 from nearplane.formats.table import FORMATS
-from nearplane.lattice.number_formats import FORMATS_BY_NAME
+from nearplane.lattice.number_formats import BY_NAME
 from nearplane.lattice.solvers import SOLVERS
 from nearplane.recipe.scheme import FILE_FORMATS, UNCALIBRATED_SOLVERS, FileFormat, Format, Solver
 from nearplane.recipe.schemes import BlockScheme, GridScheme, RateScheme
@@ -66,7 +66,7 @@ def test_the_format_of_the_page_goes_through_the_program(
     monkeypatch.setattr("nearplane.recipe.recipe.Format", Literal["fp4"])
     monkeypatch.setattr(GridScheme, "FORMATS", ("fp4",))
     monkeypatch.setitem(FILE_FORMATS, "fp4", FileFormat())
-    monkeypatch.setitem(FORMATS_BY_NAME, "fp4-g32", page["FP4"])
+    monkeypatch.setitem(BY_NAME, "fp4-g32", page["FP4"])
     model, out, dense = tmp_path / "model", tmp_path / "out", tmp_path / "dense"
     save_tiny(model, "llama")
     tokens = torch.randint(VOCABULARY, (8, 40), generator=torch.Generator().manual_seed(0))

@@ -218,8 +218,7 @@ def _chunks(observed: Iterable[Observed], experts: int) -> Iterator[list[Observe
 def observations(block: Block, stream: Stream | None, recipe: Recipe, room: int) -> Generator[Observed]:
     """Yield the layers of a block by shared input, with its moments once the earlier stages are solved.
 
-    After the last group the stream has passed the block. Close the generator if it is not exhausted: forward passes of
-    the block are paused in it.
+    After the last group the stream has passed the block. Close the generator early only by `close`: passes pause in it.
     """
     if stream is None:
         for layer in block.quantized_layers():

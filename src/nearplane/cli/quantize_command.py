@@ -65,16 +65,15 @@ def quantize(
         allocate: Use the same bits for every layer (uniform), or measure where more bits help most (slope).
             Default: slope with --rate, --size or a fraction of bits, else uniform.
         max_loss: Largest relative loss of a layer, for example 0.01. Entropy-coded layers get more bits to keep to it.
-            If layers still exceed it, they are listed and the command ends with exit code 2.
+            Layers that exceed it are listed, and the command ends with exit code 2.
         tune: After the solve, train steps, norms and codes against the original's predictions (network).
-            Takes five to ten times as long. See nearplane tune.
+            Takes five to eleven times as long. See nearplane tune.
         pre: Name of the tokenizer's pre-tokenizer in llama.cpp, if nearplane does not recognize it.
         ignore: Regular expressions; layers are not quantized if one of them is found in their full name.
         device: Device to compute on: auto (the GPU if there is one), cpu, cuda, or one of several GPUs as cuda:1.
         overwrite: Replace an existing checkpoint in OUT, once the new one is complete. Both need room on disk.
         memory: Memory limit of the run, for example 12GB. Default: no limit. Not together with --tune network.
-            To stay below it, the run repeats forward passes, keeps hidden states on disk and uses smaller batches.
-            A limit that is too small is refused at once, with one that works.
+            The run repeats forward passes, keeps hidden states on disk and uses smaller batches to stay below it.
         trust_remote_code: Run model code that comes with the checkpoint.
         json: Print the run record as JSON instead of a summary.
     """

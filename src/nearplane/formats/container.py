@@ -26,14 +26,7 @@ from nearplane.system.files import sha256
 from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import RECORD
 from nearplane.system.progress import peak_memory
-from nearplane.system.safetensors_files import (
-    INDEX,
-    ShardReader,
-    ShardWriter,
-    TensorReader,
-    dtype_and_shape,
-    shard_size,
-)
+from nearplane.system.safetensors_files import INDEX, ShardReader, ShardWriter, TensorReader, kind_of, shard_size
 
 Kind = tuple[str, Sequence[int], int]  # dtype in safetensors, shape and bytes of a tensor
 
@@ -109,8 +102,7 @@ class Container(ABC):
         """Return the bytes of all files but the record, if the checkpoint ended with these blocks.
 
         Args:
-            blocks: The tensors of each block that is still to come, by name; the first is written together with the
-                collected layers. Blocks without tensors are not counted.
+            blocks: The tensors of each later block, by name; collected layers join the first. Empty blocks do not count.
         """
 
     @abstractmethod
@@ -273,8 +265,7 @@ class Folder(Container):
     def size_with(self, *blocks: Mapping[str, Kind]) -> int:
         """Return the bytes of the folder without the record, if it ended with these shards."""
         kinds = {
-            name: (dtype_and_shape(each).split()[0], tuple(each.shape), each.nbytes)
-            for name, each in self.pending.items()
+            name: (kind_of(each).split()[0], tuple(each.shape), each.nbytes) for name, each in self.pending.items()
         }
         all_blocks: Sequence[Mapping[str, Kind]] = (kinds | dict(blocks[0]) if blocks else kinds, *blocks[1:])
         shards = [shard for shard in all_blocks if shard]
@@ -322,7 +313,7 @@ def written(tensors: Mapping[str, Tensor]) -> Written:
     """Return size and checksum of a layer's tensors: SHA-256 of "NAME DTYPE SIZE SIZE ..." lines and bytes, by name."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {dtype_and_shape(tensor)}\n".encode())
+        digest.update(f"{name} {kind_of(tensor)}\n".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return Written(bytes=sum(tensor.nbytes for tensor in tensors.values()), checksum=digest.hexdigest())
 

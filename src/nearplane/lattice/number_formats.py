@@ -23,8 +23,7 @@ class NumberFormat:
         bits: Bits per code; 0 where codes have no limits.
         group: Number of neighbouring weights of a row that share a step; None: one step per row.
         symmetric: Whether there are no zero points or minima; the codes then lie around 0.
-        levels: Ascending positions of the codes 0, 1, ..., in steps, on both sides of 0; None: a code is its own
-            position.
+        levels: Ascending positions of the codes 0, 1, ... in steps; None: a code is its own position.
         steps: Name of the torch dtype in which steps are stored; None: that of the file.
         fit: Name of the fit of the steps, an entry of `fits.FITS`.
     """
@@ -133,9 +132,7 @@ ENTROPY_CODED_FORMAT = NumberFormat(name="coded", bits=0)  # codes without limit
 E2M1 = (-6.0, -4.0, -3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # four-bit floats, 0 once
 MXFP4 = NumberFormat(name="mxfp4", bits=4, group=32, levels=E2M1, steps="float8_e8m0fnu")
 FLOATS: tuple[NumberFormat, ...] = (MXFP4,)  # formats with tables of levels
-FORMATS_BY_NAME: dict[str, NumberFormat] = {
-    each.name: each for each in (*TYPES.values(), *FLOATS, ENTROPY_CODED_FORMAT)
-}
+BY_NAME: dict[str, NumberFormat] = {each.name: each for each in (*TYPES.values(), *FLOATS, ENTROPY_CODED_FORMAT)}
 
 
 def integers(bits: int, group: int | None, *, symmetric: bool = True) -> NumberFormat:
@@ -151,9 +148,7 @@ def number_format(name: str) -> NumberFormat:
         RecipeError: No format has this name.
     """
     if (format := find_format(name)) is None:
-        raise RecipeError(
-            f"{name!r} is not a number format; expected {INTEGERS}, or one of {', '.join(FORMATS_BY_NAME)}."
-        )
+        raise RecipeError(f"{name!r} is not a number format; expected {INTEGERS}, or one of {', '.join(BY_NAME)}.")
     return format
 
 
@@ -161,4 +156,4 @@ def find_format(name: str) -> NumberFormat | None:
     """Return the format of this name, or None."""
     if (parts := re.fullmatch(r"int([2-8])-(?:row|g([1-9][0-9]{0,8}))(-asym)?", name)) is not None:
         return integers(int(parts[1]), int(parts[2]) if parts[2] else None, symmetric=parts[3] is None)
-    return FORMATS_BY_NAME.get(name)
+    return BY_NAME.get(name)

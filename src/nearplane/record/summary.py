@@ -11,7 +11,6 @@ from nearplane.record.words import NOT_FITTED, calibrated, exceeding, left, next
 
 NOTABLE_LOSS = 0.05  # share of a layer's output energy; at 4 bits most layers lose less than a tenth of it
 MAX_NAMED = 3  # layers with the largest losses that the summary names
-
 LEGEND = {  # of the columns of `layer_table`
     "bits/weight": "size of the layer in the file, per weight",
     "relative loss": "squared output error on the calibration tokens / squared outputs",
@@ -25,20 +24,16 @@ LEGEND = {  # of the columns of `layer_table`
     "asked": "requested bits per weight",
     "of it codes": "bits per weight of the codes, without side information",
     "limit": "least bits per weight for this loss on Gaussian weights; a reference, not a bound for real weights",
-    "above it": "bits per weight above the limit",
 }
 
 
 def summary(record: RunRecord, out: Path) -> Iterator[str]:
     """Yield the lines that `nearplane quantize` prints."""
-    yield (
-        f"{len(record.layers)} layers quantized to {record.rate:.3f} bits per weight{_of_codes(record)} in "
-        f"{record.seconds:.1f} s: {out}"
-    )
+    bits = f"{record.rate:.3f} bits per weight{_of_codes(record)}"
+    yield f"{len(record.layers)} layers quantized to {bits} in {record.seconds:.1f} s: {out}"
     memory = f"; peak memory {size_text(record.peak_memory)}" if record.peak_memory else ""
-    yield (
-        f"weight files {size_text(record.bytes)}, whole folder {size_text(record.folder)}; {calibrated(record)}{memory}"
-    )
+    sizes = f"weight files {size_text(record.bytes)}, whole folder {size_text(record.folder)}"
+    yield f"{sizes}; {calibrated(record)}{memory}"
     if record.tuning is not None:
         yield record.tuning.sentence()
     yield from _losses(record)
@@ -160,6 +155,5 @@ CODED_COLUMNS: dict[str, Callable[[LayerRecord], str]] = {
     "bits/weight": GRID_COLUMNS["bits/weight"],
     "of it codes": lambda x: three_places(x.entropy),
     "limit": lambda x: three_places(x.limit),
-    "above it": GRID_COLUMNS["above limit"],
-    **{head: GRID_COLUMNS[head] for head in ("relative loss", "on extra", "bound/this", "correction")},
+    **{head: GRID_COLUMNS[head] for head in ("above limit", "relative loss", "on extra", "bound/this", "correction")},
 }

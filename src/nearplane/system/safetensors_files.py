@@ -48,10 +48,10 @@ DTYPE_NAMES = {  # names of dtypes in safetensors
 def checksum(tensor: Tensor) -> str:
     """Return the CRC-32 of "DTYPE SIZE SIZE ..." and the bytes of a contiguous tensor on the CPU, as 8 hexadecimal digits."""
     content = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
-    return f"{zlib.crc32(content, zlib.crc32(dtype_and_shape(tensor).encode())):08x}"
+    return f"{zlib.crc32(content, zlib.crc32(kind_of(tensor).encode())):08x}"
 
 
-def dtype_and_shape(tensor: Tensor) -> str:
+def kind_of(tensor: Tensor) -> str:
     """Return "DTYPE SIZE SIZE ..." of a tensor, with the dtype's name in safetensors."""
     return " ".join([DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)), *map(str, tensor.shape)])
 

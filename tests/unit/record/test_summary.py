@@ -208,7 +208,7 @@ def test_the_table_of_rates_says_what_was_asked_for_and_how_far_the_limit_is():
     first, _ = (dict(zip(columns, row, strict=True)) for row in rows)
     assert first.items() >= {
         "layer": "model.layers.0.mlp.up_proj", "shape": "8 x 16", "asked": "3.100", "bits/weight": "3.000", "of it codes": "2.500",
-        "limit": "2.250", "above it": "0.750", "relative loss": "1.000e-02", "bound/this": "4.00*", "correction": "0.70",
+        "limit": "2.250", "above limit": "0.750", "relative loss": "1.000e-02", "bound/this": "4.00*", "correction": "0.70",
     }.items()  # fmt: skip
     assert "not quantized: router (Router)" in after
     assert after[-1].startswith("of 3.000 bits: codes 2.500, above the limit 0.750; ")

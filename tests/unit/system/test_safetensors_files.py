@@ -11,7 +11,7 @@ from safetensors.torch import save
 
 from nearplane.errors import FormatError, ModelError
 from nearplane.system.paths import INCOMPLETE
-from nearplane.system.safetensors_files import INDEX, ShardReader, ShardWriter, checksum, dtype_and_shape, shard_size
+from nearplane.system.safetensors_files import INDEX, ShardReader, ShardWriter, checksum, kind_of, shard_size
 
 SHARDS = [{"a": torch.arange(6).view(2, 3), "b.c": torch.randn(4)}, {"d": torch.randn(3).to(torch.bfloat16)}]
 
@@ -46,10 +46,7 @@ def test_sizes_are_known_without_reading_whatever_the_dtype(tmp_path):
 )
 def test_the_size_of_a_file_is_known_before_it_is_written(described):
     tensors = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in described.items()}
-    told = {
-        name: (dtype_and_shape(tensor).split()[0], tuple(tensor.shape), tensor.nbytes)
-        for name, tensor in tensors.items()
-    }
+    told = {name: (kind_of(tensor).split()[0], tuple(tensor.shape), tensor.nbytes) for name, tensor in tensors.items()}
     assert shard_size(told) == len(save(tensors, {"format": "pt"}))
 
 
