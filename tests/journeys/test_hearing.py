@@ -171,11 +171,11 @@ def test_models_that_take_text_take_no_sound(whisper: Path, solved: Path, tmp_pa
     for source in (MODEL, save_translating(tmp_path / "bart", "bart")):
         with pytest.raises(NearplaneError, match="takes text, and something else was given"):
             nearplane.quantize(source, tmp_path / "out", calibration=(SOUND, TOKENS), device="cpu", **GRID)
-    with pytest.raises(NearplaneError, match=r"takes sound with what is said in it .*; the input is text"):
+    with pytest.raises(NearplaneError, match=r"takes sound with its transcript .*; what was given is text"):
         nearplane.evaluate(solved, TOKENS, against=whisper, device="cpu")
     with pytest.raises(NearplaneError, match=r"takes text; the input is sound"):
         nearplane.evaluate(MODEL, (SOUND, TOKENS), device="cpu")
-    with pytest.raises(NearplaneError, match=r"which continues sound with what is said in it"):
+    with pytest.raises(NearplaneError, match=r"which goes on from sound with its transcript"):
         nearplane.generate(solved, "A text.", device="cpu")
 
 
