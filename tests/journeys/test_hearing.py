@@ -18,7 +18,7 @@ from nearplane.calibration.given import Given
 from nearplane.cli.app import app
 from nearplane.demo import CALIBRATION, MODEL
 from nearplane.errors import NearplaneError
-from nearplane.models.kinds import Taken
+from nearplane.models.kinds import InputKind
 from nearplane.record.record import read_record
 from translating import save_translating
 
@@ -171,11 +171,11 @@ def test_models_that_take_text_take_no_sound(whisper: Path, solved: Path, tmp_pa
     for source in (MODEL, save_translating(tmp_path / "bart", "bart")):
         with pytest.raises(NearplaneError, match="takes text, and something else was given"):
             nearplane.quantize(source, tmp_path / "out", calibration=(SOUND, TOKENS), device="cpu", **GRID)
-    with pytest.raises(NearplaneError, match=r"takes sound with its transcript .*; what was given is text"):
+    with pytest.raises(NearplaneError, match=r"takes sound with its transcript .*; the input is text"):
         nearplane.evaluate(solved, TOKENS, against=whisper, device="cpu")
     with pytest.raises(NearplaneError, match=r"takes text; the input is sound"):
         nearplane.evaluate(MODEL, (SOUND, TOKENS), device="cpu")
-    with pytest.raises(NearplaneError, match=r"which goes on from sound with its transcript"):
+    with pytest.raises(NearplaneError, match=r"which continues sound with its transcript"):
         nearplane.generate(solved, "A text.", device="cpu")
 
 
@@ -184,7 +184,7 @@ def test_two_images_in_a_list_are_no_pair() -> None:
     for pair in ([image, image], [image.numpy(), image.numpy()]):
         found = Given.of(pair)
         assert found is not None
-        assert found.kind is Taken.IMAGES
+        assert found.kind is InputKind.IMAGES
 
 
 def test_the_command_line_says_how_to_do_it_from_python(whisper: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import nearplane
 from families import config_of, random_model
-from nearplane.models.ignored import left_dense, merged_experts
+from nearplane.models.ignored import merged_experts, unquantized_patterns
 from nearplane.models.model import open_model
 from nearplane.models.structure import unbuilt_parts
 from nearplane.record.summary import summary
@@ -85,16 +85,16 @@ def test_a_part_is_as_large_as_it_can_be() -> None:
 def test_experts_are_named_in_the_network_and_in_the_file(source: Callable[[str], Path]) -> None:
     """The names of mixtral's are not the same in both."""
     whole = open_model(str(source("mixtral")))
-    assert not any("experts" in name for name in left_dense(whole, whole.layers))
+    assert not any("experts" in name for name in unquantized_patterns(whole, whole.layers))
     assert merged_experts(whole, whole.layers) == []
     model = open_model(str(source("mixtral")), ignore=[r"mlp\.experts"])
-    names = left_dense(model, model.layers)
+    names = unquantized_patterns(model, model.layers)
     assert "lm_head" in names
     assert r"re:^model\.layers\.0\.mlp\.experts(\..*)?$" in names
     assert r"re:^model\.layers\.0\.block_sparse_moe\.experts(\..*)?$" in names
     assert merged_experts(model, model.layers) == [f"model.layers.{index}.mlp.experts" for index in range(3)]
     dense = open_model(str(source("llama")))
-    assert (left_dense(dense, dense.layers), merged_experts(dense, dense.layers)) == (["lm_head"], [])
+    assert (unquantized_patterns(dense, dense.layers), merged_experts(dense, dense.layers)) == (["lm_head"], [])
 
 
 def test_ignored_layers_of_every_kind_are_named(tmp_path: Path) -> None:

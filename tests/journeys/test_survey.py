@@ -25,7 +25,7 @@ import nearplane
 from model_types import SURVEYED, VOCABULARY, save_type
 from nearplane.errors import NearplaneError
 from nearplane.formats.stored import Stored
-from nearplane.loading.gptq_rules import GPTQMODEL_ALONE
+from nearplane.loading.gptq_rules import GPTQMODEL_ONLY_TYPES
 
 WINDOWS = torch.randint(3, VOCABULARY, (16, 32), generator=torch.Generator().manual_seed(1))
 TOKENS = WINDOWS[:2, :12]
@@ -149,7 +149,7 @@ def _stops_and_computes_the_same(out: Path, loaded: PreTrainedModel, dense: PreT
 
 def _by_gptqmodel(out: Path, *, alone: bool) -> PreTrainedModel:
     """Load through transformers; and where it is known not to load, with gptqmodel itself, which wants a tokenizer."""
-    if not alone and AutoConfig.from_pretrained(out).model_type not in GPTQMODEL_ALONE:
+    if not alone and AutoConfig.from_pretrained(out).model_type not in GPTQMODEL_ONLY_TYPES:
         backend = GPTQConfig(bits=4, backend="gptq_torch")
         return AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, quantization_config=backend)
     from gptqmodel import BACKEND, GPTQModel

@@ -33,7 +33,7 @@ def test_the_architecture_and_the_module_are_named(kind: str, match: str, tmp_pa
 
 def test_types_of_matrices_that_no_one_knows_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Falcon's would be such if it were not known that they compute what a Linear does."""
-    monkeypatch.setattr(layers, "EQUIVALENT_CLASSES", set())
+    monkeypatch.setattr(layers, "LINEAR_SUBCLASSES", set())
     save_type(tmp_path / "model", "falcon")
     said = r"^The architecture FalconForCausalLM is not supported: its matrices have the type FalconLinear \(for example transf"
     with pytest.raises(NearplaneError, match=said):

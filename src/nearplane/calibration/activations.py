@@ -20,7 +20,7 @@ from nearplane.calibration.states_on_disk import Keep
 from nearplane.calibration.texts import check_vocabulary
 from nearplane.calibration.watch import Stop, stop
 from nearplane.errors import CalibrationError
-from nearplane.models.kinds import Taken, main_input, read_out, taken_by, words
+from nearplane.models.kinds import InputKind, call_kwargs, input_kind, main_input, read_out
 from nearplane.models.model import NOT_IN_MEMORY, Block, Model
 
 
@@ -77,9 +77,13 @@ class Stream:
             CalibrationError: The block returns NaN or Inf.
         """
         for batch in range(len(self.sizes)):
-            self.quantized[batch] = finite(self.forward(block, block.quantized, batch, self.quantized[batch]), block)
+            self.quantized[batch] = checked_finite(
+                self.forward(block, block.quantized, batch, self.quantized[batch]), block
+            )
             if self.original is not None and not self.ahead:
-                self.original[batch] = finite(self.forward(block, block.original, batch, self.original[batch]), block)
+                self.original[batch] = checked_finite(
+                    self.forward(block, block.original, batch, self.original[batch]), block
+                )
         self.passed(block)
 
     def passed(self, block: Block) -> None:
@@ -117,7 +121,7 @@ def skeleton(
         CalibrationError: A token is not in the model's vocabulary.
     """
     place = torch.device(device)
-    for part in batches if taken_by(model.network) is not Taken.IMAGES else ():
+    for part in batches if input_kind(model.network) is not InputKind.IMAGES else ():
         check_vocabulary(part, len(model.network.get_input_embeddings().weight))
     starts = [next(i for i, b in enumerate(model.blocks) if b.name.startswith(f"{stack}.")) for stack in model.stacks]
     tape = Tape([block.name for block in model.blocks], starts)
@@ -141,7 +145,7 @@ def skeleton(
     return Stream(hidden, tape.calls, original=original, extra=tape.extra, between=tape.between)
 
 
-def places(model: Model, windows: Tensor) -> int:
+def positions_per_window(model: Model, windows: Tensor) -> int:
     """Return the number of hidden states of one window: over both stacks; of an image, patches and class tokens."""
     return skeleton(model, [windows[:1]], device="cpu", dtype=torch.float32).quantized[0].shape[1]
 
@@ -169,7 +173,7 @@ def finish(model: Model, stream: Stream, tokens: Tensor, dtype: torch.dtype) -> 
             for batch, (part, hidden) in enumerate(zip(tokens.split(stream.sizes), states, strict=False)):
                 end.states, tokens_here = hidden, part.to(hidden.device)
                 with suppress(Stop):
-                    network(tokens_here, **words(network, tokens_here))
+                    network(tokens_here, **call_kwargs(network, tokens_here))
                 states[batch] = head_inputs.pop()
 
 
@@ -194,7 +198,7 @@ def readout(
             tokens = tokens.to(hidden.device)
             end.states = hidden if len(model.stacks) == 1 else hidden[:, -tokens.shape[1] :]  # the decoder's positions
             output = functional_call(
-                network, dict(parameters or {}), (main_input(network, tokens),), words(network, tokens)
+                network, dict(parameters or {}), (main_input(network, tokens),), call_kwargs(network, tokens)
             )
             return read_out(network, output)
 
@@ -211,7 +215,7 @@ def _network_ends(
         yield network, ends[-1]
 
 
-def finite(hidden: Tensor, block: Block) -> Tensor:
+def checked_finite(hidden: Tensor, block: Block) -> Tensor:
     """Return the output of a block if it is finite; else raise CalibrationError."""
     if not torch.isfinite(hidden).all():
         raise CalibrationError(

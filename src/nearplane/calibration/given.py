@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nearplane.errors import CalibrationError, ModelError, RecipeError
-from nearplane.models.kinds import Spoken, Taken
-from nearplane.models.pretrained import in_a_sentence
+from nearplane.models.kinds import InputKind, Spoken
+from nearplane.models.pretrained import as_model_error
 from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.recipe.spellings import SPELLINGS
 
@@ -67,11 +67,11 @@ class Given:
         return cls(tokens=_windows(value, what))
 
     @property
-    def kind(self) -> Taken:
+    def kind(self) -> InputKind:
         """The kind of network input that this data is."""
         if isinstance(self.tokens, Spoken):
-            return Taken.SOUND
-        return Taken.IMAGES if self.tokens is not None and self.tokens.is_floating_point() else Taken.TEXT
+            return InputKind.SOUND
+        return InputKind.IMAGES if self.tokens is not None and self.tokens.is_floating_point() else InputKind.TEXT
 
     def recorded(self, recipe: Recipe) -> Recipe:
         """Return the recipe with the name of this data and the number and length of its windows.
@@ -82,7 +82,7 @@ class Given:
         options = recipe.calibration
         if self.tokens is None:
             return replace(recipe, calibration=replace(options, calibration=TEXTS))
-        if self.kind is Taken.IMAGES:
+        if self.kind is InputKind.IMAGES:
             return replace(recipe, calibration=replace(options, calibration=IMAGES, samples=len(self.tokens)))
         windows, seqlen = self.tokens.shape
         if options.seqlen not in (None, seqlen) or options.samples not in (Calibration().samples, windows):
@@ -90,11 +90,11 @@ class Given:
                 f"calibration holds {windows} windows of {seqlen} tokens, but samples is {options.samples} and seqlen "
                 f"{options.seqlen}. Leave both out: all windows are used, at most the last ninth to measure losses."
             )
-        name = SOUND if self.kind is Taken.SOUND else TOKENS
+        name = SOUND if self.kind is InputKind.SOUND else TOKENS
         return replace(recipe, calibration=replace(options, calibration=name, samples=windows, seqlen=seqlen))
 
 
-def with_text(recipe: Recipe, calibration: object) -> Recipe:
+def with_calibration_path(recipe: Recipe, calibration: object) -> Recipe:
     """Return the recipe of a run record with the calibration path replaced, if a path is given."""
     if not isinstance(calibration, str | os.PathLike):
         return recipe
@@ -147,7 +147,7 @@ def _spoken(sound: Tensor, tokens: Tensor, what: str) -> Tensor:
     return Spoken.of(tokens, sound)
 
 
-def taken(spellings: Mapping[str, Any]) -> tuple[Given | None, dict[str, Any]]:
+def split_calibration(spellings: Mapping[str, Any]) -> tuple[Given | None, dict[str, Any]]:
     """Split the keywords of `quantize` into calibration data passed as objects and all other keywords.
 
     Raises:
@@ -159,7 +159,7 @@ def taken(spellings: Mapping[str, Any]) -> tuple[Given | None, dict[str, Any]]:
     return None, dict(spellings)
 
 
-def refuse_lost(calibration: object) -> None:
+def refuse_unrecorded(calibration: object) -> None:
     """Refuse the name of data that was passed from Python and is not in the run record.
 
     Raises:
@@ -172,7 +172,7 @@ def refuse_lost(calibration: object) -> None:
         )
 
 
-def called(model: str | Path | PreTrainedModel) -> str:
+def model_label(model: str | Path | PreTrainedModel) -> str:
     """Return the name of a model for the run record."""
     if isinstance(model, str | os.PathLike):
         return str(model)
@@ -200,7 +200,7 @@ def as_folder(model: str | Path | PreTrainedModel, tokenizer: PreTrainedTokenize
             f"Pass the folder from which it was loaded."
         )
     with tempfile.TemporaryDirectory(prefix="nearplane-") as place:
-        with in_a_sentence(
+        with as_model_error(
             f"The {type(model).__name__} passed as model could not be saved to {place} (set TMPDIR for another folder)"
         ):
             model.save_pretrained(place)

@@ -21,8 +21,8 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
-from nearplane.calibration.activations import Stream, finite
-from nearplane.calibration.stages import FirstLook, first_look, seen
+from nearplane.calibration.activations import Stream, checked_finite
+from nearplane.calibration.stages import FirstLook, first_look, rows_by_batch
 from nearplane.calibration.watch import Additions, InParts, Results, RoutedRows, Rows, Seen, rows_of, total, wide
 from nearplane.errors import CalibrationError
 from nearplane.models.experts import by_expert
@@ -36,7 +36,7 @@ PAUSED_DIVISOR = 2  # paused activations may fill half of the free memory: solvi
 BATCH_TOKENS, BATCH_WINDOWS = 2048, 8  # largest batch by default: enough rows for matrix products at full speed
 
 
-def batch_of(seqlen: int) -> int:
+def default_batch(seqlen: int) -> int:
     """Return the default number of windows of `seqlen` tokens in a batch."""
     return max(1, min(BATCH_WINDOWS, BATCH_TOKENS // seqlen))
 
@@ -63,11 +63,11 @@ class MemorySetting:
 
     @classmethod
     def usual(cls, seqlen: int, device: Device, batch: int | None = None) -> MemorySetting:
-        """Return the fastest setting, before the first block of a run; `batch` is `batch_of` the windows by default."""
-        return cls(batch=batch or batch_of(seqlen), room=(device.free() or 0) // PAUSED_DIVISOR, device=device)
+        """Return the fastest setting, before the first block of a run; `batch` is `default_batch` the windows by default."""
+        return cls(batch=batch or default_batch(seqlen), room=(device.free() or 0) // PAUSED_DIVISOR, device=device)
 
 
-def pauses(look: FirstLook, stream: Stream, room: int) -> tuple[int, str]:
+def paused_stages(look: FirstLook, stream: Stream, room: int) -> tuple[int, str]:
     """Return the number of stages at which forward passes of a block pause; later stages are separate passes.
 
     Args:
@@ -87,7 +87,7 @@ def pauses(look: FirstLook, stream: Stream, room: int) -> tuple[int, str]:
         last = stage == len(alive) - 1 and not group[0].routed  # rows of experts are kept
         state = stream.quantized[0].nbytes
         before = alive[stage - 1] if stage else state
-        needed = int(batches * waiting(here, before, state, 1 + correct, last=last))
+        needed = int(batches * paused_bytes(here, before, state, 1 + correct, last=last))
         if needed > room:
             where = f"forward passes paused at {group[0].name} would need {size_text(needed)}"
             return stage, f"{where}, more than the {size_text(room)} that paused passes may use"
@@ -118,7 +118,7 @@ def never_pauses(look: FirstLook, *, correct: bool) -> str:
     return ""
 
 
-def waiting(alive: int, before: int, state: int, streams: int, *, last: bool) -> int:
+def paused_bytes(alive: int, before: int, state: int, streams: int, *, last: bool) -> int:
     """Return the peak bytes of one window's activations while forward passes run from one stage to the next.
 
     Args:
@@ -132,7 +132,7 @@ def waiting(alive: int, before: int, state: int, streams: int, *, last: bool) ->
     return max(streams * before, arrived)
 
 
-class Passage:
+class BlockForward:
     """Forward passes of both streams through a block, stage by stage: `for groups, rows in passage: ...`
 
     Yields the groups of layers that share an input (one at a time; all at once if not `sequential`), each with an
@@ -153,7 +153,7 @@ class Passage:
         self.block, self.stream = block, stream
         self._look, self._room = first_look(block, stream), room
         self._sequential = sequential
-        self._stages, self.repeated = pauses(self._look, stream, room) if sequential else (0, "")
+        self._stages, self.repeated = paused_stages(self._look, stream, room) if sequential else (0, "")
         self._whole = 0 < self._stages == len(self._look.groups)
         self._adding = {layer.name for group in self._look.groups for layer in group if layer.adds}
         self._original: list[_Forward] = []
@@ -164,7 +164,7 @@ class Passage:
     def __iter__(self) -> Iterator[tuple[tuple[tuple[Layer, ...], ...], Iterator[list[Rows | RoutedRows]] | InParts]]:
         groups = self._look.groups
         if not self._sequential:
-            yield groups, seen(self.block, groups, self.stream, last=True)
+            yield groups, rows_by_batch(self.block, groups, self.stream, last=True)
             self.stream.advance(self.block)
             return
         if self._stages and self.stream.original is not None:
@@ -181,7 +181,7 @@ class Passage:
             return
         self.close()
         for group in groups[self._stages :]:
-            parts, run = self._parts(group), partial(seen, self.block, stream=self.stream)
+            parts, run = self._parts(group), partial(rows_by_batch, self.block, stream=self.stream)
             if len(parts) > 1:
                 yield (group,), InParts(parts=parts, run=run, ends=group is groups[-1])
             else:
@@ -273,7 +273,7 @@ class Passage:
         event = self._continue(forward)
         if isinstance(event, Paused) or forward.additions.found.keys() != self._adding:
             raise self._inconsistent_batches()
-        return finite(event, self.block)
+        return checked_finite(event, self.block)
 
     def close(self) -> None:
         """Stop all forward passes and free their memory."""

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from nearplane.calibration.states_on_disk import Keep
 from nearplane.calibration.watch import Stop, same
 from nearplane.errors import ModelError
-from nearplane.models.kinds import main_input, words
+from nearplane.models.kinds import call_kwargs, main_input
 
 ENCODER_OUT = object()  # placeholder for the encoder's output in the recorded arguments of a decoder block
 
@@ -52,7 +52,7 @@ class Tape:
         starts: Indices of the blocks that begin a stack.
 
     Attributes:
-        hidden: Inputs of the first block, by batch; with two stacks, the inputs of both first blocks, see `joined`.
+        hidden: Inputs of the first block, by batch; with two stacks, the inputs of both first blocks, see `joined_stacks`.
         calls: {block name: one `Call` per batch}.
         first_blocks: {index: first block of a stack, in memory}; `probe` keeps those that compute values for all.
         between: Function from the end of the encoder to the decoder; None where there is one stack.
@@ -85,7 +85,7 @@ class Tape:
             self._begin_batch()
             given = part.to(device)
             with suppress(Stop):
-                network(main_input(network, given), **words(network, given))
+                network(main_input(network, given), **call_kwargs(network, given))
             if self._next != len(self._names):
                 name = self._names[self._next]
                 raise ModelError(f"{name} did not run. nearplane needs blocks that run once each, in order.")
@@ -117,7 +117,7 @@ class Tape:
         if index == 0:
             self.hidden.append(hidden)
         elif first:
-            self.hidden[-1] = joined(self.hidden[-1], hidden, name)
+            self.hidden[-1] = joined_stacks(self.hidden[-1], hidden, name)
         leaf = count()
 
         def keep(value: Any) -> Any:
@@ -280,7 +280,7 @@ def with_part(whole: Tensor, positions: slice | None, part: Tensor) -> Tensor:
     return torch.cat([whole[:, : positions.start], part, whole[:, positions.stop :]], 1)
 
 
-def joined(encoder: Tensor, decoder: Tensor, name: str) -> Tensor:
+def joined_stacks(encoder: Tensor, decoder: Tensor, name: str) -> Tensor:
     """Return the inputs of both stacks as one tensor.
 
     Args:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nearplane.calibration.activations import Stream
-from nearplane.calibration.stages import seen, unreached
+from nearplane.calibration.stages import rows_by_batch, unreached
 from nearplane.calibration.watch import ExpertRows, InParts, RoutedRows, Rows
 from nearplane.calibration.windows import EXTRA_TOKENS
 from nearplane.errors import CalibrationError
@@ -48,22 +48,22 @@ class Observed:
 def observe(
     block: Block, groups: Sequence[tuple[Layer, ...]], stream: Stream, *, last: bool = False, onward: bool = False
 ) -> list[Observed]:
-    """Sum the second moments of the inputs of groups of layers in a separate pass; see `summed`.
+    """Sum the second moments of the inputs of groups of layers in a separate pass; see `sum_moments`.
 
     Args:
         block: The block in memory, with its original if there are two streams.
         groups: Groups from `stages`; often one of them.
         stream: The streams before the block.
-        last, onward: Whether the original and the quantized stream pass the block; see `seen`.
+        last, onward: Whether the original and the quantized stream pass the block; see `rows_by_batch`.
 
     Raises:
-        CalibrationError: As in `summed`, or a layer receives different tokens in the two networks.
+        CalibrationError: As in `sum_moments`, or a layer receives different tokens in the two networks.
     """
-    return [*summed(groups, seen(block, groups, stream, last=last, onward=onward), stream)]
+    return [*sum_moments(groups, rows_by_batch(block, groups, stream, last=last, onward=onward), stream)]
 
 
 # without torch.no_grad, which would keep a reference to each yielded value; the functions called here have it
-def summed(
+def sum_moments(
     groups: Sequence[tuple[Layer, ...]],
     looked: Iterable[list[Rows | RoutedRows]] | InParts,
     stream: Stream,
@@ -147,7 +147,7 @@ def _in_turn(
         shown: Routed rows of each batch.
         new_sums: Function that returns empty sums for some layers.
         split: Whether moments of the held-out windows are returned separately.
-        rare: Treatment of experts that few tokens reach; see `summed`.
+        rare: Treatment of experts that few tokens reach; see `sum_moments`.
         mean_sums: Sums over the rows of all experts; None if `group` holds all experts.
 
     Raises:

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nearplane.calibration.activations import Stream, finish, finite, readout, skeleton
+from nearplane.calibration.activations import Stream, checked_finite, finish, readout, skeleton
 from nearplane.calibration.states_on_disk import StatesOnDisk
 from nearplane.errors import CalibrationError
 from nearplane.models.kinds import has_head
@@ -76,7 +76,7 @@ def sensitivity(
         FormatError: The folder for temporary files is full.
     """
     dtype = torch.float32 if dtype == torch.float16 else dtype
-    count = windows_of_the_pass(model, tokens, joined=bool(together))
+    count = sensitivity_windows(model, tokens, joined=bool(together))
     windows = tokens[torch.linspace(0, len(tokens) - 1, count).long()]
     batches = windows.split(BATCH)
     with torch.no_grad():
@@ -88,7 +88,8 @@ def sensitivity(
             block_inputs.extend(last_states)
             with block.on(device, dtype, original=False):
                 last_states = [
-                    finite(stream.forward(block, block.quantized, i, x), block) for i, x in enumerate(last_states)
+                    checked_finite(stream.forward(block, block.quantized, i, x), block)
+                    for i, x in enumerate(last_states)
                 ]
         gradients, outputs = _from_predictions(model, stream, batches, last_states, seed)
         for block in reversed(model.blocks):
@@ -114,7 +115,7 @@ def sensitivity(
     return Sensitivity(outputs=outputs, embeddings=G, together=runs)
 
 
-def windows_of_the_pass(model: Model, tokens: Tensor, *, joined: bool = False) -> int:
+def sensitivity_windows(model: Model, tokens: Tensor, *, joined: bool = False) -> int:
     """Return the number of windows of (windows, seqlen) `tokens` that `sensitivity` uses; `joined`: with `together`."""
     multiple = 1 if model.embeddings is None else 2  # embeddings have a matrix of moments, outputs one number each
     multiple = 4 if joined else multiple  # these matrices are factored

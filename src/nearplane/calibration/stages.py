@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nearplane.calibration.activations import Stream, finite, skeleton
+from nearplane.calibration.activations import Stream, checked_finite, skeleton
 from nearplane.calibration.recorder import Call
 from nearplane.calibration.watch import Additions, Results, RoutedRows, Rows, Seen, Stop, rows_of, total
 from nearplane.errors import CalibrationError, ModelError, NearplaneError, first_few, first_line
@@ -131,7 +131,7 @@ def first_look(block: Block, stream: Stream) -> FirstLook:
 
 
 @torch.no_grad()
-def seen(
+def rows_by_batch(
     block: Block, groups: Sequence[tuple[Layer, ...]], stream: Stream, *, last: bool = False, onward: bool = False
 ) -> Iterator[list[Rows | RoutedRows]]:
     """Yield for each batch the rows of the inputs of groups of layers, one entry per group, in the current block.
@@ -180,7 +180,7 @@ def seen(
                 if layer.name in additions.found:
                     record.added[layer.name] = total(additions.found[layer.name]).reshape(-1, layer.shape[0])
         if to_the_end:
-            states[batch] = finite(output, block)
+            states[batch] = checked_finite(output, block)
         return records
 
     for batch in range(len(stream.sizes)):
@@ -228,7 +228,7 @@ def try_blocks(model: Model, tokens: Tensor, device: Device) -> dict[str, FirstL
     looks: dict[str, FirstLook] = {}
     try:
         stream = skeleton(model, [tokens[:1]], device=device.place, dtype=dtype)
-        for block in (blocks[0] for blocks in kinds(model) if blocks[0].layers):
+        for block in (blocks[0] for blocks in blocks_by_kind(model) if blocks[0].layers):
             with block.on(device.place, dtype, original=False):
                 try:
                     looks[block.name] = first_look(block, stream)
@@ -245,7 +245,7 @@ def try_blocks(model: Model, tokens: Tensor, device: Device) -> dict[str, FirstL
         ) from error
 
 
-def kinds(model: Model) -> list[list[Block]]:
+def blocks_by_kind(model: Model) -> list[list[Block]]:
     """Return the blocks grouped by kind; blocks of one kind have the same names and types of modules."""
     groups: dict[frozenset[tuple[str, type]], list[Block]] = {}
     for block in model.blocks:

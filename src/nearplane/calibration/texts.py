@@ -15,12 +15,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from nearplane.errors import CalibrationError, first_line
-from nearplane.models.pretrained import in_a_sentence
+from nearplane.models.pretrained import as_model_error
 from nearplane.system.paths import SUFFIXES, check_text_exists
 
 DEFAULT_DATASET = "HuggingFaceFW/fineweb-edu:sample-10BT:train"
-LETTERS = 6  # guess for the first attempt; most tokens are shorter
-MAX_TOKEN_LETTERS = 10_000  # letters after a token that may still change it: longer than any word
+LETTERS_PER_TOKEN = 6  # guess for the first attempt; most tokens are shorter
+CONTEXT_LETTERS = 10_000  # letters after a token that may still change it: longer than any word
 SHUFFLED_ROWS = 10_000  # size of the buffer from which rows of a streamed data set are drawn
 
 
@@ -45,7 +45,7 @@ def read_windows(
             `DEFAULT_DATASET`.
         samples, seqlen: Number of windows, and tokens per window.
         seed: Seed of the shuffle of a data set; files are not shuffled.
-        between: First and last token of every window, counted in `seqlen`; see `around`.
+        between: First and last token of every window, counted in `seqlen`; see `framing_tokens`.
 
     Returns:
         (windows, seqlen) int64.
@@ -64,7 +64,7 @@ def read_windows(
     for text in _documents(tokenizer, DEFAULT_DATASET if source is None else source, seed):
         if ids:
             ids += separator
-        with in_a_sentence("The model's tokenizer cannot tokenize the text; fetch its files again"):
+        with as_model_error("The model's tokenizer cannot tokenize the text; fetch its files again"):
             ids += _first_ids(tokenizer, text, needed - len(ids))
         if len(ids) >= needed:
             break
@@ -80,7 +80,7 @@ def read_windows(
     return torch.cat([edges[0], tokens, edges[1]], 1) if edges else tokens
 
 
-def around(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def framing_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the tokens that encoders expect before and after a text ([CLS], [SEP]); () if the tokenizer has none."""
     edges = (tokenizer.cls_token_id, tokenizer.sep_token_id)
     return edges if all(isinstance(token, int) for token in edges) else ()
@@ -89,14 +89,14 @@ def around(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 def _first_ids(tokenizer: PreTrainedTokenizerBase, text: str, needed: int) -> list[int]:
     """Return at least the first `needed` ids of a text, or all; of a long text only the beginning is tokenized.
 
-    The token of a letter depends on the letters after it, but on none more than `MAX_TOKEN_LETTERS` away. So of a part of
+    The token of a letter depends on the letters after it, but on none more than `CONTEXT_LETTERS` away. So of a part of
     the text, only tokens that end this far before the end of the part are used.
     """
-    length = needed * LETTERS + MAX_TOKEN_LETTERS
+    length = needed * LETTERS_PER_TOKEN + CONTEXT_LETTERS
     while tokenizer.is_fast and length < len(text):
         encoding = tokenizer(text[:length], add_special_tokens=False, verbose=False, return_offsets_mapping=True)
         certain = next(
-            (n for n, (_, end) in enumerate(encoding["offset_mapping"]) if end > length - MAX_TOKEN_LETTERS), 0
+            (n for n, (_, end) in enumerate(encoding["offset_mapping"]) if end > length - CONTEXT_LETTERS), 0
         )
         if certain >= needed:
             return list(encoding["input_ids"][:certain])

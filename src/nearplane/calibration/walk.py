@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from nearplane.calibration.activations import Stream, finish, skeleton
-from nearplane.calibration.one_forward import MemorySetting, Passage
-from nearplane.calibration.second_moments import Observed, observe, shared_inputs, summed
+from nearplane.calibration.one_forward import BlockForward, MemorySetting
+from nearplane.calibration.second_moments import Observed, observe, shared_inputs, sum_moments
 from nearplane.calibration.stages import before_the_head
 from nearplane.calibration.states_on_disk import StatesOnDisk
 from nearplane.calibration.windows import Windows
@@ -224,11 +224,11 @@ def observations(block: Block, stream: Stream | None, recipe: Recipe, room: int)
         for layer in block.quantized_layers():
             yield Observed(layers=(layer,), moments={})
         return
-    with closing(Passage(block, stream, sequential=recipe.calibration.true_sequential, room=room)) as passage:
+    with closing(BlockForward(block, stream, sequential=recipe.calibration.true_sequential, room=room)) as passage:
         if passage.repeated:
             log.info("%s: stages are separate passes because %s", block.name, passage.repeated)
         for groups, shown in passage:  # q/k/v, then o, then gate/up, then down
-            yield from summed(groups, shown, stream, rare=recipe.calibration.rare_experts)
+            yield from sum_moments(groups, shown, stream, rare=recipe.calibration.rare_experts)
 
 
 def observations_of_the_head(block: Block, stream: Stream | None) -> Iterator[Observed]:

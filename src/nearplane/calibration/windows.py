@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nearplane.calibration.activations import places
-from nearplane.calibration.given import Given, refuse_lost
-from nearplane.calibration.texts import around, check_start, check_vocabulary, read_windows
+from nearplane.calibration.activations import positions_per_window
+from nearplane.calibration.given import Given, refuse_unrecorded
+from nearplane.calibration.texts import check_start, check_vocabulary, framing_tokens, read_windows
 from nearplane.errors import CalibrationError, RecipeError
 from nearplane.lattice.solvers import SOLVERS
-from nearplane.models.kinds import Spoken, Taken, is_framed, joined, taken_by
+from nearplane.models.kinds import InputKind, Spoken, input_kind, is_framed, joined_windows
 from nearplane.models.model import Model
-from nearplane.models.pretrained import in_a_sentence
+from nearplane.models.pretrained import as_model_error
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.schemes import GridScheme
 from nearplane.record.words import MIN_TOKENS_PER_INPUT, shortage
@@ -29,12 +29,12 @@ MIN_DISTINCT_RUNS = (
     0.25  # fraction of distinct runs; with less, and fewer than the widest layer has inputs, text is refused
 )
 EXPECTED_INPUTS = {
-    Taken.TEXT: "takes text, and something else was given. Pass text.",
-    Taken.IMAGES: (
+    InputKind.TEXT: "takes text, and something else was given. Pass text.",
+    InputKind.IMAGES: (
         "takes images. In Python, pass calibration=pixel_values (images, channels, height, width), as its image "
         "processor makes them."
     ),
-    Taken.SOUND: (
+    InputKind.SOUND: (
         "takes sound. In Python, pass calibration=(input_features, token_ids): the output of its feature extractor, and "
         "the token ids (windows, seqlen) of the transcripts, as for labels=."
     ),
@@ -70,7 +70,7 @@ class Windows:
     def tokens(self) -> Tensor:
         """Return all windows (windows, seqlen), extra windows last."""
         assert self.fitted is not None, "this run has no windows"
-        return self.fitted if self.extra is None else joined([self.fitted, self.extra])
+        return self.fitted if self.extra is None else joined_windows([self.fitted, self.extra])
 
     def batches(self, size: int) -> tuple[list[Tensor], list[Tensor]]:
         """Return the batches of calibration windows, the first of one window, and the batches of extra windows."""
@@ -113,22 +113,22 @@ def calibration_windows(model: Model, recipe: Recipe, given: Given | None = None
     seqlen = options.seqlen or min(DEFAULT_SEQLEN, positions or DEFAULT_SEQLEN)
     if not SOLVERS[recipe.scheme.solver].needs_inputs and recipe.allocate != "slope":
         return Windows(seqlen=seqlen)
-    kind = taken_by(model.network)
-    if kind is not (Taken.TEXT if given is None else given.kind):
+    kind = input_kind(model.network)
+    if kind is not (InputKind.TEXT if given is None else given.kind):
         if given is None:
-            refuse_lost(options.calibration)
+            refuse_unrecorded(options.calibration)
         raise CalibrationError(f"{type(model.network).__name__} {EXPECTED_INPUTS[kind]}")
     windows = None if given is None else given.tokens
-    if windows is not None and kind is Taken.IMAGES:
+    if windows is not None and kind is InputKind.IMAGES:
         seqlen = _images(model, recipe, windows)
     elif isinstance(windows, Spoken):
         _check_spoken(model, windows)
     following = extra_windows(options.samples, seqlen)
     if windows is None:
         source = options.calibration if given is None else given.texts
-        refuse_lost(source)
+        refuse_unrecorded(source)
         samples, tokenizer = options.samples + following, model.tokenizer()
-        edges = around(tokenizer) if is_framed(model.network) else ()
+        edges = framing_tokens(tokenizer) if is_framed(model.network) else ()
         windows = read_windows(tokenizer, source, samples=samples, seqlen=seqlen, seed=options.seed, between=edges)
     if len(windows) == 1:
         return Windows(seqlen=seqlen, fitted=windows)
@@ -149,8 +149,8 @@ def _images(model: Model, recipe: Recipe, images: Tensor) -> int:
             f"{kind} takes images, on which the bits of each layer are not measured yet. Use --bits with whole numbers "
             f"and --allocate uniform."
         )
-    with in_a_sentence(f"{kind} does not take images {tuple(images.shape[1:])}, (channels, height, width)"):
-        return places(model, images)
+    with as_model_error(f"{kind} does not take images {tuple(images.shape[1:])}, (channels, height, width)"):
+        return positions_per_window(model, images)
 
 
 def _check_spoken(model: Model, windows: Spoken) -> None:
@@ -163,8 +163,8 @@ def _check_spoken(model: Model, windows: Spoken) -> None:
     kind = type(model.network).__name__
     check_vocabulary(windows, len(model.network.get_input_embeddings().weight))
     check_start(windows, model.config.decoder_start_token_id, kind)
-    with in_a_sentence(f"{kind} does not take sound {tuple(windows.sound.shape[1:])} with {windows.shape[1]} tokens"):
-        places(model, windows)
+    with as_model_error(f"{kind} does not take sound {tuple(windows.sound.shape[1:])} with {windows.shape[1]} tokens"):
+        positions_per_window(model, windows)
 
 
 def extra_windows(samples: int, seqlen: int) -> int:
@@ -188,7 +188,7 @@ def check_tokens(model: Model, recipe: Recipe, windows: Windows) -> None:
     warning = shortage(windows.count, seqlen, recipe.calibration.samples, widest.name, inputs)
     if warning is not None and windows.count * seqlen < MIN_TOKENS_PER_INPUT * inputs:
         raise CalibrationError(warning)
-    different, runs = (0, 0) if taken_by(model.network) is Taken.IMAGES else distinct_runs(tokens)
+    different, runs = (0, 0) if input_kind(model.network) is InputKind.IMAGES else distinct_runs(tokens)
     if different < min(MIN_TOKENS_PER_INPUT * inputs, MIN_DISTINCT_RUNS * runs):
         raise CalibrationError(
             f"The calibration text is repetitive: of {runs:,} runs of {min(RUN_TOKENS, seqlen)} tokens only "

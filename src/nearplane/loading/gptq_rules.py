@@ -21,7 +21,7 @@ from nearplane.formats.layer_format import GridFormat
 from nearplane.formats.table import format_of
 from nearplane.lattice.number_formats import integers
 
-GPTQMODEL_ALONE = frozenset({"gpt2", "gpt_bigcode", "nanochat"})  # model types that only gptqmodel loads
+GPTQMODEL_ONLY_TYPES = frozenset({"gpt2", "gpt_bigcode", "nanochat"})  # model types that only gptqmodel loads
 
 EXPERTS_BY_GPTQMODEL: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1"), ()),

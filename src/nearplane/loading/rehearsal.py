@@ -33,7 +33,7 @@ from nearplane.errors import RecipeError, first_line
 from nearplane.formats.layer_format import GridFormat
 from nearplane.formats.table import FORMATS
 from nearplane.lattice.number_formats import NumberFormat
-from nearplane.loading.gptq_rules import EXPERTS_BY_GPTQMODEL, GPTQMODEL_ALONE, Described, GPTQByRule
+from nearplane.loading.gptq_rules import EXPERTS_BY_GPTQMODEL, GPTQMODEL_ONLY_TYPES, Described, GPTQByRule
 from nearplane.models.ignored import pattern_of
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
@@ -88,7 +88,7 @@ def check_loads(model: Model, recipe: Recipe, configure: Configure) -> None:
     if not all_faults:
         return
     why = all_faults[0].why
-    known_to_gptqmodel = recipe.files.by_gptqmodel and model.config.model_type in GPTQMODEL_ALONE
+    known_to_gptqmodel = recipe.files.by_gptqmodel and model.config.model_type in GPTQMODEL_ONLY_TYPES
     if known_to_gptqmodel and all(fault.late for fault in all_faults):
         log.warning(
             f"transformers does not load {model.config.model_type} from {recipe.format} ({why}), but GPTQModel.load does."

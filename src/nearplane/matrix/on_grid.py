@@ -70,7 +70,9 @@ def quantize_matrix(
     """
     began = time.perf_counter()
     if getattr(scheme, "entropy_coded", True):
-        raise RecipeError(f"{name}: found a {type(scheme).__name__}, expected a GridScheme (rates: quantize_matrix_to_rate).")
+        raise RecipeError(
+            f"{name}: found a {type(scheme).__name__}, expected a GridScheme (rates: quantize_matrix_to_rate)."
+        )
     W, inputs = lattice_problem(W, statistics, name)
     scheme = scheme.grouped([W.shape[1]])
     if scheme.mixed or W.shape[1] % scheme.number_format.run:

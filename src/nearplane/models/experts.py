@@ -3,7 +3,7 @@
 transformers keeps the experts of a block in one module with 3-D parameters whose forward can be replaced
 (`ExpertsInterface`). The forward here computes the same as transformers' own. On the way it calls observers twice with
 all rows and their routing: before gate and up of all experts, and before down of all. Only blocks in memory run it, see
-`observable`.
+`make_observable`.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ def unwatched(name: str, root: nn.Module) -> str:
     return ""
 
 
-def observable(root: nn.Module) -> None:
+def make_observable(root: nn.Module) -> None:
     """Replace the forward of all experts in a part of a network by the one here; other copies keep theirs."""
     for module in root.modules():
         layout, stack = layout_of(module), cast(Any, module)

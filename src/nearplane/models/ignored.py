@@ -68,7 +68,7 @@ def pattern_of(block: str, layer: str) -> str:
     return rf"{re.sub(r'[0-9]+', '[0-9]+', re.escape(layer.removeprefix(f'{block}.')))}$"
 
 
-def left_dense(model: Model, layers: Sequence[Layer]) -> list[str]:
+def unquantized_patterns(model: Model, layers: Sequence[Layer]) -> list[str]:
     """Return names and patterns of everything unquantized that a reader might take for a linear layer.
 
     These are all modules that are or inherit from Linear, Conv1D and Conv2d, experts in one tensor or stored one by

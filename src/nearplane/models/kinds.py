@@ -20,7 +20,7 @@ from transformers.models.auto import modeling_auto
 SPEECH_TYPES = "whisper", "moonshine", "speech_to_text", "speecht5"  # types of speech-to-text models that were tried
 
 
-class Taken(StrEnum):
+class InputKind(StrEnum):
     """Input of a network."""
 
     TEXT = "text"
@@ -85,16 +85,16 @@ def has_head(network: PreTrainedModel) -> bool:
     return network.get_output_embeddings() is not None or not plain
 
 
-def taken_by(network: PreTrainedModel) -> Taken:
+def input_kind(network: PreTrainedModel) -> InputKind:
     """Return the kind of input of a network."""
     if str(getattr(network, "main_input_name", "")) == "pixel_values":
-        return Taken.IMAGES
-    return Taken.SOUND if has_head(network) and writes_down(network.config) else Taken.TEXT
+        return InputKind.IMAGES
+    return InputKind.SOUND if has_head(network) and writes_down(network.config) else InputKind.TEXT
 
 
 def towers(network: PreTrainedModel) -> tuple[str, ...]:
     """Return the names of the inner networks beside the language model, for images or sound."""
-    if taken_by(network) is Taken.IMAGES or has_two_stacks(network):
+    if input_kind(network) is InputKind.IMAGES or has_two_stacks(network):
         return ()
     inputs = network.get_input_embeddings()
     embeddings = next(name for name, part in network.named_modules() if part is inputs)
@@ -140,7 +140,7 @@ def main_input(network: PreTrainedModel, windows: Tensor) -> Tensor:
     return windows.sound.to(network.dtype) if isinstance(windows, Spoken) else windows
 
 
-def words(network: PreTrainedModel, tokens: Tensor) -> dict[str, Any]:
+def call_kwargs(network: PreTrainedModel, tokens: Tensor) -> dict[str, Any]:
     """Return the keyword arguments of a network's forward pass: no cache, and the input of a decoder after an encoder.
 
     The decoder's input is the same tokens, or the transcript of the sound, shifted by one: it begins with the decoder's
@@ -161,7 +161,7 @@ def words(network: PreTrainedModel, tokens: Tensor) -> dict[str, Any]:
 def read_out(network: PreTrainedModel, output: Any) -> Tensor:
     """Return logits (windows, seqlen, vocabulary), or the last hidden states of a network without head.
 
-    Logits at a token predict the next token. With an encoder, see `words`, those at the last token predict the first.
+    Logits at a token predict the next token. With an encoder, see `call_kwargs`, those at the last token predict the first.
     """
     outputs: Tensor = output.logits if has_head(network) else output.last_hidden_state
     return outputs.roll(-1, 1) if has_two_stacks(network) else outputs
@@ -207,13 +207,13 @@ class Spoken(Tensor):
         return Spoken.of(ids, self.sound.to(ids.device))
 
 
-def joined(parts: list[Tensor]) -> Tensor:
+def joined_windows(parts: list[Tensor]) -> Tensor:
     """Return the windows of all parts in one tensor, with their sound if there is any."""
     ids, sounds = torch.cat(parts), [part.sound for part in parts if isinstance(part, Spoken)]
     return Spoken.of(ids, torch.cat(sounds)) if sounds else ids
 
 
-def cut(windows: Tensor, seqlen: int) -> Tensor:
+def cut_windows(windows: Tensor, seqlen: int) -> Tensor:
     """Return windows cut into shorter ones of at most `seqlen` tokens; transcripts with sound are not cut."""
     if isinstance(windows, Spoken) or windows.shape[1] <= seqlen:
         return windows

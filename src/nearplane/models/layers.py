@@ -19,7 +19,7 @@ from nearplane.models.conversion import Weights
 # attributes that a subclass of Linear may define without computing something else
 ATTRIBUTES = {"__init__", "extra_repr", "__module__", "__doc__", "__qualname__", "__annotations__", "__constants__"}
 ATTRIBUTES |= {"__static_attributes__", "__firstlineno__"}
-EQUIVALENT_CLASSES = {
+LINEAR_SUBCLASSES = {
     "transformers.models.falcon.modeling_falcon.FalconLinear"
 }  # subclasses with their own forward, which computes the same as Linear's
 NOT_RUN = {"torch.nn.modules.linear.NonDynamicallyQuantizableLinear"}  # torch's attention only reads their weights
@@ -203,7 +203,7 @@ def is_linear(module: nn.Module) -> bool:
     if not issubclass(kind, nn.Linear) or class_name in NOT_RUN:
         return False
     subclasses = kind.__mro__[: kind.__mro__.index(nn.Linear)]
-    return class_name in EQUIVALENT_CLASSES or all(vars(each).keys() <= ATTRIBUTES for each in subclasses)
+    return class_name in LINEAR_SUBCLASSES or all(vars(each).keys() <= ATTRIBUTES for each in subclasses)
 
 
 def as_layer(name: str, module: Any) -> Layer | None:

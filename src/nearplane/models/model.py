@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from nearplane.errors import ModelError
 from nearplane.models.conversion import Weights
-from nearplane.models.experts import observable
+from nearplane.models.experts import make_observable
 from nearplane.models.kinds import padded_positions, towers
 from nearplane.models.layers import Layer
 from nearplane.models.pretrained import empty_network, find_folder, has_other_tokenizer, save_tokenizer, tokenizer_of
@@ -274,7 +274,7 @@ class Block:
         try:
             self.quantized = deepcopy(self.empty, dict(shared)).eval().requires_grad_(False)
             self._model.weights.fill(self.quantized, f"{self.name}.", torch.device(device), dtype)
-            observable(self.quantized)
+            make_observable(self.quantized)
             self.original = deepcopy(self.quantized, dict(shared)) if original else None
             for name, values in self._model.tuned.items():
                 if name.startswith(f"{self.name}."):

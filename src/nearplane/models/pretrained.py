@@ -36,7 +36,7 @@ GPTQ_READERS = "pip install optimum gptqmodel"  # packages with which transforme
 
 
 @contextmanager
-def in_a_sentence(what: str) -> Iterator[None]:
+def as_model_error(what: str) -> Iterator[None]:
     """Convert any error raised within, except nearplane's own, into a ModelError that begins with `what`."""
     try:
         yield
@@ -98,7 +98,7 @@ def empty_network(
     plain = read_object(path, expected="save_pretrained writes one into a model's folder", error=ModelError)
     reader = reader or ShardReader(folder)
     check_config(plain, reader)
-    with in_a_sentence(f"transformers cannot build a language model from {path}"):
+    with as_model_error(f"transformers cannot build a language model from {path}"):
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         for name in ("quantization_config", "transformers_weights"):
             if hasattr(config, name) and not quantized:
@@ -152,7 +152,7 @@ def network_of(
     """
     empty = empty or empty_network(folder, trust_remote_code=trust_remote_code)
     options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
-    with in_a_sentence(f"transformers cannot load a language model from {folder}{_needs(folder)}"):
+    with as_model_error(f"transformers cannot load a language model from {folder}{_needs(folder)}"):
         if weights is None:
             options["trust_remote_code"] = trust_remote_code
             model, report = _builder(empty.config).from_pretrained(folder, **options)
@@ -179,7 +179,7 @@ def tokenizer_of(folder: Path, *, trust_remote_code: bool = False) -> PreTrained
             f"{folder} holds its tokenizer as {PIECES}, for which transformers needs further packages: pip install "
             f"{' '.join(missing)}"
         )
-    with in_a_sentence(f"{folder} holds no tokenizer that transformers can load"):
+    with as_model_error(f"{folder} holds no tokenizer that transformers can load"):
         return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
 
@@ -202,7 +202,7 @@ def save_tokenizer(folder: Path, place: Path, *, trust_remote_code: bool = False
         ModelError: The tokenizer cannot be loaded or saved.
     """
     tokenizer = tokenizer_of(folder, trust_remote_code=trust_remote_code)
-    with in_a_sentence(f"{folder} holds a tokenizer that transformers cannot save"):
+    with as_model_error(f"{folder} holds a tokenizer that transformers cannot save"):
         tokenizer.save_pretrained(place)
     shutil.copyfile(folder / "config.json", place / "config.json")
 

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 import torch
 
 from nearplane.calibration.one_forward import MemorySetting, never_pauses
-from nearplane.calibration.stages import FirstLook, kinds
+from nearplane.calibration.stages import FirstLook, blocks_by_kind
 from nearplane.calibration.windows import Windows
 from nearplane.coding.blob import Contents, size
 from nearplane.errors import RecipeError
 from nearplane.lattice.grid import ProductGrid
 from nearplane.matrix.on_grid import quantize_matrix
 from nearplane.models.experts import by_expert
-from nearplane.models.kinds import Taken, taken_by
+from nearplane.models.kinds import InputKind, input_kind
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.planning.memory_bound import Blocks, Group, Shapes, bound, choose, multiplications, settings
@@ -123,9 +123,9 @@ def shapes_of(model: Model, recipe: Recipe, windows: Windows, looks: Mapping[str
         looks: Results of running one window through one block of each kind, by name.
     """
     scheme, blocks = recipe.scheme, []
-    if taken_by(model.network) is not Taken.TEXT or windows.fitted is None:
+    if input_kind(model.network) is not InputKind.TEXT or windows.fitted is None:
         return None
-    for kind in kinds(model):
+    for kind in blocks_by_kind(model):
         look = looks.get(kind[0].name)
         if look is None and kind[0].layers:
             return None

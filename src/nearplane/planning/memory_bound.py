@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from nearplane.calibration.one_forward import MemorySetting, waiting
+from nearplane.calibration.one_forward import MemorySetting, paused_bytes
 from nearplane.planning.probe import COMPARED_LOGITS, Extent
 from nearplane.record.record import MAX_CERTIFIED_INPUTS
 
@@ -163,7 +163,7 @@ def waits(shapes: Shapes, kind: Blocks, setting: MemorySetting) -> list[int]:
     for stage, group in enumerate(kind.groups if kind.pauses else ()):
         last = stage == len(kind.groups) - 1 and group.experts == 1
         before = kind.groups[stage - 1].alive if stage else shapes.state
-        needed = shapes.all_windows * waiting(group.alive, before, shapes.state, shapes.streams, last=last)
+        needed = shapes.all_windows * paused_bytes(group.alive, before, shapes.state, shapes.streams, last=last)
         if needed > setting.room:
             break
         waiting_bytes.append(needed)

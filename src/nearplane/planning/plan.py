@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nearplane.calibration.sensitivity import sensitivity, windows_of_the_pass
+from nearplane.calibration.sensitivity import sensitivity, sensitivity_windows
 from nearplane.errors import RecipeError
 from nearplane.formats.gguf.mixes import fitting
 from nearplane.formats.table import FORMATS
@@ -184,7 +184,7 @@ def expected_work(model: Model, recipe: Recipe, tokens: Tensor) -> tuple[Extent 
             points = POINTS if recipe.allocate == "slope" else 0
     joined = bool(joined_layers(model, recipe))
     needs_backward = scheme.weighs_rows or joined or (model.embeddings is not None and scheme.calibrated)
-    backward = windows_of_the_pass(model, tokens, joined=joined) * tokens.shape[1] if needs_backward else 0
+    backward = sensitivity_windows(model, tokens, joined=joined) * tokens.shape[1] if needs_backward else 0
     return extent(model, tokens, points) if points and any(block.layers for block in model.blocks) else None, backward
 
 

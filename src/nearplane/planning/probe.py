@@ -12,13 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nearplane.calibration.activations import Stream, places, readout, skeleton
-from nearplane.calibration.second_moments import observe, summed
-from nearplane.calibration.stages import seen, stages
+from nearplane.calibration.activations import Stream, positions_per_window, readout, skeleton
+from nearplane.calibration.second_moments import observe, sum_moments
+from nearplane.calibration.stages import rows_by_batch, stages
 from nearplane.calibration.watch import RoutedRows, Rows
 from nearplane.errors import CalibrationError
 from nearplane.matrix.inputs import Inputs
-from nearplane.models.kinds import Divergence, cut, distance, divergence, has_head
+from nearplane.models.kinds import Divergence, cut_windows, distance, divergence, has_head
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block, Model
 from nearplane.planning.allocate import Curve, sum_of
@@ -187,11 +187,11 @@ def _sample(model: Model, tokens: Tensor, points: int) -> tuple[frozenset[int], 
     chosen = measured_blocks(model.blocks, max(MAX_TRAVELLERS, tokens.numel() // MIN_TOKENS) // layers)
     measured = len(chosen)
     travelling_points = points if measured == blocks else 1
-    windows = cut(tokens, SEQLEN)
+    windows = cut_windows(tokens, SEQLEN)
     seqlen = windows.shape[1]
     hidden = model.network.get_input_embeddings().weight.shape[1]
     if len(model.stacks) > 1:  # the encoder's outputs of tokens or sound are propagated too
-        hidden *= places(model, windows) / seqlen
+        hidden *= positions_per_window(model, windows) / seqlen
     affordable = FORWARDS * windows.numel() * 2 / (layers * (blocks + 1)) * (blocks / measured)
     fitting = MEMORY / (2 * hidden * layers * travelling_points * measured)
     travelling = max(1, int(min(max(affordable, MIN_TOKENS), fitting, 16384)) // seqlen)
@@ -218,7 +218,7 @@ def _perturbed(block: Block, stream: Stream, perturbations: Perturbations) -> It
     block_stages = stages(block, stream)
     groups, routed = [[group for group in block_stages if group[0].routed is kind] for kind in (False, True)]
     if routed:
-        shown = [*seen(block, routed, stream)]
+        shown = [*rows_by_batch(block, routed, stream)]
         for some in ([*range(len(routed))],) if perturbations.together else ([side] for side in range(len(routed))):
             sides = [(routed[i], [[rows[i]] for rows in shown]) for i in some]
             yield from _experts_perturbed(sides, stream, perturbations)
@@ -268,7 +268,7 @@ def _experts_perturbed(
         shapes: list[list[tuple[float, float, int]]] = []  # the same, of layers that have a shape
         expected = 0.0
         for group, shown in sides:
-            for observed in summed([group], shown, stream):
+            for observed in sum_moments([group], shown, stream):
                 inputs = Inputs(observed.moments[observed.layers[0].name])
                 for layer in observed.layers:
                     W = layer.read()

@@ -21,7 +21,7 @@ from nearplane.formats.table import FORMATS
 from nearplane.lattice.number_formats import NumberFormat, number_format
 from nearplane.loading.rehearsal import check_loads
 from nearplane.models.experts import ExpertLayer
-from nearplane.models.ignored import left_dense, merged_experts, refuse_unmatched, refuse_unsupported
+from nearplane.models.ignored import merged_experts, refuse_unmatched, refuse_unsupported, unquantized_patterns
 from nearplane.models.kinds import has_head, has_two_stacks
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model, open_model
@@ -191,7 +191,7 @@ def quantization_config(
     network = Quantized(
         scheme=recipe.scheme,
         quantized=[layer.name for layer in layers],
-        ignore=left_dense(model, layers),
+        ignore=unquantized_patterns(model, layers),
         grids=own_grids,
         experts=merged_experts(model, layers),
         routed={name for layer in layers if layer.routed for name in (layer.name, layer.written(model.weights))},

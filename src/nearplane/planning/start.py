@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nearplane.calibration.given import Given
-from nearplane.calibration.one_forward import batch_of
+from nearplane.calibration.one_forward import default_batch
 from nearplane.calibration.windows import Windows
 from nearplane.formats.container import Container, Place
 from nearplane.formats.journal_pages import run_inputs
@@ -169,14 +169,16 @@ def decide(job: Job, container: Container, before: StoppedRun | None) -> Iterato
         record = replace(before.record, source=job.options.name, layers=())
         container.room = max_final_record_bytes(model, record)
         with recorded_library(record.products, device):
-            batch = record.batch or batch_of(windows.seqlen)  # affects the order of sums
+            batch = record.batch or default_batch(windows.seqlen)  # affects the order of sums
             prediction = forecast(model, job.recipe, windows, device, job.options.memory, batch)
             yield Decisions(record, before.plan, prediction)
         return
     with chosen_library([layer.shape for layer in model.layers], windows.count * windows.seqlen, device) as products:
         prediction = forecast(model, job.recipe, windows, device, job.options.memory)
         batch = prediction.setting.batch
-        record = replace(job.record(), products=products, batch=None if batch == batch_of(windows.seqlen) else batch)
+        record = replace(
+            job.record(), products=products, batch=None if batch == default_batch(windows.seqlen) else batch
+        )
         container.room = max_final_record_bytes(model, record)
         choice = measured_choice(model, job.asked, job.recipe, container, record)
         planned = plan(model, job.recipe, windows.fitted, device, job.options.progress, free=choice)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearplane.calibration.given import Given, refuse_lost
+from nearplane.calibration.given import Given, refuse_unrecorded
 from nearplane.calibration.texts import read_windows
 from nearplane.errors import CalibrationError, RecipeError
 from nearplane.formats.stored import Stored
@@ -115,7 +115,7 @@ def windows_of(model: Model, recipe: Recipe, given: Given | None, count: int, le
             )
         return given.tokens[:count]
     text = recipe.calibration.calibration if given is None else given.texts
-    refuse_lost(text)
+    refuse_unrecorded(text)
     if model.positions is not None and length > model.positions:
         raise CalibrationError(
             f"--seqlen {length} is more than the model's maximum length of {model.positions} tokens."

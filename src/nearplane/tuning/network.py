@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from nearplane.calibration.activations import finite, readout, skeleton
+from nearplane.calibration.activations import checked_finite, readout, skeleton
 from nearplane.errors import CalibrationError, ModelError
 from nearplane.models.experts import parameter_of
 from nearplane.models.kinds import Divergence, divergence
@@ -63,7 +63,8 @@ class TunedNetwork:
             with torch.no_grad(), block.on(device, torch.float32, original=False):
                 module = block.quantized
                 self._original = [
-                    finite(self._stream.forward(block, module, i, x), block) for i, x in enumerate(self._original)
+                    checked_finite(self._stream.forward(block, module, i, x), block)
+                    for i, x in enumerate(self._original)
                 ]
                 self._blocks.append(_Block(block, matrices, vectors))
         self._after = {name: each for name, each in vectors.items() if not any(name in b.vectors for b in self._blocks)}

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from nearplane.calibration.given import Given, called, refuse_tokenizer
-from nearplane.calibration.texts import around, check_start, check_vocabulary, read_windows
+from nearplane.calibration.given import Given, model_label, refuse_tokenizer
+from nearplane.calibration.texts import check_start, check_vocabulary, framing_tokens, read_windows
 from nearplane.errors import CalibrationError, ModelError, RecipeError
 from nearplane.loading.dense_network import dense_network
-from nearplane.models.kinds import Divergence, Taken, divergence
-from nearplane.models.pretrained import find_folder, in_a_sentence, tokenizer_of
+from nearplane.models.kinds import Divergence, InputKind, divergence
+from nearplane.models.pretrained import as_model_error, find_folder, tokenizer_of
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import chosen_library
 from nearplane.system.progress import Progress, logged, silent
@@ -98,8 +98,8 @@ def evaluate(
     sources = (model,) if against is None else (model, against)
     place = Device.named(device)
     networks = [opened(each, place, trust_remote_code=trust_remote_code) for each in sources]
-    network, names = networks[0], [called(each) for each in sources]
-    _check_taken(networks, names, Taken.TEXT if given is None else given.kind)
+    network, names = networks[0], [model_label(each) for each in sources]
+    _check_taken(networks, names, InputKind.TEXT if given is None else given.kind)
     if network.folder is not None and (given is None or given.tokens is None):
         tokenizer = tokenizer_of(network.folder, trust_remote_code=trust_remote_code)
     windows = _windows(network, tokenizer, text, given, samples, seqlen)
@@ -110,14 +110,14 @@ def evaluate(
     total = -(-len(windows) // windows_at_a_time(networks, windows))
     with (
         chosen_library(network.shapes(), windows.numel(), Device(network.device)),
-        in_a_sentence(f"{names[0]} does not run on its windows of {seqlen} tokens"),
+        as_model_error(f"{names[0]} does not run on its windows of {seqlen} tokens"),
     ):
         compared = progress(logged(predictions(networks, windows), "evaluating", total), "evaluating", total)
         measure = _of_embeddings if network.embeds else _of_predictions
         return measure(compared, names, len(windows), seqlen)
 
 
-def _check_taken(networks: Sequence[Network], names: Sequence[str], input_kind: Taken) -> None:
+def _check_taken(networks: Sequence[Network], names: Sequence[str], input_kind: InputKind) -> None:
     """Refuse networks with another kind of input, and an encoder without its original.
 
     Raises:
@@ -126,7 +126,7 @@ def _check_taken(networks: Sequence[Network], names: Sequence[str], input_kind: 
     """
     for network, name in zip(networks, names, strict=True):
         if network.takes is not input_kind:
-            advice = "Pass text" if network.takes is Taken.TEXT else f"Pass {network.takes} from Python"
+            advice = "Pass text" if network.takes is InputKind.TEXT else f"Pass {network.takes} from Python"
             raise CalibrationError(f"{name} takes {network.takes}; the input is {input_kind}. {advice}.")
     if networks[0].embeds and len(networks) == 1:
         raise RecipeError(
@@ -225,7 +225,7 @@ def _windows(
         text if given is None else given.texts,
         samples=samples or sys.maxsize,
         seqlen=seqlen,
-        between=around(tokenizer) if network.framed else (),
+        between=framing_tokens(tokenizer) if network.framed else (),
     )
 
 

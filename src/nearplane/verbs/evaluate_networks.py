@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from nearplane.calibration.activations import finite, readout, skeleton
-from nearplane.calibration.given import called, check_model
+from nearplane.calibration.activations import checked_finite, readout, skeleton
+from nearplane.calibration.given import check_model, model_label
 from nearplane.errors import ModelError
 from nearplane.formats.layer_format import read_config
 from nearplane.formats.stored import DecodedReader, quantization_of, reader_of
 from nearplane.loading.dense_network import dense_network, stacks_of, stored_transposed, weight_shapes
-from nearplane.models.kinds import Taken, has_head, is_framed, main_input, read_out, taken_by, words
+from nearplane.models.kinds import InputKind, call_kwargs, has_head, input_kind, is_framed, main_input, read_out
 from nearplane.models.model import Model, open_model, positions_of
 from nearplane.models.pretrained import empty_network, find_folder
 from nearplane.recipe.sizes import size_text
@@ -62,7 +62,7 @@ class Network(ABC):
         self, network: PreTrainedModel, folder: Path | None, device: torch.device, positions: int | None
     ) -> None:
         self.folder, self.device, self.positions = folder, device, positions
-        self.takes, self.embeds, self.framed = taken_by(network), not has_head(network), is_framed(network)
+        self.takes, self.embeds, self.framed = input_kind(network), not has_head(network), is_framed(network)
 
     @abstractmethod
     def shapes(self) -> list[tuple[int, int]]:
@@ -83,8 +83,8 @@ class Held(Network):
     def __init__(self, network: PreTrainedModel, folder: Path | None = None) -> None:
         super().__init__(network, folder, network.device, positions_of(network.config, network))
         self.network = network
-        self.start = network.config.decoder_start_token_id if self.takes is Taken.SOUND else None
-        self.vocabulary = 0 if self.takes is Taken.IMAGES else network.get_input_embeddings().weight.shape[0]
+        self.start = network.config.decoder_start_token_id if self.takes is InputKind.SOUND else None
+        self.vocabulary = 0 if self.takes is InputKind.IMAGES else network.get_input_embeddings().weight.shape[0]
 
     def shapes(self) -> list[tuple[int, int]]:
         """Return the (out, in) shapes of its linear layers."""
@@ -115,7 +115,7 @@ class Streamed(Network):
     def __init__(self, model: Model, device: torch.device) -> None:
         super().__init__(model.network, model.folder, device, model.positions)
         self.model = model
-        if self.takes is not Taken.TEXT:
+        if self.takes is not InputKind.TEXT:
             raise ModelError(f"it takes {self.takes}")
         embeddings = model.network.get_input_embeddings().weight
         self.vocabulary, hidden = embeddings.shape
@@ -135,7 +135,9 @@ class Streamed(Network):
         for block in self.model.blocks:
             with torch.no_grad(), block.on(device, dtype, original=False):
                 for index, hidden in enumerate(stream.quantized):
-                    stream.quantized[index] = finite(stream.forward(block, block.quantized, index, hidden), block)
+                    stream.quantized[index] = checked_finite(
+                        stream.forward(block, block.quantized, index, hidden), block
+                    )
             stream.passed(block)
         with readout(self.model, stream, device=device, dtype=dtype) as logits:
             yield lambda index: self.result(logits(parts[index], stream.quantized[index]))
@@ -156,9 +158,9 @@ def opened(model: str | Path | PreTrainedModel, device: Device, *, trust_remote_
         try:
             streamed = Streamed(on_disk(folder, trust_remote_code=trust_remote_code), device.place)
         except ModelError as error:
-            log.warning("%s is held in memory, because it cannot run block by block: %s", called(model), error)
+            log.warning("%s is held in memory, because it cannot run block by block: %s", model_label(model), error)
         else:
-            sizes = called(model), size_text(size), size_text(free)
+            sizes = model_label(model), size_text(size), size_text(free)
             log.info("%s runs block by block, because it would need %s in float32 and %s are free", *sizes)
             return streamed
     return Held(dense_network(folder, trust_remote_code=trust_remote_code).to(device.place), folder)
@@ -185,7 +187,7 @@ def _size(folder: Path, trust_remote_code: bool) -> int:
 
 def windows_at_a_time(networks: Sequence[Network], windows: Tensor) -> int:
     """Return the number of windows in a batch."""
-    text = all(network.takes is Taken.TEXT for network in networks)
+    text = all(network.takes is InputKind.TEXT for network in networks)
     return max(1, BATCH_TOKENS // windows.shape[1]) if text else OTHER_BATCH
 
 
@@ -212,7 +214,7 @@ def log_probabilities(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 def _outputs(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """Return the logits of a network, or its last hidden states if it has no head."""
-    return read_out(model, model(main_input(model, tokens), **words(model, tokens)))
+    return read_out(model, model(main_input(model, tokens), **call_kwargs(model, tokens)))
 
 
 def _next_tokens(logits: Tensor) -> Tensor:

@@ -20,9 +20,9 @@ from nearplane.errors import RecipeError
 from nearplane.formats.gguf.gguf_header import FILE
 from nearplane.formats.stored import quantization_of
 from nearplane.loading.from_pretrained import load
-from nearplane.models.kinds import Taken, has_head, taken_by
+from nearplane.models.kinds import InputKind, has_head, input_kind
 from nearplane.models.model import positions_of
-from nearplane.models.pretrained import find_folder, in_a_sentence, tokenizer_of
+from nearplane.models.pretrained import as_model_error, find_folder, tokenizer_of
 from nearplane.recipe.scheme import FILE_FORMATS, FileFormat
 from nearplane.system.device import Device
 
@@ -70,11 +70,11 @@ def generate(
         return _by_llama_cpp(folder, prompt, tokens, temperature, seed, say)
     place = Device.named(device).place
     model = load(folder, device=place, trust_remote_code=trust_remote_code)
-    if not has_head(model) or taken_by(model) is not Taken.TEXT:
-        why = "an encoder, which predicts no tokens" if not has_head(model) else f"which continues {taken_by(model)}"
+    if not has_head(model) or input_kind(model) is not InputKind.TEXT:
+        why = "an encoder, which predicts no tokens" if not has_head(model) else f"which continues {input_kind(model)}"
         raise RecipeError(f"{folder} holds a {type(model).__name__}, {why}. Pass a language model.")
     tokenizer = tokenizer_of(folder, trust_remote_code=trust_remote_code)
-    with in_a_sentence(f"{folder} does not generate text"):
+    with as_model_error(f"{folder} does not generate text"):
         ids = torch.tensor([tokenizer(prompt)["input_ids"]], dtype=torch.int64, device=place)
         tokens = _room(ids.shape[1], positions_of(model.config), tokens)
         pieces = _Pieces(tokenizer, say)
@@ -143,7 +143,7 @@ def _by_llama_cpp(folder: Path, prompt: str, tokens: int, temperature: float, se
     """Continue the prompt with the GGUF in llama.cpp."""
     import llama_cpp
 
-    with in_a_sentence(f"llama.cpp does not run {folder / FILE}"):
+    with as_model_error(f"llama.cpp does not run {folder / FILE}"):
         context = len(prompt.encode()) + MAX_SPECIAL_TOKENS + tokens  # llama.cpp allocates memory for all of it at once
         model = llama_cpp.Llama(str(folder / FILE), n_ctx=context, seed=seed, verbose=False)
         ids = model.tokenize(prompt.encode(), add_bos=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from nearplane.calibration.given import as_folder, called, taken
+from nearplane.calibration.given import as_folder, model_label, split_calibration
 from nearplane.calibration.windows import calibration_windows
 from nearplane.errors import NearplaneError, RecipeError
 from nearplane.formats.container import refuse_overlap
@@ -76,12 +76,12 @@ def quantize(
             `out.unfinished`, see `system/output_folder.py`.
     """
     say_compiling()
-    given, spellings = taken(spellings)
+    given, spellings = split_calibration(spellings)
     if recipe is not None and spellings:
         raise RecipeError(f"Pass a recipe or keywords, not both (found a recipe and {', '.join(spellings)}).")
     recipe = recipe or Recipe.from_spellings(**spellings)
     options = Options(
-        name=called(model),
+        name=model_label(model),
         given=given,
         device=Device.named(device),
         overwrite=overwrite,

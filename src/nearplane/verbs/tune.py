@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nearplane.calibration.given import Given, with_text
+from nearplane.calibration.given import Given, with_calibration_path
 from nearplane.calibration.texts import DEFAULT_DATASET
 from nearplane.calibration.windows import Windows, calibration_windows, digest_of
 from nearplane.errors import CalibrationError, FormatError
@@ -96,7 +96,7 @@ def tune(
     container = container_for(
         model, record.recipe, Path(out), stored.config, overwrite=overwrite, trust_remote_code=trust_remote_code
     )
-    recipe = with_text(resolved(model, record.recipe), calibration)
+    recipe = with_calibration_path(resolved(model, record.recipe), calibration)
     solved = Checkpoint(record=record, stored=stored, model=model, recipe=recipe, given=given, device=where)
     windows = _windows_of_the_run(solved)
     cut = split(solved.windows, record, samples=samples, seqlen=seqlen, steps=steps)

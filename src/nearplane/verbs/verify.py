@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nearplane.calibration.given import Given, with_text
+from nearplane.calibration.given import Given, with_calibration_path
 from nearplane.calibration.windows import Windows, calibration_windows
 from nearplane.errors import CalibrationError, FormatError, ModelError, RecipeError
 from nearplane.formats.beside import CONFIG, GPTQ_CONFIG, names_copied
@@ -115,7 +115,7 @@ def verify(
             formats = {layer.name: layer.format for layer in record.layers if vary}
             recipe = with_types(model, resolved(model, record.recipe), formats)
             faults += _beside(folder, record, recipe, model)
-            recipe = with_text(recipe, calibration)
+            recipe = with_calibration_path(recipe, calibration)
             saved = Checkpoint(
                 record=record, stored=stored, model=model, recipe=recipe, given=given, device=Device.named(device)
             )

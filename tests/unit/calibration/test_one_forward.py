@@ -15,8 +15,8 @@ from alive import living, paused
 from bare_blocks import Convolution, Experts, bare, both
 from families import LLAMA, VOCABULARY, config_of, random_model
 from nearplane.calibration.activations import Stream, skeleton
-from nearplane.calibration.one_forward import Passage, pauses
-from nearplane.calibration.second_moments import summed
+from nearplane.calibration.one_forward import BlockForward, paused_stages
+from nearplane.calibration.second_moments import sum_moments
 from nearplane.calibration.stages import first_look
 from nearplane.errors import CalibrationError
 from nearplane.lattice.moments import Moments
@@ -84,9 +84,9 @@ def pass_through(block: Block, stream: Stream, room: int, seen: Seen) -> None:
     for module in (block.quantized, block.original):
         if module is not None:
             module.register_forward_pre_hook(count)
-    with closing(Passage(block, stream, sequential=True, room=room)) as passage:
+    with closing(BlockForward(block, stream, sequential=True, room=room)) as passage:
         for groups, shown in passage:
-            for observed in summed(groups, shown, stream):
+            for observed in sum_moments(groups, shown, stream):
                 seen.moments |= observed.moments
                 for layer in observed.layers:
                     layer.write(coarse(layer.read(), observed.moments[layer.name]))
@@ -236,7 +236,9 @@ def test_stages_that_fit_pause_and_the_others_repeat(folder_of: Callable[[str], 
     stream = both(skeleton(model, tokens.split(2), device="cpu", dtype=torch.float64))
     with model.blocks[0].on("cpu", torch.float64) as block:
         look = first_look(block, stream)
-    plans = {plan[0]: (room, plan[1]) for room in range(0, 1 << 19, 1 << 9) for plan in [pauses(look, stream, room)]}
+    plans = {
+        plan[0]: (room, plan[1]) for room in range(0, 1 << 19, 1 << 9) for plan in [paused_stages(look, stream, room)]
+    }
     assert {0, 3, 4} <= plans.keys()
     assert plans[4][1] == ""
     assert plans[3][1].startswith("forward passes paused at model.layers.0.mlp.down_proj would need ")
@@ -256,7 +258,7 @@ def test_what_pauses_takes_what_was_foretold(folder_of: Callable[[str], Path]) -
         held = [x.untyped_storage() for x in living(Tensor)]  # so that nothing takes their memory
         before = {storage.data_ptr() for storage in held}
         found = []
-        with closing(Passage(block, stream, sequential=True, room=MUCH)) as passage:
+        with closing(BlockForward(block, stream, sequential=True, room=MUCH)) as passage:
             for _, shown in passage:
                 for rows in shown:
                     del rows
@@ -276,7 +278,7 @@ def test_an_error_in_a_solve_leaves_no_forward_paused(
     with model.blocks[0].on("cpu", torch.float64) as block:
         error = None
         try:
-            with closing(Passage(block, stream, sequential=True, room=MUCH)) as passage:
+            with closing(BlockForward(block, stream, sequential=True, room=MUCH)) as passage:
                 for index, (_, shown) in enumerate(passage):
                     list(shown)
                     assert len(paused()) == 3 * (1 if index == 3 else 2)

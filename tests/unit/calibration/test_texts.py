@@ -43,8 +43,8 @@ def test_the_first_tokens_of_a_long_text_are_those_of_the_whole(
     known, asked = PreTrainedTokenizerFast(tokenizer_object=model), []
     encode = PreTrainedTokenizerFast.__call__
     monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", lambda *a, **k: asked.append(len(a[1])) or encode(*a, **k))
-    monkeypatch.setattr("nearplane.calibration.texts.LETTERS", letters)
-    monkeypatch.setattr("nearplane.calibration.texts.MAX_TOKEN_LETTERS", 1000)
+    monkeypatch.setattr("nearplane.calibration.texts.LETTERS_PER_TOKEN", letters)
+    monkeypatch.setattr("nearplane.calibration.texts.CONTEXT_LETTERS", 1000)
     (tmp_path / "a.txt").write_text(text)
     windows = read_windows(known, tmp_path / "a.txt", samples=40, seqlen=50)
     assert windows.flatten().tolist() == ids(known, text)[:2000]

@@ -11,9 +11,9 @@ from transformers import AutoModelForSeq2SeqLM
 
 from bare_blocks import both
 from nearplane.calibration.activations import readout, skeleton
-from nearplane.calibration.one_forward import Passage
-from nearplane.calibration.recorder import joined
-from nearplane.calibration.stages import seen, stages
+from nearplane.calibration.one_forward import BlockForward
+from nearplane.calibration.recorder import joined_stacks
+from nearplane.calibration.stages import rows_by_batch, stages
 from nearplane.calibration.watch import Rows
 from nearplane.errors import ModelError
 from nearplane.models.model import open_model
@@ -59,7 +59,7 @@ def test_cross_attention_sees_the_encoder_of_its_own_network(kind: str, tmp_path
             groups = [group for group in stages(block, stream) if keys in {layer.name for layer in group}]
             if groups:
                 assert len(groups[0]) == 2, "keys and values see the same"
-                shown = [rows for (rows,) in seen(block, groups, stream)]
+                shown = [rows for (rows,) in rows_by_batch(block, groups, stream)]
                 break
             stream.advance(block)
     assert all(isinstance(rows, Rows) for rows in shown)
@@ -80,11 +80,14 @@ def test_a_bias_of_positions_is_no_hidden_state_where_it_is_as_large(tmp_path: P
     model = open_model(str(save_translating(tmp_path, "t5")))
     tokens = torch.randint(3, VOCABULARY, (5, 32), generator=torch.Generator().manual_seed(1))
     stream = both(skeleton(model, (tokens[:1], tokens[1:]), **HERE))
-    with model.blocks[0].on(**HERE) as block, closing(Passage(block, stream, sequential=True, room=1 << 40)) as passage:
+    with (
+        model.blocks[0].on(**HERE) as block,
+        closing(BlockForward(block, stream, sequential=True, room=1 << 40)) as passage,
+    ):
         assert [len([*rows]) for _, rows in passage] == [2, 2, 2, 2]
         assert not passage.repeated
 
 
 def test_stacks_of_two_widths_are_refused() -> None:
     with pytest.raises(ModelError, match=r"^The hidden states of decoder\.0 have width 6, those of the encoder 4"):
-        joined(torch.zeros(1, 2, 4), torch.zeros(1, 2, 6), "decoder.0")
+        joined_stacks(torch.zeros(1, 2, 4), torch.zeros(1, 2, 6), "decoder.0")

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from bare_blocks import both
 from model_types import save_type, tiny_config
 from nearplane.calibration.activations import Stream, skeleton
-from nearplane.calibration.second_moments import Observed, observe, summed
+from nearplane.calibration.second_moments import Observed, observe, sum_moments
 from nearplane.calibration.watch import RoutedRows
 from nearplane.errors import CalibrationError, RecipeError
-from nearplane.models.experts import ExpertLayer, Routed, by_expert, is_stack, observable
+from nearplane.models.experts import ExpertLayer, Routed, by_expert, is_stack, make_observable
 from nearplane.models.model import Model, open_model
 
 KINDS = ("qwen3_moe", "mixtral", "gpt_oss", "nemotron_h", "granitemoe", "deepseek_v3", "llama4_text")
@@ -50,7 +50,7 @@ def test_the_forward_computes_what_transformers_own_does_and_other_copies_keep_t
     whole.set_experts_implementation("eager")
     expected = whole(TOKENS, use_cache=False).logits
     copied = deepcopy(whole)
-    observable(copied)
+    make_observable(copied)
     found = copied(TOKENS, use_cache=False).logits
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     shown: list[Routed] = []
@@ -193,7 +193,7 @@ def seen_by(rows: Tensor, *counts: int, inputs: int, rare: Any) -> list[Observed
         for e in range(len(counts))
     )  # fmt: skip
     stream = both(Stream([rows[:, None]], {}))
-    return [*summed([layers], iter([[routed(rows, *counts)]]), stream, rare=rare)]
+    return [*sum_moments([layers], iter([[routed(rows, *counts)]]), stream, rare=rare)]
 
 
 def test_an_expert_with_enough_tokens_has_its_own_moments_alone(generator: torch.Generator) -> None:

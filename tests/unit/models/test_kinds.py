@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nearplane.calibration.windows import digest_of
-from nearplane.models.kinds import Spoken, cut, joined
+from nearplane.models.kinds import Spoken, cut_windows, joined_windows
 
 IDS = torch.arange(12).view(4, 3)
 SOUND = torch.arange(8.0).view(4, 2)
@@ -32,7 +32,7 @@ def test_windows_are_split_gone_through_joined_and_moved_with_their_sound() -> N
         (IDS[:3].tolist(), SOUND[:3].tolist()),
         (IDS[3:].tolist(), SOUND[3:].tolist()),
     ]
-    assert of(joined(list(parts))) == of(WINDOWS)
+    assert of(joined_windows(list(parts))) == of(WINDOWS)
     assert [of(window[None]) for window in WINDOWS] == [of(WINDOWS[i : i + 1]) for i in range(4)]
     moved = WINDOWS.to("meta")
     assert isinstance(moved, Spoken)
@@ -54,9 +54,9 @@ def test_what_is_computed_of_token_ids_is_plain() -> None:
 
 
 def test_what_is_said_in_a_sound_is_not_cut() -> None:
-    assert cut(WINDOWS, 2) is WINDOWS
-    assert cut(IDS, 2).shape == (4, 2)
-    assert joined([IDS, IDS]).shape == (8, 3)
+    assert cut_windows(WINDOWS, 2) is WINDOWS
+    assert cut_windows(IDS, 2).shape == (4, 2)
+    assert joined_windows([IDS, IDS]).shape == (8, 3)
 
 
 def test_the_digest_is_of_token_ids_and_then_of_their_sound() -> None:

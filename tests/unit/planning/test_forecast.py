@@ -9,7 +9,7 @@ import nearplane
 from families import config_of, random_model
 from killing import contents, stopped_behind
 from nearplane import RecipeError
-from nearplane.calibration.one_forward import MemorySetting, batch_of
+from nearplane.calibration.one_forward import MemorySetting, default_batch
 from nearplane.demo import CALIBRATION, MODEL
 from nearplane.planning.forecast import Forecast
 from nearplane.planning.memory_bound import settings
@@ -111,7 +111,7 @@ def test_a_run_that_was_stopped_goes_on_with_as_many_windows_at_a_time(batch, mo
     monkeypatch.setattr("nearplane.planning.forecast.settings", noted)
     record = nearplane.quantize(model, tmp_path / "out", memory="100GB", **options)
     assert {setting.batch for setting in tried} == {batch}
-    assert record.batch == (None if batch == batch_of(TEXT["seqlen"]) else batch)
+    assert record.batch == (None if batch == default_batch(TEXT["seqlen"]) else batch)
     nearplane.verify(tmp_path / "out", against=model, calibration=str(CALIBRATION), device="cpu")
 
 
