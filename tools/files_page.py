@@ -41,7 +41,8 @@ def page(source: Path) -> str:
         for name in floor.split():
             place = source / name
             if place.is_file():
-                parts.append(f"\n- `{name}`: {first_sentence(place)}\n")
+                said = f"- `{name}`: {first_sentence(place)}"
+                parts.append(f"\n{fill(said, 118, subsequent_indent='  ', break_on_hyphens=False)}\n")
                 continue
             beside = [other for other in floor.split() if other != name]
             said = f" (beside {' and '.join(f'`{each}/`' for each in beside)})" if beside else ""
