@@ -182,7 +182,7 @@ def test_the_gguf_package_reads_types_shapes_and_values(out_of: Callable[[str], 
     assert len(found) == len(load_file(source / "model.safetensors"))
     for name, new in (
         ("model.layers.1.self_attn.q_proj", "blk.1.attn_q"),
-        ("model.layers.2.mlp.down_proj", "blk.2.ffn_down"),
+        ("model.layers.1.mlp.down_proj", "blk.1.ffn_down"),
     ):
         tensor = found[f"{new}.weight"]
         assert tensor.tensor_type.name == "Q4_0"
@@ -292,12 +292,13 @@ def test_a_gguf_alone_tells_how_it_was_made(
     assert "model.layers.0.self_attn.q_proj" in (tmp_path / "page.html").read_text()
 
 
-def test_two_runs_write_the_same_file(model_of: Callable[..., Path], text: str, tmp_path: Path) -> None:
+def test_two_runs_write_the_same_file(
+    out_of: Callable[[str], tuple[Path, Path]], text: str, tmp_path: Path
+) -> None:
     """The record inside tells no times."""
-    source = model_of("qwen3")
-    for out in ("one", "two"):
-        nearplane.quantize(source, tmp_path / out, calibration=text, **WORDS)
-    assert (tmp_path / "one" / FILE).read_bytes() == (tmp_path / "two" / FILE).read_bytes()
+    out, source = out_of("qwen3")
+    nearplane.quantize(source, tmp_path / "again", calibration=text, **WORDS)
+    assert (tmp_path / "again" / FILE).read_bytes() == (out / FILE).read_bytes()
 
 
 def test_a_record_that_was_changed_inside_is_refused(
@@ -425,7 +426,7 @@ def test_a_gguf_of_another_tool_is_one_sentence(
         ("llama", {"hidden_act": "gelu"}, {}, "hidden_act in config.json is 'gelu'"),
         ("qwen2", {"head_dim": 16}, {}, "head_dim in config.json is 16"),
         ("qwen3", {"attention_bias": True}, {}, "attention_bias in config.json is True"),
-        ("gemma3_text", {"layer_types": ["full_attention"] * 3}, {}, "layer_types"),
+        ("gemma3_text", {"layer_types": ["full_attention"] * 2}, {}, "layer_types"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, {}, "'dynamic'"),
         ("gemma2", {"query_pre_attn_scalar": 32}, {}, "query_pre_attn_scalar"),
         ("llama", {}, {"group_size": 16}, "groups of 16"),
