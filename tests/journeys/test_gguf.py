@@ -292,9 +292,7 @@ def test_a_gguf_alone_tells_how_it_was_made(
     assert "model.layers.0.self_attn.q_proj" in (tmp_path / "page.html").read_text()
 
 
-def test_two_runs_write_the_same_file(
-    out_of: Callable[[str], tuple[Path, Path]], text: str, tmp_path: Path
-) -> None:
+def test_two_runs_write_the_same_file(out_of: Callable[[str], tuple[Path, Path]], text: str, tmp_path: Path) -> None:
     """The record inside tells no times."""
     out, source = out_of("qwen3")
     nearplane.quantize(source, tmp_path / "again", calibration=text, **WORDS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,10 @@ from nearplane.demo import CALIBRATION, MODEL
 from nearplane.errors import NearplaneError
 from nearplane.models.kinds import Taken
 from nearplane.record.record import read_record
+from nightly import daily
 from translating import save_translating
 
-GRID, RATE = dict(bits=4, group_size=16), dict(rate=3)
-LOADED = list(KINDS) if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else ["whisper"]
+GRID, RATE = dict(bits=4, group_size=16), dict(rate=3, allocate="uniform")
 SOUND, TOKENS = heard("whisper")
 
 
@@ -56,7 +55,7 @@ def written_down(model: Any, sound: Tensor) -> Tensor:
     return model.generate(sound, generation_config=settings)
 
 
-@pytest.mark.parametrize("kind", LOADED)
+@pytest.mark.parametrize("kind", daily(KINDS, ["whisper"]))
 @pytest.mark.parametrize("how", [GRID, RATE], ids=["bits", "rate"])
 def test_both_halves_are_quantized_and_read_back_bit_by_bit(kind: str, how: dict[str, Any], tmp_path: Path) -> None:
     source, out, (sound, tokens) = save_hearing(tmp_path / "source", kind), tmp_path / "out", heard(kind)

@@ -20,7 +20,12 @@ from nearplane.formats.stored import read_dense, read_matrices
 from nearplane.record.record import digest_of, read_record
 
 FAST = {"calibration": str(CALIBRATION), "samples": 12, "seqlen": 64, "group_size": 64}
-GRIDS = [("compressed-tensors", 4, True), ("compressed-tensors", 3, True), ("gptq", 4, True), ("gptq_v2", 2, False)]
+GRIDS = [
+    ("compressed-tensors", 4, True),
+    pytest.param(("compressed-tensors", 3, True), marks=pytest.mark.nightly),
+    ("gptq", 4, True),
+    ("gptq_v2", 2, False),
+]
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +92,7 @@ def test_from_pretrained_gives_the_logits_of_the_decoded_weights(small, tmp_path
 
 def test_the_same_run_writes_the_same_bytes(small, tmp_path):
     for out in ("a", "b"):
-        nearplane.quantize(small, tmp_path / out, bits=3, ignore=[r"\.1\."], **FAST)
+        nearplane.quantize(small, tmp_path / out, bits=3, ignore=[r"\.1\.", "mlp"], **FAST)
     names = sorted(path.name for path in (tmp_path / "a").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "b").iterdir())
     for name in names:
@@ -116,7 +121,7 @@ def test_recorded_losses_are_those_of_the_files(small, tmp_path):
 
 @pytest.mark.parametrize(
     ("whole", "samples", "seqlen"),
-    [pytest.param(False, 32, 128, id="a part"), pytest.param(True, 64, 256, id="the whole", marks=pytest.mark.nightly)],
+    [pytest.param(False, 32, 64, id="a part"), pytest.param(True, 64, 256, id="the whole", marks=pytest.mark.nightly)],
 )
 def test_nearest_plane_keeps_more_of_the_network_than_rounding(small, tmp_path, whole, samples, seqlen):
     """Of the demo model, on held-out text: the reason to calibrate at all."""

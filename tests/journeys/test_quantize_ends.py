@@ -154,7 +154,7 @@ def test_ignored_ones_stay(small, tmp_path):
     [
         ("tied", {"solver": "round-to-nearest"}),
         ("untied", {"rows": "equal"}),
-        ("untied", {"true_sequential": False}),
+        pytest.param("untied", {"true_sequential": False}, marks=pytest.mark.nightly),
     ],
     indirect=["small"],
 )
@@ -183,7 +183,9 @@ def test_names_are_found_as_checkpoints_of_many_families_have_them(tmp_path, fam
     if family == "qwen3":
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()  # tied, and stored again
     save_file(tensors, stored, {"format": "pt"})
-    record = nearplane.quantize(tmp_path / family, tmp_path / "out", rate=3.0, **BOTH, **FAST | {"seqlen": 48})
+    record = nearplane.quantize(
+        tmp_path / family, tmp_path / "out", rate=3.0, ignore=[r"\.(layers|h)\."], **BOTH, **FAST
+    )
     assert sum(layer.out_features == 2048 for layer in record.layers) == (2 if family == "gpt_neox" else 1)
     assert record.rate == pytest.approx(3.0, rel=0.005)
     expected = logits(load_dense(tmp_path / "out", CPU)[0])

@@ -28,6 +28,7 @@ from nearplane.system.paths import RECORD
 from nearplane.system.safetensors_files import INDEX
 from nearplane.tuning.network import needed
 from nearplane.verbs.verify import verify
+from nightly import daily
 
 WAYS = {
     "compressed-tensors": ("llama", {"bits": 4, "group_size": 32}),
@@ -41,6 +42,14 @@ WAYS = {
     "entropy-coded": ("llama", {"rate": 2.0}),
     "entropy-coded, Conv1D": ("gpt2", {"rate": 1.5, "allocate": "uniform"}),
 }
+DAILY = (  # of `make test`: of each format one, of every grid and of codes
+    "compressed-tensors",
+    "compressed-tensors, mixed widths",
+    "gptq, Conv1D",
+    "gptq_v2",
+    "llama.cpp, embeddings and head",
+    "entropy-coded",
+)
 TEXT = dict(samples=12, seqlen=40)
 
 
@@ -87,7 +96,7 @@ def tuned_of(model_of, text, tmp_path_factory):
     return folders_of
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", daily(WAYS, DAILY))
 def test_held_out_kl_ends_at_most_at_the_start_and_is_that_of_the_files(tuned_of, way, text):
     solved, tuned, original = tuned_of(way)
     tuning = read_record(tuned).tuning
@@ -116,7 +125,7 @@ def test_what_llama_cpp_has_no_use_for_is_in_no_tuned_gguf(model_of, text, tmp_p
     assert not verify(tmp_path / "tuned").faults
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", daily(WAYS, DAILY))
 def test_verify_holds_what_was_written(tuned_of, way):
     _, tuned, original = tuned_of(way)
     found = verify(tuned, against=original)
@@ -124,7 +133,7 @@ def test_verify_holds_what_was_written(tuned_of, way):
     assert found.measured
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", daily(WAYS, DAILY))
 def test_readers_find_what_they_found_before(tuned_of, way):
     """The same files, tensors, dtypes and shapes; codes move at 2 and 3 bits only, a few of them."""
     solved, tuned, _ = tuned_of(way)
@@ -181,7 +190,7 @@ def test_tuning_twice_gives_the_same_bytes(tuned_of, text, tmp_path):
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
 
 
-@pytest.mark.parametrize("way", ["gptq_v2", "entropy-coded"])
+@pytest.mark.parametrize("way", daily(["gptq_v2", "entropy-coded"], ["gptq_v2"]))
 def test_quantize_tunes_what_it_solved(tuned_of, text, tmp_path, way):
     _, tuned, original = tuned_of(way)
     record = nearplane.quantize(
@@ -349,7 +358,7 @@ def test_no_checkpoint_is_written_over_the_one_that_is_tuned(tuned_of, tmp_path)
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("way", ["entropy-coded", "entropy-coded, Conv1D"])
+@pytest.mark.parametrize("way", daily(["entropy-coded", "entropy-coded, Conv1D"], DAILY))
 def test_entropy_coded_layers_take_no_more_than_was_asked(tuned_of, way):
     solved, tuned, _ = tuned_of(way)
     before, after = read_record(solved), read_record(tuned)
@@ -456,7 +465,7 @@ def test_who_stops_tuning_is_told_what_is_left(model_of, text, tmp_path, monkeyp
         raise kind
 
     monkeypatch.setattr("nearplane.tuning.loop.mean_kl", stopped)
-    words = dict(bits=4, group_size=32, calibration=str(text), **TEXT)
+    words = dict(bits=4, group_size=32, solver="round-to-nearest", calibration=str(text), **TEXT)
     with pytest.raises(kind) as caught:
         nearplane.quantize(model_of("llama"), tmp_path / "out", tune="network", **words)
     assert f"What was solved is in {tmp_path / 'out.untuned'}" in caught.value.__notes__[-1]

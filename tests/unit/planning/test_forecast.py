@@ -77,7 +77,12 @@ def test_where_memory_is_not_known_no_limit_is_taken(model, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("room", "disk"), [(0, False), (0, True), (1 << 30, True)], ids=["passes", "passes and a file", "pauses and a file"]
+    ("room", "disk"),
+    [
+        pytest.param(0, False, id="passes", marks=pytest.mark.nightly),
+        pytest.param(0, True, id="passes and a file"),
+        pytest.param(1 << 30, True, id="pauses and a file", marks=pytest.mark.nightly),
+    ],
 )
 def test_the_same_bytes_come_out_however_memory_is_spared(room, disk, model, whole, tmp_path, monkeypatch) -> None:
     """But for the number of windows that pass at a time. And a run that was stopped goes on the same way."""
