@@ -290,10 +290,10 @@ def small(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def demo(small):
-    """That model and a few windows of its calibration text."""
-    model = open_model(str(small))
-    return model, read_windows(model.tokenizer(), CALIBRATION, samples=16, seqlen=64)
+def demo(tmp_path_factory):
+    """One block of the demo model and a few windows of its calibration text."""
+    model = open_model(str(save_part_of_the_demo(tmp_path_factory.mktemp("models") / "demo", blocks=1, neurons=128)))
+    return model, read_windows(model.tokenizer(), CALIBRATION, samples=10, seqlen=64)
 
 
 def test_losses_fall_with_the_rate_by_the_law_where_it_holds(demo):
@@ -323,7 +323,7 @@ def test_losses_fall_with_the_width(demo):
     assert all(c.rates == (2, 4) and c.losses[0] > 4 * c.losses[1] for c in probe(model, tokens, perturb, device=CPU))
 
 
-FAST = {"calibration": str(CALIBRATION), "samples": 16, "seqlen": 64, "group_size": 32}
+FAST = {"calibration": str(CALIBRATION), "samples": 10, "seqlen": 64, "group_size": 32}
 
 
 @pytest.mark.parametrize(
