@@ -275,10 +275,9 @@ def test_only_norms_may_differ_from_the_original(copy_of):
 
 @pytest.mark.parametrize("kind", ["code", "scale", "certificate"])
 def test_forged_alterations_are_found_with_the_data(copy_of, kind):
-    for seed in range(3):
-        folder, original = copy_of("gptq_v2")
-        altered = forgery.FORGED[kind](folder, random.Random(f"{kind} {seed}"))
-        assert any(altered.where in fault.where for fault in verify(folder, against=original).faults), altered
+    folder, original = copy_of("gptq_v2")
+    altered = forgery.FORGED[kind](folder, random.Random(kind))
+    assert any(altered.where in fault.where for fault in verify(folder, against=original).faults), altered
 
 
 def test_a_norm_that_was_not_tuned_is_that_of_the_original(copy_of):

@@ -7,7 +7,7 @@ from copy import deepcopy
 import pytest
 import torch
 
-from alive import living
+from alive import forget, living
 from families import config_of, random_model
 from nearplane.calibration.sensitivity import sensitivity
 from nearplane.errors import CalibrationError
@@ -74,6 +74,7 @@ def test_outputs_together_are_products_of_the_gradients_within_runs(family, save
 
 def test_memory_does_not_grow_with_the_number_of_blocks(tmp_path, tokens):
     """Hidden states of every block are needed on the way back, and at no time more than those around one block are there."""
+    forget()
     held = {}
 
     def count(*_):
