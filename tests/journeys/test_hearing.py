@@ -28,7 +28,7 @@ SOUND, TOKENS = heard("whisper")
 
 @pytest.fixture(scope="module")
 def whisper(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a small random Whisper, of 1 and 2 blocks, for sound of 16 mel bins and 40 frames."""
+    """Return the folder of a small random Whisper, of 1 and 1 block, for sound of 16 mel bins and 40 frames."""
     return save_hearing(tmp_path_factory.mktemp("whisper") / "source", "whisper")
 
 
@@ -61,7 +61,7 @@ def test_both_halves_are_quantized_and_read_back_bit_by_bit(kind: str, how: dict
     source, out, (sound, tokens) = save_hearing(tmp_path / "source", kind), tmp_path / "out", heard(kind)
     record = nearplane.quantize(source, out, calibration=(sound, tokens), device="cpu", **how)
     assert (record.windows, record.extra_windows, record.seqlen) == (36, 4, 12)
-    assert len(record.layers) == 1 * 6 + 2 * 10
+    assert len(record.layers) == 6 + 10
     dense = decoded(out)
     if how is GRID:
         plain = AutoModelForSpeechSeq2Seq.from_pretrained(out, dtype=torch.float32)

@@ -82,9 +82,9 @@ def bytes_of(folder, pattern="*"):
 
 def test_a_size_is_met_in_bytes_of_all_files(small, tmp_path):
     """Not only of the weights: this tokenizer is a twentieth of the folder."""
-    asked = round(0.55 * bytes_of(small))
+    asked = round(0.75 * bytes_of(small))
     record = nearplane.quantize(
-        small, tmp_path / "out", size=str(asked), allocate="uniform", solver="nearest-plane", **FAST
+        small, tmp_path / "out", size=str(asked), allocate="uniform", solver="nearest-plane", ignore=[r"\.1\."], **FAST
     )
     assert bytes_of(tmp_path / "out", "*.safetensors") == record.bytes
     assert bytes_of(tmp_path / "out") == record.folder
@@ -104,7 +104,7 @@ def test_what_is_not_weights_is_foretold(small, tmp_path):
     (folder / "LICENSE").write_text("y" * 20_000)
     (folder / "pytorch_model.bin").write_text("z" * 50_000)  # not copied
     (folder / "modeling.py").write_text("# z" * 9_000)  # not copied
-    recipe = Recipe.from_spellings(rate=3.0, allocate="uniform", solver="nearest-plane", **FAST)
+    recipe = Recipe.from_spellings(rate=3.0, allocate="uniform", solver="nearest-plane", ignore=[r"\.1\."], **FAST)
     record = nearplane.quantize(folder, tmp_path / "out", recipe)
     found = bytes_of(tmp_path / "out")
     assert record.folder == found

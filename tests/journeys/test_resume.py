@@ -83,7 +83,6 @@ def whole(model, text, tmp_path_factory):
     ("way", "many"),
     [
         ("grid", 2),
-        ("rate, embeddings and head", 1),
         *(pytest.param(way, 12, marks=pytest.mark.nightly) for way in WAYS),
     ],
 )

@@ -25,18 +25,18 @@ from nearplane.system.paths import RECORD
 from nearplane.verbs.verify import Verified, verify
 from nightly import daily
 
-WAYS = {  # every format; grids of every kind, and every way to solve, at least once
+WAYS = {  # every format; grids of every kind, and every way to solve, at least once; two blocks twice
     "compressed-tensors": ("llama", {"bits": 4, "group_size": 32}),
-    "compressed-tensors, mixed widths": ("llama", {"bits": 2.5, "group_size": 16}),
-    "compressed-tensors, rounded to nearest": ("llama", {"bits": 3, "group_size": None, "solver": "round-to-nearest"}),
+    "compressed-tensors, mixed widths": ("llama of one block", {"bits": 2.5, "group_size": 16}),
+    "compressed-tensors, rounded to nearest": ("llama of one block", {"bits": 3, "group_size": None, "solver": "round-to-nearest"}),
     "gptq, Conv1D": ("gpt2", {"bits": 4, "group_size": 32, "format": "gptq", "solver": "k-best", "two_sided": True}),
-    "gptq_v2": ("llama", {"bits": 4, "symmetric": False, "group_size": 16, "format": "gptq_v2"}),
+    "gptq_v2": ("llama of one block", {"bits": 4, "symmetric": False, "group_size": 16, "format": "gptq_v2"}),
     "gptq_v2, names without a prefix": (
         "gpt2 renamed", {"bits": 2, "group_size": 16, "symmetric": False, "format": "gptq_v2"},
     ),
     "nearplane": ("llama", {"rate": 3.0}),
     "nearplane, tied ends": ("qwen3", {"rate": 3.0, "include_embeddings": True, "include_head": True}),
-    "nearplane, ends": ("llama", {"rate": 3.0, "include_embeddings": True, "include_head": True}),
+    "nearplane, ends": ("llama of one block", {"rate": 3.0, "include_embeddings": True, "include_head": True}),
     "nearplane, Conv1D": ("gpt2 renamed", {"rate": 3.0, "solver": "nearest-plane", "true_sequential": False}),
     "nearplane, rounded to nearest": ("qwen3", {"rate": 3.0, "solver": "round-to-nearest"}),
 }  # fmt: skip
@@ -69,7 +69,8 @@ def model_of(tmp_path_factory):
             return folders[name]
         folder = folders[name] = tmp_path_factory.mktemp("models") / name.replace(" ", "-")
         blocks = "n_layer" if name.startswith("gpt2") else "num_hidden_layers"
-        config = config_of(name.removesuffix(" renamed"), vocab_size=2048, **{blocks: 2})
+        family = name.removesuffix(" renamed").removesuffix(" of one block")
+        config = config_of(family, vocab_size=2048, **{blocks: 2 if name == "llama" else 1})
         random_model(config).float().save_pretrained(folder)
         for file in ("tokenizer.json", "tokenizer_config.json"):
             (folder / file).write_bytes((MODEL / file).read_bytes())

@@ -24,7 +24,7 @@ from nearplane.record.record import read_record
 def model(tmp_path_factory):
     """A random model of so many narrow blocks that there is time to stop its quantization."""
     folder = tmp_path_factory.mktemp("tiny") / "model"
-    random_model(config_of("llama", vocab_size=2048, num_hidden_layers=12)).float().save_pretrained(folder)
+    random_model(config_of("llama", vocab_size=2048, num_hidden_layers=6)).float().save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((MODEL / name).read_bytes())
     return folder
@@ -133,7 +133,7 @@ def test_where_there_is_a_terminal_there_is_a_bar_and_no_lines(model, tmp_path, 
     reader.join()
     os.close(parent)
     assert not stop.value.code
-    assert b"84/84" in b"".join(shown)
+    assert b"42/42" in b"".join(shown)
     assert b"quantizing: " not in b"".join(shown)
 
 
