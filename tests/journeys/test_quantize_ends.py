@@ -112,14 +112,14 @@ def test_the_network_still_predicts(coded, small):
     assert found.kl < 0.1
 
 
-def test_blocks_are_calibrated_on_quantized_embeddings_and_the_head_on_quantized_blocks(small, tmp_path):
+def test_blocks_are_calibrated_on_quantized_embeddings_and_the_head_on_quantized_blocks(untied, tmp_path):
     """Recorded losses can be computed from the checkpoint and the text alone."""
     words = FAST | BOTH | {"rate": 3.0, "correct": False, "ignore": ["mlp"]}
-    record = nearplane.quantize(small, tmp_path / "out", **words)
-    tokens = read_windows(AutoTokenizer.from_pretrained(small), CALIBRATION, samples=8, seqlen=64)
-    original = AutoModelForCausalLM.from_pretrained(small, dtype=torch.float32)
+    record = nearplane.quantize(untied, tmp_path / "out", **words)
+    tokens = read_windows(AutoTokenizer.from_pretrained(untied), CALIBRATION, samples=8, seqlen=64)
+    original = AutoModelForCausalLM.from_pretrained(untied, dtype=torch.float32)
     model, _ = load_dense(tmp_path / "out", CPU)
-    names = ["model.layers.0.self_attn.q_proj", *([HEAD] if small.name == "untied" else [])]
+    names = ["model.layers.0.self_attn.q_proj", HEAD]
     seen: dict[str, torch.Tensor] = {}
     for name in names:
         module = model.get_submodule(name)

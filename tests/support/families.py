@@ -11,7 +11,7 @@ VOCABULARY = 96
 LLAMA = dict(
     hidden_size=32,
     intermediate_size=64,
-    num_hidden_layers=2,
+    num_hidden_layers=3,
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=8,
@@ -25,11 +25,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": LLAMA | dict(tie_word_embeddings=True),
     "gemma2": LLAMA | dict(sliding_window=6),
     "gemma3_text": LLAMA | dict(sliding_window=6),
-    "gpt2": dict(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=VOCABULARY),
+    "gpt2": dict(n_embd=32, n_layer=3, n_head=4, n_positions=64, vocab_size=VOCABULARY),
     "opt": dict(
         hidden_size=32,
         ffn_dim=64,
-        num_hidden_layers=2,
+        num_hidden_layers=3,
         num_attention_heads=4,
         word_embed_proj_dim=32,
         max_position_embeddings=64,

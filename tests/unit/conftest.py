@@ -1,4 +1,4 @@
-"""Models of many families and three blocks on disk, sharded, in float64; and a tokenizer of bytes."""
+"""Models of many families on disk, sharded, in float64; and a tokenizer of bytes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def folder_of(family: str) -> Path:
         if family not in folders:
             folders[family] = tmp_path_factory.mktemp(family)
-            config = config_of(family, **{"n_layer" if family == "gpt2" else "num_hidden_layers": 3})
-            random_model(config).save_pretrained(folders[family], max_shard_size="100KB")
+            random_model(config_of(family)).save_pretrained(folders[family], max_shard_size="100KB")
         return folders[family]
 
     return folder_of

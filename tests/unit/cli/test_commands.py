@@ -79,12 +79,10 @@ def test_bad_input_gets_one_clear_sentence(monkeypatch, capsys, tmp_path, words,
     assert "Traceback" not in err
 
 
-def test_a_mistyped_flag_is_explained():
-    result = subprocess.run(
-        [sys.executable, "-m", "nearplane", "quantize", "a", "b", "--bitz", "4"], capture_output=True, text=True
-    )
-    assert result.returncode == 2
-    assert "--bitz" in result.stdout + result.stderr
+def test_a_mistyped_flag_is_explained(monkeypatch, capsys):
+    code, out, err = command(monkeypatch, capsys, "quantize", "a", "b", "--bitz", "4")
+    assert code == 2
+    assert "--bitz" in out + err
 
 
 @pytest.mark.parametrize(("flag", "bits"), [("3.5", 3.5), ("2.25", 2.25), ("4", 4), ("3.0", 3)])

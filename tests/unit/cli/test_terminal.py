@@ -2,16 +2,15 @@
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from contextlib import suppress
-from functools import partial
 
 import pytest
 
 import nearplane
+from children import command
 from families import config_of, random_model
 from nearplane.cli import app as cli
 from nearplane.cli.printing import table
@@ -32,34 +31,16 @@ def model(tmp_path_factory):
 
 def stop(model, out, number, *more):
     """Send a signal to the command once its first block is kept; return what it said, lines of progress left out."""
-    words = [
-        sys.executable,
-        "-m",
-        "nearplane",
-        "quantize",
-        model,
-        out,
-        "--calibration",
-        CALIBRATION,
-        "--group-size",
-        "16",
-    ]
-    words += ["--samples", "24", "--seqlen", "60", *more]
-    process = subprocess.Popen(
-        words,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a shell starts its background jobs without
-    )
+    words = ["quantize", model, out, "--calibration", CALIBRATION, "--group-size", "16", "--samples", "24"]
+    child = command(*words, "--seqlen", "60", *more)
     while not (out.with_name("out.unfinished") / "journal" / "state.json").exists():
-        assert process.poll() is None, process.communicate()
+        assert child.runs(), child.ended()
         time.sleep(0.01)
-    process.send_signal(number)
-    printed, said = process.communicate()
+    child.send(number)
+    code, printed, said = child.ended()
     assert printed == ""
     progress = ("quantizing: ", "quantizing takes ", "measured: the first block")
-    return process.returncode, [line for line in said.splitlines() if not line.startswith(progress)]
+    return code, [line for line in said.splitlines() if not line.startswith(progress)]
 
 
 def test_ctrl_c_ends_in_one_line_that_says_what_is_on_disk_and_how_to_go_on(model, tmp_path):

@@ -259,7 +259,7 @@ def test_layers_that_runtimes_fuse_share_a_curve(tmp_path):
     model = open_model(str(tmp_path), ignore=("o_proj",))
     found = probe(model, tokens, Perturbations(of=shaken, points=2, together=True), device=CPU)
     ends = [tuple(name.rpartition(".")[2] for name in curve.layers) for curve in found]
-    assert ends == [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("down_proj",)] * 2
+    assert ends == [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("down_proj",)] * 3
 
 
 def test_statistics_are_those_of_the_original_network(tmp_path):
@@ -274,7 +274,7 @@ def test_statistics_are_those_of_the_original_network(tmp_path):
 
     probe(model, tokens, Perturbations(of=look, points=2), device=CPU, dtype=torch.float64)
     network = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
-    last = network.model.layers[1].mlp.down_proj
+    last = network.model.layers[2].mlp.down_proj
     rows = []
     last.register_forward_pre_hook(lambda module, args: rows.append(args[0].reshape(-1, 64)))
     predictions(network, tokens)
