@@ -129,11 +129,11 @@ def test_recorded_losses_are_those_of_the_files(small, tmp_path):
     ("whole", "samples", "seqlen"),
     [pytest.param(False, 32, 64, id="a part"), pytest.param(True, 64, 256, id="the whole", marks=pytest.mark.nightly)],
 )
-def test_nearest_plane_keeps_more_of_the_network_than_rounding(block, tmp_path, whole, samples, seqlen):
+def test_nearest_plane_keeps_more_of_the_network_than_rounding(small, tmp_path, whole, samples, seqlen):
     """Of the demo model, on held-out text: the reason to calibrate at all."""
     kl, words = {}, {"bits": 3, "group_size": 128, "symmetric": False, "format": "gptq_v2"}
     words |= {"calibration": str(CALIBRATION), "samples": samples, "seqlen": seqlen}
-    model = MODEL if whole else block
+    model = MODEL if whole else small
     for solver in ("nearest-plane", "round-to-nearest"):
         nearplane.quantize(model, tmp_path / solver, solver=solver, **words)
         kl[solver] = nearplane.evaluate(tmp_path / solver, HELD_OUT, seqlen=seqlen, samples=16, against=model).kl

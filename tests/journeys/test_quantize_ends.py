@@ -72,9 +72,8 @@ def test_every_matrix_is_coded_once_and_counted(coded, small):
         assert layer.limit < layer.rate
 
 
-def test_a_size_counts_what_is_included(small, tmp_path):
-    words = FAST | {"allocate": "slope" if small.name == "tied" else "uniform"}
-    record = nearplane.quantize(small, tmp_path / "out", size="450kB", **BOTH, **words)
+def test_a_size_counts_what_is_included(untied, tmp_path):
+    record = nearplane.quantize(untied, tmp_path / "out", size="450kB", **BOTH, **FAST | {"allocate": "slope"})
     assert record.bytes == sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
     assert record.folder == sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
     assert record.folder == pytest.approx(450_000, rel=0.005)
@@ -153,7 +152,7 @@ def test_ignored_ones_stay(small, tmp_path):
     ("small", "words"),
     [
         ("tied", {"solver": "round-to-nearest"}),
-        ("untied", {"rows": "equal"}),
+        pytest.param("untied", {"rows": "equal"}, marks=pytest.mark.nightly),
         pytest.param("untied", {"true_sequential": False}, marks=pytest.mark.nightly),
     ],
     indirect=["small"],
@@ -193,7 +192,7 @@ def test_names_are_found_as_checkpoints_of_many_families_have_them(tmp_path, fam
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("included", [{"include_head": True}, {}], ids=str)
+@pytest.mark.parametrize("included", [{"include_head": True}, pytest.param({}, marks=pytest.mark.nightly)], ids=str)
 def test_a_tied_matrix_that_is_stored_only_as_the_head_is_found_by_all_readers(tmp_path, included):
     folder = tmp_path / "tied"
     save_part_of_the_demo(folder, blocks=1, neurons=128)
