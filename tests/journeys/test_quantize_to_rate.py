@@ -112,8 +112,6 @@ def test_what_is_not_weights_is_foretold(small, tmp_path):
     assert bytes_of(folder) - bytes_of(small) > 120_000
     told = foretell(open_model(str(folder), ignore=recipe.ignore), recipe, recipe.scheme).total()
     assert told == pytest.approx(rest, abs=0.002 * found)
-        rest, abs=0.002 * found
-    )
 
 
 def test_slope_spends_more_where_the_network_needs_it(coded):

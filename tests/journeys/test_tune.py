@@ -35,7 +35,10 @@ WAYS = {
     "compressed-tensors, mixed widths": ("qwen3", {"bits": 2.5, "group_size": 16}),
     "compressed-tensors, rounded to nearest": ("llama", {"bits": 3, "group_size": None, "solver": "round-to-nearest"}),
     "gptq, Conv1D": ("gpt2", {"bits": 3, "group_size": 32, "format": "gptq"}),
-    "gptq_v2": ("llama", {"bits": 2, "group_size": 16, "symmetric": False, "format": "gptq_v2", "correct": False}),
+    "gptq_v2": (
+        "llama of two blocks",
+        {"bits": 2, "group_size": 16, "symmetric": False, "format": "gptq_v2", "correct": False},
+    ),
     "llama.cpp": ("llama", {"grid": "q4_0", "embeddings": "f32"}),
     "llama.cpp, embeddings and head": ("llama", {"grid": "q4_0"}),
     "llama.cpp, one matrix for both": ("qwen3", {"grid": "q4_0", "embeddings": "q8_0"}),
@@ -67,9 +70,10 @@ def model_of(tmp_path_factory):
 
     def folder_of(name):
         if name not in folders:
-            folder = folders[name] = tmp_path_factory.mktemp("models") / name
+            folder = folders[name] = tmp_path_factory.mktemp("models") / name.replace(" ", "-")
             blocks = "n_layer" if name == "gpt2" else "num_hidden_layers"
-            model = random_model(config_of(name, vocab_size=2048, **{blocks: 2 if name == "llama" else 1})).float()
+            family = name.removesuffix(" of two blocks")
+            model = random_model(config_of(family, vocab_size=2048, **{blocks: 1 if family == name else 2})).float()
             model.to(torch.bfloat16 if name == "qwen3" else torch.float32).save_pretrained(folder)
             for file in ("tokenizer.json", "tokenizer_config.json"):
                 (folder / file).write_bytes((MODEL / file).read_bytes())
