@@ -59,7 +59,7 @@ def coded(solved):
     "options",
     [
         {"rate": 0.8, "solver": "nearest-plane"},
-        {"rate": 3.3, "allocate": "uniform"},
+        pytest.param({"rate": 3.3, "allocate": "uniform"}, marks=pytest.mark.nightly),
         {"rate": 5.5, "solver": "round-to-nearest", "allocate": "uniform"},
     ],
     ids=lambda options: " ".join(map(str, options.values())),
@@ -300,6 +300,7 @@ def test_what_not_even_seven_bits_reach_is_named(small, tmp_path):
     assert all(layer.asked == 7.0 for layer in record.layers)
 
 
+@pytest.mark.nightly
 def test_a_loss_that_no_layer_exceeds_changes_nothing(limited, small, tmp_path):
     words = FAST | {"rate": 2.0, "allocate": "uniform", "solver": "nearest-plane"}
     again = nearplane.quantize(small, tmp_path / "out", max_loss=0.99, **words)

@@ -82,7 +82,7 @@ def whole(model, text, tmp_path_factory):
 @pytest.mark.parametrize(
     ("way", "many"),
     [
-        ("grid", 2),
+        ("grid", 1),
         *(pytest.param(way, 12, marks=pytest.mark.nightly) for way in WAYS),
     ],
 )

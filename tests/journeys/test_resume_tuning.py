@@ -136,6 +136,7 @@ def test_tuning_that_is_told_something_else_does_not_go_on(made, model, text, tm
     assert contents(out) == contents(tuned)
 
 
+@pytest.mark.nightly
 def test_a_run_that_quantizes_and_tunes_goes_on_with_either(model, text, tmp_path, monkeypatch):
     words = dict(calibration=str(text), tune="network", **TEXT, **WAYS["codes"])
     nearplane.quantize(model, tmp_path / "whole", **words)

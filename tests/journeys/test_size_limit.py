@@ -14,6 +14,7 @@ from nearplane.demo import CALIBRATION, MODEL
 from nearplane.matrix.solve_layer import solve_layer
 from nearplane.models.model import open_model
 from nearplane.planning.folder_size import foretell
+from nightly import daily
 
 FAST = {"calibration": str(CALIBRATION), "samples": 8, "seqlen": 64, "solver": "nearest-plane", "allocate": "uniform"}
 
@@ -89,7 +90,7 @@ def test_a_loss_that_takes_more_bits_here_takes_them_from_other_layers(tiny, tmp
     assert [layer.asked for layer in bound.layers] != [layer.asked for layer in free.layers]
 
 
-@pytest.mark.parametrize("wrong", [pytest.param(1.0, marks=pytest.mark.nightly), 1.4, 0.6])
+@pytest.mark.parametrize("wrong", daily([1.0, 1.4, 0.6], [1.4]))
 def test_what_comes_last_is_solved_again_until_the_limit_is_kept(tiny, tmp_path, monkeypatch, wrong):
     """The solver takes, of the last layer alone, 40 % more than it is told, or less."""
     told = []

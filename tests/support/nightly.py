@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 
-def daily(values: Iterable[str], chosen: Iterable[str]) -> list[Any]:
+def daily(values: Iterable[Any], chosen: Iterable[Any]) -> list[Any]:
     """Return all values as parameters: those that are chosen, and the others for `make nightly` alone."""
     chosen = set(chosen)
     return [value if value in chosen else pytest.param(value, marks=pytest.mark.nightly) for value in values]

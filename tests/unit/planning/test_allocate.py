@@ -337,7 +337,9 @@ FAST = {"calibration": str(CALIBRATION), "samples": 10, "seqlen": 64, "group_siz
         pytest.param(
             {"bits": 2.5, "format": "gptq_v2", "symmetric": False}, {2, 3, 4, 8}, 0.1, marks=pytest.mark.nightly
         ),
-        ({"bits": 4.5, "format": "gptq", "solver": "round-to-nearest"}, {3, 4, 8}, 1 / 3),
+        pytest.param(
+            {"bits": 4.5, "format": "gptq", "solver": "round-to-nearest"}, {3, 4, 8}, 1 / 3, marks=pytest.mark.nightly
+        ),
     ],
 )
 def test_a_checkpoint_with_widths_of_their_own_keeps_the_budget_and_reads_back(small, tmp_path, words, widths, unspent):
