@@ -22,8 +22,9 @@ from nearplane.formats.gguf.gguf_header import FILE, SUMS, TENSORS
 from nearplane.formats.gguf.gguf_reader import GGUFReader
 from nearplane.formats.gguf.mixes import fitting
 from nearplane.loading.dense_network import dense_network
+from nightly import daily
 
-EXPERTS = LLAMA | MOE | dict(moe_intermediate_size=32, tie_word_embeddings=False)
+EXPERTS = LLAMA | MOE | dict(num_hidden_layers=1, moe_intermediate_size=32, tie_word_embeddings=False)
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_moe": EXPERTS | dict(norm_topk_prob=True),
     "qwen2_moe": EXPERTS | dict(shared_expert_intermediate_size=64),
@@ -50,20 +51,20 @@ def source_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return folder_of
 
 
-@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("kind", daily(SHAPES, ["qwen3_moe", "qwen2_moe", "mixtral"]))
 def test_experts_are_one_tensor_of_a_block_and_every_loss_is_measured_again(
     kind: str, source_of: Callable[..., Path], tmp_path: Path
 ) -> None:
     source, out = source_of(kind), tmp_path / "out"
     record = nearplane.quantize(source, out, **WORDS)
-    assert len([layer for layer in record.layers if ".experts." in layer.name]) == 3 * 4 * 3
+    assert len([layer for layer in record.layers if ".experts." in layer.name]) == 4 * 3
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(out / FILE).tensors}
     for part in ("gate", "up", "down"):
-        stacked = tensors[f"blk.1.ffn_{part}_exps.weight"]
+        stacked = tensors[f"blk.0.ffn_{part}_exps.weight"]
         width = 64 if kind in ("olmoe", "mixtral") else 32
         shape = (4, 32, width) if part == "down" else (4, width, 32)
         assert (stacked.tensor_type.name, *stacked.shape[::-1]) == ("Q4_0", *shape)
-    assert tensors["blk.1.ffn_gate_inp.weight"].tensor_type.name == "F32"
+    assert tensors["blk.0.ffn_gate_inp.weight"].tensor_type.name == "F32"
     found = nearplane.verify(out, against=source, calibration=str(CALIBRATION))
     assert (found.faults, found.measured) == ((), True)
     if kind in READ:
@@ -91,7 +92,7 @@ def test_a_mix_has_one_type_for_all_experts_of_a_block(source_of: Callable[..., 
 def test_a_run_that_was_stopped_goes_on(
     source_of: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = source_of("qwen3_moe")
+    source = source_of("qwen3_moe", num_hidden_layers=2)
     monkeypatch.setattr("nearplane.formats.journal_pages.MAX_JOURNAL_SHARE", float("inf"))
     stopped_behind(1, source, tmp_path / "out", monkeypatch, **WORDS)
     nearplane.quantize(source, tmp_path / "out", **WORDS)
@@ -103,7 +104,7 @@ def test_a_run_that_was_stopped_goes_on(
     ("kind", "changes", "how", "says"),
     [
         ("qwen3_moe", dict(norm_topk_prob=False), {}, "norm_topk_prob in config.json is False"),
-        ("qwen3_moe", dict(mlp_only_layers=[1]), {}, r"mlp_only_layers in config.json is \[1\]"),
+        ("qwen3_moe", dict(mlp_only_layers=[0]), {}, r"mlp_only_layers in config.json is \[0\]"),
         ("qwen2_moe", dict(norm_topk_prob=True), {}, "norm_topk_prob in config.json is True"),
         ("olmoe", dict(clip_qkv=1.0), {}, "clip_qkv in config.json is 1.0"),
         (
@@ -128,13 +129,13 @@ def test_a_tensor_of_experts_whose_hashes_do_not_fit_is_refused(source_of: Calla
     nearplane.quantize(source_of("qwen3_moe"), out, **(WORDS | {"solver": "round-to-nearest"}))
     whole = (out / FILE).read_bytes()
     reader = GGUFReader(out)
-    name = "model.layers.2.mlp.experts.3.up_proj.weight_q4_0"
+    name = "model.layers.0.mlp.experts.3.up_proj.weight_q4_0"
     place = reader._infos[name].begin
     (out / FILE).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
     with pytest.raises(FormatError, match=rf"{re.escape(name)} is damaged: its SHA-256"):
         [*reader.read([name])]
     reader.read([name.replace("experts.3", "experts.2")])
-    star = b"model.layers.2.mlp.experts.*.up_proj.weight"
+    star = b"model.layers.0.mlp.experts.*.up_proj.weight"
     (out / FILE).write_bytes(whole.replace(star, star.replace(b"*", b"1")))
     with pytest.raises(ModelError, match=r"ffn_up_exps\.weight has the shape \(4, 32, 32\) and 256 letters of SHA-256"):
         GGUFReader(out)

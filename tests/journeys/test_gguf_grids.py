@@ -23,7 +23,7 @@ from nearplane.record.summary import summary
 
 TINY = LLAMA | dict(num_hidden_layers=2, hidden_size=256, intermediate_size=288, head_dim=64, num_attention_heads=4)
 TINY |= dict(num_key_value_heads=2, attention_bias=False, vocab_size=2048)
-TOKENS = dict(samples=8, seqlen=64)
+TOKENS = dict(samples=5, seqlen=64)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_transformers_reads_what_we_read(mixed: tuple[Path, str]) -> None:
     ("words", "token_embd", "output", "down"),
     [
         ({"grid": "q3_k"}, "Q3_K", "Q6_K", "Q4_0"),
-        ({"grid": "q8_0", "embeddings": "q4_k"}, "Q4_K", "Q4_K", "Q8_0"),
+        ({"grid": "q8_0", "embeddings": "q4_1", "solver": "round-to-nearest"}, "Q4_1", "Q4_1", "Q8_0"),
         ({"grid": "q4_0", "embeddings": "bf16", "solver": "round-to-nearest"}, "BF16", "BF16", "Q4_0"),
         ({"grid": "q5_k", "layers": {"down_proj": {"grid": "q4_1"}}, "embeddings": "f32"}, "F32", "F32", "Q4_1"),
     ],
@@ -125,7 +125,7 @@ def test_embeddings_head_and_single_layers_have_the_types_that_are_asked_for(
 
 def test_types_are_chosen_for_a_budget(model_of: Callable[..., str], text: str, tmp_path: Path) -> None:
     """Bits per weight of blocks are at most what was asked for, single layers have the type that they are given."""
-    model, out = model_of(tie_word_embeddings=True), tmp_path / "out"
+    model, out = model_of(tie_word_embeddings=True, num_hidden_layers=1), tmp_path / "out"
     nearplane.quantize(model, out, grid=4.5, layers={"0.*q_proj": {"grid": "q8_0"}}, calibration=text, **TOKENS)
     record = read_record(out)
     free = [
@@ -136,18 +136,16 @@ def test_types_are_chosen_for_a_budget(model_of: Callable[..., str], text: str, 
     assert len({layer.format for layer in free}) > 1
     told = {layer.name: layer.format for layer in record.layers}
     assert (told["model.layers.0.self_attn.q_proj"], told["model.embed_tokens"]) == ("q8_0", "q6_k")
-    found = verify(out, against=model)
-    assert found.measured
-    assert found.faults == ()
+    assert verify(out).faults == ()
 
 
 def test_types_are_chosen_for_a_size(model_of: Callable[..., str], text: str, tmp_path: Path) -> None:
     """The whole folder is at most that and close to it; embeddings get the largest type within the bits that layers get."""
-    model, out = model_of(tie_word_embeddings=False), tmp_path / "out"
+    model, out = model_of(tie_word_embeddings=False, num_hidden_layers=1), tmp_path / "out"
     layers = {"0.*q_proj": {"grid": "q2_k"}}
-    record = nearplane.quantize(model, out, size="1.5MB", format="gguf", layers=layers, calibration=text, **TOKENS)
+    record = nearplane.quantize(model, out, size="1.2MB", format="gguf", layers=layers, calibration=text, **TOKENS)
     assert record.folder == sum(path.stat().st_size for path in out.iterdir())
-    assert 0.95 * 1_500_000 < record.folder <= 1_500_000
+    assert 0.95 * 1_200_000 < record.folder <= 1_200_000
     told = {layer.name: layer.format for layer in record.layers}
     assert told["model.layers.0.self_attn.q_proj"] == "q2_k"
     free = [
@@ -156,10 +154,8 @@ def test_types_are_chosen_for_a_size(model_of: Callable[..., str], text: str, tm
     bits = sum(8 * layer.bytes for layer in free) / sum(layer.out_features * layer.in_features for layer in free)
     assert TYPES[told["model.embed_tokens"]].rate <= bits
     assert len({layer.format for layer in free}) > 1
-    assert any("--size 1.5MB: " in line and "% of that" in line for line in summary(record, out))
-    found = verify(out, against=model)
-    assert found.measured
-    assert found.faults == ()
+    assert any("--size 1.2MB: " in line and "% of that" in line for line in summary(record, out))
+    assert verify(out).faults == ()
 
 
 @pytest.mark.parametrize("size", ["300KB", "300MB"])

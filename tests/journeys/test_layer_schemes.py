@@ -12,6 +12,7 @@ from nearplane import RecipeError
 from nearplane.demo import CALIBRATION, MODEL
 from nearplane.formats.stored import read_matrices
 from nearplane.verbs.evaluate import load_dense
+from nightly import daily
 
 FAST = {"calibration": str(CALIBRATION), "samples": 8, "seqlen": 64}
 CPU = torch.device("cpu")
@@ -60,7 +61,7 @@ def test_layers_with_a_grid_of_their_own_have_the_codes_of_a_run_with_that_grid(
     assert sums[0]["model.layers.0.self_attn.k_proj"] != sums[1]["model.layers.0.self_attn.k_proj"]
 
 
-@pytest.mark.parametrize("allocate", ["uniform", "slope"])
+@pytest.mark.parametrize("allocate", daily(["uniform", "slope"], ["slope"]))
 def test_rates_of_layers_are_their_own(model, tmp_path, allocate):
     out = tmp_path / "out"
     record = nearplane.quantize(

@@ -6,7 +6,6 @@ Plain transformers loads fixed grids as the model that was there, `nearplane.loa
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,14 @@ from transformers import AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 import nearplane
 from nearplane.errors import NearplaneError
 from nearplane.models.model import open_model
+from nightly import daily
 from seeing import HEARING, KINDS, WITH_IMAGES, logits, save_seeing, seen
 
 WINDOWS = torch.randint(3, 85, (16, 32), generator=torch.Generator().manual_seed(1))
 TOKENS = {"input_ids": WINDOWS[:2, :12]}
 GRID, RATE = dict(bits=4, group_size=16, allocate="uniform"), dict(rate=3, allocate="uniform")
-FEW = ["llava", "qwen2_vl", "gemma3"]  # of every test run
-NIGHTLY = [kind for kind in KINDS if kind not in (*FEW, "mllama", "qwen3_vl_moe")]
-LOADED = FEW + NIGHTLY if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else FEW
+FEW = ["llava", "qwen2_vl"]  # of `make test`
+LOADED = daily([kind for kind in KINDS if kind not in ("mllama", "qwen3_vl_moe")], FEW)
 
 
 def dense(out: Path) -> Any:
@@ -68,7 +67,7 @@ def test_four_bits_load_in_plain_transformers(kind: str, tmp_path: Path) -> None
     assert first == second
 
 
-@pytest.mark.parametrize("kind", LOADED)
+@pytest.mark.parametrize("kind", daily([kind for kind in KINDS if kind not in ("mllama", "qwen3_vl_moe")], ["llava"]))
 def test_rates_load_in_nearplane(kind: str, tmp_path: Path) -> None:
     source, out = save_seeing(tmp_path / "source", kind), tmp_path / "out"
     nearplane.quantize(source, out, calibration=WINDOWS, device="cpu", **RATE)

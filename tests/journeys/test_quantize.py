@@ -20,7 +20,12 @@ from nearplane.formats.stored import read_dense, read_matrices
 from nearplane.record.record import digest_of, read_record
 
 FAST = {"calibration": str(CALIBRATION), "samples": 12, "seqlen": 64, "group_size": 64}
-GRIDS = [("compressed-tensors", 4, True), ("compressed-tensors", 3, True), ("gptq", 4, True), ("gptq_v2", 2, False)]
+GRIDS = [
+    ("compressed-tensors", 4, True),
+    pytest.param(("compressed-tensors", 3, True), marks=pytest.mark.nightly),
+    ("gptq", 4, True),
+    ("gptq_v2", 2, False),
+]
 
 
 @pytest.fixture(scope="module")
@@ -29,20 +34,26 @@ def small(tmp_path_factory):
     return save_part_of_the_demo(tmp_path_factory.mktemp("models") / "small")
 
 
+@pytest.fixture(scope="module")
+def block(tmp_path_factory):
+    """One block of it."""
+    return save_part_of_the_demo(tmp_path_factory.mktemp("models") / "block", blocks=1)
+
+
 @pytest.fixture(scope="module", params=GRIDS, ids=lambda grid: f"{grid[0]}-{grid[1]}")
-def quantized(request, small, tmp_path_factory):
+def quantized(request, block, tmp_path_factory):
     format, bits, symmetric = request.param
     out = tmp_path_factory.mktemp("out") / "checkpoint"
-    record = nearplane.quantize(small, out, bits=bits, symmetric=symmetric, format=format, **FAST)
+    record = nearplane.quantize(block, out, bits=bits, symmetric=symmetric, format=format, **FAST)
     return out, record
 
 
-def test_the_checkpoint_holds_every_layer_and_everything_else_unchanged(quantized, small):
+def test_the_checkpoint_holds_every_layer_and_everything_else_unchanged(quantized, block):
     out, record = quantized
     matrices, dense = dict(read_matrices(out)), dict(read_dense(out))
-    original = load_file(small / "model.safetensors")
+    original = load_file(block / "model.safetensors")
     assert {layer.name for layer in record.layers} == matrices.keys()
-    assert len(record.layers) == len(matrices) == 14
+    assert len(record.layers) == len(matrices) == 7
     assert dense.keys() == original.keys()
     for name, tensor in original.items():
         if name.removesuffix(".weight") not in matrices:
@@ -61,10 +72,10 @@ def test_the_record_in_the_folder_is_the_record_returned(quantized):
     )
 
 
-def test_evaluation_computes_with_the_decoded_weights(quantized, small):
+def test_evaluation_computes_with_the_decoded_weights(quantized, block):
     """Against a model that is given the decoded weights by hand."""
     out, _ = quantized
-    reference = AutoModelForCausalLM.from_pretrained(small, dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(block, dtype=torch.float32)
     reference.load_state_dict({name: tensor.float() for name, tensor in read_dense(out)}, strict=False)
     from nearplane.verbs.evaluate import load_dense
 
@@ -87,7 +98,7 @@ def test_from_pretrained_gives_the_logits_of_the_decoded_weights(small, tmp_path
 
 def test_the_same_run_writes_the_same_bytes(small, tmp_path):
     for out in ("a", "b"):
-        nearplane.quantize(small, tmp_path / out, bits=3, ignore=[r"\.1\."], **FAST)
+        nearplane.quantize(small, tmp_path / out, bits=3, ignore=[r"\.1\.", "mlp"], **FAST)
     names = sorted(path.name for path in (tmp_path / "a").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "b").iterdir())
     for name in names:
@@ -116,7 +127,7 @@ def test_recorded_losses_are_those_of_the_files(small, tmp_path):
 
 @pytest.mark.parametrize(
     ("whole", "samples", "seqlen"),
-    [pytest.param(False, 32, 128, id="a part"), pytest.param(True, 64, 256, id="the whole", marks=pytest.mark.nightly)],
+    [pytest.param(False, 32, 64, id="a part"), pytest.param(True, 64, 256, id="the whole", marks=pytest.mark.nightly)],
 )
 def test_nearest_plane_keeps_more_of_the_network_than_rounding(small, tmp_path, whole, samples, seqlen):
     """Of the demo model, on held-out text: the reason to calibrate at all."""
@@ -144,9 +155,9 @@ def test_ignored_layers_stay_and_are_named_in_the_config(small, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out")(torch.arange(8)[None]).logits.isfinite().all()
 
 
-@pytest.mark.parametrize("words", [{"true_sequential": False}, {"scale": "minmax", "order": "pivoted"}])
-def test_every_way_of_solving_runs_end_to_end(small, tmp_path, words):
-    record = nearplane.quantize(small, tmp_path / "out", bits=3, ignore=[r"\.1\."], **FAST, **words)
+def test_other_ways_of_solving_run_end_to_end(block, tmp_path):
+    words = {"true_sequential": False, "scale": "minmax", "order": "pivoted"}
+    record = nearplane.quantize(block, tmp_path / "out", bits=3, **FAST, **words)
     assert sum(layer.loss < layer.nearest_loss for layer in record.layers) >= len(record.layers) - 1 == 6
 
 
@@ -183,10 +194,10 @@ def test_a_folder_in_use_is_left_alone(small, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_overwrite_replaces_a_checkpoint(small, tmp_path):
+def test_overwrite_replaces_a_checkpoint(block, tmp_path):
     words = {"solver": "round-to-nearest", "group_size": 64}
-    nearplane.quantize(small, tmp_path / "out", bits=4, **words)
-    nearplane.quantize(small, tmp_path / "out", bits=3, overwrite=True, **words)
+    nearplane.quantize(block, tmp_path / "out", bits=4, **words)
+    nearplane.quantize(block, tmp_path / "out", bits=3, overwrite=True, **words)
     assert read_record(tmp_path / "out").recipe.scheme.bits == 3
 
 
@@ -216,11 +227,11 @@ def test_a_truncated_file_is_refused(small, tmp_path):
     refused(tmp_path, tmp_path.parent / "out-of-truncated", "model.safetensors")
 
 
-def test_a_hessian_that_is_not_definite_names_layer_and_damping(small, tmp_path):
+def test_a_hessian_that_is_not_definite_names_layer_and_damping(block, tmp_path):
     """Barely as many tokens as inputs, some of them the same, and no damping."""
     few = {"samples": 4, "ignore": ["down_proj"]}
-    refused(small, tmp_path / "out", r"q_proj.*damping 0", damp=0.0, **few)
-    record = nearplane.quantize(small, tmp_path / "auto", damp="auto", **{**FAST, **few})
+    refused(block, tmp_path / "out", r"q_proj.*damping 0", damp=0.0, **few)
+    record = nearplane.quantize(block, tmp_path / "auto", damp="auto", **{**FAST, **few})
     assert all(layer.damp >= 1e-4 for layer in record.layers)
 
 
@@ -250,13 +261,13 @@ def test_a_recipe_and_keywords_together_are_refused(small, tmp_path):
         nearplane.quantize(small, tmp_path / "out", Recipe(scheme=GridScheme(), calibration=Calibration()), bits=3)
 
 
-def test_layers_that_lose_more_than_they_may_are_named(small, tmp_path):
+def test_layers_that_lose_more_than_they_may_are_named(block, tmp_path):
     """Grids cannot have more bits than they were given: nothing else changes."""
-    words = FAST | {"bits": 3, "ignore": ["mlp"]}
-    free = nearplane.quantize(small, tmp_path / "free", **words)
+    words = FAST | {"bits": 3, "ignore": ["up_proj"]}
+    free = nearplane.quantize(block, tmp_path / "free", **words)
     losses = sorted(layer.relative_loss for layer in free.layers)
     most = (losses[-3] + losses[-2]) / 2
-    record = nearplane.quantize(small, tmp_path / "out", max_loss=most, **words)
+    record = nearplane.quantize(block, tmp_path / "out", max_loss=most, **words)
     assert [layer.relative_loss for layer in record.exceeding] == losses[:-3:-1]
     assert [layer.checksum for layer in record.layers] == [layer.checksum for layer in free.layers]
     assert free.exceeding == ()

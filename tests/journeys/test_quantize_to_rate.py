@@ -59,7 +59,7 @@ def coded(solved):
     "options",
     [
         {"rate": 0.8, "solver": "nearest-plane"},
-        {"rate": 3.3, "allocate": "uniform"},
+        pytest.param({"rate": 3.3, "allocate": "uniform"}, marks=pytest.mark.nightly),
         {"rate": 5.5, "solver": "round-to-nearest", "allocate": "uniform"},
     ],
     ids=lambda options: " ".join(map(str, options.values())),
@@ -82,9 +82,9 @@ def bytes_of(folder, pattern="*"):
 
 def test_a_size_is_met_in_bytes_of_all_files(small, tmp_path):
     """Not only of the weights: this tokenizer is a twentieth of the folder."""
-    asked = round(0.55 * bytes_of(small))
+    asked = round(0.75 * bytes_of(small))
     record = nearplane.quantize(
-        small, tmp_path / "out", size=str(asked), allocate="uniform", solver="nearest-plane", **FAST
+        small, tmp_path / "out", size=str(asked), allocate="uniform", solver="nearest-plane", ignore=[r"\.1\."], **FAST
     )
     assert bytes_of(tmp_path / "out", "*.safetensors") == record.bytes
     assert bytes_of(tmp_path / "out") == record.folder
@@ -104,15 +104,14 @@ def test_what_is_not_weights_is_foretold(small, tmp_path):
     (folder / "LICENSE").write_text("y" * 20_000)
     (folder / "pytorch_model.bin").write_text("z" * 50_000)  # not copied
     (folder / "modeling.py").write_text("# z" * 9_000)  # not copied
-    recipe = Recipe.from_spellings(rate=3.0, allocate="uniform", solver="nearest-plane", **FAST)
+    recipe = Recipe.from_spellings(rate=3.0, allocate="uniform", solver="nearest-plane", ignore=[r"\.1\."], **FAST)
     record = nearplane.quantize(folder, tmp_path / "out", recipe)
     found = bytes_of(tmp_path / "out")
     assert record.folder == found
     rest = found - sum(layer.bytes for layer in record.layers)
     assert bytes_of(folder) - bytes_of(small) > 120_000
-    assert predict_overhead(open_model(str(folder)), recipe, recipe.scheme).total() == pytest.approx(
-        rest, abs=0.002 * found
-    )
+    told = predict_overhead(open_model(str(folder), ignore=recipe.ignore), recipe, recipe.scheme).total()
+    assert told == pytest.approx(rest, abs=0.002 * found)
 
 
 def test_slope_spends_more_where_the_network_needs_it(coded):
@@ -301,6 +300,7 @@ def test_what_not_even_seven_bits_reach_is_named(small, tmp_path):
     assert all(layer.asked == 7.0 for layer in record.layers)
 
 
+@pytest.mark.nightly
 def test_a_loss_that_no_layer_exceeds_changes_nothing(limited, small, tmp_path):
     words = FAST | {"rate": 2.0, "allocate": "uniform", "solver": "nearest-plane"}
     again = nearplane.quantize(small, tmp_path / "out", max_loss=0.99, **words)

@@ -28,6 +28,7 @@ from nearplane.formats.gguf.gguf_header import read_header
 from nearplane.record.record import read_record
 from nearplane.system.device import Device
 from nearplane.system.output_folder import Unfinished
+from nightly import daily
 
 BLOCKS = 3
 WAYS = {
@@ -81,8 +82,7 @@ def whole(model, text, tmp_path_factory):
 @pytest.mark.parametrize(
     ("way", "many"),
     [
-        ("grid", 2),
-        ("rate, embeddings and head", 3),
+        ("grid", 1),
         *(pytest.param(way, 12, marks=pytest.mark.nightly) for way in WAYS),
     ],
 )
@@ -105,7 +105,9 @@ def test_a_full_disk_or_a_newest_file_cut_short_at_any_moment(model, text, whole
     check_goes_on_with_a_file_cut_short(run, contents(whole(way)), tmp_path / "short", 8)
 
 
-@pytest.mark.parametrize("way", ["widths by slope", "size", "rounded to nearest"])
+@pytest.mark.parametrize(
+    "way", daily(["widths by slope", "size", "rounded to nearest"], ["size", "rounded to nearest"])
+)
 def test_no_finished_block_is_solved_again(model, text, whole, tmp_path, monkeypatch, caplog, way):
     options, wanted = dict(calibration=str(text), **WAYS[way], **TEXT), contents(whole(way))
     stopped_behind(2, model, tmp_path / "out", monkeypatch, **options)

@@ -63,7 +63,7 @@ def made(model, text, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("way", "many"),
-    [("codes", 2), ("entropy-coded", 1), *(pytest.param(way, 12, marks=pytest.mark.nightly) for way in WAYS)],
+    [("codes", 1), *(pytest.param(way, 12, marks=pytest.mark.nightly) for way in WAYS)],
 )
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_tuning_that_is_killed_goes_on_and_ends_with_the_same_bytes(made, model, text, tmp_path, way, many):
@@ -136,6 +136,7 @@ def test_tuning_that_is_told_something_else_does_not_go_on(made, model, text, tm
     assert contents(out) == contents(tuned)
 
 
+@pytest.mark.nightly
 def test_a_run_that_quantizes_and_tunes_goes_on_with_either(model, text, tmp_path, monkeypatch):
     words = dict(calibration=str(text), tune="network", **TEXT, **WAYS["codes"])
     nearplane.quantize(model, tmp_path / "whole", **words)

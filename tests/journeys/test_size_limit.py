@@ -14,6 +14,7 @@ from nearplane.demo import CALIBRATION, MODEL
 from nearplane.matrix.solve_layer import solve_layer
 from nearplane.models.model import open_model
 from nearplane.planning.folder_size import predict_overhead
+from nightly import daily
 
 FAST = {"calibration": str(CALIBRATION), "samples": 8, "seqlen": 64, "solver": "nearest-plane", "allocate": "uniform"}
 
@@ -26,7 +27,7 @@ def bytes_of(folder):
 def tiny(tmp_path_factory):
     """A model so small that its tokenizer and its record are most of the folder."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    config = config_of("llama", vocab_size=2048, intermediate_size=256, tie_word_embeddings=True)
+    config = config_of("llama", vocab_size=2048, num_hidden_layers=3, intermediate_size=256, tie_word_embeddings=True)
     random_model(config).to(torch.bfloat16).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(MODEL / name, folder / name)
@@ -38,7 +39,8 @@ def tiny(tmp_path_factory):
     [
         ("330KB", {}),
         pytest.param("350KB", {}, marks=pytest.mark.nightly),
-        ("340000", {"allocate": "slope", "solver": "k-best"}),
+        ("340000", {"allocate": "slope"}),
+        pytest.param("340000", {"allocate": "slope", "solver": "k-best"}, marks=pytest.mark.nightly),
         ("345KB", {"rows": "equal", "solver": "nearest-plane"}),
         pytest.param("360KB", {"solver": "round-to-nearest"}, marks=pytest.mark.nightly),
         ("230KB", {"include_embeddings": True}),
@@ -88,7 +90,7 @@ def test_a_loss_that_takes_more_bits_here_takes_them_from_other_layers(tiny, tmp
     assert [layer.asked for layer in bound.layers] != [layer.asked for layer in free.layers]
 
 
-@pytest.mark.parametrize("wrong", [1.0, 1.4, 0.6])
+@pytest.mark.parametrize("wrong", daily([1.0, 1.4, 0.6], [1.4]))
 def test_what_comes_last_is_solved_again_until_the_limit_is_kept(tiny, tmp_path, monkeypatch, wrong):
     """The solver takes, of the last layer alone, 40 % more than it is told, or less."""
     told = []

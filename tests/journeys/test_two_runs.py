@@ -1,13 +1,12 @@
 """Two commands on one OUT at the same time: one succeeds, the other is refused, and nothing is mixed."""
 
 import re
-import subprocess
-import sys
 import time
 
 import pytest
 
 import nearplane
+from children import command
 from families import config_of, random_model
 from nearplane.demo import CALIBRATION, MODEL
 
@@ -27,14 +26,13 @@ def model(tmp_path_factory):
 def test_of_two_runs_on_one_folder_one_succeeds_and_the_other_is_refused(model, tmp_path, repetition):
     """The second begins up to a second after the first."""
     out = tmp_path / "out"
-    words = [sys.executable, "-m", "nearplane", "quantize", model, out, "--calibration", CALIBRATION, "--bits"]
+    words = ["quantize", model, out, "--calibration", CALIBRATION, "--bits"]
     more = ["--group-size", "16", "--samples", "24", "--seqlen", "60"]
     runs = []
     for bits in ("3", "4"):
-        runs.append(subprocess.Popen([*words, bits, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        runs.append(command(*words, bits, *more))
         time.sleep(repetition % 4 / 4)
-    outputs, errors = zip(*(run.communicate() for run in runs), strict=True)
-    codes = [run.returncode for run in runs]
+    codes, outputs, errors = zip(*(run.ended() for run in runs), strict=True)
     assert sorted(codes) == [0, 1], errors
     refused = " ".join(errors[codes.index(1)].split())
     assert f"{out} is being written by another run" in refused or f"{out} exists and is not empty" in refused

@@ -33,7 +33,9 @@ def in_eight_bits(W):
 def folders(tmp_path_factory):
     """Return (a model stored in 8 bits, the same in bfloat16)."""
     place = tmp_path_factory.mktemp("models")
-    config = config_of("llama", vocab_size=2048, hidden_size=64, intermediate_size=128, head_dim=16)
+    config = config_of(
+        "llama", vocab_size=2048, num_hidden_layers=2, hidden_size=64, intermediate_size=128, head_dim=16
+    )
     random_model(config).bfloat16().save_pretrained(place / "short")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (place / "short" / name).write_bytes((MODEL / name).read_bytes())

@@ -19,5 +19,11 @@ def living(kind: type[Kind]) -> list[Kind]:
         return [x for x in gc.get_objects() if isinstance(x, kind)]
 
 
+def forget() -> None:
+    """Leave what is in memory now out of later answers, which take long where much was imported."""
+    gc.collect()
+    gc.freeze()
+
+
 def paused() -> list[greenlet]:
     return [x for x in living(greenlet) if not x.dead and x is not getcurrent()]

@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForSpeechSeq2Seq, PreTrainedMo
 VOCABULARY, START = 96, 1
 SMALL = dict(vocab_size=VOCABULARY, decoder_start_token_id=START, pad_token_id=0, eos_token_id=2, bos_token_id=0)
 STACKS = SMALL | dict(
-    encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64
+    encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64
 )  # fmt: skip
 MOONSHINE = {
     f"{stack}_{name}": size

@@ -16,8 +16,8 @@ SMALL = dict(
 )
 T5 = SMALL | dict(d_kv=8, d_ff=64, num_layers=2, num_heads=4)
 BART = SMALL | dict(
-    encoder_layers=2,
-    decoder_layers=3,
+    encoder_layers=1,
+    decoder_layers=2,
     encoder_attention_heads=4,
     decoder_attention_heads=4,
     encoder_ffn_dim=64,

@@ -26,7 +26,7 @@ GRID: dict[str, Any] = {"bits": 4, "group_size": 16, "samples": 4, "seqlen": 32,
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with the tokenizer of the demo model."""
     folder = tmp_path_factory.mktemp("source") / "model"
-    save_tiny(folder, "llama", torch.float32, vocab_size=2048)
+    save_tiny(folder, "llama", torch.float32, vocab_size=2048, num_hidden_layers=1)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(MODEL / name, folder / name)
     return folder

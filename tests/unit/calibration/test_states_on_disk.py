@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 from contextlib import closing
 from pathlib import Path
@@ -13,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from children import Child
 from nearplane.calibration.states_on_disk import StatesOnDisk
 from nearplane.errors import FormatError
 
@@ -87,7 +86,7 @@ def test_a_folder_that_is_not_there_is_named(tmp_path):
 
 def test_a_full_disk_is_said_with_the_folder(tmp_path):
     """As a limit on the size of files, which the system reports as any other failing write."""
-    said = in_process(
+    code, printed, said = in_process(
         f"""
         import resource, signal
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -99,21 +98,21 @@ def test_a_full_disk_is_said_with_the_folder(tmp_path):
                 print(error, len(kept), bool((kept[0] == 1).all()))
         """
     )
-    assert said.returncode == 0, said.stderr
-    assert said.stdout.startswith(f"Hidden states could not be written to {tmp_path} (")
-    assert said.stdout.endswith("1 True\n")
+    assert code == 0, said
+    assert printed.startswith(f"Hidden states could not be written to {tmp_path} (")
+    assert printed.endswith("1 True\n")
     assert not list(tmp_path.iterdir())
 
 
 def test_nothing_is_left_when_the_program_is_killed(tmp_path):
-    said = in_process(
+    code, *_ = in_process(
         f"""
         import os, signal
         kept = StatesOnDisk(Path({str(tmp_path)!r}), [torch.ones(2000)])
         os.kill(os.getpid(), signal.SIGKILL)
         """
     )
-    assert said.returncode == -signal.SIGKILL
+    assert code == -signal.SIGKILL
     assert not list(tmp_path.iterdir())
 
 
@@ -124,9 +123,7 @@ def test_a_closed_list_gives_nothing(tmp_path):
         kept[0]
 
 
-def in_process(code: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a process of its own."""
-    head = "import torch\nfrom contextlib import closing\nfrom pathlib import Path\nfrom nearplane.errors import FormatError\n"
-    head += "from nearplane.calibration.states_on_disk import StatesOnDisk\n"
-    command = [sys.executable, "-c", head + textwrap.dedent(code)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path.cwd())
+def in_process(code: str) -> tuple[int, str, str]:
+    """Run code in a process of its own; return how it ended, what it printed, and what it said beside."""
+    names = {"torch": torch, "closing": closing, "Path": Path, "FormatError": FormatError, "StatesOnDisk": StatesOnDisk}
+    return Child(lambda: exec(textwrap.dedent(code), names)).ended()

@@ -2,16 +2,15 @@
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from contextlib import suppress
-from functools import partial
 
 import pytest
 
 import nearplane
+from children import command
 from families import config_of, random_model
 from nearplane.cli import app as cli
 from nearplane.cli.printing import table
@@ -24,7 +23,7 @@ from nearplane.record.record import read_record
 def model(tmp_path_factory):
     """A random model of so many narrow blocks that there is time to stop its quantization."""
     folder = tmp_path_factory.mktemp("tiny") / "model"
-    random_model(config_of("llama", vocab_size=2048, num_hidden_layers=12)).float().save_pretrained(folder)
+    random_model(config_of("llama", vocab_size=2048, num_hidden_layers=6)).float().save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((MODEL / name).read_bytes())
     return folder
@@ -32,34 +31,16 @@ def model(tmp_path_factory):
 
 def stop(model, out, number, *more):
     """Send a signal to the command once its first block is kept; return what it said, lines of progress left out."""
-    words = [
-        sys.executable,
-        "-m",
-        "nearplane",
-        "quantize",
-        model,
-        out,
-        "--calibration",
-        CALIBRATION,
-        "--group-size",
-        "16",
-    ]
-    words += ["--samples", "24", "--seqlen", "60", *more]
-    process = subprocess.Popen(
-        words,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a shell starts its background jobs without
-    )
+    words = ["quantize", model, out, "--calibration", CALIBRATION, "--group-size", "16", "--samples", "24"]
+    child = command(*words, "--seqlen", "60", *more)
     while not (out.with_name("out.unfinished") / "journal" / "state.json").exists():
-        assert process.poll() is None, process.communicate()
+        assert child.runs(), child.ended()
         time.sleep(0.01)
-    process.send_signal(number)
-    printed, said = process.communicate()
+    child.send(number)
+    code, printed, said = child.ended()
     assert printed == ""
     progress = ("quantizing: ", "quantizing takes ", "measured: the first block")
-    return process.returncode, [line for line in said.splitlines() if not line.startswith(progress)]
+    return code, [line for line in said.splitlines() if not line.startswith(progress)]
 
 
 def test_ctrl_c_ends_in_one_line_that_says_what_is_on_disk_and_how_to_go_on(model, tmp_path):
@@ -133,7 +114,7 @@ def test_where_there_is_a_terminal_there_is_a_bar_and_no_lines(model, tmp_path, 
     reader.join()
     os.close(parent)
     assert not stop.value.code
-    assert b"84/84" in b"".join(shown)
+    assert b"42/42" in b"".join(shown)
     assert b"quantizing: " not in b"".join(shown)
 
 

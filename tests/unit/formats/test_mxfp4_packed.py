@@ -20,6 +20,7 @@ from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.number_formats import MXFP4, number_format
 from nearplane.lattice.scale import Steps
 from nearplane.loading.dense_network import dense_network
+from nightly import daily
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
 LAYOUT = MXFP4Packed()
@@ -78,7 +79,7 @@ def test_a_step_that_is_no_power_of_two_is_refused(matrix):
         LAYOUT.pack("a", wrong, torch.float16)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", daily([torch.float32, torch.bfloat16], [torch.bfloat16]))
 def test_a_model_is_quantized_verified_loaded_and_read_by_transformers(tmp_path, tokens, dtype):
     model, out = tmp_path / "model", tmp_path / "out"
     save_tiny(model, "llama", dtype, **SIZES)

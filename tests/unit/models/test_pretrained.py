@@ -100,7 +100,11 @@ def test_an_empty_network_is_as_if_never_quantized(checkpoints: dict[str, Path])
         ({"num_hidden_layers": 10**4000}, "num_hidden_layers is a number of 4001 digits"),
         ({"num_labels": 10**9}, "num_labels is 1,000,000,000, but the weight"),
         pytest.param({"num_hidden_layers": 90_000}, "many more layers than the", marks=pytest.mark.nightly),
-        ({"num_hidden_layers": 300}, "many more layers|weights that are not in the weight files"),
+        pytest.param(
+            {"num_hidden_layers": 300},
+            "many more layers|weights that are not in the weight files",
+            marks=pytest.mark.nightly,
+        ),
         ({"num_hidden_layers": 4}, "lack|do not belong together"),
         ({"vocab_size": 10**9}, r"is \(2048, 64\), but config.json describes \(1000000000, 64\)"),
         ({"vocab_size": 10**30}, "cannot build a language model from"),
@@ -221,13 +225,20 @@ def test_a_position_that_is_true_is_no_number(copy_of: Callable[[str], Path]) ->
             nearplane.evaluate(folder, HELD_OUT)
 
 
-@pytest.fixture
-def hub() -> Any:
-    """A hub that knows no model, and the list of what it was asked."""
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[str]]:
+    """What a process of its own prints that loads two models which are not there; and what it asked a hub that knows none.
+
+    Then the hub is gone, and it opens a third. Before and behind all that it prints whether transformers knows nearplane, which
+    it registers twice.
+    """
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if self.path == "/gone":
+                server.server_close()
+                threading.Thread(target=server.shutdown).start()
             asked.append(self.path)
             self.send_response(404)
             self.send_header("X-Error-Code", "RepoNotFound")
@@ -241,30 +252,54 @@ def hub() -> Any:
 
     server = HTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}", asked
-    server.shutdown()
-
-
-def test_the_hub_is_asked_once_at_most(hub: Any, tmp_path: Path) -> None:
-    """It was asked six times."""
-    address, asked = hub
-    environment = os.environ | {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+    place, address = tmp_path_factory.mktemp("fresh"), f"http://127.0.0.1:{server.server_port}"
+    environment = os.environ | {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(place)}
     program = (
+        "import os, sys; before = dict(os.environ)\n"
+        "from contextlib import suppress\n"
+        "from urllib.request import urlopen\n"
         "import nearplane\n"
+        "from nearplane.models.model import open_model\n"
+        "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as quantizers\n"
+        "print('nearplane' in quantizers)\n"
         "for source in ('nonexistent', 'nobody/nothing'):\n"
         "    try:\n"
         "        nearplane.load(source)\n"
         "    except nearplane.ModelError as error:\n"
         "        print(error)\n"
+        "with suppress(OSError): urlopen(os.environ['HF_ENDPOINT'] + '/gone')\n"
+        "try: open_model('some-owner/some-model')\n"
+        "except nearplane.ModelError as error: print(error)\n"
+        "print({n: v for n, v in os.environ.items() if n[:3] == 'HF_'} == {n: v for n, v in before.items() if n[:3] == 'HF_'})\n"
+        "nearplane.register(); nearplane.register()\n"
+        "print('nearplane' in quantizers)\n"
     )
-    run = subprocess.run([sys.executable, "-c", program], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", program], env=environment, cwd=place, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    first, second = run.stdout.splitlines()
+    return run.stdout.splitlines(), asked
+
+
+def test_importing_registers_nothing_and_registering_twice_is_harmless(fresh: tuple[list[str], list[str]]) -> None:
+    printed, _ = fresh
+    assert (printed[0], printed[-1]) == ("False", "True")
+
+
+def test_the_hub_is_asked_once_at_most(fresh: tuple[list[str], list[str]]) -> None:
+    """It was asked six times."""
+    (_, first, second, *_), asked = fresh
     assert "nonexistent does not exist" in first
     assert "nobody/nothing is neither a local folder nor a model on the hub" in second
     assert [path for path in asked if path.startswith("/api/models/") or "resolve" in path] == [
         "/api/models/nobody/nothing/revision/main"
     ]
+
+
+def test_an_unreachable_hub_is_one_sentence_and_the_environment_is_left_alone(
+    fresh: tuple[list[str], list[str]],
+) -> None:
+    *_, said, unchanged, _ = fresh[0]
+    assert said.startswith("some-owner/some-model is not a local folder, and the hub could not be reached")
+    assert unchanged == "True"
 
 
 @pytest.mark.parametrize(("name", "key"), [("compressed-tensors", "ignore"), ("gptq", "dynamic")])

@@ -77,7 +77,12 @@ def test_where_memory_is_not_known_no_limit_is_taken(model, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("room", "disk"), [(0, False), (0, True), (1 << 30, True)], ids=["passes", "passes and a file", "pauses and a file"]
+    ("room", "disk"),
+    [
+        pytest.param(0, False, id="passes", marks=pytest.mark.nightly),
+        pytest.param(0, True, id="passes and a file"),
+        pytest.param(1 << 30, True, id="pauses and a file", marks=pytest.mark.nightly),
+    ],
 )
 def test_the_same_bytes_come_out_however_memory_is_spared(room, disk, model, whole, tmp_path, monkeypatch) -> None:
     """But for the number of windows that pass at a time. And a run that was stopped goes on the same way."""
@@ -93,7 +98,7 @@ def test_the_same_bytes_come_out_however_memory_is_spared(room, disk, model, who
     nearplane.verify(tmp_path / "out", against=model, calibration=str(CALIBRATION), device="cpu")
 
 
-@pytest.mark.parametrize("batch", [2, 8], ids=["fewer", "as usual"])
+@pytest.mark.parametrize("batch", [2, pytest.param(8, marks=pytest.mark.nightly)], ids=["fewer", "as usual"])
 def test_a_run_that_was_stopped_goes_on_with_as_many_windows_at_a_time(batch, model, tmp_path, monkeypatch) -> None:
     """Whatever limit it then has; and `verify` takes as many."""
     monkeypatch.setattr("nearplane.formats.journal_pages.MAX_JOURNAL_SHARE", float("inf"))

@@ -23,7 +23,7 @@ from nearplane.record.record import read_record
 from nearplane.verbs.compare import ORIGINAL_METHOD, WAYS, Row, fixed_grid, recipe_for
 from nearplane.verbs.compare_figure import check_plot, draw
 
-TOKENS = Calibration(calibration=str(CALIBRATION), samples=16, seqlen=64)
+TOKENS = Calibration(calibration=str(CALIBRATION), samples=10, seqlen=64)
 BITS = (3.125, 2.7)
 GRIDS = ("rtn-mse", "gptq-mse", "nearplane-grid")
 

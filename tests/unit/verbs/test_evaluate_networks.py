@@ -11,6 +11,7 @@ from families import config_of, random_model
 from nearplane.demo import HELD_OUT, MODEL
 from nearplane.formats.stored import DecodedReader
 from nearplane.verbs import evaluate_networks as predictions
+from nightly import daily
 
 WAYS = {
     "llama": {"bits": 4},
@@ -40,7 +41,7 @@ def folders(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("family", WAYS)
+@pytest.mark.parametrize("family", daily(WAYS, ["llama", "gemma2", "qwen3_moe"]))
 def test_block_by_block_is_the_same_to_the_last_digits(folders, family, monkeypatch, caplog):
     """In chunks of one batch of two windows, the last of one."""
     original, out = folders(family)

@@ -1,0 +1,68 @@
+"""Processes that are forked from this one: what they import is there already."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+
+from nearplane.cli import app as cli
+
+
+class Child:
+    """A function that runs beside the test, in a process of its own."""
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        self.out, self.err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
+        self.process = os.fork()
+        if not self.process:
+            _be(run, self.out.fileno(), self.err.fileno())
+
+    def runs(self) -> bool:
+        return os.waitid(os.P_PID, self.process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+    def send(self, number: int) -> None:
+        os.kill(self.process, number)
+
+    def ended(self) -> tuple[int, str, str]:
+        """Wait; return its code, what it printed, and what it said beside."""
+        code = os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
+        said = []
+        for file in (self.out, self.err):
+            with file:
+                file.seek(0)
+                said.append(file.read().decode())
+        return code, said[0], said[1]
+
+
+def command(*words: object) -> Child:
+    """Start the command line with some words."""
+
+    def run() -> None:
+        sys.argv = ["nearplane", *map(str, words)]
+        cli.main()
+
+    return Child(run)
+
+
+def _be(run: Callable[[], object], out: int, err: int) -> None:
+    """Run; never return."""
+    code = 1
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore it
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+        run()
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
