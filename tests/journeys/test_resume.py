@@ -124,9 +124,9 @@ def test_a_full_disk_or_a_newest_file_cut_short_at_any_moment(model, text, whole
 @pytest.mark.parametrize(
     "way", daily(["widths by slope", "size", "rounded to nearest"], ["size", "rounded to nearest"])
 )
-def test_no_finished_block_is_solved_again(model, text, whole, tmp_path, monkeypatch, caplog, way):
+def test_no_finished_block_is_solved_again(model, text, stop, whole, tmp_path, monkeypatch, caplog, way):
     options, wanted = dict(calibration=str(text), **WAYS[way], **TEXT), contents(whole(way))
-    stopped_behind(2, model, tmp_path / "out", monkeypatch, **options)
+    stop(2, way, tmp_path / "out")
     solved = []
     program = importlib.import_module("nearplane.verbs.quantize")
     solve = program.solve_layer
@@ -216,7 +216,7 @@ def test_what_a_run_of_another_version_left_is_refused_by_name_and_may_be_replac
     assert contents(out) == contents(whole("grid"))
 
 
-@pytest.mark.parametrize(("way", "page"), [("grid", "behind-00002.0.pt"), ("rate, embeddings and head", "plan.pt")])
+@pytest.mark.parametrize(("way", "page"), [("grid", "behind-00002.0.pt"), ("size", "plan.pt")])
 def test_one_bit_of_a_page_that_is_wrong_is_noticed(model, text, stop, tmp_path, way, page):
     out, options = tmp_path / "out", dict(calibration=str(text), **WAYS[way], **TEXT)
     stop(2, way, out)
