@@ -18,7 +18,7 @@ STACKS = SMALL | dict(
 MOONSHINE = {
     f"{stack}_{name}": size
     for stack in ("encoder", "decoder")
-    for name, size in dict(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4).items()
+    for name, size in dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4).items()
 }
 KINDS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {  # with the shape of the sound of a window
     "whisper": (
