@@ -30,6 +30,7 @@ from nearplane.formats.gguf.tokenizer import vocabulary
 from nearplane.formats.stored import read_dense
 from nearplane.loading.dense_network import dense_network
 from nearplane.record.record import RunRecord, read_record
+from nightly import daily
 from tokenizers_of_kinds import save_sentencepiece
 
 PHI3 = LLAMA | dict(head_dim=8, num_key_value_heads=4)
@@ -98,7 +99,7 @@ def out_of(
     return folders_of
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", daily(SHAPES, [name for name in SHAPES if name not in ("mistral", "gemma2")]))
 def test_transformers_reads_what_we_read(name: str, out_of: Callable[[str], tuple[Path, Path]]) -> None:
     """It has rules of its own for names, halves of heads in turns, norms less one and transposed matrices."""
     out, source = out_of(name)
@@ -110,7 +111,7 @@ def test_transformers_reads_what_we_read(name: str, out_of: Callable[[str], tupl
         assert torch.equal(values, theirs[key]), key
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", daily(SHAPES, [name for name in SHAPES if name not in ("mistral", "gemma2")]))
 def test_a_gguf_holds_what_its_record_says(name: str, out_of: Callable[[str], tuple[Path, Path]], text: str) -> None:
     out, source = out_of(name)
     found = nearplane.verify(out, against=source, calibration=text)
@@ -118,7 +119,7 @@ def test_a_gguf_holds_what_its_record_says(name: str, out_of: Callable[[str], tu
     assert not found.faults
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", daily(SHAPES, [name for name in SHAPES if name not in ("mistral", "gemma2")]))
 def test_room_for_the_record_is_foretold(name: str, out_of: Callable[[str], tuple[Path, Path]]) -> None:
     """Whatever its figures become, it fits; and not much of a small file is empty."""
     out, _ = out_of(name)

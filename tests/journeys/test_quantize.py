@@ -23,7 +23,7 @@ FAST = {"calibration": str(CALIBRATION), "samples": 12, "seqlen": 64, "group_siz
 GRIDS = [
     ("compressed-tensors", 4, True),
     pytest.param(("compressed-tensors", 3, True), marks=pytest.mark.nightly),
-    ("gptq", 4, True),
+    pytest.param(("gptq", 4, True), marks=pytest.mark.nightly),
     ("gptq_v2", 2, False),
 ]
 

@@ -16,6 +16,7 @@ from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.formats.stored import read_dense, read_matrices
 from nearplane.system.safetensors_files import ShardReader
 from nearplane.verbs.evaluate import load_dense
+from nightly import daily
 
 FAST = {
     "calibration": str(CALIBRATION), "samples": 8, "seqlen": 64, "allocate": "uniform", "solver": "nearest-plane",
@@ -25,7 +26,7 @@ BOTH = {"include_head": True, "include_embeddings": True}
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
+@pytest.fixture(scope="module", params=daily(["tied", "untied"], ["untied"]))
 def small(request, tmp_path_factory):
     """A part of the demo model; untied, its head is stored apart and a little different."""
     folder = tmp_path_factory.mktemp("models") / request.param

@@ -60,7 +60,7 @@ def coded(solved):
     [
         {"rate": 0.8, "solver": "nearest-plane"},
         pytest.param({"rate": 3.3, "allocate": "uniform"}, marks=pytest.mark.nightly),
-        {"rate": 5.5, "solver": "round-to-nearest", "allocate": "uniform"},
+        pytest.param({"rate": 5.5, "solver": "round-to-nearest", "allocate": "uniform"}, marks=pytest.mark.nightly),
     ],
     ids=lambda options: " ".join(map(str, options.values())),
 )

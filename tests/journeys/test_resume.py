@@ -79,6 +79,22 @@ def whole(model, text, tmp_path_factory):
     return folder_of
 
 
+@pytest.fixture(scope="module")
+def stop(model, text, tmp_path_factory):
+    """Return a function that leaves beside a path what a run leaves there that was stopped behind so many blocks."""
+    folders = {}
+
+    def stopped(blocks, way, out):
+        if (blocks, way) not in folders:
+            folders[blocks, way] = tmp_path_factory.mktemp("stopped") / "out"
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("nearplane.formats.journal_pages.SHARE", math.inf)
+                stopped_behind(blocks, model, folders[blocks, way], patch, calibration=str(text), **WAYS[way], **TEXT)
+        shutil.copytree(f"{folders[blocks, way]}.unfinished", f"{out}.unfinished")
+
+    return stopped
+
+
 @pytest.mark.parametrize(
     ("way", "many"),
     [
@@ -108,9 +124,9 @@ def test_a_full_disk_or_a_newest_file_cut_short_at_any_moment(model, text, whole
 @pytest.mark.parametrize(
     "way", daily(["widths by slope", "size", "rounded to nearest"], ["size", "rounded to nearest"])
 )
-def test_no_finished_block_is_solved_again(model, text, whole, tmp_path, monkeypatch, caplog, way):
+def test_no_finished_block_is_solved_again(model, text, stop, whole, tmp_path, monkeypatch, caplog, way):
     options, wanted = dict(calibration=str(text), **WAYS[way], **TEXT), contents(whole(way))
-    stopped_behind(2, model, tmp_path / "out", monkeypatch, **options)
+    stop(2, way, tmp_path / "out")
     solved = []
     program = importlib.import_module("nearplane.verbs.quantize")
     solve = program.solve_layer
@@ -147,9 +163,9 @@ def test_a_run_that_is_killed_when_all_is_written_is_put_in_place(model, text, w
     assert contents(tmp_path / "out") == wanted
 
 
-def test_a_run_that_is_told_something_else_does_not_go_on(model, text, whole, tmp_path, monkeypatch):
+def test_a_run_that_is_told_something_else_does_not_go_on(model, text, stop, whole, tmp_path):
     out, options = tmp_path / "out", dict(calibration=str(text), **WAYS["grid"], **TEXT)
-    stopped_behind(1, model, out, monkeypatch, **options)
+    stop(1, "grid", out)
     other = tmp_path / "other.txt"
     other.write_text(text.read_text()[5000:])
     wider = shutil.copytree(model, tmp_path / "wider")
@@ -167,7 +183,7 @@ def test_a_run_that_is_told_something_else_does_not_go_on(model, text, whole, tm
     nearplane.quantize(model, out, overwrite=True, **{**options, "bits": 3})
     assert read_record(out).recipe.scheme.bits == 3
     shutil.rmtree(out)
-    stopped_behind(1, model, out, monkeypatch, **options)
+    stop(1, "grid", out)
     nearplane.quantize(model, out, overwrite=True, **options)
     assert contents(out) == contents(whole("grid"))
 
@@ -175,9 +191,9 @@ def test_a_run_that_is_told_something_else_does_not_go_on(model, text, whole, tm
 @pytest.mark.parametrize(
     "name", ["model-00002-of-00004.safetensors", "journal/behind-00002.0.pt", "journal/state.json"]
 )
-def test_a_file_that_is_cut_short_is_named_and_may_be_replaced(model, text, whole, tmp_path, monkeypatch, name):
+def test_a_file_that_is_cut_short_is_named_and_may_be_replaced(model, text, stop, whole, tmp_path, name):
     out, options = tmp_path / "out", dict(calibration=str(text), **WAYS["grid"], **TEXT)
-    stopped_behind(2, model, out, monkeypatch, **options)
+    stop(2, "grid", out)
     path = Path(f"{out}.unfinished") / name
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(FormatError, match=f"{path.name}.*--overwrite"):
@@ -187,11 +203,9 @@ def test_a_file_that_is_cut_short_is_named_and_may_be_replaced(model, text, whol
         assert contents(out) == contents(whole("grid"))
 
 
-def test_what_a_run_of_another_version_left_is_refused_by_name_and_may_be_replaced(
-    model, text, whole, tmp_path, monkeypatch
-):
+def test_what_a_run_of_another_version_left_is_refused_by_name_and_may_be_replaced(model, text, stop, whole, tmp_path):
     out, options = tmp_path / "out", dict(calibration=str(text), **WAYS["grid"], **TEXT)
-    stopped_behind(1, model, out, monkeypatch, **options)
+    stop(1, "grid", out)
     path = Path(f"{out}.unfinished") / "journal" / "state.json"
     state = json.loads(path.read_text())
     path.write_text(json.dumps(state | {"version": 3, "told": state["told"] | {"version of nearplane": "0.1.0"}}))
@@ -204,10 +218,10 @@ def test_what_a_run_of_another_version_left_is_refused_by_name_and_may_be_replac
     assert contents(out) == contents(whole("grid"))
 
 
-@pytest.mark.parametrize(("way", "page"), [("grid", "behind-00002.0.pt"), ("rate, embeddings and head", "plan.pt")])
-def test_one_bit_of_a_page_that_is_wrong_is_noticed(model, text, tmp_path, monkeypatch, way, page):
+@pytest.mark.parametrize(("way", "page"), [("grid", "behind-00002.0.pt"), ("size", "plan.pt")])
+def test_one_bit_of_a_page_that_is_wrong_is_noticed(model, text, stop, tmp_path, way, page):
     out, options = tmp_path / "out", dict(calibration=str(text), **WAYS[way], **TEXT)
-    stopped_behind(2, model, out, monkeypatch, **options)
+    stop(2, way, out)
     path = Path(f"{out}.unfinished") / "journal" / page
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

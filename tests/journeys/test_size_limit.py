@@ -37,7 +37,7 @@ def tiny(tmp_path_factory):
 @pytest.mark.parametrize(
     ("size", "more"),
     [
-        ("330KB", {}),
+        pytest.param("330KB", {}, marks=pytest.mark.nightly),
         pytest.param("350KB", {}, marks=pytest.mark.nightly),
         ("340000", {"allocate": "slope"}),
         pytest.param("340000", {"allocate": "slope", "solver": "k-best"}, marks=pytest.mark.nightly),

@@ -434,7 +434,7 @@ def test_what_was_solved_is_not_lost_where_tuning_fails(model_of, text, tmp_path
         raise CalibrationError("Gradients are NaN.")
 
     monkeypatch.setattr("nearplane.tuning.loop.mean_kl", fails)
-    words = dict(bits=4, group_size=16, calibration=str(text), device="cpu", **TEXT)
+    words = dict(bits=4, group_size=16, solver="round-to-nearest", calibration=str(text), device="cpu", **TEXT)
     with pytest.raises(
         CalibrationError,
         match=r"The quantized checkpoint is in .*out\.untuned; repeat the command, or use nearplane tune, to continue",
