@@ -59,9 +59,9 @@ class Forecast:
             seconds: Time since the walk began.
             left: Number of remaining blocks.
         """
-        most = f" of at most {size_text(self.bytes)}" if self.bytes else ""
-        remaining = f"; the remaining {left:,} take about {duration(left * seconds)}" if left else ""
-        log.info(f"measured: the first block took {size_text(peak_memory())}{most} and {duration(seconds)}{remaining}")
+        most = f" (at most {size_text(self.bytes)} expected)" if self.bytes else ""
+        remaining = f"; the remaining {left:,} blocks take about {duration(left * seconds)}" if left else ""
+        log.info(f"the first block took {duration(seconds)} and {size_text(peak_memory())} of memory{most}{remaining}")
 
 
 def forecast(
@@ -107,9 +107,8 @@ def forecast(
             )
     count = multiplications(shapes)
     log.info(
-        f"quantizing takes at most {size_text(most.bytes)} of memory (while {most.while_}) and at least "
-        f"{duration(count * seconds_of_a_multiplication())} for {shapes.all_windows * shapes.seqlen:,} tokens "
-        f"({count:.1e} multiplications)"
+        f"quantizing on {shapes.all_windows * shapes.seqlen:,} tokens takes at most {size_text(most.bytes)} of memory (while "
+        f"{most.while_}) and at least {duration(count * seconds_of_a_multiplication())}"
     )
     return Forecast(setting=most.setting, bytes=most.bytes)
 

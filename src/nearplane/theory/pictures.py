@@ -59,7 +59,7 @@ def draw_geometry(out: Path) -> list[Path]:
             'Pictures need matplotlib, which is not installed: pip install "nearplane[figures]".'
         ) from error
     if out.exists() and not out.is_dir():
-        raise RecipeError(f"{out} is a file; expected a folder, new or not. Choose another name.")
+        raise RecipeError(f"{out} is a file; expected a folder. Choose another name.")
     written = []
     with mpl.rc_context({"svg.hashsalt": "nearplane", "font.size": 11, "savefig.facecolor": "white"}):
         for name, draw in PICTURES.items():

@@ -111,7 +111,7 @@ def windows_of(model: Model, recipe: Recipe, given: Given | None, count: int, le
     if given is not None and given.tokens is not None:
         if length != given.tokens.shape[1]:
             raise RecipeError(
-                f"--seqlen is {length}, but the given windows have {given.tokens.shape[1]} tokens. Leave out --seqlen."
+                f"seqlen is {length}, but the windows have {given.tokens.shape[1]} tokens. Leave out seqlen."
             )
         return given.tokens[:count]
     text = recipe.calibration.calibration if given is None else given.texts
@@ -214,7 +214,7 @@ def check_checkpoint(folder: Path, record: RunRecord, out: Path) -> None:
         target, source = written.resolve(), folder.resolve()
         if target == source or target in source.parents or source in target.parents:
             raise RecipeError(
-                f"{subject} {written}, which is, holds or lies in {folder}, the checkpoint to tune. Choose another folder."
+                f"{subject} {written}, which overlaps with the checkpoint to tune, {folder}. Choose another folder."
             )
 
 
@@ -228,8 +228,8 @@ def check_model(model: Model, record: RunRecord, stored: Stored) -> None:
     expected = {(layer.name, layer.shape) for layer in model.layers}
     if unlike := expected ^ {(layer.name, (layer.out_features, layer.in_features)) for layer in record.layers}:
         raise RecipeError(
-            f"{model.folder} is not the model that was quantized: {len(unlike)} layers are in only one of the two, for example "
-            f"{min(unlike)[0]}. Use --against {record.source}."
+            f"{model.folder} is not the model that was quantized: {len(unlike)} layers differ, for example {min(unlike)[0]}. Use "
+            f"--against {record.source}."
         )
     for name in sorted({*stored.rest()} & {*model.reader.names()}):
         original, copy = stored.reader.kept(name, model.reader.read([name])[name]), stored.reader.read([name])[name]
@@ -238,7 +238,7 @@ def check_model(model: Model, record: RunRecord, stored: Stored) -> None:
         if original.dtype != copy.dtype or not torch.equal(original, copy):
             raise RecipeError(
                 f"{model.folder} is not the model that was quantized, or has changed since then: its tensor {name} differs from "
-                f"the checkpoint. Use --against with the unchanged {record.source}."
+                f"the checkpoint. Use --against {record.source}, unchanged."
             )
 
 
@@ -253,6 +253,6 @@ def fits(model: Model, cut: Split, codes: int, device: Device) -> bool:
     if free is not None and streamed > free:
         raise RecipeError(
             f"Tuning needs about {size_text(streamed)} of memory on {device}, but only {size_text(free)} are free. Use fewer "
-            f"--samples, or do not tune."
+            f"--samples."
         )
     return free is not None and 2 * held <= free
