@@ -251,7 +251,7 @@ def test_a_damaged_file_is_refused(out_of: Callable[[str], tuple[Path, Path]], t
     damaged[info.begin + 5] ^= 1
     for data, error, said in (
         (bytes(damaged), FormatError, "SHA-256"),
-        (whole[:-32], ModelError, "cut off"),
+        (whole[:-32], ModelError, "truncated|has .* bytes, expected"),
         (whole[:100], ModelError, "not a readable GGUF"),
         (b"PK" + whole[2:], ModelError, "not a GGUF"),
         (whole[:4] + b"\x02" + whole[5:], ModelError, "version 2"),
@@ -325,7 +325,7 @@ def test_a_file_without_room_for_the_record_has_none(
     monkeypatch.setattr("nearplane.planning.start.longest_record", lambda model, record: 1000)
     out = tmp_path / "out"
     nearplane.quantize(model_of("qwen3"), out, calibration=text, **WORDS)
-    assert "as it reserved 1,000 bytes" in caplog.text
+    assert "bytes where 1,000 are reserved" in caplog.text
     assert nearplane.verify(out).faults == ()
     with pytest.raises(FormatError, match=r"has no run record in its key"):
         embedded_record(out / FILE)
@@ -478,7 +478,7 @@ def test_what_a_tokenizer_model_needs_is_one_sentence(
     with pytest.raises(ModelError, match="no tokenizer that transformers can load"):
         nearplane.quantize(source, tmp_path / "out", calibration=text, **WORDS)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ModelError, match=rf"further packages: pip install {package.removeprefix('google.')}$"):
+    with pytest.raises(ModelError, match=rf"further packages. Run pip install {package.removeprefix('google.')}$"):
         nearplane.quantize(source, tmp_path / "out", calibration=text, **WORDS)
     assert not list(tmp_path.iterdir())
 

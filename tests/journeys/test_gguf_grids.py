@@ -176,6 +176,6 @@ def test_widths_that_no_blocks_divide_are_refused_before_work_starts(
     model_of: Callable[..., str], text: str, tmp_path: Path
 ) -> None:
     model = model_of(intermediate_size=300)
-    with pytest.raises(RecipeError, match=r"mlp\.down_proj has 300 inputs, which blocks of 32 do not divide"):
+    with pytest.raises(RecipeError, match=r"mlp\.down_proj has 300 inputs, not a multiple of the block size 32"):
         nearplane.quantize(model, tmp_path / "out", grid="q4_k", calibration=text, **TOKENS)
     assert not (tmp_path / "out").exists()

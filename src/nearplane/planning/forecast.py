@@ -105,10 +105,10 @@ def forecast(
                 f"--memory {size_text(limit)} is too small: the most economical settings need {size_text(most.bytes)} (while "
                 f"{most.while_}). Use --memory {math.ceil(RESERVE * most.bytes / 1e7) / 100:.2f}GB or fewer --samples."
             )
-    count = multiplications(shapes)
+    seconds = multiplications(shapes) * seconds_of_a_multiplication()
     log.info(
-        f"quantizing on {shapes.all_windows * shapes.seqlen:,} tokens takes at most {size_text(most.bytes)} of memory (while "
-        f"{most.while_}) and at least {duration(count * seconds_of_a_multiplication())}"
+        f"quantizing takes at most {size_text(most.bytes)} of memory (while {most.while_}) and at least {duration(seconds)} for "
+        f"{shapes.all_windows * shapes.seqlen:,} tokens"
     )
     return Forecast(setting=most.setting, bytes=most.bytes)
 

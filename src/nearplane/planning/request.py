@@ -118,13 +118,13 @@ def check_request(model: Model, recipe: Recipe) -> None:
     if not has_head(model.network) and not recipe.files.any_network:
         raise RecipeError(
             f"{type(model.network).__name__} is an encoder, but readers of {recipe.format} accept only language models. Use "
-            f"--format compressed-tensors, or --rate 4, which nearplane.load reads."
+            f"--format compressed-tensors or --rate 4."
         )
     stacks = f"{type(model.network).__name__} has an encoder and a decoder"
     if has_two_stacks(model.network) and not recipe.files.any_network:
         raise RecipeError(
-            f"{stacks}, but readers of {recipe.format} accept only one stack of blocks. Use --format compressed-tensors, or "
-            f"--rate 4, which nearplane.load reads."
+            f"{stacks}, but readers of {recipe.format} accept only one stack of blocks. Use --format compressed-tensors or --rate "
+            f"4."
         )
     if has_two_stacks(model.network) and any(recipe.scheme.ends):
         raise RecipeError(
@@ -135,10 +135,8 @@ def check_request(model: Model, recipe: Recipe) -> None:
         scheme = recipe.scheme_of(layer.name)
         group_size = getattr(scheme, "group_size", None)
         if group_size is not None and layer.shape[1] % group_size:
-            common = gcd(*(each.shape[1] for each in layers))
-            remedy = (
-                "another --grid" if getattr(scheme, "grid", None) else f"--group-size none, or a divisor of {common}"
-            )
+            fits = gcd(*(each.shape[1] for each in layers))
+            remedy = "another --grid" if getattr(scheme, "grid", None) else f"--group-size none or a divisor of {fits}"
             raise RecipeError(
                 f"{layer.name} has {layer.shape[1]} inputs, not a multiple of the group size {group_size}. Use {remedy}, or leave "
                 f"it unquantized with --ignore."

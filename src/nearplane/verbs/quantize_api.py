@@ -130,7 +130,8 @@ def _then_tuned(folder: str, out: Path, recipe: Recipe, options: Options) -> Run
         quantize_folder(folder, solved, recipe, options)
     elif difference := _differing(solved, recipe, options):
         raise RecipeError(
-            f"{solved} is not from this command: {difference} Delete that folder, or tune it with nearplane tune."
+            f"{solved}, where the checkpoint to tune is written, is not from this command: {difference} Delete that folder, or "
+            f"tune it with nearplane tune."
         )
     else:
         log.info("resuming with tuning: a stopped run left %s", solved)

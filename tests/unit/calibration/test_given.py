@@ -130,7 +130,7 @@ def test_verify_measures_again_on_what_was_given(source: Path, tokens: torch.Ten
         assert found.measured
         assert not found.faults
         with pytest.raises(
-            CalibrationError, match=rf"calibration was {kind}; the run record holds only their SHA-256. Pass"
+            CalibrationError, match=rf"calibration was {kind}; the run record contains only their SHA-256. Pass"
         ):
             nearplane.verify(out, against=source)
     assert [
@@ -194,7 +194,7 @@ def test_sizes_beside_tokens_that_have_others_are_refused(
 ) -> None:
     with pytest.raises(RecipeError, match="5 windows of 32 tokens"):
         nearplane.quantize(source, tmp_path / "out", calibration=tokens, group_size=16, **sizes)
-    with pytest.raises(RecipeError, match="Leave it out"):
+    with pytest.raises(RecipeError, match="Leave out seqlen"):
         nearplane.evaluate(source, tokens, seqlen=8)
 
 

@@ -135,11 +135,11 @@ def test_verify_says_that_all_holds_in_one_line(monkeypatch, capsys, tiny):
     model, out, text = tiny
     code, printed, _ = command(monkeypatch, capsys, "verify", out)
     assert code == 0
-    assert printed.endswith("layers checked, losses not measured (they need --against and --calibration): no faults\n")
+    assert printed.endswith("layers checked: no faults; losses were not measured (this needs --against)\n")
     code, printed, _ = command(monkeypatch, capsys, "verify", out, "--against", model, "--calibration", text)
     assert code == 0
     assert printed.count("\n") == 1
-    assert printed.endswith("14 layers checked, every loss measured again: no faults\n")
+    assert printed.endswith("14 layers checked: no faults; every loss was measured again\n")
 
 
 def test_verify_prints_a_line_for_every_fault_and_ends_with_1(monkeypatch, capsys, tiny, tmp_path):

@@ -152,7 +152,7 @@ def test_many_layers_of_odd_sizes_take_no_more_memory_than_agreed_and_keep_the_b
 
 
 def test_less_than_the_least_width_is_refused():
-    with pytest.raises(RecipeError, match="expected at least 2, the least of this format"):
+    with pytest.raises(RecipeError, match="expected at least 2, the smallest of this format"):
         allocate_widths([Curve(layers=("a",), weights=1, rates=(3.0,), losses=(0.1,))], 1.5, WIDTHS)
 
 

@@ -43,9 +43,7 @@ class Blocks(LayerFormat):
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
         """Refuse grids that no type of llama.cpp has, and rows that are no whole number of blocks."""
         if kind not in KINDS:
-            raise RecipeError(
-                f"{name}: GGUF stores {', '.join(KINDS)}, not {kind}. Leave it unquantized with --ignore."
-            )
+            raise RecipeError(f"{name} is {kind}; GGUF stores {', '.join(KINDS)}. Leave it unquantized with --ignore.")
         block = block_type(name, format)
         if shape[1] % block.columns:
             raise RecipeError(
@@ -77,9 +75,7 @@ class Blocks(LayerFormat):
         """Return the matrix of one layer."""
         kind = _stored(name, tensors)
         if kind != format:
-            raise FormatError(
-                f"{name} is {kind.name}, but config.json describes {format.name}. Fetch the folder again."
-            )
+            raise FormatError(f"{name} is {kind.name}, but {format.name} in config.json. Fetch the folder again.")
         return unpack(kind, tensors[f"{name}.weight_{kind.name}"], self.shape_of(name, tensors)[1])
 
 
