@@ -83,8 +83,8 @@ class LayerScheme:
         scheme, title = self.scheme, f"layers {self.pattern!r}"
         if type(scheme) is not type(others):
             raise RecipeError(
-                f"{title} have a {type(scheme).__name__}, but the other layers have a {type(others).__name__}. No format stores "
-                f"both. Use --bits, --grid or --rate for all layers."
+                f"{title} are {scheme.title}, but the other layers are {others.title}. No format stores both. Use --bits, --grid "
+                f"or --rate for all layers."
             )
         if isinstance(getattr(others, "bits", None), float):
             raise RecipeError(

@@ -144,12 +144,12 @@ def check_recipe(recipe: Recipe, called: str) -> None:
         if not scheme.tunable:
             raise RecipeError(
                 f"{called} cannot be tuned: it has weights in {scheme.number_format.name}, not integers or entropy-coded weights. "
-                f"Quantize without --tune, or with --bits."
+                f"Quantize with --bits or --rate."
             )
     if getattr(recipe.scheme, "size", None) is not None:
         raise RecipeError(
-            f"{called} cannot be tuned: it has a --size, and tuning makes the run record longer. Use --rate instead, or for a "
-            f"GGUF --grid."
+            f"{called} cannot be tuned: it was quantized with --size, and tuning makes the run record longer. Quantize with "
+            f"--rate, or a GGUF with --grid."
         )
 
 
@@ -161,13 +161,13 @@ def check_layers(model: Model, called: str) -> None:
     """
     if not has_head(model.network):
         raise RecipeError(
-            f"{called} cannot be tuned: {type(model.network).__name__} predicts no tokens, and tuning trains on predictions. "
-            f"Quantize without --tune."
+            f"{called} cannot be tuned: {type(model.network).__name__} predicts no tokens, on which tuning trains. Use the "
+            f"checkpoint without tuning."
         )
     if len(model.stacks) > 1:
         raise RecipeError(
-            f"{called} cannot be tuned: {type(model.network).__name__} has an encoder and a decoder, but tuning supports one stack "
-            f"of blocks. Quantize without --tune."
+            f"{called} cannot be tuned: {type(model.network).__name__} has an encoder and a decoder, but tuning supports one "
+            f"stack of blocks. Use the checkpoint without tuning."
         )
 
 
@@ -210,12 +210,10 @@ def check_checkpoint(folder: Path, record: RunRecord, out: Path) -> None:
     if record.tuning is not None:
         raise RecipeError(f"{folder} is tuned already. Tune the checkpoint from which it was made.")
     check_recipe(record.recipe, str(folder))
-    for written, subject in ((out, "The output"), (Path(f"{out.resolve()}{UNFINISHED}"), f"{out} is first written as")):
+    for written, role in ((out, ""), (Path(f"{out.resolve()}{UNFINISHED}"), f", where {out} is written first,")):
         target, source = written.resolve(), folder.resolve()
         if target == source or target in source.parents or source in target.parents:
-            raise RecipeError(
-                f"{subject} {written}, which overlaps with the checkpoint to tune, {folder}. Choose another folder."
-            )
+            raise RecipeError(f"{written}{role} overlaps with the checkpoint to tune, {folder}. Choose another folder.")
 
 
 def check_model(model: Model, record: RunRecord, stored: Stored) -> None:
