@@ -137,7 +137,7 @@ def test_the_record_tells_other_sound_from_that_which_was_heard(solved: Path, wh
         ((SOUND, TOKENS.clone().fill_(-100)), r"calibration\[1\] contains the token id -100; .* Leave out padding"),
         ((SOUND, TOKENS + 9), "token id 104, but the model's vocabulary has 96"),
         ((SOUND, TOKENS.clone().index_fill_(1, torch.tensor(0), START)), "All token_ids begin with 1, the start token"),
-        ((SOUND, TOKENS.repeat(1, 3)), "--seqlen 36 is more than the 32 positions of the model"),
+        ((SOUND, TOKENS.repeat(1, 3)), "--seqlen 36 is more than the model's maximum length of 32 tokens"),
         ((SOUND[:4], TOKENS[:4]), "36 calibration tokens are 0.56 for each of the 64 inputs of model.encoder.layers.0.fc2"),
     ],
 )  # fmt: skip
