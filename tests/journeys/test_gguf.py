@@ -388,7 +388,7 @@ def test_a_file_of_another_tool_is_refused(out_of: Callable[[str], tuple[Path, P
     ("command", "alone", "said"),
     [
         ("verify", True, "is a file without a run record: expected the folder that nearplane quantize wrote"),
-        ("verify", False, "holds no nearplane.json: expected a folder that nearplane quantize wrote"),
+        ("verify", False, "has no nearplane.json: expected a folder that nearplane quantize wrote"),
         ("inspect", True, "has no run record in its key nearplane.record"),
         ("inspect", False, "has no run record in its key nearplane.record"),
         ("report", True, "has no run record in its key nearplane.record"),

@@ -166,7 +166,7 @@ def test_bad_requests_are_refused_before_anything_is_written(small, tmp_path):
     refused(small, out, "list of 2 texts has 5 tokens", calibration=["a text", "another"])
     refused(small, out, "asymmetric", symmetric=False)
     refused(small, out, "compressed-tensors", bits=5, format="gptq")
-    refused(small, out, "positions", seqlen=10_000)
+    refused(small, out, "maximum length", seqlen=10_000)
     refused(small, out, "empty.txt", calibration=str(tmp_path / "empty.txt"))
     refused(small, out, "short.txt", calibration=str(tmp_path / "short.txt"))
     refused(small, out, "missing.txt", calibration=str(tmp_path / "missing.txt"))

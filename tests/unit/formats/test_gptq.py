@@ -175,10 +175,10 @@ def test_integers_outside_their_range_are_never_packed() -> None:
         with pytest.raises(FormatError, match=r"a: codes range from .* expected 0 to 15"):
             V2.pack("a", replace(matrix, codes=codes), torch.float16)
     for zero, found in (
-        (16.0, "zeros from"),
-        (-1.0, "zeros from"),
+        (16.0, "zeros range from"),
+        (-1.0, "zeros range from"),
         (3.5, "whole numbers"),
-        (float("nan"), "zeros from"),
+        (float("nan"), "zeros range from"),
     ):
         grid = replace(matrix.grid, zero=torch.full_like(matrix.grid.zero, zero))
         with pytest.raises(FormatError, match=f"a: {found}|a: zeros are not whole numbers"):

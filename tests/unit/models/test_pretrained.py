@@ -206,9 +206,9 @@ def test_damaged_tokenizer_files_are_one_sentence(copy_of: Callable[[str], Path]
     if name == "tokenizer_config.json" and text.endswith("}"):  # an object: what it lacks has defaults
         tokenizer_of(folder)
         return
-    with pytest.raises(ModelError, match="holds no tokenizer that transformers can load"):
+    with pytest.raises(ModelError, match="has no tokenizer that transformers can load"):
         nearplane.evaluate(folder, HELD_OUT, seqlen=8, samples=1)
-    with pytest.raises(ModelError, match="holds no tokenizer that transformers can load"):
+    with pytest.raises(ModelError, match="has no tokenizer that transformers can load"):
         nearplane.quantize(folder, folder.with_name("out"), group_size=16, calibration=str(HELD_OUT), seqlen=8)
     nearplane.load(folder)
 

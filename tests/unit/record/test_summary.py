@@ -235,7 +235,7 @@ def test_tokens_of_experts_are_said_and_what_became_of_those_that_few_reached():
     assert (
         "78.9 % of the tokens are routed to the same expert as in the original model; only these are corrected"
     ) in lines
-    assert "4 experts: each gets 0 to 400 of the 512 calibration tokens, 96 in the median" in lines
+    assert "4 experts: each gets 0 to 400 of the 512 calibration tokens (median 96)" in lines
     assert (
         "2 experts got fewer than the advised 4 tokens for each input; about --samples 8 (4.0 times as many) would be "
         "enough for every expert that tokens reached"
