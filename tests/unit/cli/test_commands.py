@@ -53,7 +53,10 @@ def test_quantize_evaluate_and_inspect_work_together(monkeypatch, capsys, tiny, 
     [
         (("quantize", "no/where/at/all", "{tmp}/out"), "does not exist"),
         (("quantize", MODEL, "{tmp}/out", "--calibration", "{tmp}/none.txt"), "none.txt"),
-        (("quantize", MODEL, "{tmp}/out", "--calibration", CALIBRATION, "--seqlen", "100000"), "maximum length of 512 tokens"),
+        (
+            ("quantize", MODEL, "{tmp}/out", "--calibration", CALIBRATION, "--seqlen", "100000"),
+            "maximum length of 512 tokens",
+        ),
         (("quantize", MODEL, "{tmp}/out", "--calibration", CALIBRATION, "--group-size", "100"), "the group size 100"),
         (("quantize", MODEL, "{tmp}/out", "--calibration", CALIBRATION, "--no-symmetric"), "gptq_v2"),
         (("quantize", MODEL, "{tmp}/out", "--calibration", CALIBRATION, "--bits", "9"), "2 to 8"),
