@@ -139,7 +139,7 @@ def test_block_by_block_the_embeddings_are_the_same(solved: Any, minilm: Path, m
             {"bits": 4, "format": "gptq"},
             r"^BertModel is an encoder, but readers of gptq accept only language models\. Use --format",
         ),
-        ({"bits": 4, "tune": "network"}, r"predicts no tokens, and tuning trains on predictions"),
+        ({"bits": 4, "tune": "network"}, r"predicts no tokens, on which tuning trains"),
     ],
 )
 def test_what_encoders_cannot_have_is_refused(how: dict[str, Any], match: str, minilm: Path, tmp_path: Path) -> None:

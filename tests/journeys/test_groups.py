@@ -45,7 +45,7 @@ def test_one_step_a_row_by_default_is_said(tmp_path):
         shutil.copyfile(MODEL / name, tmp_path / "model" / name)
     record = nearplane.quantize(tmp_path / "model", tmp_path / "out", **FAST)
     assert {layer.number_format.group for layer in record.layers} == {None}
-    said = "one step a row: no group of 16 or more divides the 44 inputs of model.layers.0.mlp.down_proj"
+    said = "each row has a single step: no group of 16 or more divides the 44 inputs of model.layers.0.mlp.down_proj"
     assert any(line.startswith(said) for line in summary(record, Path("out")))
     assert nearplane.verify(tmp_path / "out").faults == ()
 
