@@ -115,7 +115,7 @@ def test_embeddings_are_compared_by_cosine(solved: Any, minilm: Path) -> None:
     assert found.worst_cosine == pytest.approx(float(cosines.min()), abs=1e-6)
     assert found.worst_cosine < found.cosine < 1
     assert (found.perplexity, found.kl, found.windows, found.tokens) == (None, None, 5, 200)
-    with pytest.raises(RecipeError, match=r"has no vocabulary head and predicts no tokens\. Pass its original"):
+    with pytest.raises(RecipeError, match=r"has no vocabulary head and predicts no tokens\. Pass the original"):
         nearplane.evaluate(solved("grid"), HELD_OUT, samples=5, seqlen=40, device="cpu")
 
 
@@ -139,7 +139,7 @@ def test_block_by_block_the_embeddings_are_the_same(solved: Any, minilm: Path, m
             {"bits": 4, "format": "gptq"},
             r"^BertModel is an encoder, but readers of gptq accept only language models\. Use --format",
         ),
-        ({"bits": 4, "tune": "network"}, r"predicts no tokens, and tuning trains on predictions"),
+        ({"bits": 4, "tune": "network"}, r"predicts no tokens, on which tuning trains"),
     ],
 )
 def test_what_encoders_cannot_have_is_refused(how: dict[str, Any], match: str, minilm: Path, tmp_path: Path) -> None:

@@ -255,7 +255,7 @@ def test_a_damaged_file_is_refused(out_of: Callable[[str], tuple[Path, Path]], t
     damaged[info.begin + 5] ^= 1
     for data, error, said in (
         (bytes(damaged), FormatError, "SHA-256"),
-        (whole[:-32], ModelError, "cut off"),
+        (whole[:-32], ModelError, "truncated|has .* bytes, expected"),
         (whole[:100], ModelError, "not a readable GGUF"),
         (b"PK" + whole[2:], ModelError, "not a GGUF"),
         (whole[:4] + b"\x02" + whole[5:], ModelError, "version 2"),
@@ -328,7 +328,7 @@ def test_a_file_without_room_for_the_record_has_none(
     monkeypatch.setattr("nearplane.planning.start.max_final_record_bytes", lambda model, record: 1000)
     out = tmp_path / "out"
     nearplane.quantize(model_of("qwen3"), out, calibration=text, **WORDS)
-    assert "as it reserved 1,000 bytes" in caplog.text
+    assert "bytes where 1,000 are reserved" in caplog.text
     assert nearplane.verify(out).faults == ()
     with pytest.raises(FormatError, match=r"has no run record in its key"):
         embedded_record(out / FILE)
@@ -391,7 +391,7 @@ def test_a_file_of_another_tool_is_refused(out_of: Callable[[str], tuple[Path, P
     ("command", "alone", "said"),
     [
         ("verify", True, "is a file without a run record: expected the folder that nearplane quantize wrote"),
-        ("verify", False, "holds no nearplane.json: expected a folder that nearplane quantize wrote"),
+        ("verify", False, "has no nearplane.json: expected a folder that nearplane quantize wrote"),
         ("inspect", True, "has no run record in its key nearplane.record"),
         ("inspect", False, "has no run record in its key nearplane.record"),
         ("report", True, "has no run record in its key nearplane.record"),
@@ -481,7 +481,7 @@ def test_what_a_tokenizer_model_needs_is_one_sentence(
     with pytest.raises(ModelError, match="no tokenizer that transformers can load"):
         nearplane.quantize(source, tmp_path / "out", calibration=text, **WORDS)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ModelError, match=rf"further packages: pip install {package.removeprefix('google.')}$"):
+    with pytest.raises(ModelError, match=rf"further packages. Run pip install {package.removeprefix('google.')}$"):
         nearplane.quantize(source, tmp_path / "out", calibration=text, **WORDS)
     assert not list(tmp_path.iterdir())
 

@@ -163,7 +163,9 @@ def test_a_size_that_types_do_not_have_is_refused(
     size: str, model_of: Callable[..., str], text: str, tmp_path: Path
 ) -> None:
     """It says which sizes there are; nothing is left."""
-    with pytest.raises(RecipeError, match=rf"--size {size} is .* Use [\d,]+ to [\d,]+ bytes \(q2_k to q8_0\)"):
+    with pytest.raises(
+        RecipeError, match=rf"--size {size} is .* Use [\d,]+ \(smallest types\) to [\d,]+ bytes \(largest types\)"
+    ):
         nearplane.quantize(model_of(), tmp_path / "out", size=size, format="gguf", calibration=text, **TOKENS)
     assert not list(tmp_path.iterdir())
 
@@ -172,6 +174,6 @@ def test_widths_that_no_blocks_divide_are_refused_before_work_starts(
     model_of: Callable[..., str], text: str, tmp_path: Path
 ) -> None:
     model = model_of(intermediate_size=300)
-    with pytest.raises(RecipeError, match=r"mlp\.down_proj has 300 inputs, which blocks of 32 do not divide"):
+    with pytest.raises(RecipeError, match=r"mlp\.down_proj has 300 inputs, not a multiple of the block size 32"):
         nearplane.quantize(model, tmp_path / "out", grid="q4_k", calibration=text, **TOKENS)
     assert not (tmp_path / "out").exists()

@@ -114,7 +114,7 @@ def test_the_record_tells_other_sound_from_that_which_was_heard(solved: Path, wh
     for other in ((SOUND + 1, TOKENS), (SOUND, TOKENS.flip(1))):
         found = nearplane.verify(solved, against=whisper, calibration=other)
         assert [fault.what for fault in found.faults] == ["its tokens differ from those of the record"]
-    with pytest.raises(NearplaneError, match="sound given in Python; the run record holds only their SHA-256"):
+    with pytest.raises(NearplaneError, match="sound given in Python; the run record contains only their SHA-256"):
         nearplane.verify(solved, against=whisper)
 
 
@@ -130,13 +130,13 @@ def test_the_record_tells_other_sound_from_that_which_was_heard(solved: Path, wh
         ((SOUND[:39], TOKENS), r"a pair of shapes \(39, 16, 40\) and \(40, 12\); expected .* the same number of windows"),
         ((SOUND, TOKENS.float()), "calibration is a tuple that cannot be converted to a tensor"),
         ((SOUND, TOKENS[:, :, None]), r"calibration\[1\] is int64 \(40, 12, 1\); expected"),
-        ((SOUND / 0, TOKENS), "holds NaN or Inf in float32"),
-        ((SOUND.double() * 1e300, TOKENS), "holds NaN or Inf in float32"),
+        ((SOUND / 0, TOKENS), "contains NaN or Inf in float32"),
+        ((SOUND.double() * 1e300, TOKENS), "contains NaN or Inf in float32"),
         ((SOUND, np.array([[1, 2], [3]], dtype=object)), r"calibration\[1\] is a ndarray that cannot be converted to a tensor"),
-        ((SOUND, TOKENS.clone().fill_(-100)), r"calibration\[1\] holds the token id -100; .* leave padding out"),
+        ((SOUND, TOKENS.clone().fill_(-100)), r"calibration\[1\] contains the token id -100; .* Leave out padding"),
         ((SOUND, TOKENS + 9), "token id 104, but the model's vocabulary has 96"),
         ((SOUND, TOKENS.clone().index_fill_(1, torch.tensor(0), START)), "All token_ids begin with 1, the start token"),
-        ((SOUND, TOKENS.repeat(1, 3)), "--seqlen 36 is more than the 32 positions of the model"),
+        ((SOUND, TOKENS.repeat(1, 3)), "--seqlen 36 is more than the model's maximum length of 32 tokens"),
         ((SOUND[:4], TOKENS[:4]), "36 calibration tokens are 0.56 for each of the 64 inputs of model.encoder.layers.0.fc2"),
     ],
 )  # fmt: skip
@@ -168,7 +168,7 @@ def test_what_they_cannot_have_is_refused(how: dict[str, Any], match: str, whisp
 
 def test_models_that_take_text_take_no_sound(whisper: Path, solved: Path, tmp_path: Path) -> None:
     for source in (MODEL, save_translating(tmp_path / "bart", "bart")):
-        with pytest.raises(NearplaneError, match="takes text, and something else was given"):
+        with pytest.raises(NearplaneError, match="takes text, but the calibration data is not text"):
             nearplane.quantize(source, tmp_path / "out", calibration=(SOUND, TOKENS), device="cpu", **GRID)
     with pytest.raises(NearplaneError, match=r"takes sound with its transcript .*; the input is text"):
         nearplane.evaluate(solved, TOKENS, against=whisper, device="cpu")

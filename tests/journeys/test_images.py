@@ -59,7 +59,7 @@ def test_losses_are_measured_again_on_the_images_and_on_no_others(solved: Path, 
     assert found.measured
     others = nearplane.verify(solved, against=vit, calibration=IMAGES + 1)
     assert [fault.what for fault in others.faults] == ["its tokens differ from those of the record"]
-    with pytest.raises(CalibrationError, match="images given in Python; the run record holds only their SHA-256"):
+    with pytest.raises(CalibrationError, match="images given in Python; the run record contains only their SHA-256"):
         nearplane.verify(solved, against=vit)
 
 
@@ -79,7 +79,7 @@ def test_what_is_no_image_or_of_another_size_is_refused(vit: Path, solved: Path,
         nearplane.quantize(vit, tmp_path / "out", calibration=IMAGES[:, :, :16], bits=4, device="cpu")
     with pytest.raises(RecipeError, match="bits of each layer are not measured yet"):
         nearplane.quantize(vit, tmp_path / "out", calibration=IMAGES, rate=3, device="cpu")
-    with pytest.raises(CalibrationError, match="takes text, and something else was given"):
+    with pytest.raises(CalibrationError, match="takes text, but the calibration data is not text"):
         nearplane.quantize(MODEL, tmp_path / "out", calibration=IMAGES, bits=4, device="cpu")
     with pytest.raises(CalibrationError, match="takes pixel values"):
         nearplane.evaluate(solved, HELD_OUT, against=vit, device="cpu")

@@ -108,7 +108,7 @@ def test_layers_of_other_types_are_refused(model, tmp_path, layers):
 
 
 def test_a_group_that_does_not_divide_a_layer_of_its_own_is_refused(model, tmp_path):
-    with pytest.raises(RecipeError, match=r"down_proj has 64 inputs, not a multiple of --group-size 48"):
+    with pytest.raises(RecipeError, match=r"down_proj has 64 inputs, not a multiple of the group size 48"):
         nearplane.quantize(model, tmp_path / "out", group_size=16, layers={"down_proj": {"group_size": 48}}, **FAST)
     assert not (tmp_path / "out").exists()
 

@@ -130,7 +130,7 @@ def test_experts_in_one_turned_tensor_need_to_be_left_in_grids(tmp_path: Path) -
     """Qwen3-VL's checkpoints have them as such, and transformers knows no others; its class reads them at rates."""
     source = save_seeing(tmp_path / "source", "qwen3_vl_moe")
     with pytest.raises(
-        NearplaneError, match=r"which no file has\. Leave out .* --ignore 'mlp\\\.experts\\b', .* or use --rate"
+        NearplaneError, match=r"which no file contains\. Leave .* --ignore 'mlp\\\.experts\\b', .* or use --rate"
     ):
         nearplane.quantize(source, tmp_path / "out", calibration=WINDOWS, device="cpu", **GRID)
     record = nearplane.quantize(source, tmp_path / "out", calibration=WINDOWS, device="cpu", **RATE)

@@ -171,13 +171,13 @@ def test_bad_requests_are_refused_before_anything_is_written(small, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("Too short.")
     refused(
-        small, out, r"model\.layers\.0\.self_attn\.q_proj has 256 inputs.* a divisor of 256, which fits", group_size=96
+        small, out, r"model\.layers\.0\.self_attn\.q_proj has 256 inputs.* a divisor of 256, or leave", group_size=96
     )
     refused(small, out, "expected a path, a list of texts", calibration=3)
-    refused(small, out, "list of 2 texts holds 5 tokens", calibration=["a text", "another"])
+    refused(small, out, "list of 2 texts has 5 tokens", calibration=["a text", "another"])
     refused(small, out, "asymmetric", symmetric=False)
     refused(small, out, "compressed-tensors", bits=5, format="gptq")
-    refused(small, out, "positions", seqlen=10_000)
+    refused(small, out, "maximum length", seqlen=10_000)
     refused(small, out, "empty.txt", calibration=str(tmp_path / "empty.txt"))
     refused(small, out, "short.txt", calibration=str(tmp_path / "short.txt"))
     refused(small, out, "missing.txt", calibration=str(tmp_path / "missing.txt"))

@@ -135,7 +135,7 @@ def test_no_finished_block_is_solved_again(model, text, stop, whole, tmp_path, m
     with caplog.at_level("INFO", "nearplane"):
         nearplane.quantize(model, tmp_path / "out", **options)
     assert {name.split(".")[2] for name in solved} == {"2"}
-    assert "resuming behind block 2 a run that was stopped after" in caplog.text
+    assert "resuming after block 2 a run that was stopped after" in caplog.text
     assert contents(tmp_path / "out") == wanted
 
 
@@ -209,9 +209,7 @@ def test_what_a_run_of_another_version_left_is_refused_by_name_and_may_be_replac
     path = Path(f"{out}.unfinished") / "journal" / "state.json"
     state = json.loads(path.read_text())
     path.write_text(json.dumps(state | {"version": 3, "told": state["told"] | {"version of nearplane": "0.1.0"}}))
-    said = (
-        r"out\.unfinished is of a run of nearplane 0\.1\.0, .*found journal version 3.*--overwrite, or finish it with"
-    )
+    said = r"out\.unfinished belongs to a run of nearplane 0\.1\.0, .*found journal version 3.*--overwrite, or resume it with"
     with pytest.raises(FormatError, match=said):
         nearplane.quantize(model, out, **options)
     nearplane.quantize(model, out, overwrite=True, **options)
@@ -292,7 +290,7 @@ def test_another_command_does_not_delete_what_can_be_gone_on_with(model, text, t
     out = tmp_path / "out"
     stopped_behind(1, model, out, monkeypatch, calibration=str(text), **WAYS["grid"], **TEXT)
     there = sorted(path.name for path in Path(f"{out}.unfinished").iterdir())
-    with pytest.raises(RecipeError, match="can be resumed, but not by this command"), Unfinished(out):
+    with pytest.raises(RecipeError, match="belongs to a stopped run"), Unfinished(out):
         pass
     assert sorted(path.name for path in Path(f"{out}.unfinished").iterdir()) == there
     with Unfinished(out, overwrite=True) as place:

@@ -110,7 +110,7 @@ def test_no_step_is_taken_twice(made, model, text, tmp_path, monkeypatch, caplog
     with caplog.at_level("INFO", "nearplane"):
         run()
     assert taken[0] == 5
-    assert "resuming tuning after step 5 of a stopped run" in caplog.text
+    assert "resuming after step 5 a tuning run that was stopped after" in caplog.text
     assert contents(tmp_path / "out") == contents(tuned)
 
 

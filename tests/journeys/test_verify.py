@@ -140,10 +140,10 @@ def test_the_summary_is_one_sentence(checkpoint_of):
     folder, original = checkpoint_of("compressed-tensors")
     files = sum(path.is_file() for path in folder.iterdir())
     assert verify(folder).summary() == (
-        f"{files} files and 7 layers checked, losses not measured (they need --against and --calibration): no faults"
+        f"{files} files and 7 layers checked: no faults; losses were not measured (this needs --against)"
     )
     assert verify(folder, against=original).summary() == (
-        f"{files} files and 7 layers checked, every loss measured again: no faults"
+        f"{files} files and 7 layers checked: no faults; every loss was measured again"
     )
 
 
@@ -175,7 +175,7 @@ def test_the_summary_says_that_losses_were_not_measured_though_they_were_to_be(c
     assert not found.measured
     count = len(found.faults)
     assert found.summary().endswith(
-        f"7 layers checked, not every loss could be measured again, see the faults: {count} fault{'s' * (count > 1)}"
+        f"7 layers checked: {count} fault{'s' * (count > 1)}; some losses could not be measured again"
     )
 
 

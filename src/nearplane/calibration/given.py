@@ -87,8 +87,8 @@ class Given:
         windows, seqlen = self.tokens.shape
         if options.seqlen not in (None, seqlen) or options.samples not in (Calibration().samples, windows):
             raise RecipeError(
-                f"calibration holds {windows} windows of {seqlen} tokens, but samples is {options.samples} and seqlen "
-                f"{options.seqlen}. Leave both out: all windows are used, at most the last ninth to measure losses."
+                f"calibration has {windows} windows of {seqlen} tokens, but samples is {options.samples} and seqlen is "
+                f"{options.seqlen}. Leave out both: all windows are used, at most the last ninth to measure losses."
             )
         name = SOUND if self.kind is InputKind.SOUND else TOKENS
         return replace(recipe, calibration=replace(options, calibration=name, samples=windows, seqlen=seqlen))
@@ -112,7 +112,7 @@ def _windows(value: Any, what: str) -> Tensor:
         raise CalibrationError(f"{what} is {description}; expected {EXPECTED_DATA} with at least one window of two.")
     tokens = tokens.to(torch.int64)
     if (least := int(tokens.min())) < 0:
-        raise CalibrationError(f"{what} holds the token id {least}; expected 0 or more: leave padding out.")
+        raise CalibrationError(f"{what} contains the token id {least}; expected 0 or more. Leave out padding.")
     return tokens.detach().to("cpu").contiguous()
 
 
@@ -143,7 +143,7 @@ def _spoken(sound: Tensor, tokens: Tensor, what: str) -> Tensor:
         )
     sound = sound.detach().to("cpu", torch.float32).contiguous()
     if not bool(torch.isfinite(sound).all()):
-        raise CalibrationError(f"The sound of {what} holds NaN or Inf in float32. Compute the features again.")
+        raise CalibrationError(f"The sound of {what} contains NaN or Inf in float32. Compute the features again.")
     return Spoken.of(tokens, sound)
 
 
@@ -167,8 +167,8 @@ def refuse_unrecorded(calibration: object) -> None:
     """
     if calibration in PASS_AGAIN:
         raise CalibrationError(
-            f"The calibration was {calibration}; the run record holds only their SHA-256. "
-            f"Pass {PASS_AGAIN[calibration]} nearplane.verify(..., calibration=...)."
+            f"The calibration was {calibration}; the run record contains only their SHA-256. Pass {PASS_AGAIN[calibration]} "
+            f"nearplane.verify(..., calibration=...)."
         )
 
 
@@ -193,7 +193,7 @@ def as_folder(model: str | Path | PreTrainedModel, tokenizer: PreTrainedTokenize
         return
     check_model(model)
     if getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
-        raise ModelError(f"The {type(model).__name__} passed as model is already quantized; start from the original.")
+        raise ModelError(f"The {type(model).__name__} passed as model is already quantized. Pass the original model.")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ModelError(
             f"The {type(model).__name__} passed as model has weights on the meta device, or offloaded by accelerate. "
@@ -201,7 +201,7 @@ def as_folder(model: str | Path | PreTrainedModel, tokenizer: PreTrainedTokenize
         )
     with tempfile.TemporaryDirectory(prefix="nearplane-") as place:
         with as_model_error(
-            f"The {type(model).__name__} passed as model could not be saved to {place} (set TMPDIR for another folder)"
+            f"The {type(model).__name__} passed as model could not be saved to {place} (TMPDIR chooses another folder)"
         ):
             model.save_pretrained(place)
             if tokenizer is not None:
@@ -227,7 +227,7 @@ def check_model(model: object) -> PreTrainedModel:
     """
     if not isinstance(model, PreTrainedModel):
         raise ModelError(
-            f"model is a {type(model).__name__}; expected a folder, a hub id or a PreTrainedModel of transformers. "
-            f"Of adapters or compiled modules, pass the model inside: merge_and_unload(), _orig_mod."
+            f"model is a {type(model).__name__}; expected a folder, a hub id or a PreTrainedModel of transformers. For adapters "
+            f"or compiled modules, pass the model inside: merge_and_unload(), _orig_mod."
         )
     return model

@@ -174,13 +174,11 @@ def too_rare(name: str, tokens: int, inputs: int) -> str:
     """Return the message about an expert that too few tokens reach."""
     more = ""
     if tokens:
-        more = (
-            f" About {math.ceil(ADVISED_TOKENS_PER_INPUT * inputs / tokens)} times as many --samples would be enough."
-        )
+        more = f" About {math.ceil(ADVISED_TOKENS_PER_INPUT * inputs / tokens)} times as many samples would be enough."
     return (
-        f"{tokens:,} calibration tokens reach {name}, fewer than {ADVISED_TOKENS_PER_INPUT} for each of its {inputs:,} "
-        f"inputs.{more} Use more --samples, text of the kind that the model is used for, or --rare-experts mean, which adds "
-        f"the mean over the experts of the block."
+        f"{tokens:,} calibration tokens reach {name}, fewer than {ADVISED_TOKENS_PER_INPUT} for each of its {inputs:,} inputs. "
+        f"Use more --samples, text of the kind that the model is used for, or --rare-experts mean, which adds the mean over the "
+        f"experts of the block.{more}"
     )
 
 
@@ -274,8 +272,8 @@ class _Sums:
         for which, tensors in (("quantized", quantized), ("original", original)):
             if not all(tensor is None or torch.isfinite(tensor).all() for tensor in tensors):
                 raise CalibrationError(
-                    f"The input of {names} holds NaN or Inf in the {which} network, or its square overflows. "
-                    f"Check the model's weights, or compute in a wider dtype."
+                    f"The input of {names} contains NaN or Inf in the {which} network, or its square overflows. Check the model's "
+                    f"weights, or compute in a wider dtype."
                 )
         return {layer.name: replace(total.of(layer.name, held_moments), extra=extra) for layer in self.group}
 

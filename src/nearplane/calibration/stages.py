@@ -206,7 +206,7 @@ def before_the_head(block: Block, stream: Stream) -> tuple[Layer, ...]:
 
 def unreached(names: str) -> CalibrationError:
     return CalibrationError(
-        f"No token reached {names}. The block does not run them, or not on this text. Leave them out with --ignore."
+        f"No token reached {names}. The block does not run them on this text. Leave them unquantized with --ignore."
     )
 
 
@@ -240,8 +240,8 @@ def try_blocks(model: Model, tokens: Tensor, device: Device) -> dict[str, FirstL
         raise
     except Exception as error:  # the code of a model may raise anything
         raise ModelError(
-            f"{type(model.network).__name__} does not run on a window of {tokens.shape[1]} tokens ({first_line(error)}). Try "
-            f"another --seqlen, or --solver round-to-nearest, which does not run it."
+            f"{type(model.network).__name__} does not run on a window of {tokens.shape[1]} tokens ({first_line(error)}). Use "
+            f"another --seqlen, or --solver round-to-nearest, which does not run the model."
         ) from error
 
 

@@ -100,15 +100,15 @@ class StatesOnDisk(MutableSequence[Tensor]):
         while len(remaining):
             if not (count := self._file.readinto(remaining)):
                 raise FormatError(
-                    f"The file of hidden states in {self.folder} was truncated. Run again with another folder (TMPDIR)."
+                    f"The file of hidden states in {self.folder} is truncated. Repeat the command with another folder (TMPDIR)."
                 )
             remaining = remaining[count:]
         return state.to(entry.device)
 
     def _refused(self, error: OSError) -> FormatError:
         return FormatError(
-            f"Hidden states could not be written to {self.folder} ({error}). Free some space or choose another folder "
-            f"(TMPDIR), and run again."
+            f"Hidden states could not be written to {self.folder} ({error}). Free some space or choose another folder (TMPDIR), "
+            f"and repeat the command."
         )
 
 

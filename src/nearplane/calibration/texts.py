@@ -55,7 +55,7 @@ def read_windows(
     """
     if seqlen <= len(between):
         raise CalibrationError(
-            f"Windows of {seqlen} tokens hold only the special tokens at their two ends. Use a larger --seqlen."
+            f"Windows of {seqlen} tokens contain only the special tokens at their two ends. Use a larger --seqlen."
         )
     seqlen -= len(between)
     ids: list[int] = []
@@ -64,7 +64,7 @@ def read_windows(
     for text in _documents(tokenizer, DEFAULT_DATASET if source is None else source, seed):
         if ids:
             ids += separator
-        with as_model_error("The model's tokenizer cannot tokenize the text; fetch its files again"):
+        with as_model_error("The model's tokenizer cannot tokenize the text (fetch the model again)"):
             ids += _first_ids(tokenizer, text, needed - len(ids))
         if len(ids) >= needed:
             break
@@ -72,8 +72,7 @@ def read_windows(
     if not windows:
         where = f"The list of {len(source)} texts" if isinstance(source, tuple | list) else source or DEFAULT_DATASET
         raise CalibrationError(
-            f"{where} holds {len(ids)} tokens; one window needs {seqlen}. "
-            f"Pass a longer text with --calibration, or shorter windows with --seqlen."
+            f"{where} has {len(ids)} tokens, but a window has {seqlen}. Pass a longer text, or use shorter windows with --seqlen."
         )
     tokens = torch.tensor(ids[: windows * seqlen], dtype=torch.int64).view(windows, seqlen)
     edges = [torch.full((windows, 1), edge) for edge in between]
@@ -145,7 +144,7 @@ def _documents(tokenizer: PreTrainedTokenizerBase, source: str | Path | Sequence
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
         if not files:
-            raise CalibrationError(f"The folder {source} holds no {' or '.join(SUFFIXES)} file for calibration.")
+            raise CalibrationError(f"The folder {source} contains no {' or '.join(SUFFIXES)} file for calibration.")
         for file in files:
             yield from _documents_in(file, tokenizer)
     elif path.exists():
@@ -174,7 +173,7 @@ def _documents_in(file: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[st
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise CalibrationError(f"{place} is not JSON ({error}). Every line must hold one object.") from error
+                raise CalibrationError(f"{place} is not JSON ({error}). Expected one object per line.") from error
             yield _text(row, place, tokenizer)
 
 

@@ -298,8 +298,8 @@ def rows_of(name: str, quantized: Seen, original: Seen | None) -> Rows | RoutedR
     X = original.stacked
     if len(X) != len(X_hat):
         raise CalibrationError(
-            f"{name} receives {len(X)} tokens in the original network and {len(X_hat)} in the quantized network, as "
-            f"routed experts do. Leave it out with --ignore, or use --no-correct."
+            f"{name} receives {len(X)} tokens in the original network and {len(X_hat)} in the quantized network, as routed "
+            f"experts do. Leave the layer unquantized with --ignore, or use --no-correct."
         )
     residual = {layer: original.added[layer] - r_hat for layer, r_hat in quantized.added.items()}
     return Rows(X_hat=X_hat, X=X, residual=residual)

@@ -29,7 +29,7 @@ MIN_DISTINCT_RUNS = (
     0.25  # fraction of distinct runs; with less, and fewer than the widest layer has inputs, text is refused
 )
 EXPECTED_INPUTS = {
-    InputKind.TEXT: "takes text, and something else was given. Pass text.",
+    InputKind.TEXT: "takes text, but the calibration data is not text. Pass text.",
     InputKind.IMAGES: (
         "takes images. In Python, pass calibration=pixel_values (images, channels, height, width), as its image "
         "processor makes them."
@@ -108,7 +108,7 @@ def calibration_windows(model: Model, recipe: Recipe, given: Given | None = None
     options, positions = recipe.calibration, model.positions
     if options.seqlen is not None and positions is not None and options.seqlen > positions:
         raise CalibrationError(
-            f"--seqlen {options.seqlen} is more than the {positions} positions of the model. Pass at most {positions}."
+            f"--seqlen {options.seqlen} is more than the model's maximum length of {positions} tokens."
         )
     seqlen = options.seqlen or min(DEFAULT_SEQLEN, positions or DEFAULT_SEQLEN)
     if not SOLVERS[recipe.scheme.solver].needs_inputs and recipe.allocate != "slope":

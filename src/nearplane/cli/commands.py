@@ -40,7 +40,7 @@ def evaluate(
     Args:
         model: Folder or hub id of a transformers checkpoint, or of one that nearplane wrote.
         text: Text to measure on: a .txt or .jsonl file, or a folder of them.
-        seqlen: Tokens per window. Default: 2048, or the model's positions if fewer.
+        seqlen: Tokens per window. Default: 2048, or the model's maximum length if that is shorter.
         samples: Number of windows, from the beginning of the text. Default: all.
         against: The original model. Adds KL(original || model) and the fraction of equal top tokens. Encoders need it.
         device: Device to compute on: auto (the GPU if there is one), cpu, cuda, or one of several GPUs as cuda:1.
@@ -305,7 +305,7 @@ def report(out: Path, page: Path | None = None, /, *, overwrite: Switch = False)
 
     Args:
         out: Folder of a checkpoint that nearplane wrote.
-        page: File to write. Default: OUT-report.html beside the folder; an old report there is replaced.
+        page: File to write. Default: OUT-report.html next to the folder; an old report there is replaced.
         overwrite: Replace any existing file.
     """
     from nearplane.verbs.report import write_report

@@ -44,7 +44,7 @@ def table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
         grid.add_row(*(Text(cell) for cell in row[:visible]))  # Text, which is not read as markup
     console.print(grid)
     if visible < len(columns):
-        print(f"no room for {', '.join(columns[visible:])} (a wider terminal, a larger COLUMNS or --json shows them)")
+        print(f"columns left out: {', '.join(columns[visible:])} (set a larger COLUMNS, or use --json)")
 
 
 def quiet() -> None:

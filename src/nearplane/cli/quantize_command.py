@@ -72,7 +72,7 @@ def quantize(
         ignore: Regular expressions; layers are not quantized if one of them is found in their full name.
         device: Device to compute on: auto (the GPU if there is one), cpu, cuda, or one of several GPUs as cuda:1.
         overwrite: Replace an existing checkpoint in OUT, once the new one is complete. Both need room on disk.
-        memory: Memory limit of the run, for example 12GB. Default: no limit. Not together with --tune network.
+        memory: Memory limit of the run, for example 12GB. Default: no limit. Cannot be used with --tune network.
             The run repeats forward passes, keeps hidden states on disk and uses smaller batches to stay below it.
         trust_remote_code: Run model code that comes with the checkpoint.
         json: Print the run record as JSON instead of a summary.

@@ -83,6 +83,6 @@ def attended() -> Iterator[None]:
 def say_stopped(stopped: KeyboardInterrupt) -> int:
     """Print in one line the signal that stopped the command and the files left on disk; return the exit code."""
     terminated = isinstance(stopped, Terminated)
-    state = " ".join(getattr(stopped, "__notes__", None) or ["Run the same command again."])
+    state = " ".join(getattr(stopped, "__notes__", None) or ["Repeat the command."])
     print(f"nearplane: stopped by {'SIGTERM' if terminated else 'Ctrl-C'}. {state}", file=sys.stderr)
     return 128 + (signal.SIGTERM if terminated else signal.SIGINT)

@@ -14,6 +14,7 @@ from nearplane.errors import FormatError
 
 MAX_RICE_ONES = 24  # ones of a Rice code; after that many, 32 plain bits follow
 ALL_EQUAL = 15  # value of the Rice parameter that means: all entries equal the centre
+DAMAGED = "The file is damaged or truncated. Fetch it again."
 
 
 @njit(cache=True, nogil=True)
@@ -171,9 +172,7 @@ class BitReader:
 
     def truncated(self, what: str) -> FormatError:
         """Return the error for a stream that ends within the part `what`."""
-        return FormatError(
-            f"{self.name}: the {len(self.data)} bytes end within the {what}. The file is truncated; get it again."
-        )
+        return FormatError(f"{self.name}: the {len(self.data)} bytes end within the {what}. {DAMAGED}")
 
     def take(self, width: int, what: str = "header") -> int:
         """Return a plain number of `width` <= 32 bits."""
@@ -191,7 +190,7 @@ class BitReader:
         while self.take(1, what):
             width += 1
             if width > 31:
-                raise FormatError(f"{self.name}: a number in the {what} has more than 31 bits. The file is damaged.")
+                raise FormatError(f"{self.name}: a number in the {what} has more than 31 bits. {DAMAGED}")
         return (1 << width) + self.take(width, what) - 1
 
     def signed(self, what: str = "header") -> int:
@@ -220,7 +219,7 @@ class BitReader:
         low, high = int(values.min()), int(values.max())
         if max(-low, high) > limit:
             raise FormatError(
-                f"{self.name}: the {what} range from {low} to {high}, but the limit is {limit}. The file is damaged."
+                f"{self.name}: the {what} range from {low} to {high}, but the limit is {limit}. {DAMAGED}"
             )
         return values.astype(np.int32)
 

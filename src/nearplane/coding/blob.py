@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from nearplane.coding.bit_stream import varint
+from nearplane.coding.bit_stream import DAMAGED, varint
 from nearplane.coding.chunk import Patches
 from nearplane.coding.encoder_choices import Choices, choose, payload_bits, tally
 from nearplane.coding.header_bits import read_header, read_shape, write_header
@@ -265,8 +265,6 @@ def _symbols(
     blob = np.require(blob, requirements=["C", "W"])  # kernels are compiled for writable memory only
     stored = shape_of(blob, name=name)
     if shape is not None and tuple(shape) != stored:
-        raise FormatError(
-            f"{name}: holds {stored[0]} x {stored[1]} weights, expected {shape[0]} x {shape[1]}. The file is damaged."
-        )
+        raise FormatError(f"{name} has {stored[0]} x {stored[1]} weights, expected {shape[0]} x {shape[1]}. {DAMAGED}")
     header, arrangement, bits = read_header(blob, name)
     return header, arrangement, *decode_chunks(bits, header, arrangement, _thread_count(threads, arrangement))

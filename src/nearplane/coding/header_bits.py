@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearplane.coding import frequency_tables
-from nearplane.coding.bit_stream import BitReader, BitWriter, array_bits, best_rice, zigzag
+from nearplane.coding.bit_stream import DAMAGED, BitReader, BitWriter, array_bits, best_rice, zigzag
 from nearplane.coding.layout import (
     MAX_EXPONENT,
     MAX_ROW_LEVEL,
@@ -71,19 +71,17 @@ def read_header(blob: NDArray[np.uint8], name: str) -> tuple[Header, Layout, Bit
     out, width = shape
     if out * width > MAX_WEIGHTS_PER_BYTE * len(blob):
         raise FormatError(
-            f"{name}: {len(blob)} bytes claim to hold {out} x {width} weights. The matrix is damaged or truncated."
+            f"{name}: the header describes {out} x {width} weights, too many for {len(blob)} bytes. {DAMAGED}"
         )
     bits = BitReader(blob, 8 * at, name)
     base, column_resolution, row_resolution = bits.take(16), 1 << bits.take(3), 1 << bits.take(3)
     if max(column_resolution, row_resolution) > 64:
-        raise FormatError(f"{name}: the scales have 128 steps per octave; the limit is 64. The file is damaged.")
+        raise FormatError(f"{name}: the scales have 128 steps per octave; the limit is 64. {DAMAGED}")
     columns = bits.array(width, "column exponents", MAX_EXPONENT)
     rows = bits.optional(out, "row exponents", MAX_EXPONENT)
     spread, mixture, slope, level_resolution = bits.take(8), bits.take(4), bits.take(3), 1 << bits.take(2)
     if spread >= frequency_tables.SPREADS:
-        raise FormatError(
-            f"{name}: the spread is {spread}; the limit is {frequency_tables.SPREADS - 1}. The file is damaged."
-        )
+        raise FormatError(f"{name}: the spread is {spread}; the limit is {frequency_tables.SPREADS - 1}. {DAMAGED}")
     corrections = bits.optional(width, "column levels", MAX_EXPONENT)
     row_levels = bits.optional(out, "row levels", MAX_ROW_LEVEL)
     row_level_resolution = 1 << bits.take(2) if row_levels.any() else 1
@@ -105,9 +103,7 @@ def read_header(blob: NDArray[np.uint8], name: str) -> tuple[Header, Layout, Bit
     )
     layout = lay_out(header)
     if header.pairs > len(layout.groups.starts):
-        raise FormatError(
-            f"{name}: {header.pairs} of {len(layout.groups.starts)} groups are coded in pairs. The file is damaged."
-        )
+        raise FormatError(f"{name}: {header.pairs} of {len(layout.groups.starts)} groups are coded in pairs. {DAMAGED}")
     if bits.take(1):
         for key in sorted({key for key, _ in layout.keys}):
             if bits.take(1):
@@ -118,26 +114,24 @@ def read_header(blob: NDArray[np.uint8], name: str) -> tuple[Header, Layout, Bit
 def _read_table(bits: BitReader, reference: NDArray[np.uint16]) -> NDArray[np.uint16]:
     top = bits.gamma("tables")
     if top > frequency_tables.MAX_BYTE_CODE:
-        raise FormatError(f"{bits.name}: a table reaches to code {top}; the limit is 127. The file is damaged.")
+        raise FormatError(f"{bits.name}: a table reaches to code {top}; the limit is 127. {DAMAGED}")
     symbols = np.concatenate([[0], np.arange(128 - top, 129 + top)])
     table = np.zeros(256, np.int64)
     table[symbols] = reference[symbols] + bits.rice(len(symbols), bits.take(4, "tables"), "tables")
     if table.min() < 0 or table.sum() != frequency_tables.FREQUENCY_SUM:
-        raise FormatError(
-            f"{bits.name}: the frequencies of a table sum to {table.sum()}, not 4096. The file is damaged."
-        )
+        raise FormatError(f"{bits.name}: the frequencies of a table sum to {table.sum()}, not 4096. {DAMAGED}")
     return table.astype(np.uint16)
 
 
 def read_shape(blob: NDArray[np.uint8], name: str) -> tuple[tuple[int, int], int]:
     """Return the shape and the byte after it."""
     if len(blob) < 8:
-        raise FormatError(f"{name}: {len(blob)} bytes, but a coded matrix has at least 8. The file is truncated.")
+        raise FormatError(f"{name}: {len(blob)} bytes, but a coded matrix has at least 8. {DAMAGED}")
     version, tag = int(blob[0]) >> 4, int(blob[0]) & 15
     if version != VERSION:
         raise FormatError(
-            f"{name}: coded in version {version} of the format; this nearplane reads version {VERSION}. "
-            "Use the nearplane that wrote the file, or get the file again if it is damaged."
+            f"{name}: coded in version {version} of the format; this nearplane reads version {VERSION}. Use the nearplane that "
+            f"wrote the file, or fetch the file again if it is damaged."
         )
     if tag != TANS:
         raise FormatError(f"{name}: coder {tag} is unknown; expected 0 (tans). A newer nearplane may read the file.")
@@ -146,7 +140,7 @@ def read_shape(blob: NDArray[np.uint8], name: str) -> tuple[tuple[int, int], int
         value, shift = 0, 0
         while True:
             if at >= len(blob) or shift > 28:
-                raise FormatError(f"{name}: the shape does not end. The file is damaged.")
+                raise FormatError(f"{name}: the shape does not end. {DAMAGED}")
             byte = int(blob[at])
             at += 1
             value |= (byte & 127) << shift
@@ -154,6 +148,6 @@ def read_shape(blob: NDArray[np.uint8], name: str) -> tuple[tuple[int, int], int
             if byte < 128:
                 break
         if not 1 <= value <= MAX_SIDE:
-            raise FormatError(f"{name}: a side has length {value}; expected 1 ... {MAX_SIDE}. The file is damaged.")
+            raise FormatError(f"{name}: a side has length {value}; expected 1 ... {MAX_SIDE}. {DAMAGED}")
         sides.append(value)
     return (sides[0], sides[1]), at

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from nearplane.coding import chunk as kernels
 from nearplane.coding import tans
-from nearplane.coding.bit_stream import BitReader
+from nearplane.coding.bit_stream import DAMAGED, BitReader
 from nearplane.coding.chunk import Patches
 from nearplane.coding.layout import Header, Layout, chunk_edges, frequencies
 from nearplane.coding.symbols import write_symbols
@@ -43,7 +43,7 @@ def _damage(fault: int, where: str) -> FormatError:
         kernels.STREAM_END_WRONG: "a stream does not end where its symbols do",
         kernels.ESCAPE_COUNT_WRONG: "its symbols do not have the escapes of its list",
     }[fault]
-    return FormatError(f"{where}: {what}. The file is damaged; get it again.")
+    return FormatError(f"{where}: {what}. {DAMAGED}")
 
 
 def encode_chunks(
@@ -79,9 +79,7 @@ def decode_chunks(bits: BitReader, header: Header, layout: Layout, threads: int)
         for chunk in range(first, last):
             coded = blob[starts[chunk] : starts[chunk + 1]]
             if zlib.crc32(coded.data) != checksums[chunk]:
-                raise FormatError(
-                    f"{where(chunk)}: the checksum of {len(coded)} bytes is wrong. The file is damaged; get it again."
-                )
+                raise FormatError(f"{where(chunk)}: the checksum of {len(coded)} bytes is wrong. {DAMAGED}")
         bounds = np.array(starts[first : last + 1]), np.array(edges[first : last + 1])
         fault, chunk, patches = kernels.read_chunks(blob, *bounds, layout, entries, symbols)
         if fault:
@@ -116,12 +114,10 @@ def _directory(bits: BitReader, chunks: int) -> tuple[list[int], list[int]]:
     bits.at += 8 * at
     header_end = bits.at // 8
     if zlib.crc32(blob[:header_end].data) != bits.take(32, "directory"):
-        raise FormatError(f"{name}: the checksum of its header is wrong. The file is damaged; get it again.")
+        raise FormatError(f"{name}: the checksum of its header is wrong. {DAMAGED}")
     starts = [header_end + 4]
     for length in lengths:
         starts.append(starts[-1] + length)
     if starts[-1] != len(blob):
-        raise FormatError(
-            f"{name}: its chunks take {starts[-1]} bytes, but it has {len(blob)}. The file is truncated or damaged."
-        )
+        raise FormatError(f"{name}: its chunks take {starts[-1]} bytes, but the matrix has {len(blob)}. {DAMAGED}")
     return starts, checksums

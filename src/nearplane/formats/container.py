@@ -298,7 +298,7 @@ def refuse_overlap(out: Path, source: Path) -> None:
     """
     output, model = out.resolve(), source.resolve()
     if output == model or output in model.parents or model in output.parents:
-        raise RecipeError(f"The output {out} is, holds or lies in the model's folder {source}. Choose another folder.")
+        raise RecipeError(f"The output {out} overlaps with the model's folder {source}. Choose another folder.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,6 +325,5 @@ def readable_errors(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise FormatError(
-            f"{folder} could not be written ({error}). The files written so far do not load. Free some space or choose "
-            f"another folder, and run again."
+            f"{folder} could not be written ({error}). Free some space and repeat the command. The folder does not load."
         ) from error

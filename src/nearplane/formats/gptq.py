@@ -72,10 +72,10 @@ class GPTQ(GridFormat):
                 f"{name} is a {kind}; GPTQ stores Linear and Conv1D layers only. Leave it unquantized with --ignore."
             )
         if format.levels is not None:
-            raise RecipeError(f"{name}: GPTQ stores integers, not {format.name}. Use --format compressed-tensors.")
+            raise RecipeError(f"{name}: GPTQ stores integers, not {format.name}. Use --bits instead of --grid.")
         if bits not in BITS:
             raise RecipeError(
-                f"{name}: GPTQ stores codes of 2, 3, 4 or 8 bits, not {bits}. Use --format compressed-tensors."
+                f"{name}: GPTQ stores 2, 3, 4 or 8 bits, not {bits}. Use --format compressed-tensors for symmetric Linear layers."
             )
         if not symmetric and self.less:
             raise RecipeError(
@@ -84,17 +84,17 @@ class GPTQ(GridFormat):
             )
         if group_size is not None and group_size not in GROUP_SIZES and group_size != shape[1]:
             sizes = ", ".join(map(str, GROUP_SIZES))
-            raise RecipeError(f"{name}: --group-size is {group_size}; readers of GPTQ support {sizes} and none.")
+            raise RecipeError(f"{name} has groups of {group_size}; readers of GPTQ need --group-size {sizes} or none.")
         if group_size is not None and shape[1] % group_size:
             raise RecipeError(
-                f"{name} has {shape[1]} inputs, not a multiple of the group size {group_size}. "
-                f"Use another --group-size (none for one step per row), or leave the layer unquantized with --ignore."
+                f"{name} has {shape[1]} inputs, not a multiple of the group size {group_size}. Use another --group-size (none: "
+                f"one step per row), or leave the layer unquantized with --ignore."
             )
         for size, side in zip(shape, ("outputs", "inputs"), strict=True):
             if bits == 3 and size % 32:
                 raise RecipeError(
-                    f"{name} has {size} {side}; readers of GPTQ need a multiple of 32 for 3-bit codes. "
-                    f"Use 2, 4 or 8 bits or --format compressed-tensors, or leave the layer unquantized with --ignore."
+                    f"{name} has {size} {side}; readers of GPTQ need a multiple of 32 for 3-bit codes. Use 2, 4 or 8 bits, or "
+                    f"leave the layer unquantized with --ignore."
                 )
 
     def pack(self, name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -104,7 +104,7 @@ class GPTQ(GridFormat):
         if bits not in BITS or dtype != torch.float16:
             raise FormatError(f"{name}: {bits} bits, {dtype} scales; GPTQ stores 2, 3, 4 or 8 bits and float16 scales.")
         if self.less and not stored.format.symmetric:
-            raise FormatError(f"{name}: an asymmetric matrix; version 1 of GPTQ is written for symmetric ones only.")
+            raise FormatError(f"{name} is asymmetric; nearplane writes version 1 of GPTQ for symmetric matrices only.")
         return {
             f"{name}.qweight": pack(stored.codes, bits).T.contiguous(),
             f"{name}.qzeros": pack((stored.zeros - self.less).T, bits),
@@ -141,8 +141,8 @@ class GPTQ(GridFormat):
         zeros = unpack(packed, bits, out)
         if self.less and bool((zeros == 2**bits - 1).any()):
             raise FormatError(
-                f"{name}.qzeros holds {2**bits - 1}, which some readers of version 1 of GPTQ read as a zero point of 0 "
-                f"and others as {2**bits}. Convert the checkpoint to gptq_v2 with the program that made it."
+                f"{name}.qzeros contains {2**bits - 1}, which some readers of version 1 of GPTQ read as a zero point of 0 and "
+                f"others as {2**bits}. Convert the checkpoint to gptq_v2 with the program that wrote it."
             )
         if not self.permuted and not torch.equal(group, consecutive(columns, group_size)):
             raise FormatError(

@@ -55,7 +55,7 @@ class Integers:
         scale = grid.scale.to(dtype)
         if not bool((torch.isfinite(scale) & (scale == grid.scale)).all()):
             raise FormatError(
-                f"{name}: a scale is not exact in {dtype}, the dtype in the file. Round it before the solve."
+                f"{name}: a scale is not exact in {dtype}, the dtype in the file. Round the scales before the solve."
             )
         return cls(
             codes=_bytes(f"{name}: codes", matrix.codes, format),
@@ -135,21 +135,21 @@ def _range(name: str, grid: Grid) -> NumberFormat:
     """Return the integer format with the limits of a grid."""
     if grid.levels is not None:
         raise FormatError(
-            f"{name}: codes index {len(grid.levels)} levels; this format stores evenly spaced values only. "
-            f"Quantize the layer on a grid without levels, or leave it unquantized."
+            f"{name}: codes index {len(grid.levels)} levels; this format stores evenly spaced values only. Use --bits instead of "
+            f"--grid, or leave the layer unquantized with --ignore."
         )
     for bits in range(2, 9):
         for format in (integers(bits, None), integers(bits, None, symmetric=False)):
             if (grid.low, grid.high) == (format.low, format.high):
                 return format
-    raise FormatError(f"{name}: codes from {grid.low} to {grid.high} found, expected a range of 2 to 8 bits.")
+    raise FormatError(f"{name}: the codes range from {grid.low} to {grid.high}, expected a range of 2 to 8 bits.")
 
 
 def _bytes(what: str, numbers: Tensor, format: NumberFormat) -> Tensor:
     """Subtract the smallest code from whole numbers and return them as uint8, all in 0 ... 2^bits - 1."""
     low, high = (float(limit) for limit in numbers.aminmax())
     if not (low >= format.low and high <= format.high):  # refuses NaN, too
-        raise FormatError(f"{what} from {low:g} to {high:g} found, {format.low} to {format.high} expected.")
+        raise FormatError(f"{what} range from {low:g} to {high:g}, expected {format.low} to {format.high}.")
     if numbers.is_floating_point() and bool((numbers != numbers.round()).any()):
         raise FormatError(f"{what} are not whole numbers.")
     return (numbers - format.low).to(torch.uint8)

@@ -68,7 +68,7 @@ def run_inputs(
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             hashes = dict(zip(paths, pool.map(sha256, paths.values()), strict=True))
     except OSError as error:
-        raise ModelError(f"A file of the model cannot be read ({error}). Fetch it again, or remove it.") from error
+        raise ModelError(f"A file of the model cannot be read ({error}). Fetch or remove it.") from error
     options = json.loads(json.dumps({"recipe": recipe}))
     others = {"calibration text": text, "device": device.model()}
     return dict(_flat(options)) | hashes | others | {f"version of {name}": number for name, number in versions.items()}
@@ -148,8 +148,8 @@ class JournalPages:
         if differing := _differing(state, self._inputs):
             if not self._container.place.overwrite:
                 raise RecipeError(
-                    f"{self._container.folder} is of a stopped run with other inputs: {differing}. Repeat its command "
-                    f"to resume it, add --overwrite to start again, or choose another folder."
+                    f"{self._container.folder} belongs to a stopped run with other inputs: {differing}. Repeat the command of "
+                    f"that run to resume it, add --overwrite to start again, or choose another folder."
                 )
             log.warning("The stopped run had other inputs: %s. It is deleted, and the work starts again.", differing)
             self._container.restart()
@@ -182,8 +182,8 @@ class JournalPages:
         number = inputs.get("version of nearplane") if isinstance(inputs, dict) else None
         by = f"nearplane {printable(number)[:20]}" if isinstance(number, str) else "another version of nearplane"
         return FormatError(
-            f"{self._container.folder} is of a run of {by}, whose journal this version does not read: found journal "
-            f"version {json.dumps(state.get('version'))[:20]}, expected {VERSION}. {REMEDY}, or finish it with {by}."
+            f"{self._container.folder} belongs to a run of {by}, whose journal this version does not read: found journal version "
+            f"{json.dumps(state.get('version'))[:20]}, expected {VERSION}. {REMEDY}, or resume it with {by}."
         )
 
     def load(self, name: str) -> Any:

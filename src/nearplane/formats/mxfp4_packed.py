@@ -52,7 +52,7 @@ class MXFP4Packed(Packing):
         exponent = step.log2() + BIAS
         if not bool(((2.0 ** (exponent - BIAS) == step) & (exponent >= 0) & (exponent < 255)).all()) or columns % 32:
             raise FormatError(
-                f"{name}: a step is no power of two from 2^-127 to 2^127, or {columns} inputs are no multiple of 32."
+                f"{name}: a step is not a power of two from 2^-127 to 2^127, or {columns} inputs are not a multiple of 32."
             )
         signed = matrix.codes - ZERO_CODE
         code = signed.abs() | (signed < 0).int() << 3

@@ -53,7 +53,7 @@ class Native(LayerFormat):
         """Refuse modules that `nearplane.load` does not build; the format stores any shape and any codes."""
         if kind not in KINDS:
             raise RecipeError(
-                f"{name} is a {kind}; the nearplane format stores {', '.join(KINDS)}. Use --ignore for it."
+                f"{name} is a {kind}; the nearplane format stores {', '.join(KINDS)}. Leave it unquantized with --ignore."
             )
 
     def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:

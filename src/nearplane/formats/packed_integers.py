@@ -64,7 +64,7 @@ class PackQuantized(Packing):
         """Return the tensors of a symmetric layer."""
         stored = Integers.of(name, matrix, dtype)
         if not stored.format.symmetric:
-            raise FormatError(f"{name}: an asymmetric matrix; compressed-tensors is written for symmetric ones only.")
+            raise FormatError(f"{name} is asymmetric; nearplane writes compressed-tensors for symmetric matrices only.")
         return {
             f"{name}.weight_packed": pack(stored.codes, stored.format.bits),
             f"{name}.weight_scale": stored.scale.contiguous(),

@@ -62,8 +62,8 @@ class Packing(GridFormat):
             )
         if format.group is not None and shape[1] % format.group:
             raise RecipeError(
-                f"{name} has {shape[1]} inputs, not a multiple of the group size {format.group}. "
-                f"Use another --group-size (none for one step per row), or leave the layer unquantized with --ignore."
+                f"{name} has {shape[1]} inputs, not a multiple of the group size {format.group}. Use another --group-size (none: "
+                f"one step per row), or leave the layer unquantized with --ignore."
             )
 
     def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:

@@ -33,13 +33,11 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
         FormatError: config.json is missing or not JSON, or the folder is incomplete.
     """
     if (folder / INCOMPLETE).exists():
-        raise FormatError(
-            f"{folder} is incomplete: its run is still going or was stopped. Run the command again with --overwrite."
-        )
+        raise FormatError(f"{folder} is incomplete: its run has not finished. Repeat the command of that run.")
     config = read_config(folder).get("quantization_config")
     if config is not None and not isinstance(config, dict):
         raise FormatError(
-            f"{folder / CONFIG}: quantization_config is {str(config)[:40]!r}, expected an object. Fetch it again."
+            f"{folder / CONFIG}: quantization_config is {str(config)[:40]!r}, expected an object. Fetch config.json again."
         )
     return config
 
@@ -148,13 +146,13 @@ def check_shape(place: str, name: str, actual: tuple[int, int], shapes: Mapping[
     expected = shapes.get(name)
     if expected is None and math.prod(actual) > (limit := max(math.prod(shape) for shape in shapes.values())):
         raise FormatError(
-            f"{place} holds a matrix {actual[0]} x {actual[1]}; no weight of the model in config.json has more than "
-            f"{limit:,} elements. The two do not belong together; fetch the folder again."
+            f"{place} is {actual[0]} x {actual[1]}, but config.json describes no weight of more than {limit:,} elements. These "
+            f"files do not belong together. Fetch the folder again."
         )
     if expected is not None and actual != expected:
         raise FormatError(
-            f"{place} holds a matrix {actual[0]} x {actual[1]}, config.json asks for {' x '.join(map(str, expected))}. "
-            f"The two do not belong together; fetch the folder again."
+            f"{place} is {actual[0]} x {actual[1]}, but config.json describes {' x '.join(map(str, expected))}. These files do "
+            f"not belong together. Fetch the folder again."
         )
 
 
@@ -198,7 +196,7 @@ def read_dense(
     for parameter, parts in waiting.items():
         absent = next(name for name in stacks[parameter].names if name not in parts)
         raise FormatError(
-            f"{folder}: {absent} is missing, other matrices of {parameter} are present. Fetch the folder again."
+            f"{folder}: {absent} is missing, but other matrices of {parameter} are present. Fetch the folder again."
         )
 
 

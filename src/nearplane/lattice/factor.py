@@ -92,7 +92,7 @@ def factorize(
     diagonal = torch.empty(len(H), 2, dtype=dtype, device=H.device)[:, 0]
     diagonal.copy_(H.diagonal())  # strided as in H, so that sums are taken in the same order
     if not bool(torch.isfinite(torch.stack(H.aminmax()).to(dtype)).all()):
-        raise NumericalError("The Hessian holds NaN or Inf: the calibration inputs of this layer are not finite.")
+        raise NumericalError("The Hessian contains NaN or Inf: the calibration inputs of this layer are not finite.")
     dead = diagonal == 0
     mean = float(diagonal.mean())
     for candidate in AUTO_DAMPS if damp == "auto" else (float(damp),):

@@ -288,7 +288,7 @@ def _fill_stack(place: StackPlace, module: nn.Module, loaded: Tensor, dtype: tor
     blobs, words = split_blobs(loaded.detach().cpu()), place.words
     if len(blobs) != len(place.layers):
         raise FormatError(
-            f"{place.labels[0]}: the files hold {len(blobs)} of the {len(place.layers)} matrices of "
+            f"{place.labels[0]}: the files contain {len(blobs)} of the {len(place.layers)} matrices of "
             f"{place.name}.{place.tensor}. Fetch the folder again."
         )
     experts = len(blobs) // len(words)
@@ -304,6 +304,6 @@ def _fill_stack(place: StackPlace, module: nn.Module, loaded: Tensor, dtype: tor
 def _check_shape(label: str, shape: tuple[int, ...], expected: tuple[int, int]) -> None:
     if shape != expected:
         raise FormatError(
-            f"{label} holds a matrix {shape[0]} x {shape[1]}, but config.json describes {expected[0]} x {expected[1]}. "
-            f"These files do not belong together. Fetch the folder again."
+            f"{label} is {shape[0]} x {shape[1]}, but config.json describes {expected[0]} x {expected[1]}. These files do not "
+            f"belong together. Fetch the folder again."
         )

@@ -220,8 +220,8 @@ class NearplaneQuantizer(HfQuantizer):
         modules = self.quantization_config.modules
         if len(coded) != len(modules):
             raise FormatError(
-                f"{reader.folder} holds {len(coded)} tensors {KEY}, but config.json names {len(modules)} modules. "
-                f"These files do not belong together. Fetch the folder again."
+                f"{reader.folder} has {len(coded)} tensors {KEY}, but config.json names {len(modules)} modules. These files do "
+                f"not belong together. Fetch the folder again."
             )
         prefix = self._prefix = f"{model.base_model_prefix}."
         files_of = {name.removesuffix(f".{KEY}").removeprefix(prefix): reader.file(name) for name in coded}

@@ -153,7 +153,7 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the product (..., out) for an input `x` (..., in), in its dtype."""
         if self.codes is None:
-            raise FormatError("This layer holds no weights yet. Load them with nearplane.load or from_pretrained.")
+            raise FormatError("This layer has no weights yet. Load them with nearplane.load or from_pretrained.")
         flat = x.reshape(-1, self.in_features)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         packed_product = len(flat) <= MAX_PACKED_PRODUCT_ROWS and flat.device.type == "cpu" and x.dtype != torch.float64

@@ -71,7 +71,7 @@ def check_loads(model: Model, recipe: Recipe, configure: Configure) -> None:
     if merged := [layer for layer in model.layers if not layer.stored_alone(model.weights)]:
         patterns = " ".join(dict.fromkeys(f"'{_pattern(model, layer)}'" for layer in merged))
         raise RecipeError(
-            f"{merged[0].name} cannot be written: the files have no tensor of its own, transformers makes its weight "
+            f"{merged[0].name} cannot be written: the files have no tensor for this layer, whose weight transformers computes "
             f"from others. Leave such layers unquantized with --ignore {patterns}."
         )
     if not isinstance(FORMATS[str(recipe.format)].layers, GridFormat):
@@ -121,8 +121,8 @@ def _refuse_experts_of_others(model: Model) -> None:
     if dense:
         patterns = " ".join(f"'{pattern}'" for pattern in dense)
         raise RecipeError(
-            f"{next(iter(dense.values()))} would not load: GPTQModel, which reads the experts of {kind} from GPTQ, keeps "
-            f"this layer unquantized. Leave such layers out with --ignore {patterns}."
+            f"{next(iter(dense.values()))} would not load: GPTQModel, which reads the experts of {kind} from GPTQ, keeps this "
+            f"layer unquantized. Leave such layers unquantized with --ignore {patterns}."
         )
 
 
@@ -140,8 +140,8 @@ def _refuse_unlike_experts(model: Model, recipe: Recipe) -> None:
         (one, name), (other, second) = list(first.items())[:2]
         raise RecipeError(
             f"{second} has {other.bits} bits in groups of {other.group or 'a row'}, but {name} has {one.bits} in groups of "
-            f"{one.group or 'a row'}. transformers decodes the experts of all blocks with one grid. Give them one, for "
-            f"example with --layer 'experts=bits:4', or use --rate {one.bits}, which nearplane.load reads."
+            f"{one.group or 'a row'}. transformers decodes the experts of all blocks with one grid. Use one grid, for example "
+            f"with --layer 'experts=bits:4', or use --rate {one.bits}, which nearplane.load reads."
         )
 
 
@@ -167,7 +167,7 @@ def _remedy(model: Model, recipe: Recipe, layers: Sequence[Layer], all_faults: S
     patterns = dict.fromkeys(_pattern(model, layer) for fault in all_faults if (layer := _faulty_layer(fault, layers)))
     listed = " ".join(f"'{pattern}'" for pattern in patterns)
     other_format = f"ry another --format, or use --rate {recipe.scheme.number_format.bits}, which nearplane.load reads."
-    return f"Leave out these layers with --ignore {listed}, t{other_format}" if patterns else f"T{other_format}"
+    return f"Leave these layers unquantized with --ignore {listed}, t{other_format}" if patterns else f"T{other_format}"
 
 
 def _pattern(model: Model, layer: Layer) -> str:
@@ -220,11 +220,11 @@ def _load(
         lines = [line for line in why.splitlines() if line.strip()]
         yield Fault(place=_module(name), why=f"its tensors cannot be merged ({lines[-2] if len(lines) > 1 else why})")
     for name, shape, expected in sorted(report.mismatched_keys):
-        yield Fault(place=_module(name), why=f"{name} is {tuple(shape)}, {tuple(expected)} is expected")
+        yield Fault(place=_module(name), why=f"{name} is {tuple(shape)}, expected {tuple(expected)}")
     tied = network.all_tied_weights_keys
     for name in sorted(report.missing_keys):
         if name not in tied and not model.weights.lacks(name) and name not in report.conversion_errors:
-            yield Fault(place=_module(name), why=f"it needs {name}, which no file has")
+            yield Fault(place=_module(name), why=f"it needs {name}, which no file contains")
     for name in sorted(report.unexpected_keys & tensors.keys()):
         if name not in model.reader.names():
             yield Fault(place=_module(name), why=f"it has no place for {name}")

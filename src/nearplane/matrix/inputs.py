@@ -175,7 +175,7 @@ def lattice_problem(
     else:
         H = _floating(statistics, f"{name}: H", "the (in, in) Hessian X^T X / tokens")
         if not bool(torch.isfinite(H).all()):
-            raise NumericalError(f"{name}: H holds NaN or Inf. Check the rows of X from which H was computed.")
+            raise NumericalError(f"{name}: H contains NaN or Inf. Check the rows of X from which H was computed.")
         if H.shape[0] == H.shape[1]:
             asymmetry, largest = float((H - H.T).abs().max()), float(H.abs().max())
             if asymmetry > MAX_ASYMMETRY * largest:
@@ -191,7 +191,7 @@ def lattice_problem(
             f"{W.shape[1]}: X^T X / tokens, with W as (out, in)."
         )
     if H.device != W.device:
-        raise NumericalError(f"{name}: W is on {W.device}, H on {H.device}. Move one of them.")
+        raise NumericalError(f"{name}: W is on {W.device}, but H is on {H.device}. Move one of them.")
     return W, inputs
 
 

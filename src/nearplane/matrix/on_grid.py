@@ -71,7 +71,7 @@ def quantize_matrix(
     began = time.perf_counter()
     if getattr(scheme, "entropy_coded", True):
         raise RecipeError(
-            f"{name}: found a {type(scheme).__name__}, expected a GridScheme (rates: quantize_matrix_to_rate)."
+            f"{name}: found a {type(scheme).__name__}, expected a GridScheme; quantize_matrix_to_rate takes rates."
         )
     W, inputs = lattice_problem(W, statistics, name)
     scheme = scheme.grouped([W.shape[1]])

@@ -44,12 +44,12 @@ def check_config(config: Mapping[str, Any], reader: TensorReader) -> None:
         if COUNT.search(last) and not SIZES.search(last) and not -max_count <= value <= max_count:
             shown = f"{value:,}" if abs(value) < 10**30 else f"a number of {int(math.log10(abs(value))) + 1} digits"
             raise ModelError(
-                f"{reader.folder}/config.json: {name} is {shown}, but the weight files hold "
-                f"{len(reader.names())} tensors. These files do not belong together. Fetch the folder again."
+                f"{reader.folder}/config.json: {name} is {shown}, but the weight files have {len(reader.names())} tensors. These "
+                f"files do not belong together. Fetch the folder again."
             )
     for text in _texts(config.get("quantization_config")):
         if text.startswith(PATTERNS) and (fault := fault_of(text[3 if text.startswith("re:") else 2 :])) is not None:
-            raise ModelError(f"{reader.folder}/config.json: {text[:60]!r} {fault}. Fetch it again.")
+            raise ModelError(f"{reader.folder}/config.json: {text[:60]!r} {fault}. Fetch config.json again.")
 
 
 def _texts(config: Any) -> Iterator[str]:
@@ -128,7 +128,7 @@ def check_sizes(network: nn.Module, reader: TensorReader) -> None:
     )  # a slice of fused experts may be two matrices
     if quantized > capacity:
         raise ModelError(
-            f"{reader.folder}: the weight files hold {quantized} quantized matrices, but the network of config.json has "
+            f"{reader.folder}: the weight files have {quantized} quantized matrices, but the network of config.json has "
             f"{capacity}. These files do not belong together. Fetch the folder again."
         )
     unmatched = (name for name in reader.names() if name not in matched)
@@ -142,6 +142,6 @@ def check_sizes(network: nn.Module, reader: TensorReader) -> None:
         )
     if (tables := sum(buffer.numel() for buffer in network.buffers())) > BUFFERS + max_unknown:
         raise ModelError(
-            f"{reader.folder}: config.json describes tables of {tables:,} numbers in addition to the weights. "
-            f"Fetch it again, or correct its number of positions and its sizes of heads."
+            f"{reader.folder}: config.json describes tables of {tables:,} numbers in addition to the weights. Fetch config.json "
+            f"again, or correct the number of positions and the sizes of heads."
         )

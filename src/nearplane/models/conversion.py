@@ -74,7 +74,7 @@ class Weights:
         if missing := [name for name in missing if name not in self._computed]:
             raise ModelError(
                 f"{reader.folder}: the weight files lack {len(missing)} of the {len(names)} parameters of "
-                f"{type(network).__name__}, first {missing[0]}. Check that the files are complete and fit config.json."
+                f"{type(network).__name__}, first {missing[0]}. These files do not belong together. Fetch the folder again."
             )
 
     def source_name(self, parameter: str) -> str:
@@ -134,8 +134,8 @@ class Weights:
         if any(len(part) != experts for part in by_part):
             counts = " and ".join(str(len(part)) for part in by_part)
             raise ModelError(
-                f"{self.reader.folder}: {parameter} has {experts} experts, but the files hold {counts} tensors for it. "
-                f"These files do not belong together. Fetch the folder again."
+                f"{self.reader.folder}: {parameter} has {experts} experts, but the files have {counts} tensors for it. These "
+                f"files do not belong together. Fetch the folder again."
             )
         stored = tuple(tuple(name.removesuffix(".weight") for name in part) for part in by_part)
         return Names(layers=layers, stored=stored, sources=tuple(tuple((name,) for name in part) for part in by_part))
@@ -320,7 +320,7 @@ def _checked(tensor: Tensor, empty: Tensor, dtype: torch.dtype, name: str) -> Te
     if not tensor.is_floating_point():
         return tensor
     if not torch.isfinite(tensor := tensor.to(dtype)).all():
-        raise NumericalError(f"{name} holds NaN or Inf as {dtype}. Fetch the folder again.")
+        raise NumericalError(f"{name} contains NaN or Inf in {dtype}. Fetch the folder again.")
     return tensor
 
 

@@ -133,5 +133,5 @@ def refuse_unsupported(model: Model) -> None:
             f"nearplane handles Linear, Conv1D and Conv2d. Use another model, or another tool for this one."
         )
     raise RecipeError(
-        f"Nothing to quantize: --ignore leaves out all {len(model.ignored)} matrices of {kind}. Leave out fewer."
+        f"Nothing to quantize: --ignore leaves out all {len(model.ignored)} matrices of {kind}. Use fewer patterns."
     )

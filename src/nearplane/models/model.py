@@ -67,7 +67,7 @@ def open_model(
     if (quantized := plain.get("quantization_config")) is not None and method_of(plain) is None:
         method = quantized.get("quant_method", "an unnamed method") if isinstance(quantized, dict) else quantized
         raise ModelError(
-            f"{source} is already quantized with {str(method)[:40]}. Start from the original; it may be stored as "
+            f"{source} is already quantized with {str(method)[:40]}. Pass the original model, which may be stored as "
             f"{' or '.join(METHODS)}."
         )
     reader = source_reader(folder, plain)

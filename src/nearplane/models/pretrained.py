@@ -66,8 +66,7 @@ def find_folder(source: str, *, trust_remote_code: bool = False) -> Path:
         raise ModelError(f"{source} is neither a local folder nor a model on the hub that you may read.") from error
     except LocalEntryNotFoundError as error:
         raise ModelError(
-            f"{source} is not a local folder, and the hub could not be reached. "
-            f"Pass a local folder or check the connection."
+            f"{source} is not a local folder, and the hub could not be reached. Pass a local folder, or check the connection."
         ) from error
     except Exception as error:  # the network and the disk raise anything
         raise ModelError(f"{source} could not be fetched from the hub ({first_line(error)}). Try again.") from error
@@ -176,10 +175,10 @@ def tokenizer_of(folder: Path, *, trust_remote_code: bool = False) -> PreTrained
     only_pieces = (folder / PIECES).is_file() and not (folder / TOKENIZER).is_file()
     if only_pieces and (missing := [name for name, package in READERS.items() if not _is_installed(package)]):
         raise ModelError(
-            f"{folder} holds its tokenizer as {PIECES}, for which transformers needs further packages: pip install "
+            f"{folder} has its tokenizer as {PIECES}, for which transformers needs further packages. Run pip install "
             f"{' '.join(missing)}"
         )
-    with as_model_error(f"{folder} holds no tokenizer that transformers can load"):
+    with as_model_error(f"{folder} has no tokenizer that transformers can load"):
         return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
 
@@ -202,7 +201,7 @@ def save_tokenizer(folder: Path, place: Path, *, trust_remote_code: bool = False
         ModelError: The tokenizer cannot be loaded or saved.
     """
     tokenizer = tokenizer_of(folder, trust_remote_code=trust_remote_code)
-    with as_model_error(f"{folder} holds a tokenizer that transformers cannot save"):
+    with as_model_error(f"{folder} has a tokenizer that transformers cannot save"):
         tokenizer.save_pretrained(place)
     shutil.copyfile(folder / "config.json", place / "config.json")
 

@@ -88,8 +88,8 @@ def refuse_parts(stacked: Sequence[Layer], kept: Sequence[Layer]) -> None:
     for parameter, count in counts.items():
         if count < whole[parameter]:
             raise RecipeError(
-                f"--ignore leaves out {whole[parameter] - count} of the {whole[parameter]} matrices in {parameter}, which "
-                f"can only be quantized together. Leave them all out with --ignore "
+                f"--ignore leaves out {whole[parameter] - count} of the {whole[parameter]} matrices in {parameter}, which can "
+                f"only be quantized together. Leave all of them unquantized with --ignore "
                 f"'{re.escape(parameter.rpartition('.')[0])}'."
             )
 
@@ -163,8 +163,8 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     ]
     if not candidates:
         raise ModelError(
-            f"{type(model).__name__} has no list of modules that all hold a Linear, Conv1D or Conv2d, so no blocks were "
-            f"found. nearplane quantizes models made of a stack of blocks."
+            f"{type(model).__name__} has no list of modules that all contain a Linear, Conv1D or Conv2d, so no blocks were found. "
+            f"nearplane quantizes models made of a stack of blocks."
         )
     return max(candidates, key=lambda entry: sum(p.numel() for p in entry[1].parameters()))
 

@@ -146,7 +146,7 @@ def allocate_choices(curves: Sequence[Curve], budget: float, choices: Sequence[S
     if left < 0:
         mean = (bits - left) / total
         raise RecipeError(
-            f"Found a budget of {budget:g} bits per weight; expected at least {mean:g}, the least of this format."
+            f"Found a budget of {budget:g} bits per weight; expected at least {mean:g}, the smallest of this format."
         )
     costs = [
         [round((rate - low) * curve.weights) for rate in rates]

@@ -79,7 +79,7 @@ def budget_of(model: Model, recipe: Recipe, scheme: RateScheme) -> float:
     if rate < least:
         raise RecipeError(
             f"The rate is {rate:.3f} bits per weight, but headers and steps of such small layers take {least:.3f}. Use a larger "
-            f"--rate, or exclude small layers with --ignore."
+            f"--rate, or leave small layers unquantized with --ignore."
         )
     return rate
 
@@ -233,8 +233,8 @@ def measured_choice(
     if not weights or not low <= limit <= high:
         raise RecipeError(
             f"--size {scheme.size} is {limit:,} bytes, of which about {others:,} are not in layers of variable type. This leaves "
-            f"{budget:.2f} bits for each of their {weights:,} weights. Use {low:,} to {high:,} bytes ({MEASURED_TYPES[0]} "
-            f"to {MEASURED_TYPES[-1]})."
+            f"{budget:.2f} bits for each of their {weights:,} weights. Use {low:,} (smallest types) to {high:,} bytes (largest "
+            f"types)."
         )
     return Choice(layers=free_names, budget=budget, ends=types)
 

@@ -59,9 +59,9 @@ class Forecast:
             seconds: Time since the walk began.
             left: Number of remaining blocks.
         """
-        most = f" of at most {size_text(self.bytes)}" if self.bytes else ""
-        remaining = f"; the remaining {left:,} take about {duration(left * seconds)}" if left else ""
-        log.info(f"measured: the first block took {size_text(peak_memory())}{most} and {duration(seconds)}{remaining}")
+        most = f" (at most {size_text(self.bytes)} expected)" if self.bytes else ""
+        remaining = f"; the remaining {left:,} blocks take about {duration(left * seconds)}" if left else ""
+        log.info(f"the first block took {duration(seconds)} and {size_text(peak_memory())} of memory{most}{remaining}")
 
 
 def forecast(
@@ -105,11 +105,10 @@ def forecast(
                 f"--memory {size_text(limit)} is too small: the most economical settings need {size_text(most.bytes)} (while "
                 f"{most.while_}). Use --memory {math.ceil(RESERVE * most.bytes / 1e7) / 100:.2f}GB or fewer --samples."
             )
-    count = multiplications(shapes)
+    seconds = multiplications(shapes) * seconds_of_a_multiplication()
     log.info(
-        f"quantizing takes at most {size_text(most.bytes)} of memory (while {most.while_}) and at least "
-        f"{duration(count * seconds_of_a_multiplication())} for {shapes.all_windows * shapes.seqlen:,} tokens "
-        f"({count:.1e} multiplications)"
+        f"quantizing takes at most {size_text(most.bytes)} of memory (while {most.while_}) and at least {duration(seconds)} for "
+        f"{shapes.all_windows * shapes.seqlen:,} tokens"
     )
     return Forecast(setting=most.setting, bytes=most.bytes)
 

@@ -71,8 +71,8 @@ def resolved(model: Model, recipe: Recipe) -> Recipe:
         kind = type_of(kind_name, role, place, columns, config)
         if columns % kind.columns:
             raise RecipeError(
-                f"{layer.name} has {columns} inputs, which blocks of {kind.columns} do not divide; llama.cpp leaves such layers "
-                f"in F16. Exclude the layer with --ignore {layer.name.rpartition('.')[2]}."
+                f"{layer.name} has {columns} inputs, not a multiple of the block size {kind.columns} of llama.cpp. Leave the "
+                f"layer unquantized with --ignore {layer.name.rpartition('.')[2]}."
             )
         if kind.name != scheme.grid:
             resolved[layer.name] = kind.name
@@ -118,13 +118,13 @@ def check_request(model: Model, recipe: Recipe) -> None:
     if not has_head(model.network) and not recipe.files.any_network:
         raise RecipeError(
             f"{type(model.network).__name__} is an encoder, but readers of {recipe.format} accept only language models. Use "
-            f"--format compressed-tensors, or --rate 4, which nearplane.load reads."
+            f"--format compressed-tensors or --rate 4."
         )
     stacks = f"{type(model.network).__name__} has an encoder and a decoder"
     if has_two_stacks(model.network) and not recipe.files.any_network:
         raise RecipeError(
-            f"{stacks}, but readers of {recipe.format} accept only one stack of blocks. Use --format compressed-tensors, or "
-            f"--rate 4, which nearplane.load reads."
+            f"{stacks}, but readers of {recipe.format} accept only one stack of blocks. Use --format compressed-tensors or --rate "
+            f"4."
         )
     if has_two_stacks(model.network) and any(recipe.scheme.ends):
         raise RecipeError(
@@ -135,16 +135,16 @@ def check_request(model: Model, recipe: Recipe) -> None:
         scheme = recipe.scheme_of(layer.name)
         group_size = getattr(scheme, "group_size", None)
         if group_size is not None and layer.shape[1] % group_size:
+            fits = gcd(*(each.shape[1] for each in layers))
+            remedy = "another --grid" if getattr(scheme, "grid", None) else f"--group-size none or a divisor of {fits}"
             raise RecipeError(
-                f"{layer.name} has {layer.shape[1]} inputs, not a multiple of --group-size {group_size}. Use a divisor of "
-                f"{gcd(*(layer.shape[1] for layer in layers))}, which fits all layers, or none for one step per row; or exclude "
-                f"the layer with --ignore."
+                f"{layer.name} has {layer.shape[1]} inputs, not a multiple of the group size {group_size}. Use {remedy}, or leave "
+                f"it unquantized with --ignore."
             )
     check_budget(model, recipe)
     for path, names in _inconsistent_fusions(model, recipe).items():
         logger.warning(
-            f"{' and '.join(names)} of {path} have different grids. vLLM and SGLang fuse these layers and cannot load the "
-            f"checkpoint."
+            f"{' and '.join(names)} of {path} have different grids. vLLM and SGLang fuse these and cannot load the checkpoint."
         )
 
 

@@ -28,14 +28,14 @@ class Calibration:
     """Calibration text and its windows.
 
     Args:
-        calibration: Calibration text: a .txt or .jsonl file, a folder of such files, or a data set as name:config:split. Default:
-            FineWeb-Edu sample-10BT.
+        calibration: Calibration text: a .txt or .jsonl file, a folder of such files, or a data set as name:config:split.
+            Default: FineWeb-Edu sample-10BT.
         samples: Number of calibration windows.
         seqlen: Length of a calibration window in tokens. Default: 2048, or the model's maximum length if that is shorter.
-        seed: Seed of the shuffle of data sets.
+        seed: Random seed of the order of a data set.
         true_sequential: Whether each layer of a block sees the quantized layers before it.
-        rare_experts: Treatment of experts that fewer than four tokens per input reach. mean: report them, and fill their
-            Hessians up to one token per input with the mean over the block's experts. error: stop the run.
+        rare_experts: Treatment of experts that fewer than four tokens per input reach. error: stop the run.
+            mean: report them, and fill their Hessians up to one token per input with the mean over the block's experts.
     """
 
     calibration: str | None = None
@@ -83,8 +83,8 @@ class LayerScheme:
         scheme, title = self.scheme, f"layers {self.pattern!r}"
         if type(scheme) is not type(others):
             raise RecipeError(
-                f"{title} have a {type(scheme).__name__}, the other layers a {type(others).__name__}. No format holds both: use "
-                f"--bits, --grid or --rate for all layers."
+                f"{title} are {scheme.title}, but the other layers are {others.title}. No format stores both. Use --bits, --grid "
+                f"or --rate for all layers."
             )
         if isinstance(getattr(others, "bits", None), float):
             raise RecipeError(
@@ -271,20 +271,15 @@ def _unfit(format: str, scheme: AnyScheme) -> str:
     if isinstance(scheme, RateScheme):
         given = f"--rate {scheme.rate:g}" if scheme.size is None else f"--size {scheme.size}"
         contents, conflict = "fixed grids", f"{given} is for entropy-coded weights"
-        instead = (
-            "give --bits, --grid, or --size without --rate" if FILE_FORMATS[format].for_llama_cpp else "give --bits"
-        )
+        instead = "Use --bits, --grid, or --size without --rate" if FILE_FORMATS[format].for_llama_cpp else "Use --bits"
     elif isinstance(scheme, BlockScheme):
         given = f"--size {scheme.size}" if scheme.grid is None else f"--grid {scheme.grid}"
-        contents, conflict, instead = "no grids of llama.cpp", f"{given} is for these", "give --bits"
+        contents, conflict, instead = "other grids", f"{given} is for llama.cpp", "Use --bits"
     else:
         given = f"--bits {scheme.bits}" if scheme.grid is None else f"--grid {scheme.grid}"
         contents, conflict = "entropy-coded weights", f"{given} is for fixed grids"
-        instead = f"give --rate {scheme.bits}, or --size"
-    return (
-        f"--format {format} holds {contents}, but {conflict}. For that format {instead}. Without --format these weights are "
-        f"written as {scheme.FORMATS[0]}."
-    )
+        instead = f"Use --rate {scheme.bits} or --size"
+    return f"--format {format} is for {contents}, but {conflict}. {instead} with this format, or use --format {scheme.FORMATS[0]}."
 
 
 def merged_options(options: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -298,8 +293,8 @@ def merged_options(options: Mapping[str, Any], changes: Mapping[str, Any]) -> di
     coded, changes_coded = (any(of.get(name) is not None for name in ("rate", "size")) for of in (options, changes))
     if changes_coded and not coded:
         raise RecipeError(
-            f"Some layers have a rate ({changes.get('rate', changes.get('size'))}), the others bits, but no format holds both. Use "
-            f"--bits or --rate for all layers."
+            f"Some layers have a rate ({changes.get('rate', changes.get('size'))}), the others have bits, but no format stores "
+            f"both. Use --bits or --rate for all layers."
         )
     dropped = {"beam", "polish", "rounds", "sweep_damp"} if "solver" in changes else set()
     dropped |= {"size"} if changes.get("rate") is not None else set()

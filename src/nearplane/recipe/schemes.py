@@ -144,7 +144,8 @@ class GridScheme(Scheme):
     @property
     def misfit(self) -> str:
         """End of the error message for inputs that groups do not divide."""
-        return f"are not a multiple of --group-size {self.group_size}. Use a divisor of them, or none for one step per row."
+        remedy = "another grid" if self.grid else "none (one step per row) or a divisor"
+        return f"are not a multiple of the group size {self.group_size}. Use {remedy}."
 
     def storing(self, format: NumberFormat) -> Self:
         """Return the scheme of a layer that is stored in this format, which may have other bits."""
@@ -272,7 +273,7 @@ class BlockScheme(Scheme):
     def misfit(self) -> str:
         """End of the error message for inputs that blocks do not divide."""
         kind = self.number_format
-        return f"on {self.grid}. Use a type of llama.cpp whose blocks divide them; {kind.name} has blocks of {kind.columns}."
+        return f"are not a multiple of {kind.columns}, the block size of {kind.name}. Use a type with smaller blocks."
 
     def storing(self, format: NumberFormat) -> Self:
         """Return the scheme of a layer that is stored in this format, which may be another type of blocks."""
@@ -381,8 +382,7 @@ def scheme_of(*, into: str | None = None, spread: str | None = None, **options: 
     if "grid" in given and ("rate" in given or ("size" in given and not in_blocks)):
         name = "rate" if "rate" in given else "size"
         raise RecipeError(
-            f"grid is {given['grid']!r} and {name} {given[name]!r}, but entropy-coded weights have no fixed grid. Leave out "
-            f"one of them."
+            f"grid is {given['grid']!r} and {name} {given[name]!r}, but entropy-coded weights have no fixed grid. Leave out one."
         )
     kind: type[AnyScheme] = RateScheme if coded else BlockScheme if blocks else GridScheme
     known = {name for each in (GridScheme, BlockScheme, RateScheme) for name in names_of(each)}
@@ -397,7 +397,7 @@ def scheme_of(*, into: str | None = None, spread: str | None = None, **options: 
         elif blocks:
             why = f"{title} determines how weights are stored; leave out one of them"
         else:
-            why = "only entropy-coded weights have this option; use --rate or --size, or leave it out"
+            why = "only entropy-coded weights have this option; use --rate or --size, or leave out this option"
         raise RecipeError(f"{wrong[0]} is {given[wrong[0]]!r}, but {why}.")
     unset = {name: None for name, value in options.items() if value is None and name in names_of(kind)}
     return kind(**unset | given)

@@ -47,7 +47,7 @@ def _object(kind: Any, value: dict[str, Any], where: str) -> Any:
     of = f" of {title}" if isinstance(title, str) else "" if where == "record" else f" of {where}"
     hints = _hints(kind)
     if unknown := value.keys() - hints.keys():
-        raise ValueError(f"{min(unknown)}{of} is no field of this version")
+        raise ValueError(f"{min(unknown)}{of} is not a field of this version")
     for each in fields(kind):
         if each.name not in value and each.default is each.default_factory is MISSING:
             raise ValueError(f"{each.name}{of} is missing")

@@ -339,10 +339,10 @@ def _contradicting(layer: LayerRecord, record: RunRecord, recipe: Recipe) -> Ite
     rows = (size + (index < larger) for index in range(len(layer.row_losses)))
     loss = sum(group * count for group, count in zip(layer.row_losses, rows, strict=True)) / layer.out_features
     if not math.isclose(loss, layer.loss, rel_tol=1e-8, abs_tol=1e-300):
-        yield f"row_losses average {loss:.9g}, loss is {layer.loss:.9g}"
+        yield f"row_losses average {loss:.9g}, but loss is {layer.loss:.9g}"
     third = (layer.expected or 0.0) * 3
     if layer.worst_case is not None and not math.isclose(third, layer.worst_case, rel_tol=1e-12, abs_tol=1e-300):
-        yield f"expected is {layer.expected}, a third of worst_case is {layer.worst_case / 3}"
+        yield f"expected is {layer.expected}, but a third of worst_case is {layer.worst_case / 3}"
     if recipe.ignores(layer.name):
         yield "the recipe ignores it"
         return
@@ -351,11 +351,11 @@ def _contradicting(layer: LayerRecord, record: RunRecord, recipe: Recipe) -> Ite
         scheme = scheme.storing(layer.number_format)
     actual, expected = (layer.format, layer.order), (scheme.number_format.name, scheme.order)
     if actual != expected:
-        yield f"number format and order are {actual}, in the recipe {expected}"
+        yield f"number format and order are {actual}, but {expected} in the recipe"
     if not 0 <= layer.clipped <= layer.clipped_rows <= 1:
-        yield f"clipped is {layer.clipped}, clipped_rows {layer.clipped_rows}"
+        yield f"clipped is {layer.clipped}, but clipped_rows is {layer.clipped_rows}"
     if layer.worst_case is not None and layer.clipped_rows == 0 and layer.damped_loss > layer.worst_case * (1 + 1e-9):
-        yield f"damped_loss {layer.damped_loss:.6g} is more than worst_case {layer.worst_case:.6g} though nothing clips"
+        yield f"damped_loss {layer.damped_loss:.6g} is more than worst_case {layer.worst_case:.6g} although nothing clips"
 
 
 def versions() -> dict[str, str]:
@@ -383,9 +383,9 @@ def read_record(folder: Path) -> RunRecord:
         )
     if not path.is_file():
         raise FormatError(
-            f"{folder} holds no {RECORD}: expected a folder that nearplane quantize wrote.{unfinished_run(folder)}"
+            f"{folder} has no {RECORD}: expected a folder that nearplane quantize wrote.{unfinished_run(folder)}"
         )
     try:
         return RunRecord.from_json(path.read_text(encoding="utf-8"), str(path))
     except UnicodeDecodeError as error:
-        raise FormatError(f"{path} is not text ({error}). Fetch it again.") from error
+        raise FormatError(f"{path} is not text ({error}). Fetch the file again.") from error

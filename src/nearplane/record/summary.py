@@ -17,12 +17,12 @@ LEGEND = {  # of the columns of `layer_table`
     "on extra": f"the same against the outputs of the original model, on windows {NOT_FITTED}",
     "nearest/this": "loss of rounding to nearest on the same grid / loss of these codes",
     "nearest/extra": "the same on the extra windows",
-    "bound/this": "worst-case (Babai) bound of the loss / loss of these codes; * where rows clip, for which it does not hold",
+    "bound/this": "worst-case (Babai) bound of the loss / loss of these codes; * where rows clip, for which there is no bound",
     "clipped %": "codes that the solver would have put outside the grid",
     "above limit": "bits per weight above the limit for Gaussian weights at this loss",
     "correction": "part of the full correction for errors of earlier layers, 0 to 1",
     "asked": "requested bits per weight",
-    "of it codes": "bits per weight of the codes, without side information",
+    "of it codes": "bits per weight of the codes alone, without steps and tables",
     "limit": "least bits per weight for this loss on Gaussian weights; a reference, not a bound for real weights",
 }
 

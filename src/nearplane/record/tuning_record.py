@@ -132,7 +132,7 @@ class Tuning:
             f"{'once' if round(passes, 1) == 1 else f'{passes:.2g} times'} each, {self.held_windows} held out"
         )
         if unused := self.found - self.windows - self.held_windows:
-            text += f", {unused} not used (extra windows, on which losses are measured, and windows that no step uses)"
+            text += f"; {unused} more are extra windows, on which losses are measured, or unused"
         if self.found < self.samples:
             text += f"; the text has {counted(self.found, 'window')} of {self.seqlen}, {self.samples:,} were requested"
         return text

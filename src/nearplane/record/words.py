@@ -53,7 +53,7 @@ def _short_text(record: RunRecord) -> Iterator[str]:
     """Yield a sentence if the calibration text has fewer windows than were asked for."""
     asked = record.recipe.calibration.samples
     if record.tokens and record.windows < asked:
-        yield f"the calibration text has {counted(record.windows, 'window')} of {record.seqlen} tokens; {asked} were asked for"
+        yield f"the calibration text has {counted(record.windows, 'window')} of {record.seqlen} tokens; {asked} were requested"
 
 
 def shortage(windows: int, seqlen: int, samples: int, widest: str, inputs: int) -> str | None:
@@ -100,8 +100,8 @@ def _experts(record: RunRecord) -> Iterator[str]:
     experts = {layer.name.rpartition(".")[0]: layer for layer in matrices}  # one matrix of each
     counts = sorted(layer.tokens for layer in experts.values())
     yield (
-        f"{counted(len(counts), 'expert')}: each gets {counts[0]:,} to {counts[-1]:,} of the {record.tokens:,} calibration "
-        f"tokens, {counts[len(counts) // 2]:,} in the median"
+        f"{counted(len(counts), 'expert')}: each gets {counts[0]:,} to {counts[-1]:,} of the {record.tokens:,} calibration tokens "
+        f"(median {counts[len(counts) // 2]:,})"
     )
     compared = [(layer.alike, layer.tokens) for layer in matrices if layer.alike is not None]
     if total := sum(tokens for _, tokens in compared):
@@ -119,8 +119,8 @@ def _experts(record: RunRecord) -> Iterator[str]:
     )
     yield (
         f"{counted(len(rare), 'expert')} got fewer than the advised {ADVISED_TOKENS_PER_INPUT} tokens for each input; about "
-        f"--samples {math.ceil(factor * record.windows):,} ({factor:.1f} times as many) would be enough for every expert that any "
-        f"token reached"
+        f"--samples {math.ceil(factor * record.windows):,} ({factor:.1f} times as many) would be enough for every expert that "
+        f"tokens reached"
     )
     if filled:
         yield (
@@ -128,7 +128,7 @@ def _experts(record: RunRecord) -> Iterator[str]:
             f"experts of the block was added to theirs (--rare-experts mean)"
         )
     if never := sorted(name for name in rare if not experts[name].tokens):
-        yield f"no token was routed to {first_few(never)}: more of such text may not help"
+        yield f"no token was routed to {first_few(never)}: more text of this kind may not help"
 
 
 def _dead_inputs(record: RunRecord) -> Iterator[str]:

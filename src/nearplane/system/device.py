@@ -40,7 +40,7 @@ class Device:
         except (RuntimeError, AssertionError, ImportError) as error:
             kind = "CUDA device" if place.type == "cuda" else "device"
             raise RecipeError(
-                f"--device {name}: this machine has no such {kind} that torch can use; pass --device cpu."
+                f"--device {name}: this machine has no such {kind} that torch can use. Use --device cpu."
             ) from error
         return cls(place)
 

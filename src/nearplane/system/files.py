@@ -59,7 +59,7 @@ def write_whole(path: Path, content: bytes) -> None:
         part.replace(path)
     except OSError as error:
         raise FormatError(
-            f"{path} could not be written ({error}). Free some space or choose another place; nothing there was changed."
+            f"{path} could not be written ({error}). Free some space or choose another folder; an old file is unchanged."
         ) from error
     finally:
         with suppress(OSError):  # a file that was written whole was renamed
@@ -156,7 +156,7 @@ def read_object(path: Path, *, expected: str, error: type[NearplaneError] = Form
             raise ValueError(f"it has {size:,} bytes")
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
-            raise ValueError(f"it holds {JSON_KINDS.get(type(content), 'a number')}, not an object")
+            raise ValueError(f"it contains {JSON_KINDS.get(type(content), 'a number')}, not an object")
         if (levels := _depth(content)) > MAX_JSON_LEVELS:
             raise ValueError(f"it nests {levels} levels deep")
     except RecursionError as reason:

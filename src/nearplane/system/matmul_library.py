@@ -70,8 +70,8 @@ def recorded_library(products: Products | None, device: Device) -> Iterator[Prod
     used = products if device.on_cpu else None
     if used is not None and not repeatable(used):
         logger.warning(
-            "The losses of this record were computed with oneDNN, which this machine or this torch cannot use in float32. "
-            "The default library is used instead, and losses agree to about two digits: use --tolerance 0.01."
+            "The losses of this record were computed with oneDNN, which this machine or this torch cannot use in float32. The "
+            "default library is used instead, and losses agree to about two digits. Use --tolerance 0.01."
         )
         used = None
     with _using("default" if used is None else used.library):

@@ -69,14 +69,13 @@ class Unfinished:
             )
         if not (self._place / RECORD).is_file() and not (self._place / INCOMPLETE).is_file():
             raise RecipeError(
-                f"{self.out} holds files but neither {RECORD} nor {INCOMPLETE}, so nearplane did not write it. Empty the folder "
-                f"first, or choose another one."
+                f"{self.out} has neither {RECORD} nor {INCOMPLETE}, so nearplane did not write it. Empty it or choose another "
+                f"folder."
             )
 
     def __enter__(self) -> Unfinished:
         refusal = (
-            f"{self.out} is being written by another run{_writer(self.folder)}. Wait until it has ended, or choose another "
-            f"folder."
+            f"{self.out} is being written by another run{_writer(self.folder)}. Wait for it, or choose another folder."
         )
         with ExitStack() as stack:
             stack.enter_context(exclusive_lock(Path(f"{self.folder}.lock"), refusal))
@@ -95,8 +94,8 @@ class Unfinished:
             if not (self._resumes and self.resumable):
                 if self.resumable and not self._overwrite:
                     raise RecipeError(
-                        f"{self.folder} belongs to a stopped run that can be resumed, but not by this command. Repeat the command "
-                        f"of that run, delete the folder, or choose another one."
+                        f"{self.folder} belongs to a stopped run. Repeat the command of that run to resume it, delete the folder, "
+                        f"or choose another folder."
                     )
                 self.clear()
         self._mark()
@@ -130,7 +129,7 @@ class Unfinished:
             self._mark()
         leftovers = [path for path in self.folder.iterdir() if path.name != INCOMPLETE]
         if leftovers:
-            log.warning("%s is left from an unfinished run: it is deleted, and the work begins again.", self.folder)
+            log.warning("%s is left from an unfinished run and is deleted: the work starts again.", self.folder)
         leftovers.sort(key=lambda path: path.name != JOURNAL)  # the journal first: it is useless without the others
         for path in leftovers:  # the mark stays, so that a half deleted folder is recognized
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -145,11 +144,11 @@ class Unfinished:
             if (self.folder / RECORD).is_file():
                 raise RecipeError(
                     f"{self.folder} is a complete checkpoint: its run was stopped before it was renamed to {self.out}. Rename or "
-                    f"delete the folder, and run again."
+                    f"delete it, and repeat the command."
                 )
         raise RecipeError(
-            f"{self.out} would be written in {self.folder}, but nearplane did not make it: it holds no {INCOMPLETE}. Move that "
-            f"folder away, or choose another one."
+            f"{self.folder}, where {self.out} would be written, has no {INCOMPLETE}, so nearplane did not write it. Choose "
+            f"another folder."
         )
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -167,12 +166,9 @@ class Unfinished:
         """Return a sentence on the files that a stopped run left on disk."""
         old = f"{self.out} is unchanged" if self._place.is_dir() and any(self._place.iterdir()) else ""
         if unwritten:
-            return f"Nothing was written{'; ' * bool(old)}{old}. Run the same command again."
-        continuation = "resumes the run" if self._resumes and self.resumable else "starts the run anew"
-        return (
-            f"The unfinished checkpoint is in {self.folder}{'; ' * bool(old)}{old}. Running the same command again "
-            f"{continuation}."
-        )
+            return f"Nothing was written{'; ' * bool(old)}{old}. Repeat the command."
+        continuation = "resume" if self._resumes and self.resumable else "start again"
+        return f"The unfinished checkpoint is in {self.folder}{'; ' * bool(old)}{old}. Repeat the command to {continuation}."
 
     def _remove_if_nothing_is_written(self) -> bool:
         with suppress(OSError):
@@ -254,7 +250,7 @@ def _check_replaceable(out: Path, place: Path) -> None:
     if place.name.endswith(UNFINISHED):
         raise RecipeError(f"{out} ends in {UNFINISHED}, which marks unfinished checkpoints. Choose another name.")
     if place.is_mount() or place == current or place in current.parents:
-        reason = "is a mount point" if place.is_mount() else "is or holds the current folder"
+        reason = "is a mount point" if place.is_mount() else "is or contains the current folder"
         raise RecipeError(f"{out} {reason}, so a finished checkpoint cannot replace it. Choose a folder inside it.")
 
 

@@ -37,7 +37,7 @@ def unfinished_run(folder: Path) -> str:
     unfinished = folder.with_name(folder.name + UNFINISHED)
     if not folder.name or folder.exists() or not unfinished.is_dir():
         return ""
-    return f" An unfinished run left {unfinished}: repeat its command."
+    return f" A stopped run left {unfinished}. Repeat the command of that run to resume it."
 
 
 def check_text_exists(source: str | Path) -> None:

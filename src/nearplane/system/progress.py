@@ -113,7 +113,7 @@ def say_compiling() -> None:
     class Announcement(event.Listener):
         def on_start(self, event: Any) -> None:
             if not self.announced:
-                log.info("compiling kernels for this processor, up to half a minute; the next run reuses them")
+                log.info("compiling kernels for this processor (up to half a minute); later runs reuse them")
             self.announced = True
 
         def on_end(self, event: Any) -> None:

@@ -79,7 +79,7 @@ def shard_size(tensors: Mapping[str, tuple[str, Sequence[int], int]]) -> int:
 def refuse_unfinished(folder: Path) -> None:
     """Raise ModelError if a checkpoint folder is incomplete."""
     if (folder / INCOMPLETE).exists():
-        raise ModelError(f"{folder} is incomplete: its run did not finish. Delete the folder and run again.")
+        raise ModelError(f"{folder} is incomplete: its run has not finished. Repeat the command of that run.")
 
 
 class TensorInfo(NamedTuple):
@@ -157,7 +157,9 @@ class ShardReader(TensorReader):
             refuse_unfinished(folder)
         files = sorted(folder.glob("*.safetensors"))
         if not files:
-            raise ModelError(f"{folder} holds no .safetensors file. Convert the checkpoint with save_pretrained first.")
+            raise ModelError(
+                f"{folder} contains no .safetensors file. Convert the checkpoint with save_pretrained first."
+            )
         if (folder / INDEX).exists():
             names, self.checksums = read_index(folder / INDEX)
             files = [folder / name for name in names]
@@ -178,12 +180,12 @@ class ShardReader(TensorReader):
             FormatError: There are no checksums, or a tensor is missing or unknown.
         """
         if self.checksums is None:
-            raise FormatError(f"{self.folder / INDEX} holds no checksums, or is missing. Fetch the file again.")
+            raise FormatError(f"{self.folder / INDEX} is missing or has no checksums. Fetch the file again.")
         for name in [*self.checksums, *self.infos]:
             if name not in self.infos or name not in self.checksums:
                 fault = f"missing from {self.folder}" if name in self.checksums else f"not in {self.folder / INDEX}"
                 raise FormatError(
-                    f"{name} is {fault}: files are damaged or of two checkpoints. Fetch the folder again."
+                    f"{name} is {fault}: a file is damaged, or belongs to another checkpoint. Fetch the folder again."
                 )
 
     def verify(self) -> None:
@@ -240,7 +242,7 @@ def read_index(path: Path) -> tuple[list[str], dict[str, str] | None]:
     Raises:
         ModelError: The file is not an index of shards.
     """
-    expected = "Expected an index of shards; fetch the file again"
+    expected = "Expected an index of shards. Fetch the file again"
     index = read_object(path, expected=expected, error=ModelError)
     shards, sums = index.get("weight_map"), index.get("checksums")
     for part, mapping in (("weight_map", shards), ("checksums", {} if sums is None else sums)):
@@ -253,8 +255,8 @@ def read_index(path: Path) -> tuple[list[str], dict[str, str] | None]:
     for name in names:
         if not inside(name):
             raise ModelError(
-                f"{path} names the file {name!r}. Expected a name that stays within the folder and ends in .safetensors. "
-                f"Do not use this checkpoint unless you trust its source; fetch it again."
+                f"{path} names the file {name!r}. Expected a name that stays within the folder and ends in .safetensors. Do not "
+                f"use this checkpoint unless you trust its source."
             )
     return names, sums
 
@@ -308,8 +310,8 @@ class ShardWriter:
             save_file(tensors, path, {"format": "pt"})
         except (SafetensorError, OSError) as error:
             raise FormatError(
-                f"{path} could not be written ({error}). Free some space and run again; the folder is "
-                f"marked {INCOMPLETE} and does not load."
+                f"{path} could not be written ({error}). Free some space and repeat the command. The folder is marked "
+                f"{INCOMPLETE} and does not load."
             ) from error
         path.chmod((self.folder / INCOMPLETE).stat().st_mode)  # safetensors makes files that only their owner can read
         self._digests[name] = ""
@@ -347,7 +349,7 @@ class ShardWriter:
             if not path.is_file() or sha256(path) != digest:
                 problem = "is not what was written" if path.is_file() else "is missing"
                 raise FormatError(
-                    f"{path} {problem}, so the stopped run cannot be resumed. Start it anew with --overwrite."
+                    f"{path} {problem}, so the stopped run cannot be resumed. Start again with --overwrite."
                 )
         for path in self.folder.glob("*.safetensors"):
             if path.name not in self._digests:
@@ -368,9 +370,7 @@ class ShardWriter:
                 (self.folder / name).rename(self.folder / self._named(name))
             self.weight_map = {key: self._named(name) for key, name in self.weight_map.items()}
         elif len(self._digests) != self.total:
-            raise FormatError(
-                f"{self.folder}: {len(self._digests)} shards were written where {self.total} were announced."
-            )
+            raise FormatError(f"{self.folder}: {len(self._digests)} shards were written, expected {self.total}.")
         (self.folder / INDEX).write_text(self.index())
         flush_all(self.folder)  # else a power cut could leave empty files without the mark
         (self.folder / INCOMPLETE).unlink()

@@ -90,7 +90,7 @@ def _inverse(H: Tensor, shift: float, live: Tensor) -> tuple[Tensor, Tensor]:
     A = H.double()[live[:, None], live]
     A.diagonal().add_(shift)
     if not bool(torch.isfinite(A).all()):
-        raise NumericalError("The Hessian holds NaN or Inf: the calibration inputs of this layer are not finite.")
+        raise NumericalError("The Hessian contains NaN or Inf: the calibration inputs of this layer are not finite.")
     with one_thread():
         L, info = torch.linalg.cholesky_ex(A)
     if int(info):

@@ -56,10 +56,10 @@ def draw_geometry(out: Path) -> list[Path]:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise RecipeError(
-            'Pictures need matplotlib, which is not installed: pip install "nearplane[figures]".'
+            'Pictures need matplotlib, which is not installed. Run pip install "nearplane[figures]".'
         ) from error
     if out.exists() and not out.is_dir():
-        raise RecipeError(f"{out} is a file; expected a folder, new or not. Choose another name.")
+        raise RecipeError(f"{out} is a file; expected a folder. Choose another name.")
     written = []
     with mpl.rc_context({"svg.hashsalt": "nearplane", "font.size": 11, "savefig.facecolor": "white"}):
         for name, draw in PICTURES.items():

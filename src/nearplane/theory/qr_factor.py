@@ -68,7 +68,7 @@ def factorize_root(
     """
     if not bool(torch.isfinite(torch.stack(R.aminmax())).all()):
         raise NumericalError(
-            "The root of the Hessian holds NaN or Inf: the calibration inputs of this layer are not finite."
+            "The root of the Hessian contains NaN or Inf: the calibration inputs of this layer are not finite."
         )
     A = R / tokens**0.5
     diagonal = A.square().sum(0)  # (in,) of H

@@ -174,7 +174,7 @@ def _sweeps(L: Floats, V: Floats, delta: float, window: int) -> None:
             return
         decrease, potential = potential - _potential(L), _potential(L)
         if not decrease >= 0.99 * swaps * abs(math.log(delta)):  # each divides a determinant by 1 / delta or more
-            raise _precision_error(f"{swaps} exchanges lowered the potential by {decrease:.3g} and may go on for ever")
+            raise _precision_error(f"{swaps} exchanges lowered the potential by {decrease:.3g} and may never end")
         starts.reverse()
 
 

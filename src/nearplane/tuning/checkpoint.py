@@ -111,7 +111,7 @@ def windows_of(model: Model, recipe: Recipe, given: Given | None, count: int, le
     if given is not None and given.tokens is not None:
         if length != given.tokens.shape[1]:
             raise RecipeError(
-                f"--seqlen is {length}, but the given windows have {given.tokens.shape[1]} tokens. Leave out --seqlen."
+                f"seqlen is {length}, but the windows have {given.tokens.shape[1]} tokens. Leave out seqlen."
             )
         return given.tokens[:count]
     text = recipe.calibration.calibration if given is None else given.texts
@@ -144,12 +144,12 @@ def check_recipe(recipe: Recipe, called: str) -> None:
         if not scheme.tunable:
             raise RecipeError(
                 f"{called} cannot be tuned: it has weights in {scheme.number_format.name}, not integers or entropy-coded weights. "
-                f"Quantize without --tune, or with --bits."
+                f"Quantize with --bits or --rate."
             )
     if getattr(recipe.scheme, "size", None) is not None:
         raise RecipeError(
-            f"{called} cannot be tuned: it has a --size, and tuning makes the run record longer. Use --rate instead, or for a "
-            f"GGUF --grid."
+            f"{called} cannot be tuned: it was quantized with --size, and tuning makes the run record longer. Quantize with "
+            f"--rate, or a GGUF with --grid."
         )
 
 
@@ -161,13 +161,13 @@ def check_layers(model: Model, called: str) -> None:
     """
     if not has_head(model.network):
         raise RecipeError(
-            f"{called} cannot be tuned: {type(model.network).__name__} predicts no tokens, and tuning trains on predictions. "
-            f"Quantize without --tune."
+            f"{called} cannot be tuned: {type(model.network).__name__} predicts no tokens, on which tuning trains. Use the "
+            f"checkpoint without tuning."
         )
     if len(model.stacks) > 1:
         raise RecipeError(
-            f"{called} cannot be tuned: {type(model.network).__name__} has an encoder and a decoder, but tuning supports one stack "
-            f"of blocks. Quantize without --tune."
+            f"{called} cannot be tuned: {type(model.network).__name__} has an encoder and a decoder, but tuning supports one "
+            f"stack of blocks. Use the checkpoint without tuning."
         )
 
 
@@ -210,12 +210,10 @@ def check_checkpoint(folder: Path, record: RunRecord, out: Path) -> None:
     if record.tuning is not None:
         raise RecipeError(f"{folder} is tuned already. Tune the checkpoint from which it was made.")
     check_recipe(record.recipe, str(folder))
-    for written, subject in ((out, "The output"), (Path(f"{out.resolve()}{UNFINISHED}"), f"{out} is first written as")):
+    for written, role in ((out, ""), (Path(f"{out.resolve()}{UNFINISHED}"), f", where {out} is written first,")):
         target, source = written.resolve(), folder.resolve()
         if target == source or target in source.parents or source in target.parents:
-            raise RecipeError(
-                f"{subject} {written}, which is, holds or lies in {folder}, the checkpoint to tune. Choose another folder."
-            )
+            raise RecipeError(f"{written}{role} overlaps with the checkpoint to tune, {folder}. Choose another folder.")
 
 
 def check_model(model: Model, record: RunRecord, stored: Stored) -> None:
@@ -228,8 +226,8 @@ def check_model(model: Model, record: RunRecord, stored: Stored) -> None:
     expected = {(layer.name, layer.shape) for layer in model.layers}
     if unlike := expected ^ {(layer.name, (layer.out_features, layer.in_features)) for layer in record.layers}:
         raise RecipeError(
-            f"{model.folder} is not the model that was quantized: {len(unlike)} layers are in only one of the two, for example "
-            f"{min(unlike)[0]}. Use --against {record.source}."
+            f"{model.folder} is not the model that was quantized: {len(unlike)} layers differ, for example {min(unlike)[0]}. Use "
+            f"--against {record.source}."
         )
     for name in sorted({*stored.rest()} & {*model.reader.names()}):
         original, copy = stored.reader.kept(name, model.reader.read([name])[name]), stored.reader.read([name])[name]
@@ -238,7 +236,7 @@ def check_model(model: Model, record: RunRecord, stored: Stored) -> None:
         if original.dtype != copy.dtype or not torch.equal(original, copy):
             raise RecipeError(
                 f"{model.folder} is not the model that was quantized, or has changed since then: its tensor {name} differs from "
-                f"the checkpoint. Use --against with the unchanged {record.source}."
+                f"the checkpoint. Use --against {record.source}, unchanged."
             )
 
 
@@ -253,6 +251,6 @@ def fits(model: Model, cut: Split, codes: int, device: Device) -> bool:
     if free is not None and streamed > free:
         raise RecipeError(
             f"Tuning needs about {size_text(streamed)} of memory on {device}, but only {size_text(free)} are free. Use fewer "
-            f"--samples, or do not tune."
+            f"--samples."
         )
     return free is not None and 2 * held <= free

@@ -73,7 +73,7 @@ class TrainingJournal:
         )
         if self._standing is not None:
             logger.info(
-                "resuming tuning after step %d of a stopped run, which had taken %s: %s",
+                "resuming after step %d a tuning run that was stopped after %s: %s",
                 self._standing["done"],
                 duration(self._pages.seconds),
                 container.folder,

@@ -90,9 +90,8 @@ def split(
     windows = windows[(starts + length <= begin) | (starts >= end)]
     if len(windows) < 2:
         raise CalibrationError(
-            f"The text has {counted(len(windows), 'window')} of {length} tokens for tuning, besides the extra windows of the run. "
-            f"Tuning needs at least 2, one of them held out. Use a longer text with --calibration, or shorter windows with "
-            f"--seqlen."
+            f"The text has {counted(len(windows), 'window')} of {length} tokens, without the extra windows of the run. Tuning "
+            f"needs at least 2, one of them held out. Pass a longer text with --calibration, or use shorter windows with --seqlen."
         )
     held = _held(len(windows), length)
     batch = max(1, min(BATCH // length, held, len(windows) - held))

@@ -127,7 +127,7 @@ class Compared:
         if self._folder is None:
             yield
             return
-        busy = "is being written by another comparison. Wait until it has ended, or choose another folder with --keep."
+        busy = "is being written by another comparison. Wait for it, or choose another folder with --keep."
         with exclusive_lock(self._folder / LOCK_FILE, f"{self._folder} {busy}"):
             self._look(self._folder)  # again: a comparison may have ended since
             self._write()
@@ -139,7 +139,7 @@ class Compared:
             self._read(folder / ROWS_FILE)
         elif folder.is_dir() and any(path.name != LOCK_FILE for path in folder.iterdir()):
             raise RecipeError(
-                f"{folder} holds files but no {ROWS_FILE}; expected a new or empty folder, or one of a comparison."
+                f"{folder} has files but no {ROWS_FILE}; expected a new or empty folder, or one of a comparison."
             )
 
     def _read(self, path: Path) -> None:
@@ -225,7 +225,7 @@ def compare(
         raise RecipeError("Nothing to compare: give at least one model, one number of bits and one method.")
     names = [Path(model).name for model in models]
     if keep is not None and len(set(names)) < len(names):
-        raise RecipeError(f"{keep} holds one folder per model ({', '.join(names)}); expected different names.")
+        raise RecipeError(f"{keep} has one folder per model ({', '.join(names)}); expected different names.")
     calibration = calibration or Calibration()
     measure = _Measure(
         text=text,

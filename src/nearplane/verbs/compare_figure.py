@@ -88,7 +88,7 @@ def check_plot(out: str | Path) -> None:
         import matplotlib  # noqa: F401  only drawing needs it
     except ImportError as error:
         raise RecipeError(
-            "Figures need matplotlib, which is not installed: pip install 'nearplane[figures]'."
+            "Figures need matplotlib, which is not installed. Run pip install 'nearplane[figures]'."
         ) from error
     if Path(out).is_dir():
         raise RecipeError(f"{out} is a folder; expected the name of a figure file. Choose another name.")

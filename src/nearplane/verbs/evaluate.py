@@ -130,7 +130,7 @@ def _check_taken(networks: Sequence[Network], names: Sequence[str], input_kind: 
             raise CalibrationError(f"{name} takes {network.takes}; the input is {input_kind}. {advice}.")
     if networks[0].embeds and len(networks) == 1:
         raise RecipeError(
-            f"{names[0]} has no vocabulary head and predicts no tokens. Pass its original as against (--against), to compare "
+            f"{names[0]} has no vocabulary head and predicts no tokens. Pass the original with against (--against), to compare "
             f"the embeddings of both."
         )
 
@@ -152,7 +152,7 @@ def _of_predictions(
         for expected in others:
             if expected.shape != predicted.shape:
                 raise ModelError(
-                    f"{names[1]} predicts {expected.shape[-1]} tokens, {names[0]} {predicted.shape[-1]}. Pass the original."
+                    f"{names[1]} predicts {expected.shape[-1]} tokens, but {names[0]} {predicted.shape[-1]}. Pass the original."
                 )
             distance += divergence(expected, predicted)
             dense_nll -= float(expected.gather(-1, targets).double().sum())
@@ -180,7 +180,8 @@ def _of_embeddings(
     for _, embedding, expected in compared:
         if expected.shape != embedding.shape:
             raise ModelError(
-                f"{names[1]} embeds to {tuple(expected.shape[1:])}, {names[0]} to {tuple(embedding.shape[1:])}. Pass the original."
+                f"{names[1]} embeds to {tuple(expected.shape[1:])}, but {names[0]} to {tuple(embedding.shape[1:])}. Pass the "
+                f"original."
             )
         cosines.append(torch.nn.functional.cosine_similarity(expected.double(), embedding.double(), dim=-1).cpu())
         if not torch.isfinite(cosines[-1]).all():
@@ -207,17 +208,15 @@ def _windows(
     positions, tokens = network.positions, None if given is None else given.tokens
     if tokens is not None:
         if seqlen not in (None, tokens.shape[1]):
-            raise RecipeError(f"seqlen is {seqlen}, but the windows have {tokens.shape[1]} tokens. Leave it out.")
+            raise RecipeError(f"seqlen is {seqlen}, but the windows have {tokens.shape[1]} tokens. Leave out seqlen.")
         seqlen = tokens.shape[1]
     if seqlen is not None and positions is not None and seqlen > positions:
-        raise CalibrationError(
-            f"--seqlen {seqlen} is more than the {positions} positions of the model. Pass at most {positions}."
-        )
+        raise CalibrationError(f"seqlen {seqlen} is more than the model's maximum length of {positions} tokens.")
     if tokens is not None:
         return tokens[:samples]
     seqlen = seqlen or min(2048, positions or 2048)
     if seqlen < 2:
-        raise ModelError(f"config.json gives the model {positions} position, too few to predict a token.")
+        raise ModelError(f"The model's maximum length is {positions} token; expected at least 2. Check config.json.")
     if tokenizer is None:
         raise RecipeError("A model object has no tokenizer: pass tokenizer=, or token ids (windows, seqlen) as text.")
     return read_windows(

@@ -158,7 +158,7 @@ def opened(model: str | Path | PreTrainedModel, device: Device, *, trust_remote_
         try:
             streamed = Streamed(on_disk(folder, trust_remote_code=trust_remote_code), device.place)
         except ModelError as error:
-            log.warning("%s is held in memory, because it cannot run block by block: %s", model_label(model), error)
+            log.warning("%s stays in memory, because it cannot run block by block: %s", model_label(model), error)
         else:
             sizes = model_label(model), size_text(size), size_text(free)
             log.info("%s runs block by block, because it would need %s in float32 and %s are free", *sizes)

@@ -62,7 +62,7 @@ def export(
         raise RecipeError(f"{source} is not quantized: its weights are dense already. Copy the folder instead.")
     refuse_overlap(out, source)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RecipeError(f"{out} exists and is not empty. Choose another folder, or empty it first.")
+        raise RecipeError(f"{out} exists and is not empty. Empty it or choose another folder.")
     place = Unfinished(out)
     refuse_overlap(place.folder, source)
     network = empty_network(source, trust_remote_code=trust_remote_code, reader=reader_of(source))

@@ -72,7 +72,7 @@ def generate(
     model = load(folder, device=place, trust_remote_code=trust_remote_code)
     if not has_head(model) or input_kind(model) is not InputKind.TEXT:
         why = "an encoder, which predicts no tokens" if not has_head(model) else f"which continues {input_kind(model)}"
-        raise RecipeError(f"{folder} holds a {type(model).__name__}, {why}. Pass a language model.")
+        raise RecipeError(f"{folder} contains a {type(model).__name__}, {why}. Pass a language model.")
     tokenizer = tokenizer_of(folder, trust_remote_code=trust_remote_code)
     with as_model_error(f"{folder} does not generate text"):
         ids = torch.tensor([tokenizer(prompt)["input_ids"]], dtype=torch.int64, device=place)
@@ -131,10 +131,10 @@ def _room(prompt: int, positions: int | None, tokens: int) -> int:
         RecipeError: The prompt has no tokens, or fills all positions.
     """
     if prompt == 0:
-        raise RecipeError("The prompt has no tokens. Give the model some text to continue.")
+        raise RecipeError("The prompt has no tokens. Pass a text to continue.")
     if positions is not None and prompt >= positions:
         raise RecipeError(
-            f"The prompt has {prompt} tokens, but the model only {positions} positions. Give it a shorter prompt."
+            f"The prompt has {prompt} tokens, but the model's maximum length is {positions}. Pass a shorter prompt."
         )
     return tokens if positions is None else min(tokens, positions - prompt)
 

@@ -96,8 +96,7 @@ def quantize(
         )
     if options.memory is not None and recipe.tune != "none":
         raise RecipeError(
-            "--memory limits quantization but not tuning. Quantize with --memory and --tune none, then tune the checkpoint "
-            "with nearplane tune."
+            "--memory does not limit tuning. Leave out --tune, and tune the checkpoint with nearplane tune."
         )
     return_large_blocks()
     if given is None and recipe.scheme.calibrated and recipe.calibration.calibration is not None:
@@ -131,12 +130,12 @@ def _then_tuned(folder: str, out: Path, recipe: Recipe, options: Options) -> Run
         quantize_folder(folder, solved, recipe, options)
     elif difference := _differing(solved, recipe, options):
         raise RecipeError(
-            f"The checkpoint to tune would be written in {solved}, which is not from this command: {difference} Move or delete "
-            f"that folder, or tune it with nearplane tune."
+            f"{solved}, where the checkpoint to tune is written, is not from this command: {difference} Delete that folder, or "
+            f"tune it with nearplane tune."
         )
     else:
         log.info("resuming with tuning: a stopped run left %s", solved)
-    hint = f"The quantized checkpoint is in {solved}; repeat the command, or use nearplane tune, to continue from it."
+    hint = f"The quantized checkpoint is in {solved}. Repeat the command to tune it."
     try:
         record = tune(
             solved,
@@ -178,7 +177,7 @@ def _differing(solved: Path, recipe: Recipe, options: Options) -> str:
     except NearplaneError as error:
         return str(error)
     if record.tuning is not None:
-        return "it is already tuned."
+        return "it is tuned already."
     if (record.source, record.recipe) != (options.name, recipe):
-        return "it has another model or other options."
+        return "its model or options differ."
     return ""

@@ -58,7 +58,7 @@ class Journal:
         self.before = self._pages.progress(self._understood)
         if self.before is not None:
             log.info(
-                "resuming behind block %d a run that was stopped after %s: %s",
+                "resuming after block %d a run that was stopped after %s: %s",
                 self.before.blocks,
                 duration(self.before.seconds),
                 container.folder,
@@ -68,8 +68,8 @@ class Journal:
         record = RunRecord.from_json(state["record"])
         if record.products is not None and not repeatable(record.products):
             raise FormatError(
-                f"The stopped run multiplied with oneDNN, which is not as exact with this processor or this torch. Resume it on "
-                f"its first machine. {REMEDY}."
+                f"The stopped run multiplied with oneDNN, which is less exact with this processor or this torch. Resume it on its "
+                f"first machine. {REMEDY}."
             )
         plan = Plan.restored(state["plan"], self._pages.load(PLAN), record.tokens)
         return StoppedRun(blocks=int(state["blocks"]), record=record, plan=plan, seconds=float(state["seconds"]))

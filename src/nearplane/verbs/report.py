@@ -31,11 +31,11 @@ def write_report(out: str | Path, page: str | Path | None = None, *, overwrite: 
     default = page is None
     page = folder.with_name(f"{folder.name}-report.html") if page is None else Path(page)
     if page.resolve().is_relative_to(folder):
-        raise RecipeError(f"{page} lies in the checkpoint {out}, which must stay as it is. Name a file outside of it.")
+        raise RecipeError(f"{page} is in the checkpoint {out}, which must not change. Name a file outside of it.")
     if page.suffix not in (".html", ".htm") or page.is_dir():
         raise RecipeError(f"{page} is not a page that can be written; expected the name of a file that ends in .html.")
     if page.is_file() and not overwrite and not (default and GENERATOR_TAG in _beginning(page)):
-        problem = "exists, and is not a report of nearplane" if default else "exists already"
+        problem = "exists and is not a report of nearplane" if default else "exists already"
         raise RecipeError(f"{page} {problem}. Name another file, or replace it with --overwrite.")
     write_whole(page, render(record).encode())
     return page

@@ -137,8 +137,8 @@ def _windows_of_the_run(solved: Checkpoint) -> Windows:
     windows = calibration_windows(solved.model, recipe, solved.given)
     if windows.digest() != record.text:
         raise CalibrationError(
-            f"{recipe.calibration.calibration}: its first tokens are not those that the checkpoint was calibrated on, which are "
-            f"needed to measure losses again. Pass the same text with --calibration; tuning uses the text behind them."
+            f"{recipe.calibration.calibration}: its first tokens are not those on which the checkpoint was calibrated. Losses are "
+            f"measured on them again. Pass the same text with --calibration; tuning uses more of it."
         )
     return windows
 

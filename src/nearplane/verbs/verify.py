@@ -63,12 +63,12 @@ class Verified:
         """Return the result in one sentence."""
         checked = f"{self.files} files and {self.layers} layers checked"
         if self.measured:
-            measured = "every loss measured again"
+            measured = "every loss was measured again"
         elif self.asked:
-            measured = "not every loss could be measured again, see the faults"
+            measured = "some losses could not be measured again"
         else:
-            measured = "losses not measured (they need --against and --calibration)"
-        return f"{checked}, {measured}: {len(self.faults) or 'no'} fault{'' if len(self.faults) == 1 else 's'}"
+            measured = "losses were not measured (this needs --against)"
+        return f"{checked}: {len(self.faults) or 'no'} fault{'' if len(self.faults) == 1 else 's'}; {measured}"
 
 
 def verify(
@@ -97,7 +97,7 @@ def verify(
     """
     if calibration is not None and against is None:
         raise RecipeError(
-            "--calibration needs --against: losses can only be measured with the original model and the text."
+            "--calibration needs --against: losses are measured with both the original model and the text."
         )
     if not 0 <= tolerance < 1:
         raise RecipeError(f"--tolerance is {tolerance}; expected a number from 0 to 1.")

@@ -83,7 +83,7 @@ def _inside(folder: Path, record: RunRecord) -> Iterator[Fault]:
         return
     try:
         if read_header(path).fields.get(RECORD_KEY, "").strip() and embedded_record(path) != record.embedded():
-            yield Fault(where=FILE, what=f"the record in this file differs from {RECORD} beside it")
+            yield Fault(where=FILE, what=f"the record in this file differs from {RECORD} next to it")
     except (FormatError, ModelError) as error:
         yield Fault(where=FILE, what=str(error))
 

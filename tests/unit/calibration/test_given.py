@@ -130,7 +130,7 @@ def test_verify_measures_again_on_what_was_given(source: Path, tokens: torch.Ten
         assert found.measured
         assert not found.faults
         with pytest.raises(
-            CalibrationError, match=rf"calibration was {kind}; the run record holds only their SHA-256. Pass"
+            CalibrationError, match=rf"calibration was {kind}; the run record contains only their SHA-256. Pass"
         ):
             nearplane.verify(out, against=source)
     assert [
@@ -175,9 +175,9 @@ def test_objects_are_evaluated_as_they_are(
         (torch.zeros(2, 1, dtype=torch.int64), "at least one window of two"),
         (torch.full((2, 4), -100), "token id -100; expected 0 or more"),
         (torch.arange(5000, 5128).view(4, 32), "vocabulary has 2048"),
-        (torch.zeros(2, 9000, dtype=torch.int64), "positions"),
+        (torch.zeros(2, 9000, dtype=torch.int64), "maximum length"),
         (3, r"int64 \(\)"),
-        (["a b"], "The list of 1 texts holds"),
+        (["a b"], "The list of 1 texts has"),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -194,7 +194,7 @@ def test_sizes_beside_tokens_that_have_others_are_refused(
 ) -> None:
     with pytest.raises(RecipeError, match="5 windows of 32 tokens"):
         nearplane.quantize(source, tmp_path / "out", calibration=tokens, group_size=16, **sizes)
-    with pytest.raises(RecipeError, match="Leave it out"):
+    with pytest.raises(RecipeError, match="Leave out seqlen"):
         nearplane.evaluate(source, tokens, seqlen=8)
 
 

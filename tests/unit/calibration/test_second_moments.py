@@ -328,7 +328,9 @@ def test_an_input_that_is_not_finite_names_the_layer_and_the_network(which: str,
         groups = stages(block, stream)
         getattr(block, which).self_attn.v_proj.weight[0, 0] = float("nan")
         observe(block, groups[:1], stream)
-        with pytest.raises(CalibrationError, match=rf"layers\.0\.self_attn\.o_proj holds NaN .*in the {which} network"):
+        with pytest.raises(
+            CalibrationError, match=rf"layers\.0\.self_attn\.o_proj contains NaN .*in the {which} network"
+        ):
             observe(block, groups[1:2], stream)
 
 

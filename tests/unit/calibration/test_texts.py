@@ -97,14 +97,14 @@ def test_long_texts_raise_no_warning(
     [
         ("a.txt", "", r"a\.txt is empty"),
         ("a.txt", " \n\n", r"a\.txt is empty"),
-        ("a.txt", "abc", "holds 3 tokens; one window needs 20"),
+        ("a.txt", "abc", "has 3 tokens, but a window has 20"),
         ("a.jsonl", "\n", r"a\.jsonl is empty"),
         ("a.jsonl", '{"text": "a"}\n{"text": ', r"a\.jsonl, line 2 is not JSON"),
         ("a.jsonl", '{"text": "a"}\n\n{"body": "b"}', r"a\.jsonl, line 3 has neither `text`"),
         ("a.jsonl", '{"text": 7}', r"a\.jsonl, line 1 has neither `text`"),
         ("a.jsonl", '["text"]', r"a\.jsonl, line 1 has neither `text`"),
         ("a.jsonl", '{"messages": ["hello"]}', "line 1: the chat template cannot be applied"),
-        ("a.jsonl", '{"text": "abc"}', "holds 3 tokens; one window needs 20"),
+        ("a.jsonl", '{"text": "abc"}', "has 3 tokens, but a window has 20"),
         ("a.csv", "text\nabc", r"a\.csv is not a \.txt or \.jsonl file"),
     ],
 )
@@ -136,7 +136,7 @@ def test_a_missing_file_is_no_data_set(source: str, tokenizer: PreTrainedTokeniz
 
 
 def test_an_empty_folder_is_named(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    with pytest.raises(CalibrationError, match=r"holds no \.txt or \.jsonl file"):
+    with pytest.raises(CalibrationError, match=r"contains no \.txt or \.jsonl file"):
         read_windows(tokenizer, tmp_path, samples=1, seqlen=2)
 
 

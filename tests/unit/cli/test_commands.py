@@ -53,8 +53,11 @@ def test_quantize_evaluate_and_inspect_work_together(monkeypatch, capsys, tiny, 
     [
         (("quantize", "no/where/at/all", "{tmp}/out"), "does not exist"),
         (("quantize", MODEL, "{tmp}/out", "--calibration", "{tmp}/none.txt"), "none.txt"),
-        (("quantize", MODEL, "{tmp}/out", "--calibration", CALIBRATION, "--seqlen", "100000"), "positions"),
-        (("quantize", MODEL, "{tmp}/out", "--calibration", CALIBRATION, "--group-size", "100"), "--group-size 100"),
+        (
+            ("quantize", MODEL, "{tmp}/out", "--calibration", CALIBRATION, "--seqlen", "100000"),
+            "maximum length of 512 tokens",
+        ),
+        (("quantize", MODEL, "{tmp}/out", "--calibration", CALIBRATION, "--group-size", "100"), "the group size 100"),
         (("quantize", MODEL, "{tmp}/out", "--calibration", CALIBRATION, "--no-symmetric"), "gptq_v2"),
         (("quantize", MODEL, "{tmp}/out", "--calibration", CALIBRATION, "--bits", "9"), "2 to 8"),
         (("quantize", MODEL, "{tmp}", "--calibration", CALIBRATION), "not empty"),
@@ -133,11 +136,11 @@ def test_verify_says_that_all_holds_in_one_line(monkeypatch, capsys, tiny):
     model, out, text = tiny
     code, printed, _ = command(monkeypatch, capsys, "verify", out)
     assert code == 0
-    assert printed.endswith("layers checked, losses not measured (they need --against and --calibration): no faults\n")
+    assert printed.endswith("layers checked: no faults; losses were not measured (this needs --against)\n")
     code, printed, _ = command(monkeypatch, capsys, "verify", out, "--against", model, "--calibration", text)
     assert code == 0
     assert printed.count("\n") == 1
-    assert printed.endswith("14 layers checked, every loss measured again: no faults\n")
+    assert printed.endswith("14 layers checked: no faults; every loss was measured again\n")
 
 
 def test_verify_prints_a_line_for_every_fault_and_ends_with_1(monkeypatch, capsys, tiny, tmp_path):
@@ -151,12 +154,12 @@ def test_verify_prints_a_line_for_every_fault_and_ends_with_1(monkeypatch, capsy
     code, printed, err = command(monkeypatch, capsys, "verify", tmp_path / "out")
     assert code == 1
     assert printed.splitlines()[0] == "extra.py: the record does not list this file"
-    assert printed.splitlines()[-1].endswith(": 1 fault")
+    assert printed.splitlines()[-1].endswith(": 1 fault; losses were not measured (this needs --against)")
     assert len(printed.splitlines()) == 2
     code, printed, err = command(monkeypatch, capsys, "verify", tmp_path / "out", "--against", model)
     assert code == 1
     assert [line.partition(":")[0] for line in printed.splitlines()[:-1]] == ["extra.py", *names]
-    assert printed.splitlines()[-1].endswith(": 4 faults")
+    assert printed.splitlines()[-1].endswith(": 4 faults; every loss was measured again")
     assert "Traceback" not in err
     code, printed, _ = command(monkeypatch, capsys, "verify", tmp_path / "out", "--json")
     assert code == 1

@@ -196,7 +196,7 @@ def test_scales_have_the_dtype_of_the_model(dtype: torch.dtype, expected: torch.
 def test_integers_outside_their_range_are_never_packed() -> None:
     matrix = random_matrix(4, 64, bits=4, group_size=32, symmetric=True)
     for codes in (matrix.codes + 1, matrix.codes - 1):
-        with pytest.raises(FormatError, match=r"a: codes from .* -8 to 7 expected"):
+        with pytest.raises(FormatError, match=r"a: codes range from .* expected -8 to 7"):
             layout.pack("a", replace(matrix, codes=codes), torch.float16)
     for low, high in ((-8, 8), (None, None), (0, 14), (-256, 255)):
         with pytest.raises(FormatError, match=f"from {low} to {high}"):

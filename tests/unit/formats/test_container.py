@@ -138,7 +138,7 @@ def test_a_run_that_fails_leaves_nothing_that_loads_and_what_was_there_before(
 
 
 def test_missing_shards_a_missing_record_and_forgotten_layers_are_failures_too(tmp_path: Path, plain: Path) -> None:
-    with pytest.raises(FormatError, match="1 shards were written where 2"):
+    with pytest.raises(FormatError, match="1 shards were written, expected 2"):
         finish(writer(tmp_path / "a", plain, shards=2))
     with pytest.raises(FormatError, match="no record"), writer(tmp_path / "b", plain) as w:
         w.close_block({"x": torch.ones(2)})

@@ -29,5 +29,5 @@ def test_numbers_of_levels_are_not_taken_for_codes() -> None:
 
 @pytest.mark.parametrize(("low", "high"), [(None, None), (0, 2), (-1, 1)])
 def test_limits_that_are_no_width_are_refused(low: int | None, high: int | None) -> None:
-    with pytest.raises(FormatError, match=r"layer 7: codes from .* expected a range of 2 to 8 bits"):
+    with pytest.raises(FormatError, match=r"layer 7: the codes range from .* expected a range of 2 to 8 bits"):
         Integers.of("layer 7", matrix(low=low, high=high), torch.float16)

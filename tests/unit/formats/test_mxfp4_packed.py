@@ -75,7 +75,7 @@ def test_the_bytes_of_a_few_weights():
 
 def test_a_step_that_is_no_power_of_two_is_refused(matrix):
     wrong = replace(matrix, grid=replace(matrix.grid, scale=matrix.grid.scale * 1.5))
-    with pytest.raises(FormatError, match="a step is no power of two"):
+    with pytest.raises(FormatError, match="a step is not a power of two"):
         LAYOUT.pack("a", wrong, torch.float16)
 
 

@@ -176,7 +176,7 @@ def test_a_folder_that_lacks_a_tensor_or_its_index_is_refused(
         with pytest.raises(FormatError, match=r"model\.norm\.weight is missing"):
             dict(read(copy))
     (copy / "model.safetensors.index.json").unlink()
-    with pytest.raises(FormatError, match=r"index\.json holds no checksums, or is missing"):
+    with pytest.raises(FormatError, match=r"index\.json is missing or has no checksums"):
         dict(read_dense(copy))
 
 

@@ -333,6 +333,6 @@ def test_blocks_of_llama_cpp_are_solved_like_any_grid(kind: str, generator: torc
 def test_blocks_that_do_not_divide_the_inputs_are_refused() -> None:
     for kind in ("q4_k", "q4_k_m"):
         with pytest.raises(
-            RecipeError, match=f"matrix: 96 inputs on {kind}. Use a type of llama.cpp whose blocks divide"
+            RecipeError, match=r"matrix: 96 inputs are not a multiple of 256, the block size of q4_k\. Use a type"
         ):
             quantize_matrix(torch.randn(4, 96), torch.eye(96), BlockScheme(kind))

@@ -174,7 +174,7 @@ def test_weights_that_are_not_finite_are_named(bad: float, saved: Saved, tmp_pat
     model = open_model(str(changed(saved("llama"), tmp_path, NORM, tensor)))
     with model.blocks[0].on("cpu", torch.float64):
         pass
-    with pytest.raises(NumericalError, match=f"{NORM} holds NaN or Inf"), model.blocks[1].on("cpu", torch.float64):
+    with pytest.raises(NumericalError, match=f"{NORM} contains NaN or Inf"), model.blocks[1].on("cpu", torch.float64):
         pass
 
 
@@ -213,7 +213,7 @@ def test_a_quantized_model_is_refused(saved: Saved, tmp_path: Path) -> None:
     folder = changed(saved("llama"), tmp_path, NORM, torch.ones(32))
     config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "gptq"}}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=r"already quantized with gptq\. Start from the original"):
+    with pytest.raises(ModelError, match=r"already quantized with gptq\. Pass the original"):
         open_model(str(folder))
 
 

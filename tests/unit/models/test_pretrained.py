@@ -95,7 +95,7 @@ def test_an_empty_network_is_as_if_never_quantized(checkpoints: dict[str, Path])
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"num_hidden_layers": 10_000_000}, "num_hidden_layers is 10,000,000, but the weight files hold"),
+        ({"num_hidden_layers": 10_000_000}, "num_hidden_layers is 10,000,000, but the weight files have"),
         ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1,000,000,000,000, but the weight"),
         ({"num_hidden_layers": 10**4000}, "num_hidden_layers is a number of 4001 digits"),
         ({"num_labels": 10**9}, "num_labels is 1,000,000,000, but the weight"),
@@ -108,7 +108,7 @@ def test_an_empty_network_is_as_if_never_quantized(checkpoints: dict[str, Path])
         ({"num_hidden_layers": 4}, "lack|do not belong together"),
         ({"vocab_size": 10**9}, r"is \(2048, 64\), but config.json describes \(1000000000, 64\)"),
         ({"vocab_size": 10**30}, "cannot build a language model from"),
-        ({"head_dim": 10**9}, "These files do not|tables of|correct its"),
+        ({"head_dim": 10**9}, "These files do not|tables of|correct the"),
         ({"hidden_size": "64"}, "cannot build a language model from"),
         ({"num_attention_heads": 0}, "cannot build a language model from"),
         ({"num_hidden_layers": "2"}, "cannot build a language model from"),
@@ -210,9 +210,9 @@ def test_damaged_tokenizer_files_are_one_sentence(copy_of: Callable[[str], Path]
     if name == "tokenizer_config.json" and text.endswith("}"):  # an object: what it lacks has defaults
         tokenizer_of(folder)
         return
-    with pytest.raises(ModelError, match="holds no tokenizer that transformers can load"):
+    with pytest.raises(ModelError, match="has no tokenizer that transformers can load"):
         nearplane.evaluate(folder, HELD_OUT, seqlen=8, samples=1)
-    with pytest.raises(ModelError, match="holds no tokenizer that transformers can load"):
+    with pytest.raises(ModelError, match="has no tokenizer that transformers can load"):
         nearplane.quantize(folder, folder.with_name("out"), group_size=16, calibration=str(HELD_OUT), seqlen=8)
     nearplane.load(folder)
 

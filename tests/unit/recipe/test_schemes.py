@@ -176,7 +176,7 @@ def test_groups_of_layers_are_settled_with_those_of_all():
 @pytest.mark.parametrize(
     ("all_layers", "own", "said"),
     [
-        ({}, {"rate": 3}, r"have a rate \(3\), the others bits, but no format holds both"),
+        ({}, {"rate": 3}, r"have a rate \(3\), the others have bits, but no format stores both"),
         ({"size": "1MB"}, {"rate": 5}, "have a rate of their own, but --size is distributed over all layers"),
         ({"rate": 3}, {"rows": "equal"}, "have another rows, which must be the same in the whole run"),
         ({"bits": 3.5}, {"damp": 0.1}, "a fraction of bits chooses the bits of every layer"),
@@ -211,13 +211,13 @@ def test_a_pattern_that_is_none_is_refused():
 def test_one_format_holds_grids_and_another_rates():
     assert Recipe(scheme=RATE).format == "nearplane"
     assert Recipe().format == "compressed-tensors"
-    with pytest.raises(RecipeError, match=r"--format gptq holds fixed grids, .* For that format give --bits\."):
+    with pytest.raises(RecipeError, match=r"--format gptq is for fixed grids, .* Use --bits with this format"):
         Recipe(scheme=RATE, format="gptq")
     with pytest.raises(
-        RecipeError, match=r"--format gguf holds fixed grids, but --rate 3 .* give --bits, --grid, or --size"
+        RecipeError, match=r"--format gguf is for fixed grids, but --rate 3 .* Use --bits, --grid, or --size"
     ):
         Recipe(scheme=RateScheme(rate=3), format="gguf")
-    with pytest.raises(RecipeError, match=r"holds entropy-coded weights, but --bits 4 .* give --rate 4, or --size"):
+    with pytest.raises(RecipeError, match=r"is for entropy-coded weights, but --bits 4 .* Use --rate 4 or --size"):
         Recipe(format="nearplane")
 
 
@@ -234,9 +234,7 @@ def test_a_grid_of_llama_cpp_is_a_scheme_of_its_own():
     assert Recipe.from_json(Recipe(scheme=mixed).to_json()) == Recipe(scheme=mixed)
     own = Recipe.from_spellings(grid="q4_k", layers={"down_proj": {"grid": "q6_k"}})
     assert own.scheme_of("mlp.down_proj") == BlockScheme("q6_k")
-    with pytest.raises(
-        RecipeError, match=r"--format gptq holds no grids of llama\.cpp, but --grid q2_k_m is for these"
-    ):
+    with pytest.raises(RecipeError, match=r"--format gptq is for other grids, but --grid q2_k_m is for llama\.cpp"):
         Recipe(scheme=mixed, format="gptq")
 
 

@@ -225,7 +225,7 @@ def test_no_field_of_a_certificate_is_left_out_of_the_file(name):
 
 def test_a_folder_that_a_run_was_to_make_is_told_of_what_it_left(tmp_path):
     (tmp_path / "out.unfinished").mkdir()
-    with pytest.raises(FormatError, match=r"An unfinished run left .*out\.unfinished: repeat its command"):
+    with pytest.raises(FormatError, match=r"A stopped run left .*out\.unfinished\. Repeat the command"):
         read_record(tmp_path / "out")
     with pytest.raises(ModelError, match=r"does not exist.*left .*out\.unfinished"):
         folder_named(tmp_path / "out")

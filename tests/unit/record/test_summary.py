@@ -117,7 +117,7 @@ def test_layers_that_no_extra_window_reaches_do_not_hide_the_others():
             "weight files 1.25 MB, whole folder 1.50 MB; calibrated on 512 tokens (2 windows of 256), "
             "measured on 1 extra window; peak memory 2.04 GB",
         ),
-        ({"windows": 1}, "the calibration text has 1 window of 256 tokens; 2 were asked for"),
+        ({"windows": 1}, "the calibration text has 1 window of 256 tokens; 2 were requested"),
         (
             {"windows": 2, "seqlen": 20, "tokens": 40},
             "too few tokens to trust the losses: 40 calibration tokens are 2.5 for each of the 16 inputs of "
@@ -235,16 +235,16 @@ def test_tokens_of_experts_are_said_and_what_became_of_those_that_few_reached():
     assert (
         "78.9 % of the tokens are routed to the same expert as in the original model; only these are corrected"
     ) in lines
-    assert "4 experts: each gets 0 to 400 of the 512 calibration tokens, 96 in the median" in lines
+    assert "4 experts: each gets 0 to 400 of the 512 calibration tokens (median 96)" in lines
     assert (
         "2 experts got fewer than the advised 4 tokens for each input; about --samples 8 (4.0 times as many) would be "
-        "enough for every expert that any token reached"
+        "enough for every expert that tokens reached"
     ) in lines
     assert (
         "1 expert got fewer than 1 token for each input: the mean Hessian of the experts of the block was added to theirs "
         "(--rare-experts mean)"
     ) in lines
-    assert "no token was routed to model.layers.0.mlp.experts.3: more of such text may not help" in lines
+    assert "no token was routed to model.layers.0.mlp.experts.3: more text of this kind may not help" in lines
     enough = list(summary(replace(RUN, layers=layers[:4]), OUT))
     assert not any("got fewer" in line or "no token was routed" in line for line in enough)
 

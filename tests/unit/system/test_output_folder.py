@@ -115,7 +115,7 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_a_second_run_is_refused_and_told_who_writes(tmp_path: Path, held: subprocess.Popen[str]) -> None:
     before = contents(tmp_path)
-    said = rf"being written by another run: process {held.pid} on .+, since 20.*Wait until it has ended, or choose"
+    said = rf"being written by another run: process {held.pid} on .+, since 20.*Wait for it, or choose"
     for overwrite in (False, True):
         with pytest.raises(RecipeError, match=said), Unfinished(tmp_path / "out", overwrite=overwrite):
             pass
@@ -140,7 +140,7 @@ def test_the_lock_of_a_killed_run_holds_nobody_up(
     with caplog.at_level(logging.INFO, logger="nearplane"):
         finish(tmp_path / "out")
     assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path / 'out.unfinished'} is left from an unfinished run: it is deleted, and the work begins again."
+        f"{tmp_path / 'out.unfinished'} is left from an unfinished run and is deleted: the work starts again."
     ]
     assert contents(tmp_path) == {"out/nearplane.json": "new", "out/model.safetensors": "new"}
 
@@ -170,13 +170,12 @@ def test_a_run_that_is_stopped_says_what_is_on_disk(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt) as stopped, Unfinished(out):
         raise KeyboardInterrupt
-    assert stopped.value.__notes__ == ["Nothing was written. Run the same command again."]
+    assert stopped.value.__notes__ == ["Nothing was written. Repeat the command."]
     finish(out, "old")
     with pytest.raises(KeyboardInterrupt) as stopped:
         stop_half_way(out)
     assert stopped.value.__notes__ == [
-        f"The unfinished checkpoint is in {out}.unfinished; {out} is unchanged. Running the same command again starts the run "
-        f"anew."
+        f"The unfinished checkpoint is in {out}.unfinished; {out} is unchanged. Repeat the command to start again."
     ]
 
 
@@ -240,7 +239,7 @@ def test_what_is_not_ours_is_not_deleted(tmp_path: Path, kind: str) -> None:
             (folder / "INCOMPLETE").write_text("")
             place.symlink_to(folder)
     before = contents(tmp_path)
-    with pytest.raises(RecipeError, match="nearplane did not make it"):
+    with pytest.raises(RecipeError, match="nearplane did not write it"):
         finish(tmp_path / "out")
     assert contents(tmp_path) == before
 

@@ -65,7 +65,7 @@ def test_an_unfinished_folder_is_refused(tmp_path):
     writer.write(SHARDS[0])
     with pytest.raises(ModelError, match="incomplete"):
         ShardReader(tmp_path)
-    with pytest.raises(FormatError, match="1 shards were written where 2"):
+    with pytest.raises(FormatError, match="1 shards were written, expected 2"):
         writer.finish()
     assert (tmp_path / INCOMPLETE).exists()
 

@@ -239,7 +239,7 @@ def test_what_is_not_finite_is_refused(value: float) -> None:
     p = problem()
     H = p.H.clone()
     H[2, 3] = H[3, 2] = value
-    with pytest.raises(NumericalError, match="Hessian holds NaN or Inf"):
+    with pytest.raises(NumericalError, match="Hessian contains NaN or Inf"):
         greedy(p.W, p.grid, H)
     p.W[1, 2] = value
     with pytest.raises(NumericalError, match="weight is NaN or Inf"):

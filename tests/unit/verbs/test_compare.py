@@ -343,4 +343,4 @@ def test_a_comparison_that_is_stopped_tells_of_no_files_that_are_gone(small, tmp
             )
         stopped[keep] = error.value.__notes__
     assert stopped[None] == []
-    assert stopped[tmp_path / "kept"] == ["Nothing was written. Run the same command again."]
+    assert stopped[tmp_path / "kept"] == ["Nothing was written. Repeat the command."]

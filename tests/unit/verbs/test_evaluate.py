@@ -56,7 +56,7 @@ def test_models_of_different_vocabularies_are_not_compared(tmp_path):
 
 
 def test_more_positions_than_the_model_has_are_refused():
-    with pytest.raises(nearplane.CalibrationError, match="positions"):
+    with pytest.raises(nearplane.CalibrationError, match="maximum length"):
         nearplane.evaluate(MODEL, HELD_OUT, seqlen=4096)
 
 

@@ -76,10 +76,10 @@ def test_what_does_not_run_block_by_block_is_held_and_that_is_said(folders, monk
     monkeypatch.setattr(predictions, step, apart)
     found = nearplane.evaluate(original, HELD_OUT, device="cpu", **TEXT)
     assert torch.isfinite(torch.tensor(found.nll))
-    assert "held in memory, because it cannot run block by block: No blocks are found." in caplog.text
+    assert "stays in memory, because it cannot run block by block: No blocks are found." in caplog.text
 
 
 def test_a_layer_that_is_larger_than_all_of_the_network_is_refused(folders):
     _, out = folders("llama")
-    with pytest.raises(nearplane.FormatError, match=r"no weight of the model in config\.json has more than 6"):
+    with pytest.raises(nearplane.FormatError, match=r"config\.json describes no weight of more than 6"):
         DecodedReader(Path(out), {"norm.weight": (2, 3)}, (), {})

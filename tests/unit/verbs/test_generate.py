@@ -84,7 +84,7 @@ def test_the_command_shows_both(out: Path, capsys: pytest.CaptureFixture[str]) -
     ("prompt", "words", "said"),
     [
         ("", {}, "no tokens"),
-        ("word " * 600, {}, "512 positions"),
+        ("word " * 600, {}, "maximum length is 512"),
         (PROMPT, {"tokens": 0}, "tokens is 0"),
         (PROMPT, {"temperature": -1.0}, "temperature -1.0"),
     ],

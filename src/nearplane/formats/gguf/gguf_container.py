@@ -64,7 +64,7 @@ def gguf_package() -> ModuleType:
     try:
         import gguf
     except ImportError as error:
-        raise RecipeError(f"--format gguf needs the package gguf. Install it: {INSTALL}") from error
+        raise RecipeError(f"--format gguf needs the package gguf. Run {INSTALL}.") from error
     logging.getLogger("gguf").setLevel(logging.ERROR)
     package: ModuleType = gguf
     return package
@@ -142,8 +142,8 @@ class GGUFFile(Container):
             if (first := plan.setdefault(joint, planned)) != planned:
                 ours, theirs = (gguf_package().GGMLQuantizationType(each).name for each in (kind, first[2]))
                 raise RecipeError(
-                    f"{name} would have the type {ours}, the same layer of another expert {theirs}: a GGUF has one "
-                    f"tensor for all experts of a block. Give them one type, as with --layer '\\.experts\\.=grid:q4_k'."
+                    f"{name} would have the type {ours}, but in another expert {theirs}. A GGUF has one tensor for all experts of "
+                    f"a block: use one type, for example --layer '\\.experts\\.=grid:q4_k'."
                 )
         return plan
 
@@ -232,7 +232,7 @@ class GGUFFile(Container):
             self._file.flush()
         except OSError as error:
             raise FormatError(
-                f"{self.folder / FILE} could not be written ({error}). Free some space and run again; the folder is "
+                f"{self.folder / FILE} could not be written ({error}). Free some space and repeat the command. The folder is "
                 f"marked {INCOMPLETE} and does not load."
             ) from error
         return size
@@ -258,8 +258,8 @@ class GGUFFile(Container):
         text = record.embedded().to_json().encode()
         if len(text) > self.room:
             logger.warning(
-                f"{FILE} has no record inside, as it reserved {self.room:,} bytes and the record takes {len(text):,}. "
-                f"{RECORD} beside it holds all."
+                f"{FILE} has no run record, which takes {len(text):,} bytes where {self.room:,} are reserved. {RECORD} next to "
+                f"{FILE} is complete."
             )
         else:
             self._record = text

@@ -80,12 +80,12 @@ def read_header(path: Path) -> Header:
         with path.open("rb") as file:
             return _header(path, file)
     except (OSError, struct.error, ValueError, TypeError, OverflowError, MemoryError, RecursionError) as error:
-        raise ModelError(f"{path} is not a readable GGUF file ({error}). Fetch it again.") from error
+        raise ModelError(f"{path} is not a readable GGUF file ({error}). Fetch the file again.") from error
 
 
 def _header(path: Path, file: BinaryIO) -> Header:
     if file.read(4) != MAGIC:
-        raise ModelError(f"{path} is not a GGUF file: it does not begin with GGUF. Fetch it again.")
+        raise ModelError(f"{path} is not a GGUF file: its first bytes are not GGUF. Fetch the file again.")
     version, tensors, keys = _number(file, "I"), _number(file, "Q"), _number(file, "Q")
     if version != VERSION or tensors > MAX_ENTRIES or keys > MAX_ENTRIES:
         raise ModelError(
@@ -111,7 +111,7 @@ def _header(path: Path, file: BinaryIO) -> Header:
         kind, offset = _number(file, "I"), _number(file, "Q")
         size = nbytes(path, name, shape, kind)
         if offset % alignment or offset != end:
-            raise ModelError(f"{path}: the data of {name} is not where it is expected. Fetch the file again.")
+            raise ModelError(f"{path}: the data of {name} is not at the expected place. Fetch the file again.")
         end = padded(offset + size, alignment)
         infos.append(Info(name=name, shape=shape, type=kind, begin=offset, size=size))
     begin = padded(file.tell(), alignment)

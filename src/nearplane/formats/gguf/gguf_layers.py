@@ -43,12 +43,12 @@ class Blocks(LayerFormat):
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
         """Refuse grids that no type of llama.cpp has, and rows that are no whole number of blocks."""
         if kind not in KINDS:
-            raise RecipeError(f"{name} is a {kind}; a GGUF stores {', '.join(KINDS)}. Use --ignore for it.")
+            raise RecipeError(f"{name} is {kind}; GGUF stores {', '.join(KINDS)}. Leave it unquantized with --ignore.")
         block = block_type(name, format)
         if shape[1] % block.columns:
             raise RecipeError(
-                f"{name} has {shape[1]} inputs, not a multiple of {block.columns}, the block size of {block.name}. "
-                f"Leave it unquantized with --ignore."
+                f"{name} has {shape[1]} inputs, not a multiple of {block.columns}, the block size of {block.name}. Leave the "
+                f"layer unquantized with --ignore."
             )
 
     def pack(self, name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -75,7 +75,7 @@ class Blocks(LayerFormat):
         """Return the matrix of one layer."""
         kind = _stored(name, tensors)
         if kind != format:
-            raise FormatError(f"{name}: blocks of {kind.name}, {format.name} in config.json. Fetch the folder again.")
+            raise FormatError(f"{name} is {kind.name}, but {format.name} in config.json. Fetch the folder again.")
         return unpack(kind, tensors[f"{name}.weight_{kind.name}"], self.shape_of(name, tensors)[1])
 
 
@@ -106,7 +106,7 @@ class Config(ConfigFile):
         kind = types.get(name) if isinstance(types, Mapping) else None
         if not isinstance(kind, str) or kind not in TYPES:
             raise FormatError(
-                f"{name}: its type in config.json is {kind!r}, expected one of {', '.join(TYPES)}. Fetch it again."
+                f"{name} has type {kind!r} in config.json, expected one of {', '.join(TYPES)}. Fetch config.json again."
             )
         return TYPES[kind]
 
@@ -145,7 +145,7 @@ def _stored(name: str, tensors: Mapping[str, Tensor]) -> BlockType:
     """Return the type of a layer's blocks from the name of their tensor."""
     kinds = [kind for kind in TYPES.values() if f"{name}.weight_{kind.name}" in tensors]
     if len(kinds) != 1:
-        raise FormatError(f"{name}: {len(kinds)} tensors of blocks, expected one. Fetch the folder again.")
+        raise FormatError(f"{name} has {len(kinds)} tensors of blocks, expected one. Fetch the folder again.")
     return kinds[0]
 
 
@@ -267,7 +267,7 @@ def _halves(name: str, numbers: Tensor) -> Tensor:
     """
     halves = numbers.to(torch.float16)
     if not bool((torch.isfinite(halves) & (halves == numbers)).all()):
-        raise FormatError(f"{name} is not exact in float16, the dtype in the file. Round it before the solve.")
+        raise FormatError(f"{name} is not exact in float16, the dtype in the file. Round the steps before the solve.")
     return halves.contiguous().view(torch.uint8).view(-1, 2)
 
 

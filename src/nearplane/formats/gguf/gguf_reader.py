@@ -36,7 +36,7 @@ class GGUFReader(TensorReader):
         if not unfinished:
             refuse_unfinished(folder)
         if not self.path.is_file():
-            raise ModelError(f"{folder} holds no {FILE}, which its config.json names. Fetch the folder again.")
+            raise ModelError(f"{folder} has no {FILE}, which its config.json names. Fetch the folder again.")
         header = self.header = read_header(self.path)
         names, sums = (_texts(header.fields.get(key), len(header.tensors)) for key in (TENSORS, SUMS))
         if names is None or sums is None:
@@ -45,9 +45,7 @@ class GGUFReader(TensorReader):
                 f"only its own GGUF files."
             )
         if (size := self.path.stat().st_size) != header.size:
-            raise ModelError(
-                f"{self.path} has {size:,} bytes, expected {header.size:,}: it is cut off or damaged. Fetch it again."
-            )
+            raise ModelError(f"{self.path} has {size:,} bytes, expected {header.size:,}. Fetch the file again.")
         self.infos = {}
         self._infos: dict[str, Info] = {}
         self._sums: dict[str, str] = {}
@@ -78,7 +76,7 @@ class GGUFReader(TensorReader):
                 file.seek(info.begin)
                 raw = bytearray(file.read(info.size))
                 if len(raw) != info.size:
-                    raise ModelError(f"{self.path}: tensor {name} is cut off. Fetch the file again.")
+                    raise ModelError(f"{self.path}: tensor {name} is truncated. Fetch the file again.")
                 if name in self._sums and (digest := hashlib.sha256(raw).hexdigest()) != self._sums[name]:
                     raise FormatError(
                         f"{self.path}: {name} is damaged: its SHA-256 is {digest[:16]}.., expected "
@@ -89,7 +87,7 @@ class GGUFReader(TensorReader):
 
     def kept(self, name: str, tensor: Tensor) -> Tensor | None:
         """Return a tensor of the original model as the file stores it, rounded; None if llama.cpp does not need it."""
-        config = read_object(self.folder / "config.json", expected="Fetch it again")
+        config = read_object(self.folder / "config.json", expected="Fetch config.json again")
         tied = all(info.name != "output.weight" for info in self.header.tensors)
         if unused(name, {"tie_word_embeddings": tied} | config):  # config.json may omit defaults of its type
             return None

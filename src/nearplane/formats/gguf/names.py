@@ -118,8 +118,8 @@ def llama_names(names: Iterable[str], config: Config) -> dict[str, str]:
         new = table.get_name(joint.replace(f"experts.{STAR}", "experts"), try_suffixes=(".weight", ".bias"))
         if new is None and ".experts." in name and STAR not in joint:
             raise RecipeError(
-                f"{name} holds all experts of a block; a GGUF needs separate matrices of each expert. Save the model "
-                f"by save_pretrained without save_original_format=False, or use another --format."
+                f"{name} contains all experts of a block, but a GGUF needs separate matrices for each expert. Save the model with "
+                f"save_pretrained without save_original_format=False, or use another --format."
             )
         if new is None:
             raise RecipeError(

@@ -123,14 +123,14 @@ def vocabulary(folder: Path, size: int, pre: str | None = None) -> Vocabulary:
         )
     if not (folder / FILE).is_file():
         if any((folder / name).is_file() for name in ("tokenizer_config.json", "tokenizer.model", "vocab.json")):
-            raise RecipeError(f"{folder} holds a tokenizer without {FILE}, which a GGUF needs. Use another --format.")
+            raise RecipeError(f"{folder} has a tokenizer without {FILE}, which a GGUF needs. Use another --format.")
         return Vocabulary(model="none")
     file = _Json(folder / FILE, size)
     if file.bytes:
         return _of_bytes(file, pre)
     if pre is not None:
         raise RecipeError(
-            f"--pre {pre} is for tokenizers over bytes, but that of {folder} is over characters. Omit --pre."
+            f"--pre {pre} is for tokenizers over bytes, but {folder} has one over characters. Leave out --pre."
         )
     return _of_pieces(file) if file.merges else _of_characters(file)
 
@@ -140,7 +140,7 @@ class _Json:
 
     def __init__(self, path: Path, size: int) -> None:
         self.path, self.size = path, size
-        contents = read_object(path, expected="Fetch it again", error=RecipeError)
+        contents = read_object(path, expected="Fetch the file again", error=RecipeError)
         self.model: Mapping[str, Any] = contents.get("model") or {}
         if self.model.get("type") != "BPE":
             raise self.unknown(f"its model is {self.model.get('type')!r}, expected BPE")
@@ -157,8 +157,8 @@ class _Json:
         for index, token, kind in entries:
             if not 0 <= index < size:
                 raise RecipeError(
-                    f"{path}: token {token!r} has the number {index}, but the embeddings have {size} rows. The two do "
-                    f"not belong together; fetch the model again."
+                    f"{path}: token {token!r} has the number {index}, but the embeddings have {size} rows. These files do not "
+                    f"belong together. Fetch the folder again."
                 )
             self.tokens[index], self.kinds[index] = token, kind
         if len({*self.tokens}) < size or "" in self.tokens:
@@ -178,8 +178,8 @@ class _Json:
     def unknown(self, why: str) -> RecipeError:
         """Return the error for a tokenizer that llama.cpp is not known to reproduce."""
         return RecipeError(
-            f"{self.path}: llama.cpp is not known to split text like this tokenizer: {why}. Use another --format, or "
-            f"--pre NAME if it works on bytes and llama.cpp has a name for its pre-tokenizer."
+            f"{self.path}: llama.cpp may not split text as this tokenizer does: {why}. Use another --format, or --pre NAME if it "
+            f"works on bytes and llama.cpp has a name for its pre-tokenizer."
         )
 
 
