@@ -88,7 +88,7 @@ def stop(model, text, tmp_path_factory):
         if (blocks, way) not in folders:
             folders[blocks, way] = tmp_path_factory.mktemp("stopped") / "out"
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("nearplane.formats.journal_pages.SHARE", math.inf)
+                patch.setattr("nearplane.formats.journal_pages.MAX_JOURNAL_SHARE", math.inf)
                 stopped_behind(blocks, model, folders[blocks, way], patch, calibration=str(text), **WAYS[way], **TEXT)
         shutil.copytree(f"{folders[blocks, way]}.unfinished", f"{out}.unfinished")
 

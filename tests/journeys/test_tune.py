@@ -425,7 +425,7 @@ def test_what_tuning_looked_at_adds_up(tuned_of, text, tmp_path):
     assert left > 0
     assert tuning.windows == 3 * tuning.batch
     assert not verify(tmp_path / "new", against=original, calibration=short).faults
-    assert f"{left} not used" in tuning.windows_sentence()
+    assert f"{left} more are extra windows" in tuning.windows_sentence()
     assert "were requested" not in read_record(tuned).tuning.windows_sentence()
 
 

@@ -37,7 +37,7 @@ def test_of_two_runs_on_one_folder_one_succeeds_and_the_other_is_refused(model, 
     refused = " ".join(errors[codes.index(1)].split())
     assert f"{out} is being written by another run" in refused or f"{out} exists and is not empty" in refused
     assert "Traceback" not in refused
-    assert re.search(r", peak memory [\d.]+ [MG]B\n", outputs[codes.index(0)])
+    assert re.search(r"; peak memory [\d.]+ [MG]B\n", outputs[codes.index(0)])
     last = errors[codes.index(0)].splitlines()[-1]
     assert re.fullmatch(r"quantizing: block 2 of 2, layer 14 of 14, [^,]+", last)  # a line, as there is no terminal
     found = nearplane.verify(out)

@@ -13,8 +13,8 @@ NOTABLE_LOSS = 0.05  # share of a layer's output energy; at 4 bits most layers l
 MAX_NAMED = 3  # layers with the largest losses that the summary names
 LEGEND = {  # of the columns of `layer_table`
     "bits/weight": "size of the layer in the file, per weight",
-    "relative loss": "squared output error on the calibration tokens / squared outputs",
-    "on extra": f"the same against the outputs of the original model, on windows {NOT_FITTED}",
+    "on extra": f"lost share of the original model's outputs on windows {NOT_FITTED}; it includes the losses of earlier layers",
+    "relative loss": "lost share of the layer's outputs on the calibration tokens, by this layer alone",
     "nearest/this": "loss of rounding to nearest on the same grid / loss of these codes",
     "nearest/extra": "the same on the extra windows",
     "bound/this": "worst-case (Babai) bound of the loss / loss of these codes; * where rows clip, for which there is no bound",
@@ -82,9 +82,9 @@ def _losses(record: RunRecord) -> Iterator[str]:
             where = " on the calibration tokens, as the text has no further windows"
     worst = sorted(losses, key=lambda loss: loss[0], reverse=True)
     above = sum(loss > NOTABLE_LOSS for loss, *_ in losses)
+    exceeding_it = f"{above or 'no'} {'layer loses' if above < 2 else 'layers lose'} more than {_percent(NOTABLE_LOSS)}"
     yield (
-        f"share of a layer's output that is lost{where}: {_percent(worst[len(worst) // 2][0])} in the median layer, more than "
-        f"{_percent(NOTABLE_LOSS)} in {above or 'none'} of {counted(len(losses), 'layer')}"
+        f"share of a layer's output that is lost{where}: {_percent(worst[len(worst) // 2][0])} in the median layer; {exceeding_it}"
     )
     yield "most is lost in " + ", ".join(f"{name} ({_percent(loss)})" for loss, _, _, name in worst[:MAX_NAMED])
     better = sorted(nearest / loss for _, nearest, loss, _ in losses if nearest and loss)
@@ -136,16 +136,16 @@ def _ratio(value: float | None, of: float | None) -> str:
 
 GRID_COLUMNS: dict[str, Callable[[LayerRecord], str]] = {
     "layer": lambda x: x.name,
-    "grid": lambda x: x.format,
     "bits/weight": lambda x: f"{x.rate:.3f}",
-    "relative loss": lambda x: f"{x.relative_loss:.3e}",
     "on extra": lambda x: _power(x.extra_relative_loss),
+    "relative loss": lambda x: f"{x.relative_loss:.3e}",
     "nearest/this": lambda x: _ratio(x.nearest_loss, x.loss),
     "nearest/extra": lambda x: _ratio(x.extra_nearest_loss, x.extra_loss),
     "bound/this": _bound,
     "clipped %": lambda x: f"{100 * x.clipped:.2f}",
     "above limit": lambda x: three_places(x.above_limit),
     "correction": lambda x: f"{x.correction:.2f}",
+    "grid": lambda x: x.format,
     "shape": lambda x: f"{x.out_features} x {x.in_features}",
 }
 CODED_COLUMNS: dict[str, Callable[[LayerRecord], str]] = {

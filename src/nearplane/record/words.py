@@ -247,4 +247,5 @@ def next_commands(record: RunRecord, out: Path) -> Iterator[str]:
             f"with an error); for other programs: nearplane export {out} FOLDER"
         )
     else:
-        yield f'use it: vllm serve {out}, or from_pretrained("{out}") in transformers'
+        needs = " (which needs gptqmodel and optimum)" if record.recipe.files.by_gptqmodel else ""
+        yield f'use it: vllm serve {out}, or from_pretrained("{out}") in transformers{needs}'

@@ -35,8 +35,8 @@ def test_a_run_that_went_as_asked_takes_eight_lines():
     assert list(summary(RUN, OUT)) == [
         "2 layers quantized to 4.000 bits per weight in 1.5 s: out",
         "weight files 1.25 MB, whole folder 1.50 MB; calibrated on 512 tokens (2 windows of 256), measured on 1 extra window",
-        "share of a layer's output that is lost on 1 extra window, to which nothing was fitted: 2 % in the median layer, "
-        "more than 5 % in 1 of 2 layers",
+        "share of a layer's output that is lost on 1 extra window, to which nothing was fitted: 2 % in the median layer; "
+        "1 layer loses more than 5 %",
         "most is lost in model.layers.1.mlp.up_proj (6 %), model.layers.0.mlp.up_proj (2 %)",
         "rounding every weight to the nearest value of the same grids would lose 2.0 times as much (median layer)",
         "how far predictions are from the original's: nearplane evaluate out --against somewhere --text TEXT",
@@ -94,7 +94,7 @@ def test_without_extra_windows_the_losses_are_said_to_be_on_what_was_fitted():
     layers = tuple(map(without_extra, RUN.layers))
     lines = list(summary(replace(RUN, layers=layers, extra_windows=0), OUT))
     fitted = "share of a layer's output that is lost on the calibration tokens, as the text has no further windows"
-    assert f"{fitted}: 1 % in the median layer, more than 5 % in none of 2 layers" in lines
+    assert f"{fitted}: 1 % in the median layer; no layer loses more than 5 %" in lines
     assert (
         "rounding every weight to the nearest value of the same grids would lose 3.0 times as much (median layer)"
         in lines
@@ -105,7 +105,7 @@ def test_layers_that_no_extra_window_reaches_do_not_hide_the_others():
     """Of embeddings and of some experts no loss is known there."""
     lines = list(summary(replace(RUN, layers=(without_extra(GOOD), WORSE)), OUT))
     assert any(
-        "to which nothing was fitted: 6 % in the median layer, more than 5 % in 1 of 1 layer" in line for line in lines
+        "to which nothing was fitted: 6 % in the median layer; 1 layer loses more than 5 %" in line for line in lines
     )
 
 
