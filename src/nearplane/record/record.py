@@ -382,8 +382,9 @@ def read_record(folder: Path) -> RunRecord:
             f"{RECORD}."
         )
     if not path.is_file():
+        problem = f"has no {RECORD}" if folder.exists() else "does not exist"
         raise FormatError(
-            f"{folder} has no {RECORD}: expected a folder that nearplane quantize wrote.{unfinished_run(folder)}"
+            f"{folder} {problem}: expected a folder that nearplane quantize wrote.{unfinished_run(folder)}"
         )
     try:
         return RunRecord.from_json(path.read_text(encoding="utf-8"), str(path))
