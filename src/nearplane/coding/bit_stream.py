@@ -50,7 +50,7 @@ def best_rice(folded: NDArray[np.int64]) -> tuple[int, int]:
 
 @njit(cache=True, nogil=True)
 def write_rice(folded: NDArray[np.int64], parameter: int, bits: NDArray[np.uint8]) -> None:
-    """Write Rice codes to `bits`, one per byte, which are 0 before."""
+    """Write Rice codes to `bits`, one bit per byte; all entries must be 0 before."""
     at = 0
     for value in folded:
         quotient = value >> parameter

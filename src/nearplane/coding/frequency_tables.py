@@ -53,14 +53,14 @@ def parametric(spread: int, shape: int) -> NDArray[np.uint16]:
     for part in range(parts):
         part_spread = spread + (part - 4) * shape if shape else spread
         share = _MIXTURE_WEIGHTS[part] if shape else 1
-        above = np.int64(1) << 30
+        tail = np.int64(1) << 30
         for k in range(MAX_BYTE_CODE + 1):
-            below = np.int64(_tail(2 * k + 1, part_spread))
-            weight[k] += share * ((above - below) * 2 if k == 0 else above - below)
-            above = below
-            if below == 0:
+            next_tail = np.int64(_tail(2 * k + 1, part_spread))
+            weight[k] += share * ((tail - next_tail) * 2 if k == 0 else tail - next_tail)
+            tail = next_tail
+            if next_tail == 0:
                 break
-        weight[MAX_BYTE_CODE + 1] += share * 2 * above
+        weight[MAX_BYTE_CODE + 1] += share * 2 * tail
     unallocated = np.int64(1 << 31) * (256 if shape else 1)
     escaped = weight[MAX_BYTE_CODE + 1]
     top = MAX_BYTE_CODE

@@ -103,7 +103,7 @@ def read_header(blob: NDArray[np.uint8], name: str) -> tuple[Header, Layout, Bit
     )
     layout = lay_out(header)
     if header.pairs > len(layout.groups.starts):
-        raise FormatError(f"{name}: {header.pairs} of {len(layout.groups.starts)} groups are coded in pairs. {DAMAGED}")
+        raise FormatError(f"{name}: {header.pairs} groups are in pairs, but there are {len(layout.groups.starts)}. {DAMAGED}")
     if bits.take(1):
         for key in sorted({key for key, _ in layout.keys}):
             if bits.take(1):
@@ -130,8 +130,8 @@ def read_shape(blob: NDArray[np.uint8], name: str) -> tuple[tuple[int, int], int
     version, tag = int(blob[0]) >> 4, int(blob[0]) & 15
     if version != VERSION:
         raise FormatError(
-            f"{name}: coded in version {version} of the format; this nearplane reads version {VERSION}. Use the nearplane that "
-            f"wrote the file, or fetch the file again if it is damaged."
+            f"{name}: coded in version {version} of the format; this nearplane reads version {VERSION}. Use the "
+            f"nearplane that wrote the file, or fetch the file again if it is damaged."
         )
     if tag != TANS:
         raise FormatError(f"{name}: coder {tag} is unknown; expected 0 (tans). A newer nearplane may read the file.")

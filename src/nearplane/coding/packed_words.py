@@ -57,7 +57,7 @@ def unpack(words: Tensor, bits: int, n: int) -> Tensor:
         (..., n) uint8 codes in 0 ... 2^bits - 1.
 
     Raises:
-        ValueError: `bits` is outside its range, or the words are not int32 or not those of `n` codes.
+        ValueError: `bits` is outside its range, or the words are not int32 or not `words_of(n, bits)` per row.
     """
     _check(bits)
     if words.dtype != torch.int32 or words.shape[-1] != words_of(n, bits):

@@ -94,15 +94,15 @@ def gather(
         i, j, at = (low - offsets[g]) // row_symbols, (low - offsets[g]) % row_symbols, low - begin
         while at < high - begin:
             row = dense[i]
-            stop_column = min(row_symbols, j + high - begin - at)
-            count = stop_column - j
+            stop_symbol = min(row_symbols, j + high - begin - at)
+            count = stop_symbol - j
             target = out[at : at + count]
             if not pairs[g]:
-                source = row[start + j : start + stop_column]
+                source = row[start + j : start + stop_symbol]
                 for n in range(count):
                     target[n] = source[n]
             else:
-                whole = min(stop_column, width >> 1) - j
+                whole = min(stop_symbol, width >> 1) - j
                 source = row[start + 2 * j : start + 2 * j + 2 * max(whole, 0)]
                 for n in range(whole):
                     target[n] = _nibble(source[2 * n]) | (_nibble(source[2 * n + 1]) << np.uint8(4))

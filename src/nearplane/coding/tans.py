@@ -6,7 +6,7 @@ table. An entry of a decoding table is `bits to read | symbol << 8 | next state 
 A lane is read forwards, low bit first, and therefore written from its last symbol to its first. The state before the
 first symbol is stored. After the last one it must be 0, with all bits of the lane used; the decoder checks both.
 For any bytes, kernels stay inside their buffers: states stay below 4096 by the construction of the tables, and before
-unaligned loads there is a bound on the bits that the next reads can consume.
+unaligned loads a check bounds how many bits the next reads can consume.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def encode(
         first -= count
         share = count // LANES
         fours = share >> 2
-        for lane in range(LANES):  # the remainder of four symbols at a time, at the lane's end
+        for lane in range(LANES):  # symbols left over from rounds of four, at the lane's end
             end = first + (count if lane == LANES - 1 else (lane + 1) * share)
             remaining = end - first - lane * share - 4 * fours
             writer = _Writer(at[lane], bits[lane], held[lane], state[lane])
@@ -283,7 +283,7 @@ def decode_lanes(
             at[h], at[h + 1], at[h + 2], at[h + 3] = p0, p1, p2, p3
             state[h], state[h + 1], state[h + 2], state[h + 3] = x0, x1, x2, x3
             done = ((share >> 2) - rounds_left) << 2
-            for lane in range(h, h + 4):  # the remainder of four symbols at a time
+            for lane in range(h, h + 4):  # symbols left over from the rounds of four
                 p, x = at[lane], state[lane]
                 for i in range(first + lane * share + done, first + (count if lane == 7 else (lane + 1) * share)):
                     if np.int64(p) > limit:

@@ -35,7 +35,7 @@ class Certificate:
         damped_loss: Loss under `H + lambda I`; after a sweep equal to `sum_j d_j ||t_j - values_j||^2 / (out * in)`.
         worst_case: Upper bound of `damped_loss` where nothing clips: mean over rows of `1/4 sum_j d_j s_j^2 / in`.
         expected: Expected `damped_loss` for a uniform offset of the grid: a third of `worst_case`.
-        gamma: Upper bound of the error over the distance to the closest grid point where nothing clips, or None.
+        gamma: Bound on error / distance to the closest grid point, the largest over unclipped rows; None if all clip.
         clipped: Fraction of codes whose target lay outside the grid.
         clipped_rows: Fraction of rows with such a code; the bounds do not hold for these rows.
 
@@ -135,7 +135,7 @@ def certify(
 def losses_on_extra(
     W: Tensor, target: Tensor, matrix: QuantizedMatrix, extra: Extra, *, values: Tensor | None = None
 ) -> tuple[float, float, float]:
-    """Measure outputs `V x_hat` of a quantized matrix against outputs `W x` of the original, on the extra windows.
+    """Measure outputs `V x_hat` of a quantized matrix against outputs `W x` of the original, on rows outside every fit.
 
     Outputs are computed in the dtype of `W`, some rows of `W` at a time; squared differences are summed in float64.
 

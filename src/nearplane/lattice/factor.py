@@ -77,7 +77,7 @@ def factorize(
             (see `condition`), else float64.
 
     Raises:
-        NumericalError: `H` is not finite, or not positive definite with this damping.
+        NumericalError: `H` is not finite, or not positive definite with this damping; names the column.
 
     Equivalent to the three factorizations of GPTQ (Cholesky, inverse, Cholesky) at a quarter of the work.
     """
@@ -217,7 +217,7 @@ def _eliminate(S: Tensor, diagonal: Tensor, floor: Tensor, steps: int) -> tuple[
     """Eliminate the smallest pivots one by one. Updates `diagonal`; the caller updates `S -= L^T L`.
 
     Returns:
-        The columns of the pivots (steps,), and L (steps, left).
+        The positions (steps,) of the pivots in `S`, and L (steps, left).
     """
     L = S.new_zeros(steps, len(S))
     picked = torch.empty(steps, dtype=torch.long, device=S.device)

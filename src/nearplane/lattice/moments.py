@@ -19,7 +19,7 @@ SPAN = 256  # columns of a block of `X^T X`; only blocks on and above the diagon
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extra:
-    """Inputs of a layer on the extra windows, on which its outputs are compared with those of the original model.
+    """Inputs of a layer on extra windows, outside every fit, where its outputs are compared with the original ones.
 
     Args:
         X_hat: (rows, in) inputs in the quantized model.
@@ -39,8 +39,8 @@ class Moments:
         tokens: Number of rows that were averaged.
         C: (in, in) float64, `X^T X_hat / tokens` with inputs X in the original model; None without a correction, or
             where `lost` is given instead.
-        lost: (out, in) float64, `E[(W x + r - W x_hat - r_hat) x_hat^T]`: error of the layer's output before it is
-            quantized, with the residual stream r that it is added to, correlated with its inputs; None where it follows
+        lost: (out, in) float64, `E[(W x + r - W x_hat - r_hat) x_hat^T]`: error of the output before the layer
+            is quantized, with the residual stream r it is added to, correlated with the inputs; None where it follows
             from `C` as `W (C - H)`.
         held_out: Moments over the held-out windows (the last fifth, also part of the whole), in the dtype of the rows;
             None without a correction.
@@ -49,7 +49,7 @@ class Moments:
             run.
         alike: Share of an expert's rows whose tokens the original router sends to it too; None for other layers, or
             where the original model did not run.
-        blended: Number of an expert's `tokens` that stand for the mean over all experts; None for other layers.
+        blended: Number of an expert's `tokens` that stand for the mean over all experts of its block; None for other layers.
     """
 
     H: Tensor

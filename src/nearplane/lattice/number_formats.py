@@ -23,7 +23,7 @@ class NumberFormat:
         bits: Bits per code; 0 where codes have no limits.
         group: Number of neighbouring weights of a row that share a step; None: one step per row.
         symmetric: Whether there are no zero points or minima; the codes then lie around 0.
-        levels: Ascending positions of the codes 0, 1, ... in steps; None: a code is its own position.
+        levels: Ascending positions of the codes 0, 1, ... in steps, from below to above 0; None: codes are positions.
         steps: Name of the torch dtype in which steps are stored; None: that of the file.
         fit: Name of the fit of the steps, an entry of `fits.FITS`.
     """

@@ -122,7 +122,7 @@ def polish(
 
         t_j = values_j + (E H)_j / H_jj ;  codes_j = round(t_j / scale_j + zero_j) clipped to the grid ;  E = W - values
 
-    With `storage`, the step of every group is fitted by least squares just before its codes move, with fixed codes:
+    With `storage`, the step of every group is fitted by least squares just before its codes move, everything else fixed:
 
         scale_g += sum_{j in g} v_j (E H)_j / sum_{j, k in g} v_j H_jk v_k ;  v = codes - zero
 
@@ -173,11 +173,11 @@ def refine(
     matrix, gained = descend(W, solution.matrix, H, sweeps=rounds, fit=fit(solution.matrix.grid))
     solution = solve(matrix.grid)
     chosen = (before + gained <= _row_losses(W, solution, H))[:, None]
-    return replace(solution, matrix=merge(chosen, matrix, solution.matrix), losses=None)  # outdated
+    return replace(solution, matrix=merge(chosen, matrix, solution.matrix), losses=None)  # known for the solve only
 
 
 def merge(chosen: Tensor, one: QuantizedMatrix[Grid], other: QuantizedMatrix[Grid]) -> QuantizedMatrix[Grid]:
-    """Take the rows where `chosen` (out, 1) bool from `one`, the others from `other`, of the same groups and limits."""
+    """Take rows of `one` where `chosen` (out, 1) is True, else of `other`; both have the same groups and limits."""
     return QuantizedMatrix(codes=torch.where(chosen, one.codes, other.codes), grid=one.grid.merged(chosen, other.grid))
 
 

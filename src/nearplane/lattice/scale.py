@@ -119,14 +119,14 @@ def waterfill_exponents(lengths: Tensor, resolution: int) -> Tensor:
     """Return (in,) int32 `k_j` with `2^(k_j / resolution)` nearest to `1 / lengths_j`.
 
     Steps inversely proportional to the Gram-Schmidt lengths `sqrt(d_j)` give every plane the same error: reverse
-    water-filling at high rate (WaterSIC, 2603.04956). `ladder` has the cost of the resolution.
+    water-filling at high rate (WaterSIC, 2603.04956). See `ladder` for the cost of the resolution.
     """
     log_lengths = lengths.clamp(min=torch.finfo(lengths.dtype).tiny).log2()
     return (-log_lengths * resolution).round_().to(torch.int32)
 
 
 def row_exponents(sensitivity: Tensor, columns: int, resolution: int) -> Tensor:
-    """Return (out,) int32 exponents of row steps, smaller for sensitive rows; all 0 where that would cost more bits.
+    """Return (out,) int32 exponents of row steps, smaller for sensitive rows; all 0 if they cost more than they gain.
 
     An error of row i has weight `h_i`, so steps `1 / sqrt(h_i)` would be best if errors were small and independent.
     They are neither: steps `h_i^(-1/4)` were better or as good on all models and rates measured. Compared with equal

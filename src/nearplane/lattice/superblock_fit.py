@@ -13,7 +13,7 @@ from nearplane.lattice.number_formats import BlockType
 from nearplane.lattice.polish import State
 from nearplane.lattice.superblock import SuperGrid
 
-INTEGER_OFFSETS = (-1, 0, 1)  # candidates around the best real number
+INTEGER_OFFSETS = (-1, 0, 1)  # candidates around the best real number, besides the current integer
 MIN_HALF = 2.0**-24  # smallest positive number of 16-bit floating point
 
 

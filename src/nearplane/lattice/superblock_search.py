@@ -24,7 +24,7 @@ from nearplane.lattice.superblock_fit import rounded
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int32]
 RANGE_FRACTIONS = tuple(1 - 0.65 * i / 17 for i in range(18))  # candidates for the ends of a group's grid
-SC_FRACTIONS = (1.0, 0.97, 0.94, 0.9, 0.86, 0.8)  # fractions of the largest sc; the largest step of a block gets one
+SC_FRACTIONS = (1.0, 0.97, 0.94, 0.9, 0.86, 0.8)  # the largest step of a block is this part of the largest sc
 RADIUS = 2  # integers tried on each side of the nearest one
 
 
