@@ -92,7 +92,7 @@ class Grid:
         return self.with_parts({name: part[rows] if len(part) > 1 else part for name, part in self.parts.items()})
 
     def merged(self, chosen: Tensor, other: Grid) -> Self:
-        """Take rows of this grid where `chosen` (out, 1) is True, else of `other`, which has the same groups and limits."""
+        """Take rows of this grid where `chosen` (out, 1) is True, else of `other`, of the same groups and limits."""
         theirs = other.parts
         return self.with_parts({name: torch.where(chosen, part, theirs[name]) for name, part in self.parts.items()})
 

@@ -49,7 +49,7 @@ class Moments:
             run.
         alike: Share of an expert's rows whose tokens the original router sends to it too; None for other layers, or
             where the original model did not run.
-        blended: Number of an expert's `tokens` that stand for the mean over all experts of its block; None for other layers.
+        blended: Number of an expert's `tokens` that stand for the mean over its block's experts; None for other layers.
     """
 
     H: Tensor

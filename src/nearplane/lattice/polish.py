@@ -173,7 +173,7 @@ def refine(
     matrix, gained = descend(W, solution.matrix, H, sweeps=rounds, fit=fit(solution.matrix.grid))
     solution = solve(matrix.grid)
     chosen = (before + gained <= _row_losses(W, solution, H))[:, None]
-    return replace(solution, matrix=merge(chosen, matrix, solution.matrix), losses=None)  # known for the solve only
+    return replace(solution, matrix=merge(chosen, matrix, solution.matrix), losses=None)  # for the solve only
 
 
 def merge(chosen: Tensor, one: QuantizedMatrix[Grid], other: QuantizedMatrix[Grid]) -> QuantizedMatrix[Grid]:

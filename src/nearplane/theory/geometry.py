@@ -87,9 +87,9 @@ def sweep(w: Tensor, H: Tensor, order: Order = "natural") -> Sweep:
     matrix = nearest_plane(w[None], UNIT_GRID, factor)
     values = matrix.decode()[0]  # (2,)
     first, last = factor.order.tolist()
-    midpoint = values.clone()
-    midpoint[last] = w[last] + (w[first] - values[first]) * factor.U[0, 1]
-    path = torch.stack([w, midpoint, values])
+    interim = values.clone()
+    interim[last] = w[last] + (w[first] - values[first]) * factor.U[0, 1]
+    path = torch.stack([w, interim, values])
     loss = float(quadratic((w - values)[None], H))
     return Sweep(first=first, last=last, codes=matrix.codes[0], path=path, loss=loss)
 

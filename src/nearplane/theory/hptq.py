@@ -34,7 +34,7 @@ from nearplane.system.device import Device
 from nearplane.theory.huffman import coded_bytes, estimated_size
 
 MIN_RATE = 1.1  # bits per weight; every code word has at least one bit
-MAX_CARRYOVER = 0.02  # relative change of a layer's rate that uses up the surplus bits of earlier blocks
+MAX_CARRYOVER = 0.02  # limit on the relative change of a layer's rate to use up the surplus bits of earlier blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

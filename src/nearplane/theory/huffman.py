@@ -77,9 +77,9 @@ def estimated_size(codes: NDArray[np.int32]) -> Size:
 
 
 def coded_bytes(codes: NDArray[np.int32]) -> int:
-    """Return the size of codes (out, in) in bytes: exact for small matrices, else up to a byte or two per chunk."""
+    """Return the size of codes (out, in) in bytes: exact for small matrices, else within 1 or 2 per chunk."""
     parts = _parts(codes)
-    length = 2 * ((parts.listed + 1).bit_length() - 1) + 4 if parts.listed else 0  # head of the list
+    length = 2 * ((parts.listed + 1).bit_length() - 1) + 4 if parts.listed else 0  # gamma code, parameter
     return parts.start + math.ceil((parts.header + parts.payload + length) / 8)
 
 

@@ -2,8 +2,8 @@
 
 With n inputs a row costs n^3/6 multiplications, as many as the one factorization that all rows of `lattice/solvers.py`
 share; here the whole inverse is downdated at every step, as published, at six times the cost. The order is exactly the
-greedy one, without the rule of the OBQ program that rounds weights far outside the grid first, which reduces the loss
-on clipping grids considerably.
+greedy one, without the rule of the OBQ program that rounds weights far outside the grid first; that rule reduces the
+loss on clipping grids considerably.
 """
 
 from __future__ import annotations

@@ -215,10 +215,10 @@ def _propagation(figure: Figure) -> None:
     """Draw the worked example in parameter space."""
     w, H = g.worked_example()
     steps = g.sweep(w, H)
-    midpoint, nearest = steps.path[1], w.round()
+    interim, nearest = steps.path[1], w.round()
     touching, swept, rounded = (float(quadratic((w - point)[None], H)) for point in (*steps.path[1:], nearest))
     inverse = str(torch.linalg.inv(H).round(decimals=9).int().tolist()).replace("-", "\N{MINUS SIGN}")
-    (a, b), (z, moved), end = w.tolist(), midpoint.tolist(), int(steps.codes[1])
+    (a, b), (z, moved), end = w.tolist(), interim.tolist(), int(steps.codes[1])
     _set_texts(
         figure,
         (7.2, 6.9),
@@ -229,19 +229,19 @@ def _propagation(figure: Figure) -> None:
     )
     axes = figure.subplots()
     _lattice(axes, torch.eye(2, dtype=H.dtype), (-0.25, 1.75), (-0.4, 1.55))
-    axes.axvline(float(midpoint[0]), color=BLUE, linewidth=2, zorder=1)
+    axes.axvline(float(interim[0]), color=BLUE, linewidth=2, zorder=1)
     for loss in (touching, swept, rounded):
         _level(axes, w, torch.linalg.inv(g.basis(H)), loss)
     _steps(axes, steps.path)
     axes.plot(*nearest.tolist(), marker="D", markersize=10, color=ORANGE, markeredgecolor=TEXT, zorder=5)
     _target(axes, w, "w", (-16, 2))
-    _write(axes, midpoint, f"({midpoint[0]:.0f}, {midpoint[1]:.1f}): loss {touching:.2f}", (10, 2))
+    _write(axes, interim, f"({interim[0]:.0f}, {interim[1]:.1f}): loss {touching:.2f}", (10, 2))
     _write(axes, steps.path[2], f"GPTQ: loss {swept:.2f}", (12, -14))
     _write(axes, nearest, f"rounded to nearest:\nloss {rounded:.2f}", (12, 6))
     axes.set_xlabel("w₀", labelpad=3)
     axes.set_ylabel("w₁", rotation=0, labelpad=14)
-    axes.set_xticks([0, midpoint[0].item(), w[0].item()], ["0", "1", f"{w[0]:.1f}"])
-    axes.set_yticks([0, midpoint[1].item(), w[1].item(), 1], ["0", f"{midpoint[1]:.1f}", f"{w[1]:.1f}", "1"])
+    axes.set_xticks([0, interim[0].item(), w[0].item()], ["0", "1", f"{w[0]:.1f}"])
+    axes.set_yticks([0, interim[1].item(), w[1].item(), 1], ["0", f"{interim[1]:.1f}", f"{w[1]:.1f}", "1"])
 
 
 PICTURES: dict[str, Callable[[Figure], None]] = {

@@ -61,7 +61,7 @@ def factorize_root(
             1e-2 / sqrt(in) of its column's norm, far above rounding errors.
 
     Raises:
-        NumericalError: `R` is not finite, or a length is only rounding error with this damping.
+        NumericalError: `R` is not finite, or a length is only rounding error with this damping; names the column.
 
     Equal to `factorize(H)` up to rounding errors: those of `d` grow with the condition number of X here, and with its
     square there. Birnick (2025) factors the data in this way, and also adds damping as rows below the data.
@@ -82,8 +82,8 @@ def factorize_root(
     small = lengths <= len(p) * torch.finfo(R.dtype).eps * (diagonal[live] + shift).sqrt()
     if bool(small.any()):
         raise NumericalError(
-            f"The Hessian is not positive definite: column {int(live[small.nonzero()[-1]])} depends on later columns "
-            f"up to rounding errors, with damping {damp}. Use more calibration tokens or a larger --damp."
+            f"The Hessian is not positive definite: column {int(live[small.nonzero()[-1]])} depends on columns "
+            f"rounded after it, up to rounding errors, with damping {damp}. Use more calibration tokens or a larger --damp."
         )
     live_places = (~dead[p]).nonzero()[:, 0]
     U = torch.eye(len(p), dtype=R.dtype, device=R.device)
