@@ -103,7 +103,7 @@ def read_header(blob: NDArray[np.uint8], name: str) -> tuple[Header, Layout, Bit
     )
     layout = lay_out(header)
     if header.pairs > len(layout.groups.starts):
-        raise FormatError(f"{name}: {header.pairs} groups in pairs of {len(layout.groups.starts)} groups. {DAMAGED}")
+        raise FormatError(f"{name}: {header.pairs} of only {len(layout.groups.starts)} groups are in pairs. {DAMAGED}")
     if bits.take(1):
         for key in sorted({key for key, _ in layout.keys}):
             if bits.take(1):

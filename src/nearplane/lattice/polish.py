@@ -122,7 +122,7 @@ def polish(
 
         t_j = values_j + (E H)_j / H_jj ;  codes_j = round(t_j / scale_j + zero_j) clipped to the grid ;  E = W - values
 
-    With `storage`, the step of every group is fitted by least squares just before its codes move, everything else fixed:
+    With `storage`, the step of every group is fitted by least squares just before its codes move, all else fixed:
 
         scale_g += sum_{j in g} v_j (E H)_j / sum_{j, k in g} v_j H_jk v_k ;  v = codes - zero
 

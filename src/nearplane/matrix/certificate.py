@@ -28,7 +28,7 @@ class SolvedMatrix:
     Args:
         matrix: Codes and grid as stored.
         base: Step of exponent 0 in the sweep of entropy-coded weights.
-        outside: (out,) number of clipped targets in the sweep on this grid, see `Solution`; None: recomputed by a sweep.
+        outside: (out,) number of clipped targets in the sweep on this grid, see `Solution`; None: swept again.
         tuned: Whether codes and steps were trained after the sweep, so that no bound of the sweep holds.
     """
 
@@ -88,8 +88,8 @@ def measure(
     solution = Solution(matrix=cast("QuantizedMatrix[Grid]", on_grid), outside=outside)
     figures = certify(W, target, solution, H, sweep, values=values)
     extra: tuple[float | None, ...] = (None, None, None)
-    if (extra_moments := moments.extra) is not None:
-        extra = losses_on_extra(W, target, on_grid, extra_moments, values=values)
+    if (extra_inputs := moments.extra) is not None:
+        extra = losses_on_extra(W, target, on_grid, extra_inputs, values=values)
     entropy = None  # on fixed grids; else bits per weight under the tables in the file
     if isinstance(grid, ProductGrid):
         entropy = size(Contents.of(matrix.codes, grid)).payload / matrix.codes.numel()

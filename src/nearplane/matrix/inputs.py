@@ -31,7 +31,7 @@ class Damped(NamedTuple):
 
 
 class Inputs:
-    """Statistics of one layer input with their factors, which are made on first use and shared by all layers of that input.
+    """Statistics of one layer input and their factors, made on first use and shared by all layers of that input.
 
     Factors that only the correction needs are freed when the last of these layers has its target.
 
@@ -48,7 +48,7 @@ class Inputs:
         self.moments = statistics if isinstance(statistics, Moments) else Moments(H=statistics, tokens=0)
         self.corrects, self._once, self.spent = self.moments.corrects, False, False
         held_out = self.moments.held_out
-        # factors that affect no code and no loss may be float32 if the inputs themselves were float32
+        # whether factors may be float32 where no code or loss depends on the last digits: the inputs were float32
         self._rough = held_out is not None and held_out.H.dtype == torch.float32
         self._last = True  # whether no later layer shares this input
         self._factors: dict[tuple[str, float | str, bool], Factor] = {}
@@ -66,7 +66,7 @@ class Inputs:
         return other
 
     def used_once(self) -> Inputs:
-        """Free the moments that only a target needs (half of them or more) as soon as it is made; return these inputs."""
+        """Free moments that only a target needs (half of them or more) once it is made; return these inputs."""
         self._once = True
         return self
 
@@ -82,8 +82,8 @@ class Inputs:
     def mean_log_eigenvalue(self, level: float) -> float | None:
         """Return the mean of the base-2 logarithms of H's eigenvalues if all are above `level`, else None.
 
-        Two Cholesky decompositions, of `H - level I` in float32 and of H, cost a third of the eigenvalues. float32 is enough,
-        because `level` is either far below the eigenvalues or among them. A failing decomposition fails early.
+        Two Cholesky decompositions, of `H - level I` in float32 and of H, cost a third of computing the
+        eigenvalues. float32 is enough: `level` is far below the eigenvalues or among them. A failing one fails early.
         """
         H = self.moments.H
         if self._eigenvalues or not 0 < level < float(H.diagonal().min()):
@@ -111,7 +111,7 @@ class Inputs:
     def factor_of_the_correction(self, scheme: Scheme, *, fitting: bool = False) -> Factor:
         """Factor H with the scheme's damping of the correction; with `fitting`, H of the tokens that are not held out.
 
-        The factor is float32 if the inputs were, unless the sweep shares it: targets are rounded anyway.
+        The factor is float32 if the inputs were and it is good to 1/1000, unless the sweep shares it.
         """
         shared = not fitting and scheme.damp == scheme.damp_of_the_sweep(self.corrects)
         rough = self._rough and not shared
@@ -142,7 +142,7 @@ class Inputs:
         fitting: bool = False,
         dtype: Literal["auto"] | None = None,
     ) -> Factor:
-        """Factor H in an order; with `fitting`, H of the tokens that are not held out; `dtype` is that of `factorize`."""
+        """Factor H in an order; with `fitting`, H of the tokens not held out; `dtype` as in `factorize`."""
         key = (order, damp, fitting)
         if key not in self._factors:
             moments, held_out = self.moments, self.moments.held_out if fitting else None
@@ -180,15 +180,15 @@ def lattice_problem(
             asymmetry, largest = float((H - H.T).abs().max()), float(H.abs().max())
             if asymmetry > MAX_ASYMMETRY * largest:
                 raise NumericalError(
-                    f"{name}: H is not symmetric: entries across the diagonal differ by up to {asymmetry:.3g}, the largest is "
-                    f"{largest:.3g}. Expected X^T X / tokens."
+                    f"{name}: H is not symmetric: entries across the diagonal differ by up to {asymmetry:.3g}, "
+                    f"the largest is {largest:.3g}. Expected X^T X / tokens."
                 )
         inputs = Inputs(H)
     H = inputs.moments.H
     if tuple(H.shape) != (W.shape[1], W.shape[1]):
         raise NumericalError(
-            f"{name}: H is {' x '.join(map(str, H.shape))}, W has {W.shape[1]} inputs (columns). Expected {W.shape[1]} x "
-            f"{W.shape[1]}: X^T X / tokens, with W as (out, in)."
+            f"{name}: H is {' x '.join(map(str, H.shape))}, W has {W.shape[1]} inputs (columns). "
+            f"Expected {W.shape[1]} x {W.shape[1]}: X^T X / tokens, with W as (out, in)."
         )
     if H.device != W.device:
         raise NumericalError(f"{name}: W is on {W.device}, but H is on {H.device}. Move one of them.")
@@ -213,12 +213,12 @@ def _floating(array: Any, called: str, expected: str) -> Tensor:
 def corrected(W: Tensor, inputs: Inputs, scheme: Scheme) -> tuple[Tensor, float]:
     """Return the target of the lattice problem, 0 for dead inputs, and the weight (0 to 1) of the correction in it.
 
-    The weight is measured: a correction of `TRIED_ROWS` rows, fitted on four fifths of the windows, is scaled so that it helps most
-    on the other windows. The correction of all rows is fitted on all windows. The target has the dtype of `W`; float32 errors are
-    below a thousandth of a step.
+    The weight is measured: a correction of `TRIED_ROWS` rows, fitted on four fifths of the windows, is scaled for the
+    least error on the other windows. The correction of all rows is fitted on all windows. The target has the dtype of
+    `W`; in float32 it is off by less than a thousandth of a step.
     """
     if inputs.spent:
-        raise NumericalError("These inputs were used once for a target, and its moments are freed. Make new Inputs.")
+        raise NumericalError("These inputs were used once for a target, and their moments are freed. Make new Inputs.")
     moments, dead = inputs.moments, inputs.damped_for_the_correction(scheme).dead
     target, rho = W, 0.0
     if scheme.correct and moments.corrects and moments.held_out is not None and moments.held_out.corrects:
@@ -234,7 +234,7 @@ def corrected(W: Tensor, inputs: Inputs, scheme: Scheme) -> tuple[Tensor, float]
 
 
 def _lost(W: Tensor, moments: Moments) -> Tensor:
-    """Return (out, in) moments between the outputs' error before the layer is quantized and its inputs, dtype of `W`."""
+    """Return (out, in) `Moments.lost`, or the same from C and H, in the dtype of `W`."""
     if moments.lost is not None:
         return moments.lost.to(W.dtype)
     assert moments.C is not None, "these moments hold no statistics of the original model"

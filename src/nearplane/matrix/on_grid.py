@@ -2,14 +2,14 @@
 
     matrix, record = quantize_matrix(W, X.T @ X / len(X), GridScheme(bits=3))
 
-Rows may compensate each other's errors too: the second side of a two-sided lattice problem. The errors E (out, in) of a layer cost
-the network about `tr(G E H E^T)`, with H of the layer's inputs and `G = E[g g^T]` of the gradients by its outputs. With
-`G = U diag(d) U^T`, U unit upper triangular, the cost is
+Rows may compensate each other's errors too: the second side of a two-sided lattice problem. Errors E (out, in) of a
+layer cost the network about `tr(G E H E^T)`, with H of its inputs and `G = E[g g^T]` of the gradients by its outputs.
+With `G = U diag(d) U^T`, U unit upper triangular, the cost is
 
     sum_i d_i |e_i + sum_{k<i} U_ki e_k|_H^2
 
-Each row is therefore solved for its target plus the errors that the rows before it pass on, as columns are in a sweep. Rows are
-solved in parts of several rows, one solve per part. Runs of rows are independent, because G has no entries between them.
+Each row is therefore solved for its target plus the errors that the rows before it pass on, as columns in a sweep.
+Rows are solved part by part. Runs of rows, between which G is not known, are solved at the same time.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ def quantize_matrix(
 
     Raises:
         RecipeError: The group size does not divide the inputs, or the scheme is of another kind.
-        NumericalError: A weight is not finite, or the Hessian is not positive definite, not symmetric or of a wrong size.
+        NumericalError: A weight is not finite, or the Hessian not positive definite, not symmetric or of a wrong size.
     """
     began = time.perf_counter()
     if getattr(scheme, "entropy_coded", True):
         raise RecipeError(
-            f"{name}: found a {type(scheme).__name__}, expected a GridScheme; quantize_matrix_to_rate takes rates."
+            f"{name}: found a {type(scheme).__name__}, expected a GridScheme. Use quantize_matrix_to_rate for a rate."
         )
     W, inputs = lattice_problem(W, statistics, name)
     scheme = scheme.grouped([W.shape[1]])

@@ -25,7 +25,7 @@ class Task:
     Args:
         name: Full name of the layer, for the record and for error messages.
         W: (out, in) weights.
-        inputs: Statistics of the layer's inputs, shared by layers with the same input; a task of `used_once` inputs is solved once.
+        inputs: Statistics of the layer's inputs, shared by layers of the same input; if `used_once`, solve only once.
         scheme: The layer's own scheme, with a whole number of bits.
         rate: Rate of entropy-coded weights in bits per weight; None: the rate of the scheme.
         storage: Dtype in which steps of grids are stored.

@@ -118,7 +118,7 @@ def scaled(matrix: QuantizedMatrix[ProductGrid], T: Tensor, H: Tensor) -> Quanti
     """Rescale the whole matrix by one factor, which needs no space in the file.
 
     The factor of least loss, `<T,V> / <V,V>`, shrinks the outputs of every layer in the same sense. The factor without
-    shrinkage, `<T,T> / <T,V>`, adds more noise. Their geometric mean keeps the energy of `T`, and gave the least divergence.
+    shrinkage, `<T,T> / <T,V>`, adds more noise. Their geometric mean keeps the energy of `T`; it diverged least.
     """
     grid = matrix.grid
     weight = grid.row_weight().to(H.dtype)
@@ -149,8 +149,8 @@ def quantize_matrix_to_rate(
         W, statistics: Weights and statistics of inputs, see `quantize_matrix`.
         scheme: Order, solver, damping and correction.
         rate: Bits per weight of this matrix; None: the rate of the scheme.
-        sensitivity: (out,) sensitivity of the network to errors of each output, see `calibration/sensitivity.py`; None: equal.
-        max_loss: Upper limit of the relative loss, to meet which the rate is raised to at most 7 bits; None: no limit.
+        sensitivity: (out,) weight of each output's errors, see `calibration/sensitivity.py`; None: all equal.
+        max_loss: Upper limit of the relative loss; the rate is raised to meet it, to at most 7 bits. None: no limit.
         name: Name of the matrix in the record and in error messages.
 
     Raises:
@@ -200,8 +200,9 @@ def search(
 ) -> Trial:
     """Find the step c for which steps of c times `steps` give `rate` bits per weight as measured by `sized`.
 
-    The search first sweeps, on some rows of a large matrix, and estimates sizes; one size from `sized` gives the overhead that the
-    estimates leave out. From there it uses the scheme's solver, whose codes take nearly as many bits, and sizes from `sized`.
+    The search first sweeps, some rows of a large matrix only, and estimates sizes; one size from `sized` gives the
+    overhead that estimates leave out. It then uses the scheme's solver, whose codes take nearly as many bits, and
+    sizes from `sized`.
     """
     sweep_solver: Solver = "nearest-plane" if scheme.calibrated else "round-to-nearest"
     sweeps = replace(scheme, solver=sweep_solver, beam=None)

@@ -82,8 +82,8 @@ def factorize_root(
     small = lengths <= len(p) * torch.finfo(R.dtype).eps * (diagonal[live] + shift).sqrt()
     if bool(small.any()):
         raise NumericalError(
-            f"The Hessian is not positive definite: column {int(live[small.nonzero()[-1]])} depends on columns "
-            f"rounded after it, up to rounding errors, with damping {damp}. Use more calibration tokens or a larger --damp."
+            f"The Hessian is not positive definite: column {int(live[small.nonzero()[-1]])} depends on columns rounded "
+            f"after it up to rounding errors, with damping {damp}. Use more calibration tokens or a larger --damp."
         )
     live_places = (~dead[p]).nonzero()[:, 0]
     U = torch.eye(len(p), dtype=R.dtype, device=R.device)
