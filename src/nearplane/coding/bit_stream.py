@@ -157,7 +157,7 @@ def centre_of(values: NDArray[np.int32]) -> int:
 
 
 def array_bits(values: NDArray[np.int32]) -> int:
-    """Return the number of bits that `BitWriter.array` writes, without the centre."""
+    """Return the number of bits that `BitWriter.optional` writes, without the flag and the centre."""
     if values.min() == values.max():
         return 4 if values[0] else 0
     folded = zigzag(values.astype(np.int64) - centre_of(values))

@@ -118,7 +118,7 @@ def scaled(matrix: QuantizedMatrix[ProductGrid], T: Tensor, H: Tensor) -> Quanti
     """Rescale the whole matrix by one factor, which needs no space in the file.
 
     The factor of least loss, `<T,V> / <V,V>`, shrinks the outputs of every layer in the same sense. The factor without
-    shrinkage, `<T,T> / <T,V>`, adds more noise. Their geometric mean keeps the energy of `T`; it diverged least.
+    shrinkage, `<T,T> / <T,V>`, adds more noise. Their geometric mean keeps `T`'s energy; its predictions diverge least.
     """
     grid = matrix.grid
     weight = grid.row_weight().to(H.dtype)
