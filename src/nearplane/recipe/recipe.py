@@ -101,8 +101,8 @@ class LayerScheme:
                 raise RecipeError(f"{title} have another {name}, which must be the same in the whole run. Remove it.")
         if scheme.calibrated and not others.calibrated:
             raise RecipeError(
-                f"{title} use the solver {scheme.solver}, which needs calibration; the other layers use none. Use {scheme.solver} "
-                f"for the recipe, and {others.solver} for the other layers."
+                f"{title} use the solver {scheme.solver}, which needs calibration; the other layers are not calibrated. "
+                f"Use {scheme.solver} for the recipe, and {others.solver} for the other layers."
             )
         if isinstance(bits := getattr(scheme, "bits", None), float):
             raise RecipeError(f"{title} have {bits} bits, but the bits of one layer must be a whole number.")
