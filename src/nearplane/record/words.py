@@ -107,7 +107,8 @@ def _experts(record: RunRecord) -> Iterator[str]:
     if total := sum(tokens for _, tokens in compared):
         share = sum(alike * tokens for alike, tokens in compared) / total
         yield (
-            f"{100 * share:.1f} % of the tokens of experts reach the same expert in the original model; only these are corrected"
+            f"{100 * share:.1f} % of the tokens of experts reach the same expert in the original model; "
+            f"only these are corrected"
         )
     few = [layer for layer in matrices if layer.tokens < ADVISED_TOKENS_PER_INPUT * layer.in_features]
     rare = {layer.name.rpartition(".")[0] for layer in few}

@@ -294,7 +294,7 @@ def shares(record: RunRecord) -> Figure:
         return f"{percent(value)} of the worst case{clip}"
 
     parts = [*row.marks(y, share, title_of, clipping), level(y, 1, "worst case"), level(y, 1 / 3, "expected")]
-    words = "The loss as a share of the worst case of Babai's theorem. Evenly distributed errors give a third."
+    words = "The damped loss as a share of the worst case of Babai's theorem. Evenly distributed errors give a third."
     if any(layer.clipped_rows for layer in record.layers):
         words += " Hollow marks: some rows clip, for which the worst case is no bound."
     return row.figure(heading, words, "damped loss / worst case", y, parts)
