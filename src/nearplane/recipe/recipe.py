@@ -123,8 +123,8 @@ class Recipe:
         format: Format of the checkpoint. Default: nearplane with a rate or size, gguf with a grid of llama.cpp, else
             compressed-tensors.
         ignore: Regular expressions; layers in whose full name one of them is found are not quantized.
-        allocate: Distribution of bits over layers. uniform: the same for all. slope: more for layers where a pass before
-            the quantization measures a larger effect. Default: slope with a fraction of bits or measured types of
+        allocate: Distribution of bits over layers. uniform: the same for all. slope: more for layers where a pass
+            before the quantization measures a larger effect. Default: slope with a fraction of bits or measured types of
             llama.cpp, and for entropy-coded weights if calibrated.
         max_loss: Upper limit of the relative loss of every layer, for example 0.05. Entropy-coded layers get more bits until they
             comply. Layers on fixed grids that exceed it are named, and the command exits with code 2.

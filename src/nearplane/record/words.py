@@ -236,7 +236,7 @@ def _smaller_groups(record: RunRecord) -> Iterator[str]:
 
 
 def next_commands(record: RunRecord, out: Path) -> Iterator[str]:
-    """Yield the commands that say what was lost as a whole, and those that use the checkpoint."""
+    """Yield the commands that measure the loss of the whole model, show every layer, and use the checkpoint."""
     if record.tokens:
         yield f"how far predictions are from the original's: nearplane evaluate {out} --against {record.source} --text TEXT"
     yield f"figures of every layer: nearplane inspect {out}"
