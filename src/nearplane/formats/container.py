@@ -42,7 +42,7 @@ class Place:
         trust_remote_code: Whether the model's Python files are copied.
         network: config.json as transformers completes it, for formats with a header that describes the network.
         tokenizer: The folder of tokenizer.json, for formats that store the tokenizer; None: `source`.
-        resumes: Whether the files of a stopped run are kept, see `Container.found`.
+        resumes: Whether the files of a stopped run are kept, see `Container.resumable`.
     """
 
     out: Path

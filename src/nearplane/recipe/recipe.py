@@ -101,8 +101,8 @@ class LayerScheme:
                 raise RecipeError(f"{title} have another {name}, which must be the same in the whole run. Remove it.")
         if scheme.calibrated and not others.calibrated:
             raise RecipeError(
-                f"{title} use the solver {scheme.solver}, which needs calibration; the other layers use none. Use {scheme.solver} "
-                f"for the recipe, and {others.solver} for the other layers."
+                f"{title} use the solver {scheme.solver}, which needs calibration; the other layers are not "
+                f"calibrated. Use {scheme.solver} for the recipe, and {others.solver} for the other layers."
             )
         if isinstance(bits := getattr(scheme, "bits", None), float):
             raise RecipeError(f"{title} have {bits} bits, but the bits of one layer must be a whole number.")
@@ -122,9 +122,10 @@ class Recipe:
         layers: Different schemes for layers that match a pattern; the first match counts.
         format: Format of the checkpoint. Default: nearplane with a rate or size, gguf with a grid of llama.cpp, else
             compressed-tensors.
-        ignore: Regular expressions; layers whose full name matches one of them are not quantized.
-        allocate: Distribution of bits over layers. uniform: the same for all. slope: more for layers where a pass before the
-            quantization measures a larger effect. Default: slope with a fraction of bits, and with a rate if calibrated.
+        ignore: Regular expressions; layers in whose full name one of them is found are not quantized.
+        allocate: Distribution of bits over layers. uniform: the same for all. slope: more for layers where a pass
+            before the quantization measures a larger effect. Default: slope with a fraction of bits or measured types of
+            llama.cpp, and for entropy-coded weights if calibrated.
         max_loss: Upper limit of the relative loss of every layer, for example 0.05. Entropy-coded layers get more bits until they
             comply. Layers on fixed grids that exceed it are named, and the command exits with code 2.
         tune: Training after the solve. network: train steps, norms and, at 2 and 3 bits, codes on the KL divergence from the

@@ -20,9 +20,8 @@ Allocation = Literal["uniform", "slope"]
 BEAM = 8  # candidates of a row; docs/log.md has the measurements behind this and the defaults of `schemes.py`
 DEFAULT_GROUP_SIZES = (128, 64, 32, 16)  # default group sizes to try; kernels take no smaller ones
 SWEEP_DAMP = 0.1  # default of `sweep_damp` where targets are corrected
-UNCALIBRATED_SOLVERS: tuple[Solver, ...] = (
-    "round-to-nearest",
-)  # solvers that need no inputs; see `lattice/solvers.py`
+# solvers that need no inputs; see `lattice/solvers.py`
+UNCALIBRATED_SOLVERS: tuple[Solver, ...] = ("round-to-nearest",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +184,7 @@ def names_of(part: type) -> set[str]:
 
 
 def within(name: str, value: object, good: bool, expected: str) -> None:
-    """Refuse a value that is not `good`."""
+    """Refuse a bool, and a value that is not `good`; the message says what is `expected`."""
     if isinstance(value, bool) or not good:
         raise RecipeError(f"{name} is {value!r}; expected {expected}.")
 

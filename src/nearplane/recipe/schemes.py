@@ -144,7 +144,7 @@ class GridScheme(Scheme):
     @property
     def misfit(self) -> str:
         """End of the error message for inputs that groups do not divide."""
-        remedy = "another grid" if self.grid else "none (one step per row) or a divisor"
+        remedy = "another --grid" if self.grid else "a --group-size that divides them, or none (one step per row)"
         return f"are not a multiple of the group size {self.group_size}. Use {remedy}."
 
     def storing(self, format: NumberFormat) -> Self:

@@ -37,7 +37,7 @@ class LayerRecord:
         stored: Name of its tensors in the file; the same for most models.
         out_features, in_features: Shape of the weight.
         loss: Exact loss under the undamped Hessian.
-        row_losses: Losses of `row_groups` groups of neighbouring rows, to 9 digits; one code changes one of them.
+        row_losses: Losses of `row_groups` groups of neighbouring rows, to 9 digits; a changed code shows in its group.
         relative_loss: Loss divided by the energy of the weights under that Hessian.
         nearest_loss: Loss of rounding the same target to nearest on the same grid.
         extra_loss: Loss against the original model's outputs on the extra windows, which were not used for fitting, or
@@ -70,11 +70,11 @@ class LayerRecord:
         order: Order in which columns were rounded.
         format: Name of the number format: int4-g128, q4_k; coded for entropy-coded weights, whose codes have no limits.
         asked: Bit budget of an entropy-coded layer, in bits per weight.
-        base: Step of exponent 0 in the sweep of entropy-coded weights; in the file it is scaled.
+        base: Step of exponent 0 in the sweep of entropy-coded weights; the file scales it to keep the target's energy.
         entropy: Bits per weight of the codes under the tables in the file, without side information.
         limit: Bits per weight below which no code reaches this loss on Gaussian rows under the same Hessian, with rows
             weighted by their exponents, see `lattice/bounds.py`. None above 4096 inputs, and if the loss is 0.
-        seconds: Time to solve and measure the layer, without calibration; the first layer with a factor counts it.
+        seconds: Time to solve and measure the layer, without calibration; a shared factor counts at its first layer.
         bytes: Size of the layer's tensors in the file.
         checksum: SHA-256 of these tensors: a line "RECORD DTYPE SIZE SIZE ..." and the bytes of each, sorted by name.
     """
@@ -165,7 +165,7 @@ class RunRecord:
         versions: Versions of the packages that computed it.
         device: The device that computed it.
         stored: Format in which the original model stores weights in few bits, fp8 or mxfp4. See `fp8_mxfp4.py`.
-        products: Library of float32 matrix products, chosen by a trial at the start; None: torch's default.
+        products: Library of float32 matrix products, chosen by a trial at the start; None: torch's default, untried.
         windows, seqlen, tokens: Number of calibration windows, tokens per window, and their product.
         extra_windows: Number of extra windows of the same text, on which losses are measured but nothing is fitted.
         text: SHA-256 of all these windows: of the token ids as little-endian int64, then of their sound as float32, if

@@ -42,13 +42,13 @@ def summary(record: RunRecord, out: Path) -> Iterator[str]:
 
 
 def _of_codes(record: RunRecord) -> str:
-    """Return how the bits divide into codes and steps with zero-points, where all layers have codes of one width."""
+    """Return how the bits divide into codes and steps with zero points, where all layers have codes of one width."""
     formats = [layer.number_format for layer in record.layers]
     widths = {format.bits for format in formats}
     bits = widths.pop() if len(widths) == 1 else 0
     if not bits or record.rate - bits < 0.01:
         return ""
-    return f" (codes {bits}, steps{'' if formats[0].symmetric else ' and zero-points'} {record.rate - bits:.3f})"
+    return f" (codes {bits}, steps{'' if formats[0].symmetric else ' and zero points'} {record.rate - bits:.3f})"
 
 
 def tuned(record: RunRecord, out: Path) -> Iterator[str]:

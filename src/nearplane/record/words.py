@@ -107,7 +107,8 @@ def _experts(record: RunRecord) -> Iterator[str]:
     if total := sum(tokens for _, tokens in compared):
         share = sum(alike * tokens for alike, tokens in compared) / total
         yield (
-            f"{100 * share:.1f} % of the tokens are routed to the same expert as in the original model; only these are corrected"
+            f"{100 * share:.1f} % of the tokens of experts reach the same expert in the original model; "
+            f"only these are corrected"
         )
     few = [layer for layer in matrices if layer.tokens < ADVISED_TOKENS_PER_INPUT * layer.in_features]
     rare = {layer.name.rpartition(".")[0] for layer in few}
@@ -235,7 +236,7 @@ def _smaller_groups(record: RunRecord) -> Iterator[str]:
 
 
 def next_commands(record: RunRecord, out: Path) -> Iterator[str]:
-    """Yield the commands that say what was lost as a whole, and those that use the checkpoint."""
+    """Yield the commands that measure the loss of the whole model, show every layer, and use the checkpoint."""
     if record.tokens:
         yield f"how far predictions are from the original's: nearplane evaluate {out} --against {record.source} --text TEXT"
     yield f"figures of every layer: nearplane inspect {out}"

@@ -28,9 +28,8 @@ logger = logging.getLogger("nearplane")
 
 PRECISIONS: dict[Library, str] = {"default": "ieee", "onednn": "bf16"}  # torch's names for how inputs may be rounded
 MAX_ERROR_RATIO = 4.0  # oneDNN error / default error that counts as equally exact; rounding to bf16 gives ten thousand
-MIN_MULTIPLICATIONS = (
-    2e9  # multiplications by weights in a forward pass of all tokens, below which a choice gains nothing
-)
+# multiplications by weights in a forward pass of all tokens, below which a choice gains nothing
+MIN_MULTIPLICATIONS = 2e9
 TRIAL_ROWS = 96  # rows of X in trial products
 SIDE = 3072  # longest side of a matrix in trial products
 TRIAL_SHAPES = 2  # number of shapes with a trial product: those that hold the most weights
@@ -84,7 +83,7 @@ def repeatable(products: Products) -> bool:
 
 
 def kinds(shapes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the `TRIAL_SHAPES` shapes that hold the most weights, with sides cut to `SIDE`."""
+    """Return the shapes, at most `TRIAL_SHAPES`, that hold the most weights, with sides cut to `SIDE`."""
     weights: Counter[tuple[int, int]] = Counter()
     for rows, columns in shapes:
         weights[min(rows, SIDE), min(columns, SIDE)] += rows * columns
@@ -142,7 +141,7 @@ def _using(library: Library) -> Iterator[None]:
     """Set the switch of the process, and restore it afterwards."""
     switch, precision = _switch(), PRECISIONS[library]
     before = None if switch is None else switch.fp32_precision
-    if before in (None, precision) or (before, precision) == ("none", "ieee"):  # both mean the same
+    if before in (None, precision) or (before, precision) == ("none", "ieee"):  # the same; "none" may be inherited
         yield
         return
     switch.fp32_precision = precision

@@ -236,7 +236,7 @@ class Unfinished:
             if old.parent.is_dir():
                 shutil.rmtree(old.parent)
         except OSError as error:
-            log.warning("%s is complete. Its old files in %s could not be deleted (%s).", self.out, old.parent, error)
+            log.warning("%s is complete. Delete its old files in %s, which remain (%s).", self.out, old.parent, error)
 
 
 def _check_replaceable(out: Path, place: Path) -> None:

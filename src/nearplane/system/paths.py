@@ -33,7 +33,7 @@ def folder_named(source: str | Path) -> Path | None:
 
 
 def unfinished_run(folder: Path) -> str:
-    """Return a sentence if an unfinished run for this folder can be resumed, else an empty text."""
+    """Return a sentence if a stopped run left an unfinished folder for this one, else an empty text."""
     unfinished = folder.with_name(folder.name + UNFINISHED)
     if not folder.name or folder.exists() or not unfinished.is_dir():
         return ""

@@ -357,7 +357,7 @@ class ShardWriter:
         self.size, self.weight_map, self.checksums = int(state["bytes"]), dict(state["weight_map"]), state["checksums"]
 
     def index(self, more: Mapping[str, int] | None = None) -> str:
-        """Return the index of the shards so far, or a text of its length after one more shard with tensors `more` (bytes)."""
+        """Return the index of the shards so far; with `more` tensors (bytes by name), a text as long as it would be."""
         more = more or {}
         checksums = None if self.checksums is None else self.checksums | dict.fromkeys(more, 8 * "0")
         shards = self.weight_map | dict.fromkeys(more, self._shard(len(self._digests) + 1))

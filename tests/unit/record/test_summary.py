@@ -233,7 +233,7 @@ def test_tokens_of_experts_are_said_and_what_became_of_those_that_few_reached():
     layers = (*expert(0, 400, 0, 0.75), *expert(1, 96, 0, 1.0), *expert(2, 16, 0, 0.5), *expert(3, 0, 16, 0.0))
     lines = list(summary(replace(RUN, layers=layers), OUT))
     assert (
-        "78.9 % of the tokens are routed to the same expert as in the original model; only these are corrected"
+        "78.9 % of the tokens of experts reach the same expert in the original model; only these are corrected"
     ) in lines
     assert "4 experts: each gets 0 to 400 of the 512 calibration tokens (median 96)" in lines
     assert (

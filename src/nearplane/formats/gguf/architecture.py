@@ -96,9 +96,9 @@ def _gemma(writer: Any, config: Config, every: int) -> None:
     kinds = config.get("layer_types") or []
     pattern = ["full_attention" if (index + 1) % every == 0 else "sliding_attention" for index in range(len(kinds))]
     if kinds != pattern:
-        raise _refusal(config, "layer_types", f"{kinds[:every]}, ...", f"sliding_attention but in every {every}th")
+        raise _refusal(config, "layer_types", f"{kinds[:every]}, ...", f"full_attention only in every {every}th")
     writer.add_sliding_window(config["sliding_window"])
-    largest = {"gemma2": 46, "gemma3_text": 62}[config["model_type"]]  # blocks; its queries have another scale
+    largest = {"gemma2": 46, "gemma3_text": 62}[config["model_type"]]  # blocks; this size scales queries differently
     size = _head_size(config)
     if config["num_hidden_layers"] == largest:
         size = config["hidden_size"] // config["num_attention_heads"]

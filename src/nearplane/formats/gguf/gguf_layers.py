@@ -43,7 +43,7 @@ class Blocks(LayerFormat):
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
         """Refuse grids that no type of llama.cpp has, and rows that are no whole number of blocks."""
         if kind not in KINDS:
-            raise RecipeError(f"{name} is {kind}; GGUF stores {', '.join(KINDS)}. Leave it unquantized with --ignore.")
+            raise RecipeError(f"{name} is a {kind}; GGUF has {', '.join(KINDS)}. Leave it unquantized with --ignore.")
         block = block_type(name, format)
         if shape[1] % block.columns:
             raise RecipeError(

@@ -74,7 +74,7 @@ def _mixed(mix: str, role: str, index: int, config: Mapping[str, Any]) -> str:
     if experts == 8 and role in ("attn_k", "attn_v", "attn_output"):
         return "q5_k" if role == "attn_output" else "q8_0"
     more = index < count // 8 or index >= 7 * count // 8 or (index - count // 8) % 3 == 2
-    upper = "q6_k" if more else usual  # the better type of q4_k and q5_k
+    upper = "q6_k" if more else usual  # in mixes of q4_k and q5_k
     match role:
         case "attn_v":
             low = {"q2_k": "q4_k" if shared >= 4 else "q3_k", "q3_k": "q5_k" if index < 2 else "q4_k"}

@@ -69,7 +69,7 @@ def rule_of(name: str, fields: Mapping[str, Any], *, dims: int) -> Rule:
     Args:
         name: Name of the tensor in the file, like "blk.0.attn_q.weight".
         fields: Metadata of the file.
-        dims: Number of dimensions; 1 for blocks, which are (out, in) in every checkpoint.
+        dims: Number of dimensions; 1 for quantized blocks, which are always (out, in), so never transposed.
     """
     architecture = fields["general.architecture"]
     part = name.rsplit(".", 2)[-2]

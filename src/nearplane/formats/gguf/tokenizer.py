@@ -41,7 +41,7 @@ PRE = {  # (expressions, whether a piece that is a token is not merged) -> name 
     ): "gpt-4o",
 }
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-# control tokens that are not marked as special; llama.cpp's converter treats them alike
+# tokens that llama.cpp's converter treats as control tokens although they are not marked as special
 CONTROL = re.compile(r"<\|.*\|>|<\uff5c.*\uff5c>|<unused.*>|<pad>|<mask>|<2mass>|\[@BOS@\]")
 SPACE = "▁"
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")

@@ -36,7 +36,7 @@ from nearplane.record.report.drawing import (
 )
 
 MAX_MARKED_KINDS = 11  # of layers with a separate mark; all rarer kinds share one
-# cost of rounding to evenly spaced values at high rates, 0.2546
+# bits per weight that rounding to evenly spaced values costs at high rates, 0.2546
 UNIFORM_ROUNDING_BITS = 0.5 * math.log2(math.pi * math.e / 6)
 
 
@@ -186,7 +186,7 @@ class Row:
         return self.x.across((min(places) + max(places)) / 2)
 
     def borders(self) -> list[str]:
-        """Return lines between kinds."""
+        """Return lines between kinds, for layers that are grouped by kind."""
         ends = (max(self.at[layer] for layer in members) + 0.5 for _, members in self.kinds[:-1])
         return [line(self.x.across(end), "0", self.x.across(end), "100%", "grid") for end in ends]
 
@@ -223,7 +223,7 @@ class Row:
 
 
 def _every(count: int, limit: int) -> int:
-    """Return the least of 1, 2, 5, 10, ... so that every n-th of `many` items are at most `most`."""
+    """Return the least of 1, 2, 5, 10, ... so that every n-th of `count` items are at most `limit`."""
     return next(step for step in (1, 2, 5, 10, 20, 50, 100, 10**9) if math.ceil(count / step) <= limit)
 
 
@@ -294,7 +294,7 @@ def shares(record: RunRecord) -> Figure:
         return f"{percent(value)} of the worst case{clip}"
 
     parts = [*row.marks(y, share, title_of, clipping), level(y, 1, "worst case"), level(y, 1 / 3, "expected")]
-    words = "The loss as a share of the worst case of Babai's theorem. Evenly distributed errors give a third."
+    words = "The damped loss as a share of the worst case of Babai's theorem. Evenly distributed errors give a third."
     if any(layer.clipped_rows for layer in record.layers):
         words += " Hollow marks: some rows clip, for which the worst case is no bound."
     return row.figure(heading, words, "damped loss / worst case", y, parts)
