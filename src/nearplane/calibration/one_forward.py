@@ -63,7 +63,7 @@ class MemorySetting:
 
     @classmethod
     def usual(cls, seqlen: int, device: Device, batch: int | None = None) -> MemorySetting:
-        """Return the fastest setting, before the first block of a run; `batch` is `default_batch` the windows by default."""
+        """Return the fastest setting, before the first block of a run; `batch` is by default `default_batch`."""
         return cls(batch=batch or default_batch(seqlen), room=(device.free() or 0) // PAUSED_DIVISOR, device=device)
 
 

@@ -100,9 +100,7 @@ class Tape:
         """Reset the state of a batch."""
         self._next = 0
         self._current: Tensor | None = None
-        self._extra_zeros: list[
-            Tensor
-        ] = []  # placeholders returned after the hidden states; no block may depend on them
+        self._extra_zeros: list[Tensor] = []  # placeholders of other outputs of blocks; no block may receive them
         self._shared_values: tuple[Any, ...] | None = None  # computed by the first block of a stack for all its blocks
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # id: (tensor of this batch, equal tensor that is kept)
 

@@ -76,7 +76,7 @@ def sum_moments(
     `lost` replaces C where that is less work, see `_lost_outputs`. Products are computed in float32 (float64 for
     float64 activations) batch by batch and summed in float64. Extra windows do not enter these sums; about
     `EXTRA_TOKENS` of their rows, evenly spread, are kept separately as `ExtraRows`. With an original network to compare
-    with, the moments of the held-out windows, the last `HELD_OUT` of all windows, are also returned separately.
+    with, the moments of the last `HELD_OUT` of the fitted windows, at least one, are also returned separately.
 
     All experts of a block are one group. The rows of all batches are kept and the moments of one expert are summed at a
     time, so that the matrices of all experts are never in memory together.

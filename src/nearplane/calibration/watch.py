@@ -27,7 +27,7 @@ def stop(*_: Any) -> None:
 
 
 class Results:
-    """Numbers of the tensors that a block computes, in order: equal tensors of two batches have equal numbers.
+    """Numbers of the tensors that a block computes, in order: a result has the same number in every batch.
 
     Only tensors with as many rows as the hidden states and rows of the same length are numbered; the first is the input
     of the block, which is a copy. Tensors computed only from parameters, or from integers made without arguments
@@ -241,7 +241,7 @@ class InParts:
 
     Args:
         parts: The layers of each pass.
-        run: Function that runs all batches through the block and yields rows of groups of layers; see `stages.seen`.
+        run: Function that runs all batches through the block and yields rows of groups; see `stages.rows_by_batch`.
         ends: Whether the last of these passes is the last of the block.
     """
 

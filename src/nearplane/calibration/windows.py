@@ -25,9 +25,7 @@ DEFAULT_SEQLEN = 2048
 WINDOWS_PER_EXTRA = 8  # calibration windows per extra window, at least
 EXTRA_TOKENS, EXTRA_WINDOWS = 1024, 4  # enough for a measurement: no more extra windows are read
 RUN_TOKENS = 8  # text that is not repetitive repeats few runs of 8 neighbouring tokens
-MIN_DISTINCT_RUNS = (
-    0.25  # fraction of distinct runs; with less, and fewer than the widest layer has inputs, text is refused
-)
+MIN_DISTINCT_RUNS = 0.25  # fraction; text with less, and fewer than the widest layer has inputs, is refused
 EXPECTED_INPUTS = {
     InputKind.TEXT: "takes text, but the calibration data is not text. Pass text.",
     InputKind.IMAGES: (
@@ -168,7 +166,7 @@ def _check_spoken(model: Model, windows: Spoken) -> None:
 
 
 def extra_windows(samples: int, seqlen: int) -> int:
-    """Return the number of extra windows: an eighth of `samples`, at least one, with an upper bound in tokens."""
+    """Return the number of extra windows: an eighth of `samples`, at least one, at most what a measurement needs."""
     enough = max(EXTRA_WINDOWS, -(-EXTRA_TOKENS // seqlen))
     return max(1, min(samples // WINDOWS_PER_EXTRA, enough))
 

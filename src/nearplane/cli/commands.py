@@ -261,7 +261,7 @@ def verify(
         out: Folder of a checkpoint that nearplane wrote.
         against: The original model, as a local folder or hub id.
         calibration: The calibration text of the checkpoint. Default: the text named in its recipe.
-        tolerance: Largest relative deviation of a figure that is measured again; 0 suits the machine that wrote it.
+        tolerance: Largest relative deviation of a figure that is measured again; 0 suits the machine that wrote OUT.
         device: Device to compute on: auto (the GPU if there is one), cpu, cuda, or one of several GPUs as cuda:1.
         trust_remote_code: Run model code that comes with the original model.
         json: Print the result as JSON.
@@ -411,7 +411,7 @@ def generate(
 ) -> None:
     """Continue the text PROMPT with MODEL, and print the new text piece by piece.
 
-    A GGUF runs in llama.cpp if llama-cpp-python is installed; all other models run in transformers.
+    A GGUF runs in llama.cpp if llama-cpp-python is installed, else in transformers, as all other models do.
 
     Args:
         model: Folder that nearplane wrote, in any format, or folder or hub id that transformers loads.

@@ -90,12 +90,8 @@ def load(
     quantization = quantization_of(folder) or {}  # refuses an unfinished folder
     config = read_config(folder)
     method = quantization.get("quant_method")
-    grid_format = (
-        isinstance(method, str) and method in FORMATS and method != METHOD
-    )  # in a damaged config perhaps a list
-    two_stacks = (
-        config.get("is_encoder_decoder") is True
-    )  # their parts are called separately, which packed layers do not support
+    grid_format = isinstance(method, str) and method in FORMATS and method != METHOD  # a list in a damaged config
+    two_stacks = config.get("is_encoder_decoder") is True  # called part by part, so that nothing can stay packed
     if dtype == "auto":
         compute_dtype = getattr(torch, str(config.get("dtype")), None)
     dense = grid_format and (two_stacks or not FORMATS[str(method)].layers.stays_packed(quantization, compute_dtype))
@@ -138,7 +134,7 @@ class NearplaneQuantizer(HfQuantizer):
             )
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """Remove the config entry that stops transformers without this class; files have their usual names then."""
+        """Remove the config entry that stops transformers without this class, so that files are found by name."""
         if hasattr(config, WEIGHTS):
             delattr(config, WEIGHTS)
         return config

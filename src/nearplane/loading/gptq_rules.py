@@ -1,4 +1,4 @@
-"""Rules by which readers of GPTQ select the layers that they replace; the readers need packages that exclude ours.
+"""Rules by which readers of GPTQ select the layers that they replace; they cannot be installed beside nearplane.
 
 The rules are those of optimum 2.3 with gptqmodel 7.6, through which transformers reads GPTQ.
 tests/journeys/test_survey.py compares them with these programs where they are installed.

@@ -231,7 +231,7 @@ def _load(
 
 
 def _initialised(network: PreTrainedModel) -> Iterator[Fault]:
-    """Initialise every module, as the loader does at the end, and yield a fault for every weight that is packed.
+    """Initialise every module, as the loader does at the end, and yield a fault for each packed weight that it sets.
 
     Some modules set the weights of layers inside them, which quantized layers do not have.
     """

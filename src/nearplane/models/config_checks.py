@@ -123,9 +123,7 @@ def check_sizes(network: nn.Module, reader: TensorReader) -> None:
             unknown, first_unknown = unknown + parameter.numel(), first_unknown or name
     quantized = sum(bool(PACKED_NAMES.search(name)) for name in reader.names())
     shapes = [parameter.shape for parameter in network.parameters() if parameter.dim() >= 2]
-    capacity = sum(
-        1 if len(shape) == 2 else 2 * shape[0] for shape in shapes
-    )  # a slice of fused experts may be two matrices
+    capacity = sum(1 if len(shape) == 2 else 2 * shape[0] for shape in shapes)  # a slice of experts may be two matrices
     if quantized > capacity:
         raise ModelError(
             f"{reader.folder}: the weight files have {quantized} quantized matrices, but the network of config.json has "

@@ -80,7 +80,7 @@ class Layer:
         return weights.stored_alone(self.parameter)
 
     def matrix(self) -> Tensor:
-        """Return the (out, in) matrix, in the memory of the parameter."""
+        """Return the (out, in) matrix, in the memory of the parameter wherever possible."""
         return self.weight
 
     def arranged(self, values: Tensor) -> Tensor:

@@ -41,9 +41,7 @@ def as_model_error(what: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        raised = (
-            isinstance(error, Exception) or type(error).__name__ == "PanicException"
-        )  # raised by tokenizers, in Rust
+        raised = isinstance(error, Exception) or type(error).__name__ == "PanicException"  # of tokenizers, in Rust
         if isinstance(error, NearplaneError) or not raised:
             raise
         message = " ".join(str(error).split())[:MAX_QUOTED_LETTERS]  # all lines: the first is often a heading

@@ -78,8 +78,8 @@ def budget_of(model: Model, recipe: Recipe, scheme: RateScheme) -> float:
     least = 8 * sum(16 + 3 * layer.shape[1] / 8 for layer in layers) / weights  # header, and exponents of steps
     if rate < least:
         raise RecipeError(
-            f"The rate is {rate:.3f} bits per weight, but headers and steps of such small layers take {least:.3f}. Use a larger "
-            f"--rate, or leave small layers unquantized with --ignore."
+            f"The rate is {rate:.3f} bits per weight, but headers and steps of such small layers take {least:.3f}. Use more "
+            f"bits, or leave small layers unquantized with --ignore."
         )
     return rate
 
@@ -92,7 +92,7 @@ class Overhead:
         dense: Bytes of the tensors that are not quantized, by name.
         files: Bytes of config.json and of the files that are copied.
         fixed: Bytes of headers, index and record without entries of tensors and layers.
-        entries: Estimated bytes of the entries of each tensor in headers, index and record, by name; of layers the module's name.
+        entries: Estimated bytes of each tensor's entries in headers, index and record, by name (layers: in the network).
     """
 
     dense: dict[str, int]
@@ -233,8 +233,8 @@ def measured_choice(
     if not weights or not low <= limit <= high:
         raise RecipeError(
             f"--size {scheme.size} is {limit:,} bytes, of which about {others:,} are not in layers of variable type. This leaves "
-            f"{budget:.2f} bits for each of their {weights:,} weights. Use {low:,} (smallest types) to {high:,} bytes (largest "
-            f"types)."
+            f"{budget:.2f} bits for each of their {weights:,} weights. Use {low:,} to {high:,} bytes "
+            f"({MEASURED_TYPES[0]} to {MEASURED_TYPES[-1]})."
         )
     return Choice(layers=free_names, budget=budget, ends=types)
 

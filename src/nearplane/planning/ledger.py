@@ -28,7 +28,7 @@ from nearplane.record.record import LayerRecord, RunRecord
 
 ACCEPTED_GAP = 0.004  # largest distance below the limit, relative to it, at which the last layers are not solved again
 MAX_SECONDS = 99999.999999  # duration of a layer in the length that the record reserves
-MAX_TRIES = 8  # solutions of the last layers
+MAX_TRIES = 8  # maximum number of solutions of the last layers
 
 
 class Solved(NamedTuple):

@@ -89,7 +89,7 @@ def to_rates(rates: Sequence[float], scheme: Scheme) -> Perturbations:
 
 
 class Waterfilled(NamedTuple):
-    """Weights (out, in) on water-filled steps: entropy of the codes in bits, damped loss of the outputs, codes and grid."""
+    """Weights (out, in) with water-filling steps: entropy of the codes in bits, damped output loss, codes and grid."""
 
     rate: float
     loss: float

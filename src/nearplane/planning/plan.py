@@ -44,9 +44,7 @@ from nearplane.system.progress import Progress
 POINTS = 3  # widths or types that are measured of each layer, about
 Measure = Callable[[Perturbations], list[Curve]]
 """Function like `probe`, applied to the model and tokens of the run."""
-MAX_CARRYOVER = (
-    0.02  # largest deviation from a layer's planned rate, relative, to absorb surplus or excess of earlier blocks
-)
+MAX_CARRYOVER = 0.02  # largest relative deviation from a planned rate, to absorb surplus or excess of earlier blocks
 
 
 @dataclass(slots=True, kw_only=True)
@@ -99,7 +97,9 @@ class Plan:
         return scheme.with_bits((self.widths or {}).get(layer.name))
 
     def settle(self, bits: float | None = None) -> None:
-        """Distribute surplus or excess bits over the remaining layers. Call it before a block; rates stay the same within it.
+        """Distribute surplus or excess bits over the remaining layers. Call it before a block.
+
+        Rates are fixed within a block, so its layers do not depend on each other's sizes; the last block absorbs the rest.
 
         Args:
             bits: Total bits of the remaining layers; None: the sum of their planned rates.

@@ -91,14 +91,13 @@ def probe(
     cost `FORWARDS` forward passes on all tokens, at least `MIN_TOKENS`, and not more than fit into `MEMORY` bytes as differences
     from the original hidden states in bfloat16.
 
-    A network with more layers than `MAX_TRAVELLERS` (or than `MIN_TOKENS` fits into the tokens, if that is more) is too deep
-    for that. About so many perturbations are then propagated, one per layer (its middle point), from the blocks of
-    `measured_blocks`.
-    The layers of all other blocks are perturbed too, but their loss is estimated: from the sensitivities of their outputs if all
-    are given, else from the relative change of the hidden states after the block. `corrected_losses` corrects the estimates by the
-    measured losses. Memory therefore does not grow with depth, and propagation costs at most half a forward pass on all tokens (or
-    on `MAX_TRAVELLERS * MIN_TOKENS`). Measuring three of five blocks changed the KL of two models at rates by -5 to +2 %, without
-    sensitivities by -2 to +1 %.
+    A network with more layers than `MAX_TRAVELLERS` (or than the number of tokens divided by `MIN_TOKENS`, if that is
+    more) is too deep for that. About so many perturbations are then propagated, one per layer (its middle point), from
+    the blocks of `measured_blocks`. The layers of all other blocks are perturbed too, but their loss is estimated: from
+    the sensitivities of their outputs if all are given, else from the relative change of the hidden states after the
+    block. `corrected_losses` corrects the estimates by the measured losses. Memory therefore does not grow with depth,
+    and propagation costs at most half a forward pass on all tokens (or on `MAX_TRAVELLERS * MIN_TOKENS`). Measuring
+    three of five blocks changed the KL of two models at rates by -5 to +2 %, without sensitivities by -2 to +1 %.
 
     Args:
         model: The model to quantize.

@@ -195,7 +195,7 @@ def quantization_config(
         grids=own_grids,
         experts=merged_experts(model, layers),
         routed={name for layer in layers if layer.routed for name in (layer.name, layer.written(model.weights))},
-        layers={  # matrices in several tensors are checked later, see `loading/rehearsal.py`
+        layers={  # matrices made of several tensors are refused later, see `loading/rehearsal.py`
             layer.written(model.weights): grids[layer.name] for layer in layers if layer.stored_alone(model.weights)
         },
         embeddings=recipe.scheme.dense_ends,

@@ -40,9 +40,7 @@ CODE_UNIT = 0.25  # maximum unit of `v` in steps, which matters at low rates
 PRIOR_ROWS = 8  # rows with the mean of the matrix that are added to the statistics of each column
 FIRST_PRICE = 2 * math.log(2)  # of a bit per weight, relative to KL: at small errors one more bit quarters the KL
 PRICE_GAIN = 2.0  # increase of the price's logarithm per step for every excess bit per weight
-SIZE_TARGET = (
-    0.998  # of the bytes that matrices may take; predictions between measurements are off by about a thousandth
-)
+SIZE_TARGET = 0.998  # of the allowed bytes; predictions between measurements are off by about a thousandth
 PRICE_RANGE = 16.0  # maximum of the price relative to its first value, and inverse of the minimum
 
 
@@ -188,7 +186,7 @@ class TunedMatrix(TunedLayer):
         return replace(self._grid, scale=self._rounded_steps().detach())
 
     def _rounded_steps(self) -> Tensor:
-        """Return (out, groups) steps as stored; a step that would change its sign or overflow in the file keeps them."""
+        """Return (out, groups) steps as stored; they keep their signs."""
         steps = self._grid.scale * (self.unit * self._s).exp()
         return through(stored(steps.detach(), self._storage), steps)
 
@@ -233,7 +231,7 @@ class TunedBlocks(TunedLayer):
         return replace(self._grid, d=d.detach(), dmin=None if dmin is None else dmin.detach())
 
     def _rounded_steps(self) -> tuple[Tensor, Tensor | None]:
-        """Return (out, blocks) steps and offsets as stored, with their signs and finite."""
+        """Return (out, blocks) steps and offsets as stored; they keep their signs and stay finite."""
         factor = (self.unit * self._s).exp()
         step = self._grid.d * factor[0]
         short = rounded(step.detach())
@@ -264,9 +262,7 @@ class TunedLadders(TunedLayer):
         super().__init__(matrix, numbers, unit, step=min(unit, CODE_UNIT), codes=codes)
         out, mean = len(matrix.codes), matrix.codes.abs().float().mean(0)  # (in,)
         mean = ((out * mean + PRIOR_ROWS * mean.mean()) / (out + PRIOR_ROWS)).clamp(min=1e-4)
-        self._price = -(
-            ((1 + mean.square()).sqrt() - 1) / mean
-        ).log2()  # (in,) bits per unit of |code|, geometric model
+        self._price = -(((1 + mean.square()).sqrt() - 1) / mean).log2()  # (in,) bits per |code|, two-sided geometric
 
     def values(self) -> Tensor:
         """Return (out, in) `row * code * column` exactly as the file will decode."""

@@ -71,7 +71,7 @@ class Row:
         model: Name of the model as the user wrote it.
         method: One of `WAYS`, or "original".
         asked: Requested bits per weight; None for the original.
-        rate: Bits per quantized weight in the file, from all bytes of the layers' tensors; for the original, of its dtype.
+        rate: Bits per quantized weight in the file, from all bytes of the layers' tensors; for the original, its dtype's.
         bytes: Size of all weight files, or of the tensors they would hold if none were written.
         perplexity: Perplexity on the text.
         kl: KL(original || quantized) in nats per token.
@@ -167,7 +167,7 @@ class Compared:
         return self._rows.get((model, method, asked))
 
     def add(self, row: Row) -> Row:
-        """Keep a row and return it; rows without figures are not kept, as it takes no time to repeat their error."""
+        """Keep a row and return it; rows without figures are not kept, because repeating their error takes no time."""
         if row.perplexity is not None:
             self._rows[row.model, row.method, row.asked] = row
             self._write()
@@ -342,7 +342,7 @@ def _rows(
                     if keep is None:
                         stopped.__notes__ = []  # the notes name files in the temporary folder
                     raise
-                except RecipeError as error:  # the method does not support these bits or this model
+                except RecipeError as error:  # these bits or this model are not supported, or the folder is in use
                     row = replace(row, note=str(error))
                 if keep is None:
                     shutil.rmtree(out, ignore_errors=True)

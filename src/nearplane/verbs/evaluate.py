@@ -37,7 +37,7 @@ class Evaluation:
         perplexity: exp(nll); None for a model without vocabulary head (an encoder).
         nll: Mean negative log-likelihood in nats per scored token; None likewise.
         tokens: Number of scored tokens, which excludes the first of each window; all tokens for encoders.
-        windows, seqlen: Number of windows and tokens per window; 1 for images.
+        windows, seqlen: Number of windows, and tokens per window (1 for images).
         kl: Mean KL(original || model) in nats per scored token; None without an original.
         agreement: Fraction of scored tokens for which both models have the same most likely token; None likewise.
         original: Perplexity of the original; None likewise.
@@ -76,7 +76,7 @@ def evaluate(
     Args:
         model: Folder or hub id of a transformers checkpoint or of one that `quantize` wrote. Or a model object, which runs
             in its own dtype and on its own device.
-        text: A .txt or .jsonl file or a folder of them; the text is tokenized without special tokens and cut into windows
+        text: A .txt or .jsonl file or a folder of them, tokenized whole without special tokens and cut into windows
             that do not overlap. Or a list of texts, token ids (windows, seqlen), pixel values (images, channels, height,
             width), or sound with transcripts (input_features, token_ids). Windows of encoders begin and end with tokens
             such as [CLS] and [SEP]. Encoder-decoders predict their own input, or its transcript.

@@ -3,7 +3,7 @@
 For a network without vocabulary head, the result is the embedding of each window: the mean of its last hidden states.
 
 If a network in float32 would need too much of the free memory, only one of its blocks is in memory at a time, with the
-hidden states of a chunk of the windows. The predictions agree to rounding in float32. Several networks run in parallel.
+hidden states of a chunk of the windows. The predictions agree to rounding in float32. Several networks run batch by batch.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def opened(model: str | Path | PreTrainedModel, device: Device, *, trust_remote_
         try:
             streamed = Streamed(on_disk(folder, trust_remote_code=trust_remote_code), device.place)
         except ModelError as error:
-            log.warning("%s stays in memory, because it cannot run block by block: %s", model_label(model), error)
+            log.warning("%s is loaded as a whole, because it cannot run block by block: %s", model_label(model), error)
         else:
             sizes = model_label(model), size_text(size), size_text(free)
             log.info("%s runs block by block, because it would need %s in float32 and %s are free", *sizes)

@@ -21,7 +21,7 @@ from nearplane.system.output_folder import Unfinished
 from nearplane.system.safetensors_files import ShardWriter
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-SHARD = 2 * 10**9  # bytes of tensors in a file, at most
+SHARD = 2 * 10**9  # bytes of tensors in a file, at most, unless one tensor is larger
 
 
 def export(

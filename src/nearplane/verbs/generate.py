@@ -1,6 +1,6 @@
 """generate(): continues a text with a model, piece by piece, for a look at the quality of a quantized model.
 
-Checkpoints run in transformers; a GGUF runs in llama.cpp if llama-cpp-python is installed.
+A GGUF runs in llama.cpp if llama-cpp-python is installed; all else, and a GGUF without it, in transformers.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def write_report(out: str | Path, page: str | Path | None = None, *, overwrite: 
 
     Raises:
         FormatError: The folder holds no run record, or the page cannot be written.
-        RecipeError: The page lies in the checkpoint, does not end in .html, or exists.
+        RecipeError: The page lies in the checkpoint, does not end in .html or .htm, or exists and may not be replaced.
     """
     out = Path(out)
     record = find_record(out)

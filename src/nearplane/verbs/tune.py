@@ -236,7 +236,7 @@ def _load(trained: Trained, read: Stored) -> int:
 
 
 def _byte_limit(record: RunRecord) -> int:
-    """Return the byte limit of the entropy-coded layers: their requested rate with its tolerance, or their present size."""
+    """Return the byte limit of the entropy-coded layers: the requested rate with its tolerance, or their size if larger."""
     used = sum(layer.bytes for layer in record.layers)
     if any(layer.asked is None for layer in record.layers):
         return used
@@ -293,9 +293,7 @@ def _agree(outcome: Outcome, by_files: float) -> None:
 def _certified(retuned: Checkpoint, layer: Layer, inputs: Inputs, old: LayerRecord) -> tuple[Tensor, LayerRecord]:
     """Return the values of a tuned layer from its files, and its certificate."""
     matrix = retuned.stored.matrix(old.stored, retuned.stored.tensors(old.stored))
-    known = SolvedMatrix(
-        matrix=matrix, base=matrix.grid.base, tuned=True
-    )  # these codes come from training, not from a sweep
+    known = SolvedMatrix(matrix=matrix, base=matrix.grid.base, tuned=True)  # tuned codes have no other base of a sweep
     scheme = retuned.recipe.scheme_of(layer.name).storing(old.number_format)
     new = remeasure(layer.name, layer.read(), inputs.used_once(), scheme, known)
     new = with_tensors(new, old.stored, old.bytes, old.checksum)

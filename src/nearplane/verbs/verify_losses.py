@@ -33,9 +33,9 @@ from nearplane.tuning.network import TunedNetwork
 from nearplane.tuning.settings import split
 from nearplane.verbs.verify_files import Fault
 
-MAX_NAMED = 4  # in one fault
-ROUNDING = 1e-12  # relative, for figures that depend only on integers
-UNMEASURED = {"name", "stored", "seconds", "asked", "bytes", "checksum", "entropy"}  # cannot be measured again
+MAX_NAMED = 4  # differing figures that one fault lists
+ROUNDING = 1e-12  # relative, for the entropy, which depends only on integers
+UNMEASURED = {"name", "stored", "seconds", "asked", "bytes", "checksum", "entropy"}  # not measured on data
 
 Measured = TypeVar("Measured")
 

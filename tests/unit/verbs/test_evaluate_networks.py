@@ -76,7 +76,7 @@ def test_what_does_not_run_block_by_block_is_held_and_that_is_said(folders, monk
     monkeypatch.setattr(predictions, step, apart)
     found = nearplane.evaluate(original, HELD_OUT, device="cpu", **TEXT)
     assert torch.isfinite(torch.tensor(found.nll))
-    assert "stays in memory, because it cannot run block by block: No blocks are found." in caplog.text
+    assert "is loaded as a whole, because it cannot run block by block: No blocks are found." in caplog.text
 
 
 def test_a_layer_that_is_larger_than_all_of_the_network_is_refused(folders):
