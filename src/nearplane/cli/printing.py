@@ -38,8 +38,8 @@ def table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
         visible -= 1
     grid = Table(box=box.SIMPLE)
     for index, name in enumerate(columns[:visible]):
-        width = sum(widths[1:visible]) + 3 * visible
-        grid.add_column(name, width=widths[index] if index else min(widths[0], console.width - width), overflow="fold")
+        others = sum(widths[1:visible]) + 3 * visible
+        grid.add_column(name, width=widths[index] if index else min(widths[0], console.width - others), overflow="fold")
     for row in cells:
         grid.add_row(*(Text(cell) for cell in row[:visible]))  # Text, which is not read as markup
     console.print(grid)

@@ -144,7 +144,7 @@ def choose(bounds: Iterable[Bound], limit: int) -> tuple[Bound, bool]:
 
 
 def settings(shapes: Shapes, first: MemorySetting, *, batches: bool) -> Iterator[MemorySetting]:
-    """Yield settings from `first` on in the order in which they are tried, each with less memory.
+    """Yield settings from `first` on in the order in which they are tried, each of which needs less memory.
 
     First, passes are repeated instead of paused, stage by stage. Then hidden states move to disk. With `batches`, fewer windows run
     at a time, which is the only step that changes the bytes of the checkpoint.

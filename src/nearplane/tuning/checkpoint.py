@@ -161,13 +161,13 @@ def check_layers(model: Model, called: str) -> None:
     """
     if not has_head(model.network):
         raise RecipeError(
-            f"{called} cannot be tuned: {type(model.network).__name__} predicts no tokens, on which tuning trains. Use the "
-            f"checkpoint without tuning."
+            f"{called} cannot be tuned: {type(model.network).__name__} predicts no tokens, on which tuning trains. Leave "
+            f"out --tune, or use the checkpoint as it is."
         )
     if len(model.stacks) > 1:
         raise RecipeError(
             f"{called} cannot be tuned: {type(model.network).__name__} has an encoder and a decoder, but tuning supports one "
-            f"stack of blocks. Use the checkpoint without tuning."
+            f"stack of blocks. Leave out --tune, or use the checkpoint as it is."
         )
 
 

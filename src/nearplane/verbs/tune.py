@@ -61,7 +61,7 @@ def tune(
     trust_remote_code: bool = False,
     progress: Progress = silent,
 ) -> RunRecord:
-    """Train steps, norms and, at 2 and 3 bits, codes of a quantized checkpoint on its divergence from the original.
+    """Train steps, norms and codes (of 2 or 3 bits, or entropy-coded) of a checkpoint on its divergence from the original.
 
     Format, widths and groups stay the same, so nothing changes for readers. A fifth of the windows is held out; the state
     that is best on them is written, which may be the initial one.
