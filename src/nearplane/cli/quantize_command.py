@@ -73,7 +73,7 @@ def quantize(
         device: Device to compute on: auto (the GPU if there is one), cpu, cuda, or one of several GPUs as cuda:1.
         overwrite: Replace an existing checkpoint in OUT, once the new one is complete. Both need room on disk.
         memory: Memory limit of the run, for example 12GB. Default: no limit. Cannot be used with --tune network.
-            The run repeats forward passes, keeps hidden states on disk and uses smaller batches to stay below it.
+            The run then repeats passes and keeps states on disk. A limit that is too small is refused at once.
         trust_remote_code: Run model code that comes with the checkpoint.
         json: Print the run record as JSON instead of a summary.
     """
