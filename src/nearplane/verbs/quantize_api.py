@@ -121,7 +121,7 @@ def _then_tuned(folder: str, out: Path, recipe: Recipe, options: Options) -> Run
         NearplaneError: A subclass names the cause.
     """
     solved, given = Path(f"{out.resolve()}.untuned"), options.given
-    place = Unfinished(out, overwrite=options.overwrite)  # makes errors early that tuning would raise after the solve
+    place = Unfinished(out, overwrite=options.overwrite)  # raises now what tuning would raise after the solve
     model = find_folder(folder, trust_remote_code=options.trust_remote_code)
     for target in (out, place.folder):
         refuse_overlap(target, model)
