@@ -78,8 +78,8 @@ def budget_of(model: Model, recipe: Recipe, scheme: RateScheme) -> float:
     least = 8 * sum(16 + 3 * layer.shape[1] / 8 for layer in layers) / weights  # header, and exponents of steps
     if rate < least:
         raise RecipeError(
-            f"The rate is {rate:.3f} bits per weight, but headers and steps of such small layers take {least:.3f}. Use more "
-            f"bits, or leave small layers unquantized with --ignore."
+            f"The rate is {rate:.3f} bits per weight, but headers and steps of such small layers take {least:.3f}. Use a "
+            f"larger --rate or --size, or leave small layers unquantized with --ignore."
         )
     return rate
 

@@ -1,5 +1,7 @@
 """The command line: what it says where there is a terminal and where there is none, and when it is stopped."""
 
+import importlib
+import math
 import os
 import signal
 import sys
@@ -16,6 +18,7 @@ from nearplane.cli import app as cli
 from nearplane.cli.printing import table
 from nearplane.cli.terminal import Terminated, attended
 from nearplane.demo import CALIBRATION, MODEL
+from nearplane.matrix.solve_layer import solve_layer
 from nearplane.record.record import read_record
 
 
@@ -32,7 +35,16 @@ def model(tmp_path_factory):
 def stop(model, out, number, *more):
     """Send a signal to the command once its first block is kept; return what it said, lines of progress left out."""
     words = ["quantize", model, out, "--calibration", CALIBRATION, "--group-size", "16", "--samples", "24"]
-    child = command(*words, "--seqlen", "60", *more)
+    verb = importlib.import_module("nearplane.verbs.quantize")
+
+    def slowly(*arguments, **keywords):
+        time.sleep(0.1)  # so that the run cannot end before the signal
+        return solve_layer(*arguments, **keywords)
+
+    with pytest.MonkeyPatch.context() as patch:  # also in the child, which is forked
+        patch.setattr("nearplane.formats.journal_pages.MAX_JOURNAL_SHARE", math.inf)
+        patch.setattr(verb, "solve_layer", slowly)
+        child = command(*words, "--seqlen", "60", *more)
     while not (out.with_name("out.unfinished") / "journal" / "state.json").exists():
         assert child.runs(), child.ended()
         time.sleep(0.01)
