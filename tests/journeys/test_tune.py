@@ -429,6 +429,7 @@ def test_what_tuning_looked_at_adds_up(tuned_of, text, tmp_path):
     assert "were requested" not in read_record(tuned).tuning.windows_sentence()
 
 
+@pytest.mark.nightly
 def test_what_was_solved_is_not_lost_where_tuning_fails(model_of, text, tmp_path, monkeypatch):
     def fails(*args, **words):
         raise CalibrationError("Gradients are NaN.")
