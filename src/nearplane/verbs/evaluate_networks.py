@@ -29,6 +29,7 @@ from nearplane.models.model import Model, open_model, positions_of
 from nearplane.models.pretrained import empty_network, find_folder
 from nearplane.recipe.sizes import size_text
 from nearplane.system.device import Device
+from nearplane.system.file_hashes import check_hashes
 from nearplane.system.fp8_mxfp4 import method_of
 from nearplane.system.memory import free_memory, return_large_blocks
 
@@ -175,6 +176,7 @@ def on_disk(folder: Path, *, trust_remote_code: bool = False) -> Model:
     if quantization_of(folder) is None or method_of(read_config(folder)) is not None:
         return open_model(str(folder), trust_remote_code=trust_remote_code)
     network = empty_network(folder, trust_remote_code=trust_remote_code, reader=reader_of(folder)).eval()
+    check_hashes(folder, weights=reader_of(folder).checksums is None)
     reader = DecodedReader(folder, weight_shapes(network), stored_transposed(network), stacks_of(network))
     return Model(folder, network, reader, trust_remote_code=trust_remote_code)
 

@@ -25,6 +25,7 @@ from nearplane.models.model import positions_of
 from nearplane.models.pretrained import as_model_error, find_folder, tokenizer_of
 from nearplane.recipe.scheme import FILE_FORMATS, FileFormat
 from nearplane.system.device import Device
+from nearplane.system.file_hashes import check_hashes
 
 Say = Callable[[str], object]
 LLAMA = "llama_cpp"  # the module of llama-cpp-python
@@ -67,6 +68,7 @@ def generate(
         )
     folder = find_folder(str(source), trust_remote_code=trust_remote_code)
     if runs_in_llama_cpp(folder):
+        check_hashes(folder)  # llama.cpp checks nothing
         return _by_llama_cpp(folder, prompt, tokens, temperature, seed, say)
     place = Device.named(device).place
     model = load(folder, device=place, trust_remote_code=trust_remote_code)
