@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from nearplane.errors import FormatError
-from nearplane.formats.gguf.gguf_header import FILE, MAGIC, RECORD_KEY, read_header
+from nearplane.formats.gguf.gguf_header import FILE, MAGIC, RECORD_KEY, check_metadata, read_header
 from nearplane.record.record import RunRecord, digest_of, read_record
 from nearplane.system.file_hashes import check_hashes
 from nearplane.system.paths import RECORD
@@ -35,9 +35,11 @@ def embedded_record(path: Path) -> RunRecord:
         FormatError: The record is missing or cannot be read.
         ModelError: The file is no GGUF, or damaged.
     """
-    text = read_header(path).fields.get(RECORD_KEY)
+    header = read_header(path)
+    text = header.fields.get(RECORD_KEY)
     if not isinstance(text, str) or not text.strip():
         raise FormatError(f"{path} has no run record in its key {RECORD_KEY}: expected a GGUF that nearplane wrote.")
+    check_metadata(path, header)
     record = RunRecord.from_json(text, str(path))
     if (actual := digest_of(text.strip())) != record.digest:
         raise FormatError(

@@ -40,8 +40,9 @@ from nearplane.formats.stored import quantization_of
 from nearplane.formats.table import FORMATS
 from nearplane.loading.dense_network import JoinedBlobs, Place, SingleBlob, StackPlace, dense_network, fill, make_places
 from nearplane.loading.packed_linear import PackedLinear
+from nearplane.loading.source_folder import source_folder
 from nearplane.models.conversion import renamed
-from nearplane.models.pretrained import empty_network, find_folder, network_of
+from nearplane.models.pretrained import empty_network, network_of
 from nearplane.system.device import Device
 from nearplane.system.file_hashes import check_hashes
 from nearplane.system.safetensors_files import ShardReader
@@ -73,7 +74,7 @@ def load(
     the model is not an encoder with a decoder.
 
     Args:
-        source: A folder or hub id.
+        source: A folder, a hub id, or a .gguf file of an architecture that nearplane writes.
         dtype: Dtype of the computation; "auto" is the dtype in config.json.
         device: Device as in `Device.named`; "auto" is the GPU if there is one.
         packed: Whether native weights stay packed, half a byte or a byte each; else they are decoded to `dtype`.
@@ -89,7 +90,7 @@ def load(
     compute_dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype != "auto" and not (isinstance(compute_dtype, torch.dtype) and compute_dtype.is_floating_point):
         raise RecipeError(f"dtype is {dtype!r}; expected auto, or a dtype of torch: float32, float16, bfloat16.")
-    folder = find_folder(str(source), trust_remote_code=trust_remote_code)
+    folder = source_folder(source, trust_remote_code=trust_remote_code)
     quantization = quantization_of(folder) or {}  # refuses an unfinished folder
     config = read_config(folder)
     method = quantization.get("quant_method")

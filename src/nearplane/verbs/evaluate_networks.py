@@ -24,9 +24,10 @@ from nearplane.errors import ModelError
 from nearplane.formats.layer_format import read_config
 from nearplane.formats.stored import DecodedReader, quantization_of, reader_of
 from nearplane.loading.dense_network import dense_network, stacks_of, stored_transposed, weight_shapes
+from nearplane.loading.source_folder import source_folder
 from nearplane.models.kinds import InputKind, call_kwargs, has_head, input_kind, is_framed, main_input, read_out
 from nearplane.models.model import Model, open_model, positions_of
-from nearplane.models.pretrained import empty_network, find_folder
+from nearplane.models.pretrained import empty_network
 from nearplane.recipe.sizes import size_text
 from nearplane.system.device import Device
 from nearplane.system.file_hashes import check_hashes
@@ -153,7 +154,7 @@ def opened(model: str | Path | PreTrainedModel, device: Device, *, trust_remote_
     return_large_blocks()
     if not isinstance(model, str | Path):
         return Held(check_model(model))
-    folder = find_folder(str(model), trust_remote_code=trust_remote_code)
+    folder = source_folder(model, trust_remote_code=trust_remote_code)
     size, free = _size(folder, trust_remote_code), device.free()
     if device.on_cpu and free is not None and size > MAX_MEMORY_SHARE * free:
         try:
