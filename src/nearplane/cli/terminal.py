@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from nearplane.cli.streams import say_error
+
 
 class Terminated(KeyboardInterrupt):
     """Exception for SIGTERM, which ends a command as Ctrl-C does."""
@@ -84,5 +86,5 @@ def say_stopped(stopped: KeyboardInterrupt) -> int:
     """Print in one line the signal that stopped the command and the files left on disk; return the exit code."""
     terminated = isinstance(stopped, Terminated)
     state = " ".join(getattr(stopped, "__notes__", None) or ["Repeat the command."])
-    print(f"nearplane: stopped by {'SIGTERM' if terminated else 'Ctrl-C'}. {state}", file=sys.stderr)
+    say_error(f"stopped by {'SIGTERM' if terminated else 'Ctrl-C'}. {state}")
     return 128 + (signal.SIGTERM if terminated else signal.SIGINT)
