@@ -157,7 +157,7 @@ def geometry(out: Path) -> None:
     """Draw pictures of the geometry of quantization with two weights, as SVG and PNG files.
 
     Args:
-        out: Folder for the pictures.
+        out: Folder for the pictures; older ones in it are replaced, and a folder with other files is refused.
     """
     from nearplane.theory.pictures import draw_geometry
 
@@ -169,7 +169,7 @@ def demo(out: Path = Path("demo-out"), *, json: Switch = False) -> None:
     """Quantize the small model that ships with nearplane to 4, 3 and 2 bits, and measure the quality of each checkpoint.
 
     Args:
-        out: Folder for the checkpoints; older ones in it are replaced.
+        out: Folder for the checkpoints; older ones in it are replaced, and a folder with other files is refused.
         json: Print the result as JSON.
     """
     from nearplane.demo.demonstration import run
