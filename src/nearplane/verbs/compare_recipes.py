@@ -86,7 +86,7 @@ def fixed_grid(bits: float, columns: Sequence[int]) -> tuple[int, int | None, st
     group_size = round(16 / fraction) if fraction > 2**-20 else None
     if not 2 <= width <= 8 or (group_size is not None and (group_size not in GROUPS or 16 / group_size != fraction)):
         raise RecipeError(
-            f"No fixed grid has {bits:g} bits: expected 2 to 8, plus 16 / group for groups of {', '.join(map(str, GROUPS))}."
+            f"no fixed grid has {bits:g} bits: expected 2 to 8, plus 16 / group for groups of {', '.join(map(str, GROUPS))}."
         )
     if group_size is None or all(n % group_size == 0 for n in columns):
         return width, group_size, ""
