@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from nearplane.cli.printing import as_json, comparison, quiet, say, shown, table
-from nearplane.cli.streams import print_piece
+from nearplane.cli.printing import as_json, comparison, print_piece, quiet, say, table
 from nearplane.cli.terminal import bar
 from nearplane.errors import NearplaneError
 from nearplane.recipe.recipe import Calibration, Way
@@ -119,9 +119,9 @@ def compare(
         json: Print the result as JSON.
     """
     check_named(*models, texts=(text, None if tokens is None else tokens.calibration))
-    from nearplane.verbs.compare import WAYS
     from nearplane.verbs.compare import compare as run
     from nearplane.verbs.compare_figure import check_plot, draw
+    from nearplane.verbs.compare_recipes import WAYS
 
     quiet()
     if plot is not None:
@@ -412,7 +412,7 @@ def generate(
             tokens=tokens,
             temperature=temperature,
             seed=seed,
-            say=lambda piece, before=before: print_piece("".join(map(shown, piece)) or before),
+            say=partial(print_piece, before),
             device=device,
             trust_remote_code=trust_remote_code,
         )

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nearplane.cli.streams import refuse_unread
 from nearplane.errors import printable
 from nearplane.recipe.sizes import size_text, three_places
 
@@ -86,6 +87,15 @@ def as_json(data: Any) -> str:
     return json.dumps(data, indent=1, default=str)
 
 
-def shown(letter: str) -> str:
-    """Return a letter of generated text, with control characters escaped except line ends and tabs."""
-    return letter if letter in "\n\t" else printable(letter)
+def print_piece(before: str, piece: str) -> None:
+    """Print a piece of generated text at once, with control characters escaped except line ends and tabs.
+
+    Args:
+        before: Text to print in place of the first piece, which is empty.
+        piece: Next piece of the text.
+
+    Raises:
+        Unread: The output is a pipe that nobody reads any more.
+    """
+    print("".join(sign if sign in "\n\t" else printable(sign) for sign in piece) or before, end="", flush=True)
+    refuse_unread()

@@ -84,12 +84,11 @@ def say_error(sentence: str) -> None:
         print(f"nearplane: {sentence}")
 
 
-def print_piece(text: str) -> None:
-    """Print a text at once, without a line end.
+def refuse_unread() -> None:
+    """End a command that prints more and more, if nobody reads its output any more.
 
     Raises:
-        Unread: The output is a pipe that nobody reads any more.
+        Unread: The output is a pipe without a reader.
     """
-    print(text, end="", flush=True)
     if isinstance(getattr(sys.stdout, "lost", None), BrokenPipeError):
         raise Unread

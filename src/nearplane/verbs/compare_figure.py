@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from nearplane.errors import RecipeError
 from nearplane.recipe.recipe import Way
 from nearplane.system.files import check_writable, write_whole
-from nearplane.verbs.compare import ORIGINAL_METHOD, WAYS, Row
+from nearplane.verbs.compare import ORIGINAL_METHOD, Row
+from nearplane.verbs.compare_recipes import WAYS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -125,6 +125,23 @@ def test_the_shell_can_complete_commands_and_options(tmp_path):
     )
 
 
+@pytest.mark.parametrize("verb", ["demo", "geometry"])
+def test_a_folder_with_other_files_is_refused_and_stays_as_it_is(monkeypatch, capsys, tiny, tmp_path, verb):
+    if verb == "geometry":
+        pytest.importorskip("matplotlib")
+    (tmp_path / "file").write_text("mine")
+    for out, said in (
+        (tiny[0], f"has files that nearplane {verb} did not write: config.json"),
+        (tiny[1], f"has files that nearplane {verb} did not write: config.json"),
+        (tmp_path / "file", "is not a folder that can be written"),
+    ):
+        names = sorted(path.name for path in out.parent.rglob("*"))
+        code, printed, err = command(monkeypatch, capsys, verb, out)
+        assert (code, printed) == (1, "")
+        assert f"{out} {said}" in err
+        assert sorted(path.name for path in out.parent.rglob("*")) == names
+
+
 def test_verify_says_that_all_holds_in_one_line(monkeypatch, capsys, tiny):
     model, out, text = tiny
     code, printed, _ = command(monkeypatch, capsys, "verify", out)

@@ -347,7 +347,7 @@ def test_the_command_prints_the_rows(small, monkeypatch, capsys):
 
 @pytest.mark.parametrize("form", ["table", "json"])
 def test_a_method_that_fails_says_why_and_the_others_are_printed(small, monkeypatch, capsys, tmp_path, form):
-    """A network cannot be walked through twice on a text that is too short; rounding to nearest needs no text."""
+    """The text is too short to calibrate on; rounding to nearest needs none."""
     (tmp_path / "short.txt").write_text("to be or not to be " * 20)
     words = [
         "nearplane",
