@@ -258,7 +258,8 @@ def test_a_damaged_file_is_refused(out_of: Callable[[str], tuple[Path, Path]], t
         (whole[:-32], ModelError, "truncated|has .* bytes, expected"),
         (whole[:100], ModelError, "not a readable GGUF"),
         (b"PK" + whole[2:], ModelError, "not a GGUF"),
-        (whole[:4] + b"\x02" + whole[5:], ModelError, "version 2"),
+        (whole[:4] + b"\x02" + whole[5:], ModelError, "of version 2; nearplane reads only version 3"),
+        (whole[:8] + b"\xff" * 5 + whole[13:], ModelError, "1,099,511,627,775 tensors and .* keys; expected at most"),
     ):
         (tmp_path / FILE).write_bytes(data)
         with pytest.raises(error, match=said):

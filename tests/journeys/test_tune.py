@@ -507,7 +507,7 @@ def test_the_commands_work(tuned_of, text, tmp_path, capsys, monkeypatch):
     assert json.loads(said[said.index("{\n") :])["tuning"]["samples"] == 60
 
 
-def test_layers_above_max_loss_are_named_and_the_command_ends_with_2(tuned_of, text, tmp_path, capsys, monkeypatch):
+def test_layers_above_max_loss_are_named_and_the_command_ends_with_4(tuned_of, text, tmp_path, capsys, monkeypatch):
     solved, _, original = tuned_of("gptq_v2")
     folder, record = shutil.copytree(solved, tmp_path / "solved"), read_record(solved)
     forgery.sign(folder, replace(record, recipe=replace(record.recipe, max_loss=1e-6)))
@@ -515,7 +515,7 @@ def test_layers_above_max_loss_are_named_and_the_command_ends_with_2(tuned_of, t
     monkeypatch.setattr("sys.argv", ["nearplane", *words])
     with pytest.raises(SystemExit) as ended:
         cli.main()
-    assert ended.value.code == 2
+    assert ended.value.code == 4
     said = capsys.readouterr().out
     assert f"{len(record.layers)} layers with a relative loss above --max-loss 1e-06" in said
     assert read_record(folder).exceeding[0].name in said

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from nearplane.cli.printing import as_json, quiet, say, shown, table
+from nearplane.cli.printing import as_json, comparison, print_piece, quiet, say, table
 from nearplane.cli.terminal import bar
+from nearplane.errors import NearplaneError
 from nearplane.recipe.recipe import Calibration, Way
-from nearplane.recipe.sizes import size_text, three_places
+from nearplane.recipe.sizes import size_text
 from nearplane.system.paths import check_named
 
 Dense = Literal["bfloat16", "float16", "float32"]
@@ -117,9 +119,9 @@ def compare(
         json: Print the result as JSON.
     """
     check_named(*models, texts=(text, None if tokens is None else tokens.calibration))
-    from nearplane.verbs.compare import WAYS
     from nearplane.verbs.compare import compare as run
     from nearplane.verbs.compare_figure import check_plot, draw
+    from nearplane.verbs.compare_recipes import WAYS
 
     quiet()
     if plot is not None:
@@ -141,46 +143,21 @@ def compare(
         ):
             rows.append(row)
     finally:  # prints the rows so far even after an error
-        if rows and not json:
-            columns = (
-                "model",
-                "method",
-                "asked",
-                "bits/weight",
-                "weight files",
-                "perplexity",
-                "KL to original",
-                "time",
-                "note",
-            )
-            table(
-                columns,
-                (
-                    (
-                        Path(row.model).name,
-                        row.method,
-                        "-" if row.asked is None else f"{row.asked:g}",
-                        three_places(row.rate),
-                        "-" if row.bytes is None else size_text(row.bytes),
-                        "-" if row.perplexity is None else f"{row.perplexity:#.4g}",
-                        three_places(row.kl),
-                        f"{row.seconds:.1f} s",
-                        row.note,
-                    )
-                    for row in rows
-                ),
-            )
-    if json:
-        print(as_json([asdict(row) for row in rows]))
+        if rows and json:
+            print(as_json([asdict(row) for row in rows]))
+        elif rows:
+            comparison(rows)
     if plot is not None:
         draw(rows, plot)
+    if failed := sum(row.failed for row in rows):
+        raise NearplaneError(f"{failed} of {len(rows)} rows could not be measured; their notes say why.")
 
 
 def geometry(out: Path) -> None:
     """Draw pictures of the geometry of quantization with two weights, as SVG and PNG files.
 
     Args:
-        out: Folder for the pictures.
+        out: Folder for the pictures; older ones in it are replaced, and a folder with other files is refused.
     """
     from nearplane.theory.pictures import draw_geometry
 
@@ -192,7 +169,7 @@ def demo(out: Path = Path("demo-out"), *, json: Switch = False) -> None:
     """Quantize the small model that ships with nearplane to 4, 3 and 2 bits, and measure the quality of each checkpoint.
 
     Args:
-        out: Folder for the checkpoints; older ones in it are replaced.
+        out: Folder for the checkpoints; older ones in it are replaced, and a folder with other files is refused.
         json: Print the result as JSON.
     """
     from nearplane.demo.demonstration import run
@@ -255,7 +232,7 @@ def verify(
 ) -> None:
     """Check the files of a checkpoint against its run record; with --against, also measure every loss again.
 
-    Prints one line for each fault in a layer or file, and then ends with exit code 1.
+    Prints one line for each fault in a layer or file, and then ends with exit code 3.
 
     Args:
         out: Folder of a checkpoint that nearplane wrote.
@@ -295,7 +272,7 @@ def verify(
             print(f"{fault.where}: {fault.what}")
         print(verified.summary())
     if verified.faults:
-        sys.exit(1)
+        sys.exit(3)
 
 
 def report(out: Path, page: Path | None = None, /, *, overwrite: Switch = False) -> None:
@@ -356,7 +333,7 @@ def tune(
     NEW has the format and the widths of OUT, and entropy-coded layers stay within their requested bytes.
     Codes are trained if they have 2 or 3 bits or are entropy-coded.
     A fifth of the text's windows is held out. The state that is best on them is written, which may be that of OUT.
-    The command ends with exit code 2 if a layer exceeds the --max-loss of OUT.
+    The command ends with exit code 4 if a layer exceeds the --max-loss of OUT.
 
     Args:
         out: Folder of a checkpoint that nearplane quantize wrote with --bits, --grid or --rate.
@@ -395,7 +372,7 @@ def tune(
     else:
         say(tuned(record, new))
     if record.exceeding:
-        sys.exit(2)
+        sys.exit(4)
 
 
 def generate(
@@ -425,18 +402,17 @@ def generate(
     """
     from nearplane import generate as run
 
+    check_named(model, compare)
     quiet()
     for name in [model] if compare is None else [model, compare]:
-        if compare is not None:
-            print(f"── {name}")
-        print(prompt, end="", flush=True)
+        before = prompt if compare is None else f"── {name}\n{prompt}"
         run(
             name,
             prompt,
             tokens=tokens,
             temperature=temperature,
             seed=seed,
-            say=lambda piece: print("".join(map(shown, piece)), end="", flush=True),
+            say=partial(print_piece, before),
             device=device,
             trust_remote_code=trust_remote_code,
         )

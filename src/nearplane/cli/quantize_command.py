@@ -65,7 +65,7 @@ def quantize(
         allocate: Use the same bits for every layer (uniform), or measure where more bits help most (slope).
             Default: slope with --rate, --size or a fraction of bits, else uniform.
         max_loss: Largest relative loss of a layer, for example 0.01. Entropy-coded layers get more bits to keep to it.
-            Layers that exceed it are listed, and the command ends with exit code 2.
+            Layers that exceed it are listed, and the command ends with exit code 4.
         tune: After the solve, train steps, norms and codes against the original's predictions (network).
             Takes five to eleven times as long. See nearplane tune.
         pre: Name of the tokenizer's pre-tokenizer in llama.cpp, if nearplane does not recognize it.
@@ -109,4 +109,4 @@ def quantize(
     else:
         say(summary(record, out))
     if record.exceeding:
-        sys.exit(2)
+        sys.exit(4)

@@ -52,7 +52,7 @@ def generate(
         prompt: Text to continue; the tokenizer adds its special tokens.
         tokens: Largest number of new tokens; fewer if the model ends or has no positions left.
         temperature, seed: Sampling temperature and random seed; temperature 0 takes the most likely token each time.
-        say: Callback for every new piece of text.
+        say: Callback for every new piece of text. It gets an empty text first, once all checks have passed.
         device: Device to compute on; llama.cpp chooses its own.
         trust_remote_code: Whether to run model code that comes with the checkpoint.
 
@@ -114,6 +114,7 @@ class _Pieces(BaseStreamer):  # type: ignore[misc]
         self._ids += value.reshape(-1).tolist()
         if first:
             self._prompt = len(self._decoded())
+            self._say("")
         elif not (text := self._decoded()).endswith(UNFINISHED):
             self._tell(text)
 
@@ -155,12 +156,14 @@ def _by_llama_cpp(folder: Path, prompt: str, tokens: int, temperature: float, se
         ids = model.tokenize(prompt.encode(), add_bos=True)
         positions = model.metadata.get(f"{model.metadata.get('general.architecture')}.context_length")
         tokens = _room(len(ids), None if positions is None else int(positions), tokens)
+        say("")
         text, sampling = "", dict(top_k=0, top_p=1.0, min_p=0.0, repeat_penalty=1.0, seed=seed, stream=True)
         try:
             for part in model.create_completion(ids, max_tokens=tokens, temperature=temperature, **sampling):
                 piece = part["choices"][0]["text"]
-                text += piece
-                say(piece)
+                if piece:
+                    text += piece
+                    say(piece)
         finally:
             model.close()
     return text
