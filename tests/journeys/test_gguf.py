@@ -395,7 +395,7 @@ def test_a_file_of_another_tool_is_refused(out_of: Callable[[str], tuple[Path, P
     [
         ("verify", True, "is a file without a run record: expected the folder that nearplane quantize wrote"),
         ("verify", False, "has no nearplane.json: expected a folder that nearplane quantize wrote"),
-        ("inspect", True, "has no run record in its key nearplane.record"),
+        ("inspect", True, "llama.attention.head_count is missing, or not a single value"),
         ("inspect", False, "has no run record in its key nearplane.record"),
         ("report", True, "has no run record in its key nearplane.record"),
         ("evaluate", True, "llama.attention.head_count is missing, or not a single value"),

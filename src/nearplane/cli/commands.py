@@ -40,7 +40,7 @@ def evaluate(
     The first token of each window is not scored.
 
     Args:
-        model: Folder or hub id of a transformers checkpoint, or of one that nearplane wrote.
+        model: Folder or hub id of a transformers checkpoint, or of one that nearplane wrote, or a .gguf file.
         text: Text to measure on: a .txt or .jsonl file, or a folder of them.
         seqlen: Tokens per window. Default: 2048, or the model's maximum length if that is shorter.
         samples: Number of windows, from the beginning of the text. Default: all.
@@ -204,12 +204,17 @@ def inspect(out: Path, *, json: Switch = False) -> None:
     """Show layers, grids, losses and sizes of a checkpoint from its run record, without reading weights.
 
     Args:
-        out: Folder of a checkpoint that nearplane wrote.
+        out: Folder of a checkpoint that nearplane wrote, or a .gguf file.
+            For a .gguf file of another program, its tensors are shown.
         json: Print the run record as JSON.
     """
-    from nearplane.formats.find_record import find_record
+    from nearplane.formats.find_record import find_record, foreign_tensors
     from nearplane.record.summary import layer_table
 
+    if (tensors := foreign_tensors(out)) is not None:
+        columns = ("tensor", "type", "shape", "bytes")
+        print(as_json([dict(zip(columns, row, strict=True)) for row in tensors])) if json else table(columns, tensors)
+        return
     record = find_record(out)
     if json:
         print(record.to_json())
@@ -391,7 +396,7 @@ def generate(
     A GGUF runs in llama.cpp if llama-cpp-python is installed, else in transformers, as all other models do.
 
     Args:
-        model: Folder that nearplane wrote, in any format, or folder or hub id that transformers loads.
+        model: Folder that nearplane wrote, in any format, a .gguf file, or folder or hub id that transformers loads.
         prompt: Text to continue.
         compare: Another model, for example the original, whose text is printed below.
         tokens: Largest number of new tokens.
