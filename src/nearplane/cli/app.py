@@ -6,10 +6,10 @@ import os
 import sys
 from importlib.metadata import version
 
-from cyclopts import App
+from cyclopts import App, Parameter
 
 from nearplane.cli.commands import COMMANDS
-from nearplane.cli.flags import refuse_mixed
+from nearplane.cli.flags import exactly, refuse_mixed
 from nearplane.cli.quantize_command import quantize
 from nearplane.cli.terminal import attended, say_stopped
 from nearplane.errors import NearplaneError
@@ -19,6 +19,7 @@ app = App(
     version=version("nearplane"),
     help="Quantize language models: GPTQ as a closest-vector problem on a lattice.",
     help_format="plaintext",
+    default_parameter=Parameter(converter=exactly),
     suppress_keyboard_interrupt=False,  # main() prints what a stopped command left on disk
 )
 app.register_install_completion_command(help="Install Tab completion of commands and options in the shell.")

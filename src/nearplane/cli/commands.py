@@ -9,11 +9,12 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from nearplane.cli.printing import as_json, quiet, say, shown, table
+from nearplane.cli.printing import as_json, opening, say, shown, table
 from nearplane.cli.terminal import bar
 from nearplane.recipe.recipe import Calibration, Way
 from nearplane.recipe.sizes import size_text, three_places
 from nearplane.system.paths import check_named
+from nearplane.verbs.early_checks import check_evaluate, check_export, check_tune, check_verify
 
 Dense = Literal["bfloat16", "float16", "float32"]
 Switch = Annotated[bool, Parameter(negative="")]
@@ -47,15 +48,15 @@ def evaluate(
         trust_remote_code: Run model code that comes with the checkpoint.
         json: Print the result as JSON.
     """
-    check_named(model, against, texts=(text,))
+    counts = {"seqlen": seqlen, "samples": samples}
+    check_evaluate(model, text, against=against, **counts)
+    opening(model)
     from nearplane import evaluate as run
 
-    quiet()
     score = run(
         model,
         text,
-        seqlen=seqlen,
-        samples=samples,
+        **counts,
         against=against,
         device=device,
         trust_remote_code=trust_remote_code,
@@ -116,12 +117,12 @@ def compare(
         trust_remote_code: Run model code that comes with the checkpoints.
         json: Print the result as JSON.
     """
-    check_named(*models, texts=(text, None if tokens is None else tokens.calibration))
+    check_named(*models, text=text, calibration=None if tokens is None else tokens.calibration)
+    opening(*models)
     from nearplane.verbs.compare import WAYS
     from nearplane.verbs.compare import compare as run
     from nearplane.verbs.compare_figure import check_plot, draw
 
-    quiet()
     if plot is not None:
         check_plot(plot)
     rows = []
@@ -195,9 +196,9 @@ def demo(out: Path = Path("demo-out"), *, json: Switch = False) -> None:
         out: Folder for the checkpoints; older ones in it are replaced.
         json: Print the result as JSON.
     """
+    opening("the demo model")
     from nearplane.demo.demonstration import run
 
-    quiet()
     rows = list(run(out, bar))
     if json:
         print(as_json([asdict(row) for row in rows]))
@@ -266,11 +267,10 @@ def verify(
         trust_remote_code: Run model code that comes with the original model.
         json: Print the result as JSON.
     """
-    check_named(against, texts=(calibration,))
+    check_verify(out, against=against, calibration=calibration, tolerance=tolerance)
+    opening(out)
     from nearplane.verbs.verify import verify as run
 
-    if against is not None:
-        quiet()
     verified = run(
         out,
         against=against,
@@ -330,9 +330,10 @@ def export(
         dtype: Dtype of the decoded weights.
         trust_remote_code: Run model code that comes with the checkpoint, and copy it.
     """
+    check_export(out, folder, format)
+    opening(out)
     from nearplane import export as run
 
-    quiet()
     size = run(out, folder, format=format, dtype=dtype, trust_remote_code=trust_remote_code)
     print(f"weights decoded to {dtype}, {size_text(size)}: {folder}")
 
@@ -372,19 +373,18 @@ def tune(
         trust_remote_code: Run model code that comes with the original model.
         json: Print the run record as JSON instead of a summary.
     """
-    check_named(against, texts=(calibration,))
+    counts = {"samples": samples, "seqlen": seqlen, "steps": steps}
+    check_tune(out, new, against=against, calibration=calibration, overwrite=overwrite, **counts)
+    opening(out, against)
     from nearplane import tune as run
     from nearplane.record.summary import tuned
 
-    quiet()
     record = run(
         out,
         new,
         against=against,
         calibration=calibration,
-        samples=samples,
-        seqlen=seqlen,
-        steps=steps,
+        **counts,
         device=device,
         overwrite=overwrite,
         trust_remote_code=trust_remote_code,
@@ -423,9 +423,10 @@ def generate(
         device: Device to compute on: auto (the GPU if there is one), cpu, cuda, or one of several GPUs as cuda:1.
         trust_remote_code: Run model code that comes with the checkpoint.
     """
+    check_named(model, compare)
+    opening(model)
     from nearplane import generate as run
 
-    quiet()
     for name in [model] if compare is None else [model, compare]:
         if compare is not None:
             print(f"── {name}")

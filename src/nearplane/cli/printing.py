@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterable
@@ -47,11 +48,12 @@ def table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
         print(f"columns left out: {', '.join(columns[visible:])} (set a larger COLUMNS, or use --json)")
 
 
-def quiet() -> None:
-    """Switch off the progress bars of transformers, which would mix with those of nearplane."""
-    from transformers.utils import logging
+def opening(*names: object) -> None:
+    """Log what a command opens, then load transformers and switch off its progress bars, which would mix with ours."""
+    logging.getLogger("nearplane").info("opening %s (torch is loaded first)", " and ".join(map(str, names)))
+    from transformers.utils import logging as of_transformers
 
-    logging.disable_progress_bar()
+    of_transformers.disable_progress_bar()
 
 
 def as_json(data: Any) -> str:

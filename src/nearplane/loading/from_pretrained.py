@@ -42,6 +42,7 @@ from nearplane.loading.dense_network import JoinedBlobs, Place, SingleBlob, Stac
 from nearplane.loading.packed_linear import PackedLinear
 from nearplane.models.conversion import renamed
 from nearplane.models.pretrained import find_folder, network_of
+from nearplane.system.arguments import checked
 from nearplane.system.device import Device
 from nearplane.system.safetensors_files import ShardReader
 
@@ -57,6 +58,7 @@ def register() -> None:
         register_quantizer(METHOD)(NearplaneQuantizer)
 
 
+@checked()
 def load(
     source: str | Path,
     *,

@@ -14,9 +14,10 @@ from typing import Any, Literal
 
 from nearplane.errors import RecipeError
 from nearplane.recipe.patterns import compiled, fault_of
-from nearplane.recipe.scheme import FILE_FORMATS, Allocation, FileFormat, Format, names_of, one_of, spelled_out, within
+from nearplane.recipe.scheme import FILE_FORMATS, Allocation, FileFormat, Format, names_of, spelled_out
 from nearplane.recipe.schemes import AnyScheme, BlockScheme, GridScheme, RateScheme, scheme_of
 from nearplane.recipe.spellings import translated
+from nearplane.system.arguments import check_type, described, hints_of, one_of, within
 
 Rare = Literal["mean", "error"]
 Way = Literal["rtn-mse", "gptq-mse", "rtn-huffman", "gptq-huffman", "nearplane-grid", "nearplane"]  # see compare.py
@@ -73,6 +74,7 @@ class LayerScheme:
 
     def __post_init__(self) -> None:
         check_pattern("layers", self.pattern)
+        check_type("scheme", self.scheme, AnyScheme)
 
     def check(self, others: AnyScheme) -> None:
         """Refuse a scheme that cannot be combined with the scheme of the other layers.
@@ -144,6 +146,11 @@ class Recipe:
     pre: str | None = None
 
     def __post_init__(self) -> None:
+        for name in ("layers", "ignore"):
+            if isinstance(several := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(several))
+        for name in ("scheme", "calibration", "layers", "ignore", "pre"):
+            check_type(name, getattr(self, name), hints_of(Recipe)[name])
         if self.format is None:
             object.__setattr__(self, "format", self.scheme.FORMATS[0])
         one_of("format", self.format, Format)
@@ -248,7 +255,8 @@ class Recipe:
             RecipeError: A keyword is unknown, is given twice under two names, or has an unsupported value.
         """
         options = translated_options(spellings)
-        layers = options.pop("layers", None) or {}
+        layers = {} if options.get("layers") is None else options["layers"]
+        options.pop("layers", None)
         if not isinstance(layers, Mapping) or not all(isinstance(changes, Mapping) for changes in layers.values()):
             raise RecipeError(
                 f"layers is {str(layers)[:60]!r}; expected a dict from patterns to options: {{'down_proj': {{'bits': 4}}}}. Only "
@@ -325,6 +333,8 @@ def translated_options(spellings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_pattern(option: str, pattern: str) -> None:
-    """Refuse a text that is not a regular expression."""
+    """Refuse an empty text, which every name contains, and one that is not a regular expression."""
+    if not isinstance(pattern, str) or not pattern:
+        raise RecipeError(f"{option} is {described(pattern)}; expected a regular expression, for example 'down_proj'.")
     if (fault := fault_of(pattern)) is not None:
         raise RecipeError(f"{option}: {pattern[:60]!r} {fault}.")

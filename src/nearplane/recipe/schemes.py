@@ -30,14 +30,11 @@ from nearplane.recipe.scheme import (
     Solver,
     contradiction,
     names_of,
-    one_of,
     options_of,
     spelled_out,
-    true_or_false,
-    whole,
-    within,
 )
 from nearplane.recipe.sizes import bytes_in
+from nearplane.system.arguments import one_of, true_or_false, whole, within
 
 Scale = Literal["minmax", "mse"]
 Rows = Literal["sensitivity", "equal"]
@@ -371,7 +368,9 @@ def scheme_of(*, into: str | None = None, spread: str | None = None, **options: 
     given = {name: value for name, value in options.items() if value is not None}
     format = find_format(str(given.get("grid")))
     title = f"--grid {given['grid']}" if "grid" in given else f"--size {given.get('size')} of a GGUF"
-    in_blocks = FILE_FORMATS.get(into, FILE_FORMATS[None]).for_llama_cpp
+    if into is not None:
+        one_of("format", into, Format)
+    in_blocks = FILE_FORMATS[into].for_llama_cpp
     if in_blocks and not given.keys() & {"grid", "size", "rate"}:
         bits = given.get("bits", DEFAULT_BITS)
         if spread == "slope" or (isinstance(bits, float) and not bits.is_integer()):
@@ -410,7 +409,7 @@ def _settle_refits(scheme: GridScheme | BlockScheme) -> None:
             raise RecipeError(f"{name} needs calibration, but solver {scheme.solver!r} uses none.")
         if asked is None:
             object.__setattr__(scheme, name, default if scheme.calibrated else 0)
-        whole(name, getattr(scheme, name), 0)
+        whole(name, getattr(scheme, name), 0, 1000)
 
 
 def fitting_group(inputs: Iterable[int], most: int = DEFAULT_GROUP_SIZES[0]) -> int:

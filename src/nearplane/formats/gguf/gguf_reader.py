@@ -13,7 +13,8 @@ from nearplane.errors import FormatError, ModelError
 from nearplane.formats.gguf.gguf_header import BLOCKS, FILE, SHA_SIZE, STAR, SUMS, TENSORS, Info, parts_of, read_header
 from nearplane.formats.gguf.names import Rule, rule_of, unused
 from nearplane.system.files import read_object
-from nearplane.system.safetensors_files import DTYPE_NAMES, TensorInfo, TensorReader, refuse_unfinished
+from nearplane.system.paths import refuse_unfinished
+from nearplane.system.safetensors_files import DTYPE_NAMES, TensorInfo, TensorReader
 
 DENSE = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # types without blocks
 
