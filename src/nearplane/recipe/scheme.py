@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from nearplane.errors import RecipeError
 from nearplane.lattice.number_formats import ENTROPY_CODED_FORMAT, TYPES, NumberFormat, find_format, integers
-from nearplane.system.arguments import one_of, true_or_false, whole, within
+from nearplane.system.arguments import check_fields, whole, within
 
 Order = Literal["natural", "activation", "pivoted"]
 Solver = Literal["nearest-plane", "round-to-nearest", "k-best"]
@@ -86,10 +86,9 @@ class Scheme:
     types_vary: ClassVar[bool] = False  # whether a layer that does not fit the number format may get another
 
     def __post_init__(self) -> None:
-        one_of("order", self.order, Order)
+        check_fields(self, "order", "solver", "correct")
         if self.solver is None:
             object.__setattr__(self, "solver", self.default_solver)
-        one_of("solver", self.solver, Solver)
         if self.beam is None and self.solver == "k-best":
             object.__setattr__(self, "beam", BEAM)
         if self.beam is not None and self.solver != "k-best":
@@ -99,7 +98,6 @@ class Scheme:
         within("damp", self.damp, self.damp == "auto" or numeric, "auto or a number from 0 to 10")
         damp = self.sweep_damp
         within("sweep_damp", damp, damp is None or (isinstance(damp, int | float) and 0 <= damp < 10), "0 to 10")
-        true_or_false("correct", self.correct)
         if not self.calibrated and damp is not None:
             raise RecipeError(f"sweep_damp needs calibration, but solver {self.solver!r} uses none.")
 

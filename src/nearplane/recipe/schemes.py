@@ -34,7 +34,7 @@ from nearplane.recipe.scheme import (
     spelled_out,
 )
 from nearplane.recipe.sizes import bytes_in
-from nearplane.system.arguments import one_of, true_or_false, whole, within
+from nearplane.system.arguments import check_fields, check_type, whole, within
 
 Scale = Literal["minmax", "mse"]
 Rows = Literal["sensitivity", "equal"]
@@ -89,9 +89,7 @@ class GridScheme(Scheme):
         size = self.group_size
         known = size in (None, "auto") or (isinstance(size, int) and size > 0)
         within("group_size", size, known, "a positive number, auto or none")
-        true_or_false("symmetric", self.symmetric)
-        one_of("scale", self.scale, Scale)
-        true_or_false("two_sided", self.two_sided)
+        check_fields(self, "symmetric", "scale", "two_sided")
         if self.two_sided and not self.calibrated:
             raise RecipeError(f"two_sided needs calibration, but solver {self.solver!r} uses none.")
         _settle_refits(self)
@@ -198,7 +196,7 @@ class BlockScheme(Scheme):
             raise RecipeError(
                 f"{option}, which measures layers on calibration text, but solver {self.solver!r} uses none."
             )
-        one_of("embeddings", self.embeddings, Ends)
+        check_fields(self, "embeddings")
         _settle_refits(self)
 
     def _check_grid(self) -> None:
@@ -311,9 +309,7 @@ class RateScheme(Scheme):
         if self.size is not None:
             object.__setattr__(self, "size", str(self.size))
             self.bytes()
-        true_or_false("include_head", self.include_head)
-        true_or_false("include_embeddings", self.include_embeddings)
-        one_of("rows", self.rows, Rows)
+        check_fields(self, "include_head", "include_embeddings", "rows")
 
     @property
     def title(self) -> str:
@@ -368,8 +364,7 @@ def scheme_of(*, into: str | None = None, spread: str | None = None, **options: 
     given = {name: value for name, value in options.items() if value is not None}
     format = find_format(str(given.get("grid")))
     title = f"--grid {given['grid']}" if "grid" in given else f"--size {given.get('size')} of a GGUF"
-    if into is not None:
-        one_of("format", into, Format)
+    check_type("format", into, Format | None)
     in_blocks = FILE_FORMATS[into].for_llama_cpp
     if in_blocks and not given.keys() & {"grid", "size", "rate"}:
         bits = given.get("bits", DEFAULT_BITS)

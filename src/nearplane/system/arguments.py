@@ -17,7 +17,7 @@ from nearplane.system.paths import check_path
 P = ParamSpec("P")
 R = TypeVar("R")
 EXPECTED: dict[Any, str] = {
-    bool: "True or False",
+    bool: "true or false",
     int: "a whole number",
     float: "a finite number",
     str: "text",
@@ -28,7 +28,7 @@ EXPECTED: dict[Any, str] = {
     Callable: "a function",
 }
 MAX_SHOWN_LETTERS = 60  # letters of a value that a message quotes
-hints_of = cache(get_type_hints)
+hints_of: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
 def checked(*excepted: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -70,6 +70,12 @@ def check_type(name: str, value: object, kind: Any) -> None:
         check_path(name, value)
 
 
+def check_fields(part: object, *names: str) -> None:
+    """Refuse fields of a dataclass that do not fit their annotations."""
+    for name in names:
+        check_type(name, getattr(part, name), hints_of(type(part))[name])
+
+
 def described(value: object) -> str:
     """Return a number or the beginning of a text as Python writes it, and the type of any other value."""
     if value is None or isinstance(value, bool | int | float | str | bytes):
@@ -93,18 +99,6 @@ def whole(name: str, value: object, least: int, most: int | None = None) -> None
         good,
         f"a whole number, at least {least}" if most is None else f"a whole number from {least} to {most}",
     )
-
-
-def true_or_false(name: str, value: object) -> None:
-    """Refuse a value that is not a bool."""
-    if not isinstance(value, bool):
-        raise RecipeError(f"{name} is {described(value)}; expected true or false.")
-
-
-def one_of(name: str, value: object, choices: Any) -> None:
-    """Refuse a value that is none of a Literal's words."""
-    if not _fits(choices, value):
-        raise RecipeError(f"{name} is {described(value)}; expected one of {', '.join(choices.__args__)}.")
 
 
 def _parts(kind: Any) -> tuple[Any, ...]:
@@ -135,5 +129,5 @@ def _expected(kind: Any) -> str:
     """Return the description of an annotation."""
     origin = get_origin(kind) or kind
     if origin is Literal:
-        return " or ".join(map(repr, get_args(kind)))
+        return f"one of {', '.join(get_args(kind))}"
     return EXPECTED.get(origin, f"a {getattr(origin, '__name__', origin)}")

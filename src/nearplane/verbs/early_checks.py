@@ -43,19 +43,11 @@ def check_quantize(
 
 
 def check_tune(
-    source: str | Path,
-    out: str | Path,
-    *,
-    against: str | Path,
-    calibration: Any,
-    samples: int | None,
-    seqlen: int | None,
-    steps: int | None,
-    overwrite: bool,
+    source: str | Path, out: str | Path, *, against: Any, calibration: Any, overwrite: bool, **counts: int | None
 ) -> RunRecord:
     """Refuse arguments of `tune`, and checkpoints that cannot be tuned; return the run record of the checkpoint."""
-    for name, value, least in (("samples", samples, 2), ("seqlen", seqlen, 2), ("steps", steps, 1)):
-        whole(name, value, least)
+    for name, count in counts.items():
+        whole(name, count, 1 if name == "steps" else 2)
     record = read_record(Path(source))
     if record.tuning is not None:
         raise RecipeError(f"{source} is tuned already. Tune the checkpoint from which it was made.")

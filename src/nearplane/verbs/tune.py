@@ -90,16 +90,8 @@ def tune(
     Raises:
         NearplaneError: A subclass names the cause. Unsuitable checkpoints, texts and folders are refused before any work.
     """
-    record = check_tune(
-        source,
-        out,
-        against=against,
-        calibration=calibration,
-        samples=samples,
-        seqlen=seqlen,
-        steps=steps,
-        overwrite=overwrite,
-    )
+    counts = {"samples": samples, "seqlen": seqlen, "steps": steps}
+    record = check_tune(source, out, against=against, calibration=calibration, overwrite=overwrite, **counts)
     began, folder, where, given = time.perf_counter(), Path(source), Device.named(device), Given.of(calibration)
     stored = Stored(folder)
     model = open_original(against, record.recipe, trust_remote_code=trust_remote_code)
@@ -110,7 +102,7 @@ def tune(
     recipe = with_calibration_path(resolved(model, record.recipe), calibration)
     solved = Checkpoint(record=record, stored=stored, model=model, recipe=recipe, given=given, device=where)
     windows = _windows_of_the_run(solved)
-    cut = split(solved.windows, record, samples=samples, seqlen=seqlen, steps=steps)
+    cut = split(solved.windows, record, **counts)
     codes = sum(layer.out_features * layer.in_features for layer in solved.of_blocks() if trains_codes(layer))
     hold = fits(model, cut, codes, where)
     matrices = solved.matrices(codes=True)

@@ -165,7 +165,7 @@ def test_layers_that_are_not_linear_get_a_format_that_holds_them(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"methods": ("gptq", "rtn-mse")}, r"methods\[0\] is 'gptq'; expected 'rtn-mse' or"),
+        ({"methods": ("gptq", "rtn-mse")}, r"methods\[0\] is 'gptq'; expected one of rtn-mse, "),
         ({"bits": ()}, "at least one"),
         ({"models": [MODEL, MODEL]}, "different names"),
     ],
