@@ -164,6 +164,10 @@ def quantize_matrix_to_rate(
     if rate is None:
         raise RecipeError(f"{name}: a size is for a whole checkpoint. Pass a rate in bits per weight.")
     W, inputs = lattice_problem(W, statistics, name)
+    if sensitivity is not None and sensitivity.shape != W.shape[:1]:
+        raise NumericalError(
+            f"{name}: sensitivity is {tuple(sensitivity.shape)}; expected one number per row, ({len(W)},)."
+        )
     within("rate", rate, 0 < rate <= MAX_RATE, f"up to {MAX_RATE} bits per weight")
     within("max_loss", max_loss, max_loss is None or 0 < max_loss < 1, "between 0 and 1")
     try:

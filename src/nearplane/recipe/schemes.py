@@ -81,7 +81,7 @@ class GridScheme(Scheme):
         Scheme.__post_init__(self)
         if self.grid is not None:
             self._take_grid(self.grid)
-        if self.group_size == -1:  # spelling of other tools
+        if isinstance(self.group_size, int) and self.group_size == -1:  # spelling of other tools
             object.__setattr__(self, "group_size", None)
         within("bits", self.bits, isinstance(self.bits, int | float) and 2 <= self.bits <= 8, "a number from 2 to 8")
         if self.bits == int(self.bits):
@@ -400,11 +400,11 @@ def scheme_of(*, into: str | None = None, spread: str | None = None, **options: 
 def _settle_refits(scheme: GridScheme | BlockScheme) -> None:
     """Fill in and check `polish` and `rounds`, which are 0 without calibration."""
     for name, default in (("polish", DEFAULT_POLISH), ("rounds", DEFAULT_ROUNDS)):
-        if (asked := getattr(scheme, name)) and not scheme.calibrated:
+        whole(name, asked := getattr(scheme, name), 0, 1000)
+        if asked and not scheme.calibrated:
             raise RecipeError(f"{name} needs calibration, but solver {scheme.solver!r} uses none.")
         if asked is None:
             object.__setattr__(scheme, name, default if scheme.calibrated else 0)
-        whole(name, getattr(scheme, name), 0, 1000)
 
 
 def fitting_group(inputs: Iterable[int], most: int = DEFAULT_GROUP_SIZES[0]) -> int:

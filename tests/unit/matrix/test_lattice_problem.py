@@ -97,6 +97,11 @@ def test_a_rate_and_a_loss_out_of_range_are_refused(wrong: dict[str, float]) -> 
         quantize_matrix_to_rate(W, H, RateScheme(rate=3.0), **wrong)
 
 
+def test_a_sensitivity_of_other_rows_is_refused() -> None:
+    with pytest.raises(NumericalError, match=r"sensitivity is \(2,\); expected one number per row, \(6,\)"):
+        quantize_matrix_to_rate(W, H, RateScheme(rate=3.0), sensitivity=torch.ones(2))
+
+
 def test_what_a_product_in_float32_rounds_is_symmetric_enough() -> None:
     noisy = H + 1e-6 * torch.randn(8, 8, generator=torch.Generator().manual_seed(2))
     assert quantize_matrix(W, noisy, GridScheme(bits=3, group_size=4))[1].loss > 0

@@ -9,8 +9,10 @@ from typing import Any, Literal
 
 import pytest
 
+import torch
+
 import nearplane
-from nearplane import NearplaneError, Recipe, RecipeError
+from nearplane import GridScheme, NearplaneError, Recipe, RecipeError
 from nearplane.demo import HELD_OUT, MODEL
 from nearplane.system.arguments import check_type
 
@@ -63,6 +65,8 @@ def test_an_argument_of_a_wrong_type_is_named(called: str) -> None:
         (lambda: nearplane.compare(MODEL, [4.0, "3"], text=HELD_OUT), r"bits\[1\] is '3'; expected a finite number"),
         (lambda: nearplane.compare(MODEL, 4.0, text=HELD_OUT), "bits is 4.0; expected a list"),
         (lambda: nearplane.verify(MODEL, tolerance=math.inf), "tolerance is inf; expected a finite number"),
+        (lambda: GridScheme(rounds=torch.ones(2)), "rounds is a Tensor; expected a whole number from 0 to 1000"),
+        (lambda: GridScheme(group_size=torch.ones(2)), "group_size is a Tensor; expected a positive number"),
         (lambda: Recipe(scheme="W4A16"), "scheme is 'W4A16'; expected a GridScheme"),
         (lambda: Recipe(ignore=("",)), "ignore is ''; expected a regular expression"),
         (lambda: Recipe(layers=[5]), r"layers\[0\] is 5; expected a LayerScheme"),
