@@ -8,7 +8,6 @@ import re
 from typing import Any, Literal
 
 import pytest
-
 import torch
 
 import nearplane
