@@ -6,10 +6,10 @@ import os
 import sys
 from importlib.metadata import version
 
-from cyclopts import App
+from cyclopts import App, Parameter
 
 from nearplane.cli.commands import COMMANDS
-from nearplane.cli.flags import refuse_mixed
+from nearplane.cli.flags import exactly, refuse_mixed
 from nearplane.cli.quantize_command import quantize
 from nearplane.cli.streams import lasting_streams
 from nearplane.cli.terminal import attended, errors_as_sentences
@@ -21,6 +21,7 @@ app = App(
     help_format="plaintext",
     help_epilogue="Exit codes: 0 done; 1 refused or failed; 2 mistyped option; 3 verify found faults; 4 --max-loss is "
     "exceeded; 130 stopped by Ctrl-C, 143 by SIGTERM, 141 because nobody reads the output of generate.",
+    default_parameter=Parameter(converter=exactly),
     suppress_keyboard_interrupt=False,  # main() prints what a stopped command left on disk
 )
 app.register_install_completion_command(help="Install Tab completion of commands and options in the shell.")

@@ -10,12 +10,13 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from nearplane.cli.printing import as_json, comparison, print_piece, quiet, say, table
+from nearplane.cli.printing import as_json, comparison, opening, print_piece, say, table
 from nearplane.cli.terminal import bar
 from nearplane.errors import NearplaneError
 from nearplane.recipe.recipe import Calibration, Way
 from nearplane.recipe.sizes import size_text
 from nearplane.system.paths import check_named
+from nearplane.verbs.early_checks import check_evaluate, check_export, check_tune, check_verify
 
 Dense = Literal["bfloat16", "float16", "float32"]
 Switch = Annotated[bool, Parameter(negative="")]
@@ -49,15 +50,15 @@ def evaluate(
         trust_remote_code: Run model code that comes with the checkpoint.
         json: Print the result as JSON.
     """
-    check_named(model, against, texts=(text,))
+    counts = {"seqlen": seqlen, "samples": samples}
+    check_evaluate(model, text, against=against, **counts)
+    opening(model)
     from nearplane import evaluate as run
 
-    quiet()
     score = run(
         model,
         text,
-        seqlen=seqlen,
-        samples=samples,
+        **counts,
         against=against,
         device=device,
         trust_remote_code=trust_remote_code,
@@ -118,12 +119,12 @@ def compare(
         trust_remote_code: Run model code that comes with the checkpoints.
         json: Print the result as JSON.
     """
-    check_named(*models, texts=(text, None if tokens is None else tokens.calibration))
+    check_named(*models, text=text, calibration=None if tokens is None else tokens.calibration)
+    opening(*models)
     from nearplane.verbs.compare import compare as run
     from nearplane.verbs.compare_figure import check_plot, draw
     from nearplane.verbs.compare_recipes import WAYS
 
-    quiet()
     if plot is not None:
         check_plot(plot)
     rows = []
@@ -172,9 +173,9 @@ def demo(out: Path = Path("demo-out"), *, json: Switch = False) -> None:
         out: Folder for the checkpoints; older ones in it are replaced, and a folder with other files is refused.
         json: Print the result as JSON.
     """
+    opening("the demo model")
     from nearplane.demo.demonstration import run
 
-    quiet()
     rows = list(run(out, bar))
     if json:
         print(as_json([asdict(row) for row in rows]))
@@ -212,8 +213,8 @@ def inspect(out: Path, *, json: Switch = False) -> None:
     from nearplane.record.summary import layer_table
 
     if (tensors := foreign_tensors(out)) is not None:
-        columns = ("tensor", "type", "shape", "bytes")
-        print(as_json([dict(zip(columns, row, strict=True)) for row in tensors])) if json else table(columns, tensors)
+        names = ("tensor", "type", "shape", "bytes")
+        print(as_json([dict(zip(names, row, strict=True)) for row in tensors])) if json else table(names, tensors)
         return
     record = find_record(out)
     if json:
@@ -248,11 +249,10 @@ def verify(
         trust_remote_code: Run model code that comes with the original model.
         json: Print the result as JSON.
     """
-    check_named(against, texts=(calibration,))
+    check_verify(out, against=against, calibration=calibration, tolerance=tolerance)
+    opening(out)
     from nearplane.verbs.verify import verify as run
 
-    if against is not None:
-        quiet()
     verified = run(
         out,
         against=against,
@@ -312,9 +312,10 @@ def export(
         dtype: Dtype of the decoded weights.
         trust_remote_code: Run model code that comes with the checkpoint, and copy it.
     """
+    check_export(out, folder, format)
+    opening(out)
     from nearplane import export as run
 
-    quiet()
     size = run(out, folder, format=format, dtype=dtype, trust_remote_code=trust_remote_code)
     print(f"weights decoded to {dtype}, {size_text(size)}: {folder}")
 
@@ -354,19 +355,18 @@ def tune(
         trust_remote_code: Run model code that comes with the original model.
         json: Print the run record as JSON instead of a summary.
     """
-    check_named(against, texts=(calibration,))
+    counts = {"samples": samples, "seqlen": seqlen, "steps": steps}
+    check_tune(out, new, against=against, calibration=calibration, overwrite=overwrite, **counts)
+    opening(out, against)
     from nearplane import tune as run
     from nearplane.record.summary import tuned
 
-    quiet()
     record = run(
         out,
         new,
         against=against,
         calibration=calibration,
-        samples=samples,
-        seqlen=seqlen,
-        steps=steps,
+        **counts,
         device=device,
         overwrite=overwrite,
         trust_remote_code=trust_remote_code,
@@ -405,10 +405,10 @@ def generate(
         device: Device to compute on: auto (the GPU if there is one), cpu, cuda, or one of several GPUs as cuda:1.
         trust_remote_code: Run model code that comes with the checkpoint.
     """
+    check_named(model, compare)
+    opening(model)
     from nearplane import generate as run
 
-    check_named(model, compare)
-    quiet()
     for name in [model] if compare is None else [model, compare]:
         before = prompt if compare is None else f"── {name}\n{prompt}"
         run(

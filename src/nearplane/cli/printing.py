@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -75,11 +76,12 @@ def comparison(rows: Sequence[Row]) -> None:
     say(f"{Path(row.model).name}, {row.method} at {row.asked:g} bits: {row.note}" for row in rows if row.note)
 
 
-def quiet() -> None:
-    """Switch off the progress bars of transformers, which would mix with those of nearplane."""
-    from transformers.utils import logging
+def opening(*names: object) -> None:
+    """Log what a command opens, then load transformers and switch off its progress bars, which would mix with ours."""
+    logging.getLogger("nearplane").info("opening %s (torch is loaded first)", " and ".join(map(str, names)))
+    from transformers.utils import logging as of_transformers
 
-    logging.disable_progress_bar()
+    of_transformers.disable_progress_bar()
 
 
 def as_json(data: Any) -> str:

@@ -22,11 +22,12 @@ from nearplane.cli.flags import (
     layer_schemes,
     scheme_from,
 )
-from nearplane.cli.printing import quiet, say
+from nearplane.cli.printing import opening, say
 from nearplane.cli.terminal import bar
 from nearplane.recipe.recipe import Calibration, Recipe, Tune
 from nearplane.recipe.scheme import Allocation, Format
 from nearplane.system.paths import check_named
+from nearplane.verbs.early_checks import check_quantize
 
 Flat = Parameter(name="*")
 
@@ -77,10 +78,7 @@ def quantize(
         trust_remote_code: Run model code that comes with the checkpoint.
         json: Print the run record as JSON instead of a summary.
     """
-    check_named(model, texts=(None if tokens is None else tokens.calibration,))
-    from nearplane import quantize as run
-
-    quiet()
+    check_named(model, calibration=None if tokens is None else tokens.calibration)
     recipe = Recipe(
         scheme=scheme_from(scheme, format=format, allocate=allocate),
         layers=layer_schemes(layer, scheme, format=format),
@@ -92,6 +90,10 @@ def quantize(
         tune=tune,
         pre=pre,
     )
+    check_quantize(model, out, recipe, overwrite=overwrite, memory=memory)
+    opening(model)
+    from nearplane import quantize as run
+
     record = run(
         model,
         out,

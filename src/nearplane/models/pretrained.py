@@ -24,8 +24,8 @@ from nearplane.errors import ModelError, NearplaneError, first_line
 from nearplane.models.config_checks import BuildBudget, check_config, check_sizes
 from nearplane.models.kinds import SPEECH_TYPES, hears_alone, is_headless, is_multimodal, is_seq2seq
 from nearplane.system.files import read_object
-from nearplane.system.paths import folder_named
-from nearplane.system.safetensors_files import ShardReader, TensorReader, refuse_unfinished
+from nearplane.system.paths import folder_named, refuse_unfinished
+from nearplane.system.safetensors_files import ShardReader, TensorReader
 
 FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 MAX_QUOTED_LETTERS = 400  # letters of a message of transformers that an error quotes
@@ -103,7 +103,7 @@ def empty_network(
         options = {} if dtype is None else {"dtype": dtype}
         with torch.device("meta"), BuildBudget(reader):
             network = _builder(config).from_config(config, trust_remote_code=trust_remote_code, **options)
-    check_sizes(network, reader)
+    check_sizes(network, reader, plain=plain.get("quantization_config") is None)
     reader.check_network(network.config.to_dict())
     return network
 

@@ -41,12 +41,12 @@ from nearplane.models.model import Model, open_model
 from nearplane.models.pretrained import find_folder
 from nearplane.recipe.recipe import Calibration, Recipe, Way
 from nearplane.record.record import RunRecord, versions
+from nearplane.system.arguments import checked
 from nearplane.system.device import Device
 from nearplane.system.files import check_writable, exclusive_lock, read_object, sha256, write_whole
 from nearplane.system.matmul_library import chosen_library
-from nearplane.system.paths import RECORD
+from nearplane.system.paths import RECORD, refuse_unfinished
 from nearplane.system.progress import Progress, logged, silent
-from nearplane.system.safetensors_files import refuse_unfinished
 from nearplane.theory.hptq import hptq_layers
 from nearplane.verbs.compare_recipes import HUFFMAN, WAYS, Recipes, recipes_for
 from nearplane.verbs.evaluate import evaluate, load_dense
@@ -180,6 +180,7 @@ class Compared:
             write_whole(self._folder / ROWS_FILE, content.encode())
 
 
+@checked()
 def compare(
     models: str | Path | Sequence[str | Path],
     bits: Sequence[float],
@@ -220,8 +221,6 @@ def compare(
         NearplaneError: A model or text cannot be read; earlier rows were yielded.
     """
     models = [models] if isinstance(models, str | Path) else list(models)
-    if unknown := set(methods) - set(WAYS):
-        raise RecipeError(f"{', '.join(sorted(unknown))} is not a method; expected some of {', '.join(WAYS)}.")
     if not models or not bits or not methods:
         raise RecipeError("Nothing to compare: give at least one model, one number of bits and one method.")
     names = [Path(model).name for model in models]

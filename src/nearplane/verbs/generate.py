@@ -25,6 +25,7 @@ from nearplane.models.kinds import InputKind, has_head, input_kind
 from nearplane.models.model import positions_of
 from nearplane.models.pretrained import as_model_error, tokenizer_of
 from nearplane.recipe.scheme import FILE_FORMATS, FileFormat
+from nearplane.system.arguments import checked
 from nearplane.system.device import Device
 from nearplane.system.file_hashes import check_hashes
 
@@ -34,6 +35,7 @@ UNFINISHED = "\ufffd"  # incomplete bytes of a letter decode to this
 MAX_SPECIAL_TOKENS = 16  # that a tokenizer puts before a prompt, whose own tokens are at most its bytes
 
 
+@checked()
 def generate(
     source: str | Path,
     prompt: str,

@@ -244,22 +244,119 @@ def test_names_in_files_cannot_steer_the_terminal(monkeypatch, capsys, tiny, tmp
     assert "\x1b" not in page
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["quantize", "nowhere", "out"],
-        ["quantize", str(MODEL), "out", "--calibration", "nowhere.txt"],
-        ["evaluate", str(MODEL), "--text", "nowhere.txt"],
-        ["tune", "out", "new", "--against", "nowhere"],
-    ],
-    ids=lambda words: words[0],
+REFUSED = {  # commands, with places of the fixture `refusals` in braces, and what they say
+    "quantize nowhere out": "nowhere does not exist",
+    "quantize {model} out --calibration nowhere.txt": "--calibration nowhere.txt does not exist",
+    "quantize {model} out --calibration /dev/zero": "/dev/zero is not a regular file, but a pipe, a device",
+    "quantize {model} out --calibration pipe.txt": "pipe.txt is not a regular file, but a pipe",
+    "quantize {model} full": "full exists and is not empty",
+    "quantize {model} {model}/out": "overlaps with {model}",
+    "quantize full out": "full/config.json cannot be read",
+    "quantize {model} out --bits 99": "bits is 99.0; expected a number from 2 to 8",
+    "quantize {model} out --memory much": "memory is 'much'; expected",
+    "quantize {model} out --layer d=bits:4,bits:5": "gives bits twice",
+    "quantize {model} out --layer d=ignore:true": "ignore is True, which has the wrong type",
+    "evaluate {model} --text nowhere": "--text nowhere does not exist. Pass a .txt or .jsonl file or a folder of them",
+    "evaluate {model} --text {text} --samples 0": "samples is 0; expected a whole number, at least 1",
+    "evaluate started --text {text}": "started is incomplete",
+    "tune {out} new --against nowhere": "nowhere does not exist",
+    "tune full new --against {model}": "full has no nearplane.json",
+    "tune {out} full --against {model}": "full exists and is not empty",
+    "tune {out} {out}/new --against {model}": "overlaps with {out}",
+    "tune {out} new --against {model} --steps 0": "steps is 0; expected a whole number, at least 1",
+    "verify full": "full has no nearplane.json",
+    "verify {out} --tolerance nan": "tolerance is nan; expected a number from 0 to 1",
+    "export {out} full": "full exists and is not empty. Empty it or choose another folder",
+    "export nowhere new": "nowhere does not exist",
+    "generate full hello": "full/config.json cannot be read",
+}
+OPENS = (  # commands with which nothing is wrong that can be known before torch is loaded
+    "quantize {model} new",
+    "evaluate {model} --text {text}",
+    "tune {out} new --against {model}",
+    "verify {out}",
+    "export {out} new",
+    "generate {model} hello",
+    "compare {model} --bits 4 --text {text}",
 )
-def test_what_is_not_there_is_refused_before_torch_is_imported(words, tmp_path):
-    code = (
-        "import sys; from nearplane.cli.app import app; from nearplane.errors import NearplaneError\n"
-        f"try: app({words!r})\n"
-        "except NearplaneError as error: print(error, 'torch' in sys.modules)"
+RUNS = """
+import json, logging, sys
+from nearplane.cli.app import app
+from nearplane.errors import NearplaneError
+
+class FirstLine(logging.Handler):
+    def emit(self, record):
+        raise NearplaneError(record.getMessage())
+
+logging.getLogger("nearplane").addHandler(FirstLine())
+logging.getLogger("nearplane").setLevel(logging.INFO)
+for words in json.loads(sys.argv[1]):
+    try:
+        app(words)
+    except NearplaneError as error:
+        print(json.dumps([str(error), "torch" in sys.modules]))
+"""
+
+
+@pytest.fixture(scope="module")
+def refusals(tiny, tmp_path_factory):
+    """What every command of `REFUSED` and `OPENS` says first, and whether torch is loaded by then."""
+    model, out, text = tiny
+    place = tmp_path_factory.mktemp("refused")
+    for name in ("full/file", "started/INCOMPLETE"):
+        (place / name).parent.mkdir()
+        (place / name).write_text("")
+    os.mkfifo(place / "pipe.txt")
+    places = {"model": model, "out": out, "text": text}
+    commands = [[word.format(**places) for word in line.split()] for line in (*REFUSED, *OPENS)]
+    run = [sys.executable, "-c", RUNS, json.dumps(commands)]
+    lines = subprocess.run(run, capture_output=True, text=True, cwd=place, check=True).stdout.splitlines()
+    return places, dict(zip((*REFUSED, *OPENS), map(json.loads, lines), strict=True))
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_needs_no_model_is_refused_before_torch_is_loaded(refusals, line):
+    """A folder that exists was refused after ten seconds; a pipe was read until it ended."""
+    places, said = refusals
+    message, loaded = said[line]
+    assert REFUSED[line].format(**places) in message
+    assert not loaded
+
+
+@pytest.mark.parametrize("line", OPENS)
+def test_the_first_line_comes_before_torch_is_loaded(refusals, line):
+    """`evaluate` said nothing for 7 seconds, `tune` for 15."""
+    message, loaded = refusals[1][line]
+    assert message.startswith("opening ")
+    assert not loaded
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 64 KB, which holds no checkpoint."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "none", place], capture_output=True, check=False
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
-    assert "does not exist" in run.stdout
-    assert run.stdout.strip().endswith("False")
+    if mounted.returncode:
+        pytest.skip("mounting a small disk needs rights")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+@pytest.mark.parametrize(
+    "words", ["quantize {model} {disk} --bits 8", "tune {out} {disk} --against {model}", "export {out} {disk}"]
+)
+def test_a_full_disk_is_found_before_any_work(monkeypatch, capsys, tiny, small_disk, words):
+    """It was found when the last file was written."""
+    model, out, text = tiny
+    if words.startswith("quantize"):
+        words += f" --calibration {text} --samples 4 --seqlen 40"
+    words = words.format(model=model, out=out, disk=small_disk / "new").split()
+    code, _, err = command(monkeypatch, capsys, *words)
+    assert code == 1
+    assert re.search(
+        r"disk/new needs about \d+ KB of disk space, but only 65\.5 KB are free there\. Free some space", err
+    )
+    assert list(small_disk.iterdir()) == []
