@@ -71,7 +71,7 @@ def make(
                 codes = grid.round(W, slice(None))[0].to(torch.int32)
                 writer.add(name, QuantizedMatrix(codes=codes, grid=grid), state.pop(f"{name}.bias", None))
             writer.close_block(state)
-            writer.record_json = "{}"
+            writer.record_json = '{"files": {}}'
 
 
 def _tokenizer(size: int):

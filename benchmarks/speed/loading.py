@@ -67,7 +67,7 @@ def write(out: Path, source: Path, config: LlamaConfig, bits: float) -> int:
                     weights += rest.pop(f"{name}.weight").numel()
             writer.close_block({})
         writer.close_block(rest)
-        writer.record_json = "{}"
+        writer.record_json = '{"files": {}}'
     return weights
 
 

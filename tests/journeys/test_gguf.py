@@ -24,7 +24,7 @@ from nearplane import FormatError, ModelError, RecipeError
 from nearplane.cli.app import app, main
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.formats.find_record import embedded_record
-from nearplane.formats.gguf.gguf_header import FILE, read_header
+from nearplane.formats.gguf.gguf_header import FILE, METADATA, read_header
 from nearplane.formats.gguf.gguf_reader import GGUFReader
 from nearplane.formats.gguf.tokenizer import vocabulary
 from nearplane.formats.stored import read_dense
@@ -175,7 +175,7 @@ def test_a_file_in_place_of_a_folder_is_one_sentence(out_of: Callable[[str], tup
     with pytest.raises(FormatError, match="is a file without a run record: expected the folder"):
         nearplane.verify(out / FILE)
     with pytest.raises(ModelError, match=r"is a file\. Pass the folder"):
-        nearplane.evaluate(out / FILE, HELD_OUT)
+        nearplane.quantize(out / FILE, out.parent / "again", calibration=HELD_OUT)
 
 
 def test_the_gguf_package_reads_types_shapes_and_values(out_of: Callable[[str], tuple[Path, Path]]) -> None:
@@ -270,12 +270,14 @@ def test_metadata_that_do_not_fit_are_refused(out_of: Callable[[str], tuple[Path
     whole = (out / FILE).read_bytes()
     for name in ("config.json", "nearplane.json"):
         (tmp_path / name).write_bytes((out / name).read_bytes())
+    unhashed = whole.replace(METADATA.encode(), b"nearplane.metadata_sha000", 1)
     for old, new, said in (
         (b"general.architecture", b"general.architectur3", "are incomplete"),
         (b"llama.attention.head_count", b"llama.attention.head_c0unt", "are incomplete"),
+        (b"nearplane.tensors", b"nearplane.tens0rs", r"knows no tensor|no valid key|letters of SHA-256"),
     ):
         assert old in whole
-        (tmp_path / FILE).write_bytes(whole.replace(old, new, 1))
+        (tmp_path / FILE).write_bytes(unhashed.replace(old, new, 1))
         with pytest.raises(ModelError, match=said):
             GGUFReader(tmp_path)
 
@@ -315,7 +317,7 @@ def test_a_record_that_was_changed_inside_is_refused(
     with pytest.raises(FormatError, match=r"nearplane\.record is damaged: its digest is"):
         embedded_record(path)
     other = replace(read_record(out), device="gpu").embedded().to_json().encode()
-    begin = read_header(out / FILE).places["nearplane.record"] + 8
+    begin = read_header(out / FILE).places["nearplane.record"].start + 8
     path.write_bytes(whole[:begin] + other + whole[begin + len(other) :])
     assert any("differs from nearplane.json" in fault.what for fault in nearplane.verify(tmp_path / "out").faults)
 
@@ -384,7 +386,7 @@ def test_a_file_of_another_tool_is_refused(out_of: Callable[[str], tuple[Path, P
     writer.write_tensors_to_file()
     writer.close()
     found = nearplane.verify(tmp_path)
-    assert any("not written by nearplane" in fault.what for fault in found.faults)
+    assert any("have no tensors named" in fault.what for fault in found.faults)
 
 
 @pytest.mark.parametrize(
@@ -395,7 +397,7 @@ def test_a_file_of_another_tool_is_refused(out_of: Callable[[str], tuple[Path, P
         ("inspect", True, "has no run record in its key nearplane.record"),
         ("inspect", False, "has no run record in its key nearplane.record"),
         ("report", True, "has no run record in its key nearplane.record"),
-        ("evaluate", True, "is a file. Pass the folder of the model"),
+        ("evaluate", True, "llama.attention.head_count is missing, or not a single value"),
     ],
 )
 def test_a_gguf_of_another_tool_is_one_sentence(

@@ -170,5 +170,5 @@ def write_folder(
                     rest = {key: tensor for key, tensor in rest.items() if not key.startswith(f"{name}.")}
             writer.close_block(rest)
         writer.close_block({n: t for n, t in model.state_dict().items() if not n.startswith("model.layers.")})
-        writer.record_json = '{"version": 1}'
+        writer.record_json = '{"version": 1, "files": {}}'
     return matrices

@@ -66,7 +66,7 @@ def write_native(
             if seed == len(chosen) // 2:
                 writer.close_block({})
         writer.close_block(rest)
-        writer.record_json = '{"version": 1}'
+        writer.record_json = '{"version": 1, "files": {}}'
     return matrices
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from nearplane.errors import FormatError
-from nearplane.formats.gguf.gguf_header import FILE, MAGIC, RECORD_KEY, read_header
+from nearplane.formats.gguf.gguf_header import FILE, MAGIC, RECORD_KEY, check_metadata, read_header
 from nearplane.record.record import RunRecord, digest_of, read_record
+from nearplane.system.file_hashes import check_hashes
 from nearplane.system.paths import RECORD
 
 
@@ -34,15 +35,33 @@ def embedded_record(path: Path) -> RunRecord:
         FormatError: The record is missing or cannot be read.
         ModelError: The file is no GGUF, or damaged.
     """
-    text = read_header(path).fields.get(RECORD_KEY)
+    header = read_header(path)
+    text = header.fields.get(RECORD_KEY)
     if not isinstance(text, str) or not text.strip():
         raise FormatError(f"{path} has no run record in its key {RECORD_KEY}: expected a GGUF that nearplane wrote.")
+    check_metadata(path, header)
     record = RunRecord.from_json(text, str(path))
     if (actual := digest_of(text.strip())) != record.digest:
         raise FormatError(
             f"{path}: the run record in the key {RECORD_KEY} is damaged: its digest is {actual[:16]}.., expected "
             f"{record.digest[:16]}... Fetch the file again."
         )
+    return record
+
+
+def sound_record(folder: Path) -> RunRecord:
+    """Return the record of a checkpoint in a folder, after comparing all its files with the record.
+
+    Raises:
+        FormatError: The record is missing or damaged, or a file differs from it.
+    """
+    record = read_record(folder)
+    if (actual := digest_of((folder / RECORD).read_text(encoding="utf-8"))) != record.digest:
+        raise FormatError(
+            f"{folder / RECORD} is damaged: its digest is {actual[:16]}.., expected {record.digest[:16]}... "
+            f"Fetch the folder again."
+        )
+    check_hashes(folder)
     return record
 
 

@@ -27,6 +27,7 @@ from nearplane.models.conversion import Names, names_apart, patterns_apart
 from nearplane.models.experts import ExpertLayer, is_stack, stacked_layers
 from nearplane.models.layers import is_linear
 from nearplane.models.pretrained import empty_network, network_of
+from nearplane.system.file_hashes import check_hashes
 from nearplane.system.fp8_mxfp4 import WidenedReader
 
 KEY = Native.KEY
@@ -86,28 +87,35 @@ def stacks_of(model: nn.Module) -> dict[str, Stack]:
     }
 
 
-def decoded_tensors(folder: Path, empty: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (parameter name, decoded tensor) of a quantized folder; see `read_dense`.
+def decoded_tensors(folder: Path, empty: nn.Module, *, check: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Return an iterator of (parameter name, decoded tensor) of a quantized folder; see `read_dense`.
 
     Args:
         folder: A quantized folder.
         empty: The network that its config.json describes, on the meta device.
+        check: Whether files are compared with the run record, if there is one.
+
+    Raises:
+        FormatError: A file differs from the run record.
     """
+    if check:
+        check_hashes(folder, weights=reader_of(folder).checksums is None)  # else tensors are checked as they are read
     return read_dense(folder, transposed=stored_transposed(empty), shapes=weight_shapes(empty), stacks=stacks_of(empty))
 
 
 def dense_network(
-    folder: Path, *, dtype: torch.dtype | str = torch.float32, trust_remote_code: bool = False
+    folder: Path, *, dtype: torch.dtype | str = torch.float32, check: bool = True, trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """Load the language model of a folder with every weight decoded, without the packages of the format's reader.
 
     Args:
         folder: A folder that is quantized in a format that nearplane reads, or not quantized.
         dtype: Dtype of the weights; "auto" is the dtype in config.json.
+        check: Whether files are compared with the run record, if there is one.
         trust_remote_code: Whether code that comes with the model may run.
 
     Raises:
-        FormatError: A layer contradicts its format or config.json.
+        FormatError: A layer contradicts its format or config.json, or a file differs from the run record.
         ModelError: transformers cannot build the network, or a weight is missing.
     """
     reader = reader_of(folder)
@@ -119,7 +127,7 @@ def dense_network(
     if isinstance(reader, WidenedReader):
         tensors: Iterator[tuple[str, Tensor]] = ((name, reader.read([name])[name]) for name in reader.names())
     else:
-        tensors = decoded_tensors(folder, empty)
+        tensors = decoded_tensors(folder, empty, check=check)
     weights = {name: values.to(dtype) if values.is_floating_point() else values for name, values in tensors}
     return network_of(folder, dtype=dtype, weights=weights, empty=empty)
 

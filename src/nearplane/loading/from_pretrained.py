@@ -40,9 +40,11 @@ from nearplane.formats.stored import quantization_of
 from nearplane.formats.table import FORMATS
 from nearplane.loading.dense_network import JoinedBlobs, Place, SingleBlob, StackPlace, dense_network, fill, make_places
 from nearplane.loading.packed_linear import PackedLinear
+from nearplane.loading.source_folder import source_folder
 from nearplane.models.conversion import renamed
-from nearplane.models.pretrained import find_folder, network_of
+from nearplane.models.pretrained import empty_network, network_of
 from nearplane.system.device import Device
+from nearplane.system.file_hashes import check_hashes
 from nearplane.system.safetensors_files import ShardReader
 
 KEY, STOP = Native.KEY, Native.STOP
@@ -63,6 +65,7 @@ def load(
     dtype: torch.dtype | str = "auto",
     device: torch.device | str = "auto",
     packed: bool = True,
+    check: bool = True,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load a model: a checkpoint of nearplane in any format, or any folder of safetensors that transformers loads.
@@ -71,14 +74,15 @@ def load(
     the model is not an encoder with a decoder.
 
     Args:
-        source: A folder or hub id.
+        source: A folder, a hub id, or a .gguf file of an architecture that nearplane writes.
         dtype: Dtype of the computation; "auto" is the dtype in config.json.
         device: Device as in `Device.named`; "auto" is the GPU if there is one.
         packed: Whether native weights stay packed, half a byte or a byte each; else they are decoded to `dtype`.
+        check: Whether the files are compared with the hashes in the run record, if there is one.
         trust_remote_code: Whether code that comes with the model may run.
 
     Raises:
-        FormatError: A file is damaged, has a future version or contradicts config.json.
+        FormatError: A file is damaged, has a future version or contradicts config.json or the run record.
         ModelError: There is no model, or it is incomplete.
         RecipeError: There is no such dtype.
     """
@@ -86,7 +90,7 @@ def load(
     compute_dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype != "auto" and not (isinstance(compute_dtype, torch.dtype) and compute_dtype.is_floating_point):
         raise RecipeError(f"dtype is {dtype!r}; expected auto, or a dtype of torch: float32, float16, bfloat16.")
-    folder = find_folder(str(source), trust_remote_code=trust_remote_code)
+    folder = source_folder(source, trust_remote_code=trust_remote_code)
     quantization = quantization_of(folder) or {}  # refuses an unfinished folder
     config = read_config(folder)
     method = quantization.get("quant_method")
@@ -95,7 +99,13 @@ def load(
     if dtype == "auto":
         compute_dtype = getattr(torch, str(config.get("dtype")), None)
     dense = grid_format and (two_stacks or not FORMATS[str(method)].layers.stays_packed(quantization, compute_dtype))
-    model = (dense_network if dense else network_of)(folder, dtype=dtype, trust_remote_code=trust_remote_code)
+    if dense:
+        model = dense_network(folder, dtype=dtype, check=check, trust_remote_code=trust_remote_code)
+    else:
+        empty = empty_network(folder, trust_remote_code=trust_remote_code)
+        if check:
+            check_hashes(folder, weights=method != METHOD)  # transformers reads the files, native ones through `verify`
+        model = network_of(folder, dtype=dtype, empty=empty, trust_remote_code=trust_remote_code)
     if not packed and isinstance(getattr(model, "hf_quantizer", None), NearplaneQuantizer):
         model = model.dequantize(model.dtype)
     return model.to(Device.named(device).place)

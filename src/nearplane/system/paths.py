@@ -14,6 +14,12 @@ INCOMPLETE = "INCOMPLETE"  # name of a file in that folder until the checkpoint 
 JOURNAL = "journal"  # name of the folder in it from which a stopped run is resumed
 
 
+def is_gguf(source: str | Path) -> bool:
+    """Return whether a source is a GGUF without a folder, by its suffix."""
+    path = Path(source).expanduser()
+    return path.suffix == ".gguf" and path.is_file()
+
+
 def folder_named(source: str | Path) -> Path | None:
     """Return the local folder of a model, or None for a hub id.
 
@@ -58,7 +64,7 @@ def check_text_exists(source: str | Path) -> None:
 def check_named(*models: str | Path | None, texts: tuple[str | Path | None, ...] = ()) -> None:
     """Refuse models and texts that do not exist; None stands for an option that was not given."""
     for model in models:
-        if model is not None:
+        if model is not None and not is_gguf(model):
             folder_named(model)
     for text in texts:
         if text is not None:

@@ -135,6 +135,9 @@ class TensorReader(ABC):
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read tensors into memory of their own; the files are closed again."""
 
+    def check_network(self, config: Mapping[str, Any]) -> None:  # noqa: B027
+        """Refuse a config.json, as transformers completes it, that contradicts what the files say about the network."""
+
     def kept(self, name: str, tensor: Tensor) -> Tensor | None:
         """Return an unquantized tensor as such files store it, or None if they leave it out."""
         return tensor

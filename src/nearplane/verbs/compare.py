@@ -36,6 +36,7 @@ from transformers import PreTrainedModel
 
 from nearplane.calibration.windows import calibration_windows, check_tokens
 from nearplane.errors import FormatError, RecipeError
+from nearplane.formats.find_record import sound_record
 from nearplane.formats.journal_pages import run_inputs
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model, open_model
@@ -43,7 +44,7 @@ from nearplane.models.pretrained import find_folder
 from nearplane.recipe.recipe import Calibration, Recipe, Way
 from nearplane.recipe.scheme import Format, Solver
 from nearplane.recipe.schemes import GridScheme, RateScheme, fitting_group
-from nearplane.record.record import RunRecord, read_record, versions
+from nearplane.record.record import RunRecord, versions
 from nearplane.system.device import Device
 from nearplane.system.files import check_writable, exclusive_lock, read_object, sha256, write_whole
 from nearplane.system.matmul_library import chosen_library
@@ -355,7 +356,7 @@ def _quantized_before(out: Path, recipe: Recipe) -> RunRecord | None:
     if not (out / RECORD).is_file():
         return None
     refuse_unfinished(out)
-    record = read_record(out)
+    record = sound_record(out)
     return record if record.recipe == recipe else None
 
 

@@ -21,8 +21,9 @@ from nearplane.calibration.given import Given, model_label, refuse_tokenizer
 from nearplane.calibration.texts import check_start, check_vocabulary, framing_tokens, read_windows
 from nearplane.errors import CalibrationError, ModelError, RecipeError
 from nearplane.loading.dense_network import dense_network
+from nearplane.loading.source_folder import source_folder
 from nearplane.models.kinds import Divergence, InputKind, divergence
-from nearplane.models.pretrained import as_model_error, find_folder, tokenizer_of
+from nearplane.models.pretrained import as_model_error, tokenizer_of
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import chosen_library
 from nearplane.system.progress import Progress, logged, silent
@@ -74,8 +75,8 @@ def evaluate(
     Encoders predict no tokens: they need `against`, and the embeddings of both models are compared.
 
     Args:
-        model: Folder or hub id of a transformers checkpoint or of one that `quantize` wrote. Or a model object, which runs
-            in its own dtype and on its own device.
+        model: Folder or hub id of a transformers checkpoint or of one that `quantize` wrote, or a .gguf file. Or a model
+            object, which runs in its own dtype and on its own device.
         text: A .txt or .jsonl file or a folder of them, tokenized whole without special tokens and cut into windows
             that do not overlap. Or a list of texts, token ids (windows, seqlen), pixel values (images, channels, height,
             width), or sound with transcripts (input_features, token_ids). Windows of encoders begin and end with tokens
@@ -236,6 +237,6 @@ def load_dense(
     source: str | Path, device: torch.device, *, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model in float32 with every weight decoded, and its tokenizer."""
-    folder = find_folder(str(source), trust_remote_code=trust_remote_code)
+    folder = source_folder(source, trust_remote_code=trust_remote_code)
     model = dense_network(folder, trust_remote_code=trust_remote_code).to(device)
     return model, tokenizer_of(folder, trust_remote_code=trust_remote_code)

@@ -24,11 +24,13 @@ from nearplane.errors import ModelError
 from nearplane.formats.layer_format import read_config
 from nearplane.formats.stored import DecodedReader, quantization_of, reader_of
 from nearplane.loading.dense_network import dense_network, stacks_of, stored_transposed, weight_shapes
+from nearplane.loading.source_folder import source_folder
 from nearplane.models.kinds import InputKind, call_kwargs, has_head, input_kind, is_framed, main_input, read_out
 from nearplane.models.model import Model, open_model, positions_of
-from nearplane.models.pretrained import empty_network, find_folder
+from nearplane.models.pretrained import empty_network
 from nearplane.recipe.sizes import size_text
 from nearplane.system.device import Device
+from nearplane.system.file_hashes import check_hashes
 from nearplane.system.fp8_mxfp4 import method_of
 from nearplane.system.memory import free_memory, return_large_blocks
 
@@ -152,7 +154,7 @@ def opened(model: str | Path | PreTrainedModel, device: Device, *, trust_remote_
     return_large_blocks()
     if not isinstance(model, str | Path):
         return Held(check_model(model))
-    folder = find_folder(str(model), trust_remote_code=trust_remote_code)
+    folder = source_folder(model, trust_remote_code=trust_remote_code)
     size, free = _size(folder, trust_remote_code), device.free()
     if device.on_cpu and free is not None and size > MAX_MEMORY_SHARE * free:
         try:
@@ -175,6 +177,7 @@ def on_disk(folder: Path, *, trust_remote_code: bool = False) -> Model:
     if quantization_of(folder) is None or method_of(read_config(folder)) is not None:
         return open_model(str(folder), trust_remote_code=trust_remote_code)
     network = empty_network(folder, trust_remote_code=trust_remote_code, reader=reader_of(folder)).eval()
+    check_hashes(folder, weights=reader_of(folder).checksums is None)
     reader = DecodedReader(folder, weight_shapes(network), stored_transposed(network), stacks_of(network))
     return Model(folder, network, reader, trust_remote_code=trust_remote_code)
 

@@ -12,12 +12,14 @@ from torch import Tensor
 from nearplane.errors import FormatError, ModelError, RecipeError
 from nearplane.formats.beside import CONFIG, copy_beside
 from nearplane.formats.container import readable_errors, refuse_overlap
+from nearplane.formats.find_record import sound_record
 from nearplane.formats.layer_format import WEIGHTS, json_text, read_config
 from nearplane.formats.stored import quantization_of, reader_of
 from nearplane.formats.table import FORMATS
 from nearplane.loading.dense_network import decoded_tensors
 from nearplane.models.pretrained import empty_network
 from nearplane.system.output_folder import Unfinished
+from nearplane.system.paths import RECORD
 from nearplane.system.safetensors_files import ShardWriter
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -65,8 +67,10 @@ def export(
         raise RecipeError(f"{out} exists and is not empty. Empty it or choose another folder.")
     place = Unfinished(out)
     refuse_overlap(place.folder, source)
+    if (source / RECORD).is_file():
+        sound_record(source)
     network = empty_network(source, trust_remote_code=trust_remote_code, reader=reader_of(source))
-    tensors = decoded_tensors(source, network)
+    tensors = decoded_tensors(source, network, check=False)
     with readable_errors(out), place:
         writer = ShardWriter(place.folder, None)
         for shard in _shards(tensors, DTYPES[dtype]):

@@ -18,13 +18,15 @@ from transformers.generation.streamers import BaseStreamer
 
 from nearplane.errors import RecipeError
 from nearplane.formats.gguf.gguf_header import FILE
-from nearplane.formats.stored import quantization_of
+from nearplane.formats.stored import quantization_of, reader_of
 from nearplane.loading.from_pretrained import load
+from nearplane.loading.source_folder import source_folder
 from nearplane.models.kinds import InputKind, has_head, input_kind
 from nearplane.models.model import positions_of
-from nearplane.models.pretrained import as_model_error, find_folder, tokenizer_of
+from nearplane.models.pretrained import as_model_error, tokenizer_of
 from nearplane.recipe.scheme import FILE_FORMATS, FileFormat
 from nearplane.system.device import Device
+from nearplane.system.file_hashes import check_hashes
 
 Say = Callable[[str], object]
 LLAMA = "llama_cpp"  # the module of llama-cpp-python
@@ -46,7 +48,7 @@ def generate(
     """Continue a text with a model.
 
     Args:
-        source: Folder that `quantize` wrote in any format, or folder or hub id that transformers loads.
+        source: Folder that `quantize` wrote in any format, a .gguf file, or folder or hub id that transformers loads.
         prompt: Text to continue; the tokenizer adds its special tokens.
         tokens: Largest number of new tokens; fewer if the model ends or has no positions left.
         temperature, seed: Sampling temperature and random seed; temperature 0 takes the most likely token each time.
@@ -65,8 +67,12 @@ def generate(
         raise RecipeError(
             f"tokens is {tokens} and temperature {temperature}; expected at least 1 token, and a temperature from 0 to 100."
         )
-    folder = find_folder(str(source), trust_remote_code=trust_remote_code)
+    folder = source_folder(source, trust_remote_code=trust_remote_code)
     if runs_in_llama_cpp(folder):
+        check_hashes(folder, weights=False)
+        reader = reader_of(folder)
+        for name in reader.names():
+            reader.read([name])  # compares hashes, which llama.cpp does not
         return _by_llama_cpp(folder, prompt, tokens, temperature, seed, say)
     place = Device.named(device).place
     model = load(folder, device=place, trust_remote_code=trust_remote_code)

@@ -23,6 +23,7 @@ from nearplane.calibration.texts import DEFAULT_DATASET
 from nearplane.calibration.windows import Windows, calibration_windows, digest_of
 from nearplane.errors import CalibrationError, FormatError
 from nearplane.formats.container import Container, written
+from nearplane.formats.find_record import sound_record
 from nearplane.formats.journal_pages import run_inputs
 from nearplane.formats.stored import Stored
 from nearplane.matrix.certificate import SolvedMatrix, remeasure
@@ -88,7 +89,7 @@ def tune(
         NearplaneError: A subclass names the cause. Unsuitable checkpoints, texts and folders are refused before any work.
     """
     began, folder, where, given = time.perf_counter(), Path(source), Device.named(device), Given.of(calibration)
-    record = read_record(folder)
+    record = sound_record(folder)
     check_checkpoint(folder, record, Path(out))
     stored = Stored(folder)
     model = open_original(against, record.recipe, trust_remote_code=trust_remote_code)

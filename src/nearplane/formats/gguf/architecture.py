@@ -109,7 +109,7 @@ def _gemma(writer: Any, config: Config, every: int) -> None:
 
 def _phi3(writer: Any, config: Config) -> None:
     _sizes(writer, config, window=config.get("sliding_window"))
-    rope, positions = _ropes(config)["full_attention"], config["max_position_embeddings"]
+    rope, positions = ropes(config)["full_attention"], config["max_position_embeddings"]
     part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     writer.add_rope_dimension_count(int(part * config["hidden_size"]) // config["num_attention_heads"])
     name = "original_max_position_embeddings"
@@ -204,10 +204,10 @@ def tell(writer: Any, config: Config) -> None:
 
 def rope_factors(config: Config) -> dict[str, Tensor]:
     """Return the factors of rotary frequencies by name: tensors that llama.cpp needs and no checkpoint has."""
-    rope = _ropes(config)["full_attention"]
+    rope = ropes(config)["full_attention"]
     match _rope_type(rope):
         case "llama3":
-            return {"rope_freqs.weight": _llama3_factors(rope, _head_size(config))}
+            return {"rope_freqs.weight": llama3_factors(rope, _head_size(config))}
         case "longrope":
             return {
                 f"rope_factors_{length}.weight": torch.tensor(rope[f"{length}_factor"], dtype=torch.float32)
@@ -216,7 +216,7 @@ def rope_factors(config: Config) -> dict[str, Tensor]:
     return {}
 
 
-def _llama3_factors(rope: Config, size: int) -> Tensor:
+def llama3_factors(rope: Config, size: int) -> Tensor:
     """Return (size / 2,) divisors of frequencies: 1 for short waves, `factor` for long ones, interpolated between."""
     exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
     waves = 2 * math.pi * float(rope.get("rope_theta", 10000.0)) ** exponents
@@ -253,7 +253,7 @@ def _head_size(config: Config) -> int:
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
-def _ropes(config: Config) -> Mapping[str, Config]:
+def ropes(config: Config) -> Mapping[str, Config]:
     """Return the rotary parameters of blocks with and without a window, as any version of transformers stores them."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if "full_attention" in rope:
@@ -272,8 +272,8 @@ def _rope(writer: Any, config: Config, known: tuple[str, ...]) -> None:
     """Add the rotary parameters, or refuse those that llama.cpp does not compute."""
     from gguf import RopeScalingType
 
-    ropes = _ropes(config)
-    rope, window = ropes["full_attention"], ropes.get("sliding_attention")
+    both = ropes(config)
+    rope, window = both["full_attention"], both.get("sliding_attention")
     kind = _rope_type(rope)
     if kind not in known:
         raise _refusal(config, "rope_type", kind, " or ".join(known))

@@ -27,6 +27,7 @@ from nearplane.formats.gguf.architecture import architecture_of, rope_factors, t
 from nearplane.formats.gguf.gguf_header import (
     FILE,
     KEY_PREFIX,
+    METADATA,
     NUMBER,
     RECORD_KEY,
     SHA_SIZE,
@@ -34,6 +35,7 @@ from nearplane.formats.gguf.gguf_header import (
     SUMS,
     TENSORS,
     Info,
+    metadata_digest,
     nbytes,
     padded,
     parts_of,
@@ -154,7 +156,8 @@ class GGUFFile(Container):
         writer, planned, factors = self._header(), self._planned(), rope_factors(self._network)
         names = [*planned, *("" for _ in factors)]
         writer.add_string(f"{KEY_PREFIX}quantization_config", json.dumps(self.config))
-        writer.add_string(RECORD_KEY, " " * self.room)  # overwritten in the end
+        writer.add_string(RECORD_KEY, " " * self.room)  # overwritten in the end, as are the hashes
+        writer.add_string(METADATA, "0" * SHA_SIZE)
         writer.add_array(TENSORS, names)
         writer.add_array(SUMS, ["0" * SHA_SIZE * (planned[name][1][0] if STAR in name else 1) for name in names])
         tensors = [*planned.values(), *((name, tuple(each.shape), 0) for name, each in factors.items())]
@@ -287,10 +290,14 @@ class GGUFFile(Container):
         for name in self._infos:
             sums[stacked_name(name)] = sums.get(stacked_name(name), "") + self._sums[name]
         text = b"".join(struct.pack("<Q", len(each)) + each.encode() for each in sums.values())
-        self._file.seek(self._places[SUMS] + 4 + 8)  # after type and number of entries
-        self._file.write(text)
-        self._file.seek(self._places[RECORD_KEY] + 8)  # after the length
-        self._file.write(self._record)
+        path = self.folder / FILE
+        for key, skipped, content in (
+            (SUMS, 4 + 8, text),  # after type and number of entries
+            (RECORD_KEY, 8, self._record),  # after the length
+            (METADATA, 8, metadata_digest(path, read_header(path)).encode()),
+        ):
+            self._file.seek(self._places[key].start + skipped)
+            self._file.write(content)
         self._file.close()
         self._file = None
 

@@ -3,11 +3,12 @@
     "GGUF", version, number of tensors, number of keys; keys and values; name, sizes, type, place of tensors; the data
 
 Lists are skipped, so that a vocabulary of 200,000 tokens costs nothing; only those under nearplane's own keys are read:
-the names of the tensors in the checkpoint, and their hashes. Another own key holds the run record.
+the names of the tensors in the checkpoint, and their hashes. Other own keys hold the run record and a hash of the metadata.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import struct
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ RECORD_KEY = f"{KEY_PREFIX}record"  # the run record as JSON, padded with spaces
 TENSORS = f"{KEY_PREFIX}tensors"  # name of every tensor in the checkpoint; experts with a star
 SUMS = f"{KEY_PREFIX}sha256"  # SHA-256 of the data of every tensor; one per expert
 STAR = "*"  # replaces the expert's number in the name of a tensor with the matrices of all experts
+METADATA = f"{KEY_PREFIX}metadata_sha256"  # SHA-256 of the metadata of network and tokenizer
 SHA_SIZE = 64  # letters of a SHA-256 in hexadecimal
 
 
@@ -59,31 +61,40 @@ class Header:
 
     Args:
         fields: Numbers and texts by key, and lists under nearplane's own keys.
-        places: Positions in the file at which the values begin, by key.
+        places: Positions of the bytes of every value in the file, by key.
         tensors: Entries of the tensors in file order.
         size: Size of the file in bytes, computed from the header.
     """
 
     fields: dict[str, Any]
-    places: dict[str, int]
+    places: dict[str, range]
     tensors: list[Info]
     size: int
 
+    @property
+    def own(self) -> bool:
+        """Whether nearplane wrote the file: other programs have none of its keys."""
+        return any(key.startswith(KEY_PREFIX) for key in self.fields)
 
-def read_header(path: Path) -> Header:
+
+def read_header(path: Path, *, lists: bool = False) -> Header:
     """Read the header of a GGUF.
+
+    Args:
+        path: Path of the file.
+        lists: Whether the lists of all keys are read, among them the vocabulary.
 
     Raises:
         ModelError: The file is no GGUF, is damaged, or has types that nearplane does not write.
     """
     try:
         with path.open("rb") as file:
-            return _header(path, file)
+            return _header(path, file, lists)
     except (OSError, struct.error, ValueError, TypeError, OverflowError, MemoryError, RecursionError) as error:
         raise ModelError(f"{path} is not a readable GGUF file ({error}). Fetch the file again.") from error
 
 
-def _header(path: Path, file: BinaryIO) -> Header:
+def _header(path: Path, file: BinaryIO, lists: bool) -> Header:
     if file.read(4) != MAGIC:
         raise ModelError(f"{path} is not a GGUF file: its first bytes are not GGUF. Fetch the file again.")
     version, tensors, keys = _number(file, "I"), _number(file, "Q"), _number(file, "Q")
@@ -92,12 +103,13 @@ def _header(path: Path, file: BinaryIO) -> Header:
             f"{path} is a GGUF of version {version} with {tensors} tensors; nearplane reads only version {VERSION}."
         )
     fields: dict[str, Any] = {}
-    places: dict[str, int] = {}
+    places: dict[str, range] = {}
     for _ in range(keys):
         key = _text(file)
         kind = _number(file, "I")
-        places[key] = file.tell()
-        fields[key] = _value(file, kind, keep=key.startswith(KEY_PREFIX))
+        begin = file.tell()
+        fields[key] = _value(file, kind, keep=lists or key.startswith(KEY_PREFIX))
+        places[key] = range(begin, file.tell())
     alignment = int(fields.get("general.alignment", ALIGNMENT))
     if alignment < 1 or alignment & (alignment - 1):
         raise ModelError(f"{path}: its alignment is {alignment}. Fetch the file again.")
@@ -117,6 +129,36 @@ def _header(path: Path, file: BinaryIO) -> Header:
     begin = padded(file.tell(), alignment)
     moved = [replace(info, begin=begin + info.begin) for info in infos]
     return Header(fields=fields, places=places, tensors=moved, size=begin + end)
+
+
+def metadata_digest(path: Path, header: Header) -> str:
+    """Return the SHA-256 of the metadata of network and tokenizer, and of the names, shapes and types of all tensors.
+
+    Other `general` keys, such as the name, may be edited.
+    """
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for key, place in sorted(header.places.items()):
+            if key in ("general.architecture", "general.alignment") or not key.startswith(("general.", KEY_PREFIX)):
+                file.seek(place.start - 4)  # with the type of the value
+                digest.update(f"{key}\n".encode() + file.read(4 + len(place)))
+    for info in header.tensors:
+        digest.update(f"{info.name} {info.shape} {info.type}\n".encode())
+    return digest.hexdigest()
+
+
+def check_metadata(path: Path, header: Header) -> None:
+    """Refuse a GGUF of nearplane whose metadata were changed.
+
+    Raises:
+        ModelError: The metadata differ from their SHA-256 in the file.
+    """
+    expected = header.fields.get(METADATA)
+    if expected is not None and (digest := metadata_digest(path, header)) != expected:
+        raise ModelError(
+            f"{path}: its metadata have the SHA-256 {digest[:16]}.., but the file lists {str(expected)[:16]}..: they "
+            f"were changed after nearplane wrote them, or are damaged. Fetch the file again."
+        )
 
 
 def nbytes(path: Path, name: str, shape: tuple[int, ...], kind: int) -> int:

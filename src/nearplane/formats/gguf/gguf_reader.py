@@ -1,17 +1,29 @@
-"""Reader of a GGUF that nearplane wrote; it gives single tensors under their names in the original checkpoint."""
+"""Reader of a GGUF; it gives single tensors under their names in the original checkpoint."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError, ModelError
-from nearplane.formats.gguf.gguf_header import BLOCKS, FILE, SHA_SIZE, STAR, SUMS, TENSORS, Info, parts_of, read_header
-from nearplane.formats.gguf.names import Rule, rule_of, unused
+from nearplane.formats.gguf.gguf_header import (
+    BLOCKS,
+    FILE,
+    SHA_SIZE,
+    STAR,
+    SUMS,
+    Info,
+    check_metadata,
+    parts_of,
+    read_header,
+)
+from nearplane.formats.gguf.names import Rule, checkpoint_names, rule_of, unused
+from nearplane.formats.gguf.network_config import check_network
 from nearplane.system.files import read_object
 from nearplane.system.safetensors_files import DTYPE_NAMES, TensorInfo, TensorReader, refuse_unfinished
 
@@ -21,14 +33,15 @@ DENSE = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # types withou
 class GGUFReader(TensorReader):
     """Reader of the tensors of `model.gguf` in a folder, by their names in the original checkpoint.
 
-    A quantized tensor is `NAME.weight_TYPE`: (out, bytes of a row) uint8. `read` checks the SHA-256 of the data.
+    A quantized tensor is `NAME.weight_TYPE`: (out, bytes of a row) uint8. `read` checks the SHA-256 of the data, which
+    files of other programs do not have.
 
     Args:
         folder: The folder of the GGUF.
         unfinished: Whether the file may be incomplete; then no SHA-256 is checked.
 
     Raises:
-        ModelError: The file is missing or damaged, or another program wrote it.
+        ModelError: The file is missing or damaged, or has tensors that nearplane does not write.
     """
 
     def __init__(self, folder: Path, *, unfinished: bool = False) -> None:
@@ -38,12 +51,11 @@ class GGUFReader(TensorReader):
         if not self.path.is_file():
             raise ModelError(f"{folder} has no {FILE}, which its config.json names. Fetch the folder again.")
         header = self.header = read_header(self.path)
-        names, sums = (_texts(header.fields.get(key), len(header.tensors)) for key in (TENSORS, SUMS))
-        if names is None or sums is None:
-            raise ModelError(
-                f"{self.path} was not written by nearplane: it has no valid keys {TENSORS} and {SUMS}. nearplane reads "
-                f"only its own GGUF files."
-            )
+        check_metadata(self.path, header)
+        names = checkpoint_names(self.path, header)
+        sums = header.fields.get(SUMS) if header.own else [""] * len(names)
+        if not isinstance(sums, list) or len(sums) != len(names) or not all(isinstance(each, str) for each in sums):
+            raise ModelError(f"{self.path} has no valid key {SUMS}. Fetch the file again.")
         if (size := self.path.stat().st_size) != header.size:
             raise ModelError(f"{self.path} has {size:,} bytes, expected {header.size:,}. Fetch the file again.")
         self.infos = {}
@@ -60,7 +72,7 @@ class GGUFReader(TensorReader):
                 self._infos[stored_name] = entry
                 dtype = DTYPE_NAMES[DENSE.get(entry.type, torch.uint8)]
                 self.infos[stored_name] = TensorInfo(dtype, self._shape(entry), entry.size, self.path)
-                if not unfinished:
+                if header.own and not unfinished:
                     self._sums[stored_name] = digests[SHA_SIZE * index : SHA_SIZE * (index + 1)]
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -97,6 +109,10 @@ class GGUFReader(TensorReader):
         rule = self._rule(info)
         return rule.back(rule.into(tensor).to(DENSE[info.type]))
 
+    def check_network(self, config: Mapping[str, Any]) -> None:
+        """Refuse metadata that contradict config.json, which transformers has completed."""
+        check_network(self.path, self.header, config)
+
     def _check(self, info: Info, name: str, sums: str) -> None:
         """Refuse a tensor that contradicts the metadata: its name in the checkpoint and its SHA-256, one per expert."""
         try:
@@ -112,7 +128,8 @@ class GGUFReader(TensorReader):
             )
         dims = len(info.shape)
         stacked = dims == 3 and rule == Rule()  # values of experts are stored unchanged
-        if dims > 2 + stacked or stacked != (STAR in name) or len(sums) != SHA_SIZE * (info.shape[0] if stacked else 1):
+        size = SHA_SIZE * (info.shape[0] if stacked else 1) if self.header.own else 0
+        if dims > 2 + stacked or stacked != (STAR in name) or len(sums) != size:
             raise ModelError(
                 f"{self.path}: {info.name} has the shape {info.shape} and {len(sums)} letters of SHA-256, which do not "
                 f"fit {name}. Fetch the file again."
@@ -131,9 +148,3 @@ class GGUFReader(TensorReader):
 def _tensor(raw: bytearray, info: Info) -> Tensor:
     values = torch.frombuffer(raw, dtype=DENSE.get(info.type, torch.uint8))
     return values.reshape(info.shape if info.type in DENSE else (info.shape[0], -1))
-
-
-def _texts(value: object, count: int) -> list[str] | None:
-    """Return the value of a key if it is a list of `count` texts, otherwise None."""
-    good = isinstance(value, list) and len(value) == count and all(isinstance(each, str) for each in value)
-    return value if isinstance(value, list) and good else None

@@ -8,17 +8,60 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nearplane.errors import RecipeError
+from nearplane.errors import ModelError, RecipeError
 from nearplane.formats.gguf.architecture import Config, architecture_of
-from nearplane.formats.gguf.gguf_header import STAR
+from nearplane.formats.gguf.gguf_header import STAR, TENSORS, Header
 from nearplane.formats.gguf.mixes import blocks_of
 
 UNUSED_NAMES = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
+
+
+ROTARY = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # made from the config
+ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+PARTS = {  # names of modules in a block, by name in llama.cpp
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    **{f"attn_{each}": f"self_attn.{each}_proj" for each in ("q", "k", "v", "qkv")},
+    **{f"attn_{each}_norm": f"self_attn.{each}_norm" for each in ("q", "k")},
+    "attn_output": "self_attn.o_proj",
+    **{f"ffn_{each}": f"mlp.{each}_proj" for each in ("gate", "up", "down")},
+    **{f"ffn_{each}_exps": f"mlp.experts.{STAR}.{each}_proj" for each in ("gate", "up", "down")},
+    **{f"ffn_{each}_shexp": f"mlp.shared_expert.{each}_proj" for each in ("gate", "up", "down")},
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
+GEMMA = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+OTHER_PARTS = {  # where they differ, by architecture
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    "gemma2": GEMMA,
+    "gemma3": GEMMA,
+    "llama": {
+        "ffn_gate_inp": "block_sparse_moe.gate",
+        **{
+            f"ffn_{each}_exps": f"block_sparse_moe.experts.{STAR}.{name}"
+            for each, name in (("gate", "w1"), ("down", "w2"), ("up", "w3"))
+        },
+    },
+    "gpt2": {
+        "attn_norm": "ln_1",
+        "attn_qkv": "attn.c_attn",
+        "attn_output": "attn.c_proj",
+        "ffn_norm": "ln_2",
+        "ffn_up": "mlp.c_fc",
+        "ffn_down": "mlp.c_proj",
+    },
+}
+GPT2_ENDS = {"token_embd": "wte", "position_embd": "wpe", "output_norm": "ln_f"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,3 +171,41 @@ def llama_names(names: Iterable[str], config: Config) -> dict[str, str]:
             )
         new_names[name] = new
     return new_names
+
+
+def checkpoint_names(path: Path, header: Header) -> list[str]:
+    """Return the names of a GGUF's tensors in a checkpoint, in file order; an empty name for rotary factors.
+
+    Args:
+        path: Path of the GGUF, for errors.
+        header: Its header.
+
+    Raises:
+        ModelError: A tensor is unknown, or nearplane's list of names does not fit.
+    """
+    names = header.fields.get(TENSORS)
+    if header.own:
+        if (
+            isinstance(names, list)
+            and len(names) == len(header.tensors)
+            and all(isinstance(each, str) for each in names)
+        ):
+            return names
+        raise ModelError(f"{path} has no valid key {TENSORS}. Fetch the file again.")
+    architecture = str(header.fields.get("general.architecture"))
+    parts = PARTS | OTHER_PARTS.get(architecture, {})
+    ends, blocks = ENDS, "model.layers"
+    if architecture == "gpt2":
+        ends, blocks = ENDS | {part: f"transformer.{name}" for part, name in GPT2_ENDS.items()}, "transformer.h"
+    names = []
+    for info in header.tensors:
+        stem, _, suffix = info.name.rpartition(".")
+        match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+        name = parts.get(match[2]) if match else ends.get(stem)
+        if info.name in ROTARY:
+            names.append("")
+        elif name is None or suffix not in ("weight", "bias"):
+            raise ModelError(f"{path}: nearplane knows no tensor {info.name} in a {architecture}. Use llama.cpp.")
+        else:
+            names.append(f"{blocks}.{match[1]}.{name}.{suffix}" if match else f"{name}.{suffix}")
+    return names

@@ -1,0 +1,49 @@
+"""Comparison of a checkpoint's files with the SHA-256 in its run record, before the files are used. Needs no torch."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from nearplane.errors import FormatError
+from nearplane.system.files import read_object, sha256
+from nearplane.system.paths import RECORD
+
+WEIGHTS = (".safetensors", ".gguf")  # ends of names of weight files
+EDITED = ("generation_config.json", "chat_template", "additional_chat_templates/")  # users adapt these to their prompts
+
+
+def check_hashes(folder: Path, *, weights: bool = True) -> None:
+    """Refuse a checkpoint that has changed since it was written. A folder without run record is not checked.
+
+    Files for generation settings and chat templates may be edited.
+
+    Args:
+        folder: Folder of the checkpoint.
+        weights: Whether weight files are hashed, which reads all their bytes on all cores.
+
+    Raises:
+        FormatError: A file is missing or has another SHA-256, or the run record has no list of files.
+    """
+    if not (folder / RECORD).is_file():
+        return
+    hashes = read_object(folder / RECORD, expected="Fetch the file again").get("files")
+    if not isinstance(hashes, dict) or not all(isinstance(each, str) for each in hashes.values()):
+        raise FormatError(f"{folder / RECORD} has no list of files with their SHA-256. Fetch the file again.")
+    names = [name for name in hashes if not name.startswith(EDITED) and (weights or not name.endswith(WEIGHTS))]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for name, digest in zip(names, pool.map(lambda name: _digest(folder, name), names), strict=True):
+            if digest != hashes[name]:
+                state = f"has the SHA-256 {digest[:16]}.." if digest else "is missing"
+                raise FormatError(
+                    f"{folder / name} {state}, but {RECORD} lists {hashes[name][:16]}..: the file is damaged, was "
+                    f"changed or belongs to another checkpoint. Fetch the folder again."
+                )
+
+
+def _digest(folder: Path, name: str) -> str:
+    """Return the SHA-256 of a file named in a record; an empty text unless it is a file in the folder."""
+    path = folder / name
+    inside = ".." not in Path(name).parts and not Path(name).is_absolute()
+    return sha256(path) if inside and path.is_file() else ""

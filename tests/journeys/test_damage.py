@@ -1,0 +1,139 @@
+"""A checkpoint with one flipped bit: no command uses it as if it were sound."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nearplane
+from checkpoints import save_part_of_the_demo
+from nearplane import FormatError
+from nearplane.demo import CALIBRATION
+from nearplane.formats.beside import CONFIG
+from nearplane.formats.stored import Stored
+from nearplane.recipe.recipe import Calibration
+from nearplane.system.paths import RECORD
+
+FORMATS = {
+    "compressed-tensors": {"bits": 4, "group_size": 32},
+    "gptq": {"bits": 4, "group_size": 32, "format": "gptq"},
+    "gguf": {"grid": "q4_0"},
+    "nearplane": {"rate": 3.0},
+}
+CALLS: dict[str, Callable[[Path, Path, Path, Path], Any]] = {
+    "load": lambda damaged, *_: nearplane.load(damaged),
+    "load decoded": lambda damaged, *_: nearplane.load(damaged, dtype="float64"),
+    "evaluate": lambda damaged, text, *_: nearplane.evaluate(damaged, text, samples=1, seqlen=16),
+    "generate": lambda damaged, *_: nearplane.generate(damaged, "Once", tokens=1),
+    "export": lambda damaged, _, __, new: nearplane.export(damaged, new),
+    "tune": lambda damaged, _, model, new: nearplane.tune(damaged, new, against=model),
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(CALIBRATION.read_text()[:8000])
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_part_of_the_demo(tmp_path_factory.mktemp("models") / "model", blocks=1, neurons=64)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, text: Path, model: Path) -> Callable[[str], Path]:
+    """Return a function from a format to the folder of a checkpoint; do not change it."""
+    folders: dict[str, Path] = {}
+
+    def folder_of(format: str) -> Path:
+        if format not in folders:
+            folders[format] = tmp_path_factory.mktemp("out") / format
+            nearplane.quantize(
+                model, folders[format], calibration=text, samples=16, seqlen=64, order="natural", **FORMATS[format]
+            )
+        return folders[format]
+
+    return folder_of
+
+
+def damaged(folder: Path, copy: Path) -> Path:
+    """Copy a checkpoint and flip one bit in the codes of a layer."""
+    shutil.copytree(folder, copy)
+    stored = Stored(copy)
+    name = stored.names()[3]
+    path, tensor = stored.file(name), next(iter(stored.tensors(name).values()))
+    content, codes = bytearray(path.read_bytes()), tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+    content[content.index(codes) + len(codes) // 2] ^= 1
+    path.write_bytes(content)
+    return copy
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("call", CALLS)
+def test_a_flipped_bit_is_refused(
+    call: str, format: str, checkpoint: Callable[[str], Path], text: Path, model: Path, tmp_path: Path
+) -> None:
+    """35 of 44 flips were loaded as other weights, and a tuned copy of them passed `verify --against`."""
+    folder, new = damaged(checkpoint(format), tmp_path / "damaged"), tmp_path / "new"
+    with pytest.raises(FormatError, match=r"but nearplane\.json lists|has the checksum") as refusal:
+        CALLS[call](folder, text, model, new)
+    assert str(folder) in str(refusal.value)
+    assert not new.exists()
+
+
+def test_a_comparison_does_not_go_on_with_a_damaged_checkpoint(text: Path, model: Path, tmp_path: Path) -> None:
+    keep = tmp_path / "keep"
+    settings = {"text": text, "calibration": Calibration(calibration=str(text), samples=16, seqlen=64), "samples": 1}
+    list(nearplane.compare([model], [4], methods=["rtn-mse"], keep=keep, **settings))
+    kept = json.loads((keep / "rows.json").read_text())
+    kept["rows"] = kept["rows"][:1]  # as if it had been stopped before it measured the checkpoint
+    (keep / "rows.json").write_text(json.dumps(kept))
+    folder = keep / "model" / "rtn-mse-4"
+    damaged(folder, tmp_path / "copy")
+    shutil.rmtree(folder)
+    shutil.move(tmp_path / "copy", folder)
+    with pytest.raises(FormatError, match=r"but nearplane\.json lists"):
+        list(nearplane.compare([model], [4], methods=["rtn-mse"], keep=keep, **settings))
+
+
+@pytest.mark.parametrize("file", [CONFIG, "tokenizer.json"])
+def test_a_changed_file_beside_the_weights_is_refused(
+    file: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint("compressed-tensors"), copy)
+    (copy / file).write_text((copy / file).read_text() + " ")
+    with pytest.raises(FormatError, match=f"{file} has the SHA-256 .* the file is damaged, was changed"):
+        nearplane.load(copy)
+
+
+def test_settings_for_generation_may_be_edited(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint("compressed-tensors"), copy)
+    (copy / "generation_config.json").write_text('{"temperature": 0.5}')
+    assert nearplane.load(copy).generation_config.temperature == 0.5
+
+
+def test_the_check_can_be_left_out(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    nearplane.load(damaged(checkpoint("compressed-tensors"), tmp_path / "damaged"), check=False)
+
+
+@pytest.mark.parametrize("verb", ["tune", "export"])
+def test_a_record_that_contradicts_its_digest_is_refused(
+    verb: str, checkpoint: Callable[[str], Path], text: Path, model: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint("compressed-tensors"), copy)
+    record = json.loads((copy / RECORD).read_text())
+    record["layers"][0]["loss"] *= 2
+    (copy / RECORD).write_text(json.dumps(record))
+    with pytest.raises(FormatError, match="its digest is"):
+        CALLS[verb](copy, text, model, tmp_path / "new")
