@@ -233,6 +233,7 @@ class Worker:
         gc.collect()
         gc.freeze()
         with tempfile.TemporaryDirectory(dir=place) as own:
+            tempfile.tempdir = own  # a GGUF alone is given a folder, which a process that is killed leaves behind
             reader = Reader(found, Path(own))
             for seed in self.seeds:
                 out.write(f"{seed}\n".encode())

@@ -17,11 +17,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import mutations
 import nearplane
@@ -40,15 +41,18 @@ from nearplane.formats.gguf.gguf_header import FILE, read_header
 from nearplane.formats.layer_format import read_config
 from nearplane.formats.stored import read_dense
 from nearplane.loading.dense_network import dense_network
+from nearplane.loading.source_folder import source_folder
 from nearplane.models.model import open_model
 from nearplane.record.record import read_record
 from nearplane.system.fp8_mxfp4 import source_reader
 from nearplane.system.paths import RECORD
 from plain_formats import UnsureError
+from tokenizers_of_kinds import over_bytes
 
 REFUSED, RIGHT, AS_BYTES_SAY, NAMED, UNSURE = "refused", "right", "as the bytes say", "named by verify", "not compared"
 GOOD = (REFUSED, RIGHT, AS_BYTES_SAY, NAMED, UNSURE)
-NETWORKS = ("dense_network", "evaluate", "open_model", "load")  # slow readers, of which a mutation is given to one
+ALONE = "alone.gguf"
+NETWORKS = ("dense_network", "evaluate", "evaluate a text", "open_model", "load")  # slow readers, of which a mutation is given to one
 TOKENS = torch.arange(8).reshape(1, 8)
 WINDOWS = torch.arange(64).reshape(4, 16)
 ONE_BLOCK = LLAMA | dict(num_hidden_layers=1, tie_word_embeddings=False)
@@ -195,7 +199,7 @@ class Folder(Subject):
         return [name for name in names if name not in NETWORKS or name == network]
 
     def counts(self, reader: str) -> bool:
-        return reader in ("read", *NETWORKS) and reader != "evaluate"
+        return reader in ("dense_network", "load", "open_model") or (reader == "read" and not self.signed)
 
     def judge(self, reader: str, result: Any, folder: Path, mutation: Mutation) -> str:
         expected, unchanged = self.expected[reader], _unchanged(self.folder, folder)
@@ -206,6 +210,8 @@ class Folder(Subject):
         if same(result, expected):
             return RIGHT
         text = mutation.file.endswith(".json")
+        if self.signed and reader == "read" and not self.name.startswith(("gguf", "nearplane")):
+            return _as_bytes_say(result, folder, whole=True)  # the other readers compare hashes before
         if self.signed:
             named = text and _named(folder)
             return NAMED if named else "other weights" if self.counts(reader) else "another result"
@@ -264,6 +270,64 @@ def _as_bytes_say(weights: Weights, folder: Path, *, whole: bool) -> str:
         if not same(there, values):
             return f"{name} is not what its bytes say"
     return AS_BYTES_SAY
+
+
+class LoneGGUF(Folder):
+    """A GGUF without its folder; the hashes of one of ours are inside, one of another program has none."""
+
+    def __init__(self, name: str, folder: Path, *, signed: bool) -> None:
+        super().__init__(name, folder, signed=signed)
+
+    def readers(self) -> dict[str, Callable[[Path], Any]]:
+        def file(folder: Path) -> Path:
+            return folder / ALONE
+
+        found: dict[str, Callable[[Path], Any]] = {
+            "dense_network": lambda folder: _network(source_folder(file(folder))), "load": lambda folder: _logits(file(folder)),
+            "evaluate": lambda folder: asdict(nearplane.evaluate(file(folder), WINDOWS, device="cpu")),
+            "evaluate a text": lambda folder: asdict(nearplane.evaluate(file(folder), CALIBRATION, samples=2, seqlen=16)),
+        }  # fmt: skip
+        return found | ({"inspect": lambda folder: _inspect(file(folder))} if self.signed else {})
+
+    def judge(self, reader: str, result: Any, folder: Path, mutation: Mutation) -> str:
+        if same(result, self.expected[reader]):
+            return RIGHT
+        if self.signed:
+            return "other weights"
+        return _as_gguf_says(result, folder / ALONE) if reader == "dense_network" else UNSURE
+
+
+def _as_gguf_says(weights: Weights, path: Path) -> str:
+    """Compare weights with what the gguf package makes of a file of the architecture llama, of whose heads rows alternate."""
+    reader = gguf.GGUFReader(path)
+    fields = {name: field.contents() for name, field in reader.fields.items() if name.startswith(("general.", "llama."))}
+    if fields["general.architecture"] != "llama":
+        return UNSURE
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    for name, values in weights.items():
+        tensor = stored.get(_llama_name(name)) or stored["token_embd.weight"]  # a tied head
+        there = np.asarray(gguf.quants.dequantize(tensor.data, tensor.tensor_type), np.float32)
+        if tensor.name.split(".")[-2] in ("attn_q", "attn_k"):
+            heads = fields["llama.attention.head_count" + ("_kv" if ".attn_k." in tensor.name else "")]
+            there = there.reshape(heads, -1, 2, *there.shape[1:]).swapaxes(1, 2).reshape(there.shape)
+        if not same(values.detach(), torch.from_numpy(np.ascontiguousarray(there)).reshape(values.shape)):
+            return f"{name} is not what its bytes say"
+    return AS_BYTES_SAY
+
+
+def _llama_name(name: str) -> str:
+    """Return llama.cpp's name of a tensor of a Llama."""
+    ends = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    parts = {
+        "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+    }  # fmt: skip
+    stem, _, end = name.rpartition(".")
+    if stem in ends:
+        return f"{ends[stem]}.{end}"
+    _, _, block, part = stem.split(".", 3)
+    return f"blk.{block}.{parts[part]}.{end}"
 
 
 # ── the record ──
@@ -430,6 +494,10 @@ def subjects(place: Path) -> list[Subject]:
         "two blocks": ("llama", ONE_BLOCK | dict(num_hidden_layers=2)), "gpt_oss": ("gpt_oss", GPT_OSS),
     }  # fmt: skip
     for name, (kind, sizes) in models.items():
+        if name in ("llama", "wide"):  # with a tokenizer, which a GGUF holds
+            tokenizer = over_bytes("gpt-2", 300)
+            sizes |= dict(vocab_size=tokenizer.get_vocab_size())
+            PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(place / "models" / name)
         random_model(config_of(kind, **sizes)).float().save_pretrained(place / "models" / name)
     signed: dict[str, tuple[str, dict[str, Any]]] = {
         "compressed-tensors": ("llama", dict(bits=4, group_size=16)),
@@ -453,6 +521,14 @@ def subjects(place: Path) -> list[Subject]:
             foreign = Path(shutil.copytree(folder, place / "foreign" / name))
             (foreign / RECORD).unlink()
             found.append(Folder(f"{name}, unsigned", foreign))
+    for name in ("q4_0", "k-quants"):
+        content = (place / "signed" / f"gguf, {name}" / FILE).read_bytes()
+        parts = mutations.GGUF.of(content)
+        parts.keys = [key for key in parts.keys if not key[0].startswith(b"nearplane.")]
+        for title, file in ((f"gguf alone, {name}", content), (f"gguf alone, {name}, unsigned", parts.joined())):
+            (place / title).mkdir()
+            (place / title / ALONE).write_bytes(file)
+            found.append(LoneGGUF(title, place / title, signed=file is content))
     found.append(Folder("compressed-tensors, asymmetric, unsigned", _asymmetric(place / "models" / "llama", place / "asymmetric"), loads=False))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         title = str(dtype).removeprefix("torch.")

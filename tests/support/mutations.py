@@ -363,7 +363,9 @@ def _key(parts: GGUF, rng: random.Random) -> tuple[bytes, str, str]:
 def _own_list(parts: GGUF, rng: random.Random) -> tuple[bytes, str, str]:
     """Swap, repeat or change entries of the names or the hashes of tensors that nearplane keeps in a GGUF."""
     name = rng.choice((b"nearplane.tensors", b"nearplane.sha256"))
-    place = next(place for place, key in enumerate(parts.keys) if key[0] == name)
+    place = next((place for place, key in enumerate(parts.keys) if key[0] == name), None)
+    if place is None:
+        return _key(parts, rng)
     value, texts, at = parts.keys[place][2], [], 12
     while at < len(value):
         (length,) = struct.unpack_from("<Q", value, at)
@@ -394,11 +396,12 @@ def mutate(folder: Path, rng: random.Random, *, weights: float = 0.7) -> Mutatio
     path = rng.choice(paths)
     if rng.random() < 0.03:
         return _files(path, rng.choice(sorted(folder.iterdir())), rng)
-    if rng.random() < weights:
+    texts = sorted(path.name for path in folder.glob("*.json"))
+    if rng.random() < weights or not texts:
         content, kind, what = BYTES[path.suffix](path.read_bytes(), rng)
         path.write_bytes(content)
         return Mutation(kind=kind, file=path.name, what=what)
-    done = edit(folder, rng, sorted(path.name for path in folder.glob("*.json")))
+    done = edit(folder, rng, texts)
     return Mutation(kind="metadata", file=done.file, what=done.what)
 
 

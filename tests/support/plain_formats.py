@@ -88,9 +88,9 @@ def decoded(folder: Path) -> dict[str, Raw]:
             case "mxfp4":
                 return _gpt_oss(stored)
             case "compressed-tensors":
-                return _layers(stored, CODED[0], lambda parts: _compressed(parts, how))
+                return _layers(stored, CODED[0], lambda layer, parts: _compressed(parts, _scheme(how, layer)))
             case "gptq":
-                return _layers(stored, CODED[1], lambda parts: _gptq(parts, how))
+                return _layers(stored, CODED[1], lambda _, parts: _gptq(parts, how))
     raise UnsureError(str(how.get("quant_method")))
 
 
@@ -103,7 +103,7 @@ def _layers(stored: Mapping[str, Raw], key: str, decode: Any) -> dict[str, Raw]:
     dense = dict(stored)
     for layer in [name.removesuffix(key) for name in stored if name.endswith(key)]:
         parts = {end[1:]: dense.pop(layer + end) for end in ends if layer + end in stored}
-        dense[f"{layer}.weight"] = Raw("F32", decode(parts))
+        dense[f"{layer}.weight"] = Raw("F32", decode(layer, parts))
     return dense
 
 
@@ -114,12 +114,17 @@ def _bits(words: NDArray[Any], bits: int, count: int) -> NDArray[np.int64]:
     return (stream.astype(np.int64) << np.arange(bits)).sum(2)
 
 
-def _compressed(parts: Mapping[str, Raw], how: Mapping[str, Any]) -> NDArray[np.float32]:
+def _scheme(how: Mapping[str, Any], layer: str) -> Mapping[str, Any]:
+    """Return the numbers of a layer: those of the only scheme, or of the one that names the layer."""
     schemes = list(how["config_groups"].values())
-    if len(schemes) != 1:
-        raise UnsureError("several schemes")
-    weights, words = schemes[0]["weights"], parts["weight_packed"].values
-    scale = parts["weight_scale"]
+    fitting = [scheme for scheme in schemes if len(schemes) == 1 or layer in scheme["targets"]]
+    if len(fitting) != 1:
+        raise UnsureError(f"{len(fitting)} schemes of {layer}")
+    return dict(fitting[0]["weights"])
+
+
+def _compressed(parts: Mapping[str, Raw], weights: Mapping[str, Any]) -> NDArray[np.float32]:
+    words, scale = parts["weight_packed"].values, parts["weight_scale"]
     if weights["type"] == "float":
         codes = np.stack([words & 15, words >> 4], 2).reshape(len(words), -1)
         steps = np.float32(2) ** (scale.values.astype(np.float32) - 127)
