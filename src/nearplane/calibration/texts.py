@@ -172,7 +172,7 @@ def _documents_in(file: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[st
             place = f"{file}, line {number}"
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise CalibrationError(f"{place} is not JSON ({error}). Expected one object per line.") from error
             yield _text(row, place, tokenizer)
 
